@@ -1,0 +1,164 @@
+//! Waiting for futures on a plain thread, without a runtime.
+//!
+//! Every operation of a session is a future; its blocking form is that future under [`block_on`]. Two things make it
+//! more than a parked thread. A session may leave its input and output to whoever waits for it
+//! ([`ReplyControl::drive`]): then the waiting thread does the work itself, and a call costs no switch to another
+//! thread. And waiting inside an async runtime, which would stop the very thread that has to make progress, is an error.
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::reply::ReplyControl;
+
+static RUNTIME_PROBE: OnceLock<fn() -> bool> = OnceLock::new();
+
+/// Installs the function that tells whether the calling thread is running async code. The first one counts.
+///
+/// This crate knows no runtime; the crate that brings one installs its probe when a session is made.
+pub fn set_runtime_probe(probe: fn() -> bool) {
+    let _ = RUNTIME_PROBE.set(probe);
+}
+
+/// What the future that a thread polls in [`block_on`] is waiting for.
+enum Waiting {
+    /// Nothing that has to be driven.
+    Parked,
+    /// One session, which this thread will drive.
+    One(Arc<dyn ReplyControl>),
+    /// Several sessions: they are asked to drive themselves.
+    Many,
+}
+
+thread_local! {
+    /// `None` outside of [`block_on`].
+    static WAITING: RefCell<Option<Waiting>> = const { RefCell::new(None) };
+}
+
+/// Notes that the future being polled waits for a session's reply.
+pub(crate) fn waiting_for(control: &Arc<dyn ReplyControl>) {
+    if !control.must_be_driven() {
+        return;
+    }
+    let attend = WAITING.with_borrow_mut(|waiting| match waiting {
+        None | Some(Waiting::Many) => vec![control.clone()],
+        Some(Waiting::Parked) => {
+            *waiting = Some(Waiting::One(control.clone()));
+            Vec::new()
+        }
+        Some(Waiting::One(first)) if Arc::ptr_eq(first, control) => Vec::new(),
+        Some(Waiting::One(first)) => {
+            let both = vec![first.clone(), control.clone()];
+            *waiting = Some(Waiting::Many);
+            both
+        }
+    });
+    // Outside of the borrow: a session may do anything here.
+    for control in attend {
+        control.attend();
+    }
+}
+
+struct Signal {
+    woken: AtomicBool,
+    thread: Thread,
+}
+
+impl Wake for Signal {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        // A thread that drives its session wakes itself, and needs no unparking.
+        if !self.woken.swap(true, Ordering::AcqRel) && self.thread.id() != thread::current().id() {
+            self.thread.unpark();
+        }
+    }
+}
+
+thread_local! {
+    /// One signal a thread, so that a call allocates none. Nested waits take a fresh one.
+    static SIGNAL: RefCell<Option<Arc<Signal>>> = const { RefCell::new(None) };
+}
+
+/// Restores what the thread was waiting for before, also when a future panics.
+struct Restore(Option<Waiting>, Option<Arc<Signal>>);
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        let outer = self.0.take();
+        WAITING.with_borrow_mut(|waiting| *waiting = outer);
+        let signal = self.1.take();
+        SIGNAL.with_borrow_mut(|slot| *slot = signal);
+    }
+}
+
+/// Runs `future` to its end on the calling thread.
+///
+/// # Errors
+///
+/// [`ErrorKind::ApiMisuse`] if the calling thread is running async code.
+pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
+    if RUNTIME_PROBE.get().is_some_and(|probe| probe()) {
+        return Err(RpcError::new(
+            ErrorKind::ApiMisuse,
+            "a blocking form was called from inside an async runtime: use the async form and await it, or move the call \
+             to a thread of its own",
+        ));
+    }
+    let signal = SIGNAL
+        .with_borrow_mut(Option::take)
+        .unwrap_or_else(|| Arc::new(Signal { woken: AtomicBool::new(false), thread: thread::current() }));
+    let _restore = Restore(WAITING.with_borrow_mut(Option::take), Some(signal.clone()));
+    let waker = Waker::from(signal.clone());
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        signal.woken.store(false, Ordering::Release);
+        WAITING.with_borrow_mut(|waiting| *waiting = Some(Waiting::Parked));
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return Ok(output);
+        }
+        let woken = || signal.woken.load(Ordering::Acquire);
+        match WAITING.with_borrow_mut(|waiting| waiting.replace(Waiting::Parked)) {
+            Some(Waiting::One(control)) => control.drive(&woken),
+            _ => {
+                while !woken() {
+                    thread::park();
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::task::Poll;
+
+    #[test]
+    fn a_future_woken_from_another_thread_finishes() {
+        let mut started = false;
+        let future = std::future::poll_fn(move |cx| {
+            if std::mem::replace(&mut started, true) {
+                return Poll::Ready(5);
+            }
+            let waker = cx.waker().clone();
+            thread::spawn(move || waker.wake());
+            Poll::Pending
+        });
+        assert_eq!(block_on(future).unwrap(), 5);
+    }
+
+    #[test]
+    fn nested_waits_do_not_disturb_each_other() {
+        let inner = async { block_on(async { 1 }).unwrap() + 1 };
+        assert_eq!(block_on(inner).unwrap(), 2);
+    }
+}

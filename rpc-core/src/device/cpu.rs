@@ -1,0 +1,541 @@
+//! The device that is always there: the processor, with host memory from an allocator that can be replaced.
+
+use std::any::Any;
+use std::fmt;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use super::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, out_of_range};
+use crate::dlpack::{Device, DeviceType};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::value::Value;
+
+/// The processor as a device. There is one, `cpu:0`; its work is done when the call that asked for it returns.
+#[derive(Clone)]
+pub struct CpuDevice {
+    allocator: Arc<dyn CpuAllocator>,
+}
+
+impl CpuDevice {
+    /// The device with memory from `allocator`: an arena shared with other processes, pinned memory, a pool.
+    pub fn with_allocator(allocator: Arc<dyn CpuAllocator>) -> Self {
+        Self { allocator }
+    }
+
+    fn check(&self, index: i32) -> Result<()> {
+        if index == 0 { Ok(()) } else { Err(out_of_range(Device::new(DeviceType::CPU, index), 1)) }
+    }
+}
+
+impl Default for CpuDevice {
+    fn default() -> Self {
+        Self::with_allocator(Arc::new(SystemAllocator))
+    }
+}
+
+impl fmt::Debug for CpuDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuDevice").finish_non_exhaustive()
+    }
+}
+
+impl DeviceApi for CpuDevice {
+    fn kind(&self) -> DeviceType {
+        DeviceType::CPU
+    }
+
+    fn count(&self) -> Result<i32> {
+        Ok(1)
+    }
+
+    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
+        if attribute == DeviceAttribute::Exists {
+            return Ok(Value::Bool(index == 0));
+        }
+        self.check(index)?;
+        Ok(match attribute {
+            DeviceAttribute::Name => processor_name().into(),
+            DeviceAttribute::ComputeUnits => {
+                std::thread::available_parallelism().ok().and_then(|units| i64::try_from(units.get()).ok()).into()
+            }
+            DeviceAttribute::TotalMemory => memory_bytes(&["MemTotal"]).into(),
+            DeviceAttribute::AvailableMemory => memory_bytes(&["MemAvailable"]).into(),
+            DeviceAttribute::MaxAlignment => (MAX_ALIGNMENT as i64).into(),
+            _ => Value::Null,
+        })
+    }
+
+    fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        self.check(index)?;
+        self.allocator.allocate(request)
+    }
+
+    fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        self.check(index)?;
+        Ok(Arc::new(CpuStream))
+    }
+
+    fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        self.create_stream(index)
+    }
+}
+
+/// Work on the processor is done when it has been submitted, so that there is nothing to keep in order.
+#[derive(Debug)]
+struct CpuStream;
+
+impl Stream for CpuStream {
+    fn device(&self) -> Device {
+        Device::cpu()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn wait_for(&self, other: &dyn Stream) -> Result<()> {
+        // Our next work runs on the calling thread, which therefore has to wait itself.
+        other.synchronize()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Where the host memory of a session comes from.
+///
+/// It is called from any thread, and may block. What it owes is what [`DeviceApi::allocate`] promises: zeroed memory,
+/// aligned as asked for (by 64 at least where nothing is asked for, so that vector code and `as_slice` work), an error
+/// whenever there is none. It decides which memory scopes there are. [`HostMemory`] saves it from implementing
+/// [`Memory`].
+pub trait CpuAllocator: Send + Sync {
+    /// Fresh memory that reads as zeros and has a [`Memory::host`] pointer.
+    ///
+    /// # Errors
+    ///
+    /// As [`DeviceApi::allocate`].
+    fn allocate(&self, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>>;
+}
+
+/// Memory from the operating system.
+///
+/// Alignment is 64 at least. From 1 MiB on (on Linux) the memory is mapped for itself: its pages come zeroed when they
+/// are first touched, and go back when it is dropped. From 4 MiB on it begins on a 2 MiB boundary and asks for huge
+/// pages, because the first touch of small ones costs several times the copy that touches them. Scopes: none, `""` and
+/// `"global"`, or `"host"`, all the same.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemAllocator;
+
+impl CpuAllocator for SystemAllocator {
+    fn allocate(&self, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        if !matches!(request.scope, None | Some("" | "global" | "host")) {
+            let scope = request.scope.unwrap_or_default();
+            return Err(RpcError::unsupported(format!("cpu has no memory scope '{scope}'; it has global and host")));
+        }
+        let alignment = check_alignment(request.alignment)?;
+        let too_large = || RpcError::new(ErrorKind::OutOfMemory, format!("cpu cannot allocate {} bytes", request.size));
+        let size = usize::try_from(request.size).ok().filter(|size| *size <= isize::MAX as usize);
+        let size = size.ok_or_else(too_large)?;
+        // Where memory is overcommitted, reserving more than there is would succeed, and touching it would kill us.
+        if size >= CERTAIN_BYTES && memory_bytes(&["MemTotal", "SwapTotal"]).is_some_and(|all| size as u64 > all as u64)
+        {
+            return Err(too_large());
+        }
+        #[cfg(target_os = "linux")]
+        if size >= MAPPED_BYTES {
+            return mapped(size, alignment).ok_or_else(too_large);
+        }
+        on_heap(size, alignment).ok_or_else(too_large)
+    }
+}
+
+/// Host memory that belongs to an owner of any kind: what [`CpuAllocator`]s return.
+pub struct HostMemory {
+    start: NonNull<u8>,
+    len: usize,
+    /// Frees the memory when it is dropped.
+    owner: Box<dyn Any + Send + Sync>,
+}
+
+impl HostMemory {
+    /// The `len` bytes at `start`, which live until `owner` is dropped.
+    ///
+    /// # Safety
+    ///
+    /// They are what [`Memory`] requires of host memory: valid for reads and writes from any thread until `owner` is
+    /// dropped, initialised, no more than `isize::MAX`, and touched by nobody else.
+    pub unsafe fn new(start: NonNull<u8>, len: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
+        Self { start, len, owner }
+    }
+
+    /// What keeps the memory alive, for the allocator that made it: where in an arena it lies, for example.
+    pub fn owner(&self) -> &(dyn Any + Send + Sync) {
+        &*self.owner
+    }
+}
+
+impl fmt::Debug for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostMemory").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: `new` had it promised that the bytes may be used from any thread, and the owner is `Send`.
+unsafe impl Send for HostMemory {}
+
+// SAFETY: all that a shared reference does without `unsafe` is to tell where the bytes are.
+unsafe impl Sync for HostMemory {}
+
+// SAFETY: `new` had all of it promised, and the fields never change.
+unsafe impl Memory for HostMemory {
+    fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        Some(self.start)
+    }
+
+    unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
+        // SAFETY: the caller has checked the range and lets nobody else touch it, so that `data` cannot overlap it.
+        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.start.as_ptr().add(offset as usize), data.len()) };
+        Ok(())
+    }
+
+    unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller has checked the range and lets nobody write to it, so that `out` cannot overlap it.
+        unsafe { ptr::copy_nonoverlapping(self.start.as_ptr().add(offset as usize), out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The alignment to use for what was asked for.
+fn check_alignment(asked: u64) -> Result<usize> {
+    if asked != 0 && !asked.is_power_of_two() {
+        return Err(RpcError::invalid_argument(format!("an alignment of {asked} is not a power of two")));
+    }
+    match usize::try_from(asked) {
+        Ok(alignment) if alignment <= MAX_ALIGNMENT => Ok(alignment.max(MIN_ALIGNMENT)),
+        _ => Err(RpcError::invalid_argument(format!("an alignment of {asked} is above {MAX_ALIGNMENT}"))),
+    }
+}
+
+fn on_heap(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
+    use std::alloc::{Layout, alloc_zeroed, dealloc};
+
+    struct Block(*mut u8, Layout);
+
+    // SAFETY: the block may be freed from any thread, and nothing else is done with the pointer.
+    unsafe impl Send for Block {}
+    // SAFETY: shared references do nothing.
+    unsafe impl Sync for Block {}
+
+    impl Drop for Block {
+        fn drop(&mut self) {
+            // SAFETY: it came from `alloc_zeroed` with this layout, and is freed once.
+            unsafe { dealloc(self.0, self.1) }
+        }
+    }
+
+    if size == 0 {
+        let start = NonNull::new(ptr::without_provenance_mut(alignment))?;
+        // SAFETY: no bytes at an aligned address that is not null.
+        return Some(Box::new(unsafe { HostMemory::new(start, 0, Box::new(())) }));
+    }
+    let layout = Layout::from_size_align(size, alignment).ok()?;
+    // SAFETY: the size is not zero.
+    let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+    let block = Block(start.as_ptr(), layout);
+    // SAFETY: a fresh block of `size` zeros, freed by `block`.
+    Some(Box::new(unsafe { HostMemory::new(start, size, Box::new(block)) }))
+}
+
+/// A mapping of its own, on a huge page's boundary if it is large. `None` when there is no room for it.
+#[cfg(target_os = "linux")]
+fn mapped(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
+    use std::ffi::c_void;
+
+    use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+    struct Mapping(*mut c_void, usize);
+
+    // SAFETY: it may be unmapped from any thread, and nothing else is done with the pointer.
+    unsafe impl Send for Mapping {}
+    // SAFETY: shared references do nothing.
+    unsafe impl Sync for Mapping {}
+
+    impl Drop for Mapping {
+        fn drop(&mut self) {
+            // SAFETY: these pages are ours alone, and are unmapped once.
+            if let Err(error) = unsafe { munmap(self.0, self.1) } {
+                tracing::error!(%error, bytes = self.1, "cannot unmap");
+            }
+        }
+    }
+
+    let page = rustix::param::page_size();
+    let huge = size >= HUGE_BYTES;
+    let alignment = alignment.max(if huge { HUGE_PAGE_BYTES } else { page });
+    let len = size.checked_next_multiple_of(page)?;
+    // The kernel aligns to pages; for more, reserve enough to find the boundary within, and give back the rest.
+    let reserved = len.checked_add(alignment - page).filter(|reserved| *reserved <= isize::MAX as usize)?;
+    // SAFETY: a new private mapping at an address of the kernel's choice disturbs nobody.
+    let base = unsafe {
+        mmap_anonymous(ptr::null_mut(), reserved, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE).ok()?
+    };
+    let before = base.addr().next_multiple_of(alignment) - base.addr();
+    let start = base.wrapping_byte_add(before);
+    let after = reserved - before - len;
+    // SAFETY: whole pages at both ends of the mapping that was just made, which nobody has seen yet. A failure only
+    // leaves them reserved and untouched.
+    unsafe {
+        if before > 0 {
+            _ = munmap(base, before);
+        }
+        if after > 0 {
+            _ = munmap(start.wrapping_byte_add(len), after);
+        }
+        if huge {
+            // Only advice: kernels without huge pages refuse it.
+            _ = madvise(start, len, Advice::LinuxHugepage);
+        }
+    }
+    let mapping = Mapping(start, len);
+    // SAFETY: at least `size` fresh bytes that read as zeros, unmapped by `mapping`.
+    Some(Box::new(unsafe { HostMemory::new(NonNull::new(start.cast())?, size, Box::new(mapping)) }))
+}
+
+/// The processor's name as the kernel tells it, or else its architecture.
+fn processor_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    ["model name", "Model", "Hardware", "cpu model"]
+        .iter()
+        .find_map(|wanted| {
+            info.lines().find_map(|line| {
+                let (key, name) = line.split_once(':')?;
+                (key.trim() == *wanted && !name.trim().is_empty()).then(|| name.trim().to_owned())
+            })
+        })
+        .unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}
+
+/// The sum of these lines of `/proc/meminfo`; `None` where there is no such file or line.
+fn memory_bytes(keys: &[&str]) -> Option<i64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    keys.iter().try_fold(0_i64, |sum, wanted| {
+        let kibibytes: i64 = info.lines().find_map(|line| {
+            let (key, value) = line.split_once(':')?;
+            if key == *wanted { value.trim().strip_suffix("kB")?.trim().parse().ok() } else { None }
+        })?;
+        sum.checked_add(kibibytes.checked_mul(1024)?)
+    })
+}
+
+/// A cache line, and the widest vector registers.
+const MIN_ALIGNMENT: usize = 64;
+
+/// The largest huge pages; nobody has a use for more.
+const MAX_ALIGNMENT: usize = 1 << 30;
+
+/// From here on a mapping of its own costs less than clearing memory before it is written.
+#[cfg(target_os = "linux")]
+const MAPPED_BYTES: usize = 1 << 20;
+
+/// From here on what is lost to alignment is no more than half of what is asked for, and it is address space only.
+#[cfg(target_os = "linux")]
+const HUGE_BYTES: usize = 4 << 20;
+
+/// The usual size of a huge page, on x86-64 and on arm64 with 4 KiB pages.
+#[cfg(target_os = "linux")]
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// From here on reading `/proc/meminfo` costs nothing beside the pages.
+const CERTAIN_BYTES: usize = 1 << 30;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    fn allocate(size: u64, alignment: u64) -> Box<dyn Memory> {
+        SystemAllocator.allocate(&AllocRequest { size, alignment, scope: None }).unwrap()
+    }
+
+    fn refusal(request: &AllocRequest<'_>) -> ErrorKind {
+        SystemAllocator.allocate(request).err().unwrap().kind()
+    }
+
+    fn contents(memory: &dyn Memory) -> Vec<u8> {
+        let mut out = vec![1; memory.len() as usize];
+        // SAFETY: the whole memory, which nobody else uses.
+        unsafe { memory.copy_to_host(0, &mut out).unwrap() };
+        out
+    }
+
+    #[test]
+    fn memory_is_zeroed_and_aligned_on_every_path() {
+        for size in [0, 1, 63, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (4 << 20) - 1, 4 << 20, (8 << 20) + 12345] {
+            for alignment in [0, 1, 64, 128, 4096, 65536, 4 << 20] {
+                let memory = allocate(size, alignment);
+                assert_eq!(memory.len(), size);
+                let address = memory.host().unwrap().as_ptr().addr() as u64;
+                assert_eq!(address % alignment.max(64), 0, "{size} {alignment}");
+                assert!(contents(&*memory).iter().all(|byte| *byte == 0), "{size} {alignment}");
+                if size > 0 {
+                    // SAFETY: the last byte, which nobody else uses.
+                    unsafe { memory.copy_from_host(size - 1, &[7]).unwrap() };
+                    assert_eq!(contents(&*memory).last(), Some(&7));
+                }
+            }
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn large_memory_begins_on_a_huge_page() {
+        let memory = allocate(5 << 20, 0);
+        assert_eq!(memory.host().unwrap().as_ptr().addr() % HUGE_PAGE_BYTES, 0);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn large_memory_goes_back_when_it_is_dropped() {
+        // More address space than there is, if any of it stayed.
+        for _ in 0..1 << 12 {
+            drop(allocate(1 << 29, 1 << 30));
+        }
+    }
+
+    #[test]
+    fn too_much_is_an_error_and_not_the_end() {
+        for size in [u64::MAX, i64::MAX as u64 + 1, i64::MAX as u64, i64::MAX as u64 - 4096, 1 << 62, 1 << 47, 1 << 45]
+        {
+            for alignment in [0, 1 << 30] {
+                let error = SystemAllocator.allocate(&AllocRequest { size, alignment, scope: None }).err().unwrap();
+                assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{size} {alignment}");
+                assert!(error.message().contains(&size.to_string()));
+            }
+        }
+    }
+
+    #[test]
+    fn impossible_alignments_are_refused() {
+        for alignment in [3, 65, 1 << 31, 1 << 63, u64::MAX] {
+            assert_eq!(refusal(&AllocRequest { alignment, ..AllocRequest::new(8) }), ErrorKind::InvalidArgument);
+        }
+    }
+
+    #[test]
+    fn unknown_scopes_are_refused_by_name() {
+        for scope in [None, Some(""), Some("global"), Some("host")] {
+            assert!(SystemAllocator.allocate(&AllocRequest { scope, ..AllocRequest::new(8) }).is_ok());
+        }
+        let request = AllocRequest { scope: Some("texture"), ..AllocRequest::new(8) };
+        let error = SystemAllocator.allocate(&request).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.message().contains("texture") && error.message().contains("global"));
+    }
+
+    #[test]
+    fn another_allocator_takes_the_place_of_the_system() {
+        #[derive(Default)]
+        struct Counting(AtomicU64, Arc<AtomicU64>);
+
+        struct Counted(Box<dyn Any + Send + Sync>, Arc<AtomicU64>);
+
+        impl Drop for Counted {
+            fn drop(&mut self) {
+                assert!(self.0.is::<Box<dyn Memory>>());
+                self.1.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+
+        impl CpuAllocator for Counting {
+            fn allocate(&self, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+                self.0.fetch_add(request.size, Ordering::Relaxed);
+                let inner = SystemAllocator.allocate(request)?;
+                let start = inner.host().unwrap();
+                let owner = Box::new(Counted(Box::new(inner), self.1.clone()));
+                // SAFETY: the memory lives in the owner.
+                Ok(Box::new(unsafe { HostMemory::new(start, request.size as usize, owner) }))
+            }
+        }
+
+        let counting = Arc::new(Counting::default());
+        let cpu = CpuDevice::with_allocator(counting.clone());
+        let memory = cpu.allocate(0, &AllocRequest::new(100)).unwrap();
+        assert!(memory.as_any().downcast_ref::<HostMemory>().unwrap().owner().is::<Counted>());
+        assert_eq!(counting.0.load(Ordering::Relaxed), 100);
+        assert_eq!(counting.1.load(Ordering::Relaxed), 0);
+        drop(memory);
+        assert_eq!(counting.1.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn there_is_one_cpu() {
+        let cpu = CpuDevice::default();
+        assert_eq!(cpu.attribute(1, DeviceAttribute::Exists).unwrap(), Value::Bool(false));
+        for error in [
+            cpu.attribute(1, DeviceAttribute::Name).err(),
+            cpu.allocate(-1, &AllocRequest::new(1)).err(),
+            cpu.create_stream(1).err(),
+            cpu.default_stream(i32::MAX).err(),
+        ] {
+            assert_eq!(error.unwrap().kind(), ErrorKind::DeviceUnavailable);
+        }
+    }
+
+    #[test]
+    fn attributes_tell_what_is_known_and_null_otherwise() {
+        let cpu = CpuDevice::default();
+        let of = |attribute| cpu.attribute(0, attribute).unwrap();
+        assert!(matches!(of(DeviceAttribute::Name), Value::Str(name) if !name.is_empty()));
+        assert!(matches!(of(DeviceAttribute::ComputeUnits), Value::Int(units) if units > 0));
+        assert_eq!(of(DeviceAttribute::MaxAlignment), Value::Int(1 << 30));
+        assert_eq!(of(DeviceAttribute::WarpSize), Value::Null);
+        if cfg!(target_os = "linux") {
+            let (Value::Int(total), Value::Int(available)) =
+                (of(DeviceAttribute::TotalMemory), of(DeviceAttribute::AvailableMemory))
+            else {
+                panic!("no memory sizes");
+            };
+            assert!(0 < available && available <= total);
+        }
+    }
+
+    #[test]
+    fn a_stream_waits_for_the_other_device() {
+        struct Slow(AtomicU64);
+
+        impl Stream for Slow {
+            fn device(&self) -> Device {
+                Device::cuda(0)
+            }
+
+            fn synchronize(&self) -> Result<()> {
+                self.0.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }
+
+            fn wait_for(&self, _: &dyn Stream) -> Result<()> {
+                Ok(())
+            }
+
+            fn as_any(&self) -> &dyn Any {
+                self
+            }
+        }
+
+        let slow = Slow(AtomicU64::new(0));
+        let stream = CpuDevice::default().create_stream(0).unwrap();
+        stream.wait_for(&slow).unwrap();
+        stream.synchronize().unwrap();
+        assert_eq!(stream.device(), Device::cpu());
+        assert_eq!(slow.0.load(Ordering::Relaxed), 1);
+    }
+}

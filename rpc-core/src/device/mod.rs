@@ -1,0 +1,544 @@
+//! Devices: the contract between a session and whatever can hold memory for it.
+//!
+//! A [`DeviceApi`] serves all devices of one kind, hands out [`Memory`] and [`Stream`]s, and answers questions
+//! ([`DeviceAttribute`]). [`Devices`] is the set of them that a session offers; [`cpu`] is always in it.
+
+pub mod cpu;
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ptr::NonNull;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::dlpack::{Device, DeviceType};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::value::Value;
+
+pub use cpu::{CpuAllocator, CpuDevice, HostMemory, SystemAllocator};
+
+macro_rules! attributes {
+    ($($(#[$doc:meta])* $attribute:ident = $code:literal $name:literal;)*) => {
+        /// A question that a device can be asked.
+        ///
+        /// The numbers up to 16 are those of TVM's `DeviceAttrKind` (`include/tvm/runtime/device_api.h`), so that they
+        /// mean the same in its dialect; ours begin at 1000. An attribute that a device does not have is
+        /// [`Value::Null`], never an error.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        #[repr(u16)]
+        pub enum DeviceAttribute {
+            $($(#[$doc])* $attribute = $code,)*
+        }
+
+        impl DeviceAttribute {
+            /// Every attribute that this version knows, by number.
+            pub const ALL: &[Self] = &[$(Self::$attribute,)*];
+
+            /// The attribute that `code` stands for on the wire, if this version knows it.
+            pub const fn from_code(code: u16) -> Option<Self> {
+                match code {
+                    $($code => Some(Self::$attribute),)*
+                    _ => None,
+                }
+            }
+
+            /// A stable lower-case name, as used on command lines and in JSON output.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$attribute => $name,)*
+                }
+            }
+        }
+    };
+}
+
+attributes! {
+    /// Whether the device is there: a bool, and never null.
+    Exists = 0 "exists";
+    /// The most threads of one block: an int.
+    MaxThreadsPerBlock = 1 "max_threads_per_block";
+    /// How many threads run in lockstep: an int.
+    WarpSize = 2 "warp_size";
+    /// The most shared memory of one block, in bytes: an int.
+    MaxSharedMemoryPerBlock = 3 "max_shared_memory_per_block";
+    /// The compute capability, such as `9.0`: a str.
+    ComputeVersion = 4 "compute_version";
+    /// The maker's name for the device: a str.
+    Name = 5 "name";
+    /// The highest clock rate in kHz: an int.
+    MaxClockRate = 6 "max_clock_rate";
+    /// The processors that run independently, CPU cores or multiprocessors: an int.
+    ComputeUnits = 7 "compute_units";
+    /// The most threads of one block in each dimension: a shape.
+    MaxThreadDimensions = 8 "max_thread_dimensions";
+    /// The registers of one block: an int.
+    MaxRegistersPerBlock = 9 "max_registers_per_block";
+    /// The architecture of an AMD GPU, such as `gfx90a`: a str.
+    GcnArch = 10 "gcn_arch";
+    /// The version of the interface that drives the device, as its maker counts them: an int.
+    ApiVersion = 11 "api_version";
+    /// The version of the driver: a str.
+    DriverVersion = 12 "driver_version";
+    /// The size of the L2 cache in bytes: an int.
+    L2CacheSize = 13 "l2_cache_size";
+    /// The size of the memory in bytes: an int.
+    TotalMemory = 14 "total_memory";
+    /// The bytes of memory that could be allocated now: an int.
+    AvailableMemory = 15 "available_memory";
+    /// The alignment of the rows of an image in bytes: an int.
+    ImagePitchAlignment = 16 "image_pitch_alignment";
+    /// The largest alignment that an allocation may ask for, in bytes: an int.
+    MaxAlignment = 1000 "max_alignment";
+}
+
+impl DeviceAttribute {
+    /// The number that stands for the attribute on the wire.
+    pub const fn code(self) -> u16 {
+        self as u16
+    }
+}
+
+impl fmt::Display for DeviceAttribute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for DeviceAttribute {
+    type Err = RpcError;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.iter().copied().find(|attribute| attribute.name() == text).ok_or_else(|| {
+            let known: Vec<_> = Self::ALL.iter().map(|attribute| attribute.name()).collect();
+            RpcError::invalid_argument(format!("no device attribute '{text}'; there are {}", known.join(", ")))
+        })
+    }
+}
+
+/// What an allocation has to be like.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AllocRequest<'a> {
+    /// In bytes; zero is allowed.
+    pub size: u64,
+    /// In bytes, a power of two; zero leaves it to the device. The device may align more strictly.
+    pub alignment: u64,
+    /// In which of the device's memories; `None` is its ordinary one, as is `"global"`.
+    pub scope: Option<&'a str>,
+}
+
+impl AllocRequest<'_> {
+    /// A request for `size` bytes of ordinary memory in the device's own alignment.
+    pub const fn new(size: u64) -> Self {
+        Self { size, alignment: 0, scope: None }
+    }
+}
+
+/// All devices of one kind.
+///
+/// A session calls it from any thread, and from several at once. Every call may block for as long as the device takes,
+/// so it is never made where a frame is being read. An index out of range is [`ErrorKind::DeviceUnavailable`], except
+/// to [`DeviceAttribute::Exists`]. A failure after which the device cannot be used is [`ErrorKind::DeviceLost`].
+///
+/// There is no `free`: memory goes when its [`Memory`] is dropped, after all that streams still do with it.
+pub trait DeviceApi: Send + Sync {
+    /// The kind that it serves; always the same.
+    fn kind(&self) -> DeviceType;
+
+    /// How many devices there are; their indices are `0..count`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeviceUnavailable`] when the kind cannot be used here; the message says why.
+    fn count(&self) -> Result<i32>;
+
+    /// The device's answer to `attribute`, of the type that the attribute documents, or null where it has none.
+    /// Holds no objects. [`DeviceAttribute::Exists`] of an index out of range is false, not an error.
+    ///
+    /// # Errors
+    ///
+    /// Another attribute of an index out of range.
+    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value>;
+
+    /// Fresh memory that reads as zeros.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::OutOfMemory`], whatever the size asked for; [`ErrorKind::InvalidArgument`] for an alignment that is
+    /// no power of two or too large; [`ErrorKind::Unsupported`] for a scope that the device lacks.
+    fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>>;
+
+    /// A new stream of its own order.
+    ///
+    /// # Errors
+    ///
+    /// When the device has no more, or is lost.
+    fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>>;
+
+    /// The stream for work that names none; the same one at each call.
+    ///
+    /// # Errors
+    ///
+    /// When the device is lost.
+    fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>>;
+
+    /// Copies `len` bytes between two memories of this kind, or between one of this kind and host memory, behind all
+    /// work that was submitted to the default stream; returns when the bytes are there. Within one memory the ranges
+    /// may overlap, and the destination then holds what the source held before.
+    ///
+    /// The safe way to call it is [`Borrow::copy_from`](crate::tensor::Borrow::copy_from).
+    ///
+    /// # Errors
+    ///
+    /// When the device fails. The destination is unspecified then.
+    ///
+    /// # Safety
+    ///
+    /// Both ranges lie within their memories. Until it returns nobody else writes to the source or touches the
+    /// destination.
+    unsafe fn copy(
+        &self,
+        from: &dyn Memory,
+        from_offset: u64,
+        to: &dyn Memory,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        // SAFETY: the caller's promises are the same.
+        unsafe { copy_by_host(from, from_offset, to, to_offset, len) }
+    }
+}
+
+/// A queue of work on one device: what is submitted to it runs in that order, at some later time.
+pub trait Stream: Send + Sync {
+    /// The device that the stream belongs to.
+    fn device(&self) -> Device;
+
+    /// Returns when all work submitted so far is done.
+    ///
+    /// # Errors
+    ///
+    /// What that work failed with, or [`ErrorKind::DeviceLost`].
+    fn synchronize(&self) -> Result<()>;
+
+    /// Makes work submitted to this stream from now on begin after what has been submitted to `other` so far. It may
+    /// block until then, if the device knows no better way. `other` may belong to another device.
+    ///
+    /// # Errors
+    ///
+    /// When either device is lost.
+    fn wait_for(&self, other: &dyn Stream) -> Result<()>;
+
+    /// For the device's own functions, which know the concrete type.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A piece of a device's memory, freed on drop.
+///
+/// It knows nothing of who uses it: that is [`Storage`](crate::tensor::Storage)'s business, which is why reading and
+/// writing are unsafe here and safe there.
+///
+/// # Safety
+///
+/// `len` and `host` never change. If `host` is a pointer, then `len` is at most `isize::MAX`, and until the memory is
+/// dropped the pointer is valid for reads and writes of `len` bytes, all initialised, aligned as was asked for, and
+/// nothing but its users (through this trait, or that pointer) touches them. It may be used from any thread.
+pub unsafe trait Memory: Send + Sync {
+    /// The size in bytes.
+    fn len(&self) -> u64;
+
+    /// Whether there are no bytes at all.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Where the bytes lie, if the processor can reach them.
+    fn host(&self) -> Option<NonNull<u8>>;
+
+    /// Writes `data` at `offset`, and returns when `data` is no longer needed and readers will see it.
+    ///
+    /// # Errors
+    ///
+    /// When the device fails. The range is unspecified then.
+    ///
+    /// # Safety
+    ///
+    /// The range lies within the memory, and nobody else touches it until this returns.
+    unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()>;
+
+    /// Reads into all of `out` from `offset` on.
+    ///
+    /// # Errors
+    ///
+    /// When the device fails. `out` is unspecified then.
+    ///
+    /// # Safety
+    ///
+    /// The range lies within the memory, and nobody writes to it until this returns.
+    unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+
+    /// For the device's own functions, which know the concrete type.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// The devices that a session offers, by kind.
+///
+/// A kind that is missing can carry the reason, so that whoever asks for `cuda` learns that the driver was not found
+/// rather than only that there is none.
+#[derive(Clone)]
+pub struct Devices {
+    kinds: BTreeMap<DeviceType, Result<Arc<dyn DeviceApi>, String>>,
+}
+
+impl Devices {
+    /// Only `cpu`, with the [`SystemAllocator`].
+    pub fn new() -> Self {
+        Self { kinds: BTreeMap::new() }.with(Arc::new(CpuDevice::default()))
+    }
+
+    /// Offers `api` too, in place of what there was of that kind: this is how `cpu` gets another allocator.
+    #[must_use]
+    pub fn with(mut self, api: Arc<dyn DeviceApi>) -> Self {
+        self.kinds.insert(api.kind(), Ok(api));
+        self
+    }
+
+    /// Records why `kind` is not offered.
+    #[must_use]
+    pub fn absent(mut self, kind: DeviceType, reason: impl Into<String>) -> Self {
+        self.kinds.insert(kind, Err(reason.into()));
+        self
+    }
+
+    /// What serves `device`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeviceUnavailable`] with the reason, if the kind is not offered or the index out of range.
+    pub fn get(&self, device: Device) -> Result<&Arc<dyn DeviceApi>> {
+        let api = self.kind(device.kind)?;
+        let count = api.count()?;
+        if (0..count).contains(&device.index) { Ok(api) } else { Err(out_of_range(device, count)) }
+    }
+
+    /// What serves the devices of `kind`, though there may be none.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeviceUnavailable`] with the reason, if the kind is not offered.
+    pub fn kind(&self, kind: DeviceType) -> Result<&Arc<dyn DeviceApi>> {
+        let unavailable = |reason: &str| RpcError::new(ErrorKind::DeviceUnavailable, format!("no {kind}: {reason}"));
+        match self.kinds.get(&kind) {
+            Some(Ok(api)) => Ok(api),
+            Some(Err(reason)) => Err(unavailable(reason)),
+            None => Err(unavailable("this session does not offer it")),
+        }
+    }
+
+    /// The answer of `device` to `attribute`; [`DeviceAttribute::Exists`] is answered for every device imaginable.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeviceUnavailable`] for any other attribute of a device that is not there.
+    pub fn attribute(&self, device: Device, attribute: DeviceAttribute) -> Result<Value> {
+        match self.get(device) {
+            Ok(api) => api.attribute(device.index, attribute),
+            Err(_) if attribute == DeviceAttribute::Exists => Ok(Value::Bool(false)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Every kind that is offered or known to be absent, with what serves it or the reason, by number.
+    pub fn iter(&self) -> impl Iterator<Item = (DeviceType, Result<&Arc<dyn DeviceApi>, &str>)> {
+        self.kinds.iter().map(|(kind, api)| (*kind, api.as_ref().map_err(String::as_str)))
+    }
+}
+
+impl Default for Devices {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Devices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.iter().map(|(kind, api)| (kind.to_string(), api.map(|api| api.count())))).finish()
+    }
+}
+
+/// The error of every index that is out of range.
+pub(crate) fn out_of_range(device: Device, count: i32) -> RpcError {
+    RpcError::new(ErrorKind::DeviceUnavailable, format!("no {device}: there are {count} devices of that kind"))
+}
+
+/// Copies between memories of which each is host memory or can be copied to and from it.
+///
+/// # Safety
+///
+/// As [`DeviceApi::copy`].
+unsafe fn copy_by_host(from: &dyn Memory, from_offset: u64, to: &dyn Memory, to_offset: u64, len: u64) -> Result<()> {
+    match (from.host(), to.host()) {
+        (Some(source), Some(target)) => {
+            // SAFETY: `Memory` promises valid pointers, the caller that the ranges lie within them and that nobody else
+            // interferes; offsets of host memory fit `usize`. `copy` allows overlap.
+            unsafe {
+                source.add(from_offset as usize).copy_to(target.add(to_offset as usize), len as usize);
+            }
+            Ok(())
+        }
+        (Some(source), None) => {
+            // SAFETY: as above. The slice is only read, and nobody writes to it: `to` is another memory.
+            unsafe {
+                let data = std::slice::from_raw_parts(source.add(from_offset as usize).as_ptr(), len as usize);
+                to.copy_from_host(to_offset, data)
+            }
+        }
+        (None, Some(target)) => {
+            // SAFETY: as above. Nobody else touches the destination, so that the slice is exclusive.
+            unsafe {
+                let out = std::slice::from_raw_parts_mut(target.add(to_offset as usize).as_ptr(), len as usize);
+                from.copy_to_host(from_offset, out)
+            }
+        }
+        (None, None) => {
+            let mut bounce = vec![0; len.min(BOUNCE_BYTES) as usize];
+            // Where the destination overlaps the source from behind, the end has to go first.
+            let backwards = std::ptr::addr_eq(from, to) && to_offset > from_offset;
+            let mut done = 0;
+            while done < len {
+                let step = (len - done).min(BOUNCE_BYTES);
+                let at = if backwards { len - done - step } else { done };
+                let chunk = &mut bounce[..step as usize];
+                // SAFETY: a part of each range, under the caller's promises.
+                unsafe {
+                    from.copy_to_host(from_offset + at, chunk)?;
+                    to.copy_from_host(to_offset + at, chunk)?;
+                }
+                done += step;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Large enough to keep a bus busy, small enough to have.
+const BOUNCE_BYTES: u64 = 1 << 20;
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    /// Memory that the processor cannot reach, as that of a GPU.
+    pub(crate) struct Remote(Mutex<Vec<u8>>);
+
+    impl Remote {
+        pub(crate) fn new(bytes: impl Into<Vec<u8>>) -> Self {
+            Self(Mutex::new(bytes.into()))
+        }
+    }
+
+    // SAFETY: there is no host pointer, and the length never changes.
+    unsafe impl Memory for Remote {
+        fn len(&self) -> u64 {
+            self.0.lock().unwrap().len() as u64
+        }
+
+        fn host(&self) -> Option<NonNull<u8>> {
+            None
+        }
+
+        unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
+            self.0.lock().unwrap()[offset as usize..][..data.len()].copy_from_slice(data);
+            Ok(())
+        }
+
+        unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+            out.copy_from_slice(&self.0.lock().unwrap()[offset as usize..][..out.len()]);
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    fn contents(memory: &dyn Memory) -> Vec<u8> {
+        let mut out = vec![0; memory.len() as usize];
+        // SAFETY: the whole memory, which nobody else uses.
+        unsafe { memory.copy_to_host(0, &mut out).unwrap() };
+        out
+    }
+
+    #[test]
+    fn attributes_keep_their_numbers_and_names() {
+        for attribute in DeviceAttribute::ALL {
+            assert_eq!(DeviceAttribute::from_code(attribute.code()), Some(*attribute));
+            assert_eq!(attribute.name().parse::<DeviceAttribute>().unwrap(), *attribute);
+        }
+        assert_eq!(DeviceAttribute::ComputeUnits.code(), 7);
+        assert_eq!(DeviceAttribute::AvailableMemory.code(), 15);
+        assert_eq!(DeviceAttribute::from_code(999), None);
+        assert!("wings".parse::<DeviceAttribute>().unwrap_err().message().contains("warp_size"));
+    }
+
+    #[test]
+    fn an_absent_kind_says_why() {
+        let devices = Devices::new().absent(DeviceType::CUDA, "libcuda.so.1 was not found");
+        assert!(devices.get(Device::cpu()).is_ok());
+        let error = devices.get(Device::cuda(0)).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+        assert!(error.message().contains("libcuda.so.1 was not found"));
+        let error = devices.get(Device::new(DeviceType::METAL, 0)).err().unwrap();
+        assert_eq!(error.message(), "no metal: this session does not offer it");
+        for index in [1, -1] {
+            let error = devices.get(Device::new(DeviceType::CPU, index)).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+        }
+        let kinds: Vec<_> = devices.iter().map(|(kind, api)| (kind, api.err())).collect();
+        assert_eq!(kinds, [(DeviceType::CPU, None), (DeviceType::CUDA, Some("libcuda.so.1 was not found"))]);
+    }
+
+    #[test]
+    fn existence_is_answered_for_every_device() {
+        let devices = Devices::new().absent(DeviceType::CUDA, "no driver");
+        let exists = |device| devices.attribute(device, DeviceAttribute::Exists).unwrap();
+        assert_eq!(exists(Device::cpu()), Value::Bool(true));
+        assert_eq!(exists(Device::new(DeviceType::CPU, 7)), Value::Bool(false));
+        assert_eq!(exists(Device::cuda(0)), Value::Bool(false));
+        assert!(devices.attribute(Device::cuda(0), DeviceAttribute::Name).is_err());
+    }
+
+    #[test]
+    fn copies_pass_between_host_and_device_in_all_directions() {
+        let cpu = CpuDevice::default();
+        let host = cpu.allocate(0, &AllocRequest::new(8)).unwrap();
+        let other = cpu.allocate(0, &AllocRequest::new(8)).unwrap();
+        let device = Remote::new([1, 2, 3, 4, 5, 6, 7, 8]);
+        let second = Remote::new([0; 8]);
+        // SAFETY: all ranges lie within 8 bytes, and nobody else uses the memories.
+        unsafe {
+            cpu.copy(&device, 2, &*host, 1, 4).unwrap();
+            cpu.copy(&*host, 0, &*other, 2, 6).unwrap();
+            cpu.copy(&*other, 0, &device, 0, 8).unwrap();
+            cpu.copy(&device, 3, &second, 0, 5).unwrap();
+        }
+        assert_eq!(contents(&*host), [0, 3, 4, 5, 6, 0, 0, 0]);
+        assert_eq!(contents(&device), [0, 0, 0, 3, 4, 5, 6, 0]);
+        assert_eq!(contents(&second), [3, 4, 5, 6, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn overlapping_copies_keep_what_the_source_held() {
+        let len = 3 * BOUNCE_BYTES as usize + 5;
+        let pattern: Vec<u8> = (0..len).map(|byte| (byte % 251) as u8).collect();
+        let shift = 1000;
+        for (from, to) in [(0, shift), (shift, 0)] {
+            let memory = Remote::new(pattern.clone());
+            // SAFETY: both ranges end within the memory, which nobody else uses.
+            unsafe { copy_by_host(&memory, from as u64, &memory, to as u64, (len - shift) as u64).unwrap() };
+            assert_eq!(contents(&memory)[to..][..len - shift], pattern[from..][..len - shift]);
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Functions: closures over convertible types, callable by name from anywhere.
+//!
+//! ```
+//! use rpc_core::{Context, Registry};
+//!
+//! let registry = Registry::new();
+//! registry.add("add", |a: i64, b: i64| a + b);
+//! registry.add_inline("answer", || 42_i64);
+//! registry.add("parse", |text: String| text.parse::<i64>());
+//! registry.add("patient", |context: Context| context.is_cancelled());
+//! assert_eq!(registry.get("add").unwrap().signature().to_string(), "(int, int) -> int");
+//! ```
+
+use std::borrow::Cow;
+use std::future::Future;
+
+use crate::convert::{FromArg, IntoReturn};
+use crate::error::{Result, RpcError};
+use crate::object::{BoxFuture, Body, Context, Function, FunctionKind, Invocation, LocalValue, Signature};
+use crate::tensor::Access;
+
+impl Function {
+    /// A function that may block: the usual kind.
+    pub fn blocking<A, R>(handler: impl Handler<A, R>) -> Self {
+        Self::direct(FunctionKind::Blocking, handler)
+    }
+
+    /// A function that runs where its request was read, and promises not to block.
+    pub fn inline<A, R>(handler: impl Handler<A, R>) -> Self {
+        Self::direct(FunctionKind::Inline, handler)
+    }
+
+    /// A function that returns a future.
+    pub fn asynchronous<A, R>(handler: impl AsyncHandler<A, R>) -> Self {
+        let (signature, access) = handler.describe();
+        let body = Body::Async(Box::new(move |invocation| handler.start(invocation)));
+        Self::from_parts(FunctionKind::Async, signature, access, body)
+    }
+
+    /// A blocking function over any number of arguments of any type. Tensors among them are not borrowed: see
+    /// [`Tensor::read`](crate::tensor::Tensor::read).
+    pub fn dynamic(
+        signature: Signature,
+        body: impl Fn(&Context, Vec<LocalValue>) -> Result<LocalValue> + Send + Sync + 'static,
+    ) -> Self {
+        let body = Body::Direct(Box::new(move |invocation| {
+            let values = invocation.args.by_ref().collect();
+            body(&invocation.context, values)
+        }));
+        Self::from_parts(FunctionKind::Blocking, signature, Vec::new(), body)
+    }
+
+    fn direct<A, R>(kind: FunctionKind, handler: impl Handler<A, R>) -> Self {
+        let (signature, access) = handler.describe();
+        let body = Body::Direct(Box::new(move |invocation| handler.invoke(invocation)));
+        Self::from_parts(kind, signature, access, body)
+    }
+}
+
+impl Invocation {
+    fn take<T: FromArg>(&mut self) -> Result<T> {
+        let index = self.args.next;
+        match self.next_arg() {
+            Some(arg) => T::from_arg(arg).map_err(|error| error.context(format_args!("argument {index}"))),
+            None => T::missing().ok_or_else(|| {
+                RpcError::invalid_argument(format!("argument {index} of type {} is missing", T::type_name()))
+            }),
+        }
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        match self.args.values.len() {
+            0 => Ok(()),
+            left => Err(RpcError::invalid_argument(format!(
+                "{} arguments were given, and the function takes {}",
+                self.args.next + left,
+                self.args.next
+            ))),
+        }
+    }
+}
+
+/// What a parameter of a function is made from: an argument, or the call itself.
+///
+/// Implemented for [`Context`] and for everything that is [`FromArg`].
+pub trait FromCall: Sized {
+    /// The type's name and its use of a tensor, if it is a positional parameter.
+    fn describe() -> Option<(Cow<'static, str>, Option<Access>)>;
+
+    /// Makes the parameter.
+    ///
+    /// # Errors
+    ///
+    /// A missing argument, or one that is not convertible.
+    fn from_call(invocation: &mut Invocation) -> Result<Self>;
+
+}
+
+impl FromCall for Context {
+    fn describe() -> Option<(Cow<'static, str>, Option<Access>)> {
+        None
+    }
+
+    fn from_call(invocation: &mut Invocation) -> Result<Self> {
+        Ok(invocation.context.clone())
+    }
+}
+
+impl<T: FromArg> FromCall for T {
+    fn describe() -> Option<(Cow<'static, str>, Option<Access>)> {
+        Some((T::type_name(), T::ACCESS))
+    }
+
+    fn from_call(invocation: &mut Invocation) -> Result<Self> {
+        invocation.take()
+    }
+}
+
+/// All arguments that are left, of any type. Tensors among them are not borrowed.
+#[derive(Debug)]
+pub struct Rest(pub Vec<LocalValue>);
+
+impl FromCall for Rest {
+    fn describe() -> Option<(Cow<'static, str>, Option<Access>)> {
+        Some(("...".into(), None))
+    }
+
+    fn from_call(invocation: &mut Invocation) -> Result<Self> {
+        Ok(Self(invocation.args.by_ref().collect()))
+    }
+}
+
+/// A closure that can serve calls: up to eight parameters that are [`FromCall`], and a return that is [`IntoReturn`].
+pub trait Handler<A, R>: Send + Sync + 'static {
+    /// The signature, and how each positional parameter uses a tensor.
+    fn describe(&self) -> (Signature, Vec<Option<Access>>);
+
+    /// Converts the arguments, runs the closure, converts its return.
+    ///
+    /// # Errors
+    ///
+    /// Those of the conversions and of the closure.
+    fn invoke(&self, invocation: &mut Invocation) -> Result<LocalValue>;
+}
+
+/// As [`Handler`], for closures that return a future.
+pub trait AsyncHandler<A, R>: Send + Sync + 'static {
+    /// The signature, and how each positional parameter uses a tensor.
+    fn describe(&self) -> (Signature, Vec<Option<Access>>);
+
+    /// Converts the arguments and makes the future.
+    ///
+    /// # Errors
+    ///
+    /// Those of the conversions.
+    fn start(&self, invocation: &mut Invocation) -> Result<BoxFuture>;
+}
+
+fn describe<R: IntoReturn>(
+    params: impl IntoIterator<Item = Option<(Cow<'static, str>, Option<Access>)>>,
+) -> (Signature, Vec<Option<Access>>) {
+    let (params, access) = params.into_iter().flatten().unzip();
+    (Signature { params, returns: R::type_name() }, access)
+}
+
+macro_rules! handlers {
+    ($($param:ident)*) => {
+        #[allow(non_snake_case)]
+        impl<Func, Ret, $($param),*> Handler<($($param,)*), Ret> for Func
+        where
+            Func: Fn($($param),*) -> Ret + Send + Sync + 'static,
+            Ret: IntoReturn,
+            $($param: FromCall,)*
+        {
+            fn describe(&self) -> (Signature, Vec<Option<Access>>) {
+                describe::<Ret>([$($param::describe()),*])
+            }
+
+            fn invoke(&self, invocation: &mut Invocation) -> Result<LocalValue> {
+                $(let $param = $param::from_call(invocation)?;)*
+                invocation.finish()?;
+                self($($param),*).into_return()
+            }
+        }
+
+        #[allow(non_snake_case)]
+        impl<Func, Fut, $($param),*> AsyncHandler<($($param,)*), Fut> for Func
+        where
+            Func: Fn($($param),*) -> Fut + Send + Sync + 'static,
+            Fut: Future + Send + 'static,
+            Fut::Output: IntoReturn,
+            $($param: FromCall,)*
+        {
+            fn describe(&self) -> (Signature, Vec<Option<Access>>) {
+                describe::<Fut::Output>([$($param::describe()),*])
+            }
+
+            fn start(&self, invocation: &mut Invocation) -> Result<BoxFuture> {
+                $(let $param = $param::from_call(invocation)?;)*
+                invocation.finish()?;
+                let future = self($($param),*);
+                Ok(Box::pin(async move { future.await.into_return() }))
+            }
+        }
+    };
+}
+
+handlers!();
+handlers!(A1);
+handlers!(A1 A2);
+handlers!(A1 A2 A3);
+handlers!(A1 A2 A3 A4);
+handlers!(A1 A2 A3 A4 A5);
+handlers!(A1 A2 A3 A4 A5 A6);
+handlers!(A1 A2 A3 A4 A5 A6 A7);
+handlers!(A1 A2 A3 A4 A5 A6 A7 A8);

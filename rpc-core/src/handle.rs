@@ -1,0 +1,261 @@
+//! Handles: names for objects that a peer owns, which cannot be forged into somebody else's.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{ErrorKind, Result, RpcError};
+
+/// The name of one object in the session where it lives: 64 opaque bits, never an address.
+///
+/// It is minted by the [`HandleTable`] of the object's origin and crosses any number of hops unchanged. Which bits
+/// mean what is the origin's own business; peers compare handles and nothing else.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Handle(u64);
+
+impl Handle {
+    /// The handle with these bits, as read from the wire. It may name nothing.
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    /// The bits, as written to the wire.
+    pub const fn to_bits(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Handle({:016x})", self.0)
+    }
+}
+
+impl fmt::Display for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+/// From the lowest bit: slot, generation, tag.
+const SLOT_BITS: u32 = 24;
+const GENERATION_BITS: u32 = 24;
+const TAG_BITS: u32 = 16;
+const SLOT_MASK: u64 = (1 << SLOT_BITS) - 1;
+const GENERATION_MASK: u64 = (1 << GENERATION_BITS) - 1;
+
+/// The objects of one session, by handle.
+///
+/// A handle is a slot number, the slot's generation and the table's tag. Freeing an object advances the generation, so
+/// a stale or twice-freed handle finds nothing; a slot whose generations are used up is retired rather than reused.
+/// The tag comes from outside ([`HandleTable::new`]) and differs from table to table, so that a handle of another
+/// session is refused with all but certainty even where slot and generation agree. Whatever bits a peer invents, it can
+/// only ever reach objects of this one table.
+#[derive(Debug)]
+pub struct HandleTable<T> {
+    tag: u64,
+    slots: Vec<Slot<T>>,
+    /// The vacant slots that can be used again.
+    vacant: Vec<u32>,
+    live: usize,
+    max_live: usize,
+}
+
+#[derive(Debug)]
+struct Slot<T> {
+    /// Of the object that lives here, or of the next one. Always ≤ `GENERATION_MASK`.
+    generation: u32,
+    object: Option<T>,
+}
+
+impl<T> HandleTable<T> {
+    /// The most objects that a table can ever hold at one time.
+    pub const MAX_LIVE: usize = 1 << SLOT_BITS;
+
+    /// An empty table that holds at most `max_live` objects. `seed` gives the tag: pass something that an outsider
+    /// cannot guess and that differs from session to session.
+    pub fn new(seed: u64, max_live: usize) -> Self {
+        Self {
+            tag: (seed ^ (seed >> 16) ^ (seed >> 32) ^ (seed >> 48)) & ((1 << TAG_BITS) - 1),
+            slots: Vec::new(),
+            vacant: Vec::new(),
+            live: 0,
+            max_live: max_live.min(Self::MAX_LIVE),
+        }
+    }
+
+    /// Stores `object` and names it.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`] when the table is full; the object is dropped.
+    pub fn insert(&mut self, object: T) -> Result<Handle> {
+        if self.live >= self.max_live {
+            return Err(RpcError::limit("max_handles", self.max_live as u64, self.live as u64 + 1));
+        }
+        let index = match self.vacant.pop() {
+            Some(index) => index as usize,
+            None if self.slots.len() < Self::MAX_LIVE => {
+                self.slots.push(Slot { generation: 0, object: None });
+                self.slots.len() - 1
+            }
+            None => return Err(RpcError::new(ErrorKind::LimitExceeded, "the session has used up all its handles")),
+        };
+        let slot = &mut self.slots[index];
+        slot.object = Some(object);
+        self.live += 1;
+        Ok(Handle(
+            index as u64 | u64::from(slot.generation) << SLOT_BITS | self.tag << (SLOT_BITS + GENERATION_BITS),
+        ))
+    }
+
+    /// The object that `handle` names.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidHandle`] if it names none.
+    pub fn get(&self, handle: Handle) -> Result<&T> {
+        self.find(handle).and_then(|index| self.slots[index].object.as_ref()).ok_or_else(|| invalid(handle))
+    }
+
+    /// Takes the object that `handle` names out of the table; the handle names nothing from then on.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidHandle`] if it names none.
+    pub fn remove(&mut self, handle: Handle) -> Result<T> {
+        let index = self.find(handle).ok_or_else(|| invalid(handle))?;
+        let slot = &mut self.slots[index];
+        let object = slot.object.take().ok_or_else(|| invalid(handle))?;
+        self.live -= 1;
+        if u64::from(slot.generation) < GENERATION_MASK {
+            slot.generation += 1;
+            self.vacant.push(index as u32);
+        }
+        Ok(object)
+    }
+
+    /// Empties the table and returns what it held, so that the caller can drop it outside of any lock.
+    pub fn drain(&mut self) -> Vec<T> {
+        let mut objects = Vec::with_capacity(self.live);
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            if let Some(object) = slot.object.take() {
+                objects.push(object);
+                if u64::from(slot.generation) < GENERATION_MASK {
+                    slot.generation += 1;
+                    self.vacant.push(index as u32);
+                }
+            }
+        }
+        self.live = 0;
+        objects
+    }
+
+    /// How many objects the table holds.
+    pub fn len(&self) -> usize {
+        self.live
+    }
+
+    /// Whether the table holds nothing.
+    pub fn is_empty(&self) -> bool {
+        self.live == 0
+    }
+
+    fn find(&self, handle: Handle) -> Option<usize> {
+        let index = (handle.0 & SLOT_MASK) as usize;
+        let generation = handle.0 >> SLOT_BITS & GENERATION_MASK;
+        let tag = handle.0 >> (SLOT_BITS + GENERATION_BITS);
+        let slot = self.slots.get(index)?;
+        (tag == self.tag && u64::from(slot.generation) == generation).then_some(index)
+    }
+}
+
+/// The error of every handle that names nothing, or nothing of the kind that was asked for.
+pub(crate) fn invalid(handle: Handle) -> RpcError {
+    RpcError::new(
+        ErrorKind::InvalidHandle,
+        format!("handle {handle} names no live object of this session: it was freed, or belongs to another session"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_freed_handle_stays_dead_when_its_slot_is_reused() {
+        let mut table = HandleTable::new(7, 10);
+        let first = table.insert("first").unwrap();
+        assert_eq!(table.remove(first).unwrap(), "first");
+        let second = table.insert("second").unwrap();
+        assert_ne!(first, second);
+        assert_eq!(table.get(first).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(table.remove(first).unwrap_err().kind(), ErrorKind::InvalidHandle);
+        assert_eq!(*table.get(second).unwrap(), "second");
+    }
+
+    #[test]
+    fn handles_of_another_table_are_refused() {
+        let mut ours = HandleTable::new(1, 10);
+        let mut theirs = HandleTable::new(2, 10);
+        let handle = theirs.insert(()).unwrap();
+        ours.insert(()).unwrap();
+        assert!(ours.get(handle).is_err());
+    }
+
+    #[test]
+    fn a_full_table_names_its_limit_and_recovers() {
+        let mut table = HandleTable::new(0, 2);
+        let handle = table.insert(1).unwrap();
+        table.insert(2).unwrap();
+        let error = table.insert(3).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+        assert!(error.message().contains("max_handles"));
+        table.remove(handle).unwrap();
+        table.insert(3).unwrap();
+    }
+
+    #[test]
+    fn a_slot_with_all_generations_used_is_retired() {
+        let mut table = HandleTable::new(0, 10);
+        let handle = table.insert(()).unwrap();
+        table.slots[0].generation = GENERATION_MASK as u32;
+        let last = Handle(handle.0 | GENERATION_MASK << SLOT_BITS);
+        table.remove(last).unwrap();
+        assert!(table.get(last).is_err());
+        let next = table.insert(()).unwrap();
+        assert_eq!(next.0 & SLOT_MASK, 1);
+    }
+
+    proptest! {
+        /// Random inserts, removes and forgeries against a map of what must be alive.
+        #[test]
+        fn behaves_as_a_map_that_never_reuses_a_key(seed in any::<u64>(), steps in prop::collection::vec((0..4_u8, any::<u64>()), 0..200)) {
+            let mut table = HandleTable::new(seed, 1000);
+            let mut model = std::collections::BTreeMap::new();
+            let mut dead = Vec::new();
+            for (step, bits) in steps {
+                match step {
+                    0 | 1 => {
+                        let handle = table.insert(bits).unwrap();
+                        prop_assert!(!dead.contains(&handle));
+                        prop_assert!(model.insert(handle, bits).is_none());
+                    }
+                    2 => if let Some(handle) = model.keys().nth(bits as usize % model.len().max(1)).copied() {
+                        prop_assert_eq!(table.remove(handle).ok(), model.remove(&handle));
+                        dead.push(handle);
+                    },
+                    _ => {
+                        let forged = Handle::from_bits(bits);
+                        prop_assert_eq!(table.get(forged).ok(), model.get(&forged));
+                    }
+                }
+                prop_assert_eq!(table.len(), model.len());
+                for (handle, value) in &model { prop_assert_eq!(table.get(*handle).unwrap(), value); }
+                for handle in &dead { prop_assert!(table.get(*handle).is_err()); }
+            }
+        }
+    }
+}

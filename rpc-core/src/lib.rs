@@ -1,0 +1,66 @@
+//! What a remote session is: values, handles, functions, tensors and devices, the session that serves them in this
+//! process, and the protocol as a state machine. No socket, no async runtime.
+//!
+//! ```
+//! use rpc_core::{Device, DataType, LocalSession, Registry, Session, tensor::{TensorView, TensorViewMut}};
+//!
+//! let registry = Registry::new();
+//! registry.add("scale", |x: TensorView, mut y: TensorViewMut, factor: f32| -> rpc_core::Result<()> {
+//!     let x = x.as_slice::<f32>()?;
+//!     for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x) {
+//!         *y = factor * x;
+//!     }
+//!     Ok(())
+//! });
+//!
+//! // Any session would do here; this one is the process's own.
+//! let session = Session::new(LocalSession::new(registry));
+//! let x = session.alloc(Device::cpu(), DataType::F32, &[2]).wait()?;
+//! let y = session.alloc(Device::cpu(), DataType::F32, &[2]).wait()?;
+//! session.copy_to_remote(&x, vec![0, 0, 128, 63, 0, 0, 0, 64]).wait()?; // 1.0 and 2.0
+//! session.get_function("scale").wait()?.call::<()>((&x, &y, 3.0)).wait()?;
+//! assert_eq!(session.copy_from_remote(&y).wait()?[..4], 3.0_f32.to_le_bytes());
+//! # Ok::<(), rpc_core::RpcError>(())
+//! ```
+//!
+//! Read first [`session`] (the contract), then [`remote`] (the client's view), [`function`] (what a server registers)
+//! and [`local`] (how it is served).
+
+#![deny(unsafe_code)]
+
+pub mod blocking;
+pub mod convert;
+#[allow(unsafe_code)]
+pub mod device;
+#[allow(unsafe_code)]
+pub mod dlpack;
+pub mod error;
+pub mod function;
+pub mod handle;
+pub mod local;
+pub mod module;
+pub mod object;
+mod panics;
+pub mod registry;
+pub mod remote;
+pub mod reply;
+pub mod session;
+#[allow(unsafe_code)]
+pub mod tensor;
+pub mod transfer;
+pub mod value;
+
+pub use convert::{FromReply, IntoArg, IntoArgs, Pack, Shape, Shared};
+pub use device::{DeviceApi, DeviceAttribute, Devices};
+pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
+pub use error::{ErrorKind, Fault, Result, RpcError};
+pub use handle::{Handle, HandleTable};
+pub use local::{LocalSession, LocalSessionBuilder, MemoryQuota, SessionLimits, Spawner};
+pub use module::{FunctionModule, LoadRequest, ModuleLoader};
+pub use object::{Context, Function, FunctionKind, LocalValue, Module, Object, Signature, Usage, WorkspaceFiles};
+pub use registry::Registry;
+pub use remote::{Action, Pending, RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, Session, TypedFunction};
+pub use reply::{PendingReply, Responder, Submission};
+pub use session::{Lane, Operation, Request, RpcSession, SharedSession};
+pub use tensor::{Tensor, TensorView, TensorViewMut};
+pub use value::{Packed, Reference, TensorRef, Value};

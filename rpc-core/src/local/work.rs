@@ -1,0 +1,219 @@
+//! What an admitted request does: operations with their handles resolved to objects.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use crate::device::{DeviceAttribute, Stream};
+use crate::dlpack::{DataType, Device};
+use crate::error::{Result, RpcError};
+use crate::handle::{Handle, HandleTable, invalid};
+use crate::object::{Function, FunctionKind, LocalValue, Module, Object, Opaque};
+use crate::session::{Operation, ReadBuffer};
+use crate::tensor::{Access, Storage, Tensor};
+use crate::value::{Reference, TensorRef, Value};
+
+/// A device's stream, as an object of a session.
+pub(super) struct StreamObject(pub(super) Arc<dyn Stream>);
+
+/// An operation whose objects are pinned.
+pub(super) enum Work {
+    Get { name: String },
+    Call { function: Function, args: Vec<LocalValue> },
+    Alloc { device: Device, dtype: DataType, shape: Vec<i64>, scope: Option<String> },
+    Write { storage: Arc<Storage>, range: Range<u64>, data: Bytes },
+    Read { storage: Arc<Storage>, range: Range<u64>, into: Option<ReadBuffer> },
+    Copy { from: Tensor, to: Tensor },
+    /// An object that has been unlinked already.
+    Freed,
+    Attribute { device: Device, attribute: DeviceAttribute },
+    CreateStream { device: Device },
+    SetStream { device: Device, stream: Option<Arc<StreamObject>> },
+    StreamWait { device: Device, stream: Option<Arc<StreamObject>> },
+    LoadModule { path: String, loader: Option<String> },
+    ModuleFunction { module: Arc<dyn Module>, name: String },
+}
+
+/// Copies larger than this leave the thread that reads requests alone.
+const LARGE_COPY: u64 = 4 << 20;
+
+/// Where a piece of work runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Wherever the lane is being run: it does not block.
+    Here,
+    /// On the lane's thread.
+    Thread,
+}
+
+impl Work {
+    pub(super) fn place(&self) -> Place {
+        match self {
+            Self::Call { function, .. } if function.kind() == FunctionKind::Blocking => Place::Thread,
+            Self::Copy { from, .. } if from.size_bytes() > LARGE_COPY => Place::Thread,
+            Self::StreamWait { .. } | Self::LoadModule { .. } => Place::Thread,
+            _ => Place::Here,
+        }
+    }
+
+    /// The storages that must be borrowed while the work is done.
+    pub(super) fn wanted(&self) -> Vec<(Arc<Storage>, Access)> {
+        match self {
+            Self::Write { storage, .. } => vec![(storage.clone(), Access::Write)],
+            Self::Read { storage, .. } => vec![(storage.clone(), Access::Read)],
+            Self::Copy { from, to } if Arc::ptr_eq(from.storage(), to.storage()) => {
+                vec![(to.storage().clone(), Access::Write)]
+            }
+            Self::Copy { from, to } => vec![(from.storage().clone(), Access::Read), (to.storage().clone(), Access::Write)],
+            Self::Call { function, args } if function.borrows_tensors() => {
+                borrowed_args(function, args).map(|(_, storage, access)| (storage.clone(), access)).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// The tensor arguments that `function` borrows, with their places.
+pub(super) fn borrowed_args<'a>(
+    function: &'a Function,
+    args: &'a [LocalValue],
+) -> impl Iterator<Item = (usize, &'a Arc<Storage>, Access)> {
+    args.iter().enumerate().filter_map(|(index, arg)| match (function.access(index), arg) {
+        (Some(access), Value::Object(Object::Tensor(tensor))) => Some((index, tensor.storage(), access)),
+        _ => None,
+    })
+}
+
+/// Resolves and pins what `operation` names, and unlinks what it frees.
+///
+/// The second value is whatever was let go: to be dropped by the caller outside of its locks.
+pub(super) fn resolve(table: &mut HandleTable<Object>, operation: Operation) -> (Result<Work>, Vec<LocalValue>) {
+    let mut garbage = Vec::new();
+    let work = try_resolve(table, operation, &mut garbage);
+    (work, garbage)
+}
+
+fn try_resolve(table: &mut HandleTable<Object>, operation: Operation, garbage: &mut Vec<LocalValue>) -> Result<Work> {
+    Ok(match operation {
+        Operation::GetFunction { name } => Work::Get { name },
+        Operation::Call { function, args } => {
+            let Object::Function(function) = table.get(function)?.clone() else { return Err(invalid(function)) };
+            let mut resolved = Vec::with_capacity(args.len());
+            for (index, arg) in args.into_iter().enumerate() {
+                match arg.try_map(&mut |reference| object(table, reference)) {
+                    Ok(arg) => resolved.push(arg),
+                    Err(error) => {
+                        garbage.append(&mut resolved);
+                        return Err(error.context(format_args!("argument {index}")));
+                    }
+                }
+            }
+            Work::Call { function, args: resolved }
+        }
+        Operation::Alloc { device, dtype, shape, scope } => Work::Alloc { device, dtype, shape, scope },
+        Operation::Write { to, offset, data } => {
+            let tensor = tensor(table, &to)?;
+            let range = tensor.byte_range(offset, data.len() as u64)?;
+            Work::Write { storage: tensor.storage().clone(), range, data }
+        }
+        Operation::Read { from, offset, len, into } => {
+            let tensor = tensor(table, &from)?;
+            let range = tensor.byte_range(offset, len)?;
+            Work::Read { storage: tensor.storage().clone(), range, into }
+        }
+        Operation::Copy { from, to } => {
+            let (from, to) = (tensor(table, &from)?, tensor(table, &to)?);
+            check_copy(&from, &to)?;
+            Work::Copy { from, to }
+        }
+        Operation::Free { handle } => {
+            garbage.push(Value::Object(table.remove(handle)?));
+            Work::Freed
+        }
+        Operation::Attribute { device, attribute } => Work::Attribute { device, attribute },
+        Operation::CreateStream { device } => Work::CreateStream { device },
+        Operation::SetStream { device, stream: handle } => {
+            Work::SetStream { device, stream: stream(table, device, handle)? }
+        }
+        Operation::StreamWait { device, stream: handle } => {
+            Work::StreamWait { device, stream: stream(table, device, handle)? }
+        }
+        Operation::LoadModule { path, loader } => Work::LoadModule { path, loader },
+        Operation::ModuleFunction { module, name } => {
+            let Object::Module(module) = table.get(module)?.clone() else { return Err(invalid(module)) };
+            Work::ModuleFunction { module, name }
+        }
+        other => return Err(RpcError::internal(format!("{} is not resolved here", other.name()))),
+    })
+}
+
+fn object(table: &HandleTable<Object>, reference: Reference) -> Result<Object> {
+    let handle = reference.handle();
+    match (&reference, table.get(handle)?) {
+        (Reference::Tensor(reference), Object::Tensor(_)) => tensor(table, reference).map(Object::Tensor),
+        (Reference::Function(_), object @ Object::Function(_))
+        | (Reference::Module(_), object @ Object::Module(_))
+        | (Reference::Object(_), object @ Object::Opaque(_)) => Ok(object.clone()),
+        _ => Err(invalid(handle)),
+    }
+}
+
+/// The view that `reference` describes, checked against the storage.
+pub(super) fn tensor(table: &HandleTable<Object>, reference: &TensorRef) -> Result<Tensor> {
+    let Object::Tensor(owner) = table.get(reference.storage)? else { return Err(invalid(reference.storage)) };
+    if owner.device() != reference.device {
+        let (is, said) = (owner.device(), reference.device);
+        return Err(RpcError::invalid_argument(format!("the tensor lies on {is}, and the request says {said}")));
+    }
+    let (shape, strides) = (reference.shape.clone(), reference.strides.clone());
+    Tensor::new(owner.storage().clone(), reference.byte_offset, shape, strides, reference.dtype)
+}
+
+fn stream(table: &HandleTable<Object>, device: Device, handle: Option<Handle>) -> Result<Option<Arc<StreamObject>>> {
+    let Some(handle) = handle else { return Ok(None) };
+    let Object::Opaque(object) = table.get(handle)? else { return Err(invalid(handle)) };
+    let stream = object.downcast::<StreamObject>().ok_or_else(|| invalid(handle))?;
+    if stream.0.device() != device {
+        let is = stream.0.device();
+        return Err(RpcError::invalid_argument(format!("the stream belongs to {is}, and the request says {device}")));
+    }
+    Ok(Some(stream))
+}
+
+fn check_copy(from: &Tensor, to: &Tensor) -> Result<()> {
+    if from.dtype() != to.dtype() || from.element_count() != to.element_count() {
+        return Err(RpcError::invalid_argument(format!(
+            "cannot copy {} elements of {} to {} elements of {}",
+            from.element_count(),
+            from.dtype(),
+            to.element_count(),
+            to.dtype()
+        )));
+    }
+    let (source, destination) = (from.byte_range(0, from.size_bytes())?, to.byte_range(0, to.size_bytes())?);
+    let overlap = source.start < destination.end && destination.start < source.end;
+    if Arc::ptr_eq(from.storage(), to.storage()) && overlap && source != destination {
+        return Err(RpcError::invalid_argument("source and destination of the copy overlap in part"));
+    }
+    Ok(())
+}
+
+/// Stores an object that is being returned, and names it.
+pub(super) fn reference(table: &mut HandleTable<Object>, object: Object) -> Result<Reference> {
+    Ok(match &object {
+        Object::Function(_) => Reference::Function(table.insert(object)?),
+        Object::Module(_) => Reference::Module(table.insert(object)?),
+        Object::Opaque(_) => Reference::Object(table.insert(object)?),
+        Object::Tensor(tensor) => {
+            let (byte_offset, dtype, device) = (tensor.byte_offset(), tensor.dtype(), tensor.device());
+            let (shape, strides) = (tensor.shape().to_vec(), tensor.strides().map(<[i64]>::to_vec));
+            Reference::Tensor(TensorRef { storage: table.insert(object)?, byte_offset, shape, strides, dtype, device })
+        }
+    })
+}
+
+/// The session object that stands for a stream.
+pub(super) fn stream_object(stream: Arc<dyn Stream>) -> LocalValue {
+    Value::Object(Object::Opaque(Opaque::new(Arc::new(StreamObject(stream)))))
+}

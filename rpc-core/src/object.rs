@@ -1,0 +1,445 @@
+//! Objects: what lives in a session and is named by handles.
+
+use std::any::Any;
+use std::borrow::Cow;
+use std::fmt;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::device::Devices;
+use crate::dlpack::{DataType, Device};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::reply::Responder;
+use crate::session::Lane;
+use crate::tensor::{Access, Borrow, Tensor};
+use crate::value::Value;
+
+/// A value as functions see it, at the origin: with the objects themselves in it.
+pub type LocalValue = Value<Object>;
+
+/// Something that lives in a session.
+#[derive(Clone)]
+#[non_exhaustive]
+pub enum Object {
+    /// A function.
+    Function(Function),
+    /// A module.
+    Module(Arc<dyn Module>),
+    /// A tensor, or a view of one.
+    Tensor(Tensor),
+    /// Anything that the application made.
+    Opaque(Opaque),
+}
+
+impl Object {
+    /// The name of the object's type, as error messages use it.
+    pub fn type_name(&self) -> &'static str {
+        match self {
+            Self::Function(_) => "function",
+            Self::Module(_) => "module",
+            Self::Tensor(_) => "tensor",
+            Self::Opaque(opaque) => opaque.type_name,
+        }
+    }
+}
+
+impl fmt::Debug for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Object({})", self.type_name())
+    }
+}
+
+/// An object of a type that only the application knows.
+#[derive(Clone)]
+pub struct Opaque {
+    value: Arc<dyn Any + Send + Sync>,
+    type_name: &'static str,
+}
+
+impl Opaque {
+    /// Wraps `value`.
+    pub fn new<T: Any + Send + Sync>(value: Arc<T>) -> Self {
+        Self { value, type_name: std::any::type_name::<T>() }
+    }
+
+    /// The value, if it is a `T`.
+    pub fn downcast<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+        self.value.clone().downcast().ok()
+    }
+
+    /// The Rust name of the value's type.
+    pub fn type_name(&self) -> &'static str {
+        self.type_name
+    }
+}
+
+impl fmt::Debug for Opaque {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Opaque({})", self.type_name)
+    }
+}
+
+/// Where a function runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FunctionKind {
+    /// On the thread of its lane. It may take as long as it likes.
+    Blocking,
+    /// Where the request was read. It promises not to block: everything else on that connection waits for it.
+    Inline,
+    /// As a future, on the runtime that the session was given.
+    Async,
+}
+
+/// What a function takes and returns, for people and for `rpc.functions`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signature {
+    /// The types of the positional parameters.
+    pub params: Vec<Cow<'static, str>>,
+    /// The type of the return.
+    pub returns: Cow<'static, str>,
+}
+
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "({}) -> {}", self.params.join(", "), self.returns)
+    }
+}
+
+/// A function that sessions can call. Cheap to clone.
+#[derive(Clone)]
+pub struct Function(Arc<FunctionInner>);
+
+impl Function {
+    pub(crate) fn from_parts(kind: FunctionKind, signature: Signature, access: Vec<Option<Access>>, body: Body) -> Self {
+        Self(Arc::new(FunctionInner { kind, signature, access, body }))
+    }
+
+    /// Where the function runs.
+    pub fn kind(&self) -> FunctionKind {
+        self.0.kind
+    }
+
+    /// What the function takes and returns.
+    pub fn signature(&self) -> &Signature {
+        &self.0.signature
+    }
+
+    /// How the positional argument `index` uses a tensor; `None` means that it is passed on unborrowed.
+    pub(crate) fn access(&self, index: usize) -> Option<Access> {
+        self.0.access.get(index).copied().flatten()
+    }
+
+    /// Whether any parameter borrows a tensor.
+    pub(crate) fn borrows_tensors(&self) -> bool {
+        self.0.access.iter().any(Option::is_some)
+    }
+
+    /// Runs the function, or starts its future. A panic becomes an error.
+    pub(crate) fn start(&self, mut invocation: Invocation) -> Started {
+        let outcome = catch_unwind(AssertUnwindSafe(|| match &self.0.body {
+            Body::Direct(body) => Started::Done(body(&mut invocation)),
+            Body::Async(body) => match body(&mut invocation) {
+                Ok(future) => Started::Future(CatchPanic(future)),
+                Err(error) => Started::Done(Err(error)),
+            },
+        }));
+        outcome.unwrap_or_else(|payload| Started::Done(Err(panic_error(&*payload))))
+    }
+}
+
+impl fmt::Debug for Function {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Function{}", self.0.signature)
+    }
+}
+
+/// The future of an asynchronous function.
+pub type BoxFuture = Pin<Box<dyn Future<Output = Result<LocalValue>> + Send>>;
+
+/// What a function does: at once, or as a future.
+pub(crate) enum Body {
+    Direct(Box<dyn Fn(&mut Invocation) -> Result<LocalValue> + Send + Sync>),
+    Async(Box<dyn Fn(&mut Invocation) -> Result<BoxFuture> + Send + Sync>),
+}
+
+struct FunctionInner {
+    kind: FunctionKind,
+    signature: Signature,
+    /// How each positional parameter uses a tensor. The rest are not borrowed.
+    access: Vec<Option<Access>>,
+    body: Body,
+}
+
+/// What [`Function::start`] leaves.
+pub(crate) enum Started {
+    Done(Result<LocalValue>),
+    Future(CatchPanic),
+}
+
+/// A function's future, whose panics are errors.
+pub(crate) struct CatchPanic(BoxFuture);
+
+impl Future for CatchPanic {
+    type Output = Result<LocalValue>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> std::task::Poll<Self::Output> {
+        catch_unwind(AssertUnwindSafe(|| self.0.as_mut().poll(cx)))
+            .unwrap_or_else(|payload| std::task::Poll::Ready(Err(panic_error(&*payload))))
+    }
+}
+
+fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
+    let message = payload
+        .downcast_ref::<&str>()
+        .map(|message| (*message).to_owned())
+        .or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "the function panicked with a value that is no text".to_owned());
+    let error = RpcError::new(ErrorKind::Panic, message).may_have_run(true);
+    match crate::panics::take_backtrace() {
+        Some(backtrace) => error.with_backtrace(backtrace),
+        None => error,
+    }
+}
+
+/// One argument on its way into a function.
+#[derive(Debug)]
+pub struct Arg {
+    pub(crate) value: LocalValue,
+    /// Taken before the call, as the parameter's [`FromArg::ACCESS`](crate::convert::FromArg::ACCESS) asked.
+    pub(crate) borrow: Option<Borrow>,
+}
+
+/// One call of a function, as the function's conversion code sees it.
+pub struct Invocation {
+    pub(crate) args: Args,
+    pub(crate) context: Context,
+}
+
+/// The arguments that are left.
+pub(crate) struct Args {
+    pub(crate) values: std::vec::IntoIter<LocalValue>,
+    /// The borrows taken for the call, by argument index, in ascending order.
+    borrows: std::iter::Peekable<std::vec::IntoIter<(usize, Borrow)>>,
+    pub(crate) next: usize,
+}
+
+impl Iterator for Args {
+    type Item = LocalValue;
+
+    fn next(&mut self) -> Option<LocalValue> {
+        self.next += 1;
+        self.values.next()
+    }
+}
+
+impl Invocation {
+    pub(crate) fn new(values: Vec<LocalValue>, borrows: Vec<(usize, Borrow)>, context: Context) -> Self {
+        let args = Args { values: values.into_iter(), borrows: borrows.into_iter().peekable(), next: 0 };
+        Self { args, context }
+    }
+
+    pub(crate) fn next_arg(&mut self) -> Option<Arg> {
+        let index = self.args.next;
+        let value = self.args.next()?;
+        let borrow = self.args.borrows.next_if(|(at, _)| *at == index).map(|(_, borrow)| borrow);
+        Some(Arg { value, borrow })
+    }
+}
+
+/// What a function may ask of the session that it runs in. A parameter of this type takes no argument.
+#[derive(Clone)]
+pub struct Context {
+    host: Arc<dyn Host>,
+    lane: Lane,
+    deadline: Option<Instant>,
+    responder: Option<Responder>,
+}
+
+/// The session, as its functions see it. Implemented by sessions.
+pub trait Host: Send + Sync {
+    /// The devices of the session.
+    fn devices(&self) -> &Devices;
+
+    /// The function registered under `name`.
+    fn function(&self, name: &str) -> Option<Function>;
+
+    /// All registered functions, by name.
+    fn functions(&self) -> Vec<(String, Signature)>;
+
+    /// The session's folder, if it has one.
+    fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>>;
+
+    /// Something that the embedding program gave to the session, by type.
+    fn extension(&self, type_id: std::any::TypeId) -> Option<Arc<dyn Any + Send + Sync>>;
+
+    /// Allocates a tensor that counts against the session's memory.
+    ///
+    /// # Errors
+    ///
+    /// The device's, and a limit that is reached.
+    fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor>;
+
+    /// What the session holds at present.
+    fn usage(&self) -> Usage;
+}
+
+/// What a session holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Usage {
+    /// Live handles.
+    pub handles: u64,
+    /// Bytes of device memory, running calls' included.
+    pub memory_bytes: u64,
+}
+
+/// The folder of a session, where files are exchanged and modules are loaded from.
+pub trait WorkspaceFiles: Send + Sync {
+    /// The real path of the regular file `path` of the workspace.
+    ///
+    /// # Errors
+    ///
+    /// A path that leaves the workspace, or that is no file.
+    fn resolve(&self, path: &str) -> Result<PathBuf>;
+
+    /// The thing itself, for functions that know its type.
+    fn as_any(&self) -> &dyn Any;
+}
+
+impl Context {
+    pub(crate) fn new(host: Arc<dyn Host>, lane: Lane, deadline: Option<Instant>, responder: Option<Responder>) -> Self {
+        Self { host, lane, deadline, responder }
+    }
+
+    /// The devices of the session.
+    pub fn devices(&self) -> &Devices {
+        self.host.devices()
+    }
+
+    /// The function registered under `name`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`].
+    pub fn function(&self, name: &str) -> Result<Function> {
+        self.host.function(name).ok_or_else(|| RpcError::not_found(format!("no function is registered as '{name}'")))
+    }
+
+    /// All registered functions, by name.
+    pub fn functions(&self) -> Vec<(String, Signature)> {
+        self.host.functions()
+    }
+
+    /// The session's folder, if it has one.
+    pub fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>> {
+        self.host.workspace()
+    }
+
+    /// Something that the embedding program gave to the session, by type.
+    pub fn extension<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+        self.host.extension(std::any::TypeId::of::<T>())?.downcast().ok()
+    }
+
+    /// Allocates a zeroed, densely packed tensor that counts against the session's memory.
+    ///
+    /// # Errors
+    ///
+    /// The device's, and a limit that is reached.
+    pub fn allocate(&self, device: Device, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
+        self.host.allocate(device, dtype, shape, None)
+    }
+
+    /// What the session holds at present.
+    pub fn usage(&self) -> Usage {
+        self.host.usage()
+    }
+
+    /// The lane of the request.
+    pub fn lane(&self) -> Lane {
+        self.lane
+    }
+
+    /// When the caller stops waiting.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Whether nobody waits for the result any more: cancelled, past the deadline, or the session is gone. A function
+    /// that runs for long asks from time to time, and returns early.
+    pub fn is_cancelled(&self) -> bool {
+        self.responder.as_ref().is_some_and(Responder::is_over)
+    }
+
+    /// Calls `function` from inside a call, at once and on this thread: a nested call is not queued behind its caller,
+    /// which would wait for ever.
+    ///
+    /// # Errors
+    ///
+    /// The function's; [`ErrorKind::Busy`] if it needs a tensor that is borrowed, by this call or another;
+    /// [`ErrorKind::ApiMisuse`] if `function` is asynchronous: use [`call_async`](Self::call_async).
+    pub fn call(&self, function: &Function, args: Vec<LocalValue>) -> Result<LocalValue> {
+        match self.start_nested(function, args)? {
+            Started::Done(outcome) => outcome,
+            Started::Future(_) => Err(RpcError::new(
+                ErrorKind::ApiMisuse,
+                "an asynchronous function was called from a blocking one: use call_async",
+            )),
+        }
+    }
+
+    /// As [`call`](Self::call), for functions of any kind.
+    ///
+    /// # Errors
+    ///
+    /// The function's; [`ErrorKind::Busy`] if it needs a tensor that is borrowed.
+    pub async fn call_async(&self, function: &Function, args: Vec<LocalValue>) -> Result<LocalValue> {
+        match self.start_nested(function, args)? {
+            Started::Done(outcome) => outcome,
+            Started::Future(future) => future.await,
+        }
+    }
+
+    fn start_nested(&self, function: &Function, args: Vec<LocalValue>) -> Result<Started> {
+        let mut borrows = Vec::new();
+        for (index, arg) in args.iter().enumerate() {
+            if let (Some(access), Value::Object(Object::Tensor(tensor))) = (function.access(index), arg) {
+                let borrow = tensor.storage().try_borrow(access).ok_or_else(|| busy(index))?;
+                borrows.push((index, borrow));
+            }
+        }
+        Ok(function.start(Invocation::new(args, borrows, self.clone())))
+    }
+}
+
+/// The error of a call whose argument `index` is borrowed in a conflicting way where waiting would not help.
+pub(crate) fn busy(index: usize) -> RpcError {
+    RpcError::new(
+        ErrorKind::Busy,
+        format!("the tensor in argument {index} is already borrowed by this call: one writer excludes all others"),
+    )
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Context").field("lane", &self.lane).field("deadline", &self.deadline).finish_non_exhaustive()
+    }
+}
+
+/// Several functions under one roof, found by name.
+pub trait Module: Send + Sync {
+    /// What the module calls itself.
+    fn name(&self) -> &str;
+
+    /// The function `name`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`].
+    fn function(&self, name: &str) -> Result<Function>;
+
+    /// All functions, by name.
+    fn functions(&self) -> Vec<(String, Signature)>;
+}

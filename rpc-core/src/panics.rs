@@ -1,0 +1,35 @@
+//! Backtraces of panics in functions, so that the caller sees where they arose.
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::cell::RefCell;
+use std::sync::Once;
+
+thread_local! {
+    static LAST: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+static INSTALL: Once = Once::new();
+
+/// Chains a panic hook in front of the program's own that remembers place and backtrace of a thread's last panic.
+///
+/// The backtrace is as long as `RUST_BACKTRACE` asks for; the place is always there.
+pub(crate) fn install_hook() {
+    INSTALL.call_once(|| {
+        let next = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let place = info.location().map_or_else(String::new, |location| format!("at {location}"));
+            let backtrace = Backtrace::capture();
+            let text = match backtrace.status() {
+                BacktraceStatus::Captured => format!("{place}\n{backtrace}"),
+                _ => place,
+            };
+            LAST.with_borrow_mut(|last| *last = Some(text));
+            next(info);
+        }));
+    });
+}
+
+/// What the hook remembered for the calling thread, once.
+pub(crate) fn take_backtrace() -> Option<String> {
+    LAST.with_borrow_mut(Option::take)
+}

@@ -1,0 +1,167 @@
+//! The registry: what a program offers to its sessions, functions by name and module loaders.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::error::{Result, RpcError};
+use crate::function::{AsyncHandler, Handler};
+use crate::module::{LoadRequest, ModuleLoader, NamedModules};
+use crate::object::{Function, Module, Signature};
+
+/// Functions and module loaders, shared by all sessions of a program. Cheap to clone; clones are the same registry.
+///
+/// Registering under a name that is taken replaces the function for calls to come; whoever has got the old one keeps it.
+#[derive(Clone)]
+pub struct Registry(Arc<RwLock<Contents>>);
+
+struct Contents {
+    functions: BTreeMap<String, Function>,
+    loaders: Vec<Arc<dyn ModuleLoader>>,
+    named: NamedModules,
+}
+
+impl Registry {
+    /// A registry with no functions, and one loader: for the modules that [`add_module`](Self::add_module) registers.
+    pub fn new() -> Self {
+        let named = NamedModules::default();
+        let contents =
+            Contents { functions: BTreeMap::new(), loaders: vec![Arc::new(named.clone())], named };
+        Self(Arc::new(RwLock::new(contents)))
+    }
+
+    /// Registers a function that may block: the usual kind. It runs on the thread of its lane.
+    pub fn add<A, R>(&self, name: impl Into<String>, handler: impl Handler<A, R>) -> &Self {
+        self.add_function(name, Function::blocking(handler))
+    }
+
+    /// Registers a function that promises not to block. It runs where the request was read, and costs no thread switch.
+    pub fn add_inline<A, R>(&self, name: impl Into<String>, handler: impl Handler<A, R>) -> &Self {
+        self.add_function(name, Function::inline(handler))
+    }
+
+    /// Registers a function that returns a future.
+    pub fn add_async<A, R>(&self, name: impl Into<String>, handler: impl AsyncHandler<A, R>) -> &Self {
+        self.add_function(name, Function::asynchronous(handler))
+    }
+
+    /// Registers a function that is there already.
+    pub fn add_function(&self, name: impl Into<String>, function: Function) -> &Self {
+        self.write().functions.insert(name.into(), function);
+        self
+    }
+
+    /// Registers a module under its own name, to be loaded as that by the loader `named`.
+    pub fn add_module(&self, module: Arc<dyn Module>) -> &Self {
+        self.read().named.insert(module);
+        self
+    }
+
+    /// Registers a module loader. Loaders are asked in the order of their registration.
+    pub fn add_loader(&self, loader: Arc<dyn ModuleLoader>) -> &Self {
+        self.write().loaders.push(loader);
+        self
+    }
+
+    /// The function registered under `name`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound), with a hint where a registered name is close.
+    pub fn get(&self, name: &str) -> Result<Function> {
+        let contents = self.read();
+        contents.functions.get(name).cloned().ok_or_else(|| {
+            let near = contents.functions.keys().find(|known| is_near(known, name));
+            let hint = near.map_or_else(String::new, |near| format!("; did you mean '{near}'?"));
+            RpcError::not_found(format!("no function is registered as '{}'{hint}", clip(name)))
+        })
+    }
+
+    /// All functions, by name.
+    pub fn functions(&self) -> Vec<(String, Signature)> {
+        self.read().functions.iter().map(|(name, function)| (name.clone(), function.signature().clone())).collect()
+    }
+
+    /// Loads a module with the loader of that name, or else with the first that accepts the path.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if no loader takes it, and the loader's own.
+    pub fn load_module(&self, loader: Option<&str>, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        let loaders = self.read().loaders.clone();
+        let found = match loader {
+            Some(name) => loaders.iter().find(|loader| loader.name() == name),
+            None => loaders.iter().find(|loader| loader.accepts(request.path)),
+        };
+        match (found, loader) {
+            (Some(found), _) => found.load(request),
+            (None, Some(name)) => {
+                let known: Vec<_> = loaders.iter().map(|loader| loader.name()).collect();
+                let known = known.join(", ");
+                Err(RpcError::not_found(format!("no module loader is called '{}'; there are: {known}", clip(name))))
+            }
+            (None, None) => Err(RpcError::not_found(format!(
+                "no module is called '{0}', and no loader here takes a file named '{0}'",
+                clip(request.path)
+            ))),
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Contents> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Contents> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.functions().iter().map(|(name, signature)| (name, signature.to_string()))).finish()
+    }
+}
+
+/// The beginning of a name that a peer chose, so that error messages stay small.
+fn clip(name: &str) -> &str {
+    let end = (0..=name.len().min(120)).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
+    &name[..end]
+}
+
+/// Whether two names are equal but for case, or for one character added, left out or replaced.
+fn is_near(known: &str, name: &str) -> bool {
+    if known.eq_ignore_ascii_case(name) {
+        return true;
+    }
+    if known.len().abs_diff(name.len()) > 1 {
+        return false;
+    }
+    let prefix = known.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+    let (known, name) = (&known.as_bytes()[prefix..], &name.as_bytes()[prefix..]);
+    let suffix = known.iter().rev().zip(name.iter().rev()).take_while(|(a, b)| a == b).count();
+    known.len().max(name.len()) - suffix <= 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    #[test]
+    fn a_name_that_is_nearly_right_gets_a_hint() {
+        let registry = Registry::new();
+        registry.add("model.forward", || 1_i64);
+        for near in ["model.forwar", "Model.Forward", "model.forwords", "model_forward"] {
+            let error = registry.get(near).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::NotFound);
+            assert_eq!(error.message().contains("did you mean 'model.forward'"), near != "model.forwords", "{error}");
+        }
+        assert!(registry.get(&"ä".repeat(1000)).unwrap_err().message().len() < 300);
+    }
+}

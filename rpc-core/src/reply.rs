@@ -1,0 +1,443 @@
+//! Replies that are on their way: the two stages of a submitted request, and how to wait for them.
+//!
+//! A [`Submission`] resolves when the request has been admitted, to a [`PendingReply`], which resolves to the reply.
+//! Both are futures, bound to no runtime. Whoever serves the request holds the other end, a [`Responder`].
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use crate::blocking;
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::value::Value;
+
+/// What a reply carries: the value, or why there is none.
+pub type Outcome = Result<Value>;
+
+/// What a session does for the requests that it has accepted. One per session; implemented by sessions.
+pub trait ReplyControl: Send + Sync {
+    /// Nobody waits for request `id` any more. If it has not begun it must not begin. Must not block.
+    ///
+    /// The responder is still expected to respond; what it responds is discarded.
+    fn cancel(&self, id: u64);
+
+    /// Frees the objects in a reply that nobody will take. Must not block.
+    fn discard(&self, reply: Value);
+
+    /// Somebody waits for a reply asynchronously. A session whose callers do its input and output themselves
+    /// (see [`drive`](Self::drive)) must see to it that somebody else does it from now on.
+    fn attend(&self) {}
+
+    /// Whether a waiting thread has to do the session's input and output itself, by calling [`drive`](Self::drive).
+    fn must_be_driven(&self) -> bool {
+        false
+    }
+
+    /// Does the session's input and output on the calling thread until `done` says so.
+    fn drive(&self, done: &dyn Fn() -> bool) {
+        let _ = done;
+    }
+}
+
+/// Takes replies as they complete, on the thread that completes them. See [`PendingReply::deliver_to`].
+pub trait ReplySink: Send + Sync {
+    /// The reply to the request that was given `token`. Must not block.
+    fn deliver(&self, token: u64, outcome: Outcome);
+}
+
+#[derive(Default)]
+struct State {
+    stage: Stage,
+    waker: Option<Waker>,
+    sink: Option<(Arc<dyn ReplySink>, u64)>,
+}
+
+#[derive(Default)]
+enum Stage {
+    /// Waiting for room.
+    #[default]
+    Queued,
+    /// Its place in the order is fixed.
+    Admitted,
+    /// Completed, and not yet taken.
+    Done(Outcome),
+    /// Taken by the caller, or given up by it.
+    Over,
+}
+
+struct Slot {
+    id: u64,
+    control: Arc<dyn ReplyControl>,
+    state: Mutex<State>,
+}
+
+impl Slot {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic cannot leave the state half changed: each change is one assignment.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The serving end of one request: says when it is admitted, and completes it.
+///
+/// Cheap to clone; the first completion counts and later ones are discarded, which is what lets a deadline and a result
+/// race. Dropping all clones without completing is a bug of the session, and the caller gets an internal error.
+#[derive(Clone)]
+pub struct Responder(Arc<Serving>);
+
+struct Serving(Arc<Slot>);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        complete(&self.0, Err(RpcError::internal("the session dropped the request without a reply").may_have_run(true)));
+    }
+}
+
+fn complete(slot: &Slot, outcome: Outcome) -> bool {
+    let mut state = slot.state();
+    match state.stage {
+        Stage::Queued | Stage::Admitted => {
+            if let Some((sink, token)) = state.sink.take() {
+                state.stage = Stage::Over;
+                drop(state);
+                sink.deliver(token, outcome);
+            } else {
+                state.stage = Stage::Done(outcome);
+                let waker = state.waker.take();
+                drop(state);
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
+            true
+        }
+        Stage::Done(_) | Stage::Over => {
+            drop(state);
+            if let Ok(value) = outcome {
+                slot.control.discard(value);
+            }
+            false
+        }
+    }
+}
+
+impl Responder {
+    /// Fixes the request's place in the order: resolves the first stage.
+    pub fn admit(&self) {
+        let mut state = self.0.0.state();
+        if let Stage::Queued = state.stage {
+            state.stage = Stage::Admitted;
+            let waker = state.waker.take();
+            drop(state);
+            if let Some(waker) = waker {
+                waker.wake();
+            }
+        }
+    }
+
+    /// Completes the request. Returns whether this was the first completion; if not, or if the caller is gone, the
+    /// objects in `outcome` are freed.
+    pub fn complete(&self, outcome: Outcome) -> bool {
+        complete(&self.0.0, outcome)
+    }
+
+    /// Whether nobody waits for the outcome any more.
+    pub fn is_over(&self) -> bool {
+        matches!(self.0.0.state().stage, Stage::Done(_) | Stage::Over)
+    }
+
+    /// The request's number in its session.
+    pub fn id(&self) -> u64 {
+        self.0.0.id
+    }
+}
+
+impl fmt::Debug for Responder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Responder({})", self.0.0.id)
+    }
+}
+
+/// A request that has been submitted. As a future it resolves when the request is admitted, or refused.
+///
+/// Dropping it cancels the request.
+#[must_use = "dropping a submission cancels the request"]
+pub struct Submission(Option<Inner>);
+
+impl fmt::Debug for Submission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_admitted() { "Submission(admitted)" } else { "Submission(queued)" })
+    }
+}
+
+impl Drop for Submission {
+    fn drop(&mut self) {
+        drop(self.take_reply());
+    }
+}
+
+enum Inner {
+    Ready(Outcome, Option<Arc<dyn ReplyControl>>),
+    Pending(PendingReply),
+}
+
+impl Submission {
+    /// A request that was served while it was submitted. The outcome names no objects, or it is fine to leave them to
+    /// the end of the session if nobody takes it; else see [`ready_with`](Self::ready_with).
+    pub fn ready(outcome: Outcome) -> Self {
+        Self(Some(Inner::Ready(outcome, None)))
+    }
+
+    /// A request that was served while it was submitted; `control` frees the objects if nobody takes the outcome.
+    pub fn ready_with(control: Arc<dyn ReplyControl>, outcome: Outcome) -> Self {
+        Self(Some(Inner::Ready(outcome, Some(control))))
+    }
+
+    /// A request that is admitted and never answered.
+    pub fn never() -> Self {
+        Self(Some(Inner::Pending(PendingReply { source: Source::Never })))
+    }
+
+    /// A request to be served later: the two ends of it. `id` is what [`ReplyControl::cancel`] will be given.
+    pub fn pending(control: Arc<dyn ReplyControl>, id: u64) -> (Self, Responder) {
+        let slot = Arc::new(Slot { id, control, state: Mutex::default() });
+        let responder = Responder(Arc::new(Serving(slot.clone())));
+        (Self(Some(Inner::Pending(PendingReply { source: Source::Slot(slot) }))), responder)
+    }
+
+    /// Both stages in one: resolves to the reply.
+    pub fn reply(mut self) -> PendingReply {
+        self.take_reply()
+    }
+
+    /// The outcome, if it was there at once; else the submission again.
+    pub fn try_ready(mut self) -> Result<Outcome, Self> {
+        match self.0.take() {
+            Some(Inner::Ready(outcome, _)) => Ok(outcome),
+            other => Err(Self(other)),
+        }
+    }
+
+    /// Whether the request has been admitted, or is over.
+    pub fn is_admitted(&self) -> bool {
+        match &self.0 {
+            Some(Inner::Pending(PendingReply { source: Source::Slot(slot) })) => {
+                !matches!(slot.state().stage, Stage::Queued)
+            }
+            _ => true,
+        }
+    }
+
+    fn take_reply(&mut self) -> PendingReply {
+        match self.0.take() {
+            Some(Inner::Pending(pending)) => pending,
+            Some(Inner::Ready(outcome, control)) => PendingReply { source: Source::Ready(outcome, control) },
+            None => PendingReply { source: Source::Taken },
+        }
+    }
+
+    /// Waits for admission on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// As the future; and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    pub fn wait(self) -> Result<PendingReply> {
+        blocking::block_on(self)?
+    }
+}
+
+impl Future for Submission {
+    type Output = Result<PendingReply>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Some(Inner::Pending(PendingReply { source: Source::Slot(slot) })) = &self.0 {
+            let mut state = slot.state();
+            if let Stage::Queued = state.stage {
+                set_waker(&mut state.waker, cx.waker());
+                drop(state);
+                blocking::waiting_for(&slot.control);
+                return Poll::Pending;
+            }
+        }
+        Poll::Ready(Ok(self.take_reply()))
+    }
+}
+
+/// A request that has been admitted. As a future it resolves to the reply.
+///
+/// Dropping it cancels the request; objects in a reply that nobody takes are freed.
+#[must_use = "dropping a pending reply cancels the request"]
+pub struct PendingReply {
+    source: Source,
+}
+
+enum Source {
+    Ready(Outcome, Option<Arc<dyn ReplyControl>>),
+    Slot(Arc<Slot>),
+    Never,
+    Taken,
+}
+
+impl PendingReply {
+    /// Whether polling would resolve at once.
+    pub fn is_done(&self) -> bool {
+        match &self.source {
+            Source::Slot(slot) => matches!(slot.state().stage, Stage::Done(_)),
+            Source::Never => false,
+            _ => true,
+        }
+    }
+
+    /// Asks for cancellation and keeps waiting: the terminal reply is [`ErrorKind::Cancelled`] if the request had not
+    /// begun, and otherwise whatever it ends with.
+    pub fn cancel(&self) {
+        if let Source::Slot(slot) = &self.source {
+            slot.control.cancel(slot.id);
+        }
+    }
+
+    /// Hands the reply to `sink` as soon as it is there, on the thread that completes it, instead of to a future. If it
+    /// is there already, `sink` is called before this returns.
+    pub fn deliver_to(mut self, sink: Arc<dyn ReplySink>, token: u64) -> Canceller {
+        match std::mem::replace(&mut self.source, Source::Taken) {
+            Source::Ready(outcome, _) => {
+                sink.deliver(token, outcome);
+                Canceller(None)
+            }
+            Source::Never | Source::Taken => Canceller(None),
+            Source::Slot(slot) => {
+                let mut state = slot.state();
+                match std::mem::replace(&mut state.stage, Stage::Over) {
+                    Stage::Done(outcome) => {
+                        drop(state);
+                        sink.deliver(token, outcome);
+                        Canceller(None)
+                    }
+                    stage => {
+                        state.stage = stage;
+                        state.sink = Some((sink, token));
+                        drop(state);
+                        slot.control.attend();
+                        Canceller(Some(slot))
+                    }
+                }
+            }
+        }
+    }
+
+    /// Gives up the reply without cancelling the request: it runs, and what it returns is freed.
+    pub fn detach(mut self) {
+        if let Source::Slot(slot) = std::mem::replace(&mut self.source, Source::Taken) {
+            abandon(&slot, false);
+        }
+    }
+
+    /// Waits for the reply on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// The request's own; and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    pub fn wait(self) -> Outcome {
+        blocking::block_on(self)?
+    }
+}
+
+impl Future for PendingReply {
+    type Output = Outcome;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Source::Slot(slot) = &self.source {
+            let mut state = slot.state();
+            let outcome = match std::mem::replace(&mut state.stage, Stage::Over) {
+                Stage::Done(outcome) => outcome,
+                stage => {
+                    state.stage = stage;
+                    set_waker(&mut state.waker, cx.waker());
+                    drop(state);
+                    blocking::waiting_for(&slot.control);
+                    return Poll::Pending;
+                }
+            };
+            drop(state);
+            self.source = Source::Taken;
+            return Poll::Ready(outcome);
+        }
+        if let Source::Never = self.source {
+            return Poll::Pending;
+        }
+        Poll::Ready(match std::mem::replace(&mut self.source, Source::Taken) {
+            Source::Ready(outcome, _) => outcome,
+            _ => Err(RpcError::new(ErrorKind::ApiMisuse, "a reply was polled after it had been taken")),
+        })
+    }
+}
+
+impl Drop for PendingReply {
+    fn drop(&mut self) {
+        match std::mem::replace(&mut self.source, Source::Taken) {
+            Source::Slot(slot) => abandon(&slot, true),
+            Source::Ready(Ok(value), Some(control)) => control.discard(value),
+            _ => {}
+        }
+    }
+}
+
+impl fmt::Debug for PendingReply {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.source {
+            Source::Ready(outcome, _) => f.debug_tuple("PendingReply").field(outcome).finish(),
+            Source::Slot(slot) => write!(f, "PendingReply({})", slot.id),
+            Source::Never => f.write_str("PendingReply(never)"),
+            Source::Taken => f.write_str("PendingReply(taken)"),
+        }
+    }
+}
+
+/// Cancels a request whose reply goes to a [`ReplySink`].
+#[derive(Clone)]
+pub struct Canceller(Option<Arc<Slot>>);
+
+impl Canceller {
+    /// Asks for cancellation; the sink still gets the one reply.
+    pub fn cancel(&self) {
+        if let Some(slot) = &self.0 {
+            slot.control.cancel(slot.id);
+        }
+    }
+
+    /// Gives the request up: it is cancelled, the sink hears no more of it, and what it returns is freed.
+    pub fn abandon(self) {
+        if let Some(slot) = self.0 {
+            abandon(&slot, true);
+        }
+    }
+}
+
+impl fmt::Debug for Canceller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Canceller")
+    }
+}
+
+fn abandon(slot: &Slot, cancel: bool) {
+    let mut state = slot.state();
+    let stage = std::mem::replace(&mut state.stage, Stage::Over);
+    let waker = state.waker.take();
+    let sink = state.sink.take();
+    drop(state);
+    drop((waker, sink));
+    match stage {
+        Stage::Done(Ok(value)) => slot.control.discard(value),
+        Stage::Queued | Stage::Admitted if cancel => slot.control.cancel(slot.id),
+        _ => {}
+    }
+}
+
+fn set_waker(current: &mut Option<Waker>, waker: &Waker) {
+    match current {
+        Some(current) if current.will_wake(waker) => {}
+        current => *current = Some(waker.clone()),
+    }
+}

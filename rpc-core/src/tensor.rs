@@ -1,0 +1,458 @@
+//! Tensors at their origin: a layout over a storage, and views through which functions reach the elements.
+//!
+//! A [`Tensor`] describes; it can be cloned and passed on freely. A [`TensorView`] or [`TensorViewMut`] is a tensor
+//! together with a [`Borrow`] of its storage, and gives out slices.
+
+mod storage;
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::device::{AllocRequest, CpuDevice, DeviceApi};
+use crate::dlpack::{DataType, Device, Element, dense_size, dense_strides, element_count, strided_extent};
+use crate::error::{ErrorKind, Result, RpcError};
+
+pub use storage::{Access, Borrow, Resume, Storage, Waiting, borrow_all};
+
+/// The most dimensions that a tensor may have.
+pub const MAX_DIMENSIONS: usize = 32;
+
+/// A view of a storage: where the elements of an array lie in it. Clones share the storage.
+#[derive(Clone)]
+pub struct Tensor {
+    storage: Arc<Storage>,
+    /// With `extent`, lies within the storage.
+    byte_offset: u64,
+    shape: Vec<i64>,
+    /// `None` whenever the elements are densely packed in row-major order.
+    strides: Option<Vec<i64>>,
+    dtype: DataType,
+    /// The bytes from the first element to the end of the last one.
+    extent: u64,
+}
+
+impl Tensor {
+    /// The tensor of this layout in `storage`; `byte_offset` is that of the first element, `strides` count elements, and
+    /// `None` is densely packed, row-major.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] if the layout is malformed, overflows, or reaches beyond the storage.
+    pub fn new(
+        storage: Arc<Storage>,
+        byte_offset: u64,
+        shape: impl Into<Vec<i64>>,
+        strides: Option<Vec<i64>>,
+        dtype: DataType,
+    ) -> Result<Self> {
+        let shape = shape.into();
+        if shape.len() > MAX_DIMENSIONS {
+            let count = shape.len();
+            return Err(RpcError::invalid_argument(format!("{count} dimensions are more than {MAX_DIMENSIONS}")));
+        }
+        if dtype.bits_per_element() == 0 {
+            return Err(RpcError::invalid_argument(format!("the elements of a {dtype} tensor have no bits")));
+        }
+        let dense = dense_size(&shape, dtype)?;
+        let strides = strides.filter(|strides| !is_row_major(&shape, strides));
+        let extent = match &strides {
+            Some(strides) => strided_extent(&shape, strides, dtype)?,
+            None => dense,
+        };
+        match byte_offset.checked_add(extent) {
+            Some(end) if end <= storage.len() => {}
+            _ => {
+                return Err(RpcError::invalid_argument(format!(
+                    "a {dtype} tensor of shape {shape:?} takes {extent} bytes at {byte_offset}, beyond the {} bytes of \
+                     its storage",
+                    storage.len()
+                )));
+            }
+        }
+        Ok(Self { storage, byte_offset, shape, strides, dtype, extent })
+    }
+
+    /// A tensor of zeros in host memory, outside of any session's quota.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), and [`ErrorKind::OutOfMemory`].
+    pub fn zeros(shape: impl Into<Vec<i64>>, dtype: DataType) -> Result<Self> {
+        let shape = shape.into();
+        let memory = CpuDevice::default().allocate(0, &AllocRequest::new(dense_size(&shape, dtype)?))?;
+        Self::new(Storage::new(Device::cpu(), memory, None), 0, shape, None, dtype)
+    }
+
+    /// A tensor with a copy of `elements` in host memory, outside of any session's quota.
+    ///
+    /// # Errors
+    ///
+    /// As [`zeros`](Self::zeros), and [`ErrorKind::InvalidArgument`] if the shape has not as many elements.
+    pub fn from_slice<T: Element>(shape: impl Into<Vec<i64>>, elements: &[T]) -> Result<Self> {
+        let shape = shape.into();
+        if element_count(&shape)? != elements.len() as u64 {
+            let given = elements.len();
+            return Err(RpcError::invalid_argument(format!("{given} elements for a tensor of shape {shape:?}")));
+        }
+        let tensor = Self::zeros(shape, T::DATA_TYPE)?;
+        tensor.write()?.as_mut_slice()?.copy_from_slice(elements);
+        Ok(tensor)
+    }
+
+    /// Where the elements lie.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    /// The device of the storage.
+    pub fn device(&self) -> Device {
+        self.storage.device()
+    }
+
+    /// Where the first element lies, in bytes from the start of the storage.
+    pub fn byte_offset(&self) -> u64 {
+        self.byte_offset
+    }
+
+    /// The dimensions, outermost first; none for a scalar.
+    pub fn shape(&self) -> &[i64] {
+        &self.shape
+    }
+
+    /// Elements to the next entry of each dimension; `None` if the tensor [is dense](Self::is_dense).
+    pub fn strides(&self) -> Option<&[i64]> {
+        self.strides.as_deref()
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DataType {
+        self.dtype
+    }
+
+    /// How many elements there are.
+    pub fn element_count(&self) -> u64 {
+        // `new` has computed the same without overflow.
+        element_count(&self.shape).unwrap_or(u64::MAX)
+    }
+
+    /// Whether the elements are densely packed in row-major order.
+    pub fn is_dense(&self) -> bool {
+        self.strides.is_none()
+    }
+
+    /// The bytes of the elements when densely packed, which is what copies count.
+    pub fn size_bytes(&self) -> u64 {
+        // `new` has computed the same without overflow.
+        dense_size(&self.shape, self.dtype).unwrap_or(u64::MAX)
+    }
+
+    /// Borrows the storage for reading; never waits, and overtakes writers that do ([`Storage::try_read`]), so that a
+    /// function can read twice what it reads already.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Busy`] if it is borrowed for writing.
+    pub fn read(&self) -> Result<TensorView> {
+        let borrow = self.storage.try_read().ok_or_else(busy)?;
+        TensorView::new(self.clone(), borrow)
+    }
+
+    /// Borrows the storage for writing; never waits.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Busy`] if it is borrowed.
+    pub fn write(&self) -> Result<TensorViewMut> {
+        let borrow = self.storage.try_borrow(Access::Write).ok_or_else(busy)?;
+        TensorViewMut::new(self.clone(), borrow)
+    }
+
+    /// A tensor of another layout within this one; `byte_offset` counts from this one's first element.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new); and [`ErrorKind::InvalidArgument`] if it reaches beyond this tensor's last element.
+    pub fn view(
+        &self,
+        byte_offset: u64,
+        shape: impl Into<Vec<i64>>,
+        strides: Option<Vec<i64>>,
+        dtype: DataType,
+    ) -> Result<Self> {
+        let outside =
+            || RpcError::invalid_argument(format!("a view at {byte_offset} reaches beyond its {} bytes", self.extent));
+        let start = self.byte_offset.checked_add(byte_offset).ok_or_else(outside)?;
+        let view = Self::new(self.storage.clone(), start, shape, strides, dtype)?;
+        // Neither sum can overflow: both lie within the storage.
+        if byte_offset + view.extent > self.extent { Err(outside()) } else { Ok(view) }
+    }
+
+    /// Where in the storage the bytes `offset..offset + len` of the densely packed contents lie.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] if the tensor is not dense, or smaller.
+    pub fn byte_range(&self, offset: u64, len: u64) -> Result<Range<u64>> {
+        self.check_dense()?;
+        match offset.checked_add(len) {
+            // `new` has checked that the sum with the extent is within the storage.
+            Some(end) if end <= self.extent => Ok(self.byte_offset + offset..self.byte_offset + end),
+            _ => {
+                Err(RpcError::invalid_argument(format!("{len} bytes at {offset} of a tensor of {} bytes", self.extent)))
+            }
+        }
+    }
+
+    fn check_dense(&self) -> Result<()> {
+        if self.is_dense() {
+            return Ok(());
+        }
+        let (shape, strides) = (&self.shape, self.strides.as_deref().unwrap_or_default());
+        Err(RpcError::invalid_argument(format!(
+            "expected a densely packed tensor, got shape {shape:?} with strides {strides:?}"
+        )))
+    }
+
+    /// The elements' bytes in those of the whole storage.
+    fn range_in_host(&self) -> Result<Range<usize>> {
+        self.check_dense()?;
+        // Only called for host memory, of which every offset fits `usize`.
+        Ok(self.byte_offset as usize..(self.byte_offset + self.extent) as usize)
+    }
+
+    /// Whether the elements of the tensor are `T`s, and dense.
+    fn check_elements<T: Element>(&self) -> Result<()> {
+        if self.dtype != T::DATA_TYPE {
+            let (expected, got) = (T::DATA_TYPE, self.dtype);
+            return Err(RpcError::invalid_argument(format!("expected a tensor of {expected}, got {got}")));
+        }
+        self.check_dense()
+    }
+
+    fn not_on_host(&self) -> RpcError {
+        RpcError::unsupported(format!("expected a tensor in host memory, got one on {}", self.device()))
+    }
+
+    fn misaligned<T: Element>(&self) -> RpcError {
+        RpcError::invalid_argument(format!(
+            "expected {} elements at a multiple of {} bytes, got them at offset {} of their storage",
+            T::DATA_TYPE,
+            align_of::<T>(),
+            self.byte_offset
+        ))
+    }
+
+    fn check_borrow(&self, borrow: &Borrow) -> Result<()> {
+        if Arc::ptr_eq(&self.storage, borrow.storage()) {
+            return Ok(());
+        }
+        Err(RpcError::new(ErrorKind::ApiMisuse, "the borrow is of another storage than the tensor's"))
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {:?} on {}", self.dtype, self.shape, self.device())?;
+        if let Some(strides) = &self.strides {
+            write!(f, ", strides {strides:?}")?;
+        }
+        if self.byte_offset > 0 {
+            write!(f, ", at {}", self.byte_offset)?;
+        }
+        f.write_str(")")
+    }
+}
+
+/// A tensor that is borrowed for reading (or more).
+#[derive(Debug)]
+pub struct TensorView {
+    tensor: Tensor,
+    /// Of the tensor's storage.
+    borrow: Borrow,
+}
+
+impl TensorView {
+    /// The view of `tensor` under `borrow`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::ApiMisuse`] if the borrow is of another storage.
+    pub fn new(tensor: Tensor, borrow: Borrow) -> Result<Self> {
+        tensor.check_borrow(&borrow)?;
+        Ok(Self { tensor, borrow })
+    }
+
+    /// The elements, in row-major order.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] if they are of another type, not densely packed, or not aligned for `T`;
+    /// [`ErrorKind::Unsupported`] if they are not in host memory.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        self.tensor.check_elements::<T>()?;
+        cast(self.bytes()?).ok_or_else(|| self.tensor.misaligned::<T>())
+    }
+
+    /// The elements' bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] if they are not densely packed; [`ErrorKind::Unsupported`] if they are not in host
+    /// memory.
+    pub fn bytes(&self) -> Result<&[u8]> {
+        let bytes = self.borrow.bytes().ok_or_else(|| self.tensor.not_on_host())?;
+        Ok(&bytes[self.tensor.range_in_host()?])
+    }
+
+    /// The dimensions, outermost first; none for a scalar.
+    pub fn shape(&self) -> &[i64] {
+        self.tensor.shape()
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DataType {
+        self.tensor.dtype()
+    }
+
+    /// The tensor.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// The borrow that the view stands on.
+    pub fn guard(&self) -> &Borrow {
+        &self.borrow
+    }
+
+    /// Takes the view apart.
+    pub fn into_parts(self) -> (Tensor, Borrow) {
+        (self.tensor, self.borrow)
+    }
+}
+
+/// A tensor that is borrowed for writing.
+#[derive(Debug)]
+pub struct TensorViewMut {
+    tensor: Tensor,
+    /// Of the tensor's storage, and for writing.
+    borrow: Borrow,
+}
+
+impl TensorViewMut {
+    /// The view of `tensor` under `borrow`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::ApiMisuse`] if the borrow is of another storage, or for reading only.
+    pub fn new(tensor: Tensor, borrow: Borrow) -> Result<Self> {
+        tensor.check_borrow(&borrow)?;
+        if borrow.access() != Access::Write {
+            return Err(RpcError::new(ErrorKind::ApiMisuse, "the tensor is borrowed for reading only"));
+        }
+        Ok(Self { tensor, borrow })
+    }
+
+    /// The elements, in row-major order.
+    ///
+    /// # Errors
+    ///
+    /// As [`TensorView::as_slice`].
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        self.tensor.check_elements::<T>()?;
+        let range = self.tensor.range_in_host()?;
+        let bytes = self.borrow.bytes_mut().ok_or_else(|| self.tensor.not_on_host())?;
+        cast_mut(&mut bytes[range]).ok_or_else(|| self.tensor.misaligned::<T>())
+    }
+
+    /// The elements' bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`TensorView::bytes`].
+    pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
+        let range = self.tensor.range_in_host()?;
+        let bytes = self.borrow.bytes_mut().ok_or_else(|| self.tensor.not_on_host())?;
+        Ok(&mut bytes[range])
+    }
+
+    /// The borrow that the view stands on.
+    pub fn guard_mut(&mut self) -> &mut Borrow {
+        &mut self.borrow
+    }
+
+    /// The elements, in row-major order, for reading.
+    ///
+    /// # Errors
+    ///
+    /// As [`TensorView::as_slice`].
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        self.tensor.check_elements::<T>()?;
+        cast(self.bytes()?).ok_or_else(|| self.tensor.misaligned::<T>())
+    }
+
+    /// The elements' bytes, for reading.
+    ///
+    /// # Errors
+    ///
+    /// As [`TensorView::bytes`].
+    pub fn bytes(&self) -> Result<&[u8]> {
+        let bytes = self.borrow.bytes().ok_or_else(|| self.tensor.not_on_host())?;
+        Ok(&bytes[self.tensor.range_in_host()?])
+    }
+
+    /// The dimensions, outermost first; none for a scalar.
+    pub fn shape(&self) -> &[i64] {
+        self.tensor.shape()
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DataType {
+        self.tensor.dtype()
+    }
+
+    /// The tensor.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// Takes the view apart.
+    pub fn into_parts(self) -> (Tensor, Borrow) {
+        (self.tensor, self.borrow)
+    }
+}
+
+/// `bytes` as elements; `None` if they are not aligned for that.
+fn cast<T: Element>(bytes: &[u8]) -> Option<&[T]> {
+    if bytes.is_empty() {
+        return Some(&[]);
+    }
+    let start = bytes.as_ptr().cast::<T>();
+    // SAFETY: aligned; as many whole elements as fit; `Element` promises that any bytes are values of it, and the slice
+    // lives as long as the borrow of `bytes`.
+    start.is_aligned().then(|| unsafe { std::slice::from_raw_parts(start, bytes.len() / size_of::<T>()) })
+}
+
+/// As [`cast`], for writing.
+fn cast_mut<T: Element>(bytes: &mut [u8]) -> Option<&mut [T]> {
+    if bytes.is_empty() {
+        return Some(&mut []);
+    }
+    let start = bytes.as_mut_ptr().cast::<T>();
+    // SAFETY: as in `cast`; besides, `Element` has no padding, so that the bytes stay initialised whatever is written.
+    start.is_aligned().then(|| unsafe { std::slice::from_raw_parts_mut(start, bytes.len() / size_of::<T>()) })
+}
+
+/// Whether `strides` are those of a densely packed tensor; those of dimensions with one entry mean nothing.
+fn is_row_major(shape: &[i64], strides: &[i64]) -> bool {
+    shape.len() == strides.len()
+        && (shape.iter().zip(strides).zip(dense_strides(shape)))
+            .all(|((dimension, stride), dense)| *dimension == 1 || *stride == dense)
+}
+
+fn busy() -> RpcError {
+    RpcError::new(ErrorKind::Busy, "the tensor is borrowed: one writer excludes all others")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,272 @@
+//! Values: what crosses a session as argument, return or error.
+
+use std::fmt;
+
+use bytes::Bytes;
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::dlpack::{DataType, Device};
+use crate::error::{Result, RpcError};
+use crate::handle::Handle;
+
+/// An argument or a return.
+///
+/// `O` is what stands for an object that lives in a session: a [`Reference`], by handle, on the wire and at the client;
+/// an [`Object`](crate::object::Object) itself at the origin. Everything else is the same at both ends.
+#[derive(Clone, Debug, PartialEq, Default)]
+#[non_exhaustive]
+pub enum Value<O = Reference> {
+    /// Nothing.
+    #[default]
+    Null,
+    /// A truth value.
+    Bool(bool),
+    /// A signed integer.
+    Int(i64),
+    /// A floating-point number.
+    Float(f64),
+    /// Text. It may contain NUL.
+    Str(String),
+    /// Bytes, shared and never copied on their way.
+    Bytes(Bytes),
+    /// Dimensions of a tensor.
+    Shape(Vec<i64>),
+    /// A data type.
+    DataType(DataType),
+    /// A device.
+    Device(Device),
+    /// Several values. They may be objects.
+    List(Vec<Self>),
+    /// Any `serde` type, as MessagePack. It holds no objects.
+    Packed(Packed),
+    /// Something that lives in the session.
+    Object(O),
+}
+
+/// An object by its handle: how the wire and the client name it.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Reference {
+    /// A function.
+    Function(Handle),
+    /// A module.
+    Module(Handle),
+    /// An object of the application's own.
+    Object(Handle),
+    /// A tensor, or a view of one.
+    Tensor(TensorRef),
+}
+
+impl Reference {
+    /// The handle that keeps the object alive.
+    pub fn handle(&self) -> Handle {
+        match self {
+            Self::Function(handle) | Self::Module(handle) | Self::Object(handle) => *handle,
+            Self::Tensor(tensor) => tensor.storage,
+        }
+    }
+}
+
+/// A tensor by the handle of its storage, with the layout of the view: the counterpart of DLPack's `DLTensor`.
+///
+/// The layout is the sender's claim; the origin checks it against the storage before anything is touched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorRef {
+    /// The storage that the view looks into.
+    pub storage: Handle,
+    /// Where the first element lies, in bytes from the start of the storage.
+    pub byte_offset: u64,
+    /// The dimensions, outermost first; none for a scalar.
+    pub shape: Vec<i64>,
+    /// Elements to the next entry of each dimension; `None` is densely packed, row-major.
+    pub strides: Option<Vec<i64>>,
+    /// The type of the elements.
+    pub dtype: DataType,
+    /// Where the storage lies.
+    pub device: Device,
+}
+
+impl TensorRef {
+    /// The size in bytes of the elements when densely packed: what copies in and out count.
+    ///
+    /// # Errors
+    ///
+    /// A shape that is negative or overflows.
+    pub fn size_bytes(&self) -> Result<u64> {
+        crate::dlpack::dense_size(&self.shape, self.dtype)
+    }
+}
+
+/// A `serde` value as MessagePack: Rust structs as arguments and returns. Fields are written by name.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Packed(Bytes);
+
+impl Packed {
+    /// Encodes `value`.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `value` refuses to be serialized.
+    pub fn encode<T: Serialize + ?Sized>(value: &T) -> Result<Self> {
+        rmp_serde::to_vec_named(value)
+            .map(|bytes| Self(bytes.into()))
+            .map_err(|error| RpcError::invalid_argument(format!("cannot pack the value: {error}")))
+    }
+
+    /// Decodes the value.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the bytes are not a `T`.
+    pub fn decode<T: DeserializeOwned>(&self) -> Result<T> {
+        let mut deserializer = rmp_serde::Deserializer::from_read_ref(&self.0);
+        deserializer.set_max_depth(MAX_DEPTH);
+        T::deserialize(&mut deserializer)
+            .map_err(|error| RpcError::invalid_argument(format!("cannot unpack the value: {error}")))
+    }
+
+    /// Takes bytes as they came from a peer; [`decode`](Self::decode) will tell whether they are well-formed.
+    pub fn from_bytes(bytes: Bytes) -> Self {
+        Self(bytes)
+    }
+
+    /// The MessagePack bytes.
+    pub fn as_bytes(&self) -> &Bytes {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Packed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Packed({} bytes)", self.0.len())
+    }
+}
+
+/// How deep lists and packed values may nest: deeper ones are refused rather than recursed into.
+pub const MAX_DEPTH: usize = 64;
+
+impl<O> Value<O> {
+    /// The name of the value's type, as error messages use it.
+    pub fn type_name(&self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::Bool(_) => "bool",
+            Self::Int(_) => "int",
+            Self::Float(_) => "float",
+            Self::Str(_) => "str",
+            Self::Bytes(_) => "bytes",
+            Self::Shape(_) => "shape",
+            Self::DataType(_) => "dtype",
+            Self::Device(_) => "device",
+            Self::List(_) => "list",
+            Self::Packed(_) => "packed",
+            Self::Object(_) => "object",
+        }
+    }
+
+    /// Replaces every object, leaving the rest as it is.
+    ///
+    /// # Errors
+    ///
+    /// The first error of `replace`.
+    pub fn try_map<P, E>(self, replace: &mut impl FnMut(O) -> Result<P, E>) -> Result<Value<P>, E> {
+        Ok(match self {
+            Self::Null => Value::Null,
+            Self::Bool(value) => Value::Bool(value),
+            Self::Int(value) => Value::Int(value),
+            Self::Float(value) => Value::Float(value),
+            Self::Str(value) => Value::Str(value),
+            Self::Bytes(value) => Value::Bytes(value),
+            Self::Shape(value) => Value::Shape(value),
+            Self::DataType(value) => Value::DataType(value),
+            Self::Device(value) => Value::Device(value),
+            Self::Packed(value) => Value::Packed(value),
+            Self::List(values) => {
+                Value::List(values.into_iter().map(|value| value.try_map(replace)).collect::<Result<_, E>>()?)
+            }
+            Self::Object(object) => Value::Object(replace(object)?),
+        })
+    }
+
+    /// Calls `visit` with every object in the value.
+    pub fn for_each_object(&self, visit: &mut impl FnMut(&O)) {
+        match self {
+            Self::List(values) => values.iter().for_each(|value| value.for_each_object(visit)),
+            Self::Object(object) => visit(object),
+            _ => {}
+        }
+    }
+
+    /// The bytes that the value occupies beyond a few: what queues and messages count.
+    pub fn size_hint(&self) -> usize {
+        match self {
+            Self::Str(text) => text.len() + 5,
+            Self::Bytes(bytes) => bytes.len() + 16,
+            Self::Shape(shape) => 8 * shape.len() + 8,
+            Self::List(values) => values.iter().map(Self::size_hint).sum::<usize>() + 5,
+            Self::Packed(packed) => packed.0.len() + 8,
+            Self::Object(_) => 64,
+            _ => 9,
+        }
+    }
+}
+
+impl Value {
+    /// The handles of all objects in the value: what has to be freed if nobody takes it.
+    pub fn handles(&self) -> Vec<Handle> {
+        let mut handles = Vec::new();
+        self.for_each_object(&mut |object| handles.push(object.handle()));
+        handles
+    }
+}
+
+macro_rules! from {
+    ($($rust:ty => $variant:ident,)*) => {
+        $(impl<O> From<$rust> for Value<O> {
+            fn from(value: $rust) -> Self {
+                Self::$variant(value.into())
+            }
+        })*
+    };
+}
+
+from! {
+    bool => Bool,
+    i8 => Int, i16 => Int, i32 => Int, i64 => Int, u8 => Int, u16 => Int, u32 => Int,
+    f32 => Float, f64 => Float,
+    &str => Str, String => Str,
+    Bytes => Bytes,
+    DataType => DataType,
+    Device => Device,
+    Packed => Packed,
+}
+
+impl<O> From<()> for Value<O> {
+    fn from((): ()) -> Self {
+        Self::Null
+    }
+}
+
+impl<O, T: Into<Self>> From<Option<T>> for Value<O> {
+    fn from(value: Option<T>) -> Self {
+        value.map_or(Self::Null, Into::into)
+    }
+}
+
+impl<O> From<Vec<Self>> for Value<O> {
+    fn from(values: Vec<Self>) -> Self {
+        Self::List(values)
+    }
+}
+
+impl From<Reference> for Value {
+    fn from(reference: Reference) -> Self {
+        Self::Object(reference)
+    }
+}
+
+impl From<TensorRef> for Value {
+    fn from(tensor: TensorRef) -> Self {
+        Self::Object(Reference::Tensor(tensor))
+    }
+}

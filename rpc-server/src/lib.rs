@@ -1,0 +1,4 @@
+//! Skeleton.
+
+pub mod npy;
+pub mod workspace;

@@ -1,0 +1,530 @@
+//! The folder of a session, where files are exchanged and modules are loaded from.
+//!
+//! A [`WorkspaceRoot`] is the server's `--workdir`, and hands out [`Workspace`]s: private ones, which go with their
+//! session, and named ones, which belong to an identity and stay. All access is confined to the workspace by the
+//! kernel's own path resolution: no path and no symbolic link leads out of it, whoever made the link.
+//!
+//! On disk, with modes that shut out other users:
+//!
+//! ```text
+//! WORKDIR/lock                             held while servers change what is below
+//! WORKDIR/private/SERVER.lock              held while that server lives
+//! WORKDIR/private/SERVER/ID/files/         a private workspace
+//! WORKDIR/named/IDENTITY/NAME/files/       a named workspace
+//! WORKDIR/named/IDENTITY/NAME/lock         held, shared, by the servers that use it; its time is that of the last use
+//! …/ID/staging/, …/NAME/staging/           beside each `files/`: writes in progress, without a name in the workspace
+//! ```
+
+mod error;
+mod files;
+mod root;
+mod tree;
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use cap_std::fs::{Dir, DirBuilder, DirBuilderExt, Metadata, OpenOptions, OpenOptionsExt};
+use rustix::fs::{FlockOperation, OFlags, flock};
+use serde::{Deserialize, Serialize};
+
+pub use error::WorkspaceError;
+pub use files::{FileReader, FileWriter};
+use root::{RootInner, open_lock_file};
+pub use root::{WorkspaceLimits, WorkspaceRoot};
+use tree::{Usage, measure, move_entry, purge, walk};
+
+/// One file of a listing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// The path from the workspace's top on, with `/` between the names.
+    pub name: String,
+    /// The length in bytes.
+    pub size: u64,
+    /// When the file was last written to.
+    pub modified: SystemTime,
+}
+
+/// A folder of files, confined, with a quota. Cloning it gives another reference to the same workspace.
+///
+/// Paths are relative, with `/` between names; `.` and `..` are resolved by name, before any link is followed. Links
+/// may lead anywhere inside. All methods block, and any number of threads may use them at once.
+///
+/// The quota counts committed files and writes in progress; while a file is replaced, the old and the new one. What
+/// foreign code, or another server that shares a named workspace, puts there itself is counted when the workspace is
+/// opened and whenever the quota seems to be reached. So it cannot be hidden, but it is not prevented either.
+#[derive(Clone)]
+pub struct Workspace(Arc<Inner>);
+
+struct Inner {
+    /// The folder of files by its real path.
+    path: PathBuf,
+    files: Dir,
+    staging: Dir,
+    home: Home,
+    account: Mutex<Account>,
+    /// Last, so that the server's own folder outlives the workspace.
+    root: Arc<RootInner>,
+}
+
+/// Where a workspace lives, and so what becomes of it in the end.
+enum Home {
+    /// The name in the server's private folder.
+    Private(String),
+    Named {
+        key: (String, String),
+        /// Locked, shared, against being expired by any server.
+        lock: File,
+    },
+}
+
+#[derive(Default)]
+struct Account {
+    committed: Usage,
+    pending: Usage,
+}
+
+/// What one name in a path may have; the limit of the usual file systems.
+const MAX_NAME_BYTES: usize = 255;
+/// What a path may have.
+const MAX_PATH_BYTES: usize = 1024;
+
+impl Workspace {
+    /// The real path of the folder, for code that is to run in it.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// The real path, without links, of a regular file that exists in the workspace: for loaders that take a path.
+    ///
+    /// The answer is true when given; code that runs in the workspace can change it afterwards.
+    ///
+    /// # Errors
+    ///
+    /// The path is malformed or leads outside, or what is there is not a regular file.
+    pub fn resolve(&self, path: &str) -> Result<PathBuf, WorkspaceError> {
+        let target = clean_file(path)?;
+        self.regular(path, &target)?;
+        let real = self.0.files.canonicalize(&target).map_err(at(path))?;
+        Ok(self.0.path.join(real))
+    }
+
+    /// The files in `folder` and in all folders below it, sorted by name; in all of the workspace if it is empty. The
+    /// path of a file gives that file alone.
+    ///
+    /// A link to a file inside is listed as a file; other links, devices and the like are not, nor are names that are
+    /// not UTF-8, nor paths too long to be given back.
+    ///
+    /// # Errors
+    ///
+    /// The path is malformed or leads outside, or nothing is there.
+    pub fn list(&self, folder: &str) -> Result<Vec<Entry>, WorkspaceError> {
+        let start = if folder.is_empty() {
+            String::new()
+        } else {
+            clean(folder)?
+        };
+        if !start.is_empty() {
+            let metadata = self.0.files.metadata(&start).map_err(at(folder))?;
+            if !metadata.is_dir() {
+                let metadata = self.regular(folder, &start)?;
+                return Ok(vec![entry(start, &metadata)]);
+            }
+        }
+        let mut entries = Vec::new();
+        let visited = walk(&self.0.files, &start, |name, kind, found| {
+            let metadata = match kind {
+                kind if kind.is_file() => found.metadata().ok(),
+                kind if kind.is_symlink() => self.0.files.metadata(&name).ok(),
+                _ => None,
+            };
+            if let Some(metadata) = metadata.filter(Metadata::is_file) {
+                entries.push(entry(name, &metadata));
+            }
+        });
+        visited.map_err(at(folder))?;
+        entries.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    /// Removes a file, or a folder with all that is in it. A link is removed itself, not what it leads to.
+    ///
+    /// A folder is gone at once for others, and is then deleted piece by piece before this returns.
+    ///
+    /// # Errors
+    ///
+    /// The path is malformed, leads outside, or names the workspace itself; nothing is there; or the file system
+    /// failed.
+    pub fn remove(&self, path: &str) -> Result<(), WorkspaceError> {
+        let target = clean(path)?;
+        if target.is_empty() {
+            return Err(WorkspaceError::IsWorkspace {
+                path: path.to_owned(),
+            });
+        }
+        let metadata = self.0.files.symlink_metadata(&target).map_err(at(path))?;
+        let freed = if metadata.is_dir() {
+            let condemned = self.0.root.unique("removed");
+            move_entry(&self.0.files, &target, &self.0.staging, &condemned).map_err(at(path))?;
+            purge(&self.0.staging, &condemned)
+        } else {
+            self.0.files.remove_file(&target).map_err(at(path))?;
+            Usage::of(&metadata)
+        };
+        let mut account = self.account();
+        account.committed = account.committed.minus(freed);
+        Ok(())
+    }
+
+    /// Begins to write the file at `path`, which need not exist, nor its folders. Nothing shows until
+    /// [`FileWriter::commit`].
+    ///
+    /// With `expected_len`, in bytes, the quota is claimed now, and only a file of just that length can be committed.
+    ///
+    /// # Errors
+    ///
+    /// The path is malformed or leads outside, something that is not a regular file is there, the quota is reached, or
+    /// the file system failed.
+    pub fn begin_write(
+        &self,
+        path: &str,
+        expected_len: Option<u64>,
+    ) -> Result<FileWriter, WorkspaceError> {
+        let target = clean_file(path)?;
+        match self.regular(path, &target) {
+            Ok(_) | Err(WorkspaceError::NotFound { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        FileWriter::new(self.clone(), path, target, expected_len)
+    }
+
+    /// Opens the file at `path` for reading.
+    ///
+    /// # Errors
+    ///
+    /// The path is malformed or leads outside, what is there is not a regular file, or the file system failed.
+    pub fn open_read(&self, path: &str) -> Result<FileReader, WorkspaceError> {
+        let target = clean_file(path)?;
+        self.regular(path, &target)?;
+        // What is there may have changed since: so the open must not block on a FIFO, and the file is looked at again.
+        let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(flags.bits().cast_signed());
+        let file = self
+            .0
+            .files
+            .open_with(&target, &options)
+            .map_err(at(path))?;
+        let metadata = file.metadata().map_err(at(path))?;
+        check_regular(path, &metadata)?;
+        Ok(FileReader::new(file.into_std(), path, metadata.len()))
+    }
+
+    /// The bytes of the committed files and of the writes in progress, as far as they are known.
+    pub fn used_bytes(&self) -> u64 {
+        let account = self.account();
+        account.committed.plus(account.pending).bytes
+    }
+
+    /// The quota in bytes.
+    pub fn quota_bytes(&self) -> u64 {
+        self.0.root.limits.quota_bytes
+    }
+
+    /// Opens the workspace in `folder`, an open folder with the real path `path`, and makes it if it is empty.
+    fn open(root: Arc<RootInner>, folder: &Dir, path: &Path, home: Home) -> io::Result<Self> {
+        let files = make_folder(folder, "files")?;
+        let staging = make_folder(folder, "staging")?;
+        sweep_staging(&staging)?;
+        let account = Account {
+            committed: measure(&files)?,
+            pending: Usage::default(),
+        };
+        Ok(Self(Arc::new(Inner {
+            path: path.join("files"),
+            files,
+            staging,
+            home,
+            account: Mutex::new(account),
+            root,
+        })))
+    }
+
+    /// What is at `target`, links followed, if that is a regular file.
+    fn regular(&self, path: &str, target: &str) -> Result<Metadata, WorkspaceError> {
+        let metadata = self.0.files.metadata(target).map_err(at(path))?;
+        check_regular(path, &metadata)?;
+        Ok(metadata)
+    }
+
+    /// Counts `more` as pending.
+    fn reserve(&self, path: &str, more: Usage) -> Result<(), WorkspaceError> {
+        let mut account = self.account();
+        self.check_limits(path, &mut account, more)?;
+        account.pending = account.pending.plus(more);
+        Ok(())
+    }
+
+    fn release(&self, less: Usage) {
+        let mut account = self.account();
+        account.pending = account.pending.minus(less);
+    }
+
+    /// Refuses what would pass the limits. Before it does, it looks at what is really there: foreign code may have
+    /// removed files since.
+    fn check_limits(
+        &self,
+        path: &str,
+        account: &mut Account,
+        more: Usage,
+    ) -> Result<(), WorkspaceError> {
+        let limits = &self.0.root.limits;
+        let fits =
+            |usage: Usage| usage.bytes <= limits.quota_bytes && usage.entries <= limits.max_entries;
+        if fits(account.committed.plus(account.pending).plus(more)) {
+            return Ok(());
+        }
+        if fits(account.pending.plus(more)) {
+            account.committed = measure(&self.0.files).map_err(at(path))?;
+        }
+        let used = account.committed.plus(account.pending);
+        let wanted = used.plus(more);
+        let path = path.to_owned();
+        if fits(wanted) {
+            Ok(())
+        } else if wanted.bytes > limits.quota_bytes {
+            Err(WorkspaceError::QuotaExceeded {
+                path,
+                needed_bytes: more.bytes,
+                used_bytes: used.bytes,
+                limit_bytes: limits.quota_bytes,
+            })
+        } else {
+            Err(WorkspaceError::TooManyEntries {
+                path,
+                limit: limits.max_entries,
+            })
+        }
+    }
+
+    /// Makes an empty file in the staging folder, locked so that no other server takes it for a dead one's.
+    fn create_staged(&self) -> io::Result<(String, File)> {
+        loop {
+            let name = self.0.root.unique("write");
+            let mut options = OpenOptions::new();
+            options.write(true).create_new(true).mode(0o600);
+            let file = self.0.staging.open_with(&name, &options)?.into_std();
+            rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive))?;
+            // Another server that opens the workspace may have swept the file away before it was locked.
+            if rustix::fs::fstat(&file)?.st_nlink > 0 {
+                return Ok((name, file));
+            }
+        }
+    }
+
+    fn discard_staged(&self, staged: &str) {
+        // If this fails, the sweep at the next opening takes the file.
+        let _ = self.0.staging.remove_file(staged);
+    }
+
+    /// Moves a staged file to `target`, and what was `reserved` for it from pending to committed.
+    fn place(
+        &self,
+        path: &str,
+        target: &str,
+        staged: &str,
+        reserved: Usage,
+    ) -> Result<(), WorkspaceError> {
+        // Held over the move, so that no measurement counts the file twice or not at all.
+        let mut account = self.account();
+        for (end, _) in target.match_indices('/') {
+            self.make_parent(path, &target[..end], &mut account)?;
+        }
+        let replaced = match self.0.files.symlink_metadata(target) {
+            Ok(metadata) => Usage::of(&metadata),
+            Err(_) => Usage::default(),
+        };
+        self.0
+            .staging
+            .rename(staged, &self.0.files, target)
+            .map_err(at(path))?;
+        account.pending = account.pending.minus(reserved);
+        account.committed = account.committed.minus(replaced).plus(reserved);
+        Ok(())
+    }
+
+    fn make_parent(
+        &self,
+        path: &str,
+        folder: &str,
+        account: &mut Account,
+    ) -> Result<(), WorkspaceError> {
+        if self.0.files.symlink_metadata(folder).is_ok() {
+            return Ok(());
+        }
+        let one = Usage {
+            bytes: 0,
+            entries: 1,
+        };
+        self.check_limits(path, account, one)?;
+        match self
+            .0
+            .files
+            .create_dir_with(folder, DirBuilder::new().mode(0o700))
+        {
+            Ok(()) => {
+                account.committed = account.committed.plus(one);
+                Ok(())
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            Err(error) => Err(WorkspaceError::from_io(path, error)),
+        }
+    }
+
+    fn account(&self) -> MutexGuard<'_, Account> {
+        // Plain numbers: a panic elsewhere leaves them usable.
+        self.0
+            .account
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Workspace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Workspace")
+            .field("path", &self.0.path)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        match &self.home {
+            Home::Private(name) => {
+                purge(&self.root.own, name);
+            }
+            Home::Named { key, lock } => {
+                // If the time cannot be set, the workspace expires a little early.
+                let _ = lock.set_modified(SystemTime::now());
+                self.root.forget(key);
+            }
+        }
+    }
+}
+
+/// Removes what servers that died have left in a staging folder.
+fn sweep_staging(staging: &Dir) -> io::Result<()> {
+    for entry in staging.entries()?.flatten() {
+        let Ok(name) = entry.file_name().into_string() else {
+            continue;
+        };
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            purge(staging, &name);
+        } else if let Ok(file) = open_lock_file(staging, &name, false) {
+            // Who can have the lock is sure that there is no writer, and must keep it until the file is gone.
+            if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+                let _ = staging.remove_file(&name);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn make_folder(parent: &Dir, name: &str) -> io::Result<Dir> {
+    match parent.create_dir_with(name, DirBuilder::new().mode(0o700)) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        _ => parent.open_dir(name),
+    }
+}
+
+fn entry(name: String, metadata: &Metadata) -> Entry {
+    Entry {
+        name,
+        size: metadata.len(),
+        modified: metadata
+            .modified()
+            .map_or(SystemTime::UNIX_EPOCH, cap_std::time::SystemTime::into_std),
+    }
+}
+
+fn check_regular(path: &str, metadata: &Metadata) -> Result<(), WorkspaceError> {
+    let path = || path.to_owned();
+    if metadata.is_file() {
+        Ok(())
+    } else if metadata.is_dir() {
+        Err(WorkspaceError::IsFolder { path: path() })
+    } else {
+        Err(WorkspaceError::NotARegularFile { path: path() })
+    }
+}
+
+/// For `map_err`: the meaning of a file system error met at `path`.
+fn at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
+    |error| WorkspaceError::from_io(path, error)
+}
+
+/// As [`clean`], for a path that is to name a file.
+fn clean_file(path: &str) -> Result<String, WorkspaceError> {
+    let target = clean(path)?;
+    if target.is_empty() || path.ends_with('/') {
+        return Err(WorkspaceError::IsFolder {
+            path: path.to_owned(),
+        });
+    }
+    Ok(target)
+}
+
+/// `path` in the form `a/b/c`, without `.`, `..` and doubled slashes; empty for the workspace itself.
+///
+/// This only gives each file one name. That the path stays inside is seen to when it is used.
+fn clean(path: &str) -> Result<String, WorkspaceError> {
+    let given = || path.to_owned();
+    if path.is_empty() {
+        return Err(WorkspaceError::EmptyPath);
+    }
+    if path.len() > MAX_PATH_BYTES {
+        return Err(WorkspaceError::PathTooLong {
+            path: abridged(path),
+            len_bytes: path.len(),
+            limit_bytes: MAX_PATH_BYTES,
+        });
+    }
+    if path.contains('\0') {
+        return Err(WorkspaceError::NulByte { path: given() });
+    }
+    if path.starts_with('/') {
+        return Err(WorkspaceError::AbsolutePath { path: given() });
+    }
+    let mut names = Vec::new();
+    for name in path.split('/') {
+        match name {
+            "" | "." => {}
+            ".." => {
+                if names.pop().is_none() {
+                    return Err(WorkspaceError::OutsideWorkspace { path: given() });
+                }
+            }
+            name if name.len() > MAX_NAME_BYTES => {
+                return Err(WorkspaceError::PathTooLong {
+                    path: given(),
+                    len_bytes: name.len(),
+                    limit_bytes: MAX_NAME_BYTES,
+                });
+            }
+            name => names.push(name),
+        }
+    }
+    Ok(names.join("/"))
+}
+
+/// As much of `text` as an error should carry.
+fn abridged(text: &str) -> String {
+    text.chars().take(64).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,241 @@
+//! One file of a workspace, being written or read in pieces.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use super::tree::Usage;
+use super::{Workspace, WorkspaceError};
+
+/// A file on its way into a workspace.
+///
+/// The bytes go to a file that has no name in the workspace; [`commit`](Self::commit) puts it in place in one step.
+/// Until then, and for ever if the writer is dropped instead, what was there before stays as it is. All methods block.
+/// The writer keeps its workspace alive.
+pub struct FileWriter {
+    workspace: Workspace,
+    file: File,
+    /// In the staging folder; empty once the file is in place.
+    staged: String,
+    path: String,
+    /// The cleaned form of `path`.
+    target: String,
+    expected_bytes: Option<u64>,
+    /// How far the writes reach.
+    len_bytes: u64,
+    /// Counted as pending for this file; at least `len_bytes`.
+    reserved: Usage,
+    /// A write failed: the file has a gap.
+    broken: bool,
+}
+
+impl FileWriter {
+    pub(super) fn new(
+        workspace: Workspace,
+        path: &str,
+        target: String,
+        expected_bytes: Option<u64>,
+    ) -> Result<Self, WorkspaceError> {
+        let reserved = Usage {
+            bytes: expected_bytes.unwrap_or(0),
+            entries: 1,
+        };
+        workspace.reserve(path, reserved)?;
+        match workspace.create_staged() {
+            Ok((staged, file)) => Ok(Self {
+                workspace,
+                file,
+                staged,
+                path: path.to_owned(),
+                target,
+                expected_bytes,
+                len_bytes: 0,
+                reserved,
+                broken: false,
+            }),
+            Err(source) => {
+                workspace.release(reserved);
+                Err(WorkspaceError::Io {
+                    path: path.to_owned(),
+                    source,
+                })
+            }
+        }
+    }
+
+    /// Writes `bytes` at `offset`. Pieces may come in any order; a gap that no piece fills reads as zeros.
+    ///
+    /// # Errors
+    ///
+    /// The quota is reached, the announced length is passed, or the file system failed. After an error the file can no
+    /// longer be committed.
+    pub fn write_at(&mut self, offset: u64, bytes: &[u8]) -> Result<(), WorkspaceError> {
+        if self.broken {
+            return Err(self.write_failed());
+        }
+        let result = self.try_write_at(offset, bytes);
+        self.broken = result.is_err();
+        result
+    }
+
+    /// Puts the file in place under its path, with the folders it needs, instead of what was there before: whoever
+    /// opens the path sees all of the old file or all of the new one. The bytes are in the kernel's hands then, not
+    /// necessarily on the disk.
+    ///
+    /// # Errors
+    ///
+    /// Fewer bytes were written than announced, an earlier write failed, the path has come to be a folder or to lead
+    /// outside, or the file system failed. The old file is untouched, and the new one is removed.
+    pub fn commit(mut self) -> Result<(), WorkspaceError> {
+        if self.broken {
+            return Err(self.write_failed());
+        }
+        if let Some(expected_bytes) = self
+            .expected_bytes
+            .filter(|expected| *expected != self.len_bytes)
+        {
+            return Err(WorkspaceError::Incomplete {
+                path: self.path.clone(),
+                expected_bytes,
+                got_bytes: self.len_bytes,
+            });
+        }
+        self.workspace
+            .place(&self.path, &self.target, &self.staged, self.reserved)?;
+        self.staged.clear();
+        Ok(())
+    }
+
+    /// How far the writes reach: the length that the file will have.
+    pub fn len(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Nothing has been written yet.
+    pub fn is_empty(&self) -> bool {
+        self.len_bytes == 0
+    }
+
+    /// The path that the file will have, as the caller gave it.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    fn try_write_at(&mut self, offset: u64, bytes: &[u8]) -> Result<(), WorkspaceError> {
+        // An end beyond u64 is beyond any limit too.
+        let end_bytes = offset.saturating_add(bytes.len() as u64);
+        if let Some(expected_bytes) = self.expected_bytes.filter(|expected| end_bytes > *expected) {
+            return Err(WorkspaceError::PastExpectedEnd {
+                path: self.path.clone(),
+                expected_bytes,
+                end_bytes,
+            });
+        }
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let more = Usage {
+            bytes: end_bytes.saturating_sub(self.reserved.bytes),
+            entries: 0,
+        };
+        if more.bytes > 0 {
+            self.workspace.reserve(&self.path, more)?;
+            self.reserved = self.reserved.plus(more);
+        }
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(|source| WorkspaceError::Io {
+                path: self.path.clone(),
+                source,
+            })?;
+        self.len_bytes = self.len_bytes.max(end_bytes);
+        Ok(())
+    }
+
+    fn write_failed(&self) -> WorkspaceError {
+        WorkspaceError::WriteFailed {
+            path: self.path.clone(),
+        }
+    }
+}
+
+impl fmt::Debug for FileWriter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileWriter")
+            .field("path", &self.path)
+            .field("len_bytes", &self.len_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        if !self.staged.is_empty() {
+            self.workspace.discard_staged(&self.staged);
+            self.workspace.release(self.reserved);
+        }
+    }
+}
+
+/// A file of a workspace, open for reading.
+///
+/// It stays what it was when opened, even if another takes its place or it is removed, unless foreign code writes into
+/// it. All methods block.
+#[derive(Debug)]
+pub struct FileReader {
+    file: File,
+    path: String,
+    len_bytes: u64,
+}
+
+impl FileReader {
+    pub(super) fn new(file: File, path: &str, len_bytes: u64) -> Self {
+        Self {
+            file,
+            path: path.to_owned(),
+            len_bytes,
+        }
+    }
+
+    /// The length in bytes when the file was opened.
+    pub fn len(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// The file had no bytes when it was opened.
+    pub fn is_empty(&self) -> bool {
+        self.len_bytes == 0
+    }
+
+    /// Fills `buffer` from `offset` on, and returns how many bytes there were: fewer than asked for only at the end of
+    /// the file.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, WorkspaceError> {
+        // Beyond what the system can address there is nothing, as beyond any other end.
+        if i64::try_from(offset).is_err() {
+            return Ok(0);
+        }
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match self
+                .file
+                .read_at(&mut buffer[filled..], offset + filled as u64)
+            {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => {
+                    return Err(WorkspaceError::Io {
+                        path: self.path.clone(),
+                        source,
+                    });
+                }
+            }
+        }
+        Ok(filled)
+    }
+}

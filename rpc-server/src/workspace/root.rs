@@ -1,0 +1,440 @@
+//! The server's folder of workspaces: who makes them, who removes them, and when.
+//!
+//! Several servers may share the folder. Each holds a lock as long as it lives, so that the next one to start can tell
+//! what a dead one has left; and all take one lock for the moment in which they make, or take away, a workspace.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, SystemTime};
+
+use cap_std::ambient_authority;
+use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt, Permissions, PermissionsExt};
+use rustix::fs::{FlockOperation, OFlags, flock};
+
+use super::tree::{move_entry, purge};
+use super::{Home, Inner, Workspace, WorkspaceError, abridged, make_folder};
+
+/// How much workspaces may hold, and how long named ones are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WorkspaceLimits {
+    /// Bytes in one workspace: its files and the writes in progress. Default 4 GiB: a large model and its inputs.
+    pub quota_bytes: u64,
+    /// Files and folders in one workspace. Default 65,536: it bounds the time and memory of a listing, and keeps
+    /// empty files, which no quota of bytes stops, from using up the file system.
+    pub max_entries: u64,
+    /// Named workspaces of one identity. Default 16; without a bound, each new name would bring a new quota.
+    pub max_named: usize,
+    /// How long a named workspace is kept after its last use. Default 30 days.
+    pub named_expiry: Duration,
+}
+
+impl Default for WorkspaceLimits {
+    fn default() -> Self {
+        Self {
+            quota_bytes: 4 << 30,
+            max_entries: 65_536,
+            max_named: 16,
+            named_expiry: Duration::from_secs(30 * 24 * 60 * 60),
+        }
+    }
+}
+
+impl WorkspaceLimits {
+    /// The default limits with another quota, in bytes.
+    pub fn with_quota(quota_bytes: u64) -> Self {
+        Self {
+            quota_bytes,
+            ..Self::default()
+        }
+    }
+}
+
+/// The server's folder, from which workspaces are had. Cloning it gives another reference to the same.
+///
+/// What it keeps for this server is removed with the last reference to it and to its workspaces.
+#[derive(Clone)]
+pub struct WorkspaceRoot(Arc<RootInner>);
+
+pub(super) struct RootInner {
+    pub(super) limits: WorkspaceLimits,
+    /// The real path of the folder.
+    path: PathBuf,
+    /// Locked to make or take away workspaces. The mutex is for threads: a file lock is for processes.
+    lock: Mutex<File>,
+    private: Dir,
+    named: Dir,
+    /// This server's name in `private`; no other server has had it.
+    instance: String,
+    /// The folder of that name, for private workspaces and for what is to be deleted.
+    pub(super) own: Dir,
+    /// Locked as long as this server lives.
+    _alive: File,
+    /// For names that this server has not used before.
+    serial: AtomicU64,
+    /// The named workspaces in use here, so that sessions share one account of what is in them.
+    open_named: Mutex<HashMap<(String, String), Weak<Inner>>>,
+}
+
+/// The bytes allowed in the names of workspaces and identities.
+const MAX_WORKSPACE_NAME_BYTES: usize = 64;
+
+impl WorkspaceRoot {
+    /// Opens the folder `dir` for one server, and makes it if need be. What servers that are dead have left of their
+    /// private workspaces is removed; those of living ones are left alone.
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be made, opened or locked.
+    pub fn open(dir: &Path, limits: WorkspaceLimits) -> Result<Self, WorkspaceError> {
+        let shown = dir.display().to_string();
+        RootInner::open(dir, limits)
+            .map(|inner| Self(Arc::new(inner)))
+            .map_err(io_at(&shown))
+    }
+
+    /// Makes a new workspace, which is removed with all that is in it when the last reference to it is dropped. That
+    /// drop blocks while it deletes.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub fn private(&self) -> Result<Workspace, WorkspaceError> {
+        let root = &self.0;
+        let name = root.unique("session");
+        make_folder(&root.own, &name)
+            .and_then(|folder| {
+                let path = root.path.join("private").join(&root.instance).join(&name);
+                Workspace::open(
+                    Arc::clone(root),
+                    &folder,
+                    &path,
+                    Home::Private(name.clone()),
+                )
+            })
+            .map_err(io_at(&name))
+    }
+
+    /// Opens the workspace `name` of `identity`, or makes it. It is kept until it has been unused for the time that
+    /// the limits say. Any number of sessions may have it open.
+    ///
+    /// # Errors
+    ///
+    /// `identity` or `name` is not of 1 to 64 ASCII letters, digits, `.`, `_` and `-`, or is `.` or `..`; the identity
+    /// has as many workspaces as it may; or the file system failed.
+    pub fn named(&self, identity: &str, name: &str) -> Result<Workspace, WorkspaceError> {
+        check_name(identity)?;
+        check_name(name)?;
+        let root = &self.0;
+        let key = (identity.to_owned(), name.to_owned());
+        let mut open = root.open_named();
+        if let Some(inner) = open.get(&key).and_then(Weak::upgrade) {
+            return Ok(Workspace(inner));
+        }
+        let folder = format!("{identity}/{name}");
+        let (home, lock) = root.claim_named(identity, name)?;
+        let path = root.path.join("named").join(identity).join(name);
+        let home_key = Home::Named {
+            key: key.clone(),
+            lock,
+        };
+        let workspace =
+            Workspace::open(Arc::clone(root), &home, &path, home_key).map_err(io_at(&folder))?;
+        open.insert(key, Arc::downgrade(&workspace.0));
+        Ok(workspace)
+    }
+
+    /// Removes the named workspaces that nobody has used for as long as the limits say, at the time `now`, and returns
+    /// how many. One that a session of this or another server has open stays. Blocks while it deletes.
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be read or locked.
+    pub fn expire(&self, now: SystemTime) -> Result<usize, WorkspaceError> {
+        let root = &self.0;
+        let condemned = root.condemn_named(now).map_err(io_at("named"))?;
+        // Deleted only now, when the lock is free: it may take long.
+        for name in &condemned {
+            purge(&root.own, name);
+        }
+        Ok(condemned.len())
+    }
+}
+
+impl fmt::Debug for WorkspaceRoot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorkspaceRoot")
+            .field("path", &self.0.path)
+            .field("limits", &self.0.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+impl RootInner {
+    fn open(dir: &Path, limits: WorkspaceLimits) -> io::Result<Self> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(dir)?;
+        let path = dir.canonicalize()?;
+        let workdir = Dir::open_ambient_dir(&path, ambient_authority())?;
+        let [private, named] = ["private", "named"].map(|name| {
+            let folder = make_folder(&workdir, name)?;
+            workdir.set_permissions(name, Permissions::from_mode(0o700))?;
+            io::Result::Ok(folder)
+        });
+        let (private, named) = (private?, named?);
+        let lock = open_lock_file(&workdir, "lock", true)?;
+
+        let held = Held::exclusive(&lock)?;
+        let (instance, alive) = register(&private)?;
+        let own = make_folder(&private, &instance)?;
+        let dead = adopt_dead(&private, &instance, &own)?;
+        drop(held);
+        for name in dead {
+            purge(&own, &name);
+        }
+
+        Ok(Self {
+            limits,
+            path,
+            lock: Mutex::new(lock),
+            private,
+            named,
+            instance,
+            own,
+            _alive: alive,
+            serial: AtomicU64::new(0),
+            open_named: Mutex::default(),
+        })
+    }
+
+    /// A name that neither this nor another server has used.
+    pub(super) fn unique(&self, purpose: &str) -> String {
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        format!("{purpose}-{}-{serial}", self.instance)
+    }
+
+    /// Forgets a named workspace whose last reference is gone.
+    pub(super) fn forget(&self, key: &(String, String)) {
+        let mut open = self.open_named();
+        // It may have been opened again meanwhile.
+        if open.get(key).is_some_and(|inner| inner.strong_count() == 0) {
+            open.remove(key);
+        }
+    }
+
+    /// Opens the folder of a named workspace, and locks it against expiry.
+    fn claim_named(&self, identity: &str, name: &str) -> Result<(Dir, File), WorkspaceError> {
+        let shown = format!("{identity}/{name}");
+        let guard = self.lock();
+        let _held = Held::exclusive(&guard).map_err(io_at(&shown))?;
+        let owner = make_folder(&self.named, identity).map_err(io_at(&shown))?;
+        if owner.symlink_metadata(name).is_err() {
+            let count = owner.entries().map_err(io_at(&shown))?.count();
+            if count >= self.limits.max_named {
+                return Err(WorkspaceError::TooManyWorkspaces {
+                    identity: identity.to_owned(),
+                    name: name.to_owned(),
+                    limit: self.limits.max_named,
+                });
+            }
+        }
+        let claim = || {
+            let folder = make_folder(&owner, name)?;
+            let lock = open_lock_file(&folder, "lock", true)?;
+            // Nobody holds it exclusively without `_held`, so this does not wait.
+            rustix::io::retry_on_intr(|| flock(&lock, FlockOperation::LockShared))?;
+            lock.set_modified(SystemTime::now())?;
+            Ok((folder, lock))
+        };
+        claim().map_err(io_at(&shown))
+    }
+
+    /// Moves the expired named workspaces to this server's own folder.
+    fn condemn_named(&self, now: SystemTime) -> io::Result<Vec<String>> {
+        let guard = self.lock();
+        let _held = Held::exclusive(&guard)?;
+        let mut condemned = Vec::new();
+        for identity in self.named.entries()?.flatten() {
+            let Ok(owner) = identity.open_dir() else {
+                continue;
+            };
+            let names: Vec<_> = owner.entries()?.flatten().collect();
+            for entry in names {
+                let Ok(folder) = entry.open_dir() else {
+                    continue;
+                };
+                if !self.is_expired(&folder, now) {
+                    continue;
+                }
+                let target = self.unique("expired");
+                if move_entry(&owner, entry.file_name(), &self.own, &target).is_ok() {
+                    condemned.push(target);
+                }
+            }
+            // Fails, as it should, if workspaces are left.
+            let _ = identity.remove_dir();
+        }
+        Ok(condemned)
+    }
+
+    fn is_expired(&self, folder: &Dir, now: SystemTime) -> bool {
+        // A workspace whose maker died before it made the lock is as old as its folder.
+        let (used, unused) = match open_lock_file(folder, "lock", false) {
+            Ok(lock) => {
+                let used = lock.metadata().and_then(|metadata| metadata.modified());
+                (
+                    used,
+                    flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok(),
+                )
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let used = folder
+                    .dir_metadata()
+                    .and_then(|metadata| metadata.modified());
+                (used.map(cap_std::time::SystemTime::into_std), true)
+            }
+            Err(_) => return false,
+        };
+        let idle = used.ok().and_then(|used| now.duration_since(used).ok());
+        unused && idle.is_some_and(|idle| idle >= self.limits.named_expiry)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, File> {
+        self.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open_named(&self) -> MutexGuard<'_, HashMap<(String, String), Weak<Inner>>> {
+        self.open_named
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for RootInner {
+    fn drop(&mut self) {
+        purge(&self.private, &self.instance);
+        // Last, and still locked: until then whoever finds the folder knows whose it is.
+        let _ = self.private.remove_file(lock_name(&self.instance));
+    }
+}
+
+/// A file lock, freed on drop.
+struct Held<'a>(&'a File);
+
+impl<'a> Held<'a> {
+    fn exclusive(file: &'a File) -> io::Result<Self> {
+        rustix::io::retry_on_intr(|| flock(file, FlockOperation::LockExclusive))?;
+        Ok(Self(file))
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let _ = flock(self.0, FlockOperation::Unlock);
+    }
+}
+
+/// Finds a name for this server that none has had, and locks it. The caller holds the lock of the folder.
+fn register(private: &Dir) -> io::Result<(String, File)> {
+    loop {
+        // Process ids repeat, above all in containers; times do not, once the loop has seen to equal ones.
+        let nanos = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |since| since.as_nanos());
+        let instance = format!("{}-{nanos:x}", std::process::id());
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(0o600);
+        match private.open_with(lock_name(&instance), &options) {
+            Ok(file) => {
+                let file = file.into_std();
+                flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+                return Ok((instance, file));
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Moves what dead servers have left in `private` to `own`, where it can be deleted at leisure, and would be found
+/// again if this server died as well. The caller holds the lock of the folder.
+fn adopt_dead(private: &Dir, instance: &str, own: &Dir) -> io::Result<Vec<String>> {
+    let mut folders = Vec::new();
+    let mut living = vec![instance.to_owned()];
+    let mut dead_locks = Vec::new();
+    for entry in private.entries()?.flatten() {
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else { continue };
+        match name.strip_suffix(".lock") {
+            None => folders.push(name.to_owned()),
+            Some(owner) if owner == instance => {}
+            Some(owner) => {
+                let dead = open_lock_file(private, name, false).is_ok_and(|file| {
+                    flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+                });
+                if dead {
+                    dead_locks.push(name.to_owned());
+                } else {
+                    living.push(owner.to_owned());
+                }
+            }
+        }
+    }
+    let mut adopted = Vec::new();
+    for (serial, folder) in folders
+        .iter()
+        .filter(|name| !living.contains(name))
+        .enumerate()
+    {
+        let target = format!("dead-{serial}");
+        move_entry(private, folder, own, &target)?;
+        adopted.push(target);
+    }
+    for name in dead_locks {
+        private.remove_file(name)?;
+    }
+    Ok(adopted)
+}
+
+fn lock_name(instance: &str) -> String {
+    format!("{instance}.lock")
+}
+
+/// Opens a file to be locked, without blocking, should it be something else than a file.
+pub(super) fn open_lock_file(dir: &Dir, name: &str, create: bool) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(create).mode(0o600);
+    options.custom_flags(OFlags::NONBLOCK.bits().cast_signed());
+    Ok(dir.open_with(name, &options)?.into_std())
+}
+
+fn check_name(name: &str) -> Result<(), WorkspaceError> {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let valid = (1..=MAX_WORKSPACE_NAME_BYTES).contains(&name.len())
+        && name.bytes().all(allowed)
+        && name != "."
+        && name != "..";
+    if valid {
+        return Ok(());
+    }
+    Err(WorkspaceError::InvalidName {
+        name: abridged(name),
+        limit_bytes: MAX_WORKSPACE_NAME_BYTES,
+    })
+}
+
+/// For `map_err`: a failure of the server's own folder, at `path` in it.
+fn io_at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
+    |source| WorkspaceError::Io {
+        path: path.to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,697 @@
+//! `exec:` addresses: a child process at the far end of a socket pair, started, watched and ended.
+//!
+//! The child gets one end of the pair as both standard input and standard output; its standard error is
+//! ours. All children are started by one thread that never exits, because on Linux the signal by which
+//! they die with us follows the *thread* that started them: from a pool's thread it would strike when
+//! the pool shrinks. The same thread ends and reaps them.
+//!
+//! A child is ended by closing the channel. It gets [`GRACE`] to exit by itself, and is then killed.
+//! When this process dies, for whatever reason, the kernel kills the children at once (Linux), or they
+//! read the end of the stream (elsewhere, and children that raised their privileges). What a child
+//! starts in turn is its own affair.
+//!
+//! The child's side is [`take_stdio`] and [`stdio_channel`].
+
+use std::fs::OpenOptions;
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream as StdStream;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FileType, fstat};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::UnixStream;
+use tokio::net::unix::pipe;
+use tokio::sync::oneshot;
+
+use crate::address::{Address, AddressKind};
+use crate::transport::{BlockingChannel, Channel, DialOptions, TransportError};
+
+pub(crate) async fn dial(address: &Address, _options: &DialOptions) -> Result<Channel, TransportError> {
+    let (reply, answer) = oneshot::channel();
+    start(address, move |outcome| {
+        // If nobody waits any more, dropping what was started ends it.
+        let _ = reply.send(outcome);
+    })?;
+    let answer = answer.await.unwrap_or_else(|_| Err(keeper_gone()));
+    let started = answer.map_err(|error| spawn_error(address, error))?;
+    let peer = started.peer(address);
+    let stream = (started.stream.set_nonblocking(true))
+        .and_then(|()| UnixStream::from_std(started.stream))
+        .map_err(|error| TransportError::from_io(address.to_string(), error))?;
+    Ok(Channel::new(stream, peer).with_guard(Box::new(started.guard)))
+}
+
+pub(crate) fn dial_blocking(address: &Address, _options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+    let (reply, answer) = mpsc::sync_channel(1);
+    start(address, move |outcome| {
+        let _ = reply.send(outcome);
+    })?;
+    let answer = answer.recv().unwrap_or_else(|_| Err(keeper_gone()));
+    let started = answer.map_err(|error| spawn_error(address, error))?;
+    let peer = started.peer(address);
+    Ok(BlockingChannel::new(started.stream, peer).with_guard(Box::new(started.guard)))
+}
+
+/// The child process behind a channel, found by downcasting the channel's guard. Dropping it closes the
+/// channel and ends the child, without waiting for either.
+///
+/// A child that exits early is not reaped before this is asked or dropped, so its process id stays its
+/// own for as long.
+#[derive(Debug)]
+pub struct ChildGuard {
+    /// `None` only once dropping has begun.
+    process: Mutex<Option<Child>>,
+    pid: u32,
+    /// A second owner of our end of the socket pair: if the bytes outlive the guard, in another task or
+    /// thread, the child must see the end all the same.
+    socket: StdStream,
+}
+
+impl ChildGuard {
+    /// How the child ended, or `None` while it runs.
+    ///
+    /// The end of the stream can be seen a moment before the exit: to explain the former use
+    /// [`exited`](Self::exited) or [`exited_within`](Self::exited_within).
+    ///
+    /// # Errors
+    ///
+    /// The child has ended and its status is lost, because this process ignores or collects the ends of
+    /// all its children.
+    pub fn exit_status(&self) -> io::Result<Option<ExitStatus>> {
+        self.process().as_mut().map_or(Ok(None), Child::try_wait)
+    }
+
+    /// Waits until the child has ended. Cancel-safe.
+    ///
+    /// # Errors
+    ///
+    /// As [`exit_status`](Self::exit_status).
+    pub async fn exited(&self) -> io::Result<ExitStatus> {
+        let mut pause = POLL_MIN;
+        loop {
+            if let Some(status) = self.exit_status()? {
+                return Ok(status);
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(POLL_MAX);
+        }
+    }
+
+    /// Blocks until the child has ended, or the time is up: then it is `None`.
+    ///
+    /// # Errors
+    ///
+    /// As [`exit_status`](Self::exit_status).
+    pub fn exited_within(&self, limit: Duration) -> io::Result<Option<ExitStatus>> {
+        let start = Instant::now();
+        let mut pause = POLL_MIN;
+        loop {
+            let status = self.exit_status()?;
+            if status.is_some() || start.elapsed() >= limit {
+                return Ok(status);
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(POLL_MAX);
+        }
+    }
+
+    /// Kills the child now, without grace. A child that has ended is left as it is.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system reports.
+    pub fn kill(&self) -> io::Result<()> {
+        self.process().as_mut().map_or(Ok(()), Child::kill)
+    }
+
+    /// The child's process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    fn process(&self) -> MutexGuard<'_, Option<Child>> {
+        self.process.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for ChildGuard {
+    fn drop(&mut self) {
+        let _ = self.socket.shutdown(Shutdown::Both);
+        let Some(mut child) = self.process().take() else {
+            return;
+        };
+        if matches!(child.try_wait(), Ok(Some(_))) {
+            return;
+        }
+        if let Err(Job::Retire(mut child)) = submit(Job::Retire(child)) {
+            // Unreachable while the keeper lives, which started this child. No child is left behind.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// How long a child may take to exit after its channel was closed: enough to write a log line and
+/// remove a folder, and no more than the second within which a dead worker is to be noticed.
+pub const GRACE: Duration = Duration::from_secs(1);
+
+/// A child's exit cannot be waited for with a limit on every system, so it is asked for: soon at first,
+/// since most exit at once, then less often.
+const POLL_MIN: Duration = Duration::from_millis(1);
+const POLL_MAX: Duration = Duration::from_millis(20);
+
+fn spawn_error(address: &Address, error: io::Error) -> TransportError {
+    TransportError::Spawn { address: address.to_string(), source: error.into() }
+}
+
+fn keeper_gone() -> io::Error {
+    io::Error::other("the thread that starts children is gone")
+}
+
+/// A child that runs, and our end of the socket pair.
+struct Started {
+    stream: StdStream,
+    guard: ChildGuard,
+}
+
+impl Started {
+    fn peer(&self, address: &Address) -> String {
+        format!("{address} (process {})", self.guard.pid)
+    }
+}
+
+type Reply = Box<dyn FnOnce(io::Result<Started>) + Send>;
+
+/// What the keeper is asked to do. The queue is unbounded: its length is that of the callers waiting
+/// for a start, plus the children that exist.
+enum Job {
+    Start { argv: Vec<String>, reply: Reply },
+    Retire(Child),
+}
+
+fn start(address: &Address, reply: impl FnOnce(io::Result<Started>) + Send + 'static) -> Result<(), TransportError> {
+    let AddressKind::Exec { argv } = address.kind() else {
+        return Err(TransportError::unsupported(address, "are not exec:"));
+    };
+    let job = Job::Start { argv: argv.clone(), reply: Box::new(reply) };
+    submit(job).map_err(|_| spawn_error(address, keeper_gone()))
+}
+
+/// Hands a job to the keeper, which is started at the first; gives it back if there is none.
+fn submit(job: Job) -> Result<(), Job> {
+    static KEEPER: Mutex<Option<mpsc::Sender<Job>>> = Mutex::new(None);
+    let mut keeper = KEEPER.lock().unwrap_or_else(PoisonError::into_inner);
+    if keeper.is_none() {
+        let (sender, jobs) = mpsc::channel();
+        let thread = thread::Builder::new().name("rpc-children".into());
+        if thread.spawn(move || keep(&jobs)).is_ok() {
+            *keeper = Some(sender);
+        }
+    }
+    match &*keeper {
+        Some(sender) => sender.send(job).map_err(|mpsc::SendError(job)| job),
+        None => Err(job),
+    }
+}
+
+/// The keeper: starts children, and ends those whose channel is closed. Runs as long as the process.
+fn keep(jobs: &mpsc::Receiver<Job>) {
+    let mut retired: Vec<Retired> = Vec::new();
+    let mut pause = POLL_MIN;
+    loop {
+        let job = if retired.is_empty() {
+            jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        } else {
+            jobs.recv_timeout(pause)
+        };
+        match job {
+            Ok(Job::Start { argv, reply }) => reply(spawn(&argv)),
+            Ok(Job::Retire(child)) => {
+                retired.push(Retired::new(child));
+                pause = POLL_MIN;
+            }
+            Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(POLL_MAX),
+            // The sender is static, so this happens never; returning would be harmless.
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        let now = Instant::now();
+        retired.retain_mut(|child| !child.is_reaped(now));
+    }
+}
+
+/// A child whose channel is closed and which has not been reaped.
+struct Retired {
+    child: Child,
+    killed_at: Instant,
+    killed: bool,
+}
+
+impl Retired {
+    fn new(child: Child) -> Self {
+        Self { child, killed_at: Instant::now() + GRACE, killed: false }
+    }
+
+    fn is_reaped(&mut self, now: Instant) -> bool {
+        match self.child.try_wait() {
+            Ok(None) if now >= self.killed_at && !self.killed => {
+                // Reaped in a later round: a child deep in the kernel takes its time to die, and the
+                // others must not wait for it.
+                self.killed = true;
+                let _ = self.child.kill();
+                false
+            }
+            Ok(None) => false,
+            // An error means that somebody else has reaped it.
+            Ok(Some(_)) | Err(_) => true,
+        }
+    }
+}
+
+fn spawn(argv: &[String]) -> io::Result<Started> {
+    let Some((program, arguments)) = argv.split_first() else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let (ours, theirs) = StdStream::pair()?;
+    let socket = ours.try_clone()?;
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(OwnedFd::from(theirs.try_clone()?)).stdout(OwnedFd::from(theirs));
+    die_with_us(&mut command);
+    let child = command.spawn()?;
+    // Our copies of the child's end go with `command`; the end of the stream depends on it.
+    drop(command);
+    let pid = child.id();
+    Ok(Started { stream: ours, guard: ChildGuard { process: Mutex::new(Some(child)), pid, socket } })
+}
+
+/// Has the kernel kill the child as soon as the calling thread is gone. The setting survives `exec`,
+/// unless the program raises its privileges.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn die_with_us(command: &mut Command) {
+    use std::os::unix::process::CommandExt as _;
+
+    use rustix::io::Errno;
+    use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+
+    let parent = getpid();
+    let set_up = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // If we died before that call, no signal will come: the child has another parent by now.
+        if getppid() != Some(parent) {
+            return Err(Errno::SRCH.into());
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only async-signal-safe work is allowed, since another thread may
+    // have held any lock at the time of the fork. The closure makes two system calls, takes no lock,
+    // and neither allocates nor frees: `parent` is a plain number, and an `io::Error` made from an
+    // error number is one as well. It touches no file descriptor.
+    unsafe {
+        command.pre_exec(set_up);
+    }
+}
+
+/// Other kernels have no such signal; the child reads the end of the stream.
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+fn die_with_us(_command: &mut Command) {}
+
+/// The channel to the parent, as the child sees it. Made by [`take_stdio`].
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum StdioEnds {
+    /// Input and output are one socket, as an `exec:` address makes them.
+    Socket(StdStream),
+    /// Input and output are two pipes, or two sockets, as remote shells make them.
+    Pair {
+        /// What was standard input.
+        read: OwnedFd,
+        /// What was standard output.
+        write: OwnedFd,
+    },
+}
+
+impl StdioEnds {
+    /// The channel. Needs a tokio runtime with I/O. With a [`Pair`](Self::Pair), the parent reads the
+    /// end of the stream when the channel is dropped, and not yet when it is shut down.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system reports.
+    pub fn into_channel(self) -> io::Result<Channel> {
+        match self {
+            Self::Socket(stream) => Ok(Channel::new(async_stream(stream)?, STDIO)),
+            Self::Pair { read, write } => {
+                let io = tokio::io::join(reader(read)?, writer(write)?);
+                Ok(Channel::new(io, STDIO))
+            }
+        }
+    }
+}
+
+/// Takes standard input and output for the channel to the parent, so that nothing else can use them.
+///
+/// From now on standard input is empty, and what is written to standard output, such as by `println!`,
+/// goes to standard error. Call this first thing in `main`: what was printed before has gone to the
+/// parent, and breaks the protocol.
+///
+/// On Linux the kernel is told to kill this process when the thread that started it is gone. An `exec:`
+/// address has done so already; here it serves for shells and other programs in between.
+///
+/// # Errors
+///
+/// [`io::ErrorKind::AlreadyExists`] at the second call; [`io::ErrorKind::InvalidInput`] if either is
+/// neither a pipe nor a socket but, say, a terminal; whatever else the system reports. Standard input
+/// and output are then as before.
+pub fn take_stdio() -> io::Result<StdioEnds> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if TAKEN.swap(true, Ordering::AcqRel) {
+        let message = "standard input and output have been taken already";
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
+    }
+    let ends = move_stdio_away();
+    if ends.is_err() {
+        TAKEN.store(false, Ordering::Release);
+    }
+    ends
+}
+
+/// The channel to the parent over standard input and output, which it takes: see [`take_stdio`].
+///
+/// # Errors
+///
+/// As [`take_stdio`], in [`TransportError::Io`].
+pub async fn stdio_channel() -> Result<Channel, TransportError> {
+    let channel = take_stdio().and_then(StdioEnds::into_channel);
+    channel.map_err(|error| TransportError::Io { address: STDIO.into(), source: Arc::new(error) })
+}
+
+/// How errors name the parent.
+const STDIO: &str = "standard input and output";
+
+fn move_stdio_away() -> io::Result<StdioEnds> {
+    // Above the three standard descriptors, and closed on exec, so that our own children inherit none.
+    let read = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+    let write = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3)?;
+    let ends = sorted(read, write)?;
+    let nothing = OpenOptions::new().read(true).open("/dev/null")?;
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    // All that may fail has been done.
+    rustix::stdio::dup2_stdin(&nothing)?;
+    rustix::stdio::dup2_stdout(rustix::stdio::stderr())?;
+    Ok(ends)
+}
+
+fn sorted(read: OwnedFd, write: OwnedFd) -> io::Result<StdioEnds> {
+    let (from, to) = (fstat(&read)?, fstat(&write)?);
+    for stat in [&from, &to] {
+        if !matches!(FileType::from_raw_mode(stat.st_mode), FileType::Fifo | FileType::Socket) {
+            let message = "standard input and output must be a socket or pipes; \
+                           start this program through an exec: address";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+    }
+    // A named pipe opened for both is one file too, but not one that can carry two directions.
+    let is_socket = FileType::from_raw_mode(from.st_mode) == FileType::Socket;
+    if is_socket && (from.st_dev, from.st_ino) == (to.st_dev, to.st_ino) {
+        Ok(StdioEnds::Socket(read.into()))
+    } else {
+        Ok(StdioEnds::Pair { read, write })
+    }
+}
+
+fn reader(fd: OwnedFd) -> io::Result<Box<dyn AsyncRead + Send + Unpin>> {
+    if is_pipe(&fd)? {
+        Ok(Box::new(pipe::Receiver::from_owned_fd(fd)?))
+    } else {
+        Ok(Box::new(async_stream(fd.into())?))
+    }
+}
+
+fn writer(fd: OwnedFd) -> io::Result<Box<dyn AsyncWrite + Send + Unpin>> {
+    if is_pipe(&fd)? { Ok(Box::new(pipe::Sender::from_owned_fd(fd)?)) } else { Ok(Box::new(async_stream(fd.into())?)) }
+}
+
+fn is_pipe(fd: impl AsFd) -> io::Result<bool> {
+    Ok(FileType::from_raw_mode(fstat(fd)?.st_mode) == FileType::Fifo)
+}
+
+fn async_stream(stream: StdStream) -> io::Result<UnixStream> {
+    stream.set_nonblocking(true)?;
+    UnixStream::from_std(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::process::Stdio;
+
+    use rustix::process::Pid;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    /// Far longer than anything here takes; a guard against hanging, not a measure.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn exec(argv: &[&str]) -> Address {
+        Address::exec(argv.iter().copied()).unwrap()
+    }
+
+    fn guard(channel: &Channel) -> &ChildGuard {
+        channel.guard().unwrap().downcast_ref().unwrap()
+    }
+
+    async fn started(argv: &[&str]) -> Channel {
+        dial(&exec(argv), &DialOptions::default()).await.unwrap()
+    }
+
+    fn started_blocking(argv: &[&str]) -> BlockingChannel {
+        dial_blocking(&exec(argv), &DialOptions::default()).unwrap()
+    }
+
+    fn pid(guard: &ChildGuard) -> Pid {
+        Pid::from_raw(guard.pid().try_into().unwrap()).unwrap()
+    }
+
+    /// Waits until no process, not even a zombie, has this id.
+    fn reaped(pid: Pid) -> Duration {
+        let start = Instant::now();
+        while rustix::process::test_kill_process(pid).is_ok() {
+            assert!(start.elapsed() < PATIENCE, "{pid:?} is still there");
+            thread::sleep(POLL_MIN);
+        }
+        start.elapsed()
+    }
+
+    #[tokio::test]
+    async fn bytes_cross_async() {
+        let mut channel = started(&["cat"]).await;
+        assert!(channel.peer().starts_with("exec:cat (process "));
+        channel.io_mut().write_all(b"ping").await.unwrap();
+        let mut buffer = [0; 4];
+        channel.io_mut().read_exact(&mut buffer).await.unwrap();
+        assert_eq!(&buffer, b"ping");
+        assert_eq!(guard(&channel).exit_status().unwrap(), None);
+        channel.io_mut().shutdown().await.unwrap();
+        assert_eq!(channel.io_mut().read(&mut buffer).await.unwrap(), 0);
+        assert!(guard(&channel).exited().await.unwrap().success());
+    }
+
+    #[test]
+    fn bytes_cross_blocking() {
+        let mut channel = started_blocking(&["cat"]);
+        channel.write_all(b"ping").unwrap();
+        let mut buffer = [0; 4];
+        channel.read_exact(&mut buffer).unwrap();
+        assert_eq!(&buffer, b"ping");
+        channel.io().shutdown(Shutdown::Write).unwrap();
+        assert_eq!(channel.read(&mut buffer).unwrap(), 0);
+        let guard: &ChildGuard = channel.guard().unwrap().downcast_ref().unwrap();
+        assert!(guard.exited_within(PATIENCE).unwrap().unwrap().success());
+    }
+
+    #[tokio::test]
+    async fn a_command_that_does_not_exist_is_a_spawn_error() {
+        let address = exec(&["/does/not/exist"]);
+        for error in [
+            dial(&address, &DialOptions::default()).await.unwrap_err(),
+            dial_blocking(&address, &DialOptions::default()).unwrap_err(),
+        ] {
+            let TransportError::Spawn { source, .. } = &error else {
+                panic!("{error:?}");
+            };
+            assert_eq!(source.kind(), io::ErrorKind::NotFound);
+            assert_eq!(error.address(), "exec:/does/not/exist");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_early_exit_can_be_explained_after_the_end_of_the_stream() {
+        let mut channel = started(&["sh", "-c", "exit 7"]).await;
+        assert_eq!(channel.io_mut().read(&mut [0]).await.unwrap(), 0);
+        assert_eq!(guard(&channel).exited().await.unwrap().code(), Some(7));
+        assert_eq!(guard(&channel).exit_status().unwrap().unwrap().code(), Some(7));
+    }
+
+    #[tokio::test]
+    async fn a_child_that_exits_at_the_end_of_the_stream_is_reaped_within_the_grace() {
+        let channel = started(&["cat"]).await;
+        let pid = pid(guard(&channel));
+        drop(channel);
+        assert!(reaped(pid) < GRACE);
+    }
+
+    #[tokio::test]
+    async fn a_child_that_ignores_the_end_of_the_stream_is_killed_and_reaped() {
+        let channel = started(&["sleep", "1000"]).await;
+        let pid = pid(guard(&channel));
+        drop(channel);
+        reaped(pid);
+    }
+
+    #[tokio::test]
+    async fn dropping_the_guard_ends_the_stream_while_others_hold_the_bytes() {
+        let channel = started(&["cat"]).await;
+        let pid = pid(guard(&channel));
+        let (mut io, _, guard) = channel.into_parts();
+        drop(guard);
+        assert_eq!(io.read(&mut [0]).await.unwrap(), 0);
+        reaped(pid);
+    }
+
+    #[tokio::test]
+    async fn a_kill_needs_no_grace() {
+        let mut channel = started(&["sleep", "1000"]).await;
+        guard(&channel).kill().unwrap();
+        assert_eq!(channel.io_mut().read(&mut [0]).await.unwrap(), 0);
+        assert!(!guard(&channel).exited().await.unwrap().success());
+        guard(&channel).kill().unwrap();
+    }
+
+    #[test]
+    fn a_child_outlives_the_thread_that_asked_for_it() {
+        let asking = thread::spawn(|| started_blocking(&["cat"]));
+        let mut channel = asking.join().unwrap();
+        channel.write_all(b"x").unwrap();
+        channel.read_exact(&mut [0]).unwrap();
+    }
+
+    // The tests below need a process that runs our code: this test binary, told by a variable which
+    // part to play. What the test harness prints on its standard output comes before `READY`.
+
+    const ROLE: &str = "RPC_TRANSPORTS_CHILD_TEST_ROLE";
+    const READY: &str = "ready\n";
+
+    fn acting(role: &str) -> Vec<String> {
+        let binary = std::env::current_exe().unwrap();
+        let test = "child::tests::play_a_role";
+        vec![
+            "env".into(),
+            format!("{ROLE}={role}"),
+            binary.to_str().unwrap().into(),
+            "--exact".into(),
+            "--ignored".into(),
+            "--nocapture".into(),
+            test.into(),
+        ]
+    }
+
+    #[test]
+    #[ignore = "run by other tests in a process of its own"]
+    fn play_a_role() {
+        match std::env::var(ROLE).as_deref() {
+            Ok("echo") => {
+                println!("as yet this goes to the parent");
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                runtime.block_on(async {
+                    let channel = stdio_channel().await.unwrap();
+                    println!("this must not break the protocol");
+                    assert_eq!(io::stdin().read(&mut [0]).unwrap(), 0);
+                    let again = take_stdio().unwrap_err();
+                    assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
+                    let (io, _, _) = channel.into_parts();
+                    let (mut read, mut write) = tokio::io::split(io);
+                    write.write_all(READY.as_bytes()).await.unwrap();
+                    tokio::io::copy(&mut read, &mut write).await.unwrap();
+                });
+            }
+            Ok("parent") => {
+                let channel = started_blocking(&["sleep", "1000"]);
+                let guard: &ChildGuard = channel.guard().unwrap().downcast_ref().unwrap();
+                println!("{READY}{}", guard.pid());
+                // Lives until it is killed.
+                let _ = io::stdin().read(&mut [0]);
+            }
+            _ => {}
+        }
+    }
+
+    fn skip_to_ready(output: &mut impl BufRead) {
+        let mut line = String::new();
+        while !line.ends_with(READY) {
+            assert_ne!(output.read_line(&mut line).unwrap(), 0, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn a_child_over_one_socket_serves_and_may_print() {
+        let address = Address::exec(acting("echo")).unwrap();
+        let channel = dial_blocking(&address, &DialOptions::default()).unwrap();
+        let mut output = BufReader::new(channel.io());
+        skip_to_ready(&mut output);
+        channel.io().write_all(b"ping").unwrap();
+        channel.io().shutdown(Shutdown::Write).unwrap();
+        let mut echoed = Vec::new();
+        output.read_to_end(&mut echoed).unwrap();
+        assert_eq!(echoed, b"ping");
+        let guard: &ChildGuard = channel.guard().unwrap().downcast_ref().unwrap();
+        assert!(guard.exited_within(PATIENCE).unwrap().unwrap().success());
+    }
+
+    #[test]
+    fn a_child_over_two_pipes_serves_and_may_print() {
+        let argv = acting("echo");
+        let mut child =
+            Command::new(&argv[0]).args(&argv[1..]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        skip_to_ready(&mut output);
+        let mut input = child.stdin.take().unwrap();
+        input.write_all(b"ping").unwrap();
+        drop(input);
+        let mut echoed = Vec::new();
+        output.read_to_end(&mut echoed).unwrap();
+        assert_eq!(echoed, b"ping");
+        assert!(child.wait().unwrap().success());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn children_die_with_a_parent_that_is_killed() {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        use rustix::process::{PidfdFlags, pidfd_open};
+
+        let argv = acting("parent");
+        let mut parent =
+            Command::new(&argv[0]).args(&argv[1..]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut output = BufReader::new(parent.stdout.take().unwrap());
+        skip_to_ready(&mut output);
+        let mut line = String::new();
+        output.read_line(&mut line).unwrap();
+        let grandchild = Pid::from_raw(line.trim().parse().unwrap()).unwrap();
+        let grandchild = pidfd_open(grandchild, PidfdFlags::empty()).unwrap();
+        parent.kill().unwrap();
+        parent.wait().unwrap();
+        // Readable once the process has ended, whoever reaps it.
+        let mut watched = [PollFd::new(&grandchild, PollFlags::IN)];
+        let patience = Timespec::try_from(PATIENCE).unwrap();
+        assert_eq!(poll(&mut watched, Some(&patience)).unwrap(), 1);
+    }
+}

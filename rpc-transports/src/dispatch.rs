@@ -1,0 +1,113 @@
+//! Dialling and listening on any kind of address: the one place that knows all transports.
+
+use crate::address::{Address, AddressKind};
+use crate::memory;
+use crate::transport::{BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};
+
+#[cfg(feature = "exec")]
+use crate::child;
+#[cfg(feature = "tcp")]
+use crate::tcp;
+#[cfg(feature = "unix")]
+use crate::unix;
+#[cfg(not(feature = "exec"))]
+use absent as child;
+#[cfg(not(feature = "tcp"))]
+use absent as tcp;
+#[cfg(not(feature = "unix"))]
+use absent as unix;
+
+/// Opens a channel to the peer at `address`. Needs a tokio runtime with I/O and time.
+///
+/// The key of the address plays no part: it is for the handshake. Dropping the future gives up the
+/// attempt; a child that was being started is ended.
+///
+/// # Errors
+///
+/// [`TransportError`], which says what to look at.
+pub async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+    match address.kind() {
+        AddressKind::Tcp { .. } => tcp::dial(address, options).await,
+        AddressKind::Unix { .. } => unix::dial(address, options).await,
+        AddressKind::Exec { .. } => child::dial(address, options).await,
+        AddressKind::Memory { .. } => memory::dial(address, options).await,
+        AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+    }
+}
+
+/// Opens a channel on this thread, without a runtime. Blocks for up to the time limit.
+///
+/// # Errors
+///
+/// As [`dial`]; `memory:` addresses are [`TransportError::Unsupported`].
+pub fn dial_blocking(address: &Address, options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+    match address.kind() {
+        AddressKind::Tcp { .. } => tcp::dial_blocking(address, options),
+        AddressKind::Unix { .. } => unix::dial_blocking(address, options),
+        AddressKind::Exec { .. } => child::dial_blocking(address, options),
+        AddressKind::Memory { .. } => {
+            Err(TransportError::unsupported(address, "have no socket to block on; dial from async code"))
+        }
+        AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+    }
+}
+
+/// Listens on `address`. Needs a tokio runtime with I/O and time.
+///
+/// # Errors
+///
+/// [`TransportError`]; `exec:` and `local:` addresses are [`TransportError::Unsupported`].
+pub async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+    match address.kind() {
+        AddressKind::Tcp { .. } => tcp::bind(address, options).await,
+        AddressKind::Unix { .. } => unix::bind(address, options).await,
+        AddressKind::Memory { .. } => memory::bind(address, options).await,
+        AddressKind::Exec { .. } => {
+            Err(TransportError::unsupported(address, "can only be dialled; listen on a tcp:// or unix: address"))
+        }
+        AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+    }
+}
+
+const NO_CHANNEL: &str = "need no channel; use a local session";
+
+/// Stands in for each transport that is switched off.
+#[cfg(not(all(feature = "tcp", feature = "unix", feature = "exec")))]
+#[allow(dead_code, reason = "child processes are never listened on")]
+mod absent {
+    use super::{Address, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};
+
+    const WHY: &str = "are switched off in this build; enable the Cargo feature of that name";
+
+    pub(super) async fn dial(address: &Address, _options: &DialOptions) -> Result<Channel, TransportError> {
+        Err(TransportError::unsupported(address, WHY))
+    }
+
+    pub(super) fn dial_blocking(address: &Address, _options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+        Err(TransportError::unsupported(address, WHY))
+    }
+
+    pub(super) async fn bind(address: &Address, _options: &ListenOptions) -> Result<Listener, TransportError> {
+        Err(TransportError::unsupported(address, WHY))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_cannot_be_done_is_unsupported_and_says_why() {
+        let local = Address::local();
+        let memory = Address::memory("dispatch").unwrap();
+        let exec = Address::exec(["cat"]).unwrap();
+        for error in [
+            dial(&local, &DialOptions::default()).await.unwrap_err(),
+            dial_blocking(&memory, &DialOptions::default()).unwrap_err(),
+            bind(&exec, &ListenOptions::default()).await.unwrap_err(),
+            bind(&local, &ListenOptions::default()).await.unwrap_err(),
+        ] {
+            assert!(matches!(error, TransportError::Unsupported { .. }), "{error:?}");
+        }
+    }
+}

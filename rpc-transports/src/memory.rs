@@ -1,0 +1,171 @@
+//! Channels inside one process: the reference that the network transports must match.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::io;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+
+use tokio::sync::mpsc;
+
+use crate::address::{Address, AddressKind};
+use crate::transport::{Accept, Channel, DialOptions, ListenOptions, Listener, TransportError};
+
+/// Two ends of one pipe: what is written into one is read from the other.
+///
+/// Each direction holds up to 256 KiB, about what a kernel gives a socket; beyond that writes wait.
+/// Dropping an end is the end of the stream for the other.
+#[must_use]
+pub fn duplex() -> (Channel, Channel) {
+    named_duplex("memory:".into())
+}
+
+fn named_duplex(peer: String) -> (Channel, Channel) {
+    let (left, right) = tokio::io::duplex(CAPACITY_BYTES);
+    (Channel::new(left, peer.clone()), Channel::new(right, peer))
+}
+
+const CAPACITY_BYTES: usize = 256 * 1024;
+
+pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+    let name = name_of(address)?;
+    let refused = || {
+        let error = io::Error::from(io::ErrorKind::ConnectionRefused);
+        TransportError::from_io(address.to_string(), error)
+    };
+    let listener = listeners().get(name).cloned().ok_or_else(refused)?;
+    let (ours, theirs) = named_duplex(address.to_string());
+    let limit = options.limit();
+    match tokio::time::timeout(limit, listener.send(theirs)).await {
+        Ok(Ok(())) => Ok(ours),
+        Ok(Err(_)) => Err(refused()),
+        Err(_) => Err(TransportError::TimedOut { address: address.to_string(), limit }),
+    }
+}
+
+pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+    let name = name_of(address)?;
+    let backlog = usize::try_from(options.backlog).unwrap_or(usize::MAX);
+    let (sender, receiver) = mpsc::channel(backlog.clamp(1, BACKLOG_MAX));
+    match listeners().entry(name.into()) {
+        Entry::Occupied(_) => {
+            let error = io::Error::from(io::ErrorKind::AddrInUse);
+            return Err(TransportError::from_io(address.to_string(), error));
+        }
+        Entry::Vacant(place) => place.insert(sender),
+    };
+    let source = MemoryListener { name: name.into(), receiver };
+    Ok(Listener::new(address.clone(), source))
+}
+
+fn name_of(address: &Address) -> Result<&str, TransportError> {
+    match address.kind() {
+        AddressKind::Memory { name } => Ok(name),
+        _ => Err(TransportError::unsupported(address, "are not memory:")),
+    }
+}
+
+/// As large as kernels let a backlog of sockets be.
+const BACKLOG_MAX: usize = 4096;
+
+/// Holds its place in [`LISTENERS`] until dropped.
+struct MemoryListener {
+    name: Arc<str>,
+    receiver: mpsc::Receiver<Channel>,
+}
+
+impl Accept for MemoryListener {
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+        let next = self.receiver.poll_recv(cx);
+        next.map(|channel| channel.ok_or_else(|| io::ErrorKind::BrokenPipe.into()))
+    }
+}
+
+impl Drop for MemoryListener {
+    fn drop(&mut self) {
+        // The entry is ours: a name is given to one listener at a time.
+        listeners().remove(&self.name);
+    }
+}
+
+type Listeners = HashMap<Arc<str>, mpsc::Sender<Channel>>;
+
+/// Who listens, by name.
+static LISTENERS: LazyLock<Mutex<Listeners>> = LazyLock::new(Mutex::default);
+
+fn listeners() -> MutexGuard<'static, Listeners> {
+    // Nothing can panic half-way through a change of the map.
+    LISTENERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    fn address(name: &str) -> Address {
+        Address::memory(name).unwrap()
+    }
+
+    async fn listen(name: &str, backlog: u32) -> Result<Listener, TransportError> {
+        let options = ListenOptions { backlog, ..Default::default() };
+        bind(&address(name), &options).await
+    }
+
+    async fn connect(name: &str) -> Result<Channel, TransportError> {
+        dial(&address(name), &DialOptions::default()).await
+    }
+
+    #[tokio::test]
+    async fn bytes_cross_both_ways_and_a_drop_is_the_end() {
+        let mut listener = listen("both-ways", 1).await.unwrap();
+        let mut near = connect("both-ways").await.unwrap();
+        let mut far = listener.accept().await.unwrap();
+        near.io_mut().write_all(b"ping").await.unwrap();
+        let mut buffer = [0; 4];
+        far.io_mut().read_exact(&mut buffer).await.unwrap();
+        far.io_mut().write_all(&buffer).await.unwrap();
+        drop(far);
+        let mut answer = Vec::new();
+        near.io_mut().read_to_end(&mut answer).await.unwrap();
+        assert_eq!(answer, b"ping");
+        assert_eq!(near.peer(), "memory:both-ways");
+    }
+
+    #[tokio::test]
+    async fn dialling_a_name_that_nobody_holds_is_refused() {
+        let error = connect("nobody").await.unwrap_err();
+        assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn a_name_is_taken_until_its_listener_is_dropped() {
+        let listener = listen("taken", 1).await.unwrap();
+        let error = listen("taken", 1).await.unwrap_err();
+        assert!(matches!(error, TransportError::AddressInUse { .. }), "{error:?}");
+        drop(listener);
+        listen("taken", 1).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_full_backlog_times_the_dialler_out() {
+        let _listener = listen("full", 1).await.unwrap();
+        let _waiting = connect("full").await.unwrap();
+        let error = connect("full").await.unwrap_err();
+        let TransportError::TimedOut { limit, .. } = error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(limit, Duration::from_secs(10));
+    }
+
+    #[tokio::test]
+    async fn a_channel_never_accepted_ends_with_the_listener() {
+        let listener = listen("unaccepted", 1).await.unwrap();
+        let mut near = connect("unaccepted").await.unwrap();
+        drop(listener);
+        assert_eq!(near.io_mut().read(&mut [0]).await.unwrap(), 0);
+    }
+}

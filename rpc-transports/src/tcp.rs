@@ -1,0 +1,429 @@
+//! `tcp://` addresses: dialling a host by each of its addresses in turn, and listening.
+//!
+//! Both ends set `TCP_NODELAY`, since a frame is written whole and must not wait for the next, and
+//! `SO_KEEPALIVE`, which lets the kernel give up a dead peer even where nobody pings. Buffer sizes are
+//! left alone: setting them would switch off the kernel's own tuning.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream as StdStream, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::sync::mpsc;
+use std::task::{Context, Poll, ready};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+
+use crate::address::{Address, AddressKind};
+use crate::transport::{Accept, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};
+
+pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+    let (host, port) = host_and_port(address)?;
+    let mut attempts = Attempts::new(options.limit());
+    match timeout(attempts.left(), tokio::net::lookup_host((host, port))).await {
+        Ok(Ok(resolved)) => attempts.aim(resolved),
+        Ok(Err(error)) => return Err(unresolved(address, error)),
+        Err(_) => return Err(attempts.failure(address)),
+    }
+    while let Some((target, share)) = attempts.next() {
+        let outcome = match timeout(share, TcpStream::connect(target)).await {
+            Ok(outcome) => outcome,
+            Err(elapsed) => Err(elapsed.into()),
+        };
+        match outcome.and_then(|stream| tuned(&stream).map(|()| stream)) {
+            Ok(stream) => return Ok(Channel::new(stream, address.to_string())),
+            Err(error) => attempts.note(error),
+        }
+    }
+    Err(attempts.failure(address))
+}
+
+pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+    let (host, port) = host_and_port(address)?;
+    let mut attempts = Attempts::new(options.limit());
+    match resolve_within(attempts.left(), host, port) {
+        Some(Ok(resolved)) => attempts.aim(resolved.into_iter()),
+        Some(Err(error)) => return Err(unresolved(address, error)),
+        None => return Err(attempts.failure(address)),
+    }
+    while let Some((target, share)) = attempts.next() {
+        // A limit of zero is an error to the standard library, not a limit.
+        let share = share.max(Duration::from_millis(1));
+        let outcome = StdStream::connect_timeout(&target, share);
+        match outcome.and_then(|stream| tuned(&stream).map(|()| stream)) {
+            Ok(stream) => return Ok(BlockingChannel::new(stream, address.to_string())),
+            Err(error) => attempts.note(error),
+        }
+    }
+    Err(attempts.failure(address))
+}
+
+pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+    let (host, port) = host_and_port(address)?;
+    let resolved = tokio::net::lookup_host((host, port)).await;
+    let targets: Vec<SocketAddr> = resolved.map_err(|error| unresolved(address, error))?.collect();
+    let mut failure = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for port in ports_to_try(port, options) {
+        let mut in_use = false;
+        for mut target in targets.iter().copied() {
+            target.set_port(port);
+            match listen(target, options.backlog) {
+                Ok(listener) => return listener_on(listener, address),
+                Err(error) => {
+                    in_use |= error.kind() == io::ErrorKind::AddrInUse;
+                    failure = error;
+                }
+            }
+        }
+        if !in_use {
+            break; // What failed has nothing to do with the port.
+        }
+    }
+    Err(TransportError::from_io(address.to_string(), failure))
+}
+
+fn host_and_port(address: &Address) -> Result<(&str, u16), TransportError> {
+    match address.kind() {
+        AddressKind::Tcp { host, port } => Ok((host, *port)),
+        _ => Err(TransportError::unsupported(address, "are not tcp://")),
+    }
+}
+
+fn unresolved(address: &Address, error: io::Error) -> TransportError {
+    TransportError::Resolve { address: address.to_string(), source: error.into() }
+}
+
+/// The addresses of one host, and the time that is left to try them.
+struct Attempts {
+    limit: Duration,
+    deadline: Instant,
+    targets: std::vec::IntoIter<SocketAddr>,
+    /// Why the attempts so far failed: an answer if there was one, else a time-out.
+    failure: Option<io::Error>,
+}
+
+impl Attempts {
+    fn new(limit: Duration) -> Self {
+        Self { limit, deadline: Instant::now() + limit, targets: Vec::new().into_iter(), failure: None }
+    }
+
+    /// Sets the addresses to try: families alternate, starting with the resolver's favourite, so that
+    /// one family without a route costs a share of the time and not all of it.
+    fn aim(&mut self, resolved: impl Iterator<Item = SocketAddr>) {
+        let resolved: Vec<SocketAddr> = resolved.collect();
+        let first_is_v6 = resolved.first().is_some_and(SocketAddr::is_ipv6);
+        let (first, second): (Vec<_>, Vec<_>) =
+            (resolved.iter().copied()).partition(|target| target.is_ipv6() == first_is_v6);
+        let mut first = first.into_iter();
+        let mut second = second.into_iter();
+        let mut targets = Vec::with_capacity(resolved.len());
+        while targets.len() < resolved.len() {
+            targets.extend(first.next());
+            targets.extend(second.next());
+        }
+        self.targets = targets.into_iter();
+        if self.targets.len() == 0 {
+            self.failure = Some(io::ErrorKind::AddrNotAvailable.into());
+        }
+    }
+
+    /// The next address, and how long to try it: an equal share of the time that is left.
+    fn next(&mut self) -> Option<(SocketAddr, Duration)> {
+        let sharers = u32::try_from(self.targets.len()).unwrap_or(u32::MAX);
+        let target = self.targets.next()?;
+        Some((target, self.left() / sharers))
+    }
+
+    fn note(&mut self, error: io::Error) {
+        let is_answer = error.kind() != io::ErrorKind::TimedOut;
+        if is_answer || self.failure.is_none() {
+            self.failure = Some(error);
+        }
+    }
+
+    fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    fn failure(self, address: &Address) -> TransportError {
+        let address = address.to_string();
+        match self.failure {
+            Some(error) if error.kind() != io::ErrorKind::TimedOut => TransportError::from_io(address, error),
+            _ => TransportError::TimedOut { address, limit: self.limit },
+        }
+    }
+}
+
+/// Resolves on a thread of its own, because the system's resolver takes no time limit. `None` when the
+/// time is up; the thread then ends by itself, when the resolver does.
+fn resolve_within(limit: Duration, host: &str, port: u16) -> Option<io::Result<std::vec::IntoIter<SocketAddr>>> {
+    // An IP address needs no resolver, and so no thread.
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Some(Ok(vec![SocketAddr::new(ip, port)].into_iter()));
+    }
+    let (reply, answer) = mpsc::sync_channel(1);
+    let host = host.to_owned();
+    let resolve = move || {
+        let _ = reply.send((host.as_str(), port).to_socket_addrs());
+    };
+    match thread::Builder::new().name("rpc-resolve".into()).spawn(resolve) {
+        Ok(_) => answer.recv_timeout(limit).ok(),
+        Err(error) => Some(Err(error)),
+    }
+}
+
+/// Sets the options of a new stream, and refuses one that is connected to itself.
+///
+/// Dialling a free local port now and then picks that same port as its own, and TCP then connects the
+/// socket to itself. To the caller nobody listens there.
+fn tuned(stream: &impl AsFd) -> io::Result<()> {
+    let socket = SockRef::from(stream);
+    if let (Ok(near), Ok(far)) = (socket.local_addr(), socket.peer_addr())
+        && near.as_socket() == far.as_socket()
+    {
+        return Err(io::ErrorKind::ConnectionRefused.into());
+    }
+    socket.set_tcp_nodelay(true)?;
+    socket.set_keepalive(true)
+}
+
+/// The address's own port first, then the range.
+fn ports_to_try(port: u16, options: &ListenOptions) -> impl Iterator<Item = u16> {
+    let range = options.port_range.clone();
+    let own = (port != 0 || range.is_none()).then_some(port);
+    own.into_iter().chain(range.into_iter().flatten())
+}
+
+fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(target), Type::STREAM, Some(Protocol::TCP))?;
+    // The IPv6 wildcard means every address of this machine, IPv4 too, whatever the system's default.
+    if target.is_ipv6() && target.ip().is_unspecified() {
+        socket.set_only_v6(false)?;
+    }
+    // On Unix this lets a restarted server have its port back while old connections linger; elsewhere
+    // it would let two servers share a port.
+    #[cfg(unix)]
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&target.into())?;
+    socket.listen(i32::try_from(backlog).unwrap_or(i32::MAX))?;
+    TcpListener::from_std(socket.into())
+}
+
+fn listener_on(listener: TcpListener, asked: &Address) -> Result<Listener, TransportError> {
+    let io_error = |error| TransportError::from_io(asked.to_string(), error);
+    let bound = Address::from(listener.local_addr().map_err(io_error)?);
+    let address = match asked.key().map(|key| bound.clone().with_key(key)) {
+        Some(Ok(with_key)) => with_key,
+        _ => bound,
+    };
+    Ok(Listener::new(address, TcpSource(listener)))
+}
+
+struct TcpSource(TcpListener);
+
+impl Accept for TcpSource {
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+        let (stream, peer) = ready!(self.0.poll_accept(cx))?;
+        // A stream that cannot be tuned is dying; its first read will tell, better than we could here.
+        let _ = tuned(&stream);
+        let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+        Poll::Ready(Ok(Channel::new(stream, format!("tcp://{peer}"))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{IoSlice, IoSliceMut, Read, Write};
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    async fn listener(host: &str) -> Listener {
+        let address = Address::tcp(host, 0).unwrap();
+        bind(&address, &ListenOptions::default()).await.unwrap()
+    }
+
+    fn patient() -> DialOptions {
+        DialOptions::default()
+    }
+
+    fn hasty() -> DialOptions {
+        DialOptions { connect_timeout: Duration::from_millis(300) }
+    }
+
+    async fn echo_once(mut listener: Listener) -> Channel {
+        let mut channel = listener.accept().await.unwrap();
+        let mut buffer = [0; 4];
+        channel.io_mut().read_exact(&mut buffer).await.unwrap();
+        channel.io_mut().write_all(&buffer).await.unwrap();
+        channel
+    }
+
+    /// An address where nobody listens: its port belongs to a socket that is bound and never listens.
+    fn deaf() -> (Socket, Address) {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+        socket.bind(&any.into()).unwrap();
+        let bound = socket.local_addr().unwrap().as_socket().unwrap();
+        (socket, bound.into())
+    }
+
+    #[tokio::test]
+    async fn bytes_cross_and_the_options_are_set_on_both_sides() {
+        let listener = listener("127.0.0.1").await;
+        let address = listener.local_address().clone();
+        assert_ne!(address.port(), Some(0));
+        let server = tokio::spawn(echo_once(listener));
+        let mut channel = dial(&address, &patient()).await.unwrap();
+        assert_eq!(channel.peer(), address.to_string());
+        channel.io_mut().write_all(b"ping").await.unwrap();
+        let mut buffer = [0; 4];
+        channel.io_mut().read_exact(&mut buffer).await.unwrap();
+        assert_eq!(&buffer, b"ping");
+        assert!(server.await.unwrap().peer().starts_with("tcp://127.0.0.1:"));
+    }
+
+    #[tokio::test]
+    async fn a_blocking_dial_needs_no_runtime_and_writes_and_reads_vectored() {
+        let listener = listener("127.0.0.1").await;
+        let address = listener.local_address().clone();
+        let client = thread::spawn(move || {
+            let mut channel = dial_blocking(&address, &patient()).unwrap();
+            assert!(SockRef::from(&channel).tcp_nodelay().unwrap());
+            assert!(SockRef::from(&channel).keepalive().unwrap());
+            let slices = [IoSlice::new(b"pi"), IoSlice::new(b"ng")];
+            assert_eq!(channel.write_vectored(&slices).unwrap(), 4);
+            let (mut left, mut right) = ([0; 1], [0; 8]);
+            let mut buffers = [IoSliceMut::new(&mut left), IoSliceMut::new(&mut right)];
+            assert_eq!(channel.read_vectored(&mut buffers).unwrap(), 4);
+            assert_eq!((&left, &right[..3]), (b"p", &b"ing"[..]));
+            channel.set_nonblocking(true).unwrap();
+            let kind = channel.read(&mut left).unwrap_err().kind();
+            assert_eq!(kind, io::ErrorKind::WouldBlock);
+        });
+        let _open = echo_once(listener).await;
+        tokio::task::spawn_blocking(|| client.join()).await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_port_without_listener_refuses() {
+        let (_socket, address) = deaf();
+        let error = dial(&address, &patient()).await.unwrap_err();
+        assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
+        let error = dial_blocking(&address, &patient()).unwrap_err();
+        assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn a_name_that_does_not_exist_is_not_resolved() {
+        let address = Address::tcp("does-not-exist.invalid", 1).unwrap();
+        for error in [dial(&address, &patient()).await.unwrap_err(), dial_blocking(&address, &patient()).unwrap_err()] {
+            // Without any network the resolver may take longer than we wait.
+            assert!(matches!(error, TransportError::Resolve { .. } | TransportError::TimedOut { .. }), "{error:?}");
+        }
+    }
+
+    /// Linux drops the handshake when the queue of unaccepted connections is full.
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn a_peer_that_never_answers_times_out() {
+        let options = ListenOptions { backlog: 1, ..Default::default() };
+        let any = Address::tcp("127.0.0.1", 0).unwrap();
+        let listener = bind(&any, &options).await.unwrap();
+        let address = listener.local_address();
+        let mut queued = Vec::new();
+        let error = loop {
+            match dial(address, &hasty()).await {
+                Ok(channel) => queued.push(channel),
+                Err(error) => break error,
+            }
+            assert!(queued.len() < 16, "the queue never fills");
+        };
+        for error in [error, dial_blocking(address, &hasty()).unwrap_err()] {
+            let TransportError::TimedOut { limit, .. } = error else {
+                panic!("{error:?}");
+            };
+            assert_eq!(limit, hasty().connect_timeout);
+        }
+    }
+
+    #[tokio::test]
+    async fn the_ipv6_wildcard_takes_ipv4_too_and_stays_a_wildcard() {
+        if std::net::TcpListener::bind("[::1]:0").is_err() {
+            return; // This machine has no IPv6.
+        }
+        let mut listener = listener("::").await;
+        let port = listener.local_address().port().unwrap();
+        assert_eq!(listener.local_address().to_string(), format!("tcp://[::]:{port}"));
+        for host in ["127.0.0.1", "::1"] {
+            let address = Address::tcp(host, port).unwrap();
+            let _near = dial(&address, &patient()).await.unwrap();
+            let far = listener.accept().await.unwrap();
+            let host = address.with_port(0).to_string();
+            let host = host.strip_suffix('0').unwrap();
+            assert!(far.peer().starts_with(host), "{} for {host}", far.peer());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_port_in_use_is_an_error_or_moves_on_through_the_range() {
+        let first = listener("127.0.0.1").await;
+        let taken = first.local_address().port().unwrap();
+        let address = first.local_address().clone().with_key("k").unwrap();
+        let error = bind(&address, &ListenOptions::default()).await.unwrap_err();
+        assert!(matches!(error, TransportError::AddressInUse { .. }), "{error:?}");
+
+        let options = ListenOptions { port_range: Some(taken..=taken.saturating_add(64)), ..Default::default() };
+        for asked in [address.clone(), address.with_port(0)] {
+            let second = bind(&asked, &options).await.unwrap();
+            let port = second.local_address().port().unwrap();
+            assert!(port > taken && port - taken <= 64);
+            assert_eq!(second.local_address().key(), Some("k"));
+        }
+    }
+
+    #[tokio::test]
+    async fn cancelled_accepts_lose_no_connection() {
+        let mut listener = listener("127.0.0.1").await;
+        let address = listener.local_address().clone();
+        for _ in 0..8 {
+            {
+                // Polled once, so that it waits on the socket, then dropped.
+                let mut accepting = std::pin::pin!(listener.accept());
+                let polled = std::future::poll_fn(|cx| Poll::Ready(accepting.as_mut().poll(cx)));
+                assert!(polled.await.is_pending());
+            }
+            let _near = dial(&address, &patient()).await.unwrap();
+            listener.accept().await.unwrap();
+        }
+    }
+
+    #[test]
+    fn families_alternate_and_share_the_time() {
+        let of = |text: &str| text.parse::<SocketAddr>().unwrap();
+        let (a6, b6, c6) = (of("[::1]:1"), of("[::2]:1"), of("[::3]:1"));
+        let a4 = of("10.0.0.1:1");
+        let mut attempts = Attempts::new(Duration::from_secs(40));
+        attempts.aim([a6, b6, c6, a4].into_iter());
+        let (target, share) = attempts.next().unwrap();
+        assert_eq!(target, a6);
+        assert!(share <= Duration::from_secs(10) && share > Duration::from_secs(9));
+        let rest: Vec<_> = std::iter::from_fn(|| attempts.next()).map(|(target, _)| target).collect();
+        assert_eq!(rest, [a4, b6, c6]);
+    }
+
+    #[test]
+    fn an_answer_explains_more_than_a_time_out() {
+        let address = Address::tcp("h", 1).unwrap();
+        let mut attempts = Attempts::new(Duration::from_secs(1));
+        attempts.note(io::ErrorKind::TimedOut.into());
+        attempts.note(io::ErrorKind::ConnectionRefused.into());
+        attempts.note(io::ErrorKind::TimedOut.into());
+        let error = attempts.failure(&address);
+        assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
+    }
+}

@@ -1,0 +1,664 @@
+//! What every transport yields: channels, the listeners they come from, and how either can fail.
+
+use std::any::Any;
+use std::fmt;
+use std::future::poll_fn;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::Instant;
+
+use crate::address::Address;
+
+/// An ordered, reliable byte pipe as the async runtime sees it. Implemented for all that fits.
+pub trait ChannelIo: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin + ?Sized> ChannelIo for T {}
+
+/// Something that lives as long as a channel, such as the child process at its far end.
+pub type ChannelGuard = Box<dyn Any + Send + Sync>;
+
+/// One ordered, reliable byte pipe between two peers.
+pub struct Channel {
+    /// Declared before the guard, so that the far side sees the end before the guard acts on it.
+    io: Box<dyn ChannelIo>,
+    peer: String,
+    guard: Option<ChannelGuard>,
+}
+
+impl Channel {
+    /// A channel over `io`. `peer` is the text by which errors name the far side.
+    pub fn new(io: impl ChannelIo + 'static, peer: impl Into<String>) -> Self {
+        Self { io: Box::new(io), peer: peer.into(), guard: None }
+    }
+
+    /// The same channel, keeping `guard` alive for as long as itself.
+    #[must_use]
+    pub fn with_guard(self, guard: ChannelGuard) -> Self {
+        Self { guard: Some(guard), ..self }
+    }
+
+    /// The bytes.
+    pub fn io_mut(&mut self) -> &mut dyn ChannelIo {
+        &mut *self.io
+    }
+
+    /// The far side, for error messages.
+    #[must_use]
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// What lives as long as the channel; for an `exec:` address, the `ChildGuard`.
+    #[must_use]
+    pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
+        self.guard.as_deref()
+    }
+
+    /// Bytes, peer and guard. Dropping the guard may cut the channel, so keep it until the bytes are done.
+    #[must_use]
+    pub fn into_parts(self) -> (Box<dyn ChannelIo>, String, Option<ChannelGuard>) {
+        (self.io, self.peer, self.guard)
+    }
+}
+
+impl fmt::Debug for Channel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Channel").field("peer", &self.peer).finish_non_exhaustive()
+    }
+}
+
+/// A channel for a caller's own thread: a standard socket, no runtime.
+///
+/// It starts in blocking mode. Reads and writes go straight to the socket, each one system call.
+#[derive(Debug)]
+pub struct BlockingChannel {
+    /// Declared before the guard, for the same reason as in [`Channel`].
+    io: BlockingIo,
+    peer: String,
+    guard: Option<ChannelGuard>,
+}
+
+impl BlockingChannel {
+    /// A channel over `io`. `peer` is the text by which errors name the far side.
+    pub fn new(io: impl Into<BlockingIo>, peer: impl Into<String>) -> Self {
+        Self { io: io.into(), peer: peer.into(), guard: None }
+    }
+
+    /// The same channel, keeping `guard` alive for as long as itself.
+    #[must_use]
+    pub fn with_guard(self, guard: ChannelGuard) -> Self {
+        Self { guard: Some(guard), ..self }
+    }
+
+    /// Chooses whether reads and writes wait, or fail with [`io::ErrorKind::WouldBlock`].
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system reports.
+    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        self.io.set_nonblocking(nonblocking)
+    }
+
+    /// The socket. A shared reference can read and write, and other threads may do so at the same time.
+    #[must_use]
+    pub fn io(&self) -> &BlockingIo {
+        &self.io
+    }
+
+    /// The far side, for error messages.
+    #[must_use]
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// What lives as long as the channel; for an `exec:` address, the `ChildGuard`.
+    #[must_use]
+    pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
+        self.guard.as_deref()
+    }
+
+    /// Socket, peer and guard. Dropping the guard may cut the channel, so keep it until the bytes are done.
+    #[must_use]
+    pub fn into_parts(self) -> (BlockingIo, String, Option<ChannelGuard>) {
+        (self.io, self.peer, self.guard)
+    }
+}
+
+impl Read for BlockingChannel {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        (&self.io).read(buffer)
+    }
+
+    fn read_vectored(&mut self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        (&self.io).read_vectored(buffers)
+    }
+}
+
+impl Write for BlockingChannel {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        (&self.io).write(bytes)
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        (&self.io).write_vectored(slices)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsFd for BlockingChannel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.io.as_fd()
+    }
+}
+
+/// The standard socket in a [`BlockingChannel`].
+#[derive(Debug)]
+pub enum BlockingIo {
+    /// From a `tcp://` address.
+    Tcp(TcpStream),
+    /// From a `unix:` or an `exec:` address.
+    Unix(UnixStream),
+}
+
+impl BlockingIo {
+    /// A second owner of the same socket; both share its mode and its place in the stream.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system reports, such as too many open files.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        match self {
+            Self::Tcp(stream) => stream.try_clone().map(Self::Tcp),
+            Self::Unix(stream) => stream.try_clone().map(Self::Unix),
+        }
+    }
+
+    /// Chooses whether reads and writes wait, or fail with [`io::ErrorKind::WouldBlock`].
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system reports.
+    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_nonblocking(nonblocking),
+            Self::Unix(stream) => stream.set_nonblocking(nonblocking),
+        }
+    }
+
+    /// Ends one direction or both, for all owners; blocked reads and writes return.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system reports, such as that the peer is gone already.
+    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.shutdown(how),
+            Self::Unix(stream) => stream.shutdown(how),
+        }
+    }
+}
+
+impl Read for &BlockingIo {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            BlockingIo::Tcp(stream) => (&*stream).read(buffer),
+            BlockingIo::Unix(stream) => (&*stream).read(buffer),
+        }
+    }
+
+    fn read_vectored(&mut self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self {
+            BlockingIo::Tcp(stream) => (&*stream).read_vectored(buffers),
+            BlockingIo::Unix(stream) => (&*stream).read_vectored(buffers),
+        }
+    }
+}
+
+impl Write for &BlockingIo {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            BlockingIo::Tcp(stream) => (&*stream).write(bytes),
+            BlockingIo::Unix(stream) => (&*stream).write(bytes),
+        }
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        match self {
+            BlockingIo::Tcp(stream) => (&*stream).write_vectored(slices),
+            BlockingIo::Unix(stream) => (&*stream).write_vectored(slices),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsFd for BlockingIo {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl From<TcpStream> for BlockingIo {
+    fn from(stream: TcpStream) -> Self {
+        Self::Tcp(stream)
+    }
+}
+
+impl From<UnixStream> for BlockingIo {
+    fn from(stream: UnixStream) -> Self {
+        Self::Unix(stream)
+    }
+}
+
+/// How to dial.
+#[derive(Clone, Debug)]
+pub struct DialOptions {
+    /// How long resolving and connecting may take together. Default: 10 s, which leaves room for three
+    /// lost packets (the kernel repeats them after 1, 2 and 4 s) on one of the host's addresses. Starting
+    /// a child process is not limited.
+    pub connect_timeout: Duration,
+}
+
+impl DialOptions {
+    /// The time limit, cut to what can be added to any clock.
+    pub(crate) fn limit(&self) -> Duration {
+        self.connect_timeout.min(Duration::from_secs(365 * 24 * 3600))
+    }
+}
+
+impl Default for DialOptions {
+    fn default() -> Self {
+        Self { connect_timeout: Duration::from_secs(10) }
+    }
+}
+
+/// How to listen.
+#[derive(Clone, Debug)]
+pub struct ListenOptions {
+    /// How many connections may wait to be accepted. Default: 1024, so that a burst of workers that
+    /// start together gets in; the kernel cuts it to its own limit. Costs nothing while unused.
+    pub backlog: u32,
+    /// TCP ports to try in turn when the address says port 0 or its port is in use. Default: none, so
+    /// that port 0 is any free port, and a port in use is an error.
+    pub port_range: Option<RangeInclusive<u16>>,
+    /// Who may connect to a Unix socket, as a file mode. Default: `0o600`, this user alone; with
+    /// `0o660` its group too.
+    pub unix_mode: u32,
+}
+
+impl Default for ListenOptions {
+    fn default() -> Self {
+        Self { backlog: 1024, port_range: None, unix_mode: 0o600 }
+    }
+}
+
+/// Where channels arrive. Dropping it stops listening; channels accepted before live on.
+pub struct Listener {
+    address: Address,
+    source: Box<dyn Accept>,
+    /// Set while accepting must wait for something to be freed. Kept here rather than in the future of
+    /// `accept`, so that dropping that future neither loses nor shortens the wait.
+    pause: Option<Instant>,
+    /// How long the next pause lasts.
+    pause_len: Duration,
+}
+
+/// One transport's own listener.
+pub(crate) trait Accept: Send {
+    /// The next channel, or why there is none now. An error does not end the listener.
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>>;
+}
+
+impl Listener {
+    pub(crate) fn new(address: Address, source: impl Accept + 'static) -> Self {
+        Self { address, source: Box::new(source), pause: None, pause_len: PAUSE_MIN }
+    }
+
+    /// Waits for the next channel. Cancel-safe: dropping the future loses no connection.
+    ///
+    /// A connection that died while it waited is passed over. When files or memory run out, accepting
+    /// pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by itself.
+    ///
+    /// # Errors
+    ///
+    /// Only what ends the listener for good, such as a socket that the system took away.
+    pub async fn accept(&mut self) -> Result<Channel, TransportError> {
+        loop {
+            if let Some(until) = self.pause {
+                tokio::time::sleep_until(until).await;
+                self.pause = None;
+            }
+            let error = match poll_fn(|cx| self.source.poll_accept(cx)).await {
+                Ok(channel) => {
+                    self.pause_len = PAUSE_MIN;
+                    return Ok(channel);
+                }
+                Err(error) => error,
+            };
+            match AcceptFailure::of(&error) {
+                AcceptFailure::Connection => {
+                    tracing::debug!(address = %self.address, %error, "a connection died unaccepted");
+                }
+                AcceptFailure::Exhausted => {
+                    tracing::warn!(
+                        address = %self.address,
+                        %error,
+                        pause = ?self.pause_len,
+                        "cannot accept for now"
+                    );
+                    self.pause = Some(Instant::now() + self.pause_len);
+                    self.pause_len = (self.pause_len * 2).min(PAUSE_MAX);
+                }
+                AcceptFailure::Listener => {
+                    return Err(TransportError::from_io(self.address.to_string(), error));
+                }
+            }
+        }
+    }
+
+    /// What is listened on, with the port that was chosen. A wildcard host stays a wildcard.
+    #[must_use]
+    pub fn local_address(&self) -> &Address {
+        &self.address
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listener").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// What an error of `accept` says about the listener.
+enum AcceptFailure {
+    /// One connection is gone; others are not affected.
+    Connection,
+    /// The process or the system has run out of something; trying again at once would spin.
+    Exhausted,
+    /// The listener itself is broken.
+    Listener,
+}
+
+impl AcceptFailure {
+    fn of(error: &io::Error) -> Self {
+        match Errno::from_io_error(error) {
+            Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => Self::Exhausted,
+            // Besides a reset, Linux hands the network errors of the new connection to `accept`, and a
+            // firewall's refusal as a missing permission.
+            Some(
+                Errno::CONNABORTED
+                | Errno::CONNRESET
+                | Errno::INTR
+                | Errno::PROTO
+                | Errno::PERM
+                | Errno::TIMEDOUT
+                | Errno::NETDOWN
+                | Errno::NETUNREACH
+                | Errno::HOSTDOWN
+                | Errno::HOSTUNREACH
+                | Errno::NOPROTOOPT
+                | Errno::OPNOTSUPP,
+            ) => Self::Connection,
+            _ => Self::Listener,
+        }
+    }
+}
+
+/// Long enough for another connection to end, short enough to go unnoticed.
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+/// A dialler gives up after 10 s; this leaves it several chances.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Why a channel could not be had. Each variant names the address as text.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// The host answered that nobody listens there.
+    #[error("{address} refused the connection; is a server listening there?")]
+    Refused {
+        /// What was dialled.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// Nothing answered in time.
+    #[error("no answer from {address} within {limit:?}; is the host up, and does no firewall drop packets?")]
+    TimedOut {
+        /// What was dialled.
+        address: String,
+        /// How long was waited.
+        limit: Duration,
+    },
+    /// No network leads there.
+    #[error("no route to {address}; is this machine on the right network?")]
+    Unreachable {
+        /// What was dialled.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// The host name has no address.
+    #[error("cannot find the host of {address}; is its name right?")]
+    Resolve {
+        /// What was dialled or to be listened on.
+        address: String,
+        /// What the resolver said.
+        source: Arc<io::Error>,
+    },
+    /// There is no such socket file, or no such folder to make it in.
+    #[error("no such file or folder: {address}; has the server been started?")]
+    NotFound {
+        /// What was dialled or to be listened on.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// This user may not use the address.
+    #[error("not permitted to use {address}; is this the right user?")]
+    PermissionDenied {
+        /// What was dialled or to be listened on.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// Somebody else listens there.
+    #[error("{address} is in use; stop what listens there or choose another address")]
+    AddressInUse {
+        /// What was to be listened on.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// The address is right, and this cannot be done with it.
+    #[error("cannot use {address}: {scheme} addresses {why}")]
+    Unsupported {
+        /// What was dialled or to be listened on.
+        address: String,
+        /// Its kind.
+        scheme: &'static str,
+        /// The rest of a sentence that starts with "such addresses".
+        why: &'static str,
+    },
+    /// The child process did not start.
+    #[error("cannot start {address}; is the program installed, executable and on PATH?")]
+    Spawn {
+        /// The command.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// The far side ended the channel while it was being set up, or the listener is gone.
+    #[error("{address} closed the connection")]
+    Closed {
+        /// The far side.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// Anything else that the system reports.
+    #[error("input or output failed on {address}")]
+    Io {
+        /// The far side.
+        address: String,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+}
+
+impl TransportError {
+    /// Sorts an error of the system into a variant.
+    ///
+    /// The kernel's own time-out counts as [`Unreachable`](Self::Unreachable), since no limit was set
+    /// that it could name.
+    pub fn from_io(address: impl Into<String>, error: io::Error) -> Self {
+        use io::ErrorKind as Kind;
+        let address = address.into();
+        let kind = error.kind();
+        let source = Arc::new(error);
+        match kind {
+            Kind::ConnectionRefused => Self::Refused { address, source },
+            Kind::TimedOut | Kind::HostUnreachable | Kind::NetworkUnreachable | Kind::NetworkDown => {
+                Self::Unreachable { address, source }
+            }
+            Kind::NotFound => Self::NotFound { address, source },
+            Kind::PermissionDenied => Self::PermissionDenied { address, source },
+            Kind::AddrInUse => Self::AddressInUse { address, source },
+            Kind::ConnectionReset
+            | Kind::ConnectionAborted
+            | Kind::BrokenPipe
+            | Kind::NotConnected
+            | Kind::UnexpectedEof => Self::Closed { address, source },
+            _ => Self::Io { address, source },
+        }
+    }
+
+    /// The address that the error is about.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        match self {
+            Self::Refused { address, .. }
+            | Self::TimedOut { address, .. }
+            | Self::Unreachable { address, .. }
+            | Self::Resolve { address, .. }
+            | Self::NotFound { address, .. }
+            | Self::PermissionDenied { address, .. }
+            | Self::AddressInUse { address, .. }
+            | Self::Unsupported { address, .. }
+            | Self::Spawn { address, .. }
+            | Self::Closed { address, .. }
+            | Self::Io { address, .. } => address,
+        }
+    }
+
+    pub(crate) fn unsupported(address: &Address, why: &'static str) -> Self {
+        Self::Unsupported { address: address.to_string(), scheme: address.scheme(), why }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::error::Error as _;
+
+    use super::*;
+
+    /// Yields what it was given, then nothing.
+    struct Scripted(VecDeque<io::Result<Channel>>);
+
+    impl Accept for Scripted {
+        fn poll_accept(&mut self, _: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+            self.0.pop_front().map_or(Poll::Pending, Poll::Ready)
+        }
+    }
+
+    fn listener(script: impl IntoIterator<Item = io::Result<Channel>>) -> Listener {
+        Listener::new(Address::local(), Scripted(script.into_iter().collect()))
+    }
+
+    fn failure(errno: Errno) -> io::Result<Channel> {
+        Err(errno.into())
+    }
+
+    fn channel() -> io::Result<Channel> {
+        Ok(Channel::new(tokio::io::empty(), "nobody"))
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_died_unaccepted_is_passed_over() {
+        let mut listener = listener([failure(Errno::CONNABORTED), failure(Errno::PROTO), channel()]);
+        assert_eq!(listener.accept().await.unwrap().peer(), "nobody");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn exhaustion_pauses_and_the_pause_survives_cancellation() {
+        let mut listener = listener([failure(Errno::MFILE), failure(Errno::NFILE), channel()]);
+        let start = Instant::now();
+        // The first attempt meets the failure, and is dropped within the pause.
+        let early = tokio::time::timeout(PAUSE_MIN / 5, listener.accept()).await;
+        assert!(early.is_err());
+        listener.accept().await.unwrap();
+        assert_eq!(start.elapsed(), PAUSE_MIN + PAUSE_MIN * 2);
+        assert_eq!(listener.pause_len, PAUSE_MIN);
+    }
+
+    #[tokio::test]
+    async fn a_broken_listener_is_an_error() {
+        let mut listener = listener([failure(Errno::BADF)]);
+        let error = listener.accept().await.unwrap_err();
+        assert!(matches!(error, TransportError::Io { .. }), "{error:?}");
+        assert_eq!(error.address(), "local:");
+        assert!(error.source().is_some());
+    }
+
+    #[test]
+    fn messages_are_lower_case_without_full_stop_and_leave_the_cause_to_source() {
+        let error = io::Error::from(Errno::CONNREFUSED);
+        let cause = error.to_string();
+        let error = TransportError::from_io("tcp://h:1", error);
+        let text = error.to_string();
+        assert!(text.starts_with("tcp://h:1 refused"), "{text}");
+        assert!(!text.ends_with('.') && !text.contains(&cause), "{text}");
+        assert_eq!(error.source().unwrap().to_string(), cause);
+    }
+
+    #[test]
+    fn a_channel_drops_its_bytes_before_its_guard() {
+        struct Io(Arc<()>);
+        struct Guard(Arc<()>);
+        impl AsyncRead for Io {
+            fn poll_read(
+                self: std::pin::Pin<&mut Self>,
+                _: &mut Context<'_>,
+                _: &mut tokio::io::ReadBuf<'_>,
+            ) -> Poll<io::Result<()>> {
+                let _ = &self.0;
+                Poll::Pending
+            }
+        }
+        impl Drop for Guard {
+            fn drop(&mut self) {
+                assert_eq!(Arc::strong_count(&self.0), 1);
+            }
+        }
+        let alive = Arc::new(());
+        let io = tokio::io::join(Io(Arc::clone(&alive)), tokio::io::sink());
+        drop(Channel::new(io, "nobody").with_guard(Box::new(Guard(alive))));
+    }
+}
