@@ -286,7 +286,10 @@ impl FromStr for DataType {
     fn from_str(text: &str) -> Result<Self> {
         let unknown = || RpcError::invalid_argument(format!("unknown data type '{text}'"));
         let (scalar, lanes) = match text.rsplit_once('x') {
-            Some((scalar, lanes)) if !lanes.is_empty() && lanes.bytes().all(|digit| digit.is_ascii_digit()) => {
+            // Not the x of `complex64`.
+            Some((scalar, lanes))
+                if scalar != "comple" && !lanes.is_empty() && lanes.bytes().all(|digit| digit.is_ascii_digit()) =>
+            {
                 (scalar, lanes.parse().map_err(|_| unknown())?)
             }
             _ => (text, 1),

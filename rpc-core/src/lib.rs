@@ -35,12 +35,14 @@ pub mod device;
 #[allow(unsafe_code)]
 pub mod dlpack;
 pub mod error;
+pub mod files;
 pub mod function;
 pub mod handle;
 pub mod local;
 pub mod module;
 pub mod object;
 mod panics;
+pub mod proto;
 pub mod registry;
 pub mod remote;
 pub mod reply;

@@ -406,7 +406,12 @@ impl Context {
         let mut borrows = Vec::new();
         for (index, arg) in args.iter().enumerate() {
             if let (Some(access), Value::Object(Object::Tensor(tensor))) = (function.access(index), arg) {
-                let borrow = tensor.storage().try_borrow(access).ok_or_else(|| busy(index))?;
+                // A reader does not queue behind writers that wait, perhaps for this very call.
+                let borrow = match access {
+                    Access::Read => tensor.storage().try_read(),
+                    Access::Write => tensor.storage().try_borrow(access),
+                };
+                let borrow = borrow.ok_or_else(|| busy(index))?;
                 borrows.push((index, borrow));
             }
         }
@@ -414,11 +419,11 @@ impl Context {
     }
 }
 
-/// The error of a call whose argument `index` is borrowed in a conflicting way where waiting would not help.
-pub(crate) fn busy(index: usize) -> RpcError {
+/// The error of a nested call whose argument `index` is borrowed in a conflicting way: waiting might be for its own caller.
+fn busy(index: usize) -> RpcError {
     RpcError::new(
         ErrorKind::Busy,
-        format!("the tensor in argument {index} is already borrowed by this call: one writer excludes all others"),
+        format!("the tensor in argument {index} is borrowed, and a nested call does not wait: one writer excludes others"),
     )
 }
 

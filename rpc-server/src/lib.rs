@@ -1,4 +1,20 @@
-//! Skeleton.
+//! What people run: the daemon `rpc-server`, the tool `rpc-cli`, and the library to embed a server.
+//!
+//! [`server`] is the daemon as a library, [`spawn`] runs it as a child process, [`builtins`] are the functions that every
+//! server has. [`config`] says what can be set, [`workspace`] keeps the files of sessions.
 
+#![forbid(unsafe_code)]
+
+pub mod builtins;
+pub mod config;
+pub mod exit;
+pub mod logging;
 pub mod npy;
+pub mod server;
+pub mod session;
+pub mod spawn;
 pub mod workspace;
+
+pub use config::{ServeConfig, ServeSettings};
+pub use server::{RpcServer, Running, ServerBuilder};
+pub use spawn::{ServerProcess, run_as_child_if_asked};

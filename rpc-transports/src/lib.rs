@@ -32,12 +32,19 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 pub mod address;
+mod channel_io;
 #[cfg(feature = "exec")]
 // Telling the kernel, between fork and exec, that a child must die with its parent.
 #[allow(unsafe_code)]
 pub mod child;
+mod client;
+mod connect;
 mod dispatch;
 pub mod memory;
+mod pattern;
+mod proxy;
+mod runtime;
+mod serve;
 #[cfg(feature = "tcp")]
 mod tcp;
 pub mod transport;
@@ -45,7 +52,11 @@ pub mod transport;
 mod unix;
 
 pub use address::{Address, AddressError, AddressKind};
+pub use client::ClientSession;
+pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};
+pub use proxy::ProxySession;
+pub use serve::{OpenRequest, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
 pub use transport::{
     BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, DialOptions, ListenOptions, Listener, TransportError,
 };

@@ -1,1 +1,13 @@
-//! Skeleton.
+//! Tests that cross crates. The centre is [`conformance`]: one suite over everything that implements
+//! [`RpcSession`](rpc_core::RpcSession), instantiated with one line for each transport.
+//!
+//! Read first [`fixture`] (where a session comes from), then [`scene`] (what a clause works with) and [`functions`] (what
+//! the origin serves).
+
+// A helper that panics has found what it was looking for.
+#![allow(clippy::unwrap_used)]
+
+pub mod conformance;
+pub mod fixture;
+pub mod functions;
+pub mod scene;

@@ -44,7 +44,6 @@ pub trait Spawner: Send + Sync {
 
 /// What a session may hold and queue. The defaults suit one client of a server that has several.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
 pub struct SessionLimits {
     /// Requests that are admitted and not complete; more wait for admission. 1,024.
     pub max_requests: usize,
@@ -521,14 +520,14 @@ impl Shared {
         let place = Arc::new(Mutex::new(Meeting::Nobody));
         let (this, meeting) = (self.clone(), place.clone());
         let resume = Box::new(move |borrows| {
-            let job = match std::mem::replace(&mut *lock(&meeting), Meeting::Nobody) {
-                Meeting::Job(job) => job,
-                _ => {
-                    *lock(&meeting) = Meeting::Borrows(borrows);
-                    return;
+            let mut meeting = lock(&meeting);
+            match std::mem::replace(&mut *meeting, Meeting::Nobody) {
+                Meeting::Job(job) => {
+                    drop(meeting);
+                    this.resume_lane(key, *job, borrows);
                 }
-            };
-            this.resume_lane(key, *job, borrows);
+                _ => *meeting = Meeting::Borrows(borrows),
+            }
         });
         match borrow_all(wanted, resume) {
             Err(error) => self.finish(job.responder, job.bytes, Err(error)),

@@ -1,0 +1,314 @@
+//! Files of a session's workspace, from the client's side: put, get, list, remove.
+//!
+//! A server that has a workspace registers the functions `rpc.file.*`; this is what calls them. Files travel in pieces of
+//! [`CHUNK`] bytes that follow each other closely, so a chain of hops streams them and memory stays bounded at both ends.
+//! A file that is being written has no name until it is complete, and belongs to the session until then: if either side
+//! stops midway, nothing of it stays.
+//!
+//! ```no_run
+//! # fn example(session: &rpc_core::Session) -> rpc_core::Result<()> {
+//! use rpc_core::files::Files;
+//!
+//! let files = Files::new(session);
+//! files.put_bytes("models/a.txt", "hello").wait()?;
+//! let mut copy = Vec::new();
+//! files.get("models/a.txt", &mut copy).wait()?;
+//! assert_eq!(copy, b"hello");
+//! # Ok(())
+//! # }
+//! ```
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::io::{self, Read, Write};
+use std::pin::Pin;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::blocking;
+use crate::convert::{FromReply, IntoArgs, Pack};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::remote::{Pending, RemoteFunction, RemoteObject, Session};
+use crate::session::Lane;
+use crate::transfer::CHUNK;
+
+/// How many pieces are under way at once: enough to fill two hops.
+const IN_FLIGHT: usize = 8;
+
+/// One file of a listing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// The path from the workspace's top on, with `/` between the names.
+    pub name: String,
+    /// The length in bytes.
+    pub size: u64,
+    /// When the file was last written to.
+    pub modified: SystemTime,
+}
+
+/// The files of a session's workspace.
+///
+/// Paths are relative, with `/` between names, and cannot lead out of the workspace. Every operation does nothing until it
+/// is awaited or [waited for](FileAction::wait).
+#[derive(Clone, Debug)]
+pub struct Files {
+    session: Session,
+    lane: Lane,
+}
+
+impl Files {
+    /// The files of `session`.
+    pub fn new(session: &Session) -> Self {
+        Self { session: session.clone(), lane: Lane::DEFAULT }
+    }
+
+    /// Moves all operations to `lane`; [`Lane::DEFAULT`] without this.
+    #[must_use]
+    pub fn lane(mut self, lane: Lane) -> Self {
+        self.lane = lane;
+        self
+    }
+
+    /// Writes all that `source` yields to the file `path`, which appears in one step when it is complete. The result is
+    /// the length in bytes.
+    ///
+    /// `source` is read on the thread that polls: if it may block for long, [`wait`](FileAction::wait) on a thread for it.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] for a path that leaves the workspace, or if the length is not the announced one;
+    /// [`ErrorKind::LimitExceeded`] if the quota is reached; [`ErrorKind::Io`] if `source` cannot be read;
+    /// [`ErrorKind::NotFound`] if the server exchanges no files. What was at `path` before is then still there.
+    pub fn put<'a>(&self, path: &str, source: impl Read + Send + 'a) -> FileAction<'a, u64> {
+        self.put_pieces(path, Reading { source })
+    }
+
+    /// As [`put`](Self::put), from memory, without copying it.
+    pub fn put_bytes(&self, path: &str, data: impl Into<Bytes>) -> FileAction<'static, u64> {
+        let data = data.into();
+        let len = data.len() as u64;
+        self.put_pieces(path, data).expect_len(len)
+    }
+
+    /// Reads the file `path` into `sink`. The result is the length in bytes.
+    ///
+    /// The file is read as it was when it was opened, even if another takes its place meanwhile. `sink` is written to on the
+    /// thread that polls, in order; after an error it holds the beginning of the file.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`] if there is no such file, [`ErrorKind::InvalidArgument`] for a path that leaves the
+    /// workspace, [`ErrorKind::Io`] if `sink` cannot be written to or the file became shorter while it was read.
+    pub fn get<'a>(&self, path: &str, mut sink: impl Write + Send + 'a) -> FileAction<'a, u64> {
+        let (this, path) = (self.clone(), path.to_owned());
+        FileAction::new(move |mut report, _| {
+            Box::pin(async move { this.download(&path, &mut sink, &mut report).await })
+        })
+    }
+
+    /// The files in the folder `dir` and in all folders below it, sorted by name; all files if `dir` is empty. The path of
+    /// a file gives that file alone.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`] if nothing is there, [`ErrorKind::InvalidArgument`] for a path that leaves the workspace.
+    pub fn ls(&self, dir: &str) -> FileAction<'static, Vec<FileEntry>> {
+        let (this, dir) = (self.clone(), dir.to_owned());
+        FileAction::new(move |_, _| {
+            Box::pin(async move {
+                let Pack(entries) = this.call_by_name("rpc.file.ls", (dir,)).await?;
+                Ok(entries)
+            })
+        })
+    }
+
+    /// Removes a file, or a folder with all that is in it.
+    ///
+    /// # Errors
+    ///
+    /// As [`ls`](Self::ls).
+    pub fn rm(&self, path: &str) -> FileAction<'static, ()> {
+        let (this, path) = (self.clone(), path.to_owned());
+        FileAction::new(move |_, _| Box::pin(async move { this.call_by_name("rpc.file.rm", (path,)).await }))
+    }
+
+    fn put_pieces<'a>(&self, path: &str, source: impl Pieces + 'a) -> FileAction<'a, u64> {
+        let (this, path) = (self.clone(), path.to_owned());
+        FileAction::new(move |mut report, len| {
+            Box::pin(async move { this.upload(&path, source, len, &mut report).await })
+        })
+    }
+
+    async fn upload(
+        &self,
+        path: &str,
+        mut source: impl Pieces,
+        len: Option<u64>,
+        report: &mut Report<'_>,
+    ) -> Result<u64> {
+        let names = ["rpc.file.begin_write", "rpc.file.write", "rpc.file.commit"];
+        let [begin, write, commit] = self.functions(names).await?;
+        // Dropped on every error below: that frees the writer, and with it what it has written.
+        let writer: RemoteObject = begin.call((path, len)).lane(self.lane).await?;
+        let (mut sent, mut done) = (0, 0);
+        let mut window: VecDeque<(u64, Pending<()>)> = VecDeque::with_capacity(IN_FLIGHT);
+        loop {
+            let piece = source.next_piece().map_err(|error| local_io("cannot read what is to be sent", &error))?;
+            if window.len() == IN_FLIGHT || piece.is_empty() {
+                let target = if piece.is_empty() { 0 } else { IN_FLIGHT - 1 };
+                while window.len() > target {
+                    let Some((end, pending)) = window.pop_front() else { break };
+                    pending.await?;
+                    done = end;
+                    report(done);
+                }
+            }
+            if piece.is_empty() {
+                break;
+            }
+            let end = sent + piece.len() as u64;
+            let mut pending = write.call((&writer, sent, piece)).lane(self.lane).start();
+            pending.admitted().await?;
+            window.push_back((end, pending));
+            sent = end;
+        }
+        commit.call::<()>((&writer,)).lane(self.lane).await?;
+        Ok(done)
+    }
+
+    async fn download(&self, path: &str, sink: &mut (impl Write + Send), report: &mut Report<'_>) -> Result<u64> {
+        let [open, read] = self.functions(["rpc.file.open", "rpc.file.read"]).await?;
+        let (reader, len): (RemoteObject, u64) = open.call((path,)).lane(self.lane).await?;
+        let mut window: VecDeque<(u64, Pending<Bytes>)> = VecDeque::with_capacity(IN_FLIGHT);
+        let (mut asked, mut done) = (0, 0);
+        while done < len {
+            while asked < len && window.len() < IN_FLIGHT {
+                let piece = (len - asked).min(CHUNK as u64);
+                let mut pending = read.call((&reader, asked, piece)).lane(self.lane).start();
+                pending.admitted().await?;
+                window.push_back((piece, pending));
+                asked += piece;
+            }
+            let Some((expected, pending)) = window.pop_front() else { break };
+            let piece = pending.await?;
+            if piece.len() as u64 != expected {
+                let got = done + piece.len() as u64;
+                let message =
+                    format!("'{path}' changed while it was read: it had {len} bytes, and now ends after {got}");
+                return Err(RpcError::new(ErrorKind::Io, message));
+            }
+            sink.write_all(&piece).map_err(|error| local_io("cannot store what was received", &error))?;
+            done += expected;
+            report(done);
+        }
+        sink.flush().map_err(|error| local_io("cannot store what was received", &error))?;
+        Ok(done)
+    }
+
+    /// Several functions in one round trip.
+    async fn functions<const N: usize>(&self, names: [&str; N]) -> Result<[RemoteFunction; N]> {
+        let pending = names.map(|name| self.session.get_function(name).lane(self.lane).start());
+        let mut functions = Vec::with_capacity(N);
+        for function in pending {
+            functions.push(function.await?);
+        }
+        functions.try_into().map_err(|_| RpcError::internal("as many functions as names"))
+    }
+
+    async fn call_by_name<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> Result<R> {
+        let function = self.session.get_function(name).lane(self.lane).await?;
+        function.call(args).lane(self.lane).await
+    }
+}
+
+/// Told the bytes that have arrived so far.
+type Report<'a> = Box<dyn FnMut(u64) + Send + 'a>;
+
+type FileFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
+
+/// What will be done, given the progress report and the announced length.
+type Start<'a, T> = Box<dyn FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a>;
+
+/// An operation on files that has not been started: await it, or [`wait`](Self::wait) for it. Dropping the future stops the
+/// transfer: an upload leaves no file then.
+#[must_use = "a file operation does nothing until it is awaited or waited for"]
+pub struct FileAction<'a, T> {
+    start: Start<'a, T>,
+    report: Report<'a>,
+    len: Option<u64>,
+}
+
+impl<'a, T> FileAction<'a, T> {
+    fn new(start: impl FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a) -> Self {
+        Self { start: Box::new(start), report: Box::new(|_| {}), len: None }
+    }
+
+    /// Calls `progress` with the bytes that have arrived so far, after each piece. Listings and removals call it never.
+    pub fn progress(mut self, progress: impl FnMut(u64) + Send + 'a) -> Self {
+        self.report = Box::new(progress);
+        self
+    }
+
+    /// Announces the length of an upload: the quota is claimed at once, and a file of any other length is an error. Other
+    /// operations ignore it.
+    pub fn expect_len(mut self, bytes: u64) -> Self {
+        self.len = Some(bytes);
+        self
+    }
+
+    /// Performs the operation on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// The operation's own; and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    pub fn wait(self) -> Result<T> {
+        blocking::block_on(self.into_future())?
+    }
+}
+
+impl<'a, T> IntoFuture for FileAction<'a, T> {
+    type Output = Result<T>;
+    type IntoFuture = FileFuture<'a, T>;
+
+    fn into_future(self) -> FileFuture<'a, T> {
+        (self.start)(self.report, self.len)
+    }
+}
+
+impl<T> fmt::Debug for FileAction<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FileAction")
+    }
+}
+
+/// Where an upload comes from.
+trait Pieces: Send {
+    /// The next piece, no larger than [`CHUNK`]; empty at the end.
+    fn next_piece(&mut self) -> io::Result<Bytes>;
+}
+
+impl Pieces for Bytes {
+    fn next_piece(&mut self) -> io::Result<Bytes> {
+        Ok(self.split_to(self.len().min(CHUNK)))
+    }
+}
+
+struct Reading<R> {
+    source: R,
+}
+
+impl<R: Read + Send> Pieces for Reading<R> {
+    fn next_piece(&mut self) -> io::Result<Bytes> {
+        let mut piece = Vec::with_capacity(CHUNK);
+        // `take` retries interrupted reads, and stops at the end of the piece or of the source.
+        self.source.by_ref().take(CHUNK as u64).read_to_end(&mut piece)?;
+        Ok(piece.into())
+    }
+}
+
+fn local_io(what: &str, error: &io::Error) -> RpcError {
+    RpcError::new(ErrorKind::Io, format!("{what}: {error}"))
+}

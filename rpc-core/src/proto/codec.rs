@@ -1,0 +1,563 @@
+//! Values as bytes: MessagePack, with extension types for what MessagePack has no word for.
+//!
+//! Bulk bytes are not in the MessagePack at all. A bytes value is written as its length; the bytes themselves follow in
+//! the frame's payload, in the order of the values, so that they are never copied into a body.
+//!
+//! | extension | value | content, little-endian |
+//! | --- | --- | --- |
+//! | 1 | bytes | u64 length in the payload |
+//! | 2 | shape | i64 each |
+//! | 3 | dtype | u8 code, u8 bits, u16 lanes |
+//! | 4 | device | i32 kind, i32 index |
+//! | 5 | packed | MessagePack |
+//! | 6 | function | u64 handle |
+//! | 7 | module | u64 handle |
+//! | 8 | object | u64 handle |
+//! | 9 | tensor | u64 handle, u64 byte offset, dtype, device, u8 dimensions, u8 1 if strides follow, i64 each of shape and strides |
+
+use bytes::Bytes;
+
+use crate::dlpack::{DataType, DataTypeCode, Device, DeviceType};
+use crate::error::{ErrorKind, RpcError};
+use crate::handle::Handle;
+use crate::tensor::MAX_DIMENSIONS;
+use crate::value::{MAX_DEPTH, Packed, Reference, TensorRef, Value};
+
+/// What is wrong with a body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CodecError {
+    /// The body ends inside of a value.
+    #[error("the body ends inside of a value")]
+    Truncated,
+    /// The body goes on behind its last value, or the payload is longer than its values.
+    #[error("{0} bytes are left over")]
+    Trailing(usize),
+    /// A marker or an extension type that has no meaning here.
+    #[error("unexpected marker {0:#04x}")]
+    Unexpected(u8),
+    /// A string that is not UTF-8.
+    #[error("a string is not UTF-8")]
+    NotUtf8,
+    /// Lists within lists within lists.
+    #[error("values are nested deeper than {MAX_DEPTH}")]
+    TooDeep,
+    /// A number out of its range.
+    #[error("a number is out of range")]
+    OutOfRange,
+    /// An operation that this version does not know. The request can be refused, and the session goes on.
+    #[error("unknown operation {0}")]
+    UnknownOperation(u64),
+}
+
+impl From<CodecError> for RpcError {
+    fn from(error: CodecError) -> Self {
+        let kind =
+            if let CodecError::UnknownOperation(_) = error { ErrorKind::Unsupported } else { ErrorKind::Protocol };
+        Self::new(kind, error.to_string())
+    }
+}
+
+type Result<T> = std::result::Result<T, CodecError>;
+
+const EXT_BYTES: u8 = 1;
+const EXT_SHAPE: u8 = 2;
+const EXT_DTYPE: u8 = 3;
+const EXT_DEVICE: u8 = 4;
+const EXT_PACKED: u8 = 5;
+const EXT_FUNCTION: u8 = 6;
+const EXT_MODULE: u8 = 7;
+const EXT_OBJECT: u8 = 8;
+const EXT_TENSOR: u8 = 9;
+
+/// Writes a message: the body, and what goes into the payload.
+#[derive(Debug, Default)]
+pub(crate) struct Writer {
+    pub(crate) body: Vec<u8>,
+    pub(crate) payload: Vec<Bytes>,
+    /// Set when something was written that no receiver would take: the message must not be sent.
+    pub(crate) invalid: Option<&'static str>,
+    pub(super) depth: usize,
+}
+
+impl Writer {
+    pub(crate) fn nil(&mut self) {
+        self.body.push(0xc0);
+    }
+
+    pub(crate) fn bool(&mut self, value: bool) {
+        self.body.push(if value { 0xc3 } else { 0xc2 });
+    }
+
+    pub(crate) fn uint(&mut self, value: u64) {
+        match value {
+            0..=0x7f => self.body.push(value as u8),
+            0x80..=0xff => self.body.extend_from_slice(&[0xcc, value as u8]),
+            0x100..=0xffff => self.tagged(0xcd, &(value as u16).to_be_bytes()),
+            0x1_0000..=0xffff_ffff => self.tagged(0xce, &(value as u32).to_be_bytes()),
+            _ => self.tagged(0xcf, &value.to_be_bytes()),
+        }
+    }
+
+    pub(crate) fn int(&mut self, value: i64) {
+        match value {
+            0.. => self.uint(value.unsigned_abs()),
+            -32..0 => self.body.push(value as i8 as u8),
+            -0x80..-32 => self.body.extend_from_slice(&[0xd0, value as i8 as u8]),
+            -0x8000..-0x80 => self.tagged(0xd1, &(value as i16).to_be_bytes()),
+            -0x8000_0000..-0x8000 => self.tagged(0xd2, &(value as i32).to_be_bytes()),
+            _ => self.tagged(0xd3, &value.to_be_bytes()),
+        }
+    }
+
+    pub(crate) fn str(&mut self, text: &str) {
+        match text.len() {
+            len @ 0..=31 => self.body.push(0xa0 | len as u8),
+            len @ 32..=0xff => self.body.extend_from_slice(&[0xd9, len as u8]),
+            len @ 0x100..=0xffff => self.tagged(0xda, &(len as u16).to_be_bytes()),
+            len => self.tagged(0xdb, &(len as u32).to_be_bytes()),
+        }
+        self.body.extend_from_slice(text.as_bytes());
+    }
+
+    pub(crate) fn array(&mut self, len: usize) {
+        match len {
+            0..=15 => self.body.push(0x90 | len as u8),
+            16..=0xffff => self.tagged(0xdc, &(len as u16).to_be_bytes()),
+            _ => self.tagged(0xdd, &(len as u32).to_be_bytes()),
+        }
+    }
+
+    fn tagged(&mut self, marker: u8, bytes: &[u8]) {
+        self.body.push(marker);
+        self.body.extend_from_slice(bytes);
+    }
+
+    fn ext(&mut self, kind: u8, len: usize) {
+        match len {
+            1 => self.body.extend_from_slice(&[0xd4, kind]),
+            2 => self.body.extend_from_slice(&[0xd5, kind]),
+            4 => self.body.extend_from_slice(&[0xd6, kind]),
+            8 => self.body.extend_from_slice(&[0xd7, kind]),
+            16 => self.body.extend_from_slice(&[0xd8, kind]),
+            0..=0xff => self.body.extend_from_slice(&[0xc7, len as u8, kind]),
+            0x100..=0xffff => {
+                self.tagged(0xc8, &(len as u16).to_be_bytes());
+                self.body.push(kind);
+            }
+            _ => {
+                self.tagged(0xc9, &(len as u32).to_be_bytes());
+                self.body.push(kind);
+            }
+        }
+    }
+
+    pub(crate) fn handle(&mut self, handle: Handle) {
+        self.uint(handle.to_bits());
+    }
+
+    fn reference(&mut self, kind: u8, handle: Handle) {
+        self.ext(kind, 8);
+        self.body.extend_from_slice(&handle.to_bits().to_le_bytes());
+    }
+
+    pub(crate) fn bytes(&mut self, bytes: &Bytes) {
+        self.ext(EXT_BYTES, 8);
+        self.body.extend_from_slice(&(bytes.len() as u64).to_le_bytes());
+        if !bytes.is_empty() {
+            self.payload.push(bytes.clone());
+        }
+    }
+
+    pub(crate) fn dtype(&mut self, dtype: DataType) {
+        self.ext(EXT_DTYPE, 4);
+        self.dtype_content(dtype);
+    }
+
+    fn dtype_content(&mut self, dtype: DataType) {
+        self.body.extend_from_slice(&[dtype.code.0, dtype.bits]);
+        self.body.extend_from_slice(&dtype.lanes.to_le_bytes());
+    }
+
+    pub(crate) fn device(&mut self, device: Device) {
+        self.ext(EXT_DEVICE, 8);
+        self.device_content(device);
+    }
+
+    fn device_content(&mut self, device: Device) {
+        self.body.extend_from_slice(&device.kind.0.to_le_bytes());
+        self.body.extend_from_slice(&device.index.to_le_bytes());
+    }
+
+    pub(crate) fn shape(&mut self, shape: &[i64]) {
+        self.ext(EXT_SHAPE, 8 * shape.len());
+        self.dimensions(shape);
+    }
+
+    fn dimensions(&mut self, dimensions: &[i64]) {
+        for dimension in dimensions {
+            self.body.extend_from_slice(&dimension.to_le_bytes());
+        }
+    }
+
+    pub(crate) fn tensor(&mut self, tensor: &TensorRef) {
+        let strides = tensor.strides.as_deref().unwrap_or_default();
+        if tensor.shape.len() > MAX_DIMENSIONS {
+            self.invalid = Some("a tensor has more dimensions than a session takes");
+        } else if tensor.strides.is_some() && strides.len() != tensor.shape.len() {
+            self.invalid = Some("a tensor has not as many strides as dimensions");
+        }
+        // Whatever is written must not wrap, although it will not be sent.
+        let shape = &tensor.shape[..tensor.shape.len().min(u8::MAX.into())];
+        let strides = &strides[..strides.len().min(shape.len())];
+        self.ext(EXT_TENSOR, 30 + 8 * (shape.len() + strides.len()));
+        self.body.extend_from_slice(&tensor.storage.to_bits().to_le_bytes());
+        self.body.extend_from_slice(&tensor.byte_offset.to_le_bytes());
+        self.dtype_content(tensor.dtype);
+        self.device_content(tensor.device);
+        self.body.extend_from_slice(&[shape.len() as u8, tensor.strides.is_some().into()]);
+        self.dimensions(shape);
+        self.dimensions(strides);
+    }
+
+    /// The arguments of a call: a list, one level deep.
+    pub(crate) fn args(&mut self, args: &[Value]) {
+        self.array(args.len());
+        self.depth += 1;
+        args.iter().for_each(|arg| self.value(arg));
+        self.depth -= 1;
+    }
+
+    pub(crate) fn value(&mut self, value: &Value) {
+        match value {
+            Value::Null => self.nil(),
+            Value::Bool(value) => self.bool(*value),
+            Value::Int(value) => self.int(*value),
+            Value::Float(value) => self.tagged(0xcb, &value.to_be_bytes()),
+            Value::Str(text) => self.str(text),
+            Value::Bytes(bytes) => self.bytes(bytes),
+            Value::Shape(shape) => self.shape(shape),
+            Value::DataType(dtype) => self.dtype(*dtype),
+            Value::Device(device) => self.device(*device),
+            Value::List(values) => {
+                self.array(values.len());
+                if self.depth >= MAX_DEPTH {
+                    self.invalid = Some("values are nested too deeply");
+                    return;
+                }
+                self.depth += 1;
+                values.iter().for_each(|value| self.value(value));
+                self.depth -= 1;
+            }
+            Value::Packed(packed) => {
+                self.ext(EXT_PACKED, packed.as_bytes().len());
+                self.body.extend_from_slice(packed.as_bytes());
+            }
+            Value::Object(Reference::Function(handle)) => self.reference(EXT_FUNCTION, *handle),
+            Value::Object(Reference::Module(handle)) => self.reference(EXT_MODULE, *handle),
+            Value::Object(Reference::Object(handle)) => self.reference(EXT_OBJECT, *handle),
+            Value::Object(Reference::Tensor(tensor)) => self.tensor(tensor),
+        }
+    }
+}
+
+/// Reads a message.
+#[derive(Debug)]
+pub(crate) struct Reader<'a> {
+    body: &'a [u8],
+    payload: Bytes,
+}
+
+impl<'a> Reader<'a> {
+    pub(crate) fn new(body: &'a [u8], payload: Bytes) -> Self {
+        Self { body, payload }
+    }
+
+    /// Checks that nothing is left over.
+    pub(crate) fn finish(self) -> Result<()> {
+        match self.body.len() + self.payload.len() {
+            0 => Ok(()),
+            left => Err(CodecError::Trailing(left)),
+        }
+    }
+
+    fn take(&mut self, len: usize) -> Result<&'a [u8]> {
+        let (taken, rest) = self.body.split_at_checked(len).ok_or(CodecError::Truncated)?;
+        self.body = rest;
+        Ok(taken)
+    }
+
+    fn fixed<const N: usize>(&mut self) -> Result<[u8; N]> {
+        self.take(N)?.try_into().map_err(|_| CodecError::Truncated)
+    }
+
+    fn byte(&mut self) -> Result<u8> {
+        Ok(self.fixed::<1>()?[0])
+    }
+
+    fn peek(&self) -> Result<u8> {
+        self.body.first().copied().ok_or(CodecError::Truncated)
+    }
+
+    /// A big-endian number of `width` bytes.
+    fn number(&mut self, width: usize) -> Result<u64> {
+        Ok(self.take(width)?.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
+    }
+
+    fn number_len(&mut self, width: usize) -> Result<usize> {
+        usize::try_from(self.number(width)?).map_err(|_| CodecError::OutOfRange)
+    }
+
+    /// Whether the next value is nil; it is consumed then.
+    pub(crate) fn nil(&mut self) -> Result<bool> {
+        let nil = self.peek()? == 0xc0;
+        if nil {
+            self.byte()?;
+        }
+        Ok(nil)
+    }
+
+    pub(crate) fn uint(&mut self) -> Result<u64> {
+        match self.byte()? {
+            small @ 0..=0x7f => Ok(small.into()),
+            marker @ 0xcc..=0xcf => self.number(1 << (marker - 0xcc)),
+            other => Err(CodecError::Unexpected(other)),
+        }
+    }
+
+    pub(crate) fn handle(&mut self) -> Result<Handle> {
+        self.uint().map(Handle::from_bits)
+    }
+
+    pub(crate) fn array(&mut self) -> Result<usize> {
+        match self.byte()? {
+            marker @ 0x90..=0x9f => Ok((marker & 0x0f).into()),
+            0xdc => self.number_len(2),
+            0xdd => self.number_len(4),
+            other => Err(CodecError::Unexpected(other)),
+        }
+    }
+
+    pub(crate) fn map(&mut self) -> Result<usize> {
+        match self.byte()? {
+            marker @ 0x80..=0x8f => Ok((marker & 0x0f).into()),
+            0xde => self.number_len(2),
+            0xdf => self.number_len(4),
+            other => Err(CodecError::Unexpected(other)),
+        }
+    }
+
+    pub(crate) fn str(&mut self) -> Result<String> {
+        let marker = self.byte()?;
+        self.str_after(marker)
+    }
+
+    fn str_after(&mut self, marker: u8) -> Result<String> {
+        let len = match marker {
+            0xa0..=0xbf => (marker & 0x1f).into(),
+            0xd9 => self.number_len(1)?,
+            0xda => self.number_len(2)?,
+            0xdb => self.number_len(4)?,
+            other => return Err(CodecError::Unexpected(other)),
+        };
+        let text = std::str::from_utf8(self.take(len)?).map_err(|_| CodecError::NotUtf8)?;
+        Ok(text.to_owned())
+    }
+
+    /// The type and content of an extension.
+    fn ext_after(&mut self, marker: u8) -> Result<(u8, Reader<'a>)> {
+        let len = match marker {
+            0xd4..=0xd8 => 1 << (marker - 0xd4),
+            0xc7 => self.number_len(1)?,
+            0xc8 => self.number_len(2)?,
+            0xc9 => self.number_len(4)?,
+            other => return Err(CodecError::Unexpected(other)),
+        };
+        let kind = self.byte()?;
+        Ok((kind, Reader::new(self.take(len)?, Bytes::new())))
+    }
+
+    fn ext(&mut self, expected: u8) -> Result<Reader<'a>> {
+        let marker = self.byte()?;
+        match self.ext_after(marker)? {
+            (kind, content) if kind == expected => Ok(content),
+            (kind, _) => Err(CodecError::Unexpected(kind)),
+        }
+    }
+
+    pub(crate) fn bytes(&mut self) -> Result<Bytes> {
+        let content = self.ext(EXT_BYTES)?;
+        self.bytes_content(content)
+    }
+
+    /// The length of a bytes value whose payload is not here.
+    pub(crate) fn bytes_len(&mut self) -> Result<u64> {
+        let mut content = self.ext(EXT_BYTES)?;
+        let len = content.le64()?;
+        content.finish()?;
+        Ok(len)
+    }
+
+    fn bytes_content(&mut self, mut content: Reader<'_>) -> Result<Bytes> {
+        let len = content.le64()?;
+        content.finish()?;
+        match usize::try_from(len) {
+            Ok(len) if len <= self.payload.len() => Ok(self.payload.split_to(len)),
+            _ => Err(CodecError::Truncated),
+        }
+    }
+
+    fn le64(&mut self) -> Result<u64> {
+        self.fixed().map(u64::from_le_bytes)
+    }
+
+    pub(crate) fn dtype(&mut self) -> Result<DataType> {
+        let mut content = self.ext(EXT_DTYPE)?;
+        let dtype = content.dtype_content()?;
+        content.finish()?;
+        Ok(dtype)
+    }
+
+    fn dtype_content(&mut self) -> Result<DataType> {
+        let [code, bits, low, high] = self.fixed()?;
+        Ok(DataType { code: DataTypeCode(code), bits, lanes: u16::from_le_bytes([low, high]) })
+    }
+
+    pub(crate) fn device(&mut self) -> Result<Device> {
+        let mut content = self.ext(EXT_DEVICE)?;
+        let device = content.device_content()?;
+        content.finish()?;
+        Ok(device)
+    }
+
+    fn device_content(&mut self) -> Result<Device> {
+        let (kind, index) = (self.fixed().map(i32::from_le_bytes)?, self.fixed().map(i32::from_le_bytes)?);
+        Ok(Device::new(DeviceType(kind), index))
+    }
+
+    pub(crate) fn shape(&mut self) -> Result<Vec<i64>> {
+        let content = self.ext(EXT_SHAPE)?;
+        content.shape_content()
+    }
+
+    fn shape_content(mut self) -> Result<Vec<i64>> {
+        if self.body.len() % 8 != 0 {
+            return Err(CodecError::Truncated);
+        }
+        self.dimensions(self.body.len() / 8)
+    }
+
+    fn dimensions(&mut self, count: usize) -> Result<Vec<i64>> {
+        let bytes = self.take(8 * count)?;
+        Ok(bytes.chunks_exact(8).map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap_or_default())).collect())
+    }
+
+    pub(crate) fn tensor(&mut self) -> Result<TensorRef> {
+        let content = self.ext(EXT_TENSOR)?;
+        content.tensor_content()
+    }
+
+    fn tensor_content(mut self) -> Result<TensorRef> {
+        let (storage, byte_offset) = (Handle::from_bits(self.le64()?), self.le64()?);
+        let (dtype, device) = (self.dtype_content()?, self.device_content()?);
+        let [dimensions, strided] = self.fixed()?;
+        let dimensions = usize::from(dimensions);
+        if dimensions > MAX_DIMENSIONS || strided > 1 {
+            return Err(CodecError::OutOfRange);
+        }
+        let shape = self.dimensions(dimensions)?;
+        let strides = if strided == 1 { Some(self.dimensions(dimensions)?) } else { None };
+        self.finish()?;
+        Ok(TensorRef { storage, byte_offset, shape, strides, dtype, device })
+    }
+
+    fn reference_content(mut self) -> Result<Handle> {
+        let handle = Handle::from_bits(self.le64()?);
+        self.finish()?;
+        Ok(handle)
+    }
+
+    pub(crate) fn value(&mut self, depth: usize) -> Result<Value> {
+        if depth > MAX_DEPTH {
+            return Err(CodecError::TooDeep);
+        }
+        let marker = self.byte()?;
+        Ok(match marker {
+            0xc0 => Value::Null,
+            0xc2 => Value::Bool(false),
+            0xc3 => Value::Bool(true),
+            0x00..=0x7f => Value::Int(marker.into()),
+            0xe0..=0xff => Value::Int((marker as i8).into()),
+            0xcc..=0xcf => {
+                let number = self.number(1 << (marker - 0xcc))?;
+                Value::Int(i64::try_from(number).map_err(|_| CodecError::OutOfRange)?)
+            }
+            0xd0 => Value::Int((self.number(1)? as i8).into()),
+            0xd1 => Value::Int((self.number(2)? as i16).into()),
+            0xd2 => Value::Int((self.number(4)? as i32).into()),
+            0xd3 => Value::Int(self.number(8)? as i64),
+            0xca => Value::Float(f32::from_bits(self.number(4)? as u32).into()),
+            0xcb => Value::Float(f64::from_bits(self.number(8)?)),
+            0xa0..=0xbf | 0xd9..=0xdb => Value::Str(self.str_after(marker)?),
+            0x90..=0x9f => self.list((marker & 0x0f).into(), depth)?,
+            0xdc => {
+                let len = self.number_len(2)?;
+                self.list(len, depth)?
+            }
+            0xdd => {
+                let len = self.number_len(4)?;
+                self.list(len, depth)?
+            }
+            _ => {
+                let (kind, mut content) = self.ext_after(marker)?;
+                match kind {
+                    EXT_BYTES => Value::Bytes(self.bytes_content(content)?),
+                    EXT_SHAPE => Value::Shape(content.shape_content()?),
+                    EXT_DTYPE => {
+                        let dtype = content.dtype_content()?;
+                        content.finish()?;
+                        Value::DataType(dtype)
+                    }
+                    EXT_DEVICE => {
+                        let device = content.device_content()?;
+                        content.finish()?;
+                        Value::Device(device)
+                    }
+                    EXT_PACKED => Value::Packed(Packed::from_bytes(Bytes::copy_from_slice(content.body))),
+                    EXT_FUNCTION => Value::Object(Reference::Function(content.reference_content()?)),
+                    EXT_MODULE => Value::Object(Reference::Module(content.reference_content()?)),
+                    EXT_OBJECT => Value::Object(Reference::Object(content.reference_content()?)),
+                    EXT_TENSOR => Value::Object(Reference::Tensor(content.tensor_content()?)),
+                    other => return Err(CodecError::Unexpected(other)),
+                }
+            }
+        })
+    }
+
+    fn list(&mut self, len: usize, depth: usize) -> Result<Value> {
+        // Every element takes at least a byte, so a length beyond the body is a lie that must not reserve memory.
+        if len > self.body.len() {
+            return Err(CodecError::Truncated);
+        }
+        (0..len).map(|_| self.value(depth + 1)).collect::<Result<_>>().map(Value::List)
+    }
+}
+
+/// A value as body and payload.
+pub fn encode_value(value: &Value) -> (Vec<u8>, Vec<Bytes>) {
+    let mut writer = Writer::default();
+    writer.value(value);
+    (writer.body, writer.payload)
+}
+
+/// Reads what [`encode_value`] wrote.
+///
+/// # Errors
+///
+/// Anything malformed. Nothing larger than the input is ever reserved.
+pub fn decode_value(body: &[u8], payload: Bytes) -> Result<Value> {
+    let mut reader = Reader::new(body, payload);
+    let value = reader.value(0)?;
+    reader.finish()?;
+    Ok(value)
+}

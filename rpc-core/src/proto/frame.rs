@@ -1,0 +1,230 @@
+//! Frames: the fixed header in front of every piece of a message.
+//!
+//! All numbers are little-endian.
+//!
+//! | offset | width | field | range |
+//! | --- | --- | --- | --- |
+//! | 0 | 4 | bytes of body that follow | ≤ [`MAX_BODY_PART`] |
+//! | 4 | 4 | bytes of payload behind the body | ≤ the receiver's chunk |
+//! | 8 | 8 | request id; 0 where there is none | |
+//! | 16 | 4 | lane | |
+//! | 20 | 1 | kind | [`Kind`] |
+//! | 21 | 1 | flags: bit 0, the message goes on in another frame | others are 0 |
+//! | 22 | 2 | reserved | 0 |
+
+use crate::error::{ErrorKind, RpcError};
+
+/// The bytes of a header.
+pub const HEADER_LEN: usize = 24;
+
+/// The most body that one frame carries; a longer body goes on in further frames.
+pub const MAX_BODY_PART: usize = 64 << 10;
+
+const FLAG_MORE: u8 = 1;
+
+/// What a frame is. The numbers are those on the wire; 48 and above are left to later versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum Kind {
+    /// Handshake: what a side offers.
+    Hello = 1,
+    /// Handshake: a side is content.
+    Accept = 2,
+    /// Handshake: a side refuses, and closes.
+    Reject = 3,
+    /// Handshake: one round of the proof of identity.
+    Proof = 4,
+    /// A request of the client.
+    Request = 16,
+    /// The terminal reply to a request that succeeded.
+    Reply = 17,
+    /// The terminal reply to a request that failed.
+    Error = 18,
+    /// Asks for a [`Kind::Pong`].
+    Ping = 32,
+    /// Answers a [`Kind::Ping`].
+    Pong = 33,
+    /// Nobody waits for a request any more.
+    Cancel = 34,
+    /// Objects that the client has let go.
+    Free = 35,
+    /// The receiver may send this much more.
+    Credit = 36,
+    /// The server takes no new requests.
+    GoAway = 37,
+    /// The session ends; nothing follows from this side.
+    Close = 38,
+}
+
+impl Kind {
+    const ALL: [Self; 14] = [
+        Self::Hello,
+        Self::Accept,
+        Self::Reject,
+        Self::Proof,
+        Self::Request,
+        Self::Reply,
+        Self::Error,
+        Self::Ping,
+        Self::Pong,
+        Self::Cancel,
+        Self::Free,
+        Self::Credit,
+        Self::GoAway,
+        Self::Close,
+    ];
+
+    fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u8 == code)
+    }
+
+    /// Whether frames of this kind carry parts of a message that may be long.
+    pub(crate) fn is_data(self) -> bool {
+        matches!(self, Self::Request | Self::Reply | Self::Error)
+    }
+}
+
+/// A frame's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// Bytes of body that follow.
+    pub body_len: u32,
+    /// Bytes of payload that follow the body.
+    pub payload_len: u32,
+    /// The request's number.
+    pub id: u64,
+    /// The request's lane.
+    pub lane: u32,
+    /// What the frame is.
+    pub kind: Kind,
+    /// Whether the message goes on in another frame.
+    pub more: bool,
+}
+
+/// What is wrong with a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// A kind that this version does not know.
+    #[error("unknown frame kind {0}")]
+    UnknownKind(u8),
+    /// A flag that this version does not know, or one that does not fit the kind.
+    #[error("flags {flags:#04x} do not fit a frame of kind {kind:?}")]
+    BadFlags {
+        /// The kind.
+        kind: Kind,
+        /// The flags.
+        flags: u8,
+    },
+    /// Something other than 0 in the reserved field.
+    #[error("the reserved field holds {0:#06x}")]
+    Reserved(u16),
+    /// A body above the limit.
+    #[error("a frame body of {got} bytes is above the limit of {limit}")]
+    BodyTooLong {
+        /// The limit.
+        limit: usize,
+        /// The length that the header claims.
+        got: u32,
+    },
+    /// A payload above the limit.
+    #[error("a frame payload of {got} bytes is above the limit of {limit}")]
+    PayloadTooLong {
+        /// The limit.
+        limit: usize,
+        /// The length that the header claims.
+        got: u32,
+    },
+}
+
+impl From<FrameError> for RpcError {
+    fn from(error: FrameError) -> Self {
+        Self::new(ErrorKind::Protocol, error.to_string())
+    }
+}
+
+impl FrameHeader {
+    /// A header without id and lane.
+    pub fn control(kind: Kind, body_len: u32) -> Self {
+        Self { body_len, payload_len: 0, id: 0, lane: 0, kind, more: false }
+    }
+
+    /// The header's bytes.
+    pub fn encode(&self) -> [u8; HEADER_LEN] {
+        let mut bytes = [0; HEADER_LEN];
+        bytes[0..4].copy_from_slice(&self.body_len.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.payload_len.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.id.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.lane.to_le_bytes());
+        bytes[20] = self.kind as u8;
+        bytes[21] = if self.more { FLAG_MORE } else { 0 };
+        bytes
+    }
+
+    /// Reads a header, and checks its lengths before anybody reserves memory for them.
+    ///
+    /// # Errors
+    ///
+    /// Everything that [`FrameError`] lists.
+    pub fn decode(bytes: &[u8; HEADER_LEN], max_body: usize, max_payload: usize) -> Result<Self, FrameError> {
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let kind = Kind::from_code(bytes[20]).ok_or(FrameError::UnknownKind(bytes[20]))?;
+        let flags = bytes[21];
+        let more = flags & FLAG_MORE != 0;
+        if flags & !FLAG_MORE != 0 || (more && !kind.is_data()) {
+            return Err(FrameError::BadFlags { kind, flags });
+        }
+        let reserved = u16::from_le_bytes([bytes[22], bytes[23]]);
+        if reserved != 0 {
+            return Err(FrameError::Reserved(reserved));
+        }
+        let (body_len, payload_len) = (u32_at(0), u32_at(4));
+        if body_len as usize > max_body {
+            return Err(FrameError::BodyTooLong { limit: max_body, got: body_len });
+        }
+        let max_payload = if kind.is_data() { max_payload } else { 0 };
+        if payload_len as usize > max_payload {
+            return Err(FrameError::PayloadTooLong { limit: max_payload, got: payload_len });
+        }
+        let id = u64::from(u32_at(8)) | u64::from(u32_at(12)) << 32;
+        Ok(Self { body_len, payload_len, id, lane: u32_at(16), kind, more })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn golden_header() {
+        let header = FrameHeader { body_len: 5, payload_len: 0x0010_0000, id: 0x0102_0304_0506_0708, lane: 9, kind: Kind::Request, more: true };
+        let bytes = header.encode();
+        assert_eq!(
+            bytes,
+            [5, 0, 0, 0, 0, 0, 0x10, 0, 8, 7, 6, 5, 4, 3, 2, 1, 9, 0, 0, 0, 16, 1, 0, 0],
+        );
+        assert_eq!(FrameHeader::decode(&bytes, 100, 1 << 20), Ok(header));
+    }
+
+    #[test]
+    fn lengths_above_the_limit_are_refused_before_anything_is_reserved() {
+        let mut bytes = FrameHeader::control(Kind::Request, 101).encode();
+        assert_eq!(FrameHeader::decode(&bytes, 100, 10), Err(FrameError::BodyTooLong { limit: 100, got: 101 }));
+        bytes[0] = 0;
+        bytes[4] = 11;
+        assert_eq!(FrameHeader::decode(&bytes, 100, 10), Err(FrameError::PayloadTooLong { limit: 10, got: 11 }));
+        bytes[20] = Kind::Ping as u8;
+        assert_eq!(FrameHeader::decode(&bytes, 100, 100), Err(FrameError::PayloadTooLong { limit: 0, got: 11 }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_decode_to_an_error_or_to_what_encodes_to_them(bytes: [u8; HEADER_LEN]) {
+            if let Ok(header) = FrameHeader::decode(&bytes, MAX_BODY_PART, 1 << 20) {
+                prop_assert_eq!(header.encode(), bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! What client and server have in common: frames in and out, long messages, keep-alive.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use bytes::{Buf, Bytes, BytesMut};
+
+use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
+use super::handshake::Negotiated;
+use super::output::Output;
+use super::pool::{BufferPool, PooledBuffer};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::session::InPlaceWrite;
+
+/// Payloads from this size on are received straight into the memory where they belong.
+const BULK: usize = 16 << 10;
+
+/// Messages up to this size, body and payload, need no credit in bytes: their number is limited already.
+pub(super) const SMALL: usize = 4 << 10;
+
+/// How many silent keep-alive intervals mean that the peer is gone.
+const SILENT_INTERVALS: u32 = 3;
+
+/// How a channel is watched.
+#[derive(Clone, Copy, Debug)]
+pub struct LinkConfig {
+    /// A channel on which nothing was received for this long is tested with a ping, and is given up after three times as
+    /// long. 5 seconds.
+    pub keep_alive: Duration,
+}
+
+impl Default for LinkConfig {
+    fn default() -> Self {
+        Self { keep_alive: Duration::from_secs(5) }
+    }
+}
+
+/// A message, or a frame without payload, that has arrived whole.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    pub(super) kind: Kind,
+    pub(super) id: u64,
+    pub(super) lane: u32,
+    pub(super) body: Bytes,
+    pub(super) payload: Payload,
+}
+
+/// Where a payload is now.
+#[derive(Debug)]
+pub(super) enum Payload {
+    Bytes(Bytes),
+    /// In the tensor.
+    Written(InPlaceWrite),
+    /// In the buffer that the caller of a read gave.
+    Read(BytesMut),
+}
+
+/// Where a large payload should go, as the side decides that knows its requests.
+pub(super) enum Target {
+    /// Nowhere in particular.
+    Pool,
+    Write(InPlaceWrite),
+    /// A buffer of exactly the payload's length.
+    Read(BytesMut),
+}
+
+/// A large payload that is being received into the place where it belongs.
+///
+/// A driver that must not hold the endpoint while it reads takes it out, fills it, and puts it back.
+#[derive(Debug)]
+pub struct BulkRead {
+    header: FrameHeader,
+    body: Bytes,
+    target: BulkTarget,
+    filled: usize,
+}
+
+#[derive(Debug)]
+enum BulkTarget {
+    Pool(PooledBuffer),
+    Write(InPlaceWrite),
+    Read(BytesMut),
+}
+
+impl BulkRead {
+    /// The part that has not been filled yet.
+    pub fn unfilled(&mut self) -> &mut [u8] {
+        match &mut self.target {
+            BulkTarget::Pool(buffer) => &mut buffer.as_mut()[self.filled..],
+            BulkTarget::Read(buffer) => &mut buffer[self.filled..],
+            BulkTarget::Write(write) => write.unfilled(),
+        }
+    }
+
+    /// Says that the first `count` bytes of [`unfilled`](Self::unfilled) were read.
+    pub fn advance(&mut self, count: usize) {
+        self.filled += count;
+        if let BulkTarget::Write(write) = &mut self.target {
+            write.advance(count);
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.filled == self.header.payload_len as usize
+    }
+}
+
+/// A message of which more frames are to come.
+#[derive(Debug, Default)]
+struct Partial {
+    kind: Option<Kind>,
+    lane: u32,
+    body: BytesMut,
+    payload: BytesMut,
+}
+
+/// The state that both sides keep.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) output: Output,
+    max_message: u64,
+    chunk: usize,
+    bulk: Option<BulkRead>,
+    partials: HashMap<u64, Partial>,
+    pool: BufferPool,
+    keep_alive: Duration,
+    /// When something was last received, or data of ours last moved.
+    last_life: Instant,
+    /// When the next ping is due, if nothing is received until then.
+    next_ping: Instant,
+    /// The highest number of a ping that was answered; those of the keep-alive have 0.
+    pub(super) last_pong: u64,
+}
+
+impl Link {
+    pub(super) fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
+        let keep_alive = config.keep_alive.max(Duration::from_millis(1));
+        Self {
+            output: Output::new(negotiated.theirs.chunk as usize),
+            max_message: negotiated.ours.max_message,
+            chunk: negotiated.ours.chunk as usize,
+            bulk: None,
+            partials: HashMap::new(),
+            pool: BufferPool::default(),
+            keep_alive,
+            last_life: now,
+            next_ping: now + keep_alive,
+            last_pong: 0,
+        }
+    }
+
+    /// Memory to read into directly, while a large payload is under way.
+    pub(super) fn bulk_target(&mut self) -> Option<&mut [u8]> {
+        self.bulk.as_mut().map(BulkRead::unfilled)
+    }
+
+    /// Says that the first `count` bytes of the bulk target were read.
+    pub(super) fn bulk_filled(&mut self, count: usize, now: Instant) -> Option<Result<Incoming>> {
+        self.alive(now);
+        let bulk = self.bulk.as_mut()?;
+        bulk.advance(count);
+        self.finish_bulk()
+    }
+
+    pub(super) fn take_bulk(&mut self) -> Option<BulkRead> {
+        self.bulk.take()
+    }
+
+    /// Takes back what [`take_bulk`](Self::take_bulk) gave.
+    pub(super) fn put_bulk(&mut self, bulk: BulkRead, now: Instant) -> Option<Result<Incoming>> {
+        self.alive(now);
+        self.bulk = Some(bulk);
+        self.finish_bulk()
+    }
+
+    fn finish_bulk(&mut self) -> Option<Result<Incoming>> {
+        let bulk = self.bulk.take_if(|bulk| bulk.is_full())?;
+        let payload = match bulk.target {
+            BulkTarget::Pool(buffer) => Payload::Bytes(buffer.into_bytes()),
+            BulkTarget::Write(write) => Payload::Written(write),
+            BulkTarget::Read(buffer) => Payload::Read(buffer),
+        };
+        self.part(bulk.header, bulk.body, payload).transpose()
+    }
+
+    /// Says that bytes were received.
+    pub(super) fn alive(&mut self, now: Instant) {
+        self.last_life = now;
+        self.next_ping = now + self.keep_alive;
+    }
+
+    /// Takes the next whole message from `input`, if there is one. `target` is asked where a large payload should go.
+    pub(super) fn next(
+        &mut self,
+        input: &mut BytesMut,
+        target: &mut dyn FnMut(&FrameHeader, &[u8]) -> Target,
+    ) -> Result<Option<Incoming>> {
+        loop {
+            if let Some(bulk) = &mut self.bulk {
+                let unfilled = bulk.unfilled();
+                let count = unfilled.len().min(input.len());
+                unfilled[..count].copy_from_slice(&input[..count]);
+                input.advance(count);
+                bulk.advance(count);
+                match self.finish_bulk() {
+                    Some(message) => return message.map(Some),
+                    None if self.bulk.is_some() => return Ok(None),
+                    // It was one part of a message.
+                    None => continue,
+                }
+            }
+            let Some(header) = input.first_chunk::<HEADER_LEN>() else { return Ok(None) };
+            let header = FrameHeader::decode(header, MAX_BODY_PART, self.chunk)?;
+            let (body_len, payload_len) = (header.body_len as usize, header.payload_len as usize);
+            let is_bulk = payload_len >= BULK;
+            if input.len() < HEADER_LEN + body_len + if is_bulk { 0 } else { payload_len } {
+                return Ok(None);
+            }
+            self.check_size(&header)?;
+            let body = &input[HEADER_LEN..HEADER_LEN + body_len];
+            if is_bulk {
+                let whole = !header.more && !self.partials.contains_key(&header.id);
+                let target = match if whole { target(&header, body) } else { Target::Pool } {
+                    Target::Pool => BulkTarget::Pool(self.pool.take(payload_len)),
+                    Target::Write(write) => BulkTarget::Write(write),
+                    Target::Read(buffer) => BulkTarget::Read(buffer),
+                };
+                let body = Bytes::copy_from_slice(body);
+                input.advance(HEADER_LEN + body_len);
+                self.bulk = Some(BulkRead { header, body, target, filled: 0 });
+                continue;
+            }
+            let mut frame = input.split_to(HEADER_LEN + body_len + payload_len).freeze();
+            frame.advance(HEADER_LEN);
+            let body = frame.split_to(body_len);
+            // A copy, so that a small payload that lives long does not keep the whole read buffer.
+            let payload = if frame.is_empty() { Bytes::new() } else { Bytes::copy_from_slice(&frame) };
+            if let Some(message) = self.part(header, body, Payload::Bytes(payload))? {
+                return Ok(Some(message));
+            }
+        }
+    }
+
+    /// Checks the size of a message with its next frame, before anything is reserved for it.
+    fn check_size(&self, header: &FrameHeader) -> Result<()> {
+        let before = self.partials.get(&header.id).map_or(0, |partial| partial.body.len() + partial.payload.len());
+        let len = before as u64 + u64::from(header.body_len) + u64::from(header.payload_len);
+        // A little more than the limit is let through, because the sender may not count the body.
+        if len > self.max_message + MAX_BODY_PART as u64 {
+            let limit = self.max_message;
+            return Err(RpcError::new(ErrorKind::Protocol, format!("a message of {len} bytes; max_message is {limit}")));
+        }
+        Ok(())
+    }
+
+    /// Takes a whole frame, and gives the message if this was its last.
+    fn part(&mut self, header: FrameHeader, body: Bytes, payload: Payload) -> Result<Option<Incoming>> {
+        let FrameHeader { kind, id, lane, more, .. } = header;
+        if !more && !self.partials.contains_key(&id) {
+            return Ok(Some(Incoming { kind, id, lane, body, payload }));
+        }
+        let partial = self.partials.entry(id).or_default();
+        if *partial.kind.get_or_insert(kind) != kind {
+            return Err(RpcError::new(ErrorKind::Protocol, "the frames of a message are of different kinds"));
+        }
+        partial.lane = lane;
+        partial.body.extend_from_slice(&body);
+        match &payload {
+            Payload::Bytes(bytes) => partial.payload.extend_from_slice(bytes),
+            Payload::Written(_) | Payload::Read(_) => {
+                return Err(RpcError::internal("a part of a message was received in place"));
+            }
+        }
+        if more {
+            return Ok(None);
+        }
+        let Some(partial) = self.partials.remove(&id) else { return Ok(None) };
+        let payload = Payload::Bytes(partial.payload.freeze());
+        Ok(Some(Incoming { kind, id, lane, body: partial.body.freeze(), payload }))
+    }
+
+    /// How many bytes of the message `id` have arrived, while it is not whole.
+    pub(super) fn partial_len(&self) -> usize {
+        self.partials.values().map(|partial| partial.body.len() + partial.payload.len()).sum()
+    }
+
+    /// How many messages have begun to arrive.
+    pub(super) fn partial_count(&self) -> usize {
+        self.partials.len()
+    }
+
+    pub(super) fn control(&mut self, kind: Kind, id: u64, body: &[u8]) {
+        let header = FrameHeader { id, ..FrameHeader::control(kind, body.len() as u32) };
+        self.output.control(header, body);
+    }
+
+    /// Answers what needs no knowledge of requests. Gives the rest back.
+    pub(super) fn handle_control(&mut self, incoming: Incoming) -> Option<Incoming> {
+        match incoming.kind {
+            Kind::Ping => {
+                self.control(Kind::Pong, incoming.id, &[]);
+                None
+            }
+            Kind::Pong => {
+                self.last_pong = self.last_pong.max(incoming.id);
+                None
+            }
+            _ => Some(incoming),
+        }
+    }
+
+    pub(super) fn advance(&mut self, count: usize, now: Instant) {
+        let data = self.output.data_pending;
+        self.output.advance(count);
+        // While data of ours moves out the peer is at least reading. Pings and the like do not count, nor does the last
+        // of the data, because those only fill buffers on this side.
+        if data && self.output.data_pending {
+            self.last_life = now;
+        }
+    }
+
+    pub(super) fn poll_timeout(&self) -> Instant {
+        self.next_ping.min(self.silent_at())
+    }
+
+    fn silent_at(&self) -> Instant {
+        self.last_life + self.keep_alive * SILENT_INTERVALS
+    }
+
+    pub(super) fn handle_timeout(&mut self, now: Instant) -> Result<()> {
+        if now >= self.silent_at() {
+            let limit = self.keep_alive * SILENT_INTERVALS;
+            return Err(RpcError::new(ErrorKind::PeerSilent, format!("nothing was heard from the peer for {limit:?}")));
+        }
+        if now >= self.next_ping {
+            self.control(Kind::Ping, 0, &[]);
+            self.next_ping = now + self.keep_alive;
+        }
+        Ok(())
+    }
+
+    /// What an end of the stream means, where no orderly end was agreed.
+    pub(super) fn end_of_stream(&self, input_left: usize) -> RpcError {
+        let inside = input_left > 0 || self.bulk.is_some() || !self.partials.is_empty();
+        let when = if inside { "in the middle of a message" } else { "without a word" };
+        RpcError::new(ErrorKind::PeerLost, format!("the peer closed the connection {when}"))
+    }
+}

@@ -1,0 +1,291 @@
+//! Messages: requests and replies as body and payload.
+//!
+//! A request's body is an array of three: the operation's number, nil or a map of extras, and an array of the
+//! operation's fields in the order below. Extras that a receiver does not know are skipped: `d` is the time that is left
+//! until the deadline, in microseconds.
+//!
+//! | number | operation | fields |
+//! | --- | --- | --- |
+//! | 1 | get function | name |
+//! | 2 | call | function, arguments |
+//! | 3 | alloc | device, dtype, shape, scope or nil |
+//! | 4 | write | tensor, offset, bytes |
+//! | 5 | read | tensor, offset, length |
+//! | 6 | copy | tensor from, tensor to |
+//! | 7 | free | handle |
+//! | 8 | attribute | device, number |
+//! | 9 | create stream | device |
+//! | 10 | set stream | device, stream or nil |
+//! | 11 | stream wait | device, stream or nil |
+//! | 12 | load module | path, loader or nil |
+//! | 13 | module function | module, name |
+//!
+//! A reply's body is one value. An error's is a map, see [`RpcError`].
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use super::codec::{CodecError, Reader, Writer};
+use crate::device::DeviceAttribute;
+use crate::error::{ErrorKind, RpcError};
+use crate::session::{Lane, Operation, Request};
+use crate::value::Value;
+
+/// A request as body and payload. Operations that are not requests on the wire (release, shutdown) give nothing.
+pub fn encode_request(request: &Request, now: Instant) -> (Vec<u8>, Vec<Bytes>) {
+    let writer = write_request(request, now);
+    (writer.body, writer.payload)
+}
+
+pub(super) fn write_request(request: &Request, now: Instant) -> Writer {
+    let mut writer = Writer { body: Vec::with_capacity(48), ..Writer::default() };
+    let begin = |writer: &mut Writer, number: u64, fields: usize| {
+        writer.array(3);
+        writer.uint(number);
+        match request.deadline {
+            None => writer.nil(),
+            Some(deadline) => {
+                let left = deadline.saturating_duration_since(now).as_micros();
+                writer.body.push(0x81);
+                writer.str("d");
+                writer.uint(u64::try_from(left).unwrap_or(u64::MAX));
+            }
+        }
+        writer.array(fields);
+    };
+    match &request.operation {
+        Operation::GetFunction { name } => {
+            begin(&mut writer, 1, 1);
+            writer.str(name);
+        }
+        Operation::Call { function, args } => {
+            begin(&mut writer, 2, 2);
+            writer.handle(*function);
+            writer.args(args);
+        }
+        Operation::Alloc { device, dtype, shape, scope } => {
+            begin(&mut writer, 3, 4);
+            writer.device(*device);
+            writer.dtype(*dtype);
+            writer.shape(shape);
+            optional(&mut writer, scope.as_deref(), Writer::str);
+        }
+        Operation::Write { to, offset, data } => {
+            begin(&mut writer, 4, 3);
+            writer.tensor(to);
+            writer.uint(*offset);
+            writer.bytes(data);
+        }
+        Operation::Read { from, offset, len, into: _ } => {
+            begin(&mut writer, 5, 3);
+            writer.tensor(from);
+            writer.uint(*offset);
+            writer.uint(*len);
+        }
+        Operation::Copy { from, to } => {
+            begin(&mut writer, 6, 2);
+            writer.tensor(from);
+            writer.tensor(to);
+        }
+        Operation::Free { handle } => {
+            begin(&mut writer, 7, 1);
+            writer.handle(*handle);
+        }
+        Operation::Attribute { device, attribute } => {
+            begin(&mut writer, 8, 2);
+            writer.device(*device);
+            writer.uint(attribute.code().into());
+        }
+        Operation::CreateStream { device } => {
+            begin(&mut writer, 9, 1);
+            writer.device(*device);
+        }
+        Operation::SetStream { device, stream } => {
+            begin(&mut writer, 10, 2);
+            writer.device(*device);
+            optional(&mut writer, *stream, Writer::handle);
+        }
+        Operation::StreamWait { device, stream } => {
+            begin(&mut writer, 11, 2);
+            writer.device(*device);
+            optional(&mut writer, *stream, Writer::handle);
+        }
+        Operation::LoadModule { path, loader } => {
+            begin(&mut writer, 12, 2);
+            writer.str(path);
+            optional(&mut writer, loader.as_deref(), Writer::str);
+        }
+        Operation::ModuleFunction { module, name } => {
+            begin(&mut writer, 13, 2);
+            writer.handle(*module);
+            writer.str(name);
+        }
+        Operation::Release { .. } | Operation::Shutdown => {}
+    }
+    writer
+}
+
+fn optional<T>(writer: &mut Writer, value: Option<T>, write: impl FnOnce(&mut Writer, T)) {
+    match value {
+        Some(value) => write(writer, value),
+        None => writer.nil(),
+    }
+}
+
+fn optionally<'a, T>(
+    reader: &mut Reader<'a>,
+    read: impl FnOnce(&mut Reader<'a>) -> Result<T, CodecError>,
+) -> Result<Option<T>, CodecError> {
+    if reader.nil()? { Ok(None) } else { read(reader).map(Some) }
+}
+
+/// Reads what [`encode_request`] wrote.
+///
+/// # Errors
+///
+/// Anything malformed. Nothing larger than the input is ever reserved.
+pub fn decode_request(lane: Lane, body: &[u8], payload: Bytes, now: Instant) -> Result<Request, CodecError> {
+    let mut reader = Reader::new(body, payload);
+    let (number, deadline) = read_head(&mut reader, now)?;
+    let fields = reader.array()?;
+    let expect = |count: usize| if fields == count { Ok(()) } else { Err(CodecError::OutOfRange) };
+    let operation = match number {
+        1 => {
+            expect(1)?;
+            Operation::GetFunction { name: reader.str()? }
+        }
+        2 => {
+            expect(2)?;
+            let function = reader.handle()?;
+            let count = reader.array()?;
+            // Not `with_capacity(count)`, which a peer chose: the vector grows with what is really there.
+            let args = (0..count).map(|_| reader.value(1)).collect::<Result<_, _>>()?;
+            Operation::Call { function, args }
+        }
+        3 => {
+            expect(4)?;
+            let (device, dtype, shape) = (reader.device()?, reader.dtype()?, reader.shape()?);
+            Operation::Alloc { device, dtype, shape, scope: optionally(&mut reader, Reader::str)? }
+        }
+        4 => {
+            expect(3)?;
+            Operation::Write { to: reader.tensor()?, offset: reader.uint()?, data: reader.bytes()? }
+        }
+        5 => {
+            expect(3)?;
+            let (from, offset) = (reader.tensor()?, reader.uint()?);
+            Operation::Read { from, offset, len: reader.uint()?, into: None }
+        }
+        6 => {
+            expect(2)?;
+            Operation::Copy { from: reader.tensor()?, to: reader.tensor()? }
+        }
+        7 => {
+            expect(1)?;
+            Operation::Free { handle: reader.handle()? }
+        }
+        8 => {
+            expect(2)?;
+            let (device, number) = (reader.device()?, reader.uint()?);
+            let attribute = u16::try_from(number).ok().and_then(DeviceAttribute::from_code);
+            Operation::Attribute { device, attribute: attribute.ok_or(CodecError::UnknownOperation(number))? }
+        }
+        9 => {
+            expect(1)?;
+            Operation::CreateStream { device: reader.device()? }
+        }
+        10 => {
+            expect(2)?;
+            Operation::SetStream { device: reader.device()?, stream: optionally(&mut reader, Reader::handle)? }
+        }
+        11 => {
+            expect(2)?;
+            Operation::StreamWait { device: reader.device()?, stream: optionally(&mut reader, Reader::handle)? }
+        }
+        12 => {
+            expect(2)?;
+            Operation::LoadModule { path: reader.str()?, loader: optionally(&mut reader, Reader::str)? }
+        }
+        13 => {
+            expect(2)?;
+            Operation::ModuleFunction { module: reader.handle()?, name: reader.str()? }
+        }
+        other => return Err(CodecError::UnknownOperation(other)),
+    };
+    reader.finish()?;
+    Ok(Request { lane, deadline, operation })
+}
+
+/// The operation's number and the deadline.
+fn read_head(reader: &mut Reader<'_>, now: Instant) -> Result<(u64, Option<Instant>), CodecError> {
+    if reader.array()? != 3 {
+        return Err(CodecError::OutOfRange);
+    }
+    let number = reader.uint()?;
+    let mut deadline = None;
+    if !reader.nil()? {
+        for _ in 0..reader.map()? {
+            let key = reader.str()?;
+            if key == "d" {
+                // A deadline beyond what the clock can hold is none.
+                deadline = now.checked_add(Duration::from_micros(reader.uint()?));
+            } else {
+                reader.value(0)?;
+            }
+        }
+    }
+    Ok((number, deadline))
+}
+
+/// The body of a write whose payload has not been read: the tensor, the offset and the length of the bytes. `None` if the
+/// request is anything else.
+pub(super) fn peek_write(body: &[u8], now: Instant) -> Option<(crate::value::TensorRef, u64, u64)> {
+    let mut reader = Reader::new(body, Bytes::new());
+    let (number, deadline) = read_head(&mut reader, now).ok()?;
+    // A write with a deadline goes the ordinary way, where deadlines are watched.
+    if number != 4 || deadline.is_some() || reader.array().ok()? != 3 {
+        return None;
+    }
+    let (tensor, offset) = (reader.tensor().ok()?, reader.uint().ok()?);
+    let len = reader.bytes_len().ok()?;
+    reader.finish().ok()?;
+    Some((tensor, offset, len))
+}
+
+/// Whether the body of a reply is one bytes value of `len` bytes and nothing else.
+pub(super) fn is_bytes_reply(body: &[u8], len: u64) -> bool {
+    let mut reader = Reader::new(body, Bytes::new());
+    reader.bytes_len() == Ok(len) && reader.finish().is_ok()
+}
+
+/// A reply as body and payload; whether it is an error. A value that cannot cross becomes one.
+pub fn encode_reply(outcome: &Result<Value, RpcError>) -> (Vec<u8>, Vec<Bytes>, bool) {
+    match outcome {
+        Ok(value) => {
+            let mut writer = Writer::default();
+            writer.value(value);
+            match writer.invalid {
+                None => (writer.body, writer.payload, false),
+                Some(invalid) => (RpcError::invalid_argument(invalid).may_have_run(true).to_wire(), Vec::new(), true),
+            }
+        }
+        Err(error) => (error.to_wire(), Vec::new(), true),
+    }
+}
+
+/// Reads what [`encode_reply`] wrote.
+///
+/// # Errors
+///
+/// Anything malformed, as an error of the protocol; the inner result is the reply.
+pub fn decode_reply(is_error: bool, body: &[u8], payload: Bytes) -> Result<Result<Value, RpcError>, RpcError> {
+    if is_error {
+        let malformed = |error| RpcError::new(ErrorKind::Protocol, format!("malformed error reply: {error}"));
+        return RpcError::from_wire(body).map(|error| Err(error.from_next_hop())).map_err(malformed);
+    }
+    Ok(Ok(super::codec::decode_value(body, payload)?))
+}
+
+#[cfg(test)]
+mod tests;

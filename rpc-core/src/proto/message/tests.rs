@@ -1,0 +1,196 @@
+//! Golden bytes and round trips of messages.
+
+use super::*;
+use crate::dlpack::{DataType, Device};
+use crate::handle::Handle;
+use crate::proto::codec::{decode_value, encode_value};
+use crate::value::{Packed, Reference, TensorRef};
+use proptest::prelude::*;
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn tensor() -> TensorRef {
+    TensorRef {
+        storage: Handle::from_bits(0x0102),
+        byte_offset: 8,
+        shape: vec![2, 3],
+        strides: None,
+        dtype: DataType::F32,
+        device: Device::cpu(),
+    }
+}
+
+const TENSOR: &str = "c72e09 0201000000000000 0800000000000000 02200100 01000000 00000000 02 00 0200000000000000 0300000000000000";
+
+fn check(operation: Operation, golden: &str, payload_len: usize) {
+    let now = Instant::now();
+    let request = Request::new(operation);
+    let (body, payload) = encode_request(&request, now);
+    assert_eq!(hex(&body), golden.replace(' ', ""), "{request:?}");
+    let payload = Bytes::from(payload.concat());
+    assert_eq!(payload.len(), payload_len);
+    let back = decode_request(request.lane, &body, payload, now).unwrap();
+    assert_eq!(format!("{back:?}"), format!("{request:?}"));
+}
+
+/// Each message's bytes, frozen: whoever wrote a peer from the specification relies on them.
+#[test]
+fn golden_requests() {
+    let function = Handle::from_bits(0xfeed);
+    check(Operation::GetFunction { name: "add".into() }, "93 01 c0 91 a3616464", 0);
+    let args = vec![Value::Int(1), Value::Int(-1), Value::Float(1.0), Value::Bytes(Bytes::from_static(b"xyz"))];
+    check(
+        Operation::Call { function, args },
+        "93 02 c0 92 cdfeed 94 01 ff cb3ff0000000000000 d701 0300000000000000",
+        3,
+    );
+    check(
+        Operation::Alloc { device: Device::cuda(1), dtype: DataType::F16, shape: vec![4], scope: Some("global".into()) },
+        "93 03 c0 94 d704 02000000 01000000 d603 02100100 d702 0400000000000000 a6676c6f62616c",
+        0,
+    );
+    check(
+        Operation::Write { to: tensor(), offset: 300, data: Bytes::from_static(b"ab") },
+        &format!("93 04 c0 93 {TENSOR} cd012c d701 0200000000000000"),
+        2,
+    );
+    check(Operation::Read { from: tensor(), offset: 0, len: 24, into: None }, &format!("93 05 c0 93 {TENSOR} 00 18"), 0);
+    check(Operation::Copy { from: tensor(), to: tensor() }, &format!("93 06 c0 92 {TENSOR} {TENSOR}"), 0);
+    check(Operation::Free { handle: function }, "93 07 c0 91 cdfeed", 0);
+    check(
+        Operation::Attribute { device: Device::cpu(), attribute: DeviceAttribute::Exists },
+        "93 08 c0 92 d704 01000000 00000000 00",
+        0,
+    );
+    check(Operation::CreateStream { device: Device::cpu() }, "93 09 c0 91 d704 01000000 00000000", 0);
+    check(
+        Operation::SetStream { device: Device::cpu(), stream: Some(function) },
+        "93 0a c0 92 d704 01000000 00000000 cdfeed",
+        0,
+    );
+    check(
+        Operation::StreamWait { device: Device::cpu(), stream: None },
+        "93 0b c0 92 d704 01000000 00000000 c0",
+        0,
+    );
+    check(Operation::LoadModule { path: "m.so".into(), loader: None }, "93 0c c0 92 a46d2e736f c0", 0);
+    check(Operation::ModuleFunction { module: function, name: "f".into() }, "93 0d c0 92 cdfeed a166", 0);
+}
+
+#[test]
+fn golden_deadline_travels_as_time_remaining() {
+    let now = Instant::now();
+    let mut request = Request::new(Operation::GetFunction { name: "f".into() });
+    request.deadline = Some(now + Duration::from_millis(2));
+    let (body, _) = encode_request(&request, now);
+    assert_eq!(hex(&body), "93 01 81 a164 cd07d0 91 a166".replace(' ', ""));
+    let later = now + Duration::from_secs(100);
+    let back = decode_request(Lane::DEFAULT, &body, Bytes::new(), later).unwrap();
+    assert_eq!(back.deadline, Some(later + Duration::from_millis(2)));
+}
+
+#[test]
+fn golden_replies() {
+    let cases = [
+        (Value::Null, "c0"),
+        (Value::Bool(true), "c3"),
+        (Value::Str("hé\0".into()), "a4 68c3a900"),
+        (Value::List(vec![Value::Int(1000), Value::Null]), "92 cd03e8 c0"),
+        (Value::Shape(vec![]), "c70002"),
+        (Value::Packed(Packed::encode(&7).unwrap()), "d405 07"),
+        (Value::Object(Reference::Function(Handle::from_bits(1))), "d706 0100000000000000"),
+        (Value::Object(Reference::Module(Handle::from_bits(1))), "d707 0100000000000000"),
+        (Value::Object(Reference::Object(Handle::from_bits(1))), "d708 0100000000000000"),
+        (tensor().into(), TENSOR),
+    ];
+    for (value, golden) in cases {
+        let (body, payload, is_error) = encode_reply(&Ok(value.clone()));
+        assert_eq!(hex(&body), golden.replace(' ', ""), "{value:?}");
+        assert_eq!(decode_reply(is_error, &body, payload.concat().into()).unwrap(), Ok(value));
+    }
+}
+
+#[test]
+fn an_unknown_operation_is_told_apart_from_garbage() {
+    let now = Instant::now();
+    let error = decode_request(Lane::DEFAULT, &[0x93, 99, 0xc0, 0x90], Bytes::new(), now).unwrap_err();
+    assert_eq!(error, CodecError::UnknownOperation(99));
+    assert_eq!(RpcError::from(error).kind(), ErrorKind::Unsupported);
+    let error = decode_request(Lane::DEFAULT, &[0x93, 0xc1], Bytes::new(), now).unwrap_err();
+    assert_eq!(RpcError::from(error).kind(), ErrorKind::Protocol);
+}
+
+#[test]
+fn extras_that_are_not_known_are_skipped() {
+    let body = [0x93, 1, 0x82, 0xa1, b'z', 0x91, 0x05, 0xa1, b'd', 0x05, 0x91, 0xa1, b'f'];
+    let now = Instant::now();
+    let request = decode_request(Lane::DEFAULT, &body, Bytes::new(), now).unwrap();
+    assert_eq!(request.deadline, Some(now + Duration::from_micros(5)));
+}
+
+#[test]
+fn nesting_beyond_the_limit_is_refused() {
+    let mut body = vec![0x91; crate::value::MAX_DEPTH + 1];
+    body.push(0xc0);
+    assert_eq!(decode_value(&body, Bytes::new()), Err(CodecError::TooDeep));
+    assert!(decode_value(&body[1..], Bytes::new()).is_ok());
+    assert!(decode_value(&vec![0x91; 10_000_000], Bytes::new()).is_err());
+}
+
+fn reference() -> impl Strategy<Value = Reference> {
+    let handle = any::<u64>().prop_map(Handle::from_bits);
+    let shape = prop::collection::vec(any::<i64>(), 0..5);
+    prop_oneof![
+        handle.clone().prop_map(Reference::Function),
+        handle.clone().prop_map(Reference::Module),
+        handle.clone().prop_map(Reference::Object),
+        (handle, any::<u64>(), shape, any::<bool>()).prop_map(|(storage, byte_offset, shape, strided)| {
+            let strides = strided.then(|| shape.clone());
+            let (dtype, device) = (DataType::BF16, Device::cuda(3));
+            Reference::Tensor(TensorRef { storage, byte_offset, shape, strides, dtype, device })
+        }),
+    ]
+}
+
+fn value() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::Bool),
+        any::<i64>().prop_map(Value::Int),
+        (-1e300..1e300_f64).prop_map(Value::Float),
+        ".*".prop_map(Value::Str),
+        prop::collection::vec(any::<u8>(), 0..300).prop_map(|bytes| Value::Bytes(bytes.into())),
+        prop::collection::vec(any::<i64>(), 0..40).prop_map(Value::Shape),
+        prop::collection::vec(any::<u8>(), 0..300).prop_map(|bytes| Value::Packed(Packed::from_bytes(bytes.into()))),
+        reference().prop_map(Value::Object),
+    ];
+    leaf.prop_recursive(4, 40, 20, |inner| prop::collection::vec(inner, 0..20).prop_map(Value::List))
+}
+
+proptest! {
+    #[test]
+    fn values_round_trip(value in value()) {
+        let (body, payload) = encode_value(&value);
+        prop_assert_eq!(decode_value(&body, payload.concat().into()).unwrap(), value);
+    }
+
+    #[test]
+    fn cut_or_changed_bodies_never_panic(value in value(), at: prop::sample::Index, change: u8) {
+        let (mut body, payload) = encode_value(&value);
+        let payload = Bytes::from(payload.concat());
+        let at = at.index(body.len());
+        prop_assert!(decode_value(&body[..at], payload.clone()).is_err());
+        body[at] = change;
+        let _ = decode_value(&body, payload);
+    }
+
+    #[test]
+    fn any_bytes_are_a_request_or_an_error(bytes: Vec<u8>, payload: Vec<u8>) {
+        let now = Instant::now();
+        let _ = decode_request(Lane::DEFAULT, &bytes, payload.clone().into(), now);
+        let _ = decode_reply(true, &bytes, Bytes::new());
+        let _ = peek_write(&bytes, now);
+    }
+}

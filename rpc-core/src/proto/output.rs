@@ -1,0 +1,229 @@
+//! What is to be written: control frames first, then messages, frame by frame and lane by lane in turn.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::IoSlice;
+
+use bytes::{Buf, Bytes, BytesMut};
+
+use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
+
+/// Staging stops at this many bytes, so that a control frame never waits behind much data.
+const STAGE: usize = 512 << 10;
+
+/// Payloads from this size on are written from where they are; smaller ones are copied beside their header.
+const BY_REFERENCE: usize = 4 << 10;
+
+/// A message on its way out.
+#[derive(Debug)]
+pub(super) struct Message {
+    pub(super) kind: Kind,
+    pub(super) id: u64,
+    pub(super) lane: u32,
+    pub(super) body: Bytes,
+    pub(super) payload: VecDeque<Bytes>,
+    pub(super) payload_len: usize,
+}
+
+impl Message {
+    pub(super) fn new(kind: Kind, id: u64, lane: u32, body: Vec<u8>, payload: Vec<Bytes>) -> Self {
+        let payload_len = payload.iter().map(Bytes::len).sum();
+        Self { kind, id, lane, body: body.into(), payload: payload.into(), payload_len }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.body.len() + self.payload_len
+    }
+}
+
+/// Messages with the same key leave in order, each whole before the next; those with different keys take turns.
+type OrderKey = u64;
+
+/// The outgoing side of a channel.
+#[derive(Debug)]
+pub(super) struct Output {
+    control: VecDeque<Bytes>,
+    queues: HashMap<OrderKey, VecDeque<Message>>,
+    /// The keys that have something to send, in turn.
+    turns: VecDeque<OrderKey>,
+    /// Ready to be written, oldest first.
+    staged: VecDeque<Bytes>,
+    /// The end of what is staged, still growing.
+    tail: BytesMut,
+    staged_len: usize,
+    /// The largest payload of a frame that the peer takes.
+    chunk: usize,
+    /// Whether data, rather than control frames alone, is staged or waits.
+    pub(super) data_pending: bool,
+    /// Messages of which a frame was staged in the last call of `stage` that was their last one.
+    pub(super) sent: Vec<u64>,
+}
+
+impl Output {
+    pub(super) fn new(chunk: usize) -> Self {
+        Self {
+            control: VecDeque::new(),
+            queues: HashMap::new(),
+            turns: VecDeque::new(),
+            staged: VecDeque::new(),
+            tail: BytesMut::new(),
+            staged_len: 0,
+            chunk: chunk.max(1),
+            data_pending: false,
+            sent: Vec::new(),
+        }
+    }
+
+    /// Queues a control frame.
+    pub(super) fn control(&mut self, header: FrameHeader, body: &[u8]) {
+        let mut frame = BytesMut::with_capacity(HEADER_LEN + body.len());
+        frame.extend_from_slice(&header.encode());
+        frame.extend_from_slice(body);
+        self.control.push_back(frame.freeze());
+    }
+
+    /// Queues a message behind others of the same key.
+    pub(super) fn message(&mut self, key: OrderKey, message: Message) {
+        self.data_pending = true;
+        // Most messages are small, and nothing else waits: they need no queue.
+        if self.turns.is_empty() && self.control.is_empty() && self.staged_len < STAGE && self.is_one_frame(&message) {
+            self.sent.push(message.id);
+            self.stage_frame(message);
+            return;
+        }
+        let queue = self.queues.entry(key).or_default();
+        if queue.is_empty() {
+            self.turns.push_back(key);
+        }
+        queue.push_back(message);
+    }
+
+    /// Takes a message that has not begun to leave out of its queue.
+    pub(super) fn remove(&mut self, key: OrderKey, id: u64) -> Option<Message> {
+        let queue = self.queues.get_mut(&key)?;
+        // The first one may have left in part: it has to be finished.
+        let at = queue.iter().skip(1).position(|message| message.id == id)? + 1;
+        queue.remove(at)
+    }
+
+    /// Whether nothing is left to write.
+    pub(super) fn is_empty(&self) -> bool {
+        self.staged_len == 0 && self.turns.is_empty() && self.control.is_empty()
+    }
+
+    /// Moves queued frames to where `slices` shows them.
+    pub(super) fn stage(&mut self) {
+        while let Some(frame) = self.control.pop_front() {
+            self.tail.extend_from_slice(&frame);
+            self.staged_len += frame.len();
+        }
+        while self.staged_len < STAGE {
+            let Some(key) = self.turns.pop_front() else { break };
+            let Some(queue) = self.queues.get_mut(&key) else { continue };
+            let Some(mut message) = queue.pop_front() else { continue };
+            if self.is_one_frame(&message) {
+                let queue_is_empty = self.queues.get(&key).is_none_or(VecDeque::is_empty);
+                if queue_is_empty {
+                    self.queues.remove(&key);
+                } else {
+                    self.turns.push_back(key);
+                }
+                self.sent.push(message.id);
+                self.stage_frame(message);
+            } else {
+                let part = self.split(&mut message);
+                self.stage_part(part, true);
+                if let Some(queue) = self.queues.get_mut(&key) {
+                    queue.push_front(message);
+                }
+                self.turns.push_back(key);
+            }
+        }
+    }
+
+    fn is_one_frame(&self, message: &Message) -> bool {
+        message.body.len() <= MAX_BODY_PART && message.payload_len <= self.chunk
+    }
+
+    /// The next frame's worth of a message that needs several.
+    fn split(&self, message: &mut Message) -> Message {
+        let body = message.body.split_to(message.body.len().min(MAX_BODY_PART));
+        let Message { kind, id, lane, .. } = *message;
+        let mut part = Message { kind, id, lane, body, payload: VecDeque::new(), payload_len: 0 };
+        // The body goes first, whole, so that a receiver knows what the payload belongs to.
+        while message.body.is_empty() && part.payload_len < self.chunk {
+            let Some(piece) = message.payload.front_mut() else { break };
+            let taken = piece.split_to(piece.len().min(self.chunk - part.payload_len));
+            if piece.is_empty() {
+                message.payload.pop_front();
+            }
+            message.payload_len -= taken.len();
+            part.payload_len += taken.len();
+            part.payload.push_back(taken);
+        }
+        part
+    }
+
+    fn stage_frame(&mut self, message: Message) {
+        self.stage_part(message, false);
+    }
+
+    fn stage_part(&mut self, part: Message, more: bool) {
+        let header = FrameHeader {
+            body_len: part.body.len() as u32,
+            payload_len: part.payload_len as u32,
+            id: part.id,
+            lane: part.lane,
+            kind: part.kind,
+            more,
+        };
+        self.staged_len += HEADER_LEN + part.len();
+        self.tail.reserve(HEADER_LEN + part.body.len());
+        self.tail.extend_from_slice(&header.encode());
+        self.tail.extend_from_slice(&part.body);
+        for piece in part.payload {
+            if piece.len() < BY_REFERENCE {
+                self.tail.extend_from_slice(&piece);
+            } else {
+                self.staged.push_back(self.tail.split().freeze());
+                self.staged.push_back(piece);
+            }
+        }
+    }
+
+    /// What is staged, for a vectored write. Returns how many slices were filled.
+    pub(super) fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let tail = (!self.tail.is_empty()).then_some(&self.tail[..]);
+        let mut count = 0;
+        for (slice, bytes) in slices.iter_mut().zip(self.staged.iter().map(|bytes| &bytes[..]).chain(tail)) {
+            *slice = IoSlice::new(bytes);
+            count += 1;
+        }
+        count
+    }
+
+    /// Says that the first `count` staged bytes were written.
+    pub(super) fn advance(&mut self, mut count: usize) {
+        self.staged_len -= count.min(self.staged_len);
+        while count > 0 {
+            match self.staged.front_mut() {
+                Some(front) if count >= front.len() => {
+                    count -= front.len();
+                    self.staged.pop_front();
+                }
+                Some(front) => {
+                    front.advance(count);
+                    return;
+                }
+                None => {
+                    self.tail.advance(count.min(self.tail.len()));
+                    break;
+                }
+            }
+        }
+        if self.staged.is_empty() && self.tail.is_empty() {
+            // Starting over at the front of the buffer keeps it from growing.
+            self.tail.clear();
+            self.data_pending = !self.turns.is_empty();
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! The server's side of a session: requests in, one terminal reply out for each.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::IoSlice;
+use std::time::Instant;
+
+use bytes::BytesMut;
+
+use super::client::{cost, parse_credit};
+use super::codec::CodecError;
+use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
+use super::handshake::Negotiated;
+use super::link::{Incoming, Link, LinkConfig, Payload, Target};
+use super::message::{decode_request, encode_reply, peek_write};
+use super::output::Message;
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::handle::Handle;
+use crate::reply::Outcome;
+use crate::session::{InPlaceWrite, Lane, Request};
+use crate::value::{TensorRef, Value};
+
+/// The number of the ping that follows a `GoAway`.
+const DRAIN_PING: u64 = 1;
+
+/// What the driver is told.
+#[derive(Debug)]
+pub enum ServerEvent {
+    /// A request: submit it, in the order of these events, and answer it with [`ServerEndpoint::reply`].
+    Request {
+        /// The request's number.
+        id: u64,
+        /// The request.
+        request: Request,
+    },
+    /// A write that was received in place: drop it, and answer it.
+    Written {
+        /// The request's number.
+        id: u64,
+        /// The write, filled.
+        write: InPlaceWrite,
+    },
+    /// The caller does not wait for the request any more; it is still to be answered.
+    Cancel {
+        /// The request's number.
+        id: u64,
+    },
+    /// Objects that the client has let go.
+    Release {
+        /// Their handles.
+        handles: Vec<Handle>,
+    },
+    /// The client has finished: end the session, and close with [`ServerEndpoint::close`].
+    Close,
+}
+
+/// Offers memory for a write that is about to arrive; see [`RpcSession::write_in_place`](crate::RpcSession::write_in_place).
+pub type Place<'a> = &'a mut dyn FnMut(Lane, &TensorRef, u64, u64) -> Option<InPlaceWrite>;
+
+/// The server's side of one session.
+pub struct ServerEndpoint {
+    link: Link,
+    max_requests: usize,
+    /// What the client may have under way in large requests, and has.
+    window: u64,
+    used: u64,
+    /// What we may still send in large replies.
+    reply_window: u64,
+    max_reply: u64,
+    in_flight: HashMap<u64, u64>,
+    large_replies: VecDeque<Message>,
+    events: VecDeque<ServerEvent>,
+    closed: bool,
+}
+
+impl ServerEndpoint {
+    /// The endpoint behind a handshake in which this side became the server.
+    pub fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
+        Self {
+            link: Link::new(negotiated, config, now),
+            max_requests: negotiated.ours.max_requests as usize,
+            window: negotiated.ours.window,
+            used: 0,
+            reply_window: negotiated.theirs.window,
+            max_reply: negotiated.theirs.max_message,
+            in_flight: HashMap::new(),
+            large_replies: VecDeque::new(),
+            events: VecDeque::new(),
+            closed: false,
+        }
+    }
+
+    /// Takes what was read, and at most one message of it, so that the driver can act on each in turn: call it until it
+    /// says `false`. What is left in `input` then is the beginning of a frame: keep it, and append to it. `place` is asked
+    /// for memory when a large write arrives.
+    ///
+    /// # Errors
+    ///
+    /// The peer broke the protocol: call [`close`](Self::close) with the error.
+    pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant, place: Place<'_>) -> Result<bool> {
+        self.link.alive(now);
+        let in_flight = &self.in_flight;
+        let mut target = |header: &FrameHeader, body: &[u8]| {
+            if header.kind != Kind::Request || in_flight.contains_key(&header.id) {
+                return Target::Pool;
+            }
+            let write = peek_write(body, now).filter(|(_, _, len)| *len == u64::from(header.payload_len));
+            let write = write.and_then(|(to, offset, len)| place(Lane(header.lane), &to, offset, len));
+            write.map_or(Target::Pool, Target::Write)
+        };
+        match self.link.next(input, &mut target)? {
+            Some(incoming) => self.handle(incoming, now).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// Memory to read into directly, while a large payload is under way.
+    pub fn bulk_target(&mut self) -> Option<&mut [u8]> {
+        self.link.bulk_target()
+    }
+
+    /// Says that the first `count` bytes of the bulk target were read.
+    ///
+    /// # Errors
+    ///
+    /// As [`handle_input`](Self::handle_input).
+    pub fn bulk_filled(&mut self, count: usize, now: Instant) -> Result<()> {
+        match self.link.bulk_filled(count, now) {
+            Some(incoming) => self.handle(incoming?, now),
+            None => Ok(()),
+        }
+    }
+
+    /// What it means that the peer has closed its side. `input_left` is the length of what could not be used.
+    pub fn end_of_stream(&self, input_left: usize) -> RpcError {
+        self.link.end_of_stream(input_left)
+    }
+
+    /// Time has passed.
+    ///
+    /// # Errors
+    ///
+    /// The peer has been silent for too long.
+    pub fn handle_timeout(&mut self, now: Instant) -> Result<()> {
+        self.link.handle_timeout(now)
+    }
+
+    /// Answers a request. If the answer cannot be sent the caller gets an error instead, and the value comes back, for its
+    /// objects to be freed.
+    pub fn reply(&mut self, id: u64, outcome: Outcome) -> Option<Value> {
+        let Some(cost_of_request) = self.in_flight.remove(&id) else { return outcome.ok() };
+        self.used -= cost_of_request;
+        if self.closed {
+            return outcome.ok();
+        }
+        let (body, payload, is_error) = encode_reply(&outcome);
+        let mut rejected = is_error;
+        let kind = if is_error { Kind::Error } else { Kind::Reply };
+        let mut message = Message::new(kind, id, 0, body, payload);
+        if message.len() as u64 > self.max_reply {
+            let error = RpcError::limit("max_message", self.max_reply, message.len() as u64);
+            let error = error.context("the reply is too large for the client").may_have_run(true);
+            message = Message::new(Kind::Error, id, 0, error.to_wire(), Vec::new());
+            rejected = true;
+        }
+        let cost = cost(message.len());
+        if cost > 0 && (cost > self.reply_window || !self.large_replies.is_empty()) {
+            self.large_replies.push_back(message);
+        } else {
+            self.reply_window -= cost;
+            self.link.output.message(id, message);
+        }
+        if rejected { outcome.ok() } else { None }
+    }
+
+    /// Tells the client to make no new requests. Those that it made before it hears of this are still served: see
+    /// [`is_drained`](Self::is_drained).
+    pub fn go_away(&mut self, reason: &RpcError) {
+        self.link.control(Kind::GoAway, 0, &reason.to_wire());
+        // The answer to this ping comes behind everything that the client sent before it read the above.
+        self.link.control(Kind::Ping, DRAIN_PING, &[]);
+    }
+
+    /// Whether the client has heard of [`go_away`](Self::go_away), and all that it asked before is answered and written.
+    pub fn is_drained(&self) -> bool {
+        self.link.last_pong == DRAIN_PING && self.in_flight.is_empty() && self.is_flushed() && self.large_replies.is_empty()
+    }
+
+    /// Ends the session. Replies that wait are still sent before; with an `error`, the client is told why.
+    pub fn close(&mut self, error: Option<&RpcError>) {
+        if !std::mem::replace(&mut self.closed, true) {
+            let body = error.map(RpcError::to_wire).unwrap_or_default();
+            self.link.control(Kind::Close, 0, &body);
+        }
+    }
+
+    /// The next thing to know.
+    pub fn poll_event(&mut self) -> Option<ServerEvent> {
+        self.events.pop_front()
+    }
+
+    /// Moves what is queued to where [`slices`](Self::slices) shows it.
+    pub fn stage(&mut self) {
+        self.link.output.stage();
+        self.link.output.sent.clear();
+    }
+
+    /// What is to be written, for a vectored write. Returns how many slices were filled.
+    pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        self.link.output.slices(slices)
+    }
+
+    /// Says that the first `count` bytes of the slices were written.
+    pub fn advance(&mut self, count: usize, now: Instant) {
+        self.link.advance(count, now);
+    }
+
+    /// Whether nothing is left to write.
+    pub fn is_flushed(&self) -> bool {
+        self.link.output.is_empty()
+    }
+
+    /// When to call [`handle_timeout`](Self::handle_timeout).
+    pub fn poll_timeout(&self) -> Instant {
+        self.link.poll_timeout()
+    }
+
+    /// How many requests have not been answered.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    fn handle(&mut self, incoming: Incoming, now: Instant) -> Result<()> {
+        let Some(incoming) = self.link.handle_control(incoming) else { return self.check_window() };
+        match incoming.kind {
+            Kind::Request => self.handle_request(incoming, now)?,
+            Kind::Cancel => self.events.push_back(ServerEvent::Cancel { id: incoming.id }),
+            Kind::Free => {
+                let body = &incoming.body;
+                if body.len() % 8 != 0 {
+                    return Err(RpcError::new(ErrorKind::Protocol, "malformed list of handles to free"));
+                }
+                let bits = body.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap_or_default()));
+                self.events.push_back(ServerEvent::Release { handles: bits.map(Handle::from_bits).collect() });
+            }
+            Kind::Credit => {
+                let (_, bytes) = parse_credit(&incoming.body)?;
+                self.reply_window = self.reply_window.saturating_add(bytes);
+                while let Some(message) = self.large_replies.front()
+                    && cost(message.len()) <= self.reply_window
+                {
+                    let Some(message) = self.large_replies.pop_front() else { break };
+                    self.reply_window -= cost(message.len());
+                    self.link.output.message(message.id, message);
+                }
+            }
+            Kind::Close => {
+                if !incoming.body.is_empty()
+                    && let Ok(error) = RpcError::from_wire(&incoming.body)
+                {
+                    tracing::debug!(%error, "the client closed the session");
+                }
+                self.events.push_back(ServerEvent::Close);
+            }
+            kind => return Err(RpcError::new(ErrorKind::Protocol, format!("a client does not send {kind:?}"))),
+        }
+        self.check_window()
+    }
+
+    fn check_window(&self) -> Result<()> {
+        let (used, requests) = (self.used + self.link.partial_len() as u64, self.in_flight.len() + self.link.partial_count());
+        if used > self.window + MAX_BODY_PART as u64 {
+            return Err(RpcError::new(ErrorKind::Protocol, format!("{used} bytes under way, and credit for {}", self.window)));
+        }
+        if requests > self.max_requests {
+            let limit = self.max_requests;
+            return Err(RpcError::new(ErrorKind::Protocol, format!("{requests} requests under way, and credit for {limit}")));
+        }
+        Ok(())
+    }
+
+    fn handle_request(&mut self, incoming: Incoming, now: Instant) -> Result<()> {
+        let Incoming { id, lane, body, payload, .. } = incoming;
+        if self.in_flight.contains_key(&id) {
+            return Err(RpcError::new(ErrorKind::Protocol, format!("request {id} was made twice")));
+        }
+        let (payload_len, event) = match payload {
+            Payload::Written(write) => (0, Ok(ServerEvent::Written { id, write })),
+            Payload::Bytes(payload) => {
+                let len = payload.len();
+                let request = decode_request(Lane(lane), &body, payload, now);
+                (len, request.map(|request| ServerEvent::Request { id, request }))
+            }
+            Payload::Read(_) => return Err(RpcError::internal("a request was received as a read")),
+        };
+        let cost = cost(body.len() + payload_len);
+        self.used += cost;
+        self.in_flight.insert(id, cost);
+        match event {
+            Ok(event) => self.events.push_back(event),
+            // Something that a later version may know concerns nobody but its caller.
+            Err(error @ CodecError::UnknownOperation(_)) => drop(self.reply(id, Err(error.into()))),
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for ServerEndpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ServerEndpoint").field("in_flight", &self.in_flight.len()).finish_non_exhaustive()
+    }
+}

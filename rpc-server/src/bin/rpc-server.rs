@@ -1,0 +1,99 @@
+//! The daemon.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+use rpc_server::config::{ServeError, ServeSettings};
+use rpc_server::server::{RpcServer, StopReason};
+use rpc_server::{exit, logging};
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0     stopped as it was told to, or there was nothing to do but print
+  1     failed
+  2     the command line is not right
+  69    an address, or the folder for the files of sessions, cannot be had
+  78    the configuration cannot be used
+  130   stopped at once by a second signal, the last one being SIGINT
+  143   the same, the last one being SIGTERM";
+
+/// Serves this machine's functions, memory and files to other programs.
+#[derive(Parser)]
+#[command(name = "rpc-server", version, after_help = EXIT_CODES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve until SIGTERM or SIGINT.
+    ///
+    /// Prints "listening on ADDRESS" for each address on standard output; all else goes to standard error. On SIGTERM or
+    /// SIGINT no session begins any more, clients are told to go, and their sessions may end within --drain-timeout; a
+    /// second signal stops at once.
+    #[command(after_help = EXIT_CODES)]
+    Serve(#[command(flatten)] Box<ServeSettings>),
+    /// Print the configuration that "serve" would use with these flags, this environment and this file, as TOML.
+    Config(#[command(flatten)] Box<ServeSettings>),
+    /// Print a completion script for a shell.
+    Completions {
+        /// Which shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page; or with a folder, write the pages of all commands into it.
+    Man {
+        /// Where to write the pages.
+        folder: Option<PathBuf>,
+    },
+}
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
+        Command::Config(settings) => match settings.resolve() {
+            Ok(config) => print(config.to_toml().as_bytes()),
+            Err(error) => exit::of_server(&Err(error.into())).into(),
+        },
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "rpc-server", &mut script);
+            print(&script)
+        }
+        Command::Man { folder: Some(folder) } => done(clap_mangen::generate_to(Cli::command(), folder)),
+        Command::Man { folder: None } => {
+            let mut page = Vec::new();
+            match clap_mangen::Man::new(Cli::command()).render(&mut page) {
+                Ok(()) => print(&page),
+                Err(error) => done(Err(error)),
+            }
+        }
+    }
+}
+
+fn serve(settings: ServeSettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.log_level, config.log_format);
+    RpcServer::builder().config(config).build().run_blocking()
+}
+
+fn print(bytes: &[u8]) -> ExitCode {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
+        // Whoever reads has seen enough.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        outcome => done(outcome),
+    }
+}
+
+fn done(outcome: io::Result<()>) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            exit::report(&error);
+            exit::FAILURE.into()
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! `rpc.file.*`: files of the session's workspace, in pieces.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::{Bytes, BytesMut};
+use rpc_core::files::FileEntry;
+use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
+
+use crate::session::SessionWorkspace;
+use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError};
+
+/// The most that one `rpc.file.read` returns, in bytes: room for several of the pieces that [`rpc_core::files`] asks for,
+/// and no way to make the server reserve much.
+pub const MAX_READ_BYTES: u64 = 4 << 20;
+
+/// A file on its way into the workspace: empty once it was committed or aborted.
+struct Writer(Mutex<Option<FileWriter>>);
+
+impl Writer {
+    /// A write that panicked leaves a file that is merely incomplete.
+    fn lock(&self) -> MutexGuard<'_, Option<FileWriter>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self) -> Result<FileWriter> {
+        self.lock().take().ok_or_else(over)
+    }
+}
+
+pub(super) fn register(registry: &Registry) {
+    registry
+        .add("rpc.file.begin_write", |context: Context, path: String, len: Option<u64>| -> Result<_> {
+            let writer = workspace(&context)?.begin_write(&path, len)?;
+            Ok(Shared(Arc::new(Writer(Mutex::new(Some(writer))))))
+        })
+        .add("rpc.file.write", |Shared(writer): Shared<Writer>, offset: u64, data: Bytes| -> Result<()> {
+            Ok(writer.lock().as_mut().ok_or_else(over)?.write_at(offset, &data)?)
+        })
+        .add("rpc.file.commit", |Shared(writer): Shared<Writer>| -> Result<()> { Ok(writer.take()?.commit()?) })
+        .add("rpc.file.abort", |Shared(writer): Shared<Writer>| -> Result<()> { writer.take().map(drop) })
+        .add("rpc.file.open", |context: Context, path: String| -> Result<_> {
+            let reader = workspace(&context)?.open_read(&path)?;
+            let len = reader.len();
+            Ok((Shared(Arc::new(reader)), len))
+        })
+        .add("rpc.file.read", read)
+        .add("rpc.file.ls", |context: Context, folder: String| -> Result<_> {
+            Ok(Pack(workspace(&context)?.list(&folder)?.into_iter().map(listed).collect::<Vec<_>>()))
+        })
+        .add("rpc.file.rm", |context: Context, path: String| -> Result<()> { Ok(workspace(&context)?.remove(&path)?) });
+}
+
+fn read(Shared(reader): Shared<FileReader>, offset: u64, len: u64) -> Result<Bytes> {
+    if len > MAX_READ_BYTES {
+        return Err(RpcError::invalid_argument(format!("{len} bytes are more than one read gives, at most {MAX_READ_BYTES}")));
+    }
+    // Nothing is reserved for what lies beyond the end.
+    let len = len.min(reader.len().saturating_sub(offset));
+    let mut buffer = BytesMut::zeroed(len as usize);
+    let filled = reader.read_at(offset, &mut buffer)?;
+    buffer.truncate(filled);
+    Ok(buffer.freeze())
+}
+
+fn workspace(context: &Context) -> Result<Workspace> {
+    let files = context.workspace().ok_or_else(|| RpcError::unsupported("this session has no workspace for files"))?;
+    let files = files.as_any();
+    if let Some(workspace) = files.downcast_ref::<Workspace>() {
+        Ok(workspace.clone())
+    } else if let Some(workspace) = files.downcast_ref::<SessionWorkspace>() {
+        workspace.open()
+    } else {
+        Err(RpcError::unsupported("the workspace of this session is of another kind, and exchanges no files"))
+    }
+}
+
+fn listed(entry: Entry) -> FileEntry {
+    FileEntry { name: entry.name, size: entry.size, modified: entry.modified }
+}
+
+fn over() -> RpcError {
+    RpcError::invalid_argument("this file was committed or aborted already")
+}
+
+impl From<WorkspaceError> for RpcError {
+    fn from(error: WorkspaceError) -> Self {
+        use WorkspaceError as E;
+
+        let kind = match &error {
+            E::NotFound { .. } => ErrorKind::NotFound,
+            E::QuotaExceeded { .. } | E::TooManyEntries { .. } | E::TooManyWorkspaces { .. } => ErrorKind::LimitExceeded,
+            E::WriteFailed { .. } | E::Io { .. } => ErrorKind::Io,
+            _ => ErrorKind::InvalidArgument,
+        };
+        // The cause stays behind with its type; its words are all that a client can use.
+        match &error {
+            E::Io { path, source } => Self::new(kind, format!("the file system failed at {path:?}: {source}")),
+            _ => Self::new(kind, error.to_string()),
+        }
+    }
+}

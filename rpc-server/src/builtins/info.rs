@@ -1,0 +1,120 @@
+//! `rpc.info`: what the server is, and what it holds.
+
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use rpc_core::{Context, Device, DeviceAttribute, DeviceType, Devices, Pack, Registry, Value};
+use serde::{Deserialize, Serialize};
+
+use crate::session::ServerState;
+
+/// What `rpc.info` returns. Fields may be added; readers ignore those that they do not know.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ServerInfo {
+    /// The version of the server.
+    pub version: String,
+    /// The newest version of the protocol that the server speaks.
+    pub protocol_version: u32,
+    /// For how long the server has been running.
+    pub uptime_seconds: f64,
+    /// Live sessions, this one included.
+    pub sessions: u64,
+    /// Live handles of all sessions.
+    pub handles: u64,
+    /// Bytes of device memory of all sessions, and of calls that still run though their session has ended.
+    pub memory_bytes: u64,
+    /// The devices, and the kinds that are absent.
+    pub devices: Vec<DeviceInfo>,
+    /// The key that clients may name the server by.
+    pub key: Option<String>,
+    /// The process id.
+    pub pid: u32,
+    /// The name of the machine.
+    pub host: String,
+    /// The processor architecture, such as `x86_64`.
+    pub arch: String,
+    /// The operating system, such as `linux`.
+    pub os: String,
+}
+
+/// One device, or one kind of which there is none.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DeviceInfo {
+    /// The device, such as `cpu:0`; or the kind, such as `cuda`, if it is absent.
+    pub device: String,
+    /// The maker's name.
+    pub name: Option<String>,
+    /// The size of its memory in bytes.
+    pub total_memory: Option<u64>,
+    /// Why there is no device of this kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub absent: Option<String>,
+}
+
+pub(super) fn register(registry: &Registry) {
+    started();
+    registry.add_inline("rpc.info", |context: Context| Pack(collect(&context)));
+}
+
+/// When this program began to offer functions: the start of a server that embeds no [`ServerState`].
+fn started() -> Instant {
+    static STARTED: OnceLock<Instant> = OnceLock::new();
+    *STARTED.get_or_init(Instant::now)
+}
+
+fn collect(context: &Context) -> ServerInfo {
+    let state = context.extension::<ServerState>();
+    let totals = match &state {
+        Some(state) => state.totals(),
+        None => {
+            let usage = context.usage();
+            crate::session::Totals { sessions: 1, handles: usage.handles, memory_bytes: usage.memory_bytes }
+        }
+    };
+    ServerInfo {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        protocol_version: PROTOCOL_VERSION,
+        uptime_seconds: state.as_ref().map_or_else(started, |state| state.started()).elapsed().as_secs_f64(),
+        sessions: totals.sessions,
+        handles: totals.handles,
+        memory_bytes: totals.memory_bytes,
+        devices: devices(context.devices()),
+        key: state.as_ref().and_then(|state| state.key().map(str::to_owned)),
+        pid: std::process::id(),
+        host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        arch: std::env::consts::ARCH.to_owned(),
+        os: std::env::consts::OS.to_owned(),
+    }
+}
+
+fn devices(devices: &Devices) -> Vec<DeviceInfo> {
+    let mut infos = Vec::new();
+    for (kind, api) in devices.iter() {
+        match api.map_err(str::to_owned).and_then(|api| api.count().map_err(|error| error.to_string())) {
+            Ok(0) => infos.push(absent(kind, "the driver reports none".to_owned())),
+            Ok(count) => infos.extend((0..count).map(|index| present(devices, Device::new(kind, index)))),
+            Err(reason) => infos.push(absent(kind, reason)),
+        }
+    }
+    infos
+}
+
+fn present(devices: &Devices, device: Device) -> DeviceInfo {
+    let name = match devices.attribute(device, DeviceAttribute::Name) {
+        Ok(Value::Str(name)) => Some(name),
+        _ => None,
+    };
+    let total_memory = match devices.attribute(device, DeviceAttribute::TotalMemory) {
+        Ok(Value::Int(bytes)) => u64::try_from(bytes).ok(),
+        _ => None,
+    };
+    DeviceInfo { device: device.to_string(), name, total_memory, absent: None }
+}
+
+fn absent(kind: DeviceType, reason: String) -> DeviceInfo {
+    DeviceInfo { device: kind.to_string(), name: None, total_memory: None, absent: Some(reason) }
+}
+
+const PROTOCOL_VERSION: u32 = 1;

@@ -1,0 +1,190 @@
+//! `rpc.time_function`: how long a function takes, measured where it runs.
+
+use std::time::{Duration, Instant};
+
+use rpc_core::convert::{ArgScope, IntoArg, IntoArgs};
+use rpc_core::function::Rest;
+use rpc_core::{Context, Function, FunctionKind, LocalValue, Registry, RemoteFunction, Result, RpcError, Session, Value};
+
+use super::cancelled;
+use crate::session::ServerState;
+
+/// How to measure. The terms are those of TVM's time evaluator (`python/tvm/runtime/module.py`, `time_evaluator`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TimeOptions {
+    /// Calls in one sample, at first. Default 1.
+    pub number: u64,
+    /// Samples. Default 10, enough to see the spread.
+    pub repeat: u64,
+    /// The least that a sample takes: `number` grows until it does. Default 0. A few milliseconds hide the clock's
+    /// resolution from functions that take microseconds.
+    pub min_repeat: Duration,
+    /// Calls that are made first and not counted, to fill caches. Default 1.
+    pub warmup: u64,
+}
+
+impl Default for TimeOptions {
+    fn default() -> Self {
+        Self { number: 1, repeat: 10, min_repeat: Duration::ZERO, warmup: 1 }
+    }
+}
+
+/// Measures `function`, called with `args`, where it runs: all samples, in seconds per call.
+///
+/// A function that returns objects has them freed at once. The session must offer `rpc.time_function`. The blocking form is
+/// this one under [`block_on`](rpc_core::blocking::block_on).
+///
+/// # Errors
+///
+/// The first error of the function, and those of any call.
+pub async fn time_function(
+    session: &Session,
+    function: &RemoteFunction,
+    options: &TimeOptions,
+    args: impl IntoArgs,
+) -> Result<Vec<f64>> {
+    let timer = session.get_function("rpc.time_function").await?;
+    let call = timer.call(Timed { function, options, args });
+    call.await
+}
+
+/// The arguments of `rpc.time_function`.
+struct Timed<'a, A> {
+    function: &'a RemoteFunction,
+    options: &'a TimeOptions,
+    args: A,
+}
+
+impl<A: IntoArgs> IntoArgs for Timed<'_, A> {
+    fn into_args(self, scope: &mut ArgScope<'_>) -> Result<Vec<Value>> {
+        let TimeOptions { number, repeat, min_repeat, warmup } = self.options;
+        let mut args = vec![
+            self.function.into_arg(scope)?,
+            number.into_arg(scope)?,
+            repeat.into_arg(scope)?,
+            (min_repeat.as_secs_f64() * 1e3).into_arg(scope)?,
+            warmup.into_arg(scope)?,
+        ];
+        args.extend(self.args.into_args(scope)?);
+        Ok(args)
+    }
+}
+
+pub(super) fn register(registry: &Registry) {
+    registry.add("rpc.time_function", serve);
+}
+
+/// More samples than anybody looks at; they are a list of floats in one reply.
+const MAX_REPEAT: u64 = 1_000_000;
+
+/// How long calls may go on before it is asked whether anybody still waits for them.
+const CANCEL_CHECK: Duration = Duration::from_millis(1);
+
+fn serve(
+    context: Context,
+    function: Function,
+    number: u64,
+    repeat: u64,
+    min_repeat_ms: f64,
+    warmup: u64,
+    Rest(args): Rest,
+) -> Result<Vec<f64>> {
+    if number == 0 || repeat == 0 || repeat > MAX_REPEAT {
+        let message = format!("number must be at least 1, and repeat from 1 to {MAX_REPEAT}");
+        return Err(RpcError::invalid_argument(message));
+    }
+    let min_repeat = Duration::try_from_secs_f64(min_repeat_ms / 1e3)
+        .map_err(|_| RpcError::invalid_argument(format!("min_repeat_ms must be positive, and was {min_repeat_ms}")))?;
+    let mut timer = Timer { context: &context, function: &function, args: &args, per_call: CANCEL_CHECK };
+    timer.calls(warmup)?;
+    let mut number = number;
+    let mut samples = Vec::new();
+    while (samples.len() as u64) < repeat {
+        let elapsed = timer.calls(number)?;
+        if elapsed < min_repeat && number < u64::MAX / 2 {
+            number = larger(number, elapsed, min_repeat);
+        } else {
+            samples.push(elapsed.as_secs_f64() / number as f64);
+        }
+    }
+    Ok(samples)
+}
+
+/// How many calls to try after `number` of them took less than `wanted`: what the last attempt suggests and a little more,
+/// but no more than ten times as many, since the first calls may have been atypical.
+fn larger(number: u64, elapsed: Duration, wanted: Duration) -> u64 {
+    let factor = wanted.as_secs_f64() / elapsed.as_secs_f64().max(1e-9) * 1.1;
+    let suggested = number as f64 * factor.clamp(1.0, 10.0);
+    (suggested as u64).max(number + number / 2 + 1)
+}
+
+struct Timer<'a> {
+    context: &'a Context,
+    function: &'a Function,
+    args: &'a [LocalValue],
+    /// As the last calls took; decides how many are made between two looks at the cancellation, whose cost would show in
+    /// functions that take less than a microsecond.
+    per_call: Duration,
+}
+
+impl Timer<'_> {
+    /// Makes `count` calls, and says how long they took together.
+    fn calls(&mut self, count: u64) -> Result<Duration> {
+        let mut done = 0;
+        let mut elapsed = Duration::ZERO;
+        while done < count {
+            if self.context.is_cancelled() {
+                return Err(cancelled());
+            }
+            let batch = (CANCEL_CHECK.as_nanos() / self.per_call.as_nanos().max(1)).clamp(1, 1 << 16) as u64;
+            let batch = batch.min(count - done);
+            let took = self.batch(batch)?;
+            // Fits: a batch has at most 2^16 calls.
+            self.per_call = took / batch as u32;
+            elapsed += took;
+            done += batch;
+        }
+        Ok(elapsed)
+    }
+
+    fn batch(&self, count: u64) -> Result<Duration> {
+        if self.function.kind() == FunctionKind::Async {
+            return self.async_batch(count);
+        }
+        let start = Instant::now();
+        for _ in 0..count {
+            self.context.call(self.function, self.args.to_vec())?;
+        }
+        Ok(start.elapsed())
+    }
+
+    fn async_batch(&self, count: u64) -> Result<Duration> {
+        let calls = async {
+            let start = Instant::now();
+            for _ in 0..count {
+                self.context.call_async(self.function, self.args.to_vec()).await?;
+            }
+            Ok(start.elapsed())
+        };
+        // This is the lane's thread, which may block. Futures that need the server's runtime find it here.
+        match self.context.extension::<ServerState>().and_then(|state| state.runtime().cloned()) {
+            Some(runtime) => runtime.block_on(cancellable(self.context, calls)),
+            None => rpc_core::blocking::block_on(calls)?,
+        }
+    }
+}
+
+/// Gives `calls` up when nobody waits any more: one call alone may take for ever.
+async fn cancellable<T>(context: &Context, calls: impl Future<Output = Result<T>>) -> Result<T> {
+    let watch = async {
+        let mut ticks = tokio::time::interval(super::CANCEL_CHECK);
+        while !context.is_cancelled() {
+            ticks.tick().await;
+        }
+    };
+    tokio::select! {
+        biased;
+        outcome = calls => outcome,
+        () = watch => Err(cancelled()),
+    }
+}

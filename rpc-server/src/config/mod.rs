@@ -1,0 +1,378 @@
+//! The settings of a server, and where they come from.
+//!
+//! Each setting is declared once, in [`settings!`] below. From that come the command line flag, the environment variable
+//! (`--max-message` is `RPC_SERVER_MAX_MESSAGE`), the key in the configuration file (`max-message`), and the default. A
+//! flag counts before the environment, that before the file, and that before the default.
+
+mod units;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::{fmt, fs, io};
+
+use rpc_transports::{Address, AddressError, TransportError};
+use serde::{Deserialize, Serialize};
+
+use crate::logging::{LogFilter, LogFormat};
+
+pub use units::{ByteSize, PortRange, Span, UnitError};
+
+macro_rules! settings {
+    (
+        settings {
+            $($(#[doc = $doc:literal])+ $(#[arg($($arg:tt)*)])? $name:ident: $type:ty = $default:expr, $env:literal;)+
+        }
+        optional {
+            $($(#[doc = $odoc:literal])+ $(#[arg($($oarg:tt)*)])? $oname:ident: $otype:ty, $oenv:literal;)+
+        }
+    ) => {
+        /// Settings as one source gives them: the command line with the environment, or a file. Each may be absent.
+        ///
+        /// [`resolve`](Self::resolve) makes a [`ServeConfig`] of them.
+        #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
+        #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+        #[non_exhaustive]
+        pub struct ServeSettings {
+            /// A file with settings, in TOML. Flags and environment variables count before it
+            #[arg(long, env = "RPC_SERVER_CONFIG", value_name = "FILE")]
+            #[serde(skip)]
+            pub config: Option<PathBuf>,
+            $(
+                $(#[doc = $doc])+
+                #[arg(long, env = $env, $($($arg)*)?)]
+                #[serde(skip_serializing_if = "Option::is_none")]
+                pub $name: Option<$type>,
+            )+
+            $(
+                $(#[doc = $odoc])+
+                #[arg(long, env = $oenv, $($($oarg)*)?)]
+                #[serde(skip_serializing_if = "Option::is_none")]
+                pub $oname: Option<$otype>,
+            )+
+        }
+
+        /// The settings of a server, complete. [`Default`] gives the defaults.
+        #[derive(Clone, Debug, PartialEq, Serialize)]
+        #[serde(rename_all = "kebab-case")]
+        #[non_exhaustive]
+        pub struct ServeConfig {
+            $($(#[doc = $doc])+ pub $name: $type,)+
+            $(
+                $(#[doc = $odoc])+
+                #[serde(skip_serializing_if = "Option::is_none")]
+                pub $oname: Option<$otype>,
+            )+
+        }
+
+        impl ServeSettings {
+            /// These settings, and where they are silent those of `lower`.
+            #[must_use]
+            pub fn or(self, lower: Self) -> Self {
+                Self {
+                    config: self.config.or(lower.config),
+                    $($name: self.$name.or(lower.$name),)+
+                    $($oname: self.$oname.or(lower.$oname),)+
+                }
+            }
+
+            fn complete(self) -> ServeConfig {
+                ServeConfig {
+                    $($name: self.$name.unwrap_or_else(|| $default),)+
+                    $($oname: self.$oname,)+
+                }
+            }
+        }
+    };
+}
+
+settings! {
+    settings {
+        /// An address to listen on, such as tcp://127.0.0.1:9090, tcp://[::1]:0 or unix:/run/rpc.sock; may be repeated, or
+        /// given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        listen: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_LISTEN";
+        /// The folder for the files of sessions. Named workspaces are kept in it
+        #[arg(value_name = "FOLDER")]
+        workdir: PathBuf = default_workdir(), "RPC_SERVER_WORKDIR";
+        /// Sessions at a time; more are refused
+        max_sessions: usize = 4096, "RPC_SERVER_MAX_SESSIONS";
+        /// Device memory that one session may hold
+        #[arg(value_name = "SIZE")]
+        max_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_MEMORY";
+        /// Device memory that all sessions together may hold
+        #[arg(value_name = "SIZE")]
+        max_total_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_TOTAL_MEMORY";
+        /// Objects that one session may hold
+        max_handles: usize = 1 << 20, "RPC_SERVER_MAX_HANDLES";
+        /// Requests that one session may have in progress; more wait
+        max_requests: u32 = 1024, "RPC_SERVER_MAX_REQUESTS";
+        /// Bytes of arguments that one session may have waiting; more wait at the client. At least --max-message
+        #[arg(value_name = "SIZE")]
+        max_queued: ByteSize = ByteSize(65 << 20), "RPC_SERVER_MAX_QUEUED";
+        /// The largest request and the largest reply; tensors and files travel in pieces and may be larger
+        #[arg(value_name = "SIZE")]
+        max_message: ByteSize = ByteSize(64 << 20), "RPC_SERVER_MAX_MESSAGE";
+        /// How long a client may take to introduce itself
+        #[arg(value_name = "TIME")]
+        handshake_timeout: Span = seconds(10), "RPC_SERVER_HANDSHAKE_TIMEOUT";
+        /// How long a connection may be silent before it is tested; after three times as long it is dead
+        #[arg(value_name = "TIME")]
+        keep_alive: Span = seconds(5), "RPC_SERVER_KEEP_ALIVE";
+        /// Bytes that one workspace may hold
+        #[arg(value_name = "SIZE")]
+        workspace_quota: ByteSize = ByteSize(4 << 30), "RPC_SERVER_WORKSPACE_QUOTA";
+        /// How long a named workspace is kept after its last use
+        #[arg(value_name = "TIME")]
+        workspace_expiry: Span = seconds(30 * 24 * 3600), "RPC_SERVER_WORKSPACE_EXPIRY";
+        /// How long sessions may go on once the server has been told to stop
+        #[arg(value_name = "TIME")]
+        drain_timeout: Span = seconds(30), "RPC_SERVER_DRAIN_TIMEOUT";
+        /// Which events are logged: error, warn, info, debug, trace, or directives such as info,rpc_server=debug
+        #[arg(value_name = "FILTER")]
+        log_level: LogFilter = LogFilter::default(), "RPC_SERVER_LOG_LEVEL";
+        /// How events are logged, on standard error
+        log_format: LogFormat = LogFormat::Text, "RPC_SERVER_LOG_FORMAT";
+        /// Listen where other machines can connect, though nobody has to prove who they are
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        insecure: bool = false, "RPC_SERVER_INSECURE";
+        /// Servers to which clients may be forwarded, such as tcp://10.0.0.5:9090 or tcp://10.0.0.*; may be repeated, or
+        /// given as a list with commas. None without it
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
+        /// Serve one session on standard input and output, and stop when it ends
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        stdio: bool = false, "RPC_SERVER_STDIO";
+        /// Stop when standard input ends: for a server that is to end with the program that started it
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        exit_with_stdin: bool = false, "RPC_SERVER_EXIT_WITH_STDIN";
+    }
+    optional {
+        /// The name that clients may ask for, so that they do not reach another server by mistake
+        key: String, "RPC_SERVER_KEY";
+        /// Ports to try when an address says port 0 or its port is in use, such as 9090-9199
+        #[arg(value_name = "FIRST-LAST")]
+        port_range: PortRange, "RPC_SERVER_PORT_RANGE";
+        /// A file that is written when the server is ready, with one address a line, and removed when it stops
+        #[arg(value_name = "FILE")]
+        ready_file: PathBuf, "RPC_SERVER_READY_FILE";
+    }
+}
+
+impl ServeSettings {
+    /// Reads settings from the text of a configuration file.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Syntax`], which shows the place: not TOML, a key that is not a setting, or a value out of form.
+    pub fn from_toml(text: &str, file: &Path) -> Result<Self, ConfigError> {
+        toml::from_str(text)
+            .map_err(|error| ConfigError::Syntax { file: file.to_owned(), source: Box::new(error) })
+    }
+
+    /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with the file, or with the settings as a whole.
+    pub fn resolve(self) -> Result<ServeConfig, ConfigError> {
+        let settings = match &self.config {
+            Some(file) => {
+                let text = fs::read_to_string(file)
+                    .map_err(|source| ConfigError::Read { file: file.clone(), source: Arc::new(source) })?;
+                let lower = Self::from_toml(&text, file)?;
+                self.or(lower)
+            }
+            None => self,
+        };
+        let mut config = settings.complete();
+        if config.listen.is_empty() && !config.stdio {
+            config.listen.push(default_address());
+        }
+        config.check()?;
+        Ok(config)
+    }
+}
+
+impl ServeConfig {
+    /// The configuration as a TOML file that gives the same one when it is read.
+    pub fn to_toml(&self) -> String {
+        // A flat table of strings, numbers and lists of strings: nothing that TOML could not show.
+        toml::to_string(self).unwrap_or_default()
+    }
+
+    /// Looks for settings that do not go together.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::Key`], [`ConfigError::StdinTaken`].
+    pub fn check(&self) -> Result<(), ConfigError> {
+        for ListenAddress(address) in &self.listen {
+            if !address.is_loopback() && !self.insecure {
+                return Err(ConfigError::Insecure { address: address.clone() });
+            }
+            if !matches!(address.scheme(), "tcp" | "unix" | "memory") || address.key().is_some() {
+                return Err(ConfigError::NotListenable { address: address.clone() });
+            }
+        }
+        if let Some(key) = &self.key {
+            Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)))
+                .with_key(key)
+                .map_err(|source| ConfigError::Key { source })?;
+        }
+        if self.stdio && self.exit_with_stdin {
+            return Err(ConfigError::StdinTaken);
+        }
+        Ok(())
+    }
+}
+
+impl Default for ServeConfig {
+    fn default() -> Self {
+        let mut config = ServeSettings::default().complete();
+        config.listen.push(default_address());
+        config
+    }
+}
+
+/// An address as a setting.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ListenAddress(pub Address);
+
+impl std::str::FromStr for ListenAddress {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        text.parse().map(Self)
+    }
+}
+
+impl TryFrom<String> for ListenAddress {
+    type Error = AddressError;
+
+    fn try_from(text: String) -> Result<Self, AddressError> {
+        text.parse()
+    }
+}
+
+impl From<ListenAddress> for String {
+    fn from(address: ListenAddress) -> Self {
+        address.to_string()
+    }
+}
+
+impl From<Address> for ListenAddress {
+    fn from(address: Address) -> Self {
+        Self(address)
+    }
+}
+
+impl fmt::Display for ListenAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What is wrong with a configuration.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The configuration file cannot be read.
+    #[error("cannot read the configuration file {}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// The configuration file is not TOML, has an unknown key, or a value of the wrong form.
+    #[error("the configuration file {} is not right", file.display())]
+    Syntax {
+        /// The file.
+        file: PathBuf,
+        /// Where and why.
+        source: Box<toml::de::Error>,
+    },
+    /// Other machines could connect, and nobody would have to prove who they are.
+    #[error(
+        "{address} can be reached from other machines, and whoever connects may run code here; listen on \
+         tcp://127.0.0.1:PORT or on unix:PATH, or say --insecure if the network is trusted"
+    )]
+    Insecure {
+        /// The address to be listened on.
+        address: Address,
+    },
+    /// One cannot listen there.
+    #[error("cannot listen on {address}: write tcp://HOST:PORT or unix:PATH; a key is given with --key")]
+    NotListenable {
+        /// The address to be listened on.
+        address: Address,
+    },
+    /// The key does not have the form of one.
+    #[error("the key cannot be used")]
+    Key {
+        /// Why.
+        source: AddressError,
+    },
+    /// Two settings want the standard input.
+    #[error("--stdio ends with standard input by itself, so --exit-with-stdin cannot be had with it; leave that out")]
+    StdinTaken,
+}
+
+/// What keeps a server from starting.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// The configuration.
+    #[error("the configuration cannot be used")]
+    Config(#[from] ConfigError),
+    /// An address cannot be listened on, or standard input and output not be used.
+    #[error("cannot listen")]
+    Listen(#[from] TransportError),
+    /// The folder for workspaces cannot be used.
+    #[error("cannot use the folder {} for the files of sessions", workdir.display())]
+    Workdir {
+        /// The folder.
+        workdir: PathBuf,
+        /// Why.
+        source: crate::workspace::WorkspaceError,
+    },
+    /// The ready file cannot be written.
+    #[error("cannot write the ready file {}", file.display())]
+    ReadyFile {
+        /// The file.
+        file: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The async runtime cannot be started.
+    #[error("cannot start the runtime")]
+    Runtime(#[source] io::Error),
+    /// Signals cannot be received.
+    #[error("cannot wait for signals")]
+    Signals(#[source] io::Error),
+}
+
+/// Where other servers of this kind usually are.
+const DEFAULT_PORT: u16 = 9090;
+
+fn default_address() -> ListenAddress {
+    ListenAddress(Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT))))
+}
+
+fn seconds(seconds: u64) -> Span {
+    Span(std::time::Duration::from_secs(seconds))
+}
+
+/// Where programs keep state of the user's: `$XDG_STATE_HOME` or `~/.local/state`; without a home, the folder for temporary
+/// files.
+fn default_workdir() -> PathBuf {
+    let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|folder: &PathBuf| folder.is_absolute());
+    folder("XDG_STATE_HOME")
+        .or_else(|| folder("HOME").map(|home| home.join(".local/state")))
+        .unwrap_or_else(std::env::temp_dir)
+        .join("rpc-server")
+}
+
+#[cfg(test)]
+mod tests;

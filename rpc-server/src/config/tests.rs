@@ -1,0 +1,130 @@
+use std::collections::BTreeSet;
+use std::error::Error;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser};
+
+use super::*;
+
+#[derive(Parser)]
+struct Command {
+    #[command(flatten)]
+    settings: ServeSettings,
+}
+
+fn flags(args: &[&str]) -> ServeSettings {
+    let matches = Command::command().no_binary_name(true).get_matches_from(args);
+    Command::from_arg_matches(&matches).unwrap().settings
+}
+
+fn file(text: &str) -> Result<ServeSettings, ConfigError> {
+    ServeSettings::from_toml(text, Path::new("test.toml"))
+}
+
+#[test]
+fn a_flag_counts_before_the_file_and_that_before_the_default() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("server.toml");
+    fs::write(&path, "max-message = \"1MiB\"\nkeep-alive = \"7s\"\nlisten = [\"unix:/tmp/from-file\"]\ninsecure = true").unwrap();
+    let config = path.to_str().unwrap();
+    let effective =
+        flags(&["--config", config, "--max-message", "2MiB", "--listen", "unix:/a", "--listen", "tcp://0.0.0.0:0,unix:/b"])
+            .resolve()
+            .unwrap();
+    assert_eq!(effective.max_message, ByteSize(2 << 20));
+    assert_eq!(effective.keep_alive, seconds(7));
+    assert_eq!(effective.handshake_timeout, seconds(10));
+    assert!(effective.insecure);
+    let listen: Vec<_> = effective.listen.iter().map(ToString::to_string).collect();
+    assert_eq!(listen, ["unix:/a", "tcp://0.0.0.0:0", "unix:/b"]);
+}
+
+#[test]
+fn a_switch_can_be_turned_off_again_by_flag() {
+    let lower = file("insecure = true").unwrap();
+    assert_eq!(flags(&["--insecure=false"]).or(lower.clone()).insecure, Some(false));
+    assert_eq!(flags(&["--insecure"]).insecure, Some(true));
+    assert_eq!(flags(&[]).or(lower).insecure, Some(true));
+}
+
+#[test]
+fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
+    let command = ServeSettings::augment_args(clap::Command::new("test"));
+    let mut flags = BTreeSet::new();
+    for arg in command.get_arguments() {
+        let long = arg.get_long().unwrap();
+        let variable = format!("RPC_SERVER_{}", long.replace('-', "_").to_uppercase());
+        assert_eq!(arg.get_env().unwrap(), variable.as_str());
+        assert!(arg.get_help().is_some(), "{long}");
+        flags.insert(long.to_owned());
+    }
+    let mut config = ServeConfig::default();
+    config.key = Some("board".to_owned());
+    config.port_range = Some(PortRange(1..=2));
+    config.ready_file = Some("ready".into());
+    let keys: toml::Table = config.to_toml().parse().unwrap();
+    let mut keys: BTreeSet<_> = keys.keys().cloned().collect();
+    keys.insert("config".to_owned());
+    assert_eq!(keys, flags);
+}
+
+#[test]
+fn the_effective_configuration_reads_back_as_itself() {
+    let config = flags(&["--key", "board-1", "--port-range", "9090-9099", "--max-total-memory", "3GB", "--allow-forward", "a,b"])
+        .resolve()
+        .unwrap();
+    let again = file(&config.to_toml()).unwrap().resolve().unwrap();
+    assert_eq!(again, config);
+    assert_eq!(ServeConfig::default(), ServeSettings::default().resolve().unwrap());
+}
+
+#[test]
+fn an_unknown_key_and_a_malformed_value_are_errors_that_show_the_place() {
+    for (text, hint) in [
+        ("max-mesage = \"1MiB\"", "max-mesage"),
+        ("keep-alive = \"soon\"", "30s"),
+        ("max-memory = \"many\"", "64MiB"),
+        ("listen = [\"localhost:9090\"]", "tcp://"),
+        ("log-format = \"xml\"", "json"),
+        ("log-level = \"a=b=c\"", "log-level"),
+        ("config = \"other.toml\"", "config"),
+        ("insecure", "insecure"),
+    ] {
+        let error = file(text).unwrap_err();
+        let detail = error.source().unwrap().to_string();
+        assert!(detail.contains(hint) && detail.contains("line 1"), "{detail}");
+    }
+}
+
+#[test]
+fn an_address_that_others_can_reach_is_refused_unless_insecure_says_so() {
+    for address in ["tcp://0.0.0.0:9090", "tcp://[::]:0", "tcp://board.lan:1"] {
+        let error = flags(&["--listen", address]).resolve().unwrap_err();
+        assert!(matches!(error, ConfigError::Insecure { .. }), "{error:?}");
+        assert!(error.to_string().contains("--insecure") && error.to_string().contains("127.0.0.1"), "{error}");
+        flags(&["--listen", address, "--insecure"]).resolve().unwrap();
+    }
+    flags(&["--listen", "tcp://127.0.0.1:0", "--listen", "tcp://[::1]:0,unix:/tmp/x"]).resolve().unwrap();
+}
+
+#[test]
+fn what_cannot_be_listened_on_is_refused() {
+    for address in ["exec:program", "local:", "tcp://127.0.0.1:1/key"] {
+        let error = flags(&["--listen", address]).resolve().unwrap_err();
+        assert!(matches!(error, ConfigError::NotListenable { .. }), "{error:?}");
+    }
+    assert!(matches!(flags(&["--key", "a b"]).resolve().unwrap_err(), ConfigError::Key { .. }));
+    let both = flags(&["--stdio", "--exit-with-stdin"]).resolve();
+    assert!(matches!(both.unwrap_err(), ConfigError::StdinTaken));
+}
+
+#[test]
+fn without_an_address_the_default_is_used_but_not_beside_stdio() {
+    assert_eq!(flags(&[]).resolve().unwrap().listen[0].to_string(), "tcp://127.0.0.1:9090");
+    assert!(flags(&["--stdio"]).resolve().unwrap().listen.is_empty());
+}
+
+#[test]
+fn a_missing_file_is_an_error() {
+    let error = flags(&["--config", "/nonexistent/server.toml"]).resolve().unwrap_err();
+    assert!(matches!(error, ConfigError::Read { .. }));
+}

@@ -1,0 +1,201 @@
+//! Sizes, durations and port ranges as people write them.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// A number of bytes, written as `64MiB`, `10GB`, `512` or `unlimited`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ByteSize(pub u64);
+
+/// A length of time, written as `200ms`, `30s`, `5m`, `12h` or `30d`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Span(pub Duration);
+
+/// TCP ports from the first to the last, written as `9090-9199`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct PortRange(pub RangeInclusive<u16>);
+
+/// Why a text is not what it should be. Each message shows the right form.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum UnitError {
+    /// Not a size.
+    #[error("'{0}' is not a size; write for example 64MiB, 10GB, 512 or unlimited")]
+    Size(String),
+    /// Not a length of time.
+    #[error("'{0}' is not a length of time; write for example 200ms, 30s, 5m, 12h or 30d")]
+    Span(String),
+    /// Not a range of ports.
+    #[error("'{0}' is not a range of ports; write for example 9090-9199")]
+    Ports(String),
+}
+
+impl ByteSize {
+    /// No limit.
+    pub const UNLIMITED: Self = Self(u64::MAX);
+}
+
+/// Largest first, so that the first that divides a size is the one to show it in.
+const SIZES: [(&str, u64); 9] = [
+    ("TiB", 1 << 40),
+    ("TB", 1_000_000_000_000),
+    ("GiB", 1 << 30),
+    ("GB", 1_000_000_000),
+    ("MiB", 1 << 20),
+    ("MB", 1_000_000),
+    ("KiB", 1 << 10),
+    ("KB", 1_000),
+    ("B", 1),
+];
+
+const SPANS: [(&str, u64); 5] = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000), ("ms", 1)];
+
+/// A whole number and one of `units`, whose case does not matter.
+fn parse(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = (text[..digits].parse::<u64>().ok()?, text[digits..].trim());
+    let (_, factor) = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
+    number.checked_mul(*factor)
+}
+
+impl FromStr for ByteSize {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        if text.trim().eq_ignore_ascii_case("unlimited") {
+            return Ok(Self::UNLIMITED);
+        }
+        let plain = text.trim().parse().ok();
+        plain.or_else(|| parse(text, &SIZES)).map(Self).ok_or_else(|| UnitError::Size(text.to_owned()))
+    }
+}
+
+impl fmt::Display for ByteSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::UNLIMITED {
+            return f.write_str("unlimited");
+        }
+        let exact = SIZES.iter().find(|(_, factor)| self.0 >= *factor && self.0.is_multiple_of(*factor));
+        let (unit, factor) = exact.unwrap_or(&("B", 1));
+        write!(f, "{}{unit}", self.0 / factor)
+    }
+}
+
+impl FromStr for Span {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let millis = if text.trim() == "0" { Some(0) } else { parse(text, &SPANS) };
+        millis.map(|millis| Self(Duration::from_millis(millis))).ok_or_else(|| UnitError::Span(text.to_owned()))
+    }
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let millis = u64::try_from(self.0.as_millis()).unwrap_or(u64::MAX);
+        let exact = SPANS.iter().find(|(_, factor)| millis > 0 && millis.is_multiple_of(*factor));
+        let (unit, factor) = exact.unwrap_or(&("s", 1_000));
+        write!(f, "{}{unit}", millis / factor)
+    }
+}
+
+impl FromStr for PortRange {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let ports = text.split_once('-').and_then(|(first, last)| {
+            let (first, last) = (first.trim().parse::<u16>().ok()?, last.trim().parse::<u16>().ok()?);
+            (0 < first && first <= last).then_some(first..=last)
+        });
+        ports.map(Self).ok_or_else(|| UnitError::Ports(text.to_owned()))
+    }
+}
+
+impl fmt::Display for PortRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.0.start(), self.0.end())
+    }
+}
+
+macro_rules! as_text {
+    ($($unit:ident)*) => {
+        $(
+            impl TryFrom<String> for $unit {
+                type Error = UnitError;
+
+                fn try_from(text: String) -> Result<Self, UnitError> {
+                    text.parse()
+                }
+            }
+
+            impl From<$unit> for String {
+                fn from(unit: $unit) -> Self {
+                    unit.to_string()
+                }
+            }
+        )*
+    };
+}
+
+as_text!(ByteSize Span PortRange);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_any_unit_and_shown_in_the_largest_that_is_exact() {
+        for (text, bytes, shown) in [
+            ("64MiB", 64 << 20, "64MiB"),
+            ("64 mib", 64 << 20, "64MiB"),
+            ("1024KiB", 1 << 20, "1MiB"),
+            ("10GB", 10_000_000_000, "10GB"),
+            ("512", 512, "512B"),
+            ("0", 0, "0B"),
+            ("unlimited", u64::MAX, "unlimited"),
+        ] {
+            let size: ByteSize = text.parse().unwrap();
+            assert_eq!((size.0, size.to_string().as_str()), (bytes, shown));
+            assert_eq!(shown.parse::<ByteSize>().unwrap(), size);
+        }
+        for bad in ["", "MiB", "-1", "1.5GiB", "12XB", "99999999TiB", "٣MiB"] {
+            assert!(bad.parse::<ByteSize>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn spans_are_read_in_any_unit_and_shown_in_the_largest_that_is_exact() {
+        for (text, millis, shown) in [
+            ("200ms", 200, "200ms"),
+            ("30s", 30_000, "30s"),
+            ("90 S", 90_000, "90s"),
+            ("120m", 7_200_000, "2h"),
+            ("30d", 2_592_000_000, "30d"),
+            ("0", 0, "0s"),
+        ] {
+            let span: Span = text.parse().unwrap();
+            assert_eq!((span.0.as_millis(), span.to_string().as_str()), (millis, shown));
+            assert_eq!(shown.parse::<Span>().unwrap(), span);
+        }
+        for bad in ["", "30", "s", "-1s", "1.5s", "1y", "99999999999999d"] {
+            assert!(bad.parse::<Span>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn port_ranges_run_upwards_and_leave_zero_out() {
+        assert_eq!("9090-9199".parse::<PortRange>().unwrap(), PortRange(9090..=9199));
+        assert_eq!("7-7".parse::<PortRange>().unwrap().to_string(), "7-7");
+        for bad in ["", "9090", "9199-9090", "0-10", "1-65536", "a-b", "1-2-3"] {
+            assert!(bad.parse::<PortRange>().is_err(), "{bad}");
+        }
+    }
+}

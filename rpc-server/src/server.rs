@@ -1,0 +1,388 @@
+//! A server as a library: what `rpc-server serve` runs, for programs that bring functions of their own.
+//!
+//! ```
+//! use rpc_core::Registry;
+//! use rpc_server::config::ServeConfig;
+//! use rpc_server::server::RpcServer;
+//! use rpc_transports::Connector;
+//!
+//! # #[tokio::main]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let registry = Registry::new();
+//! registry.add("add", |a: i64, b: i64| a + b);
+//! let mut config = ServeConfig::default();
+//! config.listen = vec!["tcp://127.0.0.1:0".parse()?];
+//! # let folder = tempfile::tempdir()?;
+//! # config.workdir = folder.path().to_owned();
+//! let running = RpcServer::builder().registry(registry).config(config).build().start().await?;
+//!
+//! let session = Connector::new().connect(&running.addresses()[0].to_string()).await?;
+//! let add = session.function::<(i64, i64), i64>("add").await?;
+//! assert_eq!(add.call((1, 2)).await?, 3);
+//! drop((add, session));
+//! running.drain().await;
+//! # Ok(())
+//! # }
+//! ```
+
+mod ready;
+mod signals;
+
+use std::io::{self, Read, Write};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rpc_core::{Devices, LocalSession, Registry, RpcError, SessionLimits, SharedSession};
+use rpc_transports::{Address, ListenOptions, OpenRequest, ServeOptions, Server, SessionFactory, TokioSpawner, child};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use self::ready::ReadyFile;
+use self::signals::Signals;
+use crate::builtins;
+use crate::config::{ListenAddress, ServeConfig, ServeError};
+use crate::session::{Cleaner, ServerState, SessionWorkspace, Source};
+use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
+
+/// How often named workspaces that nobody uses are looked for.
+const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
+
+/// Makes an [`RpcServer`].
+#[derive(Debug)]
+pub struct ServerBuilder {
+    registry: Registry,
+    devices: Devices,
+    config: ServeConfig,
+}
+
+impl ServerBuilder {
+    /// The functions and module loaders. Those of [`builtins`] are added to it. Without this there are only those.
+    #[must_use]
+    pub fn registry(mut self, registry: Registry) -> Self {
+        self.registry = registry;
+        self
+    }
+
+    /// The devices; `cpu` alone without this.
+    #[must_use]
+    pub fn devices(mut self, devices: Devices) -> Self {
+        self.devices = devices;
+        self
+    }
+
+    /// The settings; the defaults without this.
+    #[must_use]
+    pub fn config(mut self, config: ServeConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Makes the server, which does nothing until it is started.
+    pub fn build(self) -> RpcServer {
+        builtins::register(&self.registry);
+        RpcServer { registry: self.registry, devices: self.devices, config: self.config }
+    }
+}
+
+/// A server that has not been started.
+#[derive(Debug)]
+pub struct RpcServer {
+    registry: Registry,
+    devices: Devices,
+    config: ServeConfig,
+}
+
+impl RpcServer {
+    /// A server to be configured.
+    pub fn builder() -> ServerBuilder {
+        ServerBuilder { registry: Registry::new(), devices: Devices::new(), config: ServeConfig::default() }
+    }
+
+    /// Starts to serve. Needs a tokio runtime with I/O and time, on which asynchronous functions run too.
+    ///
+    /// When this returns all addresses are bound, and the ready file is written.
+    ///
+    /// # Errors
+    ///
+    /// The configuration, an address that cannot be listened on, the folder for workspaces, the ready file.
+    pub async fn start(self) -> Result<Running, ServeError> {
+        let Self { registry, devices, config } = self;
+        config.check()?;
+        // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
+        let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
+        // Before anything is printed, which would go to the peer.
+        let channel = if config.stdio { Some(child::stdio_channel().await?) } else { None };
+        let workspaces = open_workspaces(&config).await?;
+        let state = ServerState::new(config.key.clone(), config.max_total_memory.0);
+        let factory = LocalFactory {
+            registry,
+            devices,
+            limits: session_limits(&config),
+            workspaces: workspaces.clone(),
+            cleaner: Cleaner::start(),
+            spawner: Arc::new(TokioSpawner::current()),
+            state: state.clone(),
+        };
+        let server = Server::new(Arc::new(factory), serve_options(&config));
+        let mut options = ListenOptions::default();
+        options.port_range = config.port_range.as_ref().map(|range| range.0.clone());
+        let mut addresses = Vec::with_capacity(config.listen.len());
+        for ListenAddress(address) in &config.listen {
+            let address = server.listen(address, &options).await?;
+            tracing::info!(%address, "listening");
+            addresses.push(address);
+        }
+        if let Some(channel) = channel {
+            server.serve_channel(channel);
+        }
+        if let Some(ready) = &ready {
+            ready.write(&addresses)?;
+        }
+        let housekeeping = tokio::spawn(expire(workspaces));
+        let drain_timeout = config.drain_timeout.0;
+        Ok(Running { server, addresses, state, drain_timeout, housekeeping, _ready: ready })
+    }
+
+    /// Starts to serve, prints `listening on ADDRESS` for each address on standard output, and serves until SIGTERM or
+    /// SIGINT. Then clients are told to go, and their sessions may end within the drain time-out; a second signal stops at
+    /// once.
+    ///
+    /// With `stdio` it also stops when that session ends; with `exit_with_stdin`, when standard input ends.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start).
+    pub async fn run_until_signal(self) -> Result<StopReason, ServeError> {
+        let mut signals = Signals::install().map_err(ServeError::Signals)?;
+        let (stdio, watch_stdin) = (self.config.stdio, self.config.exit_with_stdin);
+        let running = self.start().await?;
+        announce(&running.addresses);
+        let stdin_end = async {
+            if watch_stdin { stdin_end().await } else { std::future::pending().await }
+        };
+        let only_session_ended = async {
+            if stdio { running.idle().await } else { std::future::pending().await }
+        };
+        tokio::select! {
+            signal = signals.next() => tracing::info!(signal, "draining: no new sessions; a second signal stops at once"),
+            () = stdin_end => return Ok(StopReason::StdinEnded),
+            () = only_session_ended => return Ok(StopReason::SessionEnded),
+        }
+        tokio::select! {
+            () = running.drain() => {}
+            signal = signals.next() => {
+                running.stop();
+                return Ok(StopReason::SecondSignal(signal));
+            }
+        }
+        Ok(StopReason::Drained)
+    }
+
+    /// As [`run_until_signal`](Self::run_until_signal), on a runtime of its own. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start); and if the runtime cannot be started.
+    pub fn run_blocking(self) -> Result<StopReason, ServeError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("rpc-server").build();
+        let runtime = runtime.map_err(ServeError::Runtime)?;
+        let reason = runtime.block_on(self.run_until_signal());
+        // What still runs cannot be waited for: it may take hours.
+        runtime.shutdown_background();
+        reason
+    }
+}
+
+/// Why a server has stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StopReason {
+    /// After a signal, all sessions ended, or were ended after the drain time-out.
+    Drained,
+    /// A second signal, by its number, stopped it at once.
+    SecondSignal(i32),
+    /// The session on standard input and output ended.
+    SessionEnded,
+    /// Standard input ended.
+    StdinEnded,
+}
+
+impl StopReason {
+    /// The exit code that says so: 128 and the signal's number after a second signal, as shells have it, else 0.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::SecondSignal(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
+            Self::Drained | Self::SessionEnded | Self::StdinEnded => 0,
+        }
+    }
+}
+
+/// A server that serves. Dropping it stops it now.
+pub struct Running {
+    server: Server,
+    addresses: Vec<Address>,
+    state: Arc<ServerState>,
+    drain_timeout: Duration,
+    housekeeping: JoinHandle<()>,
+    /// Removed with this.
+    _ready: Option<ReadyFile>,
+}
+
+impl Running {
+    /// What is listened on, with the ports that were chosen, in the order of the configuration.
+    pub fn addresses(&self) -> &[Address] {
+        &self.addresses
+    }
+
+    /// Live sessions.
+    pub fn sessions(&self) -> usize {
+        self.server.sessions()
+    }
+
+    /// What the server's functions can find out about it.
+    pub fn state(&self) -> &Arc<ServerState> {
+        &self.state
+    }
+
+    /// Stops in good order: clients are told to go, no session begins, and those that there are may end within the drain
+    /// time-out. What is left then is stopped.
+    pub async fn drain(&self) {
+        self.server.drain(self.drain_timeout).await;
+        let left = self.server.sessions();
+        if left > 0 {
+            tracing::warn!(sessions = left, limit = ?self.drain_timeout, "not all sessions ended in time; stopping them");
+        }
+        self.server.stop();
+    }
+
+    /// Stops now: sessions end, and what was in progress fails.
+    pub fn stop(&self) {
+        self.server.stop();
+    }
+
+    /// Resolves when there is no session.
+    pub async fn idle(&self) {
+        self.server.idle().await;
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.housekeeping.abort();
+        self.server.stop();
+    }
+}
+
+impl std::fmt::Debug for Running {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Running").field("addresses", &self.addresses).field("state", &self.state).finish_non_exhaustive()
+    }
+}
+
+/// Gives each client a local session of its own.
+struct LocalFactory {
+    registry: Registry,
+    devices: Devices,
+    limits: SessionLimits,
+    workspaces: WorkspaceRoot,
+    cleaner: Arc<Cleaner>,
+    spawner: Arc<TokioSpawner>,
+    state: Arc<ServerState>,
+}
+
+impl SessionFactory for LocalFactory {
+    fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let source = match &request.workspace {
+            // Opened now, so that a name that cannot be had is an error of the handshake.
+            Some(name) => Source::Opened(self.workspaces.named(&request.identity, name)?),
+            None => Source::Private(self.workspaces.clone()),
+        };
+        let session = LocalSession::builder(self.registry.clone())
+            .devices(self.devices.clone())
+            .limits(self.limits.clone())
+            .total_memory(self.state.memory().clone())
+            .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
+            .extension(self.state.clone())
+            .spawner(self.spawner.clone())
+            .build();
+        Ok(self.state.count(session))
+    }
+}
+
+fn session_limits(config: &ServeConfig) -> SessionLimits {
+    let mut limits = SessionLimits::default();
+    limits.max_requests = config.max_requests as usize;
+    limits.max_queued_bytes = usize::try_from(config.max_queued.0).unwrap_or(usize::MAX);
+    limits.max_handles = config.max_handles;
+    limits.max_memory = config.max_memory.0;
+    limits
+}
+
+fn serve_options(config: &ServeConfig) -> ServeOptions {
+    let mut options = ServeOptions::default();
+    options.key = config.key.clone().unwrap_or_default();
+    options.keep_alive = config.keep_alive.0;
+    options.handshake_timeout = config.handshake_timeout.0;
+    options.max_sessions = config.max_sessions;
+    options.allow_forward = config.allow_forward.clone();
+    options.limits.max_requests = config.max_requests;
+    options.limits.max_message = config.max_message.0;
+    options.limits.window = config.max_queued.0;
+    options
+}
+
+async fn open_workspaces(config: &ServeConfig) -> Result<WorkspaceRoot, ServeError> {
+    let mut limits = WorkspaceLimits::with_quota(config.workspace_quota.0);
+    limits.named_expiry = config.workspace_expiry.0;
+    let workdir = config.workdir.clone();
+    let folder = workdir.clone();
+    let opened = tokio::task::spawn_blocking(move || WorkspaceRoot::open(&folder, limits)).await;
+    let opened = opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+    opened.map_err(|source| ServeError::Workdir { workdir, source })
+}
+
+async fn expire(workspaces: WorkspaceRoot) {
+    let mut ticks = tokio::time::interval(EXPIRY_INTERVAL);
+    loop {
+        ticks.tick().await;
+        let workspaces = workspaces.clone();
+        match tokio::task::spawn_blocking(move || workspaces.expire(SystemTime::now())).await {
+            Ok(Ok(0)) => {}
+            Ok(Ok(count)) => tracing::info!(count, "removed named workspaces that were not used for long"),
+            Ok(Err(error)) => tracing::warn!(%error, "cannot remove old workspaces"),
+            Err(error) => tracing::error!(%error, "removing old workspaces failed"),
+        }
+    }
+}
+
+fn announce(addresses: &[Address]) {
+    let mut stdout = io::stdout().lock();
+    for address in addresses {
+        // Nobody may be reading, and that is no reason to stop.
+        let _ = writeln!(stdout, "listening on {address}");
+    }
+    let _ = stdout.flush();
+}
+
+/// Resolves when standard input ends. It is read on a thread of its own, which the runtime would otherwise wait for.
+async fn stdin_end() {
+    let (ended, end) = oneshot::channel::<()>();
+    let watch = move || {
+        let _ended = ended;
+        let mut buffer = [0; 1024];
+        let mut stdin = io::stdin().lock();
+        loop {
+            match stdin.read(&mut buffer) {
+                Ok(0) => return,
+                Err(error) if error.kind() != io::ErrorKind::Interrupted => return,
+                _ => {}
+            }
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("rpc-stdin".into()).spawn(watch) {
+        tracing::error!(%error, "cannot watch standard input");
+        return std::future::pending().await;
+    }
+    // The sender is dropped, not used.
+    let _ = end.await;
+}

@@ -1,0 +1,210 @@
+//! What the drivers of both sides share: reading ahead, waking up in time, the handshake over a channel.
+
+use std::io;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use bytes::{BufMut, BytesMut};
+use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated};
+use rpc_core::{ErrorKind, RpcError};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt, ReadBuf};
+use tokio::time::Sleep;
+
+use crate::transport::{Channel, ChannelIo};
+
+/// How many slices one vectored write takes.
+pub(crate) const SLICES: usize = 32;
+
+/// A read asks for this much at first: an idle session should be small.
+const READ_MIN: usize = 4 << 10;
+
+/// And for this much when small messages come in numbers.
+const READ_MAX: usize = 64 << 10;
+
+/// The buffer between channel and endpoint.
+#[derive(Debug)]
+pub(crate) struct ReadAhead {
+    pub(crate) buffer: BytesMut,
+    size: usize,
+}
+
+impl ReadAhead {
+    pub(crate) fn new(buffer: BytesMut) -> Self {
+        Self { buffer, size: READ_MIN }
+    }
+
+    /// Reads more into the buffer; 0 is the end of the stream.
+    pub(crate) fn poll_more(&mut self, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        self.buffer.reserve(self.size);
+        // The limit keeps a read small although the buffer may have much more room.
+        let mut room = (&mut self.buffer).limit(self.size);
+        let outcome = pin!(io.read_buf(&mut room)).poll(cx);
+        match outcome {
+            Poll::Pending => {
+                if self.buffer.is_empty() && self.size > READ_MIN {
+                    // Idle: give the large buffer back.
+                    self.size = READ_MIN;
+                    self.buffer = BytesMut::new();
+                }
+                Poll::Pending
+            }
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            Poll::Ready(Ok(count)) => {
+                if count == self.size {
+                    self.size = (self.size * 4).min(READ_MAX);
+                }
+                Poll::Ready(Ok(count))
+            }
+        }
+    }
+
+    /// Reads straight into `target`; 0 is the end of the stream.
+    pub(crate) fn poll_into(
+        &mut self,
+        mut io: &mut dyn ChannelIo,
+        target: &mut [u8],
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<usize>> {
+        // Behind bulk comes a header, and then more bulk: little of that should pass through the buffer.
+        self.size = READ_MIN;
+        let mut target = ReadBuf::new(target);
+        ready!(Pin::new(&mut io).poll_read(cx, &mut target))?;
+        Poll::Ready(Ok(target.filled().len()))
+    }
+}
+
+/// Wakes the task when the endpoint's next timeout is due.
+///
+/// A timeout that moves into the future, as it does with every byte received, leaves the timer alone: it goes off too
+/// early once, and is set anew.
+#[derive(Debug)]
+pub(crate) struct Alarm {
+    sleep: Option<Pin<Box<Sleep>>>,
+    set_to: Option<Instant>,
+}
+
+impl Alarm {
+    pub(crate) fn new() -> Self {
+        Self { sleep: None, set_to: None }
+    }
+
+    /// The time, if `timeout` is due. Otherwise the task will be woken when it is.
+    pub(crate) fn poll(&mut self, timeout: Option<Instant>, cx: &mut Context<'_>) -> Option<Instant> {
+        let timeout = timeout?;
+        if self.set_to.is_none_or(|set_to| timeout < set_to) {
+            self.set(timeout);
+        }
+        while self.sleep.as_mut().is_some_and(|sleep| sleep.as_mut().poll(cx).is_ready()) {
+            let now = Instant::now();
+            if now >= timeout {
+                // Due: whoever acts on it will have a later timeout the next time.
+                self.set_to = None;
+                return Some(now);
+            }
+            self.set(timeout);
+        }
+        None
+    }
+
+    fn set(&mut self, timeout: Instant) {
+        self.set_to = Some(timeout);
+        match &mut self.sleep {
+            Some(sleep) => sleep.as_mut().reset(timeout.into()),
+            None => self.sleep = Some(Box::pin(tokio::time::sleep_until(timeout.into()))),
+        }
+    }
+}
+
+/// Performs the dialling side of a handshake. What was read beyond it comes back with the result.
+///
+/// # Errors
+///
+/// Whatever either side objects to; the peer has been told.
+pub(crate) async fn dial_hands(
+    channel: &mut Channel,
+    config: HandshakeConfig,
+) -> Result<(Negotiated, BytesMut), RpcError> {
+    let handshake = Handshake::dial(config, Instant::now());
+    let (negotiated, input, ()) = shake_hands(channel, handshake, async |_: &Hello, _: &str| Ok(())).await?;
+    Ok((negotiated, input))
+}
+
+/// Performs the other side of a handshake; `open` opens the session before the client is accepted.
+///
+/// # Errors
+///
+/// As [`dial_hands`], and those of `open`.
+pub(crate) async fn accept_hands<S>(
+    channel: &mut Channel,
+    config: HandshakeConfig,
+    open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
+) -> Result<(Negotiated, BytesMut, S), RpcError> {
+    shake_hands(channel, Handshake::accept(config, Instant::now()), open).await
+}
+
+async fn shake_hands<S>(
+    channel: &mut Channel,
+    mut handshake: Handshake,
+    open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
+) -> Result<(Negotiated, BytesMut, S), RpcError> {
+    let deadline = handshake.deadline();
+    let peer = channel.peer().to_owned();
+    let io = channel.io_mut();
+    let work = async {
+        let mut input = BytesMut::with_capacity(1024);
+        let (mut open, mut opened) = (Some(open), None);
+        loop {
+            let mut outcome = handshake.handle_input(&mut input);
+            if let Some((hello, identity)) = handshake.awaits_approval()
+                && let Some(open) = open.take()
+            {
+                let (hello, identity) = (hello.clone(), identity.to_owned());
+                match open(&hello, &identity).await {
+                    Ok(session) => {
+                        opened = Some(session);
+                        if let Some(negotiated) = handshake.approve() {
+                            outcome = Ok(Some(negotiated));
+                        }
+                    }
+                    Err(error) => {
+                        handshake.refuse(&error);
+                        outcome = Err(error);
+                    }
+                }
+            }
+            let output = handshake.take_output();
+            let written = if output.is_empty() { Ok(()) } else { io.write_all(&output).await };
+            if let Some(negotiated) = outcome? {
+                written.map_err(lost)?;
+                io.flush().await.map_err(lost)?;
+                // The dialling side opens nothing.
+                let session = match (opened, open) {
+                    (Some(session), _) => session,
+                    (None, Some(open)) => open(&negotiated.theirs, &negotiated.identity).await?,
+                    (None, None) => return Err(RpcError::internal("a handshake ended without a session")),
+                };
+                return Ok((negotiated, input, session));
+            }
+            // A peer that refuses may have closed already; what it said is still there to be read.
+            if let Err(error) = written
+                && !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+            {
+                return Err(lost(error));
+            }
+            if io.read_buf(&mut input).await.map_err(lost)? == 0 {
+                return Err(handshake.end_of_stream());
+            }
+        }
+    };
+    let outcome = tokio::time::timeout_at(deadline.into(), work).await;
+    let outcome = match outcome {
+        Ok(outcome) => outcome,
+        Err(_) => Err(RpcError::new(ErrorKind::Refused, "the handshake took too long")),
+    };
+    outcome.map_err(|error| error.with_peer(peer))
+}
+
+fn lost(error: io::Error) -> RpcError {
+    RpcError::new(ErrorKind::PeerLost, format!("the connection broke during the handshake: {error}"))
+}

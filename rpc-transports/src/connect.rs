@@ -1,0 +1,228 @@
+//! Connecting: from an address, and the hops in front of it, to a session.
+
+use std::time::Duration;
+
+use rpc_core::proto::{Anonymous, HandshakeConfig, Hello, LinkConfig, Role};
+use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
+
+use crate::address::{Address, AddressError, AddressKind};
+use crate::channel_io::dial_hands;
+use crate::client::ClientSession;
+use crate::dispatch::dial;
+use crate::serve::WireLimits;
+use crate::transport::{Channel, DialOptions, TransportError};
+
+/// Why there is no session.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// The address is malformed.
+    #[error("bad address")]
+    Address(#[from] AddressError),
+    /// No channel could be opened.
+    #[error("cannot reach the peer")]
+    Transport(#[from] TransportError),
+    /// The peer, or a hop behind it, was reached and gave no session.
+    #[error("no session with the peer")]
+    Session(#[from] RpcError),
+}
+
+impl ConnectError {
+    /// The same facts as an error of a session.
+    pub fn into_rpc_error(self) -> RpcError {
+        match self {
+            Self::Address(error) => RpcError::new(ErrorKind::InvalidArgument, error.to_string()),
+            Self::Transport(error) => {
+                let address = error.address().to_owned();
+                RpcError::new(ErrorKind::PeerLost, error.to_string()).with_peer(address)
+            }
+            Self::Session(error) => error,
+        }
+    }
+}
+
+impl From<ConnectError> for RpcError {
+    fn from(error: ConnectError) -> Self {
+        error.into_rpc_error()
+    }
+}
+
+/// Makes sessions.
+///
+/// ```no_run
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// use rpc_transports::Connector;
+///
+/// let session = Connector::new().via("tcp://gateway:9190").connect("tcp://10.0.0.5:9090").await?;
+/// let add = session.function::<(i64, i64), i64>("add").await?;
+/// assert_eq!(add.call((1, 2)).await?, 3);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Connector {
+    via: Vec<String>,
+    key: String,
+    workspace: String,
+    dial: DialOptions,
+    handshake_timeout: Duration,
+    keep_alive: Duration,
+    limits: WireLimits,
+    local: Option<Registry>,
+}
+
+impl Connector {
+    /// A connector with default settings and no hops.
+    pub fn new() -> Self {
+        Self {
+            via: Vec::new(),
+            key: String::new(),
+            workspace: String::new(),
+            dial: DialOptions::default(),
+            handshake_timeout: Duration::from_secs(10),
+            keep_alive: Duration::from_secs(5),
+            limits: WireLimits::default(),
+            local: None,
+        }
+    }
+
+    /// Adds a hop: a server that will forward to the next one, or to the target. Several are passed in order, as with ssh.
+    #[must_use]
+    pub fn via(mut self, hop: &str) -> Self {
+        self.via.push(hop.to_owned());
+        self
+    }
+
+    /// Accepts only a server with this key. The path of an address, as in `tcp://host:9090/KEY`, does the same.
+    #[must_use]
+    pub fn key(mut self, key: &str) -> Self {
+        key.clone_into(&mut self.key);
+        self
+    }
+
+    /// Asks for the named workspace instead of a private one.
+    #[must_use]
+    pub fn workspace(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.workspace);
+        self
+    }
+
+    /// How long opening the channel may take. 10 s.
+    #[must_use]
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.dial.connect_timeout = timeout;
+        self
+    }
+
+    /// How long the handshake may take, hops included. 10 s.
+    #[must_use]
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
+        self
+    }
+
+    /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
+    #[must_use]
+    pub fn keep_alive(mut self, interval: Duration) -> Self {
+        self.keep_alive = interval;
+        self
+    }
+
+    /// What the session may have on the wire and in queues.
+    #[must_use]
+    pub fn limits(mut self, limits: WireLimits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// The functions that `local:` addresses find.
+    #[must_use]
+    pub fn local(mut self, registry: Registry) -> Self {
+        self.local = Some(registry);
+        self
+    }
+
+    /// Opens a session with the server at `target`. Its input and output run as a task of the current tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why. Cancel-safe.
+    pub async fn connect(&self, target: &str) -> Result<Session, ConnectError> {
+        let mut hops = self.via.clone();
+        hops.push(target.to_owned());
+        let session = self.forward(&hops[0], &hops[1..]).await?;
+        Ok(session.into())
+    }
+
+    /// Opens a session with the server at the far end of `channel`, which this side dialled.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub async fn connect_channel(&self, channel: Channel) -> Result<Session, ConnectError> {
+        Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
+    }
+
+    /// Opens a session with `first`, which is to forward to `further`.
+    pub(crate) async fn forward(&self, first: &str, further: &[String]) -> Result<SharedSession, ConnectError> {
+        let plan = self.plan(first, further)?;
+        if *plan.address.kind() == AddressKind::Local {
+            let registry = self.local.clone().unwrap_or_default();
+            return Ok(std::sync::Arc::new(LocalSession::new(registry)));
+        }
+        crate::runtime::install_probe();
+        let channel = dial(&plan.address, &self.dial).await?;
+        Ok(std::sync::Arc::new(self.client(channel, plan.key, plan.forward).await?))
+    }
+
+    async fn client(&self, mut channel: Channel, key: String, forward: Vec<String>) -> Result<ClientSession, ConnectError> {
+        let (negotiated, input) = dial_hands(&mut channel, self.handshake(key, forward)).await?;
+        Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
+    }
+
+    /// What is dialled, which key the target must have, and what the dialled one is to forward to.
+    pub(crate) fn plan(&self, first: &str, further: &[String]) -> Result<Plan, ConnectError> {
+        let target: Address = further.last().map_or(first, String::as_str).parse()?;
+        let key = target.key().map_or_else(|| self.key.clone(), str::to_owned);
+        for hop in further {
+            hop.parse::<Address>()?;
+        }
+        let address = first.parse::<Address>()?.without_key();
+        let mut forward = further.to_vec();
+        if let Some(last) = forward.last_mut() {
+            *last = target.without_key().to_string();
+        }
+        Ok(Plan { address, key, forward })
+    }
+
+    pub(crate) fn handshake(&self, key: String, forward: Vec<String>) -> HandshakeConfig {
+        let mut hello = Hello::new(Role::Client);
+        hello.key = key;
+        hello.workspace.clone_from(&self.workspace);
+        hello.forward = forward;
+        hello.keep_alive_ms = self.keep_alive.as_millis() as u64;
+        self.limits.apply(&mut hello);
+        HandshakeConfig { hello, identity: Box::new(Anonymous), hold: false, timeout: self.handshake_timeout }
+    }
+
+    pub(crate) fn link(&self) -> LinkConfig {
+        LinkConfig { keep_alive: self.keep_alive }
+    }
+
+    pub(crate) fn dial_options(&self) -> &DialOptions {
+        &self.dial
+    }
+}
+
+/// See [`Connector::plan`].
+pub(crate) struct Plan {
+    pub(crate) address: Address,
+    pub(crate) key: String,
+    pub(crate) forward: Vec<String>,
+}
+
+impl Default for Connector {
+    fn default() -> Self {
+        Self::new()
+    }
+}

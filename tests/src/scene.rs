@@ -1,0 +1,357 @@
+//! What a clause of the suite works with: sessions of one fixture, and operations in one of their two forms.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::panic::resume_unwind;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rpc_core::transfer::{CopyFrom, CopyTo};
+use rpc_core::{
+    Action, FromReply, IntoArgs, Lane, Pending, RemoteFunction, RemoteObject, Result, Session, SessionLimits, Usage,
+};
+
+use crate::fixture::Fixture;
+use crate::functions;
+
+/// Longer than any clause takes on a slow machine; a test that needs more hangs.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+/// How long something that has to happen by itself, such as a free on its way, may take.
+const SOON: Duration = Duration::from_secs(10);
+
+/// How a test connects and waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Everything is awaited.
+    Async,
+    /// Everything is waited for on plain threads.
+    Blocking,
+}
+
+/// A fixture and a form: what a clause is given.
+pub struct Scene {
+    fixture: Arc<dyn Fixture>,
+    form: Form,
+}
+
+/// Runs one clause as a test: on a runtime of its own, and under a watchdog that turns a hang into a failure.
+pub fn run(name: &str, fixture: impl FnOnce() -> Arc<dyn Fixture> + Send + 'static, form: Form, clause: Clause) {
+    let (done, outcome) = mpsc::channel::<()>();
+    let body = move || {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime starts");
+        let entered = runtime.enter();
+        let scene = Scene { fixture: fixture(), form };
+        drop(entered);
+        runtime.block_on(clause(&scene));
+        drop(scene);
+        runtime.shutdown_background();
+        drop(done);
+    };
+    let test = thread::Builder::new().name(name.to_owned()).spawn(body).expect("a thread starts");
+    match outcome.recv_timeout(WATCHDOG) {
+        Err(RecvTimeoutError::Timeout) => panic!("{name} has not finished after {WATCHDOG:?}"),
+        _ => {
+            if let Err(panic) = test.join() {
+                resume_unwind(panic);
+            }
+        }
+    }
+}
+
+/// A clause of the contract, to be checked in a scene.
+pub type Clause = for<'a> fn(&'a Scene) -> Pin<Box<dyn Future<Output = ()> + 'a>>;
+
+impl Scene {
+    /// A new session with default limits.
+    pub async fn session(&self) -> Session {
+        self.session_with(SessionLimits::default()).await
+    }
+
+    /// A new session with these limits.
+    pub async fn session_with(&self, limits: SessionLimits) -> Session {
+        match self.form {
+            Form::Async => self.fixture.session(limits).await,
+            Form::Blocking => {
+                let fixture = self.fixture.clone();
+                on_thread(move || fixture.blocking_session(limits)).await
+            }
+        }
+    }
+
+    /// A new session and all functions of the origin.
+    pub async fn kit(&self) -> Kit<'_> {
+        Kit::new(self, self.session().await).await
+    }
+
+    /// As [`kit`](Self::kit), with these limits.
+    pub async fn kit_with(&self, limits: SessionLimits) -> Kit<'_> {
+        Kit::new(self, self.session_with(limits).await).await
+    }
+
+    /// Performs `operation` in the form of the scene.
+    pub async fn get<O: BothForms>(&self, operation: O) -> Result<O::Value> {
+        match self.form {
+            Form::Async => operation.into_future().await,
+            Form::Blocking => on_thread(move || operation.wait()).await,
+        }
+    }
+
+    /// The form of the scene.
+    pub fn form(&self) -> Form {
+        self.form
+    }
+
+    /// How many links lie between the client and the origin.
+    pub fn hops(&self) -> u16 {
+        self.fixture.hops()
+    }
+
+    /// Limits with room for few requests.
+    pub fn narrow(&self, max_requests: usize) -> SessionLimits {
+        let mut limits = SessionLimits::default();
+        limits.max_requests = max_requests;
+        limits
+    }
+
+    /// A tag that no other test of any process uses.
+    pub fn tag(&self) -> String {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+impl fmt::Debug for Scene {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scene").field("form", &self.form).field("hops", &self.hops()).finish()
+    }
+}
+
+/// An operation in both its forms.
+pub trait BothForms: IntoFuture<Output = Result<Self::Value>> + Send + 'static {
+    /// What it yields.
+    type Value: Send + 'static;
+
+    /// Performs it on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// The operation's.
+    fn wait(self) -> Result<Self::Value>;
+}
+
+macro_rules! both_forms {
+    ($([$($generics:tt)*] $operation:ty => $value:ty;)*) => {
+        $(impl<$($generics)*> BothForms for $operation {
+            type Value = $value;
+
+            fn wait(self) -> Result<$value> {
+                <$operation>::wait(self)
+            }
+        })*
+    };
+}
+
+both_forms! {
+    [T: FromReply + Send + 'static] Action<T> => T;
+    [T: FromReply + Send + 'static] Pending<T> => T;
+    [] CopyTo => ();
+    [] CopyFrom => bytes::BytesMut;
+    [] rpc_core::PendingReply => rpc_core::Value;
+}
+
+/// Runs `body` on a thread that knows no runtime, from now on; the future resolves to what it returns.
+pub fn on_thread<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> impl Future<Output = T> + Send {
+    let (sender, receiver) = tokio::sync::oneshot::channel();
+    let thread = thread::Builder::new().name("plain".to_owned());
+    let thread = thread.spawn(move || drop(sender.send(body()))).expect("a thread starts");
+    async move {
+        match receiver.await {
+            Ok(value) => value,
+            Err(_) => resume_unwind(thread.join().expect_err("a thread that sends nothing has panicked")),
+        }
+    }
+}
+
+/// Polls `future` once, and leaves it alone if it is not ready.
+pub fn poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    match Pin::new(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(output) => Some(output),
+        Poll::Pending => None,
+    }
+}
+
+/// A session and all functions of its origin.
+pub struct Kit<'a> {
+    /// Where the kit belongs.
+    pub scene: &'a Scene,
+    /// The session.
+    pub session: Session,
+    functions: HashMap<String, RemoteFunction>,
+}
+
+impl<'a> Kit<'a> {
+    /// Fetches the functions.
+    pub async fn new(scene: &'a Scene, session: Session) -> Self {
+        let mut functions = HashMap::new();
+        for name in functions::names() {
+            let function = scene.get(session.get_function(&name)).await.unwrap();
+            functions.insert(name, function);
+        }
+        Self { scene, session, functions }
+    }
+
+    /// The function of that name.
+    pub fn function(&self, name: &str) -> &RemoteFunction {
+        self.functions.get(name).unwrap_or_else(|| panic!("the origin has a function '{name}'"))
+    }
+
+    /// A call, not started.
+    pub fn call<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> Action<R> {
+        self.function(name).call(args)
+    }
+
+    /// Performs a call on the default lane.
+    ///
+    /// # Errors
+    ///
+    /// The call's.
+    pub async fn try_run<R: FromReply + Send + 'static>(&self, name: &str, args: impl IntoArgs) -> Result<R> {
+        self.scene.get(self.call::<R>(name, args)).await
+    }
+
+    /// Performs a call on the default lane, which must succeed.
+    pub async fn run<R: FromReply + Send + 'static>(&self, name: &str, args: impl IntoArgs) -> R {
+        self.try_run(name, args).await.unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// Performs a call beside all others, which must succeed.
+    pub async fn aside<R: FromReply + Send + 'static>(&self, name: &str, args: impl IntoArgs) -> R {
+        let outcome = self.scene.get(self.call::<R>(name, args).concurrent()).await;
+        outcome.unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// Performs an operation, which must succeed.
+    pub async fn get<O: BothForms>(&self, operation: O) -> O::Value {
+        self.scene.get(operation).await.unwrap()
+    }
+
+    /// A closed gate at the origin.
+    pub async fn gate(&self) -> Gate<'_> {
+        Gate { kit: self, object: self.aside("gate.new", ()).await }
+    }
+
+    /// A counter at the origin.
+    pub async fn counter(&self) -> Counter<'_> {
+        Counter { kit: self, object: self.aside("counter.new", ()).await }
+    }
+
+    /// A journal at the origin.
+    pub async fn journal(&self) -> Journal<'_> {
+        Journal { kit: self, object: self.aside("journal.new", ()).await }
+    }
+
+    /// What the session holds at the origin.
+    pub async fn usage(&self) -> Usage {
+        let (handles, memory_bytes) = self.aside::<(u64, u64)>("usage", ()).await;
+        Usage { handles, memory_bytes }
+    }
+
+    /// Waits until the session holds at the origin what it held when `baseline` was taken.
+    pub async fn settles_at(&self, baseline: Usage) {
+        let started = Instant::now();
+        loop {
+            let usage = self.usage().await;
+            if usage == baseline {
+                return;
+            }
+            assert!(started.elapsed() < SOON, "the session holds {usage:?} and should hold {baseline:?}");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    /// That the session works.
+    pub async fn works(&self) {
+        assert_eq!(self.aside::<i64>("add", (20, 22)).await, 42);
+        assert_eq!(self.run::<i64>("add", (20, 22)).await, 42);
+    }
+}
+
+impl fmt::Debug for Kit<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kit").field("scene", self.scene).finish_non_exhaustive()
+    }
+}
+
+macro_rules! tools {
+    ($($(#[$doc:meta])* $tool:ident;)*) => {
+        $($(#[$doc])*
+        #[derive(Debug)]
+        pub struct $tool<'a> {
+            kit: &'a Kit<'a>,
+            /// The object itself, to be passed to functions.
+            pub object: RemoteObject,
+        })*
+    };
+}
+
+tools! {
+    /// A gate at the origin, worked on lanes of its own.
+    Gate;
+    /// A counter at the origin, worked on lanes of its own.
+    Counter;
+    /// A journal at the origin, read on a lane of its own.
+    Journal;
+}
+
+impl Gate<'_> {
+    /// Starts a call that waits at the gate.
+    pub fn wait(&self, lane: Lane) -> Pending<()> {
+        self.kit.call("gate.wait", (&self.object,)).lane(lane).start()
+    }
+
+    /// Lets everybody through.
+    pub async fn open(&self) {
+        self.kit.aside::<()>("gate.open", (&self.object,)).await;
+    }
+
+    /// Returns when so many calls have come to the gate.
+    pub async fn reach(&self, calls: i64) {
+        self.kit.aside::<()>("gate.reach", (&self.object, calls)).await;
+    }
+}
+
+impl Counter<'_> {
+    /// The count.
+    pub async fn value(&self) -> i64 {
+        self.kit.aside("counter.value", (&self.object,)).await
+    }
+
+    /// Returns when the count is at least `least`.
+    pub async fn reach(&self, least: i64) -> i64 {
+        self.kit.aside("counter.reach", (&self.object, least)).await
+    }
+}
+
+impl Journal<'_> {
+    /// What has been written so far.
+    pub async fn entries(&self) -> Vec<i64> {
+        self.kit.aside("journal.entries", (&self.object,)).await
+    }
+}
+
+/// Waits until `condition` holds: for what happens by itself and cannot be waited for.
+pub async fn eventually<F: Future<Output = bool>>(what: &str, mut condition: impl FnMut() -> F) {
+    let started = Instant::now();
+    while !condition().await {
+        assert!(started.elapsed() < SOON, "{what} has not come to pass");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
