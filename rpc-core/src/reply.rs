@@ -30,6 +30,11 @@ pub trait ReplyControl: Send + Sync {
     /// (see [`drive`](Self::drive)) must see to it that somebody else does it from now on.
     fn attend(&self) {}
 
+    /// Whether the session has ended, so that nobody waits for what still runs.
+    fn is_over(&self) -> bool {
+        false
+    }
+
     /// Whether a waiting thread has to do the session's input and output itself, by calling [`drive`](Self::drive).
     fn must_be_driven(&self) -> bool {
         false
@@ -50,6 +55,8 @@ pub trait ReplySink: Send + Sync {
 #[derive(Default)]
 struct State {
     stage: Stage,
+    /// The caller has asked for cancellation, and may still be waiting.
+    cancelled: bool,
     waker: Option<Waker>,
     sink: Option<(Arc<dyn ReplySink>, u64)>,
 }
@@ -77,6 +84,11 @@ impl Slot {
     fn state(&self) -> MutexGuard<'_, State> {
         // A panic cannot leave the state half changed: each change is one assignment.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn cancel(&self) {
+        self.state().cancelled = true;
+        self.control.cancel(self.id);
     }
 }
 
@@ -146,6 +158,15 @@ impl Responder {
     /// Whether nobody waits for the outcome any more.
     pub fn is_over(&self) -> bool {
         matches!(self.0.0.state().stage, Stage::Done(_) | Stage::Over)
+    }
+
+    /// Whether there is no point in going on: nobody waits for the outcome, the caller has asked for cancellation, or
+    /// the session has ended.
+    pub fn is_cancelled(&self) -> bool {
+        let state = self.0.0.state();
+        let over = state.cancelled || matches!(state.stage, Stage::Done(_) | Stage::Over);
+        drop(state);
+        over || self.0.0.control.is_over()
     }
 
     /// The request's number in its session.
@@ -238,6 +259,13 @@ impl Submission {
         }
     }
 
+    /// Asks for cancellation and keeps waiting, as [`PendingReply::cancel`].
+    pub fn cancel(&self) {
+        if let Some(Inner::Pending(pending)) = &self.0 {
+            pending.cancel();
+        }
+    }
+
     /// Waits for admission on the calling thread.
     ///
     /// # Errors
@@ -294,7 +322,7 @@ impl PendingReply {
     /// begun, and otherwise whatever it ends with.
     pub fn cancel(&self) {
         if let Source::Slot(slot) = &self.source {
-            slot.control.cancel(slot.id);
+            slot.cancel();
         }
     }
 
@@ -329,8 +357,10 @@ impl PendingReply {
 
     /// Gives up the reply without cancelling the request: it runs, and what it returns is freed.
     pub fn detach(mut self) {
-        if let Source::Slot(slot) = std::mem::replace(&mut self.source, Source::Taken) {
-            abandon(&slot, false);
+        match std::mem::replace(&mut self.source, Source::Taken) {
+            Source::Slot(slot) => abandon(&slot, false),
+            // What is there already is freed by the drop.
+            other => self.source = other,
         }
     }
 
@@ -403,7 +433,7 @@ impl Canceller {
     /// Asks for cancellation; the sink still gets the one reply.
     pub fn cancel(&self) {
         if let Some(slot) = &self.0 {
-            slot.control.cancel(slot.id);
+            slot.cancel();
         }
     }
 

@@ -27,15 +27,20 @@ const READ_MAX: usize = 64 << 10;
 pub(crate) struct ReadAhead {
     pub(crate) buffer: BytesMut,
     size: usize,
+    /// The buffer came with bytes that the endpoint has not seen: no reading before those.
+    unseen: bool,
 }
 
 impl ReadAhead {
     pub(crate) fn new(buffer: BytesMut) -> Self {
-        Self { buffer, size: READ_MIN }
+        Self { unseen: !buffer.is_empty(), buffer, size: READ_MIN }
     }
 
     /// Reads more into the buffer; 0 is the end of the stream.
     pub(crate) fn poll_more(&mut self, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        if std::mem::take(&mut self.unseen) {
+            return Poll::Ready(Ok(self.buffer.len()));
+        }
         self.buffer.reserve(self.size);
         // The limit keeps a read small although the buffer may have much more room.
         let mut room = (&mut self.buffer).limit(self.size);

@@ -577,8 +577,9 @@ impl Future for Connection {
                     RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
                 }));
             }
-            if this.going_away && this.endpoint.is_drained() {
+            if this.going_away && this.closing.is_none() && this.endpoint.is_drained() {
                 this.close(RpcError::new(ErrorKind::Closed, "the server has gone away"));
+                continue;
             }
             if this.closing.is_some() && this.endpoint.is_flushed() {
                 this.end();
