@@ -30,8 +30,8 @@ pub trait ReplyControl: Send + Sync {
     /// (see [`drive`](Self::drive)) must see to it that somebody else does it from now on.
     fn attend(&self) {}
 
-    /// Whether the session has ended, so that nobody waits for what still runs.
-    fn is_over(&self) -> bool {
+    /// Whether the session has ended, so that nobody needs the outcome of what still runs.
+    fn has_ended(&self) -> bool {
         false
     }
 
@@ -155,18 +155,16 @@ impl Responder {
         complete(&self.0.0, outcome)
     }
 
-    /// Whether nobody waits for the outcome any more.
-    pub fn is_over(&self) -> bool {
+    /// Whether the request has been completed, or its caller is gone.
+    pub fn is_complete(&self) -> bool {
         matches!(self.0.0.state().stage, Stage::Done(_) | Stage::Over)
     }
 
-    /// Whether there is no point in going on: nobody waits for the outcome, the caller has asked for cancellation, or
-    /// the session has ended.
-    pub fn is_cancelled(&self) -> bool {
-        let state = self.0.0.state();
-        let over = state.cancelled || matches!(state.stage, Stage::Done(_) | Stage::Over);
-        drop(state);
-        over || self.0.0.control.is_over()
+    /// Whether there is no point in going on: the request is complete, its caller is gone or has asked for cancellation,
+    /// or the session has ended.
+    pub fn is_over(&self) -> bool {
+        let cancelled = self.0.0.state().cancelled;
+        cancelled || self.is_complete() || self.0.0.control.has_ended()
     }
 
     /// The request's number in its session.

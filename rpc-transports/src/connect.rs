@@ -8,7 +8,8 @@ use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSessi
 use crate::address::{Address, AddressError, AddressKind};
 use crate::channel_io::dial_hands;
 use crate::client::ClientSession;
-use crate::dispatch::dial;
+use crate::blocking::{BlockingClientSession, dial_hands_blocking};
+use crate::dispatch::{dial, dial_blocking};
 use crate::serve::WireLimits;
 use crate::transport::{Channel, DialOptions, TransportError};
 
@@ -154,6 +155,28 @@ impl Connector {
         Ok(session.into())
     }
 
+    /// As [`connect`](Self::connect), on the calling thread and without a runtime: the session's input and output are done
+    /// by whoever waits for it, so that a call costs no switch to another thread. For `tcp://`, `unix:`, `exec:` and
+    /// `local:` addresses.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub fn connect_blocking(&self, target: &str) -> Result<Session, ConnectError> {
+        let mut hops = self.via.clone();
+        hops.push(target.to_owned());
+        let plan = self.plan(&hops[0], &hops[1..])?;
+        if *plan.address.kind() == AddressKind::Local {
+            return Ok(Session::new(LocalSession::new(self.local.clone().unwrap_or_default())));
+        }
+        crate::runtime::install_probe();
+        let channel = dial_blocking(&plan.address, &self.dial)?;
+        let (negotiated, input) = dial_hands_blocking(&channel, self.handshake(plan.key, plan.forward))?;
+        let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
+        let session = session.map_err(|error| TransportError::from_io(target, error))?;
+        Ok(Session::new(session))
+    }
+
     /// Opens a session with the server at the far end of `channel`, which this side dialled.
     ///
     /// # Errors
@@ -207,10 +230,6 @@ impl Connector {
 
     pub(crate) fn link(&self) -> LinkConfig {
         LinkConfig { keep_alive: self.keep_alive }
-    }
-
-    pub(crate) fn dial_options(&self) -> &DialOptions {
-        &self.dial
     }
 }
 

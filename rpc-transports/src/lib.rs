@@ -32,6 +32,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 pub mod address;
+mod blocking;
 mod channel_io;
 #[cfg(feature = "exec")]
 // Telling the kernel, between fork and exec, that a child must die with its parent.
@@ -52,6 +53,7 @@ pub mod transport;
 mod unix;
 
 pub use address::{Address, AddressError, AddressKind};
+pub use blocking::BlockingClientSession;
 pub use client::ClientSession;
 pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};

@@ -94,3 +94,87 @@ async fn a_dropped_client_frees_its_session() {
     drop(tensor);
     server.idle().await;
 }
+
+/// Runs a server on a thread of its own, so that the test itself has no runtime.
+fn with_server(test: impl FnOnce(&str, &str, &Server)) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let (server, tcp, unix) = runtime.block_on(async {
+        let server = server(ServeOptions::default());
+        let tcp = listen(&server, "tcp://127.0.0.1:0").await;
+        let unix = listen(&server, &format!("unix:{}/s", folder.path().display())).await;
+        (server, tcp, unix)
+    });
+    test(&tcp, &unix, &server);
+    runtime.block_on(server.idle());
+}
+
+#[test]
+fn blocking_over_tcp_and_unix() {
+    with_server(|tcp, unix, _| {
+        for address in [tcp, unix] {
+            let session = Connector::new().connect_blocking(address).unwrap();
+            let add = session.function::<(i64, i64), i64>("add").wait().unwrap();
+            for i in 0..1000 {
+                assert_eq!(add.call((i, 2)).wait().unwrap(), i + 2);
+            }
+            let len = 5 * 1024 * 1024 + 123;
+            let data: Vec<u8> = (0..len).map(|i| (i * 7 % 251) as u8).collect();
+            let tensor = session.alloc(Device::cpu(), DataType::U8, &[len as i64]).wait().unwrap();
+            session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+            assert_eq!(session.copy_from_remote(&tensor).wait().unwrap(), data);
+            let echo = session.get_function("echo").wait().unwrap();
+            let bytes = bytes::Bytes::from(data);
+            assert_eq!(echo.call::<bytes::Bytes>((bytes.clone(),)).wait().unwrap(), bytes);
+            session.shutdown().wait().unwrap();
+            assert_eq!(add.call((1, 2)).wait().unwrap_err().kind(), ErrorKind::Closed);
+        }
+    });
+}
+
+#[test]
+fn a_blocking_session_is_closed_by_its_last_reference() {
+    with_server(|tcp, _, server| {
+        let session = Connector::new().connect_blocking(tcp).unwrap();
+        let tensor = session.alloc(Device::cpu(), DataType::U8, &[1 << 20]).wait().unwrap();
+        drop(session);
+        assert_eq!(server.sessions(), 1);
+        drop(tensor);
+    });
+}
+
+#[test]
+fn many_threads_share_a_blocking_session() {
+    with_server(|tcp, _, _| {
+        let session = Connector::new().connect_blocking(tcp).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..8_i64 {
+                let session = &session;
+                scope.spawn(move || {
+                    let echo = session.get_function("echo").wait().unwrap();
+                    for i in 0..300 {
+                        let number = thread * 1000 + i;
+                        assert_eq!(echo.call::<i64>((number,)).concurrent().wait().unwrap(), number);
+                    }
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn a_blocking_session_can_be_awaited_too() {
+    with_server(|tcp, _, _| {
+        let session = Connector::new().connect_blocking(tcp).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let echo = session.get_function("echo").await.unwrap();
+            let calls: Vec<_> = (0..200_i64).map(|i| echo.call::<i64>((i,)).start()).collect();
+            for (i, call) in calls.into_iter().enumerate() {
+                assert_eq!(call.await.unwrap(), i as i64);
+            }
+            let error = session.get_function("echo").wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ApiMisuse, "{error}");
+        });
+    });
+}

@@ -119,6 +119,11 @@ impl<R, W> Lanes<R, W> {
             && (self.bytes == 0 || self.bytes.saturating_add(bytes) <= self.capacity.bytes)
     }
 
+    /// Whether requests wait for room.
+    pub(super) fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
     /// Queues a request for which there is no room.
     pub(super) fn wait(&mut self, waiting: Waiting<R>) {
         self.waiting.push_back(waiting);

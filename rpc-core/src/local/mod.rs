@@ -7,12 +7,13 @@ mod timer;
 mod work;
 
 use std::any::{Any, TypeId};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::hash::{BuildHasher, RandomState};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -142,6 +143,7 @@ impl LocalSessionBuilder {
             lanes: Mutex::new(Lanes::new(capacity)),
             streams: Mutex::default(),
             closing: Mutex::default(),
+            gone: AtomicBool::new(false),
             next_id: AtomicU64::new(1),
         });
         LocalSession(Arc::new(Owner(shared)))
@@ -235,12 +237,15 @@ impl RpcSession for LocalSession {
     fn ended(&self) -> Submission {
         let (submission, responder) = self.0.0.pending();
         responder.admit();
-        let ended = lock(&self.0.0.lanes).ended.clone();
-        match ended {
-            Some(error) => {
-                responder.complete(Err(error));
+        lock(&self.0.0.closing).watchers.push(responder);
+        // Whoever ends the session says so first and looks for watchers then, so that one of the two sees the other.
+        if self.0.0.gone.load(Ordering::SeqCst)
+            && let Some(error) = lock(&self.0.0.lanes).ended.clone()
+        {
+            let watchers = std::mem::take(&mut lock(&self.0.0.closing).watchers);
+            for watcher in watchers {
+                watcher.complete(Err(error.clone()));
             }
-            None => lock(&self.0.0.closing).watchers.push(responder),
         }
         submission
     }
@@ -270,6 +275,8 @@ struct Shared {
     /// The current streams that lanes have set, by lane and device.
     streams: Mutex<HashMap<(Lane, Device), Arc<work::StreamObject>>>,
     closing: Mutex<Closing>,
+    /// Set at the end, before the table is emptied: nothing is stored in it from then on.
+    gone: AtomicBool,
     next_id: AtomicU64,
 }
 
@@ -293,6 +300,10 @@ impl Shared {
             drop(lanes);
             return Submission::ready(Err(error));
         }
+        if request.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            drop(lanes);
+            return Submission::ready(Err(deadline_exceeded()));
+        }
         if !lanes.has_room(bytes) {
             let (submission, responder) = self.pending();
             self.watch_deadline(request.deadline, &responder);
@@ -309,7 +320,8 @@ impl Shared {
                 return Submission::ready(Err(error));
             }
         };
-        let here = work.place() == Place::Here && lanes.is_idle(lane);
+        // A future outlives the submission: its function needs a responder from the start, to learn of cancellation by.
+        let here = work.place() == Place::Here && !work.is_async() && lanes.is_idle(lane);
         let (submission, responder) = if here { (None, None) } else { unzip(self.pending()) };
         let turn = lanes.admit(lane, Job { work, responder: responder.clone(), deadline, bytes });
         drop(lanes);
@@ -340,7 +352,37 @@ impl Shared {
     }
 
     /// Admits requests that waited, now that one is complete.
+    ///
+    /// Requests that run at once complete in here, and come here again: those calls return, and leave the next request
+    /// to the loop further out, so that a long queue does not exhaust the stack.
     fn admit_waiting(self: &Arc<Self>) {
+        thread_local! {
+            /// The sessions whose loops are on this thread's stack.
+            static ADMITTING: RefCell<Vec<*const Shared>> = const { RefCell::new(Vec::new()) };
+        }
+        /// Takes the innermost session out again, also when something panics.
+        struct Leave;
+        impl Drop for Leave {
+            fn drop(&mut self) {
+                ADMITTING.with_borrow_mut(|sessions| sessions.pop());
+            }
+        }
+
+        if !lock(&self.lanes).has_waiting() {
+            return;
+        }
+        let this = Arc::as_ptr(self);
+        let nested = ADMITTING.with_borrow_mut(|sessions| {
+            let nested = sessions.contains(&this);
+            if !nested {
+                sessions.push(this);
+            }
+            nested
+        });
+        if nested {
+            return;
+        }
+        let _leave = Leave;
         loop {
             let mut lanes = lock(&self.lanes);
             let Some(Waiting { request, responder, bytes }) = lanes.next_waiting() else { return };
@@ -368,16 +410,18 @@ impl Shared {
         let Some(deadline) = deadline else { return };
         let (this, responder) = (self.this.clone(), responder.clone());
         timer::call_at(deadline, move || {
-            if responder.is_over() {
+            if responder.is_complete() {
                 return;
             }
-            let removed = this.upgrade().is_some_and(|this| this.remove(responder.id(), None));
-            responder.complete(Err(deadline_exceeded().may_have_run(!removed)));
+            let removed = this.upgrade().is_some_and(|this| this.remove(responder.id(), deadline_exceeded()));
+            if !removed {
+                responder.complete(Err(deadline_exceeded().may_have_run(true)));
+            }
         });
     }
 
-    /// Takes a request out of the queues and completes it with `error`, if one is given. Whether it was there.
-    fn remove(self: &Arc<Self>, id: u64, error: Option<RpcError>) -> bool {
+    /// Takes a request out of the queues and completes it with `error`. Whether it was there.
+    fn remove(self: &Arc<Self>, id: u64, error: RpcError) -> bool {
         let removed = lock(&self.lanes).remove(id);
         let found = removed.is_some();
         if let Some(removed) = removed {
@@ -387,24 +431,26 @@ impl Shared {
         found
     }
 
-    fn drop_removed(&self, removed: Removed<Request, Work>, error: Option<RpcError>) {
-        let responder = match removed {
-            Removed::Waiting(waiting) => Some(waiting.responder),
-            Removed::Queued(job) => {
-                lock(&self.lanes).complete(job.bytes);
-                job.responder
-            }
+    fn drop_removed(&self, removed: Removed<Request, Work>, error: RpcError) {
+        let (responder, bytes) = match removed {
+            Removed::Waiting(waiting) => (Some(waiting.responder), None),
+            Removed::Queued(job) => (job.responder, Some(job.bytes)),
         };
-        if let (Some(responder), Some(error)) = (responder, error) {
+        if let Some(responder) = responder {
             responder.complete(Err(error));
+        }
+        // Behind the reply, as in `finish`.
+        if let Some(bytes) = bytes {
+            lock(&self.lanes).complete(bytes);
         }
     }
 
     fn end(self: &Arc<Self>, error: RpcError) {
         let removed = lock(&self.lanes).end(error.clone());
         for removed in removed {
-            self.drop_removed(removed, Some(error.clone()));
+            self.drop_removed(removed, error.clone());
         }
+        self.gone.store(true, Ordering::Release);
         let objects = lock(&self.table).drain();
         lock(&self.streams).clear();
         drop(objects);
@@ -500,7 +546,7 @@ impl Shared {
 
     fn run_job(self: &Arc<Self>, key: LaneKey, mut job: Job<Work>, thread: Option<&LaneThread>) -> (Option<Ran>, Duty) {
         if job.responder.as_ref().is_some_and(Responder::is_over) {
-            return self.finish(job.responder, job.bytes, Err(RpcError::new(ErrorKind::Cancelled, "the request was cancelled")));
+            return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
         if job.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
             return self.finish(job.responder, job.bytes, Err(deadline_exceeded()));
@@ -558,13 +604,9 @@ impl Shared {
 
     /// Goes on with a lane whose job waited for tensors.
     fn resume_lane(self: &Arc<Self>, key: LaneKey, job: Job<Work>, borrows: Vec<Borrow>) {
-        if job.responder.as_ref().is_some_and(Responder::is_over) {
-            drop(borrows);
-            self.finish(job.responder, job.bytes, Err(RpcError::new(ErrorKind::Cancelled, "the request was cancelled")));
-        } else if let (_, Duty::Passed) = self.run_borrowed(key, job, borrows, None) {
-            return;
+        if let (_, Duty::Stays) = self.run_borrowed(key, job, borrows, None) {
+            self.go_on(key);
         }
-        self.go_on(key);
     }
 
     /// Runs what is left of a lane, after its job.
@@ -583,6 +625,11 @@ impl Shared {
         borrows: Vec<Borrow>,
         thread: Option<&LaneThread>,
     ) -> (Option<Ran>, Duty) {
+        // It may have waited for its tensors, or for its thread.
+        if job.responder.as_ref().is_some_and(Responder::is_over) {
+            drop(borrows);
+            return self.finish(job.responder, job.bytes, Err(self.not_begun()));
+        }
         if thread.is_none() && job.work.place() == Place::Thread {
             return self.hand_over(key, job, borrows);
         }
@@ -677,15 +724,24 @@ impl Shared {
         (submission, Duty::Passed)
     }
 
+    /// Why a request that is over never began.
+    fn not_begun(&self) -> RpcError {
+        let ended = self.gone.load(Ordering::Acquire).then(|| lock(&self.lanes).ended.clone()).flatten();
+        ended.unwrap_or_else(|| RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"))
+    }
+
     fn finish(&self, responder: Option<Responder>, bytes: usize, outcome: Outcome) -> (Option<Ran>, Duty) {
-        lock(&self.lanes).complete(bytes);
-        match responder {
+        // The reply first: while the request still counts, no other thread finds the session quiet and completes a
+        // shutdown, which is to come behind all replies.
+        let ran = match responder {
             Some(responder) => {
                 responder.complete(outcome);
-                (None, Duty::Stays)
+                None
             }
-            None => (Some(Ran::Done(outcome)), Duty::Stays),
-        }
+            None => Some(Ran::Done(outcome)),
+        };
+        lock(&self.lanes).complete(bytes);
+        (ran, Duty::Stays)
     }
 
     /// Stores the objects of a return and names them. If one cannot be stored, none is.
@@ -695,11 +751,12 @@ impl Shared {
             Value::Object(_) | Value::List(_) => {}
             plain => return plain.try_map(&mut |_| Err(RpcError::internal("a plain value held an object"))),
         }
-        if lock(&self.lanes).ended.is_some() && lock(&self.table).is_empty() && !lock(&self.closing).requested {
-            // The session is gone: an object stored now would never be freed.
+        let mut table = lock(&self.table);
+        // Asked under the lock: an object stored after the end would never be freed.
+        if self.gone.load(Ordering::Acquire) {
+            drop(table);
             return Err(RpcError::new(ErrorKind::Closed, "the session ended while the function ran").may_have_run(true));
         }
-        let mut table = lock(&self.table);
         let mut named = Vec::new();
         let outcome = value.try_map(&mut |object| {
             let reference = work::reference(&mut table, object)?;
@@ -878,8 +935,12 @@ struct Control(Weak<Shared>);
 impl ReplyControl for Control {
     fn cancel(&self, id: u64) {
         if let Some(shared) = self.0.upgrade() {
-            shared.remove(id, Some(RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began")));
+            shared.remove(id, RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"));
         }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.0.upgrade().is_none_or(|shared| shared.gone.load(Ordering::Acquire))
     }
 
     fn discard(&self, reply: Value) {

@@ -57,6 +57,11 @@ impl Work {
         }
     }
 
+    /// Whether the work goes on as a future.
+    pub(super) fn is_async(&self) -> bool {
+        matches!(self, Self::Call { function, .. } if function.kind() == FunctionKind::Async)
+    }
+
     /// The storages that must be borrowed while the work is done.
     pub(super) fn wanted(&self) -> Vec<(Arc<Storage>, Access)> {
         match self {

@@ -187,6 +187,11 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
+    /// As [`put_bulk`](Self::put_bulk), when nothing was read in the meantime.
+    pub fn put_idle_bulk(&mut self, bulk: BulkRead) {
+        self.link.put_idle_bulk(bulk);
+    }
+
     /// The peer has closed its side. `input_left` is the length of what could not be used.
     pub fn handle_end_of_stream(&mut self, input_left: usize) {
         let error = match &self.state {

@@ -173,6 +173,10 @@ impl Link {
         self.finish_bulk()
     }
 
+    pub(super) fn put_idle_bulk(&mut self, bulk: BulkRead) {
+        self.bulk = Some(bulk);
+    }
+
     fn finish_bulk(&mut self) -> Option<Result<Incoming>> {
         let bulk = self.bulk.take_if(|bulk| bulk.is_full())?;
         let payload = match bulk.target {
