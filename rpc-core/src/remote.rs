@@ -68,12 +68,12 @@ impl Session {
 
     /// Calls `function`, as [`RemoteFunction::call`].
     pub fn call_func<R: FromReply>(&self, function: &RemoteFunction, args: impl IntoArgs) -> Action<R> {
-        let mut scope = ArgScope { session: &self.0, pins: vec![function.0.clone()] };
+        let mut scope = ArgScope { session: &self.0, pins: Vec::new() };
         let request = function.0.handle_in(&self.0).and_then(|function| {
             Ok(Request::new(Operation::Call { function, args: args.into_args(&mut scope)? }))
         });
         let pins = scope.pins;
-        Action { session: self.0.clone(), request, pins, result: PhantomData }
+        Action { session: self.0.clone(), request, function: Some(function.0.clone()), pins, result: PhantomData }
     }
 
     /// Allocates a zeroed, densely packed tensor.
@@ -160,7 +160,7 @@ impl Session {
         let request = from.reference_in(&self.0).and_then(|from| {
             Ok(Request::new(Operation::Copy { from, to: to.reference_in(&self.0)? }))
         });
-        Action { session: self.0.clone(), request, pins, result: PhantomData }
+        Action { session: self.0.clone(), request, function: None, pins, result: PhantomData }
     }
 
     /// Frees an object now, and says whether it was there. Dropping a reference frees as well, without an answer.
@@ -235,7 +235,13 @@ impl Session {
     }
 
     fn action<T: FromReply>(&self, operation: Operation) -> Action<T> {
-        Action { session: self.0.clone(), request: Ok(Request::new(operation)), pins: Vec::new(), result: PhantomData }
+        Action {
+            session: self.0.clone(),
+            request: Ok(Request::new(operation)),
+            function: None,
+            pins: Vec::new(),
+            result: PhantomData,
+        }
     }
 
     fn action_on<T: FromReply, H>(
@@ -245,7 +251,7 @@ impl Session {
         operation: impl FnOnce(H) -> Operation,
     ) -> Action<T> {
         let request = handle.map(|handle| Request::new(operation(handle)));
-        Action { session: self.0.clone(), request, pins, result: PhantomData }
+        Action { session: self.0.clone(), request, function: None, pins, result: PhantomData }
     }
 }
 
@@ -292,6 +298,8 @@ impl RpcSession for Session {
 pub struct Action<T> {
     session: SharedSession,
     request: Result<Request>,
+    /// Kept as the pins are; nearly every call has this one, and no other.
+    function: Option<Arc<Owned>>,
     pins: Vec<Arc<dyn Any + Send + Sync>>,
     result: PhantomData<fn() -> T>,
 }
@@ -330,7 +338,8 @@ impl<T: FromReply> Action<T> {
             Ok(request) => self.session.submit(request),
             Err(error) => Submission::ready(Err(error)),
         };
-        Pending { session: self.session, stage: Stage::Submitted(submission), _pins: self.pins, result: PhantomData }
+        let _pins = (self.function, self.pins);
+        Pending { session: self.session, stage: Stage::Submitted(submission), _pins, result: PhantomData }
     }
 
     /// Performs the operation on the calling thread.
@@ -364,7 +373,7 @@ pub struct Pending<T> {
     session: SharedSession,
     stage: Stage,
     /// Until the reply: the request may not have reached the session before.
-    _pins: Vec<Arc<dyn Any + Send + Sync>>,
+    _pins: (Option<Arc<Owned>>, Vec<Arc<dyn Any + Send + Sync>>),
     result: PhantomData<fn() -> T>,
 }
 

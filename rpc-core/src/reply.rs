@@ -6,6 +6,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -76,6 +77,8 @@ enum Stage {
 
 struct Slot {
     id: u64,
+    /// How many [`Responder`]s there are, apart from the one who waits.
+    responders: AtomicUsize,
     control: Arc<dyn ReplyControl>,
     state: Mutex<State>,
 }
@@ -96,14 +99,21 @@ impl Slot {
 ///
 /// Cheap to clone; the first completion counts and later ones are discarded, which is what lets a deadline and a result
 /// race. Dropping all clones without completing is a bug of the session, and the caller gets an internal error.
-#[derive(Clone)]
-pub struct Responder(Arc<Serving>);
+pub struct Responder(Arc<Slot>);
 
-struct Serving(Arc<Slot>);
+impl Clone for Responder {
+    fn clone(&self) -> Self {
+        self.0.responders.fetch_add(1, Ordering::Relaxed);
+        Self(self.0.clone())
+    }
+}
 
-impl Drop for Serving {
+impl Drop for Responder {
     fn drop(&mut self) {
-        complete(&self.0, Err(RpcError::internal("the session dropped the request without a reply").may_have_run(true)));
+        // `AcqRel`, as for any reference count: what the others did comes before what the last one finds.
+        if self.0.responders.fetch_sub(1, Ordering::AcqRel) == 1 && !self.is_over() {
+            complete(&self.0, Err(RpcError::internal("the session dropped the request without a reply").may_have_run(true)));
+        }
     }
 }
 
@@ -138,7 +148,7 @@ fn complete(slot: &Slot, outcome: Outcome) -> bool {
 impl Responder {
     /// Fixes the request's place in the order: resolves the first stage.
     pub fn admit(&self) {
-        let mut state = self.0.0.state();
+        let mut state = self.0.state();
         if let Stage::Queued = state.stage {
             state.stage = Stage::Admitted;
             let waker = state.waker.take();
@@ -152,30 +162,30 @@ impl Responder {
     /// Completes the request. Returns whether this was the first completion; if not, or if the caller is gone, the
     /// objects in `outcome` are freed.
     pub fn complete(&self, outcome: Outcome) -> bool {
-        complete(&self.0.0, outcome)
+        complete(&self.0, outcome)
     }
 
     /// Whether the request has been completed, or its caller is gone.
     pub fn is_complete(&self) -> bool {
-        matches!(self.0.0.state().stage, Stage::Done(_) | Stage::Over)
+        matches!(self.0.state().stage, Stage::Done(_) | Stage::Over)
     }
 
     /// Whether there is no point in going on: the request is complete, its caller is gone or has asked for cancellation,
     /// or the session has ended.
     pub fn is_over(&self) -> bool {
-        let cancelled = self.0.0.state().cancelled;
-        cancelled || self.is_complete() || self.0.0.control.has_ended()
+        let cancelled = self.0.state().cancelled;
+        cancelled || self.is_complete() || self.0.control.has_ended()
     }
 
     /// The request's number in its session.
     pub fn id(&self) -> u64 {
-        self.0.0.id
+        self.0.id
     }
 }
 
 impl fmt::Debug for Responder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Responder({})", self.0.0.id)
+        write!(f, "Responder({})", self.0.id)
     }
 }
 
@@ -221,8 +231,8 @@ impl Submission {
 
     /// A request to be served later: the two ends of it. `id` is what [`ReplyControl::cancel`] will be given.
     pub fn pending(control: Arc<dyn ReplyControl>, id: u64) -> (Self, Responder) {
-        let slot = Arc::new(Slot { id, control, state: Mutex::default() });
-        let responder = Responder(Arc::new(Serving(slot.clone())));
+        let slot = Arc::new(Slot { id, responders: AtomicUsize::new(1), control, state: Mutex::default() });
+        let responder = Responder(slot.clone());
         (Self(Some(Inner::Pending(PendingReply { source: Source::Slot(slot) }))), responder)
     }
 

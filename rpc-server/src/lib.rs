@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod builtins;
+pub mod cli;
 pub mod config;
 pub mod exit;
 pub mod logging;

@@ -57,7 +57,8 @@ impl Default for LogFilter {
 /// Sends the events of this program to standard error. What is sent there already by an earlier call stays as it is.
 pub fn init(filter: &LogFilter, format: LogFormat) {
     let filter = EnvFilter::new(&filter.0);
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_span_events(FmtSpan::NONE);
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_span_events(FmtSpan::NONE);
     // A subscriber that is there already was the program's own choice.
     let _ = match format {
         LogFormat::Text => builder.with_ansi(io::stderr().is_terminal()).try_init(),

@@ -10,10 +10,12 @@
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let registry = Registry::new();
 //! registry.add("add", |a: i64, b: i64| a + b);
-//! let mut config = ServeConfig::default();
-//! config.listen = vec!["tcp://127.0.0.1:0".parse()?];
 //! # let folder = tempfile::tempdir()?;
-//! # config.workdir = folder.path().to_owned();
+//! let config = ServeConfig {
+//!     listen: vec!["tcp://127.0.0.1:0".parse()?],
+//! #   workdir: folder.path().to_owned(),
+//!     ..ServeConfig::default()
+//! };
 //! let running = RpcServer::builder().registry(registry).config(config).build().start().await?;
 //!
 //! let session = Connector::new().connect(&running.addresses()[0].to_string()).await?;
@@ -124,8 +126,8 @@ impl RpcServer {
             state: state.clone(),
         };
         let server = Server::new(Arc::new(factory), serve_options(&config));
-        let mut options = ListenOptions::default();
-        options.port_range = config.port_range.as_ref().map(|range| range.0.clone());
+        let port_range = config.port_range.as_ref().map(|range| range.0.clone());
+        let options = ListenOptions { port_range, ..ListenOptions::default() };
         let mut addresses = Vec::with_capacity(config.listen.len());
         for ListenAddress(address) in &config.listen {
             let address = server.listen(address, &options).await?;
@@ -157,12 +159,8 @@ impl RpcServer {
         let (stdio, watch_stdin) = (self.config.stdio, self.config.exit_with_stdin);
         let running = self.start().await?;
         announce(&running.addresses);
-        let stdin_end = async {
-            if watch_stdin { stdin_end().await } else { std::future::pending().await }
-        };
-        let only_session_ended = async {
-            if stdio { running.idle().await } else { std::future::pending().await }
-        };
+        let stdin_end = async { if watch_stdin { stdin_end().await } else { std::future::pending().await } };
+        let only_session_ended = async { if stdio { running.idle().await } else { std::future::pending().await } };
         tokio::select! {
             signal = signals.next() => tracing::info!(signal, "draining: no new sessions; a second signal stops at once"),
             () = stdin_end => return Ok(StopReason::StdinEnded),
@@ -275,7 +273,10 @@ impl Drop for Running {
 
 impl std::fmt::Debug for Running {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Running").field("addresses", &self.addresses).field("state", &self.state).finish_non_exhaustive()
+        f.debug_struct("Running")
+            .field("addresses", &self.addresses)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
     }
 }
 
@@ -309,6 +310,8 @@ impl SessionFactory for LocalFactory {
     }
 }
 
+// The structs of other crates can only be filled field by field.
+#[allow(clippy::field_reassign_with_default)]
 fn session_limits(config: &ServeConfig) -> SessionLimits {
     let mut limits = SessionLimits::default();
     limits.max_requests = config.max_requests as usize;
@@ -318,6 +321,7 @@ fn session_limits(config: &ServeConfig) -> SessionLimits {
     limits
 }
 
+#[allow(clippy::field_reassign_with_default)]
 fn serve_options(config: &ServeConfig) -> ServeOptions {
     let mut options = ServeOptions::default();
     options.key = config.key.clone().unwrap_or_default();

@@ -80,7 +80,10 @@ impl ServerState {
 
 impl fmt::Debug for ServerState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServerState").field("key", &self.key).field("sessions", &self.live().len()).finish_non_exhaustive()
+        f.debug_struct("ServerState")
+            .field("key", &self.key)
+            .field("sessions", &self.live().len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -214,7 +217,8 @@ impl Cleaner {
         let (queue, workspaces) = mpsc::channel::<Workspace>();
         let run = move || workspaces.into_iter().for_each(drop);
         let thread = std::thread::Builder::new().name("rpc-cleaner".into()).spawn(run);
-        let thread = thread.map_err(|error| tracing::warn!(%error, "workspaces are removed where their sessions end")).ok();
+        let thread =
+            thread.map_err(|error| tracing::warn!(%error, "workspaces are removed where their sessions end")).ok();
         Arc::new(Self { queue: thread.is_some().then_some(queue), thread })
     }
 

@@ -88,7 +88,8 @@ impl ServerProcess {
             Some(address) => server.address = address,
             None => {
                 let _ = server.child.kill();
-                let status = server.child.wait().map_err(|source| SpawnError::Start { program: program.clone(), source })?;
+                let status =
+                    server.child.wait().map_err(|source| SpawnError::Start { program: program.clone(), source })?;
                 return Err(SpawnError::Ended { program, status });
             }
         }
@@ -107,8 +108,8 @@ impl ServerProcess {
     ///
     /// As [`spawn`](Self::spawn).
     pub fn spawn_self() -> Result<Self, SpawnError> {
-        let program = env::current_exe()
-            .map_err(|source| SpawnError::Start { program: "this program".to_owned(), source })?;
+        let program =
+            env::current_exe().map_err(|source| SpawnError::Start { program: "this program".to_owned(), source })?;
         let mut command = Command::new(program);
         command.args([CHILD_ARGUMENT, "tcp://127.0.0.1:0"]);
         Self::spawn(command)
@@ -168,9 +169,8 @@ pub fn run_as_child_if_asked(registry: &Registry) {
     let listen: Result<Vec<Address>, _> = args.map(|address| address.parse()).collect();
     let code = match listen {
         Ok(listen) => {
-            let mut config = ServeConfig::default();
-            config.listen = listen.into_iter().map(Into::into).collect();
-            config.exit_with_stdin = true;
+            let listen = listen.into_iter().map(Into::into).collect();
+            let config = ServeConfig { listen, exit_with_stdin: true, ..ServeConfig::default() };
             exit::of_server(&RpcServer::builder().registry(registry.clone()).config(config).build().run_blocking())
         }
         Err(error) => {

@@ -1,5 +1,8 @@
 //! The built-in functions, on a session of this process.
 
+// A test that panics has failed, which is what is wanted of it.
+#![allow(clippy::unwrap_used)]
+
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,8 +72,10 @@ fn functions_lists_every_name_with_its_signature() {
     let registry = registry();
     registry.add("user.scale", |x: f64, factor: Option<f64>| x * factor.unwrap_or(2.0));
     let session = Session::new(LocalSession::new(registry));
-    let functions: Vec<(String, String)> = session.get_function("rpc.functions").wait().unwrap().call(()).wait().unwrap();
-    let signature = |name: &str| functions.iter().find(|(known, _)| known == name).map(|(_, signature)| signature.as_str());
+    let functions: Vec<(String, String)> =
+        session.get_function("rpc.functions").wait().unwrap().call(()).wait().unwrap();
+    let signature =
+        |name: &str| functions.iter().find(|(known, _)| known == name).map(|(_, signature)| signature.as_str());
     assert_eq!(signature("user.scale"), Some("(float, float?) -> float"));
     assert_eq!(signature("rpc.echo"), Some("(any?, ...) -> any"));
     assert_eq!(signature("rpc.sleep"), Some("(float) -> null"));
@@ -299,7 +304,7 @@ fn a_download_of_a_file_that_shrinks_is_an_error() {
     files.put_bytes("file", pattern(20 * CHUNK)).wait().unwrap();
     let path = fixture.workspace.path().join("file");
     let shrink = || std::fs::File::options().write(true).open(&path).unwrap().set_len(CHUNK as u64).unwrap();
-    let error = files.get("file", &mut AtFirst(Some(shrink), Vec::new())).wait().unwrap_err();
+    let error = files.get("file", AtFirst(Some(shrink), Vec::new())).wait().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io);
     assert!(error.message().contains("changed"), "{error}");
 }
@@ -328,15 +333,15 @@ fn counting() -> (Session, Arc<AtomicU64>) {
     let calls = Arc::new(AtomicU64::new(0));
     let counter = calls.clone();
     let registry = registry();
-    registry.add("count", move |step: u64| drop(counter.fetch_add(step, Ordering::Relaxed)));
+    registry.add("count", move |step: u64| {
+        counter.fetch_add(step, Ordering::Relaxed);
+    });
     registry.add("fail", || -> Result<(), String> { Err("no".to_owned()) });
     (Session::new(LocalSession::new(registry)), calls)
 }
 
 fn options(number: u64, repeat: u64, min_repeat: Duration, warmup: u64) -> TimeOptions {
-    let mut options = TimeOptions::default();
-    (options.number, options.repeat, options.min_repeat, options.warmup) = (number, repeat, min_repeat, warmup);
-    options
+    TimeOptions { number, repeat, min_repeat, warmup }
 }
 
 #[test]
@@ -365,7 +370,8 @@ fn timing_makes_more_calls_until_a_sample_takes_long_enough() {
 fn timing_works_for_functions_that_return_futures() {
     let (session, _) = counting();
     let sleep = session.get_function("rpc.sleep").wait().unwrap();
-    let samples = block_on(time_function(&session, &sleep, &options(1, 3, Duration::ZERO, 1), (0.002,))).unwrap().unwrap();
+    let samples =
+        block_on(time_function(&session, &sleep, &options(1, 3, Duration::ZERO, 1), (0.002,))).unwrap().unwrap();
     assert!(samples.len() == 3 && samples.iter().all(|seconds| *seconds >= 0.002), "{samples:?}");
 }
 

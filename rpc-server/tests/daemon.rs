@@ -1,11 +1,15 @@
 //! The program `rpc-server`: start, signals, standard input and output, exit codes.
 
+// A test that panics has failed, which is what is wanted of it.
+#![allow(clippy::unwrap_used)]
+
+use std::future::IntoFuture;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use rpc_core::{ErrorKind, Session};
+use rpc_core::{ErrorKind, Pending, Session};
 use rpc_server::ServerProcess;
 use rpc_transports::Connector;
 use rustix::process::{Pid, Signal, kill_process};
@@ -87,6 +91,16 @@ fn connect(runtime: &tokio::runtime::Runtime, address: &str) -> Session {
     runtime.block_on(Connector::new().connect(address)).unwrap()
 }
 
+/// A call that has arrived at the server.
+fn start_sleep(runtime: &tokio::runtime::Runtime, session: &Session, seconds: f64) -> Pending<()> {
+    let sleep = runtime.block_on(session.function::<(f64,), ()>("rpc.sleep").into_future()).unwrap();
+    let mut call = sleep.call((seconds,)).start();
+    runtime.block_on(call.admitted()).unwrap();
+    // An answer on another lane says that the request before it has arrived too.
+    runtime.block_on(session.get_function("rpc.echo").concurrent().into_future()).unwrap();
+    call
+}
+
 fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
@@ -106,14 +120,7 @@ fn a_running_call_is_waited_for_after_one_signal_and_not_after_two() {
     for (seconds, signals, code) in [(0.3, 1, 0), (3600.0, 2, 143)] {
         let mut daemon = Daemon::start(&["--log-level", "debug"]);
         let session = connect(&runtime, &daemon.address);
-        let call = runtime.block_on(async {
-            let sleep = session.function::<(f64,), ()>("rpc.sleep").await.unwrap();
-            let mut call = sleep.call((seconds,)).start();
-            call.admitted().await.unwrap();
-            // An answer on another lane says that the call before it has arrived.
-            session.get_function("rpc.echo").concurrent().await.unwrap();
-            call
-        });
+        let call = start_sleep(&runtime, &session, seconds);
         daemon.signal(Signal::TERM);
         daemon.await_log("draining");
         if signals == 2 {
@@ -252,15 +259,10 @@ fn a_client_of_a_server_that_was_killed_hears_of_it() {
     let mut daemon = Daemon::start(&[]);
     let runtime = runtime();
     let session = connect(&runtime, &daemon.address);
-    let call = runtime.block_on(async {
-        let sleep = session.function::<(f64,), ()>("rpc.sleep").await.unwrap();
-        let mut call = sleep.call((3600.0,)).start();
-        call.admitted().await.unwrap();
-        session.get_function("rpc.echo").concurrent().await.unwrap();
-        call
-    });
+    let call = start_sleep(&runtime, &session, 3600.0);
     daemon.child.kill().unwrap();
-    let error = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(5), call).await.unwrap().unwrap_err() });
+    let error =
+        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(5), call).await.unwrap().unwrap_err() });
     assert!(error.kind() == ErrorKind::PeerLost && error.request_may_have_run(), "{error:?}");
     let mut rest = String::new();
     daemon.log.read_to_string(&mut rest).unwrap();

@@ -1,5 +1,8 @@
 //! The example's training, on a session of this process.
 
+// A test that panics has failed, which is what is wanted of it.
+#![allow(clippy::unwrap_used)]
+
 #[path = "../examples/digits/model.rs"]
 mod model;
 

@@ -1,5 +1,8 @@
 //! The server as a library: addresses, sessions, limits, the ready file, and the end.
 
+// A test that panics has failed, which is what is wanted of it.
+#![allow(clippy::unwrap_used)]
+
 use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +10,7 @@ use std::time::Duration;
 
 use rpc_core::files::Files;
 use rpc_core::{DataType, Device, ErrorKind, Pack, Registry, RemoteObject, Session};
-use rpc_server::builtins::ServerInfo;
+use rpc_server::builtins::{ServerInfo, TimeOptions, time_function};
 use rpc_server::config::{ByteSize, ConfigError, ServeConfig, ServeError, Span};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::{ConnectError, Connector};
@@ -38,10 +41,11 @@ impl Fixture {
 }
 
 fn config(folder: &tempfile::TempDir) -> ServeConfig {
-    let mut config = ServeConfig::default();
-    config.listen = vec!["tcp://127.0.0.1:0".parse().unwrap()];
-    config.workdir = folder.path().join("work");
-    config
+    ServeConfig {
+        listen: vec!["tcp://127.0.0.1:0".parse().unwrap()],
+        workdir: folder.path().join("work"),
+        ..ServeConfig::default()
+    }
 }
 
 async fn info(session: &Session) -> ServerInfo {
@@ -261,9 +265,8 @@ async fn asynchronous_functions_are_timed_on_the_servers_runtime() {
     let fixture = Fixture::start(registry, |_| {}).await;
     let session = fixture.connect().await;
     let tick = session.get_function("tick").await.unwrap();
-    let mut options = rpc_server::builtins::TimeOptions::default();
-    options.repeat = 3;
-    let samples = rpc_server::builtins::time_function(&session, &tick, &options, ()).await.unwrap();
+    let options = TimeOptions { repeat: 3, ..TimeOptions::default() };
+    let samples = time_function(&session, &tick, &options, ()).await.unwrap();
     assert!(samples.len() == 3 && samples.iter().all(|seconds| *seconds >= 1e-3), "{samples:?}");
     assert_eq!(calls.load(Ordering::Relaxed), 4);
 }

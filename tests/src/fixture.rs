@@ -2,9 +2,12 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
-use rpc_core::{LocalSession, Session, SessionLimits, Spawner};
+use rpc_core::{ErrorKind, LocalSession, RpcError, Session, SessionLimits, SharedSession};
+use rpc_transports::{Connector, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner, WireLimits};
+use tokio::runtime::Handle;
 
 use crate::functions;
 
@@ -34,8 +37,8 @@ pub struct Local {
 impl Local {
     /// Sessions that run asynchronous functions on threads of their own.
     pub fn new() -> Self {
-        // Every crate that brings a runtime does this.
-        rpc_core::blocking::set_runtime_probe(|| tokio::runtime::Handle::try_current().is_ok());
+        // Whoever brings a runtime says how to tell its threads; here that is the crate of the transports.
+        drop(Server::new(Arc::new(refuse), ServeOptions::default()));
         Self { spawner: false }
     }
 
@@ -44,10 +47,10 @@ impl Local {
         Self { spawner: true, ..Self::new() }
     }
 
-    fn make(&self, limits: SessionLimits, runtime: Option<tokio::runtime::Handle>) -> Session {
+    fn make(&self, limits: SessionLimits, runtime: Option<Handle>) -> Session {
         let builder = LocalSession::builder(functions::registry()).limits(limits);
         Session::new(match runtime {
-            Some(runtime) if self.spawner => builder.spawner(Arc::new(Tokio(runtime))).build(),
+            Some(_) if self.spawner => builder.spawner(Arc::new(TokioSpawner::current())).build(),
             _ => builder.build(),
         })
     }
@@ -55,7 +58,7 @@ impl Local {
 
 impl Fixture for Local {
     fn session(&self, limits: SessionLimits) -> BoxFuture<'_, Session> {
-        Box::pin(async move { self.make(limits, tokio::runtime::Handle::try_current().ok()) })
+        Box::pin(async move { self.make(limits, Handle::try_current().ok()) })
     }
 
     fn blocking_session(&self, limits: SessionLimits) -> Session {
@@ -67,10 +70,143 @@ impl Fixture for Local {
     }
 }
 
-struct Tokio(tokio::runtime::Handle);
+/// Opens the sessions of an origin.
+fn open(limits: &SessionLimits) -> LocalSession {
+    let builder = LocalSession::builder(functions::registry()).limits(limits.clone());
+    builder.spawner(Arc::new(TokioSpawner::current())).build()
+}
 
-impl Spawner for Tokio {
-    fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>) {
-        drop(self.0.spawn(future));
+/// Opens none: for servers that only forward.
+fn refuse(_: &OpenRequest) -> Result<SharedSession, RpcError> {
+    Err(RpcError::new(ErrorKind::Refused, "this server only forwards"))
+}
+
+/// A server whose sessions, and whose links, have these limits.
+pub fn server(limits: &SessionLimits) -> Server {
+    let (limits, options) = (limits.clone(), serve_options(limits));
+    let factory = move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(open(&limits))) };
+    Server::new(Arc::new(factory), options)
+}
+
+fn serve_options(limits: &SessionLimits) -> ServeOptions {
+    let defaults = WireLimits::default();
+    let requests = u32::try_from(limits.max_requests).unwrap_or(u32::MAX);
+    // Large enough for the largest call of the suite.
+    let max_message = (limits.max_queued_bytes as u64).clamp(8 << 20, defaults.max_message);
+    let limits = WireLimits { max_requests: requests, max_message, window: max_message, ..defaults };
+    ServeOptions { limits, allow_forward: vec!["*".to_owned()], ..ServeOptions::default() }
+}
+
+/// How an origin is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// `memory:`. Blocking forms use an asynchronous connection.
+    Memory,
+    /// `tcp://`
+    Tcp,
+    /// `unix:`
+    Unix,
+    /// `exec:` of the program at this path, which is this package's `origin`.
+    Exec(&'static str),
+}
+
+/// Sessions over a transport, through any number of hops.
+///
+/// Servers run in the test's own process and runtime, but for `exec:`.
+pub struct Remote {
+    transport: Transport,
+    hops: u16,
+    runtime: Handle,
+    folder: tempfile::TempDir,
+    next: AtomicU64,
+    servers: Mutex<Vec<Server>>,
+}
+
+impl Remote {
+    /// Sessions with an origin that is reached at once.
+    pub fn direct(transport: Transport) -> Self {
+        Self::through(0, transport)
     }
+
+    /// Sessions with an origin behind so many servers that forward, each reached by the same transport. In front of a
+    /// child process they are reached by TCP.
+    pub fn through(hops: u16, transport: Transport) -> Self {
+        let folder = tempfile::tempdir().expect("a folder for sockets");
+        Self { transport, hops, runtime: Handle::current(), folder, next: AtomicU64::new(0), servers: Mutex::default() }
+    }
+
+    async fn listen(&self, server: Server, transport: Transport) -> String {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let address = match transport {
+            // The folder's name makes it unique in the process.
+            Transport::Memory => format!("memory:{}-{number}", self.folder.path().display().to_string().replace('/', "-")),
+            Transport::Unix => format!("unix:{}", self.folder.path().join(format!("{number}")).display()),
+            Transport::Tcp | Transport::Exec(_) => "tcp://127.0.0.1:0".to_owned(),
+        };
+        let address = server.listen(&address.parse().unwrap(), &ListenOptions::default()).await.unwrap();
+        self.servers.lock().unwrap().push(server);
+        address.to_string()
+    }
+
+    /// Starts what serves one session; how to connect to it, and where.
+    async fn prepare(&self, limits: &SessionLimits) -> (Connector, String) {
+        let mut connector = Connector::new();
+        for _ in 0..self.hops {
+            let hop = Server::new(Arc::new(refuse), serve_options(limits));
+            connector = connector.via(&self.listen(hop, self.transport).await);
+        }
+        let target = match self.transport {
+            Transport::Exec(program) => {
+                let SessionLimits { max_requests, max_queued_bytes, max_handles, max_memory, .. } = limits;
+                format!("exec:{program} {max_requests} {max_queued_bytes} {max_handles} {max_memory}")
+            }
+            transport => self.listen(server(limits), transport).await,
+        };
+        (connector, target)
+    }
+}
+
+impl Fixture for Remote {
+    fn session(&self, limits: SessionLimits) -> BoxFuture<'_, Session> {
+        Box::pin(async move {
+            let (connector, target) = self.prepare(&limits).await;
+            connector.connect(&target).await.unwrap()
+        })
+    }
+
+    fn blocking_session(&self, limits: SessionLimits) -> Session {
+        let (connector, target) = self.runtime.block_on(self.prepare(&limits));
+        match self.transport {
+            Transport::Memory => self.runtime.block_on(connector.connect(&target)).unwrap(),
+            _ => connector.connect_blocking(&target).unwrap(),
+        }
+    }
+
+    fn hops(&self) -> u16 {
+        self.hops + 1
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        for server in self.servers.lock().unwrap().drain(..) {
+            server.stop();
+        }
+    }
+}
+
+/// Serves one session over standard input and output: the `main` of an origin in a process of its own.
+pub async fn serve_stdio(mut args: impl Iterator<Item = String>) {
+    let mut number = || args.next().and_then(|arg| arg.parse::<u64>().ok());
+    let mut limits = SessionLimits::default();
+    if let (Some(requests), Some(bytes), Some(handles), Some(memory)) = (number(), number(), number(), number()) {
+        limits.max_requests = requests as usize;
+        limits.max_queued_bytes = bytes as usize;
+        limits.max_handles = handles as usize;
+        limits.max_memory = memory;
+    }
+    let channel = rpc_transports::child::stdio_channel().await.unwrap();
+    let server = server(&limits);
+    server.serve_channel(channel);
+    server.idle().await;
 }

@@ -1,4 +1,19 @@
-//! The conformance suite over every kind of session. A new transport is one more line.
+//! The conformance suite over every kind of session. A new transport is one more line for each way to it.
 
-rpc_tests::conformance!(local = rpc_tests::fixture::Local::new());
-rpc_tests::conformance!(local_with_a_runtime = rpc_tests::fixture::Local::spawning());
+use rpc_tests::conformance;
+use rpc_tests::fixture::{Local, Remote, Transport};
+
+/// The program that `exec:` addresses start.
+const ORIGIN: Transport = Transport::Exec(env!("CARGO_BIN_EXE_origin"));
+
+conformance!(local = Local::new());
+conformance!(local_with_a_runtime = Local::spawning());
+conformance!(memory = Remote::direct(Transport::Memory));
+conformance!(memory_through_a_hop = Remote::through(1, Transport::Memory));
+conformance!(tcp = Remote::direct(Transport::Tcp));
+conformance!(tcp_through_a_hop = Remote::through(1, Transport::Tcp));
+conformance!(tcp_through_three_hops = Remote::through(3, Transport::Tcp));
+conformance!(unix = Remote::direct(Transport::Unix));
+conformance!(unix_through_a_hop = Remote::through(1, Transport::Unix));
+conformance!(exec = Remote::direct(crate::ORIGIN));
+conformance!(exec_through_a_hop = Remote::through(1, crate::ORIGIN));

@@ -513,7 +513,8 @@ enum Ran {
 
 /// Whether the caller still has the duty to run the lane.
 enum Duty {
-    Stays,
+    /// The job is over; this much of the session's capacity is to be given back.
+    Stays(usize),
     /// Another thread, a future, or the release of a tensor will take it up.
     Passed,
 }
@@ -527,12 +528,8 @@ impl Shared {
         loop {
             let (outcome, duty) = self.run_job(key, job, thread);
             ran = ran.or(outcome);
-            if let Duty::Passed = duty {
-                return ran;
-            }
-            self.after_completion();
-            let next = lock(&self.lanes).next(key);
-            match next {
+            let Duty::Stays(bytes) = duty else { return ran };
+            match self.proceed(key, bytes) {
                 Some(next) => job = next,
                 None => {
                     if key.is_single_use() {
@@ -542,6 +539,19 @@ impl Shared {
                 }
             }
         }
+    }
+
+    /// Counts a job as complete, and takes the lane's next one.
+    fn proceed(self: &Arc<Self>, key: LaneKey, bytes: usize) -> Option<Job<Work>> {
+        let mut lanes = lock(&self.lanes);
+        lanes.complete(bytes);
+        let next = lanes.next(key);
+        let more = lanes.has_waiting() || lanes.ended.is_some();
+        drop(lanes);
+        if more {
+            self.after_completion();
+        }
+        next
     }
 
     fn run_job(self: &Arc<Self>, key: LaneKey, mut job: Job<Work>, thread: Option<&LaneThread>) -> (Option<Ran>, Duty) {
@@ -604,17 +614,15 @@ impl Shared {
 
     /// Goes on with a lane whose job waited for tensors.
     fn resume_lane(self: &Arc<Self>, key: LaneKey, job: Job<Work>, borrows: Vec<Borrow>) {
-        if let (_, Duty::Stays) = self.run_borrowed(key, job, borrows, None) {
-            self.go_on(key);
+        if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, None) {
+            self.go_on(key, bytes, None);
         }
     }
 
-    /// Runs what is left of a lane, after its job.
-    fn go_on(self: &Arc<Self>, key: LaneKey) {
-        self.after_completion();
-        let next = lock(&self.lanes).next(key);
-        if let Some(next) = next {
-            self.run_lane(key, next, None);
+    /// Runs what is left of a lane, after a job of `bytes`.
+    fn go_on(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&LaneThread>) {
+        if let Some(next) = self.proceed(key, bytes) {
+            self.run_lane(key, next, thread);
         }
     }
 
@@ -666,13 +674,8 @@ impl Shared {
         };
         let (this, own) = (self.clone(), thread.clone());
         let work = Box::new(move || {
-            if let (_, Duty::Passed) = this.run_borrowed(key, job, borrows, Some(&own)) {
-                return;
-            }
-            this.after_completion();
-            let next = lock(&this.lanes).next(key);
-            if let Some(next) = next {
-                this.run_lane(key, next, Some(&own));
+            if let (_, Duty::Stays(bytes)) = this.run_borrowed(key, job, borrows, Some(&own)) {
+                this.go_on(key, bytes, Some(&own));
             }
         });
         lock(&self.lanes).set_thread(key, thread.clone());
@@ -709,8 +712,8 @@ impl Shared {
         let this = self.clone();
         let task = async move {
             let outcome = future.await.and_then(|value| this.name_objects(value));
-            this.finish(Some(responder), bytes, outcome);
-            this.go_on(key);
+            responder.complete(outcome);
+            this.go_on(key, bytes, None);
         };
         match &self.spawner {
             Some(spawner) => spawner.spawn(Box::pin(task)),
@@ -730,9 +733,8 @@ impl Shared {
         ended.unwrap_or_else(|| RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"))
     }
 
+    /// Hands the outcome of a job to whoever waits for it.
     fn finish(&self, responder: Option<Responder>, bytes: usize, outcome: Outcome) -> (Option<Ran>, Duty) {
-        // The reply first: while the request still counts, no other thread finds the session quiet and completes a
-        // shutdown, which is to come behind all replies.
         let ran = match responder {
             Some(responder) => {
                 responder.complete(outcome);
@@ -740,8 +742,7 @@ impl Shared {
             }
             None => Some(Ran::Done(outcome)),
         };
-        lock(&self.lanes).complete(bytes);
-        (ran, Duty::Stays)
+        (ran, Duty::Stays(bytes))
     }
 
     /// Stores the objects of a return and names them. If one cannot be stored, none is.
@@ -876,8 +877,7 @@ impl Shared {
         drop(lanes);
         let this = self.clone();
         let resume = move || {
-            lock(&this.lanes).complete(job.bytes);
-            this.go_on(key);
+            this.go_on(key, job.bytes, None);
         };
         InPlaceWrite::new(borrow, start, bytes, Box::new(resume))
     }

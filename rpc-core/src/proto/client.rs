@@ -1,7 +1,7 @@
 //! The client's side of a session: requests out, replies in, each matched by its number.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
 use std::io::IoSlice;
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use bytes::BytesMut;
 
 use super::frame::{FrameHeader, Kind};
 use super::handshake::Negotiated;
-use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, SMALL, Target};
+use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, Target, cost};
 use super::message::{decode_reply, is_bytes_reply, write_request};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -65,6 +65,7 @@ enum Cancel {
 
 struct Waiting<T> {
     id: u64,
+    submission: u64,
     token: T,
     lane: Lane,
     message: Message,
@@ -94,11 +95,13 @@ pub struct ClientEndpoint<T> {
     in_flight: HashMap<u64, InFlight<T>>,
     waiting: VecDeque<Waiting<T>>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
-    /// Objects let go, each with the number of admissions before it: it must not overtake those on the wire.
+    /// Objects let go, each with the number of submissions before it: it must not overtake those, sent or not.
     frees: VecDeque<(u64, Handle)>,
-    admissions: u64,
-    /// Admitted requests that have not left whole: admission number and id, in order.
+    submissions: u64,
+    /// Admitted requests that have not left whole: number of the submission, and id.
     unsent: VecDeque<(u64, u64)>,
+    /// The answer to a numbered ping. It must not overtake requests either.
+    pong: Option<u64>,
     /// Received bytes for which credit has not been given back.
     consumed: u64,
     grant_at: u64,
@@ -118,10 +121,13 @@ impl<T: Clone> ClientEndpoint<T> {
             waiting: VecDeque::new(),
             deadlines: BinaryHeap::new(),
             frees: VecDeque::new(),
-            admissions: 0,
+            submissions: 0,
             unsent: VecDeque::new(),
+            pong: None,
             consumed: 0,
-            grant_at: negotiated.ours.window / 4,
+            // What is held back must leave room for the largest reply, or the server would wait for ever.
+            grant_at: (negotiated.ours.window / 4)
+                .min(negotiated.ours.window.saturating_sub(negotiated.ours.max_message)),
             events: VecDeque::new(),
         }
     }
@@ -134,8 +140,12 @@ impl<T: Clone> ClientEndpoint<T> {
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant) -> Result<()> {
         self.link.alive(now);
         loop {
-            let in_flight = &mut self.in_flight;
-            let mut target = |header: &FrameHeader, body: &[u8]| match in_flight.get_mut(&header.id) {
+            if let State::Ended(_) = self.state {
+                input.clear();
+                return Ok(());
+            }
+            let in_flight = &self.in_flight;
+            let mut target = |header: &FrameHeader, body: &[u8]| match in_flight.get(&header.id) {
                 Some(InFlight { into, .. }) if is_bytes_reply(body, header.payload_len.into()) => {
                     match into.as_ref().and_then(ReadBuffer::take) {
                         Some(buffer) if buffer.len() == header.payload_len as usize => Target::Read(buffer),
@@ -148,7 +158,10 @@ impl<T: Clone> ClientEndpoint<T> {
                 }
                 _ => Target::Pool,
             };
-            let Some(incoming) = self.link.next(input, &mut target)? else { return Ok(()) };
+            let begins = |header: &FrameHeader| {
+                if in_flight.contains_key(&header.id) { Ok(()) } else { Err(unasked(header.id)) }
+            };
+            let Some(incoming) = self.link.next(input, &mut target, &begins)? else { return Ok(()) };
             self.handle(incoming)?;
         }
     }
@@ -223,6 +236,8 @@ impl<T: Clone> ClientEndpoint<T> {
             if let Some(waiting) = self.waiting.remove(at) {
                 self.events.push_back(ClientEvent::Reply(waiting.token, Err(error)));
             }
+            // What was behind it in its lane may need less.
+            self.admit_waiting();
             return;
         }
         let sent = !self.is_unsent(id);
@@ -238,7 +253,9 @@ impl<T: Clone> ClientEndpoint<T> {
     pub fn submit(&mut self, id: u64, request: Request, token: T, now: Instant) -> Admission<T> {
         match &self.state {
             State::Open => {}
-            State::Draining(error) | State::Ended(error) => return Admission::Refused(token, error.clone()),
+            State::Draining(error) | State::Ended(error) => {
+                return Admission::Refused(token, error.clone().may_have_run(false));
+            }
             State::Closing(_) | State::CloseSent(_) => return Admission::Refused(token, closed()),
         }
         let writer = write_request(&request, now);
@@ -256,9 +273,11 @@ impl<T: Clone> ClientEndpoint<T> {
         };
         let Request { lane, deadline, .. } = request;
         if let Some(deadline) = deadline {
+            self.forget_deadlines();
             self.deadlines.push(Reverse((deadline, id)));
         }
-        let waiting = Waiting { id, token, lane, message, into };
+        self.submissions += 1;
+        let waiting = Waiting { id, submission: self.submissions, token, lane, message, into };
         let behind = self.waiting.iter().any(|other| other.lane == lane && lane != Lane::CONCURRENT);
         if behind || !self.has_credit(&waiting.message) {
             self.waiting.push_back(waiting);
@@ -270,9 +289,10 @@ impl<T: Clone> ClientEndpoint<T> {
 
     /// Lets objects go. They are freed behind all requests that were submitted before.
     pub fn release(&mut self, handles: impl IntoIterator<Item = Handle>) {
-        if !matches!(self.state, State::Ended(_)) {
-            let admissions = self.admissions;
-            self.frees.extend(handles.into_iter().map(|handle| (admissions, handle)));
+        // Nothing follows our word that we close, and the end of a session frees what it held.
+        if !matches!(self.state, State::CloseSent(_) | State::Ended(_)) {
+            let submissions = self.submissions;
+            self.frees.extend(handles.into_iter().map(|handle| (submissions, handle)));
         }
     }
 
@@ -283,6 +303,7 @@ impl<T: Clone> ClientEndpoint<T> {
             if let Some(waiting) = self.waiting.remove(at) {
                 self.events.push_back(ClientEvent::Reply(waiting.token, Err(cancelled())));
             }
+            self.admit_waiting();
             return;
         }
         let unsent = self.is_unsent(id);
@@ -329,7 +350,14 @@ impl<T: Clone> ClientEndpoint<T> {
     pub fn stage(&mut self) {
         self.link.output.stage();
         self.note_sent();
-        if self.stage_frees() {
+        let mut more = self.stage_frees();
+        if self.unsent.is_empty()
+            && let Some(id) = self.pong.take()
+        {
+            self.link.control(Kind::Pong, id, &[]);
+            more = true;
+        }
+        if more {
             self.link.output.stage();
         }
     }
@@ -346,7 +374,7 @@ impl<T: Clone> ClientEndpoint<T> {
 
     /// Whether nothing is left to write.
     pub fn is_flushed(&self) -> bool {
-        self.link.output.is_empty() && self.frees.is_empty()
+        self.link.output.is_empty() && self.frees.is_empty() && self.pong.is_none()
     }
 
     /// When to call [`handle_timeout`](Self::handle_timeout).
@@ -373,14 +401,13 @@ impl<T: Clone> ClientEndpoint<T> {
     }
 
     fn admit(&mut self, waiting: Waiting<T>) {
-        let Waiting { id, token, lane, message, into } = waiting;
+        let Waiting { id, submission, token, lane, message, into } = waiting;
         let cost = cost(message.len());
         self.window -= cost;
-        self.admissions += 1;
         // Concurrent requests are lanes of their own.
         let order = if lane == Lane::CONCURRENT { id | 1 << 63 } else { lane.0.into() };
         self.in_flight.insert(id, InFlight { token: Some(token), cost, into, order, cancel: Cancel::No });
-        self.unsent.push_back((self.admissions, id));
+        self.unsent.push_back((submission, id));
         self.link.output.message(order, message);
         self.note_sent();
     }
@@ -401,6 +428,15 @@ impl<T: Clone> ClientEndpoint<T> {
                 self.events.push_back(ClientEvent::Admitted(waiting.token.clone()));
                 self.admit(waiting);
             }
+        }
+    }
+
+    /// Forgets the deadlines of requests that are over, once they are the most.
+    fn forget_deadlines(&mut self) {
+        if self.deadlines.len() >= 64 + 2 * (self.in_flight.len() + self.waiting.len()) {
+            let waiting: HashSet<_> = self.waiting.iter().map(|waiting| waiting.id).collect();
+            let in_flight = &self.in_flight;
+            self.deadlines.retain(|Reverse((_, id))| in_flight.contains_key(id) || waiting.contains(id));
         }
     }
 
@@ -427,8 +463,14 @@ impl<T: Clone> ClientEndpoint<T> {
 
     /// Queues the frees that nothing holds back. Whether there were any.
     fn stage_frees(&mut self) -> bool {
-        let limit = self.unsent.front().map_or(u64::MAX, |(admission, _)| *admission);
-        let count = self.frees.iter().take_while(|(admissions, _)| *admissions < limit).count();
+        if self.frees.is_empty() {
+            return false;
+        }
+        // Requests are admitted lane by lane, so those that have not left are in no order; those that wait are.
+        let unsent = self.unsent.iter().map(|(submission, _)| *submission).min();
+        let waiting = self.waiting.front().map(|waiting| waiting.submission);
+        let limit = unsent.into_iter().chain(waiting).min().unwrap_or(u64::MAX);
+        let count = self.frees.iter().take_while(|(submissions, _)| *submissions < limit).count();
         let mut body = Vec::with_capacity(8 * count.min(FREES_PER_FRAME));
         for (at, (_, handle)) in self.frees.drain(..count).enumerate() {
             body.extend_from_slice(&handle.to_bits().to_le_bytes());
@@ -441,6 +483,10 @@ impl<T: Clone> ClientEndpoint<T> {
     }
 
     fn handle(&mut self, incoming: Incoming) -> Result<()> {
+        if incoming.kind == Kind::Ping && incoming.id != 0 {
+            self.pong = self.pong.max(Some(incoming.id));
+            return Ok(());
+        }
         let Some(incoming) = self.link.handle_control(incoming) else { return Ok(()) };
         match incoming.kind {
             Kind::Reply | Kind::Error => self.handle_reply(incoming),
@@ -480,7 +526,7 @@ impl<T: Clone> ClientEndpoint<T> {
     fn handle_reply(&mut self, incoming: Incoming) -> Result<()> {
         let Incoming { kind, id, body, payload, .. } = incoming;
         if !self.in_flight.contains_key(&id) {
-            return Err(RpcError::new(ErrorKind::Protocol, format!("a reply to request {id}, which was not made")));
+            return Err(unasked(id));
         }
         let (outcome, len) = match payload {
             Payload::Bytes(payload) => {
@@ -540,7 +586,7 @@ impl<T: Clone> ClientEndpoint<T> {
             }
         }
         for waiting in std::mem::take(&mut self.waiting) {
-            self.events.push_back(ClientEvent::Reply(waiting.token, Err(error.clone())));
+            self.events.push_back(ClientEvent::Reply(waiting.token, Err(error.clone().may_have_run(false))));
         }
         if let State::Closing(tokens) | State::CloseSent(tokens) =
             std::mem::replace(&mut self.state, State::Ended(error.clone()))
@@ -551,6 +597,7 @@ impl<T: Clone> ClientEndpoint<T> {
         }
         self.frees.clear();
         self.deadlines.clear();
+        self.pong = None;
         self.events.push_back(ClientEvent::Ended(error));
     }
 }
@@ -568,9 +615,8 @@ fn closed() -> RpcError {
     RpcError::new(ErrorKind::Closed, "the session was shut down")
 }
 
-/// What a message takes of the window.
-pub(super) fn cost(len: usize) -> u64 {
-    if len > SMALL { len as u64 } else { 0 }
+fn unasked(id: u64) -> RpcError {
+    RpcError::new(ErrorKind::Protocol, format!("a reply to request {id}, which was not made"))
 }
 
 /// The body of a credit frame: u32 requests, u64 bytes.

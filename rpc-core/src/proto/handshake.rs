@@ -198,6 +198,8 @@ enum Stage {
 pub struct Handshake {
     config: HandshakeConfig,
     dialler: bool,
+    /// Whether our magic is in the output, or was.
+    greeted: bool,
     stage: Stage,
     theirs: Option<Hello>,
     /// The peer's name, once it has proven it.
@@ -228,6 +230,7 @@ impl Handshake {
         Self {
             config,
             dialler,
+            greeted: false,
             stage: Stage::Magic,
             theirs: None,
             proven: None,
@@ -247,11 +250,11 @@ impl Handshake {
     pub fn handle_input(&mut self, input: &mut BytesMut) -> Result<Option<Negotiated>> {
         match self.advance(input) {
             Err(error) if self.stage != Stage::Over => {
-                self.stage = Stage::Over;
                 // Nothing is said to a peer that does not speak our language.
-                if self.theirs.is_some() || self.dialler || error.kind() != ErrorKind::Protocol {
+                if self.stage != Stage::Magic || self.dialler {
                     self.send(Kind::Reject, &error.to_wire());
                 }
+                self.stage = Stage::Over;
                 Err(error)
             }
             outcome => outcome,
@@ -416,7 +419,11 @@ impl Handshake {
                 format!("the client asks for key '{}', and the server has '{}'", clip(&client.key), clip(&server.key)),
             ));
         }
-        if theirs.chunk == 0 || theirs.max_requests == 0 || theirs.window < theirs.max_message {
+        if theirs.chunk == 0
+            || theirs.max_requests == 0
+            || theirs.max_message == 0
+            || theirs.window < theirs.max_message
+        {
             return Err(RpcError::new(ErrorKind::Protocol, "the peer offers limits that let nothing pass"));
         }
         self.stage = Stage::Proof;
@@ -447,12 +454,14 @@ impl Handshake {
     }
 
     fn send_hello(&mut self) {
-        self.output.extend_from_slice(&MAGIC);
         let body = rmp_serde::to_vec_named(&self.config.hello).unwrap_or_default();
         self.send(Kind::Hello, &body);
     }
 
     fn send(&mut self, kind: Kind, body: &[u8]) {
+        if !std::mem::replace(&mut self.greeted, true) {
+            self.output.extend_from_slice(&MAGIC);
+        }
         self.output.extend_from_slice(&FrameHeader::control(kind, body.len() as u32).encode());
         self.output.extend_from_slice(body);
     }

@@ -16,10 +16,18 @@ use crate::session::InPlaceWrite;
 const BULK: usize = 16 << 10;
 
 /// Messages up to this size, body and payload, need no credit in bytes: their number is limited already.
-pub(super) const SMALL: usize = 4 << 10;
+const SMALL: usize = 4 << 10;
+
+/// What a message takes of the window.
+pub(super) fn cost(len: usize) -> u64 {
+    if len > SMALL { len as u64 } else { 0 }
+}
 
 /// How many silent keep-alive intervals mean that the peer is gone.
 const SILENT_INTERVALS: u32 = 3;
+
+/// The longest interval: longer than any session, and short enough to add to a time.
+const MAX_KEEP_ALIVE: Duration = Duration::from_secs(1 << 30);
 
 /// How a channel is watched.
 #[derive(Clone, Copy, Debug)]
@@ -122,29 +130,37 @@ pub(super) struct Link {
     chunk: usize,
     bulk: Option<BulkRead>,
     partials: HashMap<u64, Partial>,
+    /// What the partial messages take of the window.
+    partial_cost: u64,
+    max_partial_cost: u64,
     pool: BufferPool,
     keep_alive: Duration,
     /// When something was last received, or data of ours last moved.
     last_life: Instant,
     /// When the next ping is due, if nothing is received until then.
     next_ping: Instant,
+    /// The pings that were sent since something was last received.
+    pings: u32,
     /// The highest number of a ping that was answered; those of the keep-alive have 0.
     pub(super) last_pong: u64,
 }
 
 impl Link {
     pub(super) fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
-        let keep_alive = config.keep_alive.max(Duration::from_millis(1));
+        let keep_alive = config.keep_alive.clamp(Duration::from_millis(1), MAX_KEEP_ALIVE);
         Self {
             output: Output::new(negotiated.theirs.chunk as usize),
             max_message: negotiated.ours.max_message,
             chunk: negotiated.ours.chunk as usize,
             bulk: None,
             partials: HashMap::new(),
+            partial_cost: 0,
+            max_partial_cost: negotiated.ours.window.saturating_add(MAX_BODY_PART as u64),
             pool: BufferPool::default(),
             keep_alive,
             last_life: now,
             next_ping: now + keep_alive,
+            pings: 0,
             last_pong: 0,
         }
     }
@@ -191,13 +207,16 @@ impl Link {
     pub(super) fn alive(&mut self, now: Instant) {
         self.last_life = now;
         self.next_ping = now + self.keep_alive;
+        self.pings = 0;
     }
 
-    /// Takes the next whole message from `input`, if there is one. `target` is asked where a large payload should go.
+    /// Takes the next whole message from `input`, if there is one. `target` is asked where a large payload should go,
+    /// `begins` whether a message of several frames may begin.
     pub(super) fn next(
         &mut self,
         input: &mut BytesMut,
         target: &mut dyn FnMut(&FrameHeader, &[u8]) -> Target,
+        begins: &dyn Fn(&FrameHeader) -> Result<()>,
     ) -> Result<Option<Incoming>> {
         loop {
             if let Some(bulk) = &mut self.bulk {
@@ -221,6 +240,9 @@ impl Link {
                 return Ok(None);
             }
             self.check_size(&header)?;
+            if header.more && !self.partials.contains_key(&header.id) {
+                begins(&header)?;
+            }
             let body = &input[HEADER_LEN..HEADER_LEN + body_len];
             if is_bulk {
                 let whole = !header.more && !self.partials.contains_key(&header.id);
@@ -250,9 +272,16 @@ impl Link {
         let before = self.partials.get(&header.id).map_or(0, |partial| partial.body.len() + partial.payload.len());
         let len = before as u64 + u64::from(header.body_len) + u64::from(header.payload_len);
         // A little more than the limit is let through, because the sender may not count the body.
-        if len > self.max_message + MAX_BODY_PART as u64 {
+        if len > self.max_message.saturating_add(MAX_BODY_PART as u64) {
             let limit = self.max_message;
             return Err(RpcError::new(ErrorKind::Protocol, format!("a message of {len} bytes; max_message is {limit}")));
+        }
+        if header.more || before > 0 {
+            let all = self.partial_cost - cost(before) + cost(len as usize);
+            if all > self.max_partial_cost {
+                let limit = self.max_partial_cost;
+                return Err(RpcError::new(ErrorKind::Protocol, format!("{all} bytes under way, and credit for {limit}")));
+            }
         }
         Ok(())
     }
@@ -268,6 +297,7 @@ impl Link {
             return Err(RpcError::new(ErrorKind::Protocol, "the frames of a message are of different kinds"));
         }
         partial.lane = lane;
+        self.partial_cost -= cost(partial.body.len() + partial.payload.len());
         partial.body.extend_from_slice(&body);
         match &payload {
             Payload::Bytes(bytes) => partial.payload.extend_from_slice(bytes),
@@ -276,6 +306,7 @@ impl Link {
             }
         }
         if more {
+            self.partial_cost += cost(partial.body.len() + partial.payload.len());
             return Ok(None);
         }
         let Some(partial) = self.partials.remove(&id) else { return Ok(None) };
@@ -283,14 +314,19 @@ impl Link {
         Ok(Some(Incoming { kind, id, lane, body: partial.body.freeze(), payload }))
     }
 
-    /// How many bytes of the message `id` have arrived, while it is not whole.
-    pub(super) fn partial_len(&self) -> usize {
-        self.partials.values().map(|partial| partial.body.len() + partial.payload.len()).sum()
+    /// What the messages that have begun to arrive take of the window so far.
+    pub(super) fn partial_cost(&self) -> u64 {
+        self.partial_cost
     }
 
     /// How many messages have begun to arrive.
     pub(super) fn partial_count(&self) -> usize {
         self.partials.len()
+    }
+
+    /// Whether a message has begun to arrive, as far as its head was seen.
+    pub(super) fn is_receiving(&self) -> bool {
+        self.bulk.is_some() || !self.partials.is_empty()
     }
 
     pub(super) fn control(&mut self, kind: Kind, id: u64, body: &[u8]) {
@@ -302,7 +338,10 @@ impl Link {
     pub(super) fn handle_control(&mut self, incoming: Incoming) -> Option<Incoming> {
         match incoming.kind {
             Kind::Ping => {
-                self.control(Kind::Pong, incoming.id, &[]);
+                // A peer that sends pings and reads nothing is not owed an answer to each: memory is bounded.
+                if !self.output.is_full() {
+                    self.control(Kind::Pong, incoming.id, &[]);
+                }
                 None
             }
             Kind::Pong => {
@@ -324,7 +363,7 @@ impl Link {
     }
 
     pub(super) fn poll_timeout(&self) -> Instant {
-        self.next_ping.min(self.silent_at())
+        if self.pings + 1 < SILENT_INTERVALS { self.next_ping } else { self.next_ping.min(self.silent_at()) }
     }
 
     fn silent_at(&self) -> Instant {
@@ -332,20 +371,22 @@ impl Link {
     }
 
     pub(super) fn handle_timeout(&mut self, now: Instant) -> Result<()> {
-        if now >= self.silent_at() {
+        // Without the pings it was this side that was asleep, and what the peer has sent may not have been read yet.
+        if now >= self.silent_at() && self.pings + 1 >= SILENT_INTERVALS {
             let limit = self.keep_alive * SILENT_INTERVALS;
             return Err(RpcError::new(ErrorKind::PeerSilent, format!("nothing was heard from the peer for {limit:?}")));
         }
         if now >= self.next_ping {
             self.control(Kind::Ping, 0, &[]);
             self.next_ping = now + self.keep_alive;
+            self.pings = self.pings.saturating_add(1);
         }
         Ok(())
     }
 
     /// What an end of the stream means, where no orderly end was agreed.
     pub(super) fn end_of_stream(&self, input_left: usize) -> RpcError {
-        let inside = input_left > 0 || self.bulk.is_some() || !self.partials.is_empty();
+        let inside = input_left > 0 || self.is_receiving();
         let when = if inside { "in the middle of a message" } else { "without a word" };
         RpcError::new(ErrorKind::PeerLost, format!("the peer closed the connection {when}"))
     }

@@ -105,6 +105,16 @@ impl Output {
         queue.remove(at)
     }
 
+    /// Whether as much is staged as will be.
+    pub(super) fn is_full(&self) -> bool {
+        self.staged_len >= STAGE || self.control.len() >= STAGE / HEADER_LEN
+    }
+
+    /// Whether messages wait that have not been staged whole.
+    pub(super) fn has_queued(&self) -> bool {
+        !self.turns.is_empty()
+    }
+
     /// Whether nothing is left to write.
     pub(super) fn is_empty(&self) -> bool {
         self.staged_len == 0 && self.turns.is_empty() && self.control.is_empty()
@@ -184,7 +194,9 @@ impl Output {
             if piece.len() < BY_REFERENCE {
                 self.tail.extend_from_slice(&piece);
             } else {
-                self.staged.push_back(self.tail.split().freeze());
+                if !self.tail.is_empty() {
+                    self.staged.push_back(self.tail.split().freeze());
+                }
                 self.staged.push_back(piece);
             }
         }

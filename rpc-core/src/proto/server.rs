@@ -6,11 +6,11 @@ use std::time::Instant;
 
 use bytes::BytesMut;
 
-use super::client::{cost, parse_credit};
+use super::client::parse_credit;
 use super::codec::CodecError;
 use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
-use super::link::{Incoming, Link, LinkConfig, Payload, Target};
+use super::link::{Incoming, Link, LinkConfig, Payload, Target, cost};
 use super::message::{decode_request, encode_reply, peek_write};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -67,9 +67,13 @@ pub struct ServerEndpoint {
     reply_window: u64,
     max_reply: u64,
     in_flight: HashMap<u64, u64>,
+    /// Replies that have not left whole. A client that keeps to its credit has not seen them.
+    unsent: usize,
     large_replies: VecDeque<Message>,
     events: VecDeque<ServerEvent>,
     closed: bool,
+    /// Our last word, while it waits for replies to leave.
+    last_word: Option<Vec<u8>>,
 }
 
 impl ServerEndpoint {
@@ -83,9 +87,11 @@ impl ServerEndpoint {
             reply_window: negotiated.theirs.window,
             max_reply: negotiated.theirs.max_message,
             in_flight: HashMap::new(),
+            unsent: 0,
             large_replies: VecDeque::new(),
             events: VecDeque::new(),
             closed: false,
+            last_word: None,
         }
     }
 
@@ -107,7 +113,10 @@ impl ServerEndpoint {
             let write = write.and_then(|(to, offset, len)| place(Lane(header.lane), &to, offset, len));
             write.map_or(Target::Pool, Target::Write)
         };
-        match self.link.next(input, &mut target)? {
+        let begun = self.in_flight.len() + self.unsent + self.link.partial_count();
+        let max_requests = self.max_requests;
+        let begins = |_: &FrameHeader| if begun < max_requests { Ok(()) } else { Err(too_many(max_requests)) };
+        match self.link.next(input, &mut target, &begins)? {
             Some(incoming) => self.handle(incoming, now).map(|()| true),
             None => Ok(false),
         }
@@ -162,6 +171,7 @@ impl ServerEndpoint {
             message = Message::new(Kind::Error, id, 0, error.to_wire(), Vec::new());
             rejected = true;
         }
+        self.unsent += 1;
         let cost = cost(message.len());
         if cost > 0 && (cost > self.reply_window || !self.large_replies.is_empty()) {
             self.large_replies.push_back(message);
@@ -182,14 +192,20 @@ impl ServerEndpoint {
 
     /// Whether the client has heard of [`go_away`](Self::go_away), and all that it asked before is answered and written.
     pub fn is_drained(&self) -> bool {
-        self.link.last_pong == DRAIN_PING && self.in_flight.is_empty() && self.is_flushed() && self.large_replies.is_empty()
+        let idle = self.in_flight.is_empty() && self.large_replies.is_empty() && !self.link.is_receiving();
+        self.link.last_pong == DRAIN_PING && idle && self.is_flushed()
     }
 
-    /// Ends the session. Replies that wait are still sent before; with an `error`, the client is told why.
+    /// Ends the session. With an `error`, the client is told why. Replies that were given are still sent before, unless
+    /// the client broke the protocol.
     pub fn close(&mut self, error: Option<&RpcError>) {
         if !std::mem::replace(&mut self.closed, true) {
             let body = error.map(RpcError::to_wire).unwrap_or_default();
-            self.link.control(Kind::Close, 0, &body);
+            if error.is_some_and(|error| error.kind() == ErrorKind::Protocol) {
+                self.link.control(Kind::Close, 0, &body);
+            } else {
+                self.last_word = Some(body);
+            }
         }
     }
 
@@ -201,7 +217,13 @@ impl ServerEndpoint {
     /// Moves what is queued to where [`slices`](Self::slices) shows it.
     pub fn stage(&mut self) {
         self.link.output.stage();
-        self.link.output.sent.clear();
+        self.note_sent();
+        if !self.link.output.has_queued()
+            && let Some(body) = self.last_word.take()
+        {
+            self.link.control(Kind::Close, 0, &body);
+            self.link.output.stage();
+        }
     }
 
     /// What is to be written, for a vectored write. Returns how many slices were filled.
@@ -216,7 +238,7 @@ impl ServerEndpoint {
 
     /// Whether nothing is left to write.
     pub fn is_flushed(&self) -> bool {
-        self.link.output.is_empty()
+        self.link.output.is_empty() && self.last_word.is_none()
     }
 
     /// When to call [`handle_timeout`](Self::handle_timeout).
@@ -266,16 +288,19 @@ impl ServerEndpoint {
         self.check_window()
     }
 
-    fn check_window(&self) -> Result<()> {
-        let (used, requests) = (self.used + self.link.partial_len() as u64, self.in_flight.len() + self.link.partial_count());
-        if used > self.window + MAX_BODY_PART as u64 {
+    fn note_sent(&mut self) {
+        self.unsent -= self.link.output.sent.len().min(self.unsent);
+        self.link.output.sent.clear();
+    }
+
+    fn check_window(&mut self) -> Result<()> {
+        self.note_sent();
+        let used = self.used + self.link.partial_cost();
+        let requests = self.in_flight.len() + self.unsent + self.link.partial_count();
+        if used > self.window.saturating_add(MAX_BODY_PART as u64) {
             return Err(RpcError::new(ErrorKind::Protocol, format!("{used} bytes under way, and credit for {}", self.window)));
         }
-        if requests > self.max_requests {
-            let limit = self.max_requests;
-            return Err(RpcError::new(ErrorKind::Protocol, format!("{requests} requests under way, and credit for {limit}")));
-        }
-        Ok(())
+        if requests > self.max_requests { Err(too_many(self.max_requests)) } else { Ok(()) }
     }
 
     fn handle_request(&mut self, incoming: Incoming, now: Instant) -> Result<()> {
@@ -303,6 +328,10 @@ impl ServerEndpoint {
         }
         Ok(())
     }
+}
+
+fn too_many(limit: usize) -> RpcError {
+    RpcError::new(ErrorKind::Protocol, format!("more requests under way than the {limit} that there is credit for"))
 }
 
 impl std::fmt::Debug for ServerEndpoint {

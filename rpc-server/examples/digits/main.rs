@@ -39,8 +39,7 @@ fn main() -> ExitCode {
 
     let args = Args::parse();
     if let Some(address) = args.serve {
-        let mut config = ServeConfig::default();
-        config.listen = vec![address.into()];
+        let config = ServeConfig { listen: vec![address.into()], ..ServeConfig::default() };
         return exit::of_server(&RpcServer::builder().registry(registry).config(config).build().run_blocking()).into();
     }
     match run(args.connect) {
@@ -66,7 +65,8 @@ fn run(connect: Option<String>) -> Result<Score, Box<dyn std::error::Error>> {
     let (train, total) = (digits.train_len(), digits.classes.len());
     eprintln!("training on {train} of {total} images, at {address}");
     // It shows itself only on a terminal.
-    let bar = ProgressBar::new(EPOCHS as u64).with_style(ProgressStyle::with_template("{bar:40} epoch {pos}/{len}  {msg}")?);
+    let bar =
+        ProgressBar::new(EPOCHS as u64).with_style(ProgressStyle::with_template("{bar:40} epoch {pos}/{len}  {msg}")?);
     let score = block_on(model::train(&session, &digits, |epoch, loss| {
         bar.set_message(format!("loss {loss:.4}"));
         bar.set_position(epoch as u64);

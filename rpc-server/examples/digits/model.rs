@@ -3,7 +3,9 @@
 use std::io::Read;
 
 use flate2::read::GzDecoder;
-use rpc_core::{DataType, Device, ErrorKind, Pending, Registry, RemoteTensor, Result, RpcError, Session, TensorView, TensorViewMut};
+use rpc_core::{
+    DataType, Device, ErrorKind, Pending, Registry, RemoteTensor, Result, RpcError, Session, TensorView, TensorViewMut,
+};
 
 /// The digits.
 pub(crate) const CLASSES: usize = 10;
@@ -88,7 +90,8 @@ fn train_step(
             return Err(RpcError::invalid_argument(format!("there is no image {index}")));
         };
         let mut errors = probabilities(image, weights, biases);
-        let right = errors.get_mut(usize::from(class)).ok_or_else(|| RpcError::invalid_argument("there is no such class"))?;
+        let right =
+            errors.get_mut(usize::from(class)).ok_or_else(|| RpcError::invalid_argument("there is no such class"))?;
         loss -= f64::from(right.max(f32::MIN_POSITIVE).ln());
         *right -= 1.0;
         for (gradient, pixel) in gradient.chunks_exact_mut(CLASSES).zip(image) {
@@ -181,7 +184,9 @@ pub(crate) async fn train(session: &Session, digits: &Digits, mut progress: impl
     let mut score = Score { confusion: Default::default() };
     for (truth, predicted) in digits.classes[train..].iter().zip(session.download::<u8>(&predicted).await?) {
         let column = score.confusion[usize::from(*truth)].get_mut(usize::from(predicted));
-        *column.ok_or_else(|| RpcError::new(ErrorKind::Application, "the server predicted a class that there is not"))? += 1;
+        *column.ok_or_else(|| {
+            RpcError::new(ErrorKind::Application, "the server predicted a class that there is not")
+        })? += 1;
     }
     Ok(score)
 }

@@ -52,7 +52,9 @@ pub(super) fn register(registry: &Registry) {
 
 fn read(Shared(reader): Shared<FileReader>, offset: u64, len: u64) -> Result<Bytes> {
     if len > MAX_READ_BYTES {
-        return Err(RpcError::invalid_argument(format!("{len} bytes are more than one read gives, at most {MAX_READ_BYTES}")));
+        return Err(RpcError::invalid_argument(format!(
+            "{len} bytes are more than one read gives, at most {MAX_READ_BYTES}"
+        )));
     }
     // Nothing is reserved for what lies beyond the end.
     let len = len.min(reader.len().saturating_sub(offset));
@@ -88,7 +90,9 @@ impl From<WorkspaceError> for RpcError {
 
         let kind = match &error {
             E::NotFound { .. } => ErrorKind::NotFound,
-            E::QuotaExceeded { .. } | E::TooManyEntries { .. } | E::TooManyWorkspaces { .. } => ErrorKind::LimitExceeded,
+            E::QuotaExceeded { .. } | E::TooManyEntries { .. } | E::TooManyWorkspaces { .. } => {
+                ErrorKind::LimitExceeded
+            }
             E::WriteFailed { .. } | E::Io { .. } => ErrorKind::Io,
             _ => ErrorKind::InvalidArgument,
         };

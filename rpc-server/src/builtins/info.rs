@@ -3,6 +3,7 @@
 use std::sync::OnceLock;
 use std::time::Instant;
 
+use rpc_core::proto::VERSION_MAX;
 use rpc_core::{Context, Device, DeviceAttribute, DeviceType, Devices, Pack, Registry, Value};
 use serde::{Deserialize, Serialize};
 
@@ -75,7 +76,7 @@ fn collect(context: &Context) -> ServerInfo {
     };
     ServerInfo {
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        protocol_version: PROTOCOL_VERSION,
+        protocol_version: u32::from(VERSION_MAX),
         uptime_seconds: state.as_ref().map_or_else(started, |state| state.started()).elapsed().as_secs_f64(),
         sessions: totals.sessions,
         handles: totals.handles,
@@ -116,5 +117,3 @@ fn present(devices: &Devices, device: Device) -> DeviceInfo {
 fn absent(kind: DeviceType, reason: String) -> DeviceInfo {
     DeviceInfo { device: kind.to_string(), name: None, total_memory: None, absent: Some(reason) }
 }
-
-const PROTOCOL_VERSION: u32 = 1;

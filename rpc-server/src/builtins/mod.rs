@@ -4,6 +4,7 @@
 //! | --- | --- | --- |
 //! | `rpc.echo` | anything | its first argument, or null |
 //! | `rpc.sleep` | seconds | null, later |
+//! | `rpc.noop` | anything | null; of the default kind, to measure what that costs |
 //! | `rpc.new_object` | | a new object without content |
 //! | `rpc.functions` | | a list of pairs: name, signature |
 //! | `rpc.info` | | [`ServerInfo`], packed |
@@ -41,6 +42,7 @@ pub fn register(registry: &Registry) {
     registry
         .add_inline("rpc.echo", |value: Option<LocalValue>, _: Rest| value.unwrap_or(Value::Null))
         .add_async("rpc.sleep", sleep)
+        .add("rpc.noop", |_: Rest| ())
         .add_inline("rpc.new_object", || Shared(Arc::new(Blank)))
         .add_inline("rpc.functions", |context: Context| {
             let functions = context.functions().into_iter();

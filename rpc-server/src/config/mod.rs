@@ -51,10 +51,9 @@ macro_rules! settings {
             )+
         }
 
-        /// The settings of a server, complete. [`Default`] gives the defaults.
+        /// The settings of a server, complete. Make one from [`Default`], with `..`: there will be more fields.
         #[derive(Clone, Debug, PartialEq, Serialize)]
         #[serde(rename_all = "kebab-case")]
-        #[non_exhaustive]
         pub struct ServeConfig {
             $($(#[doc = $doc])+ pub $name: $type,)+
             $(
@@ -165,8 +164,7 @@ impl ServeSettings {
     ///
     /// [`ConfigError::Syntax`], which shows the place: not TOML, a key that is not a setting, or a value out of form.
     pub fn from_toml(text: &str, file: &Path) -> Result<Self, ConfigError> {
-        toml::from_str(text)
-            .map_err(|error| ConfigError::Syntax { file: file.to_owned(), source: Box::new(error) })
+        toml::from_str(text).map_err(|error| ConfigError::Syntax { file: file.to_owned(), source: Box::new(error) })
     }
 
     /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.

@@ -24,12 +24,24 @@ fn file(text: &str) -> Result<ServeSettings, ConfigError> {
 fn a_flag_counts_before_the_file_and_that_before_the_default() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("server.toml");
-    fs::write(&path, "max-message = \"1MiB\"\nkeep-alive = \"7s\"\nlisten = [\"unix:/tmp/from-file\"]\ninsecure = true").unwrap();
+    fs::write(
+        &path,
+        "max-message = \"1MiB\"\nkeep-alive = \"7s\"\nlisten = [\"unix:/tmp/from-file\"]\ninsecure = true",
+    )
+    .unwrap();
     let config = path.to_str().unwrap();
-    let effective =
-        flags(&["--config", config, "--max-message", "2MiB", "--listen", "unix:/a", "--listen", "tcp://0.0.0.0:0,unix:/b"])
-            .resolve()
-            .unwrap();
+    let effective = flags(&[
+        "--config",
+        config,
+        "--max-message",
+        "2MiB",
+        "--listen",
+        "unix:/a",
+        "--listen",
+        "tcp://0.0.0.0:0,unix:/b",
+    ])
+    .resolve()
+    .unwrap();
     assert_eq!(effective.max_message, ByteSize(2 << 20));
     assert_eq!(effective.keep_alive, seconds(7));
     assert_eq!(effective.handshake_timeout, seconds(10));
@@ -57,10 +69,12 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
         assert!(arg.get_help().is_some(), "{long}");
         flags.insert(long.to_owned());
     }
-    let mut config = ServeConfig::default();
-    config.key = Some("board".to_owned());
-    config.port_range = Some(PortRange(1..=2));
-    config.ready_file = Some("ready".into());
+    let config = ServeConfig {
+        key: Some("board".to_owned()),
+        port_range: Some(PortRange(1..=2)),
+        ready_file: Some("ready".into()),
+        ..ServeConfig::default()
+    };
     let keys: toml::Table = config.to_toml().parse().unwrap();
     let mut keys: BTreeSet<_> = keys.keys().cloned().collect();
     keys.insert("config".to_owned());
@@ -69,9 +83,18 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
 
 #[test]
 fn the_effective_configuration_reads_back_as_itself() {
-    let config = flags(&["--key", "board-1", "--port-range", "9090-9099", "--max-total-memory", "3GB", "--allow-forward", "a,b"])
-        .resolve()
-        .unwrap();
+    let config = flags(&[
+        "--key",
+        "board-1",
+        "--port-range",
+        "9090-9099",
+        "--max-total-memory",
+        "3GB",
+        "--allow-forward",
+        "a,b",
+    ])
+    .resolve()
+    .unwrap();
     let again = file(&config.to_toml()).unwrap().resolve().unwrap();
     assert_eq!(again, config);
     assert_eq!(ServeConfig::default(), ServeSettings::default().resolve().unwrap());

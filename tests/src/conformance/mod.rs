@@ -16,8 +16,6 @@ pub mod tensors;
 pub mod threads;
 
 /// All clauses as tests, for the fixture that an expression makes: `conformance!(local = Local::new())`.
-///
-/// Names in the expression are to be given in full.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident = $fixture:expr) => {
@@ -158,11 +156,17 @@ macro_rules! conformance {
 macro_rules! clauses {
     ($name:ident = $fixture:expr; $($module:ident { $($clause:ident)* })*) => {
         mod $name {
+            use super::*;
+
+            fn fixture() -> std::sync::Arc<dyn $crate::fixture::Fixture> {
+                std::sync::Arc::new($fixture)
+            }
+
             $(mod $module {
                 $(mod $clause {
                     fn run(form: $crate::scene::Form) {
                         let name = concat!(stringify!($name), "::", stringify!($module), "::", stringify!($clause));
-                        let fixture = || -> std::sync::Arc<dyn $crate::fixture::Fixture> { std::sync::Arc::new($fixture) };
+                        let fixture = super::super::fixture;
                         $crate::scene::run(name, fixture, form, |scene| {
                             Box::pin($crate::conformance::$module::$clause(scene))
                         });

@@ -1,0 +1,202 @@
+//! `rpc-cli`: servers from the shell.
+//!
+//! Data goes to standard output and all else to standard error, so that pipes carry data alone. Each command is a file of
+//! its own; what they share is how they [connect](connect), what an [argument] on the command line means, how a
+//! [value](show) is shown, and how a [failure] becomes an exit code.
+
+mod argument;
+mod bench;
+mod call;
+mod connect;
+mod doctor;
+mod failure;
+mod files;
+mod output;
+mod ping;
+mod report;
+mod show;
+mod tensor;
+
+use std::future::Future;
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use self::connect::Globals;
+use self::failure::Failure;
+use self::output::Output;
+use crate::logging::{self, LogFormat};
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0     all went well
+  1     the request failed: at the server, in the function, or with a file here
+  2     the command line is not right
+  69    the server, or one on the way to it, cannot be reached, or was lost
+  76    what answers there does not speak this protocol
+  77    the server refused: key, version, identity, capacity, or a hop that may not be used so
+  124   the time limit passed
+
+Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_FLAG.";
+
+const ABOUT: &str = "\
+Calls functions, moves files and tensors, and measures, on servers that speak this protocol.
+
+An ADDRESS is tcp://HOST:PORT[/KEY], unix:PATH[?key=KEY] or 'exec:COMMAND LINE'. Data goes to standard output, all else to \
+standard error.";
+
+#[derive(Parser)]
+#[command(name = "rpc-cli", version, about = "Servers from the shell", long_about = ABOUT, after_help = EXIT_CODES)]
+#[command(max_term_width = 110)]
+struct Cli {
+    #[command(flatten)]
+    globals: Globals,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Call a function and print what it returns
+    Call(call::CallArgs),
+    /// List the functions of a server with their signatures
+    Functions(report::AddressArgs),
+    /// Tell what a server is and what it holds
+    Info(report::AddressArgs),
+    /// Copy a file into the workspace at a server
+    Put(files::PutArgs),
+    /// Copy a file from the workspace at a server
+    Get(files::GetArgs),
+    /// List the files of the workspace at a server
+    Ls(files::LsArgs),
+    /// Remove files or folders of the workspace at a server
+    Rm(files::RmArgs),
+    /// Measure round trips until interrupted
+    Ping(ping::PingArgs),
+    /// Measure how long a function takes, where it runs
+    Time(call::TimeArgs),
+    /// Measure calls and copies, and compare them with bare sockets
+    Bench(Box<bench::BenchArgs>),
+    /// Find out why an address does not work
+    Doctor(doctor::DoctorArgs),
+    /// Print a completion script for a shell
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page; or with a folder, write the pages of all commands into it
+    Man {
+        /// Where to write the pages
+        folder: Option<PathBuf>,
+    },
+    /// A part of `bench` that runs in a process of its own
+    #[command(hide = true)]
+    BenchChild(bench::ChildArgs),
+}
+
+/// Runs the tool with the arguments of this process. The result is its exit code.
+pub fn main() -> ExitCode {
+    let Cli { globals, command } = Cli::parse();
+    let output = Output::new(&globals);
+    if let Ok(filter) = globals.log_level().parse() {
+        logging::init(&filter, LogFormat::Text);
+    }
+    let outcome = run(&globals, &output, command);
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            failure.report(&output);
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+fn run(globals: &Globals, output: &Output, command: Command) -> Result<(), Failure> {
+    match command {
+        Command::Call(args) => limited(globals, call::call(globals, output, args)),
+        Command::Functions(args) => limited(globals, report::functions(globals, output, args)),
+        Command::Info(args) => limited(globals, report::info(globals, output, args)),
+        Command::Put(args) => limited(globals, files::put(globals, output, args)),
+        Command::Get(args) => limited(globals, files::get(globals, output, args)),
+        Command::Ls(args) => limited(globals, files::ls(globals, output, args)),
+        Command::Rm(args) => limited(globals, files::rm(globals, output, args)),
+        Command::Time(args) => limited(globals, call::time(globals, output, args)),
+        // These two have a limit for each of their steps.
+        Command::Ping(args) => on_runtime(ping::ping(globals, output, args)),
+        Command::Doctor(args) => on_runtime(doctor::doctor(globals, output, args)),
+        Command::Bench(args) => bench::bench(globals, output, &args),
+        Command::BenchChild(args) => bench::run_child(args),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "rpc-cli", &mut script);
+            output.bytes(&script)
+        }
+        Command::Man { folder: Some(folder) } => {
+            let written = std::fs::create_dir_all(&folder).and_then(|()| clap_mangen::generate_to(Cli::command(), &folder));
+            written.map_err(|error| Failure::file("cannot write the manual to", &folder, error))
+        }
+        Command::Man { folder: None } => {
+            let mut page = Vec::new();
+            clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(Failure::Output)?;
+            output.bytes(&page)
+        }
+    }
+}
+
+/// Runs `work` within the time limit.
+fn limited(globals: &Globals, work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
+    on_runtime(async {
+        match globals.timeout() {
+            Some(limit) => match tokio::time::timeout(limit, work).await {
+                Ok(outcome) => outcome,
+                Err(_) => Err(Failure::TimedOut { what: "this".to_owned(), limit }),
+            },
+            None => work.await,
+        }
+    })
+}
+
+/// Runs `work` on the calling thread.
+fn on_runtime(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
+    let runtime = runtime()?;
+    let outcome = runtime.block_on(work);
+    // A read of standard input may be left, and last for ever.
+    runtime.shutdown_background();
+    outcome
+}
+
+fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(|error: io::Error| Failure::Local { what: "cannot start the runtime".to_owned(), source: error })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, builder::StyledStr};
+
+    use super::Cli;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_has_its_environment_variable() {
+        fn check(command: &clap::Command) {
+            for flag in command.get_arguments().filter(|flag| flag.get_long().is_some() && !command.is_hide_set()) {
+                let long = flag.get_long().unwrap();
+                if matches!(long, "help" | "version") {
+                    continue;
+                }
+                let expected = format!("RPC_CLI_{}", long.to_uppercase().replace('-', "_"));
+                assert_eq!(flag.get_env().and_then(|name| name.to_str()), Some(&*expected), "{}", command.get_name());
+                assert!(!flag.get_help().unwrap_or(&StyledStr::new()).to_string().is_empty(), "--{long}");
+            }
+            command.get_subcommands().for_each(check);
+        }
+        check(&Cli::command());
+    }
+}

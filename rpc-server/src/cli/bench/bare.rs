@@ -1,0 +1,374 @@
+//! Bare sockets: the servers, relays and clients that ours are compared with.
+//!
+//! A client says first what it wants, in [`REQUEST_LEN`] bytes: a letter and a length, little-endian. Then
+//!
+//! * `e`: what it sends comes back, as it arrives;
+//! * `w`: it writes that many bytes and gets one byte as acknowledgement, again and again;
+//! * `r`: it writes one byte and gets that many bytes, again and again.
+//!
+//! Each side of a copy uses one buffer of the copy's whole length over and over, as a tensor and its source are.
+
+use std::io::{self, Read, Write};
+use std::net::{TcpListener as StdTcpListener, TcpStream as StdTcpStream};
+use std::os::unix::net::{UnixListener as StdUnixListener, UnixStream as StdUnixStream};
+use std::path::Path;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use rpc_transports::{Address, AddressKind, BlockingIo};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+
+use crate::cli::failure::Failure;
+
+const REQUEST_LEN: usize = 9;
+
+/// What a call moves in each direction: about as much as a small call of ours.
+pub(super) const MESSAGE_LEN: usize = 64;
+
+/// The buffer of an echo, and of each direction of a relay.
+const BUFFER_LEN: usize = 64 << 10;
+const RELAY_BUFFER_LEN: usize = 256 << 10;
+
+/// What a client wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wish {
+    Echo,
+    Write(usize),
+    Read(usize),
+}
+
+impl Wish {
+    fn encode(self) -> [u8; REQUEST_LEN] {
+        let (letter, len) = match self {
+            Self::Echo => (b'e', 0),
+            Self::Write(len) => (b'w', len),
+            Self::Read(len) => (b'r', len),
+        };
+        let mut request = [letter; REQUEST_LEN];
+        request[1..].copy_from_slice(&(len as u64).to_le_bytes());
+        request
+    }
+
+    fn decode(request: [u8; REQUEST_LEN]) -> io::Result<Self> {
+        let [letter, len @ ..] = request;
+        let len = usize::try_from(u64::from_le_bytes(len)).map_err(io::Error::other)?;
+        match letter {
+            b'e' => Ok(Self::Echo),
+            b'w' => Ok(Self::Write(len)),
+            b'r' => Ok(Self::Read(len)),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+}
+
+fn failed(source: io::Error) -> Failure {
+    Failure::local("bare sockets failed", source)
+}
+
+/// Where a bare server listens: what has no port or path is nothing that it can.
+fn socket(address: &Address) -> Result<Socket<'_>, Failure> {
+    match address.kind() {
+        AddressKind::Tcp { host, port } => Ok(Socket::Tcp((host, *port))),
+        AddressKind::Unix { path } => Ok(Socket::Unix(path)),
+        _ => Err(Failure::Usage(format!("bare sockets cannot use {address}"))),
+    }
+}
+
+enum Socket<'a> {
+    Tcp((&'a str, u16)),
+    Unix(&'a Path),
+}
+
+/// A stream of either kind.
+pub(super) enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Stream {
+    pub(super) async fn connect(address: &Address) -> Result<Self, Failure> {
+        match socket(address)? {
+            Socket::Tcp(target) => TcpStream::connect(target).await.and_then(Self::from_tcp).map_err(failed),
+            Socket::Unix(path) => UnixStream::connect(path).await.map(Self::Unix).map_err(failed),
+        }
+    }
+
+    fn from_tcp(stream: TcpStream) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        Ok(Self::Tcp(stream))
+    }
+}
+
+macro_rules! forward {
+    ($this:ident, $stream:ident => $call:expr) => {
+        match $this.get_mut() {
+            Self::Tcp(stream) => {
+                let $stream = Pin::new(stream);
+                $call
+            }
+            Self::Unix(stream) => {
+                let $stream = Pin::new(stream);
+                $call
+            }
+        }
+    };
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        forward!(self, stream => stream.poll_read(cx, buffer))
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        forward!(self, stream => stream.poll_write(cx, bytes))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        forward!(self, stream => stream.poll_flush(cx))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        forward!(self, stream => stream.poll_shutdown(cx))
+    }
+}
+
+/// A listener of either kind.
+pub(super) enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+pub(super) async fn listener(address: &Address) -> Result<Listener, Failure> {
+    match socket(address)? {
+        Socket::Tcp(target) => TcpListener::bind(target).await.map(Listener::Tcp).map_err(failed),
+        Socket::Unix(path) => UnixListener::bind(path).map(Listener::Unix).map_err(failed),
+    }
+}
+
+impl Listener {
+    pub(super) fn address(&self) -> Result<String, Failure> {
+        match self {
+            Self::Tcp(listener) => {
+                listener.local_addr().map(|address| Address::from(address).to_string()).map_err(failed)
+            }
+            Self::Unix(listener) => {
+                let address = listener.local_addr().map_err(failed)?;
+                unix_address(address.as_pathname())
+            }
+        }
+    }
+
+    async fn accept(&self) -> io::Result<Stream> {
+        match self {
+            Self::Tcp(listener) => listener.accept().await.and_then(|(stream, _)| Stream::from_tcp(stream)),
+            Self::Unix(listener) => listener.accept().await.map(|(stream, _)| Stream::Unix(stream)),
+        }
+    }
+}
+
+fn unix_address(path: Option<&Path>) -> Result<String, Failure> {
+    let address = Address::unix(path.unwrap_or(Path::new("")));
+    address.map(|address| address.to_string()).map_err(|error| Failure::Usage(error.to_string()))
+}
+
+/// Serves clients on the thread of the runtime.
+pub(super) async fn serve(listener: &Listener) -> Result<(), Failure> {
+    loop {
+        let stream = listener.accept().await.map_err(failed)?;
+        // A client that goes away is done.
+        tokio::spawn(async move { serve_stream(stream).await });
+    }
+}
+
+async fn serve_stream(mut stream: Stream) -> io::Result<()> {
+    let mut request = [0; REQUEST_LEN];
+    stream.read_exact(&mut request).await?;
+    match Wish::decode(request)? {
+        Wish::Echo => {
+            let mut buffer = vec![0; BUFFER_LEN];
+            loop {
+                let count = stream.read(&mut buffer).await?;
+                if count == 0 {
+                    return Ok(());
+                }
+                stream.write_all(&buffer[..count]).await?;
+            }
+        }
+        Wish::Write(len) => {
+            let mut buffer = vec![1; len];
+            loop {
+                stream.read_exact(&mut buffer).await?;
+                stream.write_all(&[1]).await?;
+            }
+        }
+        Wish::Read(len) => {
+            let buffer = vec![1; len];
+            loop {
+                stream.read_exact(&mut [0]).await?;
+                stream.write_all(&buffer).await?;
+            }
+        }
+    }
+}
+
+/// Passes the bytes of each client on to `target`, and back.
+pub(super) async fn relay(listener: &Listener, target: &str) -> Result<(), Failure> {
+    let target: Address = target.parse().map_err(|error| Failure::Usage(format!("{error}")))?;
+    loop {
+        let mut near = listener.accept().await.map_err(failed)?;
+        let target = target.clone();
+        tokio::spawn(async move {
+            if let Ok(mut far) = Stream::connect(&target).await {
+                let _ =
+                    tokio::io::copy_bidirectional_with_sizes(&mut near, &mut far, RELAY_BUFFER_LEN, RELAY_BUFFER_LEN)
+                        .await;
+            }
+        });
+    }
+}
+
+/// A client of [`serve`].
+pub(super) struct Client {
+    stream: Stream,
+    buffer: Vec<u8>,
+}
+
+impl Client {
+    pub(super) async fn connect(address: &Address, wish: Wish) -> Result<Self, Failure> {
+        let mut stream = Stream::connect(address).await?;
+        stream.write_all(&wish.encode()).await.map_err(failed)?;
+        let len = match wish {
+            Wish::Echo => BUFFER_LEN,
+            Wish::Write(_) => 0,
+            Wish::Read(len) => len,
+        };
+        // Written once, so that its pages are there.
+        Ok(Self { stream, buffer: vec![1; len] })
+    }
+
+    /// One message there and back.
+    pub(super) async fn call(&mut self) -> Result<(), Failure> {
+        let message = &mut self.buffer[..MESSAGE_LEN];
+        self.stream.write_all(message).await.map_err(failed)?;
+        self.stream.read_exact(message).await.map_err(failed)?;
+        Ok(())
+    }
+
+    /// `count` messages there and back, up to `window` of them under way.
+    pub(super) async fn pipeline(&mut self, count: usize, window: usize) -> Result<(), Failure> {
+        let messages = vec![1; window * MESSAGE_LEN];
+        let (mut sent, mut received) = (0, 0);
+        while received < count * MESSAGE_LEN {
+            let done = received / MESSAGE_LEN;
+            let more = (count - sent).min(window - (sent - done));
+            self.stream.write_all(&messages[..more * MESSAGE_LEN]).await.map_err(failed)?;
+            sent += more;
+            let bytes = self.stream.read(&mut self.buffer).await.map_err(failed)?;
+            if bytes == 0 {
+                return Err(failed(io::ErrorKind::UnexpectedEof.into()));
+            }
+            received += bytes;
+        }
+        Ok(())
+    }
+
+    pub(super) async fn write(&mut self, data: &[u8]) -> Result<(), Failure> {
+        self.stream.write_all(data).await.map_err(failed)?;
+        self.stream.read_exact(&mut [0]).await.map(drop).map_err(failed)
+    }
+
+    pub(super) async fn read(&mut self) -> Result<(), Failure> {
+        self.stream.write_all(&[1]).await.map_err(failed)?;
+        self.stream.read_exact(&mut self.buffer).await.map(drop).map_err(failed)
+    }
+}
+
+/// A listener of either kind, without a runtime.
+pub(super) enum StdListener {
+    Tcp(StdTcpListener),
+    Unix(StdUnixListener),
+}
+
+pub(super) fn std_listener(address: &Address) -> Result<StdListener, Failure> {
+    match socket(address)? {
+        Socket::Tcp(target) => StdTcpListener::bind(target).map(StdListener::Tcp).map_err(failed),
+        Socket::Unix(path) => StdUnixListener::bind(path).map(StdListener::Unix).map_err(failed),
+    }
+}
+
+impl StdListener {
+    pub(super) fn address(&self) -> Result<String, Failure> {
+        match self {
+            Self::Tcp(listener) => {
+                listener.local_addr().map(|address| Address::from(address).to_string()).map_err(failed)
+            }
+            Self::Unix(listener) => {
+                let address = listener.local_addr().map_err(failed)?;
+                unix_address(address.as_pathname())
+            }
+        }
+    }
+
+    fn accept(&self) -> io::Result<BlockingIo> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nodelay(true)?;
+                Ok(stream.into())
+            }
+            Self::Unix(listener) => listener.accept().map(|(stream, _)| stream.into()),
+        }
+    }
+}
+
+/// Echoes what each client sends, on a thread for each.
+pub(super) fn serve_std(listener: &StdListener) -> Result<(), Failure> {
+    loop {
+        let stream = listener.accept().map_err(failed)?;
+        let serve = move || -> io::Result<()> {
+            let mut stream = &stream;
+            stream.read_exact(&mut [0; REQUEST_LEN])?;
+            let mut buffer = vec![0; BUFFER_LEN];
+            loop {
+                let count = stream.read(&mut buffer)?;
+                if count == 0 {
+                    return Ok(());
+                }
+                stream.write_all(&buffer[..count])?;
+            }
+        };
+        std::thread::Builder::new().name("bare".to_owned()).spawn(serve).map_err(failed)?;
+    }
+}
+
+/// A client of [`serve_std`].
+pub(super) struct StdClient(BlockingIo);
+
+impl StdClient {
+    pub(super) fn connect(address: &Address) -> Result<Self, Failure> {
+        let connect = || -> io::Result<BlockingIo> {
+            match socket(address) {
+                Ok(Socket::Tcp(target)) => {
+                    let stream = StdTcpStream::connect(target)?;
+                    stream.set_nodelay(true)?;
+                    Ok(stream.into())
+                }
+                Ok(Socket::Unix(path)) => StdUnixStream::connect(path).map(Into::into),
+                Err(_) => Err(io::ErrorKind::Unsupported.into()),
+            }
+        };
+        let stream = connect().map_err(failed)?;
+        (&stream).write_all(&Wish::Echo.encode()).map_err(failed)?;
+        Ok(Self(stream))
+    }
+
+    /// One message there and back.
+    pub(super) fn call(&mut self) -> Result<(), Failure> {
+        let mut message = [1; MESSAGE_LEN];
+        let mut stream = &self.0;
+        stream.write_all(&message).and_then(|()| stream.read_exact(&mut message)).map_err(failed)
+    }
+}

@@ -1,0 +1,172 @@
+//! `call` and `time`: functions from the shell.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use rpc_core::{RemoteFunction, Session, Value};
+use serde_json::json;
+
+use super::argument::{Argument, Arguments, GRAMMAR};
+use super::connect::{Files, Globals};
+use super::failure::Failure;
+use super::output::{Output, seconds};
+use super::show::Shown;
+use super::tensor::{self, NewFile};
+use crate::builtins::{TimeOptions, time_function};
+
+#[derive(Args, Debug)]
+#[command(after_help = GRAMMAR, allow_negative_numbers = true)]
+pub(super) struct CallArgs {
+    /// The server
+    address: String,
+    /// The name of the function
+    function: String,
+    /// Its arguments, as below
+    args: Vec<Argument>,
+    /// Store the tensor that is returned in this .npy file; repeated, the tensors of a list. Bytes are stored as they are
+    #[arg(short, long, env = "RPC_CLI_OUTPUT", value_name = "FILE")]
+    output: Vec<PathBuf>,
+}
+
+pub(super) async fn call(globals: &Globals, output: &Output, args: CallArgs) -> Result<(), Failure> {
+    globals
+        .with_session(&args.address, Files::Workspace, async |session| {
+            let deadline = globals.timeout().and_then(|limit| Instant::now().checked_add(limit));
+            let function = find(&session, &args.function).await?;
+            let arguments = Arguments::upload(&session, output, args.args).await?;
+            let mut action = function.call::<Value>(&arguments);
+            if let Some(deadline) = deadline {
+                action = action.deadline(deadline);
+            }
+            let mut shown = Shown::new(&session, action.await?)?;
+            store(&session, output, &shown, &args.output).await?;
+            shown.read_small_tensors(&session).await?;
+            if output.is_json() {
+                return output.json(&shown.to_json());
+            }
+            match shown {
+                // What was stored need not be printed.
+                Shown::Tensor { .. } | Shown::Bytes(_) if !args.output.is_empty() => Ok(()),
+                Shown::Null => Ok(()),
+                shown => output.line(&shown.to_text()),
+            }
+        })
+        .await
+}
+
+async fn find(session: &Session, name: &str) -> Result<RemoteFunction, Failure> {
+    Ok(session.get_function(name).await?)
+}
+
+/// Stores the tensors of a result in `files`.
+async fn store(session: &Session, output: &Output, result: &Shown, files: &[PathBuf]) -> Result<(), Failure> {
+    if let (Shown::Bytes(bytes), [file]) = (result, files) {
+        let mut target = NewFile::create(file)?;
+        std::io::Write::write_all(&mut target.0, bytes).map_err(|error| Failure::file("cannot write", file, error))?;
+        return target.persist(file);
+    }
+    let tensors = result.tensors();
+    if !files.is_empty() && tensors.len() != files.len() {
+        let (tensors, files) = (tensors.len(), files.len());
+        return Err(Failure::Unsuitable(format!(
+            "the function returned {tensors} tensors, and -o was given {files} times"
+        )));
+    }
+    for (tensor, file) in tensors.into_iter().zip(files) {
+        tensor::store(session, output, tensor, file).await?;
+        output.note(&format!("{} {:?} stored in {}", tensor.dtype(), tensor.shape(), file.display()));
+    }
+    Ok(())
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = GRAMMAR, allow_negative_numbers = true)]
+pub(super) struct TimeArgs {
+    /// The server
+    address: String,
+    /// The name of the function
+    function: String,
+    /// Its arguments, as below
+    args: Vec<Argument>,
+    /// Calls in one sample; more if a sample would be shorter than --min-repeat-ms
+    #[arg(long, env = "RPC_CLI_NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    number: u64,
+    /// Samples
+    #[arg(long, env = "RPC_CLI_REPEAT", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    repeat: u64,
+    /// The least time that a sample takes
+    #[arg(long, env = "RPC_CLI_MIN_REPEAT_MS", value_name = "MILLISECONDS", default_value_t = 0)]
+    min_repeat_ms: u64,
+    /// Calls that are made first and not counted
+    #[arg(long, env = "RPC_CLI_WARMUP", default_value_t = 1)]
+    warmup: u64,
+}
+
+pub(super) async fn time(globals: &Globals, output: &Output, args: TimeArgs) -> Result<(), Failure> {
+    globals
+        .with_session(&args.address, Files::Workspace, async |session| {
+            let function = find(&session, &args.function).await?;
+            let arguments = Arguments::upload(&session, output, args.args).await?;
+            let min_repeat = Duration::from_millis(args.min_repeat_ms);
+            let options = TimeOptions { number: args.number, repeat: args.repeat, min_repeat, warmup: args.warmup };
+            let samples = time_function(&session, &function, &options, &arguments).await?;
+            let summary = Summary::of(&samples);
+            if output.is_json() {
+                return output.json(&json!({
+                    "function": args.function,
+                    "mean": summary.mean,
+                    "median": summary.median,
+                    "min": summary.min,
+                    "max": summary.max,
+                    "std": summary.std,
+                    "unit": "s",
+                    "samples": samples,
+                }));
+            }
+            let Summary { mean, median, min, max, std } = summary;
+            let [mean, median, min, max, std] = [mean, median, min, max, std].map(seconds);
+            output.line(&format!(
+                "{}: mean {mean}, median {median}, min {min}, max {max}, std {std} ({} samples)",
+                args.function,
+                samples.len()
+            ))
+        })
+        .await
+}
+
+/// What samples have in common.
+pub(super) struct Summary {
+    pub(super) mean: f64,
+    pub(super) median: f64,
+    pub(super) min: f64,
+    pub(super) max: f64,
+    pub(super) std: f64,
+}
+
+impl Summary {
+    /// All zero without samples.
+    pub(super) fn of(samples: &[f64]) -> Self {
+        let mut sorted = samples.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let count = samples.len().max(1) as f64;
+        let mean = samples.iter().sum::<f64>() / count;
+        let variance = samples.iter().map(|sample| (sample - mean).powi(2)).sum::<f64>() / count;
+        let at = |at: usize| sorted.get(at).copied().unwrap_or(0.0);
+        let half = sorted.len() / 2;
+        let median = if sorted.len() % 2 == 0 { (at(half.saturating_sub(1)) + at(half)) / 2.0 } else { at(half) };
+        Self { mean, median, min: at(0), max: at(sorted.len().saturating_sub(1)), std: variance.sqrt() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Summary;
+
+    #[test]
+    fn a_summary_of_few_and_of_no_samples() {
+        let summary = Summary::of(&[3.0, 1.0, 2.0, 10.0]);
+        assert_eq!((summary.mean, summary.median, summary.min, summary.max), (4.0, 2.5, 1.0, 10.0));
+        assert_eq!(Summary::of(&[]).median, 0.0);
+    }
+}

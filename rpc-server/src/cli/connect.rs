@@ -1,0 +1,132 @@
+//! The flags that all commands share, and how they become a session.
+
+use std::future::Future;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use rpc_core::Session;
+use rpc_transports::Connector;
+
+use super::failure::Failure;
+use crate::config::Span;
+
+/// How long connecting may take if nobody says: three lost packets, and a handshake over a slow link.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long a session may take to end in good order before it is left to end by itself.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+
+/// When text is coloured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum ColorChoice {
+    /// On a terminal, unless NO_COLOR is set
+    Auto,
+    Always,
+    Never,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Common options")]
+pub(super) struct Globals {
+    /// Servers to go through, in order, as with ssh; may be repeated, or given as a list with commas
+    #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
+    jump: Vec<String>,
+    /// The named workspace for commands that touch files. It is kept at the server across sessions
+    #[arg(long, global = true, env = "RPC_CLI_WORKSPACE", value_name = "NAME", default_value = "cli")]
+    workspace: String,
+    /// How long it may take in all, such as 500ms or 30s; for ping and doctor, each step. Without it connecting has 10 s,
+    /// and the rest any time
+    #[arg(long, global = true, env = "RPC_CLI_TIMEOUT", value_name = "TIME")]
+    timeout: Option<Span>,
+    /// Print JSON, one document a line; errors too, on standard error
+    #[arg(long, global = true, env = "RPC_CLI_JSON")]
+    pub(super) json: bool,
+    /// Log more on standard error; twice for debugging, three times for everything
+    #[arg(short, long, global = true, env = "RPC_CLI_VERBOSE", action = clap::ArgAction::Count, conflicts_with = "quiet")]
+    verbose: u8,
+    /// Print nothing but data and errors
+    #[arg(short, long, global = true, env = "RPC_CLI_QUIET")]
+    pub(super) quiet: bool,
+    /// When to colour text
+    #[arg(long, global = true, env = "RPC_CLI_COLOR", value_name = "WHEN", default_value = "auto")]
+    pub(super) color: ColorChoice,
+}
+
+impl Globals {
+    pub(super) fn timeout(&self) -> Option<Duration> {
+        self.timeout.map(|Span(timeout)| timeout)
+    }
+
+    pub(super) fn log_level(&self) -> &'static str {
+        match self.verbose {
+            _ if self.quiet => "error",
+            0 => "warn",
+            1 => "info",
+            2 => "debug",
+            _ => "trace",
+        }
+    }
+
+    /// The servers to go through.
+    pub(super) fn jump(&self) -> &[String] {
+        &self.jump
+    }
+
+    /// How long connecting may take.
+    pub(super) fn connect_limit(&self) -> Duration {
+        self.timeout().unwrap_or(CONNECT_LIMIT)
+    }
+
+    /// A connector without hops whose own limits are behind ours, so that ours is the one that is reported.
+    pub(super) fn bare_connector(&self) -> Connector {
+        let limit = self.connect_limit() + Duration::from_secs(5);
+        Connector::new().connect_timeout(limit).handshake_timeout(limit)
+    }
+
+    /// A connector with the hops that were asked for.
+    pub(super) fn connector(&self) -> Connector {
+        self.jump.iter().fold(self.bare_connector(), |connector, hop| connector.via(hop))
+    }
+
+    /// Opens a session with the server at `address`, with files or without.
+    pub(super) async fn connect(&self, address: &str, files: Files) -> Result<Session, Failure> {
+        let connector = match files {
+            Files::Workspace => self.connector().workspace(&self.workspace),
+            Files::None => self.connector(),
+        };
+        let limit = self.connect_limit();
+        match tokio::time::timeout(limit, connector.connect(address)).await {
+            Ok(outcome) => outcome.map_err(Failure::Connect),
+            Err(_) => Err(Failure::TimedOut { what: format!("connecting to {address}"), limit }),
+        }
+    }
+
+    /// As [`connect`](Self::connect), for the length of `work`.
+    pub(super) async fn with_session<F>(
+        &self,
+        address: &str,
+        files: Files,
+        work: impl FnOnce(Session) -> F,
+    ) -> Result<(), Failure>
+    where
+        F: Future<Output = Result<(), Failure>>,
+    {
+        let session = self.connect(address, files).await?;
+        let outcome = work(session.clone()).await;
+        close(&session).await;
+        outcome
+    }
+}
+
+/// Ends a session in good order, so that the server need not call it lost.
+pub(super) async fn close(session: &Session) {
+    let _ = tokio::time::timeout(CLOSE_LIMIT, session.shutdown().into_future()).await;
+}
+
+/// Whether a command touches files at the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Files {
+    /// In the workspace that the user named.
+    Workspace,
+    None,
+}

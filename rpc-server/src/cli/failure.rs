@@ -1,0 +1,194 @@
+//! Failures: their exit codes, and how they are told.
+
+use std::error::Error;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, RpcError};
+use rpc_transports::{ConnectError, TransportError};
+use serde_json::json;
+
+use super::output::Output;
+use crate::npy::NpyError;
+use crate::spawn::SpawnError;
+
+/// The request failed.
+const FAILURE: u8 = 1;
+/// The command line is not right.
+const USAGE: u8 = 2;
+/// `EX_UNAVAILABLE` of `sysexits.h`.
+const UNREACHABLE: u8 = 69;
+/// `EX_PROTOCOL` of `sysexits.h`.
+const PROTOCOL: u8 = 76;
+/// `EX_NOPERM` of `sysexits.h`.
+const REFUSED: u8 = 77;
+/// As of `timeout(1)`.
+const TIMEOUT: u8 = 124;
+
+/// Why a command did not do what it should.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Failure {
+    #[error("{0}")]
+    Usage(String),
+    #[error("cannot connect")]
+    Connect(#[source] ConnectError),
+    #[error("the request failed")]
+    Remote(#[from] RpcError),
+    #[error("{what} took longer than {limit:?}")]
+    TimedOut { what: String, limit: Duration },
+    #[error("{what} {}", file.display())]
+    File { what: &'static str, file: PathBuf, source: io::Error },
+    #[error("{what}")]
+    Local { what: String, source: io::Error },
+    #[error("cannot use {}", file.display())]
+    Npy { file: PathBuf, source: NpyError },
+    #[error("{0}")]
+    Unsuitable(String),
+    #[error("cannot start a process of our own")]
+    Spawn(#[from] SpawnError),
+    #[error("cannot write the output")]
+    Output(#[source] io::Error),
+    /// All that there is to say has been said.
+    #[error("failed")]
+    Told(u8),
+}
+
+impl Failure {
+    pub(super) fn file(what: &'static str, file: &Path, source: io::Error) -> Self {
+        Self::File { what, file: file.to_owned(), source }
+    }
+
+    pub(super) fn local(what: impl Into<String>, source: io::Error) -> Self {
+        Self::Local { what: what.into(), source }
+    }
+
+    pub(super) fn exit_code(&self) -> u8 {
+        match self {
+            Self::Usage(_) => USAGE,
+            Self::Connect(error) => connect_code(error),
+            Self::Remote(error) => code_of_kind(error.kind()),
+            Self::TimedOut { .. } => TIMEOUT,
+            Self::Told(code) => *code,
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
+            Self::File { .. }
+            | Self::Local { .. }
+            | Self::Npy { .. }
+            | Self::Unsuitable(_)
+            | Self::Spawn(_)
+            | Self::Output(_) => FAILURE,
+        }
+    }
+
+    /// Says on standard error what is wrong.
+    pub(super) fn report(&self, output: &Output) {
+        match self {
+            Self::Told(_) => return,
+            // Whoever read our output has seen enough.
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return,
+            _ => {}
+        }
+        if output.is_json() { self.report_json(output) } else { self.report_text(output) }
+    }
+
+    fn report_text(&self, output: &Output) {
+        let rpc = self.rpc_error();
+        if let (Self::Remote(_), Some(error)) = (self, rpc) {
+            output.error(error.message());
+        } else {
+            output.error(&self.to_string());
+            let mut cause = self.source();
+            while let Some(error) = cause {
+                match error.downcast_ref::<RpcError>() {
+                    Some(error) => output.detail("because", error.message()),
+                    None => output.detail("because", &error.to_string()),
+                }
+                cause = error.source();
+            }
+        }
+        let Some(error) = rpc else { return };
+        output.detail("kind", &error.kind().to_string());
+        if let Some(kind) = error.application_kind() {
+            output.detail("type", kind);
+        }
+        output.detail("at", &place(error));
+        if error.request_may_have_run() {
+            output.detail("note", "the request may have had an effect");
+        }
+        if let Some(backtrace) = error.backtrace() {
+            output.detail("remote backtrace", "");
+            for line in backtrace.lines() {
+                output.detail("", line);
+            }
+        }
+    }
+
+    fn report_json(&self, output: &Output) {
+        let mut causes = Vec::new();
+        let mut cause = self.source();
+        while let Some(error) = cause {
+            causes.push(error.to_string());
+            cause = error.source();
+        }
+        let mut report = json!({ "message": self.to_string(), "causes": causes, "exit_code": self.exit_code() });
+        if let Some(error) = self.rpc_error() {
+            report["message"] = error.message().into();
+            report["kind"] = error.kind().name().into();
+            report["hop"] = error.hop().into();
+            report["peer"] = error.peer().into();
+            report["application_kind"] = error.application_kind().into();
+            report["backtrace"] = error.backtrace().into();
+            report["may_have_run"] = error.request_may_have_run().into();
+        }
+        output.error_json(&json!({ "error": report }));
+    }
+
+    fn rpc_error(&self) -> Option<&RpcError> {
+        match self {
+            Self::Remote(error) | Self::Connect(ConnectError::Session(error)) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// Where an error arose.
+pub(super) fn place(error: &RpcError) -> String {
+    let hop = match error.hop() {
+        0 => "this side of the link".to_owned(),
+        1 => "the server".to_owned(),
+        hop => format!("hop {hop}"),
+    };
+    match error.peer() {
+        Some(peer) => format!("{hop} ({peer})"),
+        None => hop,
+    }
+}
+
+/// The exit code for a session that there is not.
+pub(super) fn connect_code(error: &ConnectError) -> u8 {
+    match error {
+        ConnectError::Address(_) => USAGE,
+        ConnectError::Transport(error) => transport_code(error),
+        ConnectError::Session(error) => code_of_kind(error.kind()),
+        _ => FAILURE,
+    }
+}
+
+fn transport_code(error: &TransportError) -> u8 {
+    match error {
+        TransportError::TimedOut { .. } => TIMEOUT,
+        TransportError::PermissionDenied { .. } => REFUSED,
+        TransportError::Unsupported { .. } => USAGE,
+        _ => UNREACHABLE,
+    }
+}
+
+fn code_of_kind(kind: ErrorKind) -> u8 {
+    match kind {
+        ErrorKind::DeadlineExceeded | ErrorKind::SessionTimeout => TIMEOUT,
+        ErrorKind::PeerLost | ErrorKind::PeerSilent | ErrorKind::Draining | ErrorKind::Closed => UNREACHABLE,
+        ErrorKind::Protocol => PROTOCOL,
+        ErrorKind::Refused => REFUSED,
+        _ => FAILURE,
+    }
+}

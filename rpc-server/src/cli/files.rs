@@ -1,0 +1,231 @@
+//! `put`, `get`, `ls`, `rm`: the files of a workspace.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::Args;
+use rpc_core::files::{FileEntry, Files as RemoteFiles};
+use serde_json::{Value as Json, json};
+
+use super::connect::{Files, Globals};
+use super::failure::Failure;
+use super::output::{Output, size};
+use super::tensor::NewFile;
+
+/// Stands for standard input or output.
+const STANDARD_STREAM: &str = "-";
+
+#[derive(Args, Debug)]
+pub(super) struct PutArgs {
+    /// The server
+    address: String,
+    /// The file here; - is standard input
+    local: PathBuf,
+    /// Its path in the workspace; without it, or with a / at its end, the name is kept
+    remote: Option<String>,
+}
+
+pub(super) async fn put(globals: &Globals, output: &Output, args: PutArgs) -> Result<(), Failure> {
+    let from_stdin = args.local.as_os_str() == STANDARD_STREAM;
+    let name = if from_stdin { None } else { args.local.file_name().and_then(|name| name.to_str()) };
+    let remote = match (&args.remote, name) {
+        (Some(remote), Some(name)) if remote.ends_with('/') => format!("{remote}{name}"),
+        (Some(remote), _) => remote.clone(),
+        (None, Some(name)) => name.to_owned(),
+        (None, None) => return Err(Failure::Usage("say which name the file gets in the workspace".to_owned())),
+    };
+    let mut len = None;
+    let source: Box<dyn io::Read + Send> = if from_stdin {
+        Box::new(io::stdin())
+    } else {
+        let cannot = |error| Failure::file("cannot read", &args.local, error);
+        let file = File::open(&args.local).map_err(cannot)?;
+        let metadata = file.metadata().map_err(cannot)?;
+        if metadata.is_dir() {
+            return Err(cannot(io::ErrorKind::IsADirectory.into()));
+        }
+        // A pipe has no length.
+        len = metadata.is_file().then(|| metadata.len());
+        Box::new(file)
+    };
+    globals
+        .with_session(&args.address, Files::Workspace, async |session| {
+            let bar = output.progress(&remote, len);
+            let mut put = RemoteFiles::new(&session).put(&remote, source).progress(|bytes| bar.set_position(bytes));
+            if let Some(len) = len {
+                put = put.expect_len(len);
+            }
+            let bytes = put.await?;
+            bar.finish_and_clear();
+            if output.is_json() {
+                return output.json(&json!({ "path": remote, "bytes": bytes }));
+            }
+            output.note(&format!("{remote}: {}", size(bytes)));
+            Ok(())
+        })
+        .await
+}
+
+#[derive(Args, Debug)]
+pub(super) struct GetArgs {
+    /// The server
+    address: String,
+    /// The file's path in the workspace
+    remote: String,
+    /// Where to store it; - is standard output. Without it the name is kept
+    local: Option<PathBuf>,
+}
+
+pub(super) async fn get(globals: &Globals, output: &Output, args: GetArgs) -> Result<(), Failure> {
+    let name = args.remote.rsplit('/').next().unwrap_or(&args.remote);
+    let local = match args.local {
+        Some(folder) if folder.is_dir() => folder.join(name),
+        Some(local) => local,
+        None => PathBuf::from(name),
+    };
+    globals
+        .with_session(&args.address, Files::Workspace, async |session| {
+            let files = RemoteFiles::new(&session);
+            if local.as_os_str() == STANDARD_STREAM {
+                files.get(&args.remote, io::stdout()).await?;
+                return Ok(());
+            }
+            let mut target = writable(&local)?;
+            let bar = output.progress(name, None);
+            let bytes = files.get(&args.remote, target.as_write()).progress(|bytes| bar.set_position(bytes)).await?;
+            bar.finish_and_clear();
+            target.finish(&local)?;
+            if output.is_json() {
+                return output
+                    .json(&json!({ "path": args.remote, "local": local.display().to_string(), "bytes": bytes }));
+            }
+            output.note(&format!("{}: {}", local.display(), size(bytes)));
+            Ok(())
+        })
+        .await
+}
+
+/// Where a download goes.
+enum Target {
+    /// It appears under its name when it is complete.
+    New(NewFile),
+    /// A device or a pipe that is there already, and must not be replaced.
+    There(File),
+}
+
+fn writable(local: &Path) -> Result<Target, Failure> {
+    match fs::metadata(local) {
+        Ok(metadata) if !metadata.is_file() => {
+            let opened = File::options().write(true).open(local);
+            opened.map(Target::There).map_err(|error| Failure::file("cannot write", local, error))
+        }
+        _ => NewFile::create(local).map(Target::New),
+    }
+}
+
+impl Target {
+    fn as_write(&mut self) -> &mut (dyn io::Write + Send) {
+        match self {
+            Self::New(file) => &mut file.0,
+            Self::There(file) => file,
+        }
+    }
+
+    fn finish(self, local: &Path) -> Result<(), Failure> {
+        match self {
+            Self::New(file) => file.persist(local),
+            Self::There(_) => Ok(()),
+        }
+    }
+}
+
+#[derive(Args, Debug)]
+pub(super) struct LsArgs {
+    /// The server
+    address: String,
+    /// A folder of the workspace; all of it without this
+    #[arg(default_value = "")]
+    path: String,
+    /// Show sizes in bytes, and times
+    #[arg(short, long, env = "RPC_CLI_LONG")]
+    long: bool,
+}
+
+pub(super) async fn ls(globals: &Globals, output: &Output, args: LsArgs) -> Result<(), Failure> {
+    globals
+        .with_session(&args.address, Files::Workspace, async |session| {
+            let entries = RemoteFiles::new(&session).ls(&args.path).await?;
+            if output.is_json() {
+                return output.json(&entries.iter().map(entry_json).collect::<Vec<Json>>());
+            }
+            let width = entries.iter().map(|entry| entry.size.to_string().len()).max().unwrap_or(0);
+            entries.iter().try_for_each(|entry| {
+                if args.long {
+                    let modified = utc(unix_seconds(entry.modified));
+                    output.line(&format!("{:>width$} {modified} {}", entry.size, entry.name))
+                } else {
+                    output.line(&entry.name)
+                }
+            })
+        })
+        .await
+}
+
+fn entry_json(entry: &FileEntry) -> Json {
+    json!({ "name": entry.name, "size": entry.size, "modified": utc(unix_seconds(entry.modified)) })
+}
+
+fn unix_seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// A time in the form of RFC 3339. The days are counted as in Howard Hinnant's `civil_from_days`.
+fn utc(seconds: u64) -> String {
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years from 1 March, so that the leap day is the last one, in cycles of 400 years.
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[derive(Args, Debug)]
+pub(super) struct RmArgs {
+    /// The server
+    address: String,
+    /// Files or folders of the workspace
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<String>,
+}
+
+pub(super) async fn rm(globals: &Globals, output: &Output, args: RmArgs) -> Result<(), Failure> {
+    globals
+        .with_session(&args.address, Files::Workspace, async |session| {
+            let files = RemoteFiles::new(&session);
+            for path in &args.paths {
+                files.rm(path).await?;
+            }
+            if output.is_json() { output.json(&json!({ "removed": args.paths })) } else { Ok(()) }
+        })
+        .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::utc;
+
+    #[test]
+    fn times_are_shown_as_dates() {
+        assert_eq!(utc(0), "1970-01-01T00:00:00Z");
+        assert_eq!(utc(951_827_696), "2000-02-29T12:34:56Z");
+        assert_eq!(utc(1_735_689_599), "2024-12-31T23:59:59Z");
+    }
+}

@@ -1,0 +1,146 @@
+//! What is printed where: data on standard output, the rest on standard error.
+
+use std::io::{self, IsTerminal, Write};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+
+use super::connect::{ColorChoice, Globals};
+use super::failure::Failure;
+
+/// The standard streams, as the flags want them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Output {
+    json: bool,
+    quiet: bool,
+    color_out: bool,
+    color_err: bool,
+}
+
+impl Output {
+    pub(super) fn new(globals: &Globals) -> Self {
+        let colored = |terminal: bool| match globals.color {
+            ColorChoice::Always => true,
+            ColorChoice::Never => false,
+            ColorChoice::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+        };
+        Self {
+            json: globals.json,
+            quiet: globals.quiet,
+            color_out: colored(io::stdout().is_terminal()),
+            color_err: colored(io::stderr().is_terminal()),
+        }
+    }
+
+    pub(super) fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// One line of data.
+    pub(super) fn line(&self, text: &str) -> Result<(), Failure> {
+        let mut stdout = io::stdout().lock();
+        writeln!(stdout, "{text}").and_then(|()| stdout.flush()).map_err(Failure::Output)
+    }
+
+    /// Data as it is.
+    pub(super) fn bytes(&self, bytes: &[u8]) -> Result<(), Failure> {
+        let mut stdout = io::stdout().lock();
+        stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(Failure::Output)
+    }
+
+    /// One JSON document on a line.
+    pub(super) fn json(&self, document: &impl Serialize) -> Result<(), Failure> {
+        let text = serde_json::to_string(document).map_err(|error| Failure::Output(error.into()))?;
+        self.line(&text)
+    }
+
+    /// Something for people, who may not want it.
+    pub(super) fn note(&self, text: &str) {
+        if !self.quiet && !self.json {
+            let _ = writeln!(io::stderr(), "{text}");
+        }
+    }
+
+    /// Something that people should know even if they read JSON.
+    pub(super) fn warn(&self, text: &str) {
+        if !self.quiet {
+            let _ = writeln!(io::stderr(), "{} {text}", paint(self.color_err, YELLOW, "warning:"));
+        }
+    }
+
+    pub(super) fn error(&self, text: &str) {
+        let _ = writeln!(io::stderr(), "{} {text}", paint(self.color_err, RED, "error:"));
+    }
+
+    /// A line below an error; without a label it goes on with the last one.
+    pub(super) fn detail(&self, label: &str, text: &str) {
+        let _ = match label {
+            "" => writeln!(io::stderr(), "    {text}"),
+            label => writeln!(io::stderr(), "  {label}: {text}"),
+        };
+    }
+
+    pub(super) fn error_json(&self, document: &serde_json::Value) {
+        let _ = writeln!(io::stderr(), "{document}");
+    }
+
+    /// `text` for standard output, green if all is `well` and red if not.
+    pub(super) fn verdict(&self, well: bool, text: &str) -> String {
+        paint(self.color_out, if well { GREEN } else { RED }, text)
+    }
+
+    /// A progress bar over bytes, shown on a terminal only. Without a length it is a counter.
+    pub(super) fn progress(&self, what: &str, len: Option<u64>) -> ProgressBar {
+        let bar = self.bar(len);
+        let template = match len {
+            Some(_) => "{msg} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {eta}",
+            None => "{msg} {spinner} {bytes} {bytes_per_sec}",
+        };
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        bar.set_message(what.to_owned());
+        bar
+    }
+
+    /// A line that says what is being done, shown on a terminal only.
+    pub(super) fn spinner(&self) -> ProgressBar {
+        self.bar(None)
+    }
+
+    fn bar(&self, len: Option<u64>) -> ProgressBar {
+        // `stderr` is hidden by itself where there is no terminal.
+        let target = if self.quiet || self.json { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+        ProgressBar::with_draw_target(len, target)
+    }
+}
+
+const RED: &str = "31";
+const GREEN: &str = "32";
+const YELLOW: &str = "33";
+
+fn paint(colored: bool, color: &str, text: &str) -> String {
+    if colored { format!("\x1b[1;{color}m{text}\x1b[0m") } else { text.to_owned() }
+}
+
+/// `bytes` for people: three digits and a unit.
+pub(super) fn size(bytes: u64) -> String {
+    indicatif::BinaryBytes(bytes).to_string()
+}
+
+/// A time in seconds for people: four digits and a unit.
+pub(super) fn seconds(seconds: f64) -> String {
+    let (factor, unit) = match seconds.abs() {
+        size if size >= 1.0 || size == 0.0 => (1.0, "s"),
+        size if size >= 1e-3 => (1e3, "ms"),
+        size if size >= 1e-6 => (1e6, "µs"),
+        _ => (1e9, "ns"),
+    };
+    format!("{} {unit}", digits(seconds * factor))
+}
+
+/// Four significant digits.
+pub(super) fn digits(value: f64) -> String {
+    let whole = if value.abs() >= 1.0 { value.abs().log10().floor() as usize + 1 } else { 1 };
+    format!("{value:.*}", 4_usize.saturating_sub(whole))
+}
