@@ -320,7 +320,7 @@ impl RpcError {
 
     /// Reads what [`to_wire`](Self::to_wire) wrote.
     pub(crate) fn from_wire(bytes: &[u8]) -> Result<Self, rmp_serde::decode::Error> {
-        rmp_serde::from_slice(bytes).map(|facts| Self(Box::new(facts)))
+        crate::value::unpack(bytes).map(|facts| Self(Box::new(facts)))
     }
 }
 

@@ -119,10 +119,7 @@ impl Packed {
     ///
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the bytes are not a `T`.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T> {
-        let mut deserializer = rmp_serde::Deserializer::from_read_ref(&self.0);
-        deserializer.set_max_depth(MAX_DEPTH);
-        T::deserialize(&mut deserializer)
-            .map_err(|error| RpcError::invalid_argument(format!("cannot unpack the value: {error}")))
+        unpack(&self.0).map_err(|error| RpcError::invalid_argument(format!("cannot unpack the value: {error}")))
     }
 
     /// Takes bytes as they came from a peer; [`decode`](Self::decode) will tell whether they are well-formed.
@@ -140,6 +137,13 @@ impl fmt::Debug for Packed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Packed({} bytes)", self.0.len())
     }
+}
+
+/// Reads MessagePack that a peer wrote, which must not nest so deep that reading it overflows the stack.
+pub(crate) fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
+    let mut deserializer = rmp_serde::Deserializer::from_read_ref(bytes);
+    deserializer.set_max_depth(MAX_DEPTH);
+    T::deserialize(&mut deserializer)
 }
 
 /// How deep lists and packed values may nest: deeper ones are refused rather than recursed into.

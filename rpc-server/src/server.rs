@@ -125,24 +125,29 @@ impl RpcServer {
             spawner: Arc::new(TokioSpawner::current()),
             state: state.clone(),
         };
-        let server = Server::new(Arc::new(factory), serve_options(&config));
+        // From here on an early return stops what was begun.
+        let mut running = Running {
+            server: Server::new(Arc::new(factory), serve_options(&config)),
+            addresses: Vec::with_capacity(config.listen.len()),
+            state,
+            drain_timeout: config.drain_timeout.0,
+            housekeeping: tokio::spawn(expire(workspaces)),
+            ready,
+        };
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
         let options = ListenOptions { port_range, ..ListenOptions::default() };
-        let mut addresses = Vec::with_capacity(config.listen.len());
         for ListenAddress(address) in &config.listen {
-            let address = server.listen(address, &options).await?;
+            let address = running.server.listen(address, &options).await?;
             tracing::info!(%address, "listening");
-            addresses.push(address);
+            running.addresses.push(address);
         }
         if let Some(channel) = channel {
-            server.serve_channel(channel);
+            running.server.serve_channel(channel);
         }
-        if let Some(ready) = &ready {
-            ready.write(&addresses)?;
+        if let Some(ready) = &running.ready {
+            ready.write(&running.addresses)?;
         }
-        let housekeeping = tokio::spawn(expire(workspaces));
-        let drain_timeout = config.drain_timeout.0;
-        Ok(Running { server, addresses, state, drain_timeout, housekeeping, _ready: ready })
+        Ok(running)
     }
 
     /// Starts to serve, prints `listening on ADDRESS` for each address on standard output, and serves until SIGTERM or
@@ -223,7 +228,7 @@ pub struct Running {
     drain_timeout: Duration,
     housekeeping: JoinHandle<()>,
     /// Removed with this.
-    _ready: Option<ReadyFile>,
+    ready: Option<ReadyFile>,
 }
 
 impl Running {

@@ -53,6 +53,8 @@ struct Shared {
     /// Told when the leader steps down or has done something for others.
     turn: Condvar,
     next_id: AtomicU64,
+    /// Any time at all, for those who do not look at it.
+    begun: Instant,
     /// Whether a call was made since the attendant last looked.
     active: AtomicBool,
     /// Whether somebody awaits a reply, whom the attendant has to drive.
@@ -118,6 +120,7 @@ impl BlockingClientSession {
             state: Mutex::new(state),
             turn: Condvar::new(),
             next_id: AtomicU64::new(1),
+            begun: Instant::now(),
             active: AtomicBool::new(false),
             attended: AtomicBool::new(false),
             this: this.clone(),
@@ -153,8 +156,9 @@ impl RpcSession for BlockingClientSession {
             _ => {
                 let (submission, responder) = shared.pending();
                 let token = responder.clone();
-                let admission =
-                    shared.command(|state| state.endpoint.submit(responder.id(), request, token, Instant::now()));
+                // Only a deadline needs the time.
+                let now = if request.deadline.is_some() { Instant::now() } else { shared.begun };
+                let admission = shared.command(|state| state.endpoint.submit(responder.id(), request, token, now));
                 match admission {
                     Admission::Now => responder.admit(),
                     Admission::Later => {}

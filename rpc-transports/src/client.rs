@@ -30,6 +30,8 @@ struct Owner(Arc<Shared>);
 struct Shared {
     state: Mutex<State>,
     next_id: AtomicU64,
+    /// Any time at all, for those who do not look at it.
+    begun: Instant,
     peer: String,
     /// What requests hold of the session.
     control: Weak<Shared>,
@@ -51,6 +53,7 @@ impl ClientSession {
         let shared = Arc::new_cyclic(|control| Shared {
             state: Mutex::new(State { endpoint, driver: None, watchers: Vec::new() }),
             next_id: AtomicU64::new(1),
+            begun: Instant::now(),
             peer,
             control: control.clone(),
         });
@@ -89,8 +92,9 @@ impl RpcSession for ClientSession {
             _ => {
                 let (submission, responder) = shared.pending();
                 let token = responder.clone();
-                let admission =
-                    shared.command(|state| state.endpoint.submit(responder.id(), request, token, Instant::now()));
+                // Only a deadline needs the time.
+                let now = if request.deadline.is_some() { Instant::now() } else { shared.begun };
+                let admission = shared.command(|state| state.endpoint.submit(responder.id(), request, token, now));
                 match admission {
                     Admission::Now => responder.admit(),
                     Admission::Later => {}

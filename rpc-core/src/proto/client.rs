@@ -1,14 +1,15 @@
 //! The client's side of a session: requests out, replies in, each matched by its number.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::collections::{BinaryHeap, HashSet, VecDeque};
 use std::io::IoSlice;
 use std::time::Instant;
 
-use bytes::BytesMut;
+use bytes::{Buf, BytesMut};
 
 use super::frame::{FrameHeader, Kind};
 use super::handshake::Negotiated;
+use super::ids::IdMap;
 use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, Target, cost};
 use super::message::{decode_reply, is_bytes_reply, write_request};
 use super::output::Message;
@@ -92,7 +93,7 @@ pub struct ClientEndpoint<T> {
     max_message: u64,
     max_requests: usize,
     window: u64,
-    in_flight: HashMap<u64, InFlight<T>>,
+    in_flight: IdMap<InFlight<T>>,
     waiting: VecDeque<Waiting<T>>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
     /// Objects let go, each with the number of submissions before it: it must not overtake those, sent or not.
@@ -117,7 +118,7 @@ impl<T: Clone> ClientEndpoint<T> {
             max_message: negotiated.theirs.max_message,
             max_requests: negotiated.theirs.max_requests as usize,
             window: negotiated.theirs.window,
-            in_flight: HashMap::new(),
+            in_flight: IdMap::default(),
             waiting: VecDeque::new(),
             deadlines: BinaryHeap::new(),
             frees: VecDeque::new(),
@@ -139,11 +140,16 @@ impl<T: Clone> ClientEndpoint<T> {
     /// The peer broke the protocol: call [`fail`](Self::fail) with the error.
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant) -> Result<()> {
         self.link.alive(now);
-        loop {
-            if let State::Ended(_) = self.state {
-                input.clear();
-                return Ok(());
-            }
+        let mut used = 0;
+        let outcome = self.handle_messages(input, &mut used);
+        // Of a session that is over nothing more is understood.
+        let used = if let State::Ended(_) = self.state { input.len() } else { used };
+        input.advance(used);
+        outcome
+    }
+
+    fn handle_messages(&mut self, input: &[u8], used: &mut usize) -> Result<()> {
+        while !matches!(self.state, State::Ended(_)) {
             let in_flight = &self.in_flight;
             let mut target = |header: &FrameHeader, body: &[u8]| match in_flight.get(&header.id) {
                 Some(InFlight { into, .. }) if is_bytes_reply(body, header.payload_len.into()) => {
@@ -161,9 +167,12 @@ impl<T: Clone> ClientEndpoint<T> {
             let begins = |header: &FrameHeader| {
                 if in_flight.contains_key(&header.id) { Ok(()) } else { Err(unasked(header.id)) }
             };
-            let Some(incoming) = self.link.next(input, &mut target, &begins)? else { return Ok(()) };
-            self.handle(incoming)?;
+            match self.link.next(input, used, &mut target, &begins)? {
+                Some(incoming) => self.handle(incoming)?,
+                None => break,
+            }
         }
+        Ok(())
     }
 
     /// Memory to read into directly, while a large payload is under way.
@@ -482,7 +491,7 @@ impl<T: Clone> ClientEndpoint<T> {
         count > 0
     }
 
-    fn handle(&mut self, incoming: Incoming) -> Result<()> {
+    fn handle(&mut self, incoming: Incoming<'_>) -> Result<()> {
         if incoming.kind == Kind::Ping && incoming.id != 0 {
             self.pong = self.pong.max(Some(incoming.id));
             return Ok(());
@@ -523,7 +532,7 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
-    fn handle_reply(&mut self, incoming: Incoming) -> Result<()> {
+    fn handle_reply(&mut self, incoming: Incoming<'_>) -> Result<()> {
         let Incoming { kind, id, body, payload, .. } = incoming;
         if !self.in_flight.contains_key(&id) {
             return Err(unasked(id));

@@ -390,7 +390,7 @@ impl Handshake {
 
     fn handle_hello(&mut self, body: &[u8]) -> Result<()> {
         let malformed = |error| RpcError::new(ErrorKind::Protocol, format!("malformed hello: {error}"));
-        let theirs: Hello = rmp_serde::from_slice(body).map_err(malformed)?;
+        let theirs: Hello = crate::value::unpack(body).map_err(malformed)?;
         let ours = &self.config.hello;
         self.theirs = Some(theirs.clone());
         if theirs.version_max < ours.version_min || theirs.version_min > ours.version_max {

@@ -1,12 +1,13 @@
 //! What client and server have in common: frames in and out, long messages, keep-alive.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
+use super::ids::IdMap;
 use super::output::Output;
 use super::pool::{BufferPool, PooledBuffer};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -45,11 +46,12 @@ impl Default for LinkConfig {
 
 /// A message, or a frame without payload, that has arrived whole.
 #[derive(Debug)]
-pub(super) struct Incoming {
+pub(super) struct Incoming<'a> {
     pub(super) kind: Kind,
     pub(super) id: u64,
     pub(super) lane: u32,
-    pub(super) body: Bytes,
+    /// Where it was read, for most messages.
+    pub(super) body: Cow<'a, [u8]>,
     pub(super) payload: Payload,
 }
 
@@ -78,7 +80,7 @@ pub(super) enum Target {
 #[derive(Debug)]
 pub struct BulkRead {
     header: FrameHeader,
-    body: Bytes,
+    body: Vec<u8>,
     target: BulkTarget,
     filled: usize,
 }
@@ -118,7 +120,7 @@ impl BulkRead {
 struct Partial {
     kind: Option<Kind>,
     lane: u32,
-    body: BytesMut,
+    body: Vec<u8>,
     payload: BytesMut,
 }
 
@@ -129,7 +131,7 @@ pub(super) struct Link {
     max_message: u64,
     chunk: usize,
     bulk: Option<BulkRead>,
-    partials: HashMap<u64, Partial>,
+    partials: IdMap<Partial>,
     /// What the partial messages take of the window.
     partial_cost: u64,
     max_partial_cost: u64,
@@ -153,7 +155,7 @@ impl Link {
             max_message: negotiated.ours.max_message,
             chunk: negotiated.ours.chunk as usize,
             bulk: None,
-            partials: HashMap::new(),
+            partials: IdMap::default(),
             partial_cost: 0,
             max_partial_cost: negotiated.ours.window.saturating_add(MAX_BODY_PART as u64),
             pool: BufferPool::default(),
@@ -171,7 +173,7 @@ impl Link {
     }
 
     /// Says that the first `count` bytes of the bulk target were read.
-    pub(super) fn bulk_filled(&mut self, count: usize, now: Instant) -> Option<Result<Incoming>> {
+    pub(super) fn bulk_filled(&mut self, count: usize, now: Instant) -> Option<Result<Incoming<'static>>> {
         self.alive(now);
         let bulk = self.bulk.as_mut()?;
         bulk.advance(count);
@@ -183,7 +185,7 @@ impl Link {
     }
 
     /// Takes back what [`take_bulk`](Self::take_bulk) gave.
-    pub(super) fn put_bulk(&mut self, bulk: BulkRead, now: Instant) -> Option<Result<Incoming>> {
+    pub(super) fn put_bulk(&mut self, bulk: BulkRead, now: Instant) -> Option<Result<Incoming<'static>>> {
         self.alive(now);
         self.bulk = Some(bulk);
         self.finish_bulk()
@@ -193,14 +195,14 @@ impl Link {
         self.bulk = Some(bulk);
     }
 
-    fn finish_bulk(&mut self) -> Option<Result<Incoming>> {
+    fn finish_bulk(&mut self) -> Option<Result<Incoming<'static>>> {
         let bulk = self.bulk.take_if(|bulk| bulk.is_full())?;
         let payload = match bulk.target {
             BulkTarget::Pool(buffer) => Payload::Bytes(buffer.into_bytes()),
             BulkTarget::Write(write) => Payload::Written(write),
             BulkTarget::Read(buffer) => Payload::Read(buffer),
         };
-        self.part(bulk.header, bulk.body, payload).transpose()
+        self.part(bulk.header, Cow::Owned(bulk.body), payload).transpose()
     }
 
     /// Says that bytes were received.
@@ -210,20 +212,23 @@ impl Link {
         self.pings = 0;
     }
 
-    /// Takes the next whole message from `input`, if there is one. `target` is asked where a large payload should go,
+    /// Takes the next whole message from `input` behind the first `used` bytes, if there is one, and counts what it took
+    /// as used. `target` is asked where a large payload should go,
     /// `begins` whether a message of several frames may begin.
-    pub(super) fn next(
+    pub(super) fn next<'a>(
         &mut self,
-        input: &mut BytesMut,
+        input: &'a [u8],
+        used: &mut usize,
         target: &mut dyn FnMut(&FrameHeader, &[u8]) -> Target,
         begins: &dyn Fn(&FrameHeader) -> Result<()>,
-    ) -> Result<Option<Incoming>> {
+    ) -> Result<Option<Incoming<'a>>> {
         loop {
+            let input = &input[*used..];
             if let Some(bulk) = &mut self.bulk {
                 let unfilled = bulk.unfilled();
                 let count = unfilled.len().min(input.len());
                 unfilled[..count].copy_from_slice(&input[..count]);
-                input.advance(count);
+                *used += count;
                 bulk.advance(count);
                 match self.finish_bulk() {
                     Some(message) => return message.map(Some),
@@ -251,16 +256,15 @@ impl Link {
                     Target::Write(write) => BulkTarget::Write(write),
                     Target::Read(buffer) => BulkTarget::Read(buffer),
                 };
-                let body = Bytes::copy_from_slice(body);
-                input.advance(HEADER_LEN + body_len);
+                let body = body.to_vec();
+                *used += HEADER_LEN + body_len;
                 self.bulk = Some(BulkRead { header, body, target, filled: 0 });
                 continue;
             }
-            let mut frame = input.split_to(HEADER_LEN + body_len + payload_len).freeze();
-            frame.advance(HEADER_LEN);
-            let body = frame.split_to(body_len);
-            // A copy, so that a small payload that lives long does not keep the whole read buffer.
-            let payload = if frame.is_empty() { Bytes::new() } else { Bytes::copy_from_slice(&frame) };
+            let payload = &input[HEADER_LEN + body_len..HEADER_LEN + body_len + payload_len];
+            let payload = if payload.is_empty() { Bytes::new() } else { Bytes::copy_from_slice(payload) };
+            *used += HEADER_LEN + body_len + payload_len;
+            let body = Cow::Borrowed(body);
             if let Some(message) = self.part(header, body, Payload::Bytes(payload))? {
                 return Ok(Some(message));
             }
@@ -287,7 +291,12 @@ impl Link {
     }
 
     /// Takes a whole frame, and gives the message if this was its last.
-    fn part(&mut self, header: FrameHeader, body: Bytes, payload: Payload) -> Result<Option<Incoming>> {
+    fn part<'a>(
+        &mut self,
+        header: FrameHeader,
+        body: Cow<'a, [u8]>,
+        payload: Payload,
+    ) -> Result<Option<Incoming<'a>>> {
         let FrameHeader { kind, id, lane, more, .. } = header;
         if !more && !self.partials.contains_key(&id) {
             return Ok(Some(Incoming { kind, id, lane, body, payload }));
@@ -311,7 +320,7 @@ impl Link {
         }
         let Some(partial) = self.partials.remove(&id) else { return Ok(None) };
         let payload = Payload::Bytes(partial.payload.freeze());
-        Ok(Some(Incoming { kind, id, lane, body: partial.body.freeze(), payload }))
+        Ok(Some(Incoming { kind, id, lane, body: Cow::Owned(partial.body), payload }))
     }
 
     /// What the messages that have begun to arrive take of the window so far.
@@ -335,7 +344,7 @@ impl Link {
     }
 
     /// Answers what needs no knowledge of requests. Gives the rest back.
-    pub(super) fn handle_control(&mut self, incoming: Incoming) -> Option<Incoming> {
+    pub(super) fn handle_control<'a>(&mut self, incoming: Incoming<'a>) -> Option<Incoming<'a>> {
         match incoming.kind {
             Kind::Ping => {
                 // A peer that sends pings and reads nothing is not owed an answer to each: memory is bounded.

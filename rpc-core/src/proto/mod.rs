@@ -16,6 +16,7 @@ mod client;
 mod codec;
 mod frame;
 mod handshake;
+mod ids;
 mod link;
 mod message;
 mod output;

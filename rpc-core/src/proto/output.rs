@@ -1,14 +1,18 @@
 //! What is to be written: control frames first, then messages, frame by frame and lane by lane in turn.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::IoSlice;
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Buf, Bytes};
 
+use super::ids::IdMap;
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 
 /// Staging stops at this many bytes, so that a control frame never waits behind much data.
 const STAGE: usize = 512 << 10;
+
+/// A larger buffer for headers and bodies is not kept while there is nothing to write: an idle session should be small.
+const TAIL_KEPT: usize = 16 << 10;
 
 /// Payloads from this size on are written from where they are; smaller ones are copied beside their header.
 const BY_REFERENCE: usize = 4 << 10;
@@ -19,19 +23,25 @@ pub(super) struct Message {
     pub(super) kind: Kind,
     pub(super) id: u64,
     pub(super) lane: u32,
-    pub(super) body: Bytes,
-    pub(super) payload: VecDeque<Bytes>,
-    pub(super) payload_len: usize,
+    body: Vec<u8>,
+    /// How much of the body has left.
+    body_sent: usize,
+    payload: VecDeque<Bytes>,
+    payload_len: usize,
 }
 
 impl Message {
     pub(super) fn new(kind: Kind, id: u64, lane: u32, body: Vec<u8>, payload: Vec<Bytes>) -> Self {
         let payload_len = payload.iter().map(Bytes::len).sum();
-        Self { kind, id, lane, body: body.into(), payload: payload.into(), payload_len }
+        Self { kind, id, lane, body, body_sent: 0, payload: payload.into(), payload_len }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.body.len() + self.payload_len
+        self.body_left().len() + self.payload_len
+    }
+
+    fn body_left(&self) -> &[u8] {
+        &self.body[self.body_sent..]
     }
 }
 
@@ -41,14 +51,16 @@ type OrderKey = u64;
 /// The outgoing side of a channel.
 #[derive(Debug)]
 pub(super) struct Output {
-    control: VecDeque<Bytes>,
-    queues: HashMap<OrderKey, VecDeque<Message>>,
+    control: VecDeque<Vec<u8>>,
+    queues: IdMap<VecDeque<Message>>,
     /// The keys that have something to send, in turn.
     turns: VecDeque<OrderKey>,
     /// Ready to be written, oldest first.
     staged: VecDeque<Bytes>,
     /// The end of what is staged, still growing.
-    tail: BytesMut,
+    tail: Vec<u8>,
+    /// How much of the tail has been written.
+    tail_sent: usize,
     staged_len: usize,
     /// The largest payload of a frame that the peer takes.
     chunk: usize,
@@ -62,10 +74,11 @@ impl Output {
     pub(super) fn new(chunk: usize) -> Self {
         Self {
             control: VecDeque::new(),
-            queues: HashMap::new(),
+            queues: IdMap::default(),
             turns: VecDeque::new(),
             staged: VecDeque::new(),
-            tail: BytesMut::new(),
+            tail: Vec::new(),
+            tail_sent: 0,
             staged_len: 0,
             chunk: chunk.max(1),
             data_pending: false,
@@ -75,10 +88,7 @@ impl Output {
 
     /// Queues a control frame.
     pub(super) fn control(&mut self, header: FrameHeader, body: &[u8]) {
-        let mut frame = BytesMut::with_capacity(HEADER_LEN + body.len());
-        frame.extend_from_slice(&header.encode());
-        frame.extend_from_slice(body);
-        self.control.push_back(frame.freeze());
+        self.control.push_back([&header.encode(), body].concat());
     }
 
     /// Queues a message behind others of the same key.
@@ -87,7 +97,7 @@ impl Output {
         // Most messages are small, and nothing else waits: they need no queue.
         if self.turns.is_empty() && self.control.is_empty() && self.staged_len < STAGE && self.is_one_frame(&message) {
             self.sent.push(message.id);
-            self.stage_frame(message);
+            self.stage_frame(message, false);
             return;
         }
         let queue = self.queues.entry(key).or_default();
@@ -138,10 +148,10 @@ impl Output {
                     self.turns.push_back(key);
                 }
                 self.sent.push(message.id);
-                self.stage_frame(message);
+                self.stage_frame(message, false);
             } else {
                 let part = self.split(&mut message);
-                self.stage_part(part, true);
+                self.stage_frame(part, true);
                 if let Some(queue) = self.queues.get_mut(&key) {
                     queue.push_front(message);
                 }
@@ -151,16 +161,18 @@ impl Output {
     }
 
     fn is_one_frame(&self, message: &Message) -> bool {
-        message.body.len() <= MAX_BODY_PART && message.payload_len <= self.chunk
+        message.body_left().len() <= MAX_BODY_PART && message.payload_len <= self.chunk
     }
 
     /// The next frame's worth of a message that needs several.
     fn split(&self, message: &mut Message) -> Message {
-        let body = message.body.split_to(message.body.len().min(MAX_BODY_PART));
+        let body = message.body_left();
+        let body = body[..body.len().min(MAX_BODY_PART)].to_vec();
+        message.body_sent += body.len();
         let Message { kind, id, lane, .. } = *message;
-        let mut part = Message { kind, id, lane, body, payload: VecDeque::new(), payload_len: 0 };
+        let mut part = Message { kind, id, lane, body, body_sent: 0, payload: VecDeque::new(), payload_len: 0 };
         // The body goes first, whole, so that a receiver knows what the payload belongs to.
-        while message.body.is_empty() && part.payload_len < self.chunk {
+        while message.body_left().is_empty() && part.payload_len < self.chunk {
             let Some(piece) = message.payload.front_mut() else { break };
             let taken = piece.split_to(piece.len().min(self.chunk - part.payload_len));
             if piece.is_empty() {
@@ -173,13 +185,10 @@ impl Output {
         part
     }
 
-    fn stage_frame(&mut self, message: Message) {
-        self.stage_part(message, false);
-    }
-
-    fn stage_part(&mut self, part: Message, more: bool) {
+    fn stage_frame(&mut self, part: Message, more: bool) {
+        let body = part.body_left();
         let header = FrameHeader {
-            body_len: part.body.len() as u32,
+            body_len: body.len() as u32,
             payload_len: part.payload_len as u32,
             id: part.id,
             lane: part.lane,
@@ -187,24 +196,30 @@ impl Output {
             more,
         };
         self.staged_len += HEADER_LEN + part.len();
-        self.tail.reserve(HEADER_LEN + part.body.len());
         self.tail.extend_from_slice(&header.encode());
-        self.tail.extend_from_slice(&part.body);
+        self.tail.extend_from_slice(body);
         for piece in part.payload {
             if piece.len() < BY_REFERENCE {
                 self.tail.extend_from_slice(&piece);
             } else {
-                if !self.tail.is_empty() {
-                    self.staged.push_back(self.tail.split().freeze());
-                }
+                self.stage_tail();
                 self.staged.push_back(piece);
             }
         }
     }
 
+    /// Moves the tail behind the rest, because something follows that is not copied.
+    fn stage_tail(&mut self) {
+        if self.tail_sent < self.tail.len() {
+            let mut tail = Bytes::from(std::mem::take(&mut self.tail));
+            tail.advance(std::mem::take(&mut self.tail_sent));
+            self.staged.push_back(tail);
+        }
+    }
+
     /// What is staged, for a vectored write. Returns how many slices were filled.
     pub(super) fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
-        let tail = (!self.tail.is_empty()).then_some(&self.tail[..]);
+        let tail = (self.tail_sent < self.tail.len()).then_some(&self.tail[self.tail_sent..]);
         let mut count = 0;
         for (slice, bytes) in slices.iter_mut().zip(self.staged.iter().map(|bytes| &bytes[..]).chain(tail)) {
             *slice = IoSlice::new(bytes);
@@ -227,14 +242,17 @@ impl Output {
                     return;
                 }
                 None => {
-                    self.tail.advance(count.min(self.tail.len()));
+                    self.tail_sent = (self.tail_sent + count).min(self.tail.len());
                     break;
                 }
             }
         }
-        if self.staged.is_empty() && self.tail.is_empty() {
-            // Starting over at the front of the buffer keeps it from growing.
+        if self.staged.is_empty() && self.tail_sent == self.tail.len() {
             self.tail.clear();
+            self.tail_sent = 0;
+            if self.tail.capacity() > TAIL_KEPT {
+                self.tail = Vec::new();
+            }
             self.data_pending = !self.turns.is_empty();
         }
     }

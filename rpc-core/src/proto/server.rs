@@ -1,15 +1,16 @@
 //! The server's side of a session: requests in, one terminal reply out for each.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::time::Instant;
 
-use bytes::BytesMut;
+use bytes::{Buf, BytesMut};
 
 use super::client::parse_credit;
 use super::codec::CodecError;
 use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
+use super::ids::IdMap;
 use super::link::{Incoming, Link, LinkConfig, Payload, Target, cost};
 use super::message::{decode_request, encode_reply, peek_write};
 use super::output::Message;
@@ -66,7 +67,7 @@ pub struct ServerEndpoint {
     /// What we may still send in large replies.
     reply_window: u64,
     max_reply: u64,
-    in_flight: HashMap<u64, u64>,
+    in_flight: IdMap<u64>,
     /// Replies that have not left whole. A client that keeps to its credit has not seen them.
     unsent: usize,
     large_replies: VecDeque<Message>,
@@ -86,7 +87,7 @@ impl ServerEndpoint {
             used: 0,
             reply_window: negotiated.theirs.window,
             max_reply: negotiated.theirs.max_message,
-            in_flight: HashMap::new(),
+            in_flight: IdMap::default(),
             unsent: 0,
             large_replies: VecDeque::new(),
             events: VecDeque::new(),
@@ -104,6 +105,7 @@ impl ServerEndpoint {
     /// The peer broke the protocol: call [`close`](Self::close) with the error.
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant, place: Place<'_>) -> Result<bool> {
         self.link.alive(now);
+        self.note_sent();
         let in_flight = &self.in_flight;
         let mut target = |header: &FrameHeader, body: &[u8]| {
             if header.kind != Kind::Request || in_flight.contains_key(&header.id) {
@@ -116,10 +118,13 @@ impl ServerEndpoint {
         let begun = self.in_flight.len() + self.unsent + self.link.partial_count();
         let max_requests = self.max_requests;
         let begins = |_: &FrameHeader| if begun < max_requests { Ok(()) } else { Err(too_many(max_requests)) };
-        match self.link.next(input, &mut target, &begins)? {
+        let mut used = 0;
+        let handled = match self.link.next(input, &mut used, &mut target, &begins)? {
             Some(incoming) => self.handle(incoming, now).map(|()| true),
             None => Ok(false),
-        }
+        };
+        input.advance(used);
+        handled
     }
 
     /// Memory to read into directly, while a large payload is under way.
@@ -251,7 +256,7 @@ impl ServerEndpoint {
         self.in_flight.len()
     }
 
-    fn handle(&mut self, incoming: Incoming, now: Instant) -> Result<()> {
+    fn handle(&mut self, incoming: Incoming<'_>, now: Instant) -> Result<()> {
         let Some(incoming) = self.link.handle_control(incoming) else { return self.check_window() };
         match incoming.kind {
             Kind::Request => self.handle_request(incoming, now)?,
@@ -303,7 +308,7 @@ impl ServerEndpoint {
         if requests > self.max_requests { Err(too_many(self.max_requests)) } else { Ok(()) }
     }
 
-    fn handle_request(&mut self, incoming: Incoming, now: Instant) -> Result<()> {
+    fn handle_request(&mut self, incoming: Incoming<'_>, now: Instant) -> Result<()> {
         let Incoming { id, lane, body, payload, .. } = incoming;
         if self.in_flight.contains_key(&id) {
             return Err(RpcError::new(ErrorKind::Protocol, format!("request {id} was made twice")));

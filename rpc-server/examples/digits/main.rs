@@ -81,6 +81,7 @@ fn run(connect: Option<String>) -> Result<Score, Box<dyn std::error::Error>> {
 
 fn confusion(score: &Score) -> Table {
     let mut table = Table::new();
+    table.load_style(comfy_table::presets::ASCII_BORDERS_ONLY_CONDENSED);
     let header = std::iter::once("is \\ seen as".to_owned()).chain((0..CLASSES).map(|class| class.to_string()));
     table.set_header(header);
     for (class, row) in score.confusion.iter().enumerate() {

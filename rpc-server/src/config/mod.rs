@@ -1,6 +1,6 @@
 //! The settings of a server, and where they come from.
 //!
-//! Each setting is declared once, in [`settings!`] below. From that come the command line flag, the environment variable
+//! Each setting is declared once, in `settings!` below. From that come the command line flag, the environment variable
 //! (`--max-message` is `RPC_SERVER_MAX_MESSAGE`), the key in the configuration file (`max-message`), and the default. A
 //! flag counts before the environment, that before the file, and that before the default.
 
@@ -86,7 +86,7 @@ macro_rules! settings {
 
 settings! {
     settings {
-        /// An address to listen on, such as tcp://127.0.0.1:9090, tcp://[::1]:0 or unix:/run/rpc.sock; may be repeated, or
+        /// An address to listen on, such as tcp://127.0.0.1:9090, tcp://localhost:0 or unix:/run/rpc.sock; may be repeated, or
         /// given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         listen: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_LISTEN";

@@ -33,9 +33,9 @@ pub(crate) struct ChildArgs {
     listen: Address,
     /// What to forward to: all that a server may be used to reach, or the end of a relay
     forward: Option<String>,
-    #[arg(long, env = "RPC_CLI_CORE")]
+    #[arg(long)]
     core: Option<usize>,
-    #[arg(long, env = "RPC_CLI_WORKDIR")]
+    #[arg(long)]
     workdir: Option<PathBuf>,
 }
 

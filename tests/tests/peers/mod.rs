@@ -1,0 +1,302 @@
+//! Processes to be killed, stopped and measured, and what is known of them.
+
+// Each test program uses a part of it.
+#![allow(dead_code, unreachable_pub)]
+
+use std::future::Future;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+use std::{fs, io, panic, thread};
+
+use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
+use rpc_core::{FromReply, IntoArgs, Pack, Session};
+use rpc_server::builtins::ServerInfo;
+use rpc_transports::{Address, BlockingIo, Connector, DialOptions, dial_blocking};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// The program of the other processes.
+pub const PROGRAM: &str = env!("CARGO_BIN_EXE_faults_peer");
+
+/// The time within which the end of a peer must be known.
+pub const LIMIT: Duration = Duration::from_secs(1);
+
+/// Quick enough for tests.
+pub const KEEP_ALIVE: Duration = Duration::from_millis(100);
+
+/// Runs a test on a runtime of its own, and turns a hang into a failure.
+pub fn run<F: Future<Output = ()>>(body: impl FnOnce() -> F + Send + 'static) {
+    run_on(2, body);
+}
+
+/// As [`run`], with so many threads; with none the test's thread does everything.
+pub fn run_on<F: Future<Output = ()>>(workers: usize, body: impl FnOnce() -> F + Send + 'static) {
+    const WATCHDOG: Duration = Duration::from_secs(120);
+    let (done, outcome) = mpsc::channel::<()>();
+    let test = thread::spawn(move || {
+        let mut builder = match workers {
+            0 => tokio::runtime::Builder::new_current_thread(),
+            _ => tokio::runtime::Builder::new_multi_thread(),
+        };
+        let runtime = builder.worker_threads(workers.max(1)).enable_all().build().unwrap();
+        runtime.block_on(body());
+        runtime.shutdown_background();
+        drop(done);
+    });
+    match outcome.recv_timeout(WATCHDOG) {
+        Err(RecvTimeoutError::Timeout) => panic!("the test has not finished after {WATCHDOG:?}"),
+        _ => test.join().unwrap_or_else(|failure| panic::resume_unwind(failure)),
+    }
+}
+
+/// What is listened on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    Tcp,
+    Unix,
+}
+
+/// A server in a process of its own. It is killed when this is dropped.
+pub struct ServerPeer {
+    child: Child,
+    address: String,
+    _folder: tempfile::TempDir,
+}
+
+impl ServerPeer {
+    /// A server with the default settings of the project.
+    pub fn start(transport: Transport) -> Self {
+        Self::with_times(transport, Duration::from_secs(5), Duration::from_secs(10))
+    }
+
+    pub fn with_times(transport: Transport, keep_alive: Duration, handshake: Duration) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let address = match transport {
+            Transport::Tcp => "tcp://127.0.0.1:0".to_owned(),
+            Transport::Unix => format!("unix:{}", folder.path().join("socket").display()),
+        };
+        let mut command = Command::new(PROGRAM);
+        command.args(["serve", &address]).arg(folder.path().join("work"));
+        command.args([keep_alive, handshake].map(|time| time.as_millis().to_string()));
+        let mut child = command.stdout(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.trim().strip_prefix("listening on ").expect("the server says where it listens").to_owned();
+        Self { child, address, _folder: folder }
+    }
+
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+    }
+
+    pub fn signal(&self, with: Signal) {
+        signal(self.pid(), with);
+    }
+
+    /// How the process ended, if it does within `limit`.
+    pub fn exit_code(&mut self, limit: Duration) -> Option<i32> {
+        let started = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(started.elapsed() < limit, "the server has not ended after {limit:?}");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for ServerPeer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A client in a process of its own, which holds so many objects and a tensor of so many bytes. It is killed when this is
+/// dropped.
+pub struct ClientPeer {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    /// The process of its server.
+    pub server: u32,
+}
+
+impl ClientPeer {
+    pub fn start(form: &str, address: &str, objects: u64, bytes: u64) -> Self {
+        let mut command = Command::new(PROGRAM);
+        command.args(["client", form, address, &objects.to_string(), &bytes.to_string()]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (stdin, stdout) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let mut this = Self { child, stdin, stdout, server: 0 };
+        this.server = this.line().parse().expect("the client says who serves it");
+        this
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+    }
+
+    pub fn signal(&self, with: Signal) {
+        signal(self.child.id(), with);
+    }
+
+    /// How its session has ended, in its own view. Returns when it has.
+    pub fn reason(&mut self) -> String {
+        self.stdin.write_all(b"\n").unwrap();
+        self.line()
+    }
+}
+
+impl Drop for ClientPeer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub fn signal(pid: u32, signal: Signal) {
+    kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
+}
+
+/// Whether a process runs; one that is dead and not yet reaped does not.
+pub fn is_running(pid: u32) -> bool {
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    let state = stat.rsplit(')').next().unwrap().trim_start();
+    !state.starts_with(['Z', 'X'])
+}
+
+/// A field of `/proc/PID/status`, in bytes.
+pub fn memory(pid: u32, field: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+/// Lets the peak of a process' memory begin anew.
+pub fn reset_peak(pid: u32) {
+    fs::write(format!("/proc/{pid}/clear_refs"), "5").unwrap();
+}
+
+pub fn threads(pid: u32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/task")).unwrap().count()
+}
+
+/// A session that calls functions by name.
+#[derive(Clone)]
+pub struct Calls(pub Session);
+
+impl Calls {
+    pub async fn to(address: &str) -> Self {
+        Self(Connector::new().connect(address).await.unwrap())
+    }
+
+    pub async fn run<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> R {
+        let function = self.0.get_function(name).concurrent().await.unwrap();
+        function.call(args).concurrent().await.unwrap()
+    }
+
+    /// What all sessions of the server hold.
+    pub async fn info(&self) -> ServerInfo {
+        let Pack(info) = self.run("rpc.info", ()).await;
+        info
+    }
+}
+
+/// Waits until `condition` holds, for no longer than `limit`. Returns how long it took.
+pub async fn within<F: Future<Output = bool>>(
+    limit: Duration,
+    what: &str,
+    mut condition: impl FnMut() -> F,
+) -> Duration {
+    let started = Instant::now();
+    while !condition().await {
+        assert!(started.elapsed() < limit, "{what}: not so after {limit:?}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    started.elapsed()
+}
+
+/// A peer that writes whatever it likes.
+pub struct RawPeer {
+    pub io: BlockingIo,
+}
+
+impl RawPeer {
+    pub fn connect(address: &str) -> Self {
+        let address: Address = address.parse().unwrap();
+        Self { io: dial_blocking(&address, &DialOptions::default()).unwrap().into_parts().0 }
+    }
+
+    /// A client that has finished its handshake.
+    pub fn greeted(address: &str) -> Self {
+        let mut this = Self::connect(address);
+        this.write(&hello(&Hello::new(Role::Client)));
+        this.write(&FrameHeader::control(Kind::Accept, 0).encode());
+        let mut magic = [0; MAGIC.len()];
+        (&this.io).read_exact(&mut magic).unwrap();
+        assert_eq!(magic, MAGIC);
+        assert_eq!(this.frame().map(|(header, _)| header.kind), Some(Kind::Hello));
+        assert_eq!(this.frame().map(|(header, _)| header.kind), Some(Kind::Accept));
+        this
+    }
+
+    /// Writes, whether or not anybody still reads.
+    pub fn write(&mut self, bytes: &[u8]) {
+        let _ = (&self.io).write_all(bytes);
+    }
+
+    pub fn half_close(&self) {
+        self.io.shutdown(Shutdown::Write).unwrap();
+    }
+
+    /// The next frame; `None` at the end of the stream.
+    pub fn frame(&mut self) -> Option<(FrameHeader, Vec<u8>)> {
+        let mut header = [0; HEADER_LEN];
+        (&self.io).read_exact(&mut header).ok()?;
+        let header = FrameHeader::decode(&header, usize::MAX, usize::MAX).unwrap();
+        let mut body = vec![0; header.body_len as usize + header.payload_len as usize];
+        (&self.io).read_exact(&mut body).ok()?;
+        Some((header, body))
+    }
+
+    /// Reads to the end. Returns what was read, and how long it took.
+    pub fn rest(&mut self) -> (Vec<u8>, Duration) {
+        let started = Instant::now();
+        let mut rest = Vec::new();
+        match (&self.io).read_to_end(&mut rest) {
+            Ok(_) => {}
+            Err(error) => assert!(
+                matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe),
+                "the connection is cut: {error}"
+            ),
+        }
+        (rest, started.elapsed())
+    }
+}
+
+/// Magic and hello.
+pub fn hello(hello: &Hello) -> Vec<u8> {
+    let body = Pack::to_message_pack(hello);
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend(FrameHeader::control(Kind::Hello, body.len() as u32).encode());
+    bytes.extend(body);
+    bytes
+}
