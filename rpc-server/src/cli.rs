@@ -1,8 +1,8 @@
 //! `rpc-cli`: servers from the shell.
 //!
 //! Data goes to standard output and all else to standard error, so that pipes carry data alone. Each command is a file of
-//! its own; what they share is how they [connect](connect), what an [argument] on the command line means, how a
-//! [value](show) is shown, and how a [failure] becomes an exit code.
+//! its own; what they share is how they connect (`connect`), what an argument on the command line means (`argument`), how
+//! a value is shown (`show`), and how a failure becomes an exit code (`failure`).
 
 mod argument;
 mod bench;
@@ -134,7 +134,8 @@ fn run(globals: &Globals, output: &Output, command: Command) -> Result<(), Failu
             output.bytes(&script)
         }
         Command::Man { folder: Some(folder) } => {
-            let written = std::fs::create_dir_all(&folder).and_then(|()| clap_mangen::generate_to(Cli::command(), &folder));
+            let written =
+                std::fs::create_dir_all(&folder).and_then(|()| clap_mangen::generate_to(Cli::command(), &folder));
             written.map_err(|error| Failure::file("cannot write the manual to", &folder, error))
         }
         Command::Man { folder: None } => {

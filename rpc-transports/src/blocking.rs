@@ -150,7 +150,17 @@ impl RpcSession for BlockingClientSession {
             Operation::Shutdown => {
                 let (submission, responder) = shared.pending();
                 responder.admit();
-                shared.command(|state| state.endpoint.shutdown(Some(responder)));
+                let over = shared.command(|state| {
+                    let over = state.endpoint.ended().is_some();
+                    if !over {
+                        state.endpoint.shutdown(Some(responder.clone()));
+                    }
+                    over
+                });
+                if over {
+                    // Nobody drives the session any more, and there is nothing left to do.
+                    responder.complete(Ok(Value::Null));
+                }
                 submission
             }
             _ => {

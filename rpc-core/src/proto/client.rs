@@ -164,7 +164,7 @@ impl<T: Clone> ClientEndpoint<T> {
                 }
                 _ => Target::Pool,
             };
-            let begins = |header: &FrameHeader| {
+            let begins = |header: &FrameHeader, _| {
                 if in_flight.contains_key(&header.id) { Ok(()) } else { Err(unasked(header.id)) }
             };
             match self.link.next(input, used, &mut target, &begins)? {

@@ -42,6 +42,9 @@ pub enum CodecError {
     /// Lists within lists within lists.
     #[error("values are nested deeper than {MAX_DEPTH}")]
     TooDeep,
+    /// Many small values, which take far more memory than bytes on the wire.
+    #[error("a message has more than {MAX_VALUES} values")]
+    TooMany,
     /// A number out of its range.
     #[error("a number is out of range")]
     OutOfRange,
@@ -59,6 +62,10 @@ impl From<CodecError> for RpcError {
 }
 
 type Result<T> = std::result::Result<T, CodecError>;
+
+/// The most values in one message, those in lists included. A value takes up to a hundred times the memory of its bytes
+/// on the wire, and `max_message` bounds those alone; numbers in such numbers belong into a tensor, bytes or a packed value.
+pub(crate) const MAX_VALUES: usize = 1 << 20;
 
 const EXT_BYTES: u8 = 1;
 const EXT_SHAPE: u8 = 2;
@@ -78,6 +85,7 @@ pub(crate) struct Writer {
     /// Set when something was written that no receiver would take: the message must not be sent.
     pub(crate) invalid: Option<&'static str>,
     pub(super) depth: usize,
+    pub(super) values: usize,
 }
 
 impl Writer {
@@ -229,6 +237,11 @@ impl Writer {
     }
 
     pub(crate) fn value(&mut self, value: &Value) {
+        self.values += 1;
+        if self.values > MAX_VALUES {
+            self.invalid = Some("a message would have more values than a session takes; use a tensor, bytes or a packed value");
+            return;
+        }
         match value {
             Value::Null => self.nil(),
             Value::Bool(value) => self.bool(*value),
@@ -266,11 +279,12 @@ impl Writer {
 pub(crate) struct Reader<'a> {
     body: &'a [u8],
     payload: Bytes,
+    values: usize,
 }
 
 impl<'a> Reader<'a> {
     pub(crate) fn new(body: &'a [u8], payload: Bytes) -> Self {
-        Self { body, payload }
+        Self { body, payload, values: 0 }
     }
 
     /// Checks that nothing is left over.
@@ -480,6 +494,10 @@ impl<'a> Reader<'a> {
     pub(crate) fn value(&mut self, depth: usize) -> Result<Value> {
         if depth > MAX_DEPTH {
             return Err(CodecError::TooDeep);
+        }
+        self.values += 1;
+        if self.values > MAX_VALUES {
+            return Err(CodecError::TooMany);
         }
         let marker = self.byte()?;
         Ok(match marker {

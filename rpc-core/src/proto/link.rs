@@ -213,14 +213,14 @@ impl Link {
     }
 
     /// Takes the next whole message from `input` behind the first `used` bytes, if there is one, and counts what it took
-    /// as used. `target` is asked where a large payload should go,
-    /// `begins` whether a message of several frames may begin.
+    /// as used. `target` is asked where a large payload should go, `begins` whether a message of several frames may begin
+    /// beside that many others.
     pub(super) fn next<'a>(
         &mut self,
         input: &'a [u8],
         used: &mut usize,
         target: &mut dyn FnMut(&FrameHeader, &[u8]) -> Target,
-        begins: &dyn Fn(&FrameHeader) -> Result<()>,
+        begins: &dyn Fn(&FrameHeader, usize) -> Result<()>,
     ) -> Result<Option<Incoming<'a>>> {
         loop {
             let input = &input[*used..];
@@ -246,7 +246,7 @@ impl Link {
             }
             self.check_size(&header)?;
             if header.more && !self.partials.contains_key(&header.id) {
-                begins(&header)?;
+                begins(&header, self.partials.len())?;
             }
             let body = &input[HEADER_LEN..HEADER_LEN + body_len];
             if is_bulk {

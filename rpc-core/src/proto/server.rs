@@ -115,9 +115,11 @@ impl ServerEndpoint {
             let write = write.and_then(|(to, offset, len)| place(Lane(header.lane), &to, offset, len));
             write.map_or(Target::Pool, Target::Write)
         };
-        let begun = self.in_flight.len() + self.unsent + self.link.partial_count();
+        let begun = self.in_flight.len() + self.unsent;
         let max_requests = self.max_requests;
-        let begins = |_: &FrameHeader| if begun < max_requests { Ok(()) } else { Err(too_many(max_requests)) };
+        let begins = |_: &FrameHeader, partial: usize| {
+            if begun + partial < max_requests { Ok(()) } else { Err(too_many(max_requests)) }
+        };
         let mut used = 0;
         let handled = match self.link.next(input, &mut used, &mut target, &begins)? {
             Some(incoming) => self.handle(incoming, now).map(|()| true),

@@ -206,6 +206,9 @@ pub(crate) struct Pair {
     /// Whether each side reads from the channel.
     pub(crate) client_reads: bool,
     pub(crate) server_reads: bool,
+    /// The server does nothing at all.
+    pub(crate) server_asleep: bool,
+    server_gone: bool,
 
     /// What the client has been told.
     pub(crate) admitted: Vec<u64>,
@@ -245,6 +248,8 @@ impl Pair {
             setup,
             client_reads: true,
             server_reads: true,
+            server_asleep: false,
+            server_gone: false,
             admitted: Vec::new(),
             outcomes: BTreeMap::new(),
             answered: Vec::new(),
@@ -309,7 +314,8 @@ impl Pair {
         let mut wakes = 0;
         loop {
             self.run();
-            let server = (self.server_error.is_none() && !self.is_server_gone()).then(|| self.server.poll_timeout());
+            let awake = !self.server_gone && !self.server_asleep;
+            let server = awake.then(|| self.server.poll_timeout());
             let next = self.client.poll_timeout().into_iter().chain(server).min();
             match next {
                 Some(next) if next <= until => self.now = self.now.max(next),
@@ -328,11 +334,11 @@ impl Pair {
         if let Err(error) = self.client.handle_timeout(self.now) {
             self.client.fail(error);
         }
-        if self.server_error.is_none()
+        if !self.server_gone
+            && !self.server_asleep
             && let Err(error) = self.server.handle_timeout(self.now)
         {
-            self.server_error = Some(error);
-            self.down.closed = true;
+            self.end_server(error);
         }
     }
 
@@ -342,8 +348,21 @@ impl Pair {
         self.down.closed = true;
     }
 
-    fn is_server_gone(&self) -> bool {
-        self.down.closed
+    fn end_server(&mut self, error: RpcError) {
+        self.server_error.get_or_insert(error);
+        self.server_gone = true;
+        self.down.closed = true;
+    }
+
+    /// Takes bytes out of the channel that the client wrote, instead of the server.
+    pub(crate) fn swallow(&mut self, count: usize) {
+        let mut left = count;
+        while left > 0 {
+            match self.up.read(self.now, left).len() {
+                0 => return,
+                taken => left -= taken,
+            }
+        }
     }
 
     fn next_arrival(&self) -> Option<Instant> {
@@ -393,7 +412,9 @@ impl Pair {
             let mut slices = [IoSlice::new(&[]); 3];
             let count = self.client.slices(&mut slices);
             let written = write(&mut self.up, &slices[..count], &mut self.setup, self.now);
-            self.client.advance(written, self.now);
+            if written > 0 {
+                self.client.advance(written, self.now);
+            }
             moved |= written > 0;
             if written == 0 || !matches!(self.setup.cut, Cut::Whole) {
                 break;
@@ -429,17 +450,20 @@ impl Pair {
     }
 
     fn server_turn(&mut self) -> bool {
+        if self.server_asleep || self.server_gone {
+            return false;
+        }
         let mut moved = false;
         let mail = std::mem::take(&mut *self.mail.0.lock().unwrap());
         for (id, outcome) in mail {
             self.reply(id, outcome);
             moved = true;
         }
-        if self.server_reads && self.server_error.is_none() && !self.down.closed {
+        if self.server_reads && self.server_error.is_none() {
             match self.server_input() {
                 Ok(0) if self.up.closed && self.up.len == 0 => {
-                    self.server_error = Some(self.server.end_of_stream(self.server_input.len()));
-                    self.down.closed = true;
+                    let error = self.server.end_of_stream(self.server_input.len());
+                    self.end_server(error);
                     return true;
                 }
                 Ok(count) => moved |= count > 0,
@@ -456,13 +480,16 @@ impl Pair {
             let mut slices = [IoSlice::new(&[]); 3];
             let count = self.server.slices(&mut slices);
             let written = write(&mut self.down, &slices[..count], &mut self.setup, self.now);
-            self.server.advance(written, self.now);
+            if written > 0 {
+                self.server.advance(written, self.now);
+            }
             moved |= written > 0;
             if written == 0 || !matches!(self.setup.cut, Cut::Whole) {
                 break;
             }
         }
-        if self.server_closing && self.server.is_flushed() && !self.down.closed {
+        if self.server_closing && self.server.is_flushed() {
+            self.server_gone = true;
             self.down.closed = true;
             moved = true;
         }

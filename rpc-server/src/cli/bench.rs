@@ -22,7 +22,6 @@ use self::statistics::{Limits, Line};
 use super::connect::Globals;
 use super::failure::Failure;
 use super::output::{Output, digits};
-use crate::config::Span;
 
 pub(super) use self::child::{ChildArgs, run_child};
 
@@ -42,6 +41,8 @@ Output:
   baseline                the median of bare tokio (bare std sockets for call_blocking_client) that moves 64 bytes there and
                           back for a call, as many bytes as the copy and a one-byte acknowledgement or request for a copy;
                           through a bare relay for *_1hop
+                          (call_pipelined_64, object_churn: whatever has arrived is echoed in one piece; no call gets
+                          as far, and the number is there to see the ceiling)
   ratio                   ours / bare, the median over pairs of neighbouring blocks. For µs LOWER is better, 1 being as
                           fast as bare sockets; for GB/s, calls/s and objects/s HIGHER is better
   direct, ratio_direct    for *_1hop: the same without the hop
@@ -173,8 +174,7 @@ fn matches(pattern: &str, name: &str) -> bool {
 
 fn limits(args: &BenchArgs) -> Limits {
     let iterations = args.iterations.map_or(usize::MAX, |count| usize::try_from(count).unwrap_or(usize::MAX));
-    let Span(time) = Span(Duration::try_from_secs_f64(args.seconds).unwrap_or(Duration::MAX));
-    Limits { iterations, time }
+    Limits { iterations, time: Duration::try_from_secs_f64(args.seconds).unwrap_or(Duration::MAX) }
 }
 
 /// The lines for people.

@@ -154,7 +154,8 @@ impl Summary {
         let variance = samples.iter().map(|sample| (sample - mean).powi(2)).sum::<f64>() / count;
         let at = |at: usize| sorted.get(at).copied().unwrap_or(0.0);
         let half = sorted.len() / 2;
-        let median = if sorted.len() % 2 == 0 { (at(half.saturating_sub(1)) + at(half)) / 2.0 } else { at(half) };
+        let median =
+            if sorted.len().is_multiple_of(2) { (at(half.saturating_sub(1)) + at(half)) / 2.0 } else { at(half) };
         Self { mean, median, min: at(0), max: at(sorted.len().saturating_sub(1)), std: variance.sqrt() }
     }
 }

@@ -186,8 +186,7 @@ async fn connect(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> R
 /// A channel that remembers what was first received on it.
 async fn open(address: &Address, limit: Duration) -> Result<(Channel, Received), TransportError> {
     let address = address.clone().without_key();
-    let mut options = DialOptions::default();
-    options.connect_timeout = limit;
+    let options = DialOptions { connect_timeout: limit };
     let (io, peer, guard) = dial(&address, &options).await?.into_parts();
     let received = Received::default();
     let mut channel = Channel::new(Recorder { io, received: received.clone() }, peer);

@@ -169,6 +169,8 @@ pub(super) fn connect_code(error: &ConnectError) -> u8 {
     match error {
         ConnectError::Address(_) => USAGE,
         ConnectError::Transport(error) => transport_code(error),
+        // There is no session to begin with, so the limit is one on who gets in.
+        ConnectError::Session(error) if error.kind() == ErrorKind::LimitExceeded => REFUSED,
         ConnectError::Session(error) => code_of_kind(error.kind()),
         _ => FAILURE,
     }

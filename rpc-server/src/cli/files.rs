@@ -47,7 +47,7 @@ pub(super) async fn put(globals: &Globals, output: &Output, args: PutArgs) -> Re
             return Err(cannot(io::ErrorKind::IsADirectory.into()));
         }
         // A pipe has no length.
-        len = metadata.is_file().then(|| metadata.len());
+        len = metadata.is_file().then_some(metadata.len());
         Box::new(file)
     };
     globals

@@ -141,6 +141,20 @@ pub(super) fn seconds(seconds: f64) -> String {
 
 /// Four significant digits.
 pub(super) fn digits(value: f64) -> String {
-    let whole = if value.abs() >= 1.0 { value.abs().log10().floor() as usize + 1 } else { 1 };
-    format!("{value:.*}", 4_usize.saturating_sub(whole))
+    let before_point = if value == 0.0 || !value.is_finite() { 1 } else { value.abs().log10().floor() as i32 + 1 };
+    format!("{value:.*}", usize::try_from(4 - before_point).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_four_digits_and_a_unit() {
+        assert_eq!(
+            [123_456.0, 12.345_6, 1.0, 0.001_234_6, 0.0].map(digits),
+            ["123456", "12.35", "1.000", "0.001235", "0.000"]
+        );
+        assert_eq!([2.0, 0.0123, 56e-6, 7e-9].map(seconds), ["2.000 s", "12.30 ms", "56.00 µs", "7.000 ns"]);
+    }
 }

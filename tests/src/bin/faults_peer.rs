@@ -29,7 +29,9 @@ fn main() {
             serve(config);
         }
         ["stdio", workdir] => serve(ServeConfig { stdio: true, ..config(workdir) }),
-        ["client", form, address, objects, bytes] => client(form, address, objects.parse().unwrap(), bytes.parse().unwrap()),
+        ["client", form, address, objects, bytes] => {
+            client(form, address, objects.parse().unwrap(), bytes.parse().unwrap())
+        }
         _ => panic!("unknown arguments {args:?}"),
     }
 }
@@ -42,7 +44,9 @@ fn serve(config: ServeConfig) {
     let registry = functions::registry();
     registry.add_inline("pid", || i64::from(std::process::id()));
     // As many objects as it takes, of a kind that costs nothing itself.
-    registry.add_inline("objects.many", |count: i64| (0..count).map(|object| Shared(std::sync::Arc::new(object))).collect::<Vec<_>>());
+    registry.add_inline("objects.many", |count: i64| {
+        (0..count).map(|object| Shared(std::sync::Arc::new(object))).collect::<Vec<_>>()
+    });
     let reason = RpcServer::builder().registry(registry).config(config).build().run_blocking().unwrap();
     std::process::exit(reason.exit_code().into());
 }

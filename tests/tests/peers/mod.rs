@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use std::{fs, io, panic, thread};
 
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
-use rpc_core::{FromReply, IntoArgs, Pack, Session};
+use rpc_core::{FromReply, IntoArgs, Pack, Packed, Session};
 use rpc_server::builtins::ServerInfo;
 use rpc_transports::{Address, BlockingIo, Connector, DialOptions, dial_blocking};
 use rustix::process::{Pid, Signal, kill_process};
@@ -294,7 +294,7 @@ impl RawPeer {
 
 /// Magic and hello.
 pub fn hello(hello: &Hello) -> Vec<u8> {
-    let body = Pack::to_message_pack(hello);
+    let body = Packed::encode(hello).unwrap().as_bytes().to_vec();
     let mut bytes = MAGIC.to_vec();
     bytes.extend(FrameHeader::control(Kind::Hello, body.len() as u32).encode());
     bytes.extend(body);
