@@ -414,7 +414,7 @@ pub fn strided_extent(shape: &[i64], strides: &[i64], dtype: DataType) -> Result
     if shape.len() != strides.len() {
         return Err(RpcError::invalid_argument(format!("{} strides for {} dimensions", strides.len(), shape.len())));
     }
-    if dtype.bits_per_element() % 8 != 0 {
+    if !dtype.bits_per_element().is_multiple_of(8) {
         return Err(RpcError::invalid_argument(format!("a {dtype} tensor cannot have strides")));
     }
     if element_count(shape)? == 0 {

@@ -160,10 +160,13 @@ impl fmt::Debug for Function {
 /// The future of an asynchronous function.
 pub type BoxFuture = Pin<Box<dyn Future<Output = Result<LocalValue>> + Send>>;
 
+/// Converts the arguments of a call, and goes on from there.
+type Conversion<T> = Box<dyn Fn(&mut Invocation) -> Result<T> + Send + Sync>;
+
 /// What a function does: at once, or as a future.
 pub(crate) enum Body {
-    Direct(Box<dyn Fn(&mut Invocation) -> Result<LocalValue> + Send + Sync>),
-    Async(Box<dyn Fn(&mut Invocation) -> Result<BoxFuture> + Send + Sync>),
+    Direct(Conversion<LocalValue>),
+    Async(Conversion<BoxFuture>),
 }
 
 struct FunctionInner {

@@ -57,21 +57,18 @@ macro_rules! options {
     ($name:ident) => {
         impl $name {
             /// Moves the copy to `lane`; [`Lane::DEFAULT`] without this.
-            #[must_use]
             pub fn lane(mut self, lane: Lane) -> Self {
                 self.options.lane = lane;
                 self
             }
 
             /// Fails the copy at `deadline`.
-            #[must_use]
             pub fn deadline(mut self, deadline: Instant) -> Self {
                 self.options.deadline = Some(deadline);
                 self
             }
 
             /// Calls `progress` with the bytes copied so far, after each chunk.
-            #[must_use]
             pub fn progress(mut self, progress: impl Fn(u64) + Send + Sync + 'static) -> Self {
                 self.options.progress = Some(Arc::new(progress));
                 self

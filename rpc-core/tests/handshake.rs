@@ -209,7 +209,9 @@ impl Identity for Toy {
         match (self.dialler, self.round, received) {
             (true, 1, None) => Ok(IdentityStep::Send(vec![40])),
             (false, 1, None) => Ok(IdentityStep::Wait),
-            (false, 2, Some(challenge)) => Ok(IdentityStep::Send(vec![challenge.first().unwrap_or(&0) ^ self.secret, 50])),
+            (false, 2, Some(challenge)) => {
+                Ok(IdentityStep::Send(vec![challenge.first().unwrap_or(&0) ^ self.secret, 50]))
+            }
             (true, 2, Some(answer)) => {
                 self.check(answer.first(), 40)?;
                 let last = answer.get(1).map(|challenge| vec![challenge ^ self.secret]);
@@ -237,8 +239,7 @@ fn identity_is_proven_in_several_rounds() {
 
 #[test]
 fn a_wrong_secret_is_refused_and_both_hear_of_it() {
-    let outcome =
-        meet(with_identity(client(), Toy::new(9, true)), with_identity(server(), Toy::new(8, false)));
+    let outcome = meet(with_identity(client(), Toy::new(9, true)), with_identity(server(), Toy::new(8, false)));
     let (ours, theirs) = refused(outcome);
     assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Refused, ErrorKind::Refused));
     assert!(theirs.message().contains("secret"), "{theirs}");
@@ -322,7 +323,9 @@ fn approval_before_the_peer_has_accepted_waits_for_it() {
 
 #[test]
 fn garbage_is_shown_and_not_answered() {
-    for (bytes, shown) in [(&b"HTTP/1.1 400 Bad Request\r\n"[..], "HTTP/1.1 400 Bad"), (b"\x16\x03\x01", "\\x16\\x03\\x01")] {
+    for (bytes, shown) in
+        [(&b"HTTP/1.1 400 Bad Request\r\n"[..], "HTTP/1.1 400 Bad"), (b"\x16\x03\x01", "\\x16\\x03\\x01")]
+    {
         let mut acceptor = Handshake::accept(config(server()), Instant::now());
         let error = acceptor.handle_input(&mut BytesMut::from(bytes)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Protocol);

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 use pair::{Arrived, Cut, Pair, Rng, Setup, call, call_with, frame, object};
 use rpc_core::proto::{
-    Admission, Anonymous, ClientEndpoint, FrameHeader, HEADER_LEN, Handshake, HandshakeConfig, Hello, Kind, LinkConfig, Role,
-    ServerEndpoint, ServerEvent, decode_reply, decode_request, decode_value, encode_reply, encode_request, encode_value,
+    Admission, Anonymous, ClientEndpoint, FrameHeader, HEADER_LEN, Handshake, HandshakeConfig, Hello, Kind, LinkConfig,
+    Role, ServerEndpoint, ServerEvent, decode_reply, decode_request, decode_value, encode_reply, encode_request,
+    encode_value,
 };
 use rpc_core::session::{Operation, ReadBuffer, Request};
 use rpc_core::{DataType, Device, ErrorKind, Handle, Lane, Packed, Reference, RpcError, TensorRef, Value};
@@ -335,10 +336,10 @@ struct Model {
 fn answer(pair: &mut Pair, model: &mut Model, rng: &mut Rng, id: u64) {
     let outcome = match rng.below(8) {
         0 => Err(RpcError::new(ErrorKind::Application, "no")),
-        1 => Ok(Value::Bytes(vec![1; 90_000 + rng.below(60_000)].into())),
-        2 => Ok(Value::Bytes(vec![1; rng.below(20_000)].into())),
+        1 => Ok(Value::Bytes(vec![1; 18_000 + rng.below(20_000)].into())),
+        2 => Ok(Value::Bytes(vec![1; rng.below(8_000)].into())),
         3..6 => {
-            let limit = if rng.one_in(4) { 150_000 } else { 10 };
+            let limit = if rng.one_in(4) { 40_000 } else { 10 };
             let fill = rng.below(limit);
             let mut values = vec![Value::Bytes(vec![2; fill].into())];
             for _ in 0..rng.below(4) {
@@ -369,7 +370,10 @@ fn look(pair: &mut Pair, model: &mut Model) {
             }
             Arrived::Request(id) => {
                 if let Some(handle) = model.names.get(id) {
-                    assert!(model.live.contains(handle), "object {handle} was freed before request {id}, which uses it");
+                    assert!(
+                        model.live.contains(handle),
+                        "object {handle} was freed before request {id}, which uses it"
+                    );
                 }
             }
             _ => {}
@@ -387,8 +391,8 @@ fn look(pair: &mut Pair, model: &mut Model) {
 
 fn history(seed: u64) {
     let mut rng = Rng(seed);
-    let max_message = 100_000 + rng.below(50_000) as u64;
-    let room = if rng.one_in(2) { 20_000 } else { 200_000 };
+    let max_message = 20_000 + rng.below(15_000) as u64;
+    let room = if rng.one_in(2) { 5_000 } else { 60_000 };
     let window = max_message + rng.below(room) as u64;
     let cut = match rng.below(3) {
         0 => Cut::Whole,
@@ -397,7 +401,7 @@ fn history(seed: u64) {
     };
     let mut setup = Setup {
         delay: Duration::from_millis(rng.below(30) as u64),
-        capacity: 1 << (9 + rng.below(12)),
+        capacity: 1 << (10 + rng.below(8)),
         ..Setup::default()
     };
     let chunk = 1 << (8 + rng.below(9));
@@ -439,7 +443,7 @@ fn history(seed: u64) {
             }
             16 => pair.client_reads = !pair.client_reads,
             17 => pair.server_reads = !pair.server_reads,
-            18 => pair.setup.capacity = 1 << (9 + rng.below(12)),
+            18 => pair.setup.capacity = 1 << (10 + rng.below(8)),
             19 if rng.one_in(10) => pair.server.go_away(&RpcError::new(ErrorKind::Draining, "going")),
             _ => {
                 // Less than a keep-alive in which nobody reads.

@@ -73,7 +73,8 @@ fn asked() -> Pair {
 }
 
 fn header(kind: u8, flags: u8, reserved: u16, body: u32, payload: u32) -> Vec<u8> {
-    let mut bytes = FrameHeader { body_len: body, payload_len: payload, ..FrameHeader::control(Kind::Ping, 0) }.encode();
+    let mut bytes =
+        FrameHeader { body_len: body, payload_len: payload, ..FrameHeader::control(Kind::Ping, 0) }.encode();
     bytes[20] = kind;
     bytes[21] = flags;
     bytes[22..].copy_from_slice(&reserved.to_le_bytes());
@@ -178,7 +179,10 @@ fn what_a_client_may_not_send_ends_the_session() {
         ("bytes left over", request(1, &[0x93, 1, 0xc0, 0x91, 0xa0, 0xa0], &[])),
         ("payload left over", request(1, &[0x93, 1, 0xc0, 0x91, 0xa0], &[0])),
         ("payload missing", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd7, 1, 9, 0, 0, 0, 0, 0, 0, 0], &[0; 8])),
-        ("an endless payload", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd7, 1, 255, 255, 255, 255, 255, 255, 255, 255], &[0; 8])),
+        (
+            "an endless payload",
+            request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd7, 1, 255, 255, 255, 255, 255, 255, 255, 255], &[0; 8]),
+        ),
         ("nesting", request(1, &deep, &[])),
         ("4 billion arguments", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0xdd, 255, 255, 255, 255, 0xc0], &[])),
         ("4 billion extras", request(1, &[0x93, 2, 0xdf, 255, 255, 255, 255, 0xa1], &[])),
@@ -211,7 +215,10 @@ fn what_a_server_may_not_send_ends_the_session() {
         ("a reply that nobody asked for", reply(2, &[0xc0])),
         ("an error that nobody asked for", frame(Kind::Error, 0, 0, false, &[0x80], &[])),
         ("the beginning of such a reply", frame(Kind::Reply, 2, 0, true, &[0xc0], &[])),
-        ("a large reply that nobody asked for", frame(Kind::Reply, 2, 0, false, &[0xd7, 1, 0, 0, 1, 0, 0, 0, 0, 0], &[0; 65_536])),
+        (
+            "a large reply that nobody asked for",
+            frame(Kind::Reply, 2, 0, false, &[0xd7, 1, 0, 0, 1, 0, 0, 0, 0, 0], &[0; 65_536]),
+        ),
         ("an empty reply", reply(1, &[])),
         ("two values", reply(1, &[0xc0, 0xc0])),
         ("text that is not UTF-8", reply(1, &[0xa1, 0xff])),
@@ -485,7 +492,14 @@ fn a_reply_before_the_request_has_left_does_no_harm() {
 #[test]
 fn errors_of_a_peer_keep_their_facts_and_unknown_kinds_survive() {
     let mut pair = asked();
-    pair.inject_to_client(&frame(Kind::Error, 1, 0, false, b"\x83\xa4kind\xcd\x03\xe7\xa7message\xa3new\xa6colour\xa4blue", &[]));
+    pair.inject_to_client(&frame(
+        Kind::Error,
+        1,
+        0,
+        false,
+        b"\x83\xa4kind\xcd\x03\xe7\xa7message\xa3new\xa6colour\xa4blue",
+        &[],
+    ));
     pair.run();
     assert_eq!(pair.error(1).kind(), ErrorKind::Unknown(999));
     assert_eq!((pair.error(1).message(), pair.error(1).hop()), ("new", 1));

@@ -11,7 +11,9 @@ use bytes::{Bytes, BytesMut};
 use pair::{Arrived, Cut, Pair, Rng, Setup, call, call_with, frame, object};
 use rpc_core::proto::{Admission, Kind};
 use rpc_core::session::{Operation, ReadBuffer, Request};
-use rpc_core::{DataType, Device, ErrorKind, Handle, Lane, LocalSession, Reference, Registry, RpcError, TensorRef, Value};
+use rpc_core::{
+    DataType, Device, ErrorKind, Handle, Lane, LocalSession, Reference, Registry, RpcError, TensorRef, Value,
+};
 
 const KIB: usize = 1 << 10;
 
@@ -179,7 +181,8 @@ fn long_messages_span_frames_take_turns_and_keep_their_order() {
     let mut sent = Vec::new();
     for id in 1..=6 {
         let text = String::from_utf8(vec![b'a' + id as u8; 60_000 * (id as usize % 3 + 1)]).unwrap();
-        let args = vec![Value::Str(text), Value::Bytes(rng.bytes(50_000).into()), Value::Bytes(rng.bytes(5_000).into())];
+        let args =
+            vec![Value::Str(text), Value::Bytes(rng.bytes(50_000).into()), Value::Bytes(rng.bytes(5_000).into())];
         sent.push(args.clone());
         pair.submit(id, call_with(id as u32 % 2, args));
     }
@@ -787,12 +790,15 @@ fn a_write_is_received_into_the_tensor() {
         let len = 40_000;
         let data = Rng(1).bytes(len);
         let mut pair = Setup::default().cut(cut).build().served_by(LocalSession::new(Registry::new()));
-        pair.submit(1, Request::new(Operation::Alloc {
-            device: Device::cpu(),
-            dtype: DataType::U8,
-            shape: vec![len as i64],
-            scope: None,
-        }));
+        pair.submit(
+            1,
+            Request::new(Operation::Alloc {
+                device: Device::cpu(),
+                dtype: DataType::U8,
+                shape: vec![len as i64],
+                scope: None,
+            }),
+        );
         settle(&mut pair, 1);
         let Ok(Value::Object(Reference::Tensor(tensor))) = pair.outcomes[&1].clone() else { panic!() };
         let half = len / 2;
@@ -830,12 +836,10 @@ fn settle(pair: &mut Pair, id: u64) {
 fn a_write_in_place_that_is_cut_off_releases_its_lane() {
     let local = LocalSession::new(Registry::new());
     let mut pair = Pair::new(Setup::default()).served_by(local);
-    pair.submit(1, Request::new(Operation::Alloc {
-        device: Device::cpu(),
-        dtype: DataType::U8,
-        shape: vec![40_000],
-        scope: None,
-    }));
+    pair.submit(
+        1,
+        Request::new(Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![40_000], scope: None }),
+    );
     settle(&mut pair, 1);
     let Ok(Value::Object(Reference::Tensor(tensor))) = pair.outcomes[&1].clone() else { panic!() };
     pair.setup.cut = Cut::Every(10_000);

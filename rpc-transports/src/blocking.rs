@@ -18,7 +18,7 @@ use rpc_core::reply::ReplyControl;
 use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, Submission, Value};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, send, sendmsg};
 
 use crate::channel_io::SLICES;
 use crate::client::report;
@@ -59,7 +59,7 @@ struct Shared {
     active: AtomicBool,
     /// Whether somebody awaits a reply, whom the attendant has to drive.
     attended: AtomicBool,
-    this: Weak<Shared>,
+    this: Weak<Self>,
     /// A blocking read ends by itself after this long.
     read_limit: Duration,
     _guard: Option<ChannelGuard>,
@@ -315,7 +315,12 @@ impl Shared {
                 return;
             }
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            match sendmsg(&self.io, &slices[..count], &mut SendAncillaryBuffer::default(), flags) {
+            // One slice, as nearly always, is cheaper for the kernel to take as such.
+            let sent = match &slices[..count] {
+                [one] => send(&self.io, one, flags),
+                several => sendmsg(&self.io, several, &mut SendAncillaryBuffer::default(), flags),
+            };
+            match sent {
                 Ok(written) => state.endpoint.advance(written, Instant::now()),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {

@@ -1,6 +1,6 @@
 //! What the drivers of both sides share: reading ahead, waking up in time, the handshake over a channel.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
@@ -8,7 +8,7 @@ use std::time::Instant;
 use bytes::{BufMut, BytesMut};
 use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated};
 use rpc_core::{ErrorKind, RpcError};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::Sleep;
 
 use crate::transport::{Channel, ChannelIo};
@@ -77,6 +77,18 @@ impl ReadAhead {
         ready!(Pin::new(&mut io).poll_read(cx, &mut target))?;
         Poll::Ready(Ok(target.filled().len()))
     }
+}
+
+/// Writes what the channel takes of `slices`.
+pub(crate) fn poll_write(io: &mut dyn ChannelIo, slices: &[IoSlice<'_>], cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+    let mut io = io;
+    let io = Pin::new(&mut io);
+    let written = ready!(match slices {
+        // One slice, as nearly always, is cheaper for the kernel to take as such.
+        [one] => io.poll_write(cx, one),
+        several => io.poll_write_vectored(cx, several),
+    })?;
+    Poll::Ready(if written == 0 { Err(io::ErrorKind::WriteZero.into()) } else { Ok(written) })
 }
 
 /// Wakes the task when the endpoint's next timeout is due.

@@ -14,7 +14,7 @@ use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, S
 
 use tokio::io::AsyncWrite;
 
-use crate::channel_io::{Alarm, ReadAhead, SLICES};
+use crate::channel_io::{Alarm, ReadAhead, SLICES, poll_write};
 use crate::transport::{Channel, ChannelGuard, ChannelIo};
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
@@ -34,7 +34,7 @@ struct Shared {
     begun: Instant,
     peer: String,
     /// What requests hold of the session.
-    control: Weak<Shared>,
+    control: Weak<Self>,
 }
 
 struct State {
@@ -254,11 +254,12 @@ fn turn(
     alarm: &mut Alarm,
     cx: &mut Context<'_>,
 ) -> Poll<()> {
-    if let Some(now) = alarm.poll(state.endpoint.poll_timeout(), cx)
-        && let Err(error) = state.endpoint.handle_timeout(now)
-    {
-        state.endpoint.fail(error);
-        return Poll::Ready(());
+    // Until the alarm is set to the next time: nothing else may wake this task.
+    while let Some(now) = alarm.poll(state.endpoint.poll_timeout(), cx) {
+        if let Err(error) = state.endpoint.handle_timeout(now) {
+            state.endpoint.fail(error);
+            return Poll::Ready(());
+        }
     }
     if let Err(error) = poll_output(&mut state.endpoint, io, cx) {
         // A peer that closed has perhaps said why: what it wrote is still to be read.
@@ -280,14 +281,19 @@ fn turn(
 }
 
 fn read_rest(state: &mut State, io: &mut dyn ChannelIo, read: &mut ReadAhead, cx: &mut Context<'_>) -> bool {
-    matches!(poll_input(&mut state.endpoint, io, read, cx), Poll::Ready(Ok(()))) && state.endpoint.ended().is_some()
+    while state.endpoint.ended().is_none() {
+        if !matches!(poll_input(&mut state.endpoint, io, read, cx), Poll::Ready(Ok(()))) {
+            return false;
+        }
+    }
+    true
 }
 
 fn lost(error: &io::Error) -> RpcError {
     RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
 }
 
-fn poll_output(endpoint: &mut ClientEndpoint<Responder>, mut io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> io::Result<()> {
+fn poll_output(endpoint: &mut ClientEndpoint<Responder>, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> io::Result<()> {
     loop {
         endpoint.stage();
         let mut slices = [IoSlice::new(&[]); SLICES];
@@ -295,9 +301,8 @@ fn poll_output(endpoint: &mut ClientEndpoint<Responder>, mut io: &mut dyn Channe
         if count == 0 {
             return Ok(());
         }
-        match Pin::new(&mut io).poll_write_vectored(cx, &slices[..count]) {
+        match poll_write(io, &slices[..count], cx) {
             Poll::Pending => return Ok(()),
-            Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
             Poll::Ready(Ok(written)) => endpoint.advance(written, Instant::now()),
             Poll::Ready(Err(error)) => return Err(error),
         }

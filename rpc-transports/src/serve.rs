@@ -13,11 +13,11 @@ use bytes::BytesMut;
 use rpc_core::proto::{Anonymous, HandshakeConfig, Hello, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Spawner, Value};
-use tokio::io::AsyncWrite;
+use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::Notify;
 
 use crate::address::Address;
-use crate::channel_io::{Alarm, ReadAhead, SLICES, accept_hands};
+use crate::channel_io::{Alarm, ReadAhead, SLICES, accept_hands, poll_write};
 use crate::connect::Connector;
 use crate::dispatch::bind;
 use crate::pattern::matches_pattern;
@@ -316,11 +316,34 @@ async fn serve_connection(shared: &Arc<Shared>, mut channel: Channel, mailbox: A
     match accept_hands(&mut channel, config, open).await {
         Ok((negotiated, input, session)) => {
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
-            let reason = Connection::new(channel, &negotiated, input, session, mailbox, options).await;
+            let mut connection = Connection::new(channel, &negotiated, input, session, mailbox, options);
+            let reason = (&mut connection).await;
             tracing::debug!(peer, reason = %reason, "session ended");
+            if connection.said_all {
+                linger(&mut *connection.io).await;
+            }
         }
-        Err(error) => tracing::debug!(peer, %error, "no session"),
+        Err(error) => {
+            tracing::debug!(peer, %error, "no session");
+            linger(channel.io_mut()).await;
+        }
     }
+}
+
+/// How long a client may take to read what was said last.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Says that nothing follows, and waits for the client to close, too. A channel that is closed while input waits to be read
+/// is reset, and what the client has not received by then is lost.
+async fn linger(io: &mut dyn ChannelIo) {
+    let close = async {
+        io.shutdown().await?;
+        let mut scrap = [0; 4096];
+        while io.read(&mut scrap).await? > 0 {}
+        io::Result::Ok(())
+    };
+    // A channel that broke has nothing to wait for.
+    let _ = tokio::time::timeout(LINGER, close).await;
 }
 
 async fn open_session(
@@ -380,6 +403,8 @@ struct Connection {
     going_away: bool,
     /// The session is over as soon as this has been written.
     closing: Option<RpcError>,
+    /// The client was sent a last word, which it may not have received yet.
+    said_all: bool,
     _guard: Option<ChannelGuard>,
 }
 
@@ -405,6 +430,7 @@ impl Connection {
             working: HashMap::new(),
             going_away: false,
             closing: None,
+            said_all: false,
             _guard: guard,
         }
     }
@@ -479,9 +505,8 @@ impl Connection {
             if count == 0 {
                 return Ok(());
             }
-            match Pin::new(&mut self.io).poll_write_vectored(cx, &slices[..count]) {
+            match poll_write(&mut *self.io, &slices[..count], cx) {
                 Poll::Pending => return Ok(()),
-                Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
                 Poll::Ready(Ok(written)) => self.endpoint.advance(written, Instant::now()),
                 Poll::Ready(Err(error)) => return Err(error),
             }
@@ -564,11 +589,12 @@ impl Future for Connection {
             {
                 this.close(error);
             }
-            if let Some(now) = this.alarm.poll(Some(this.endpoint.poll_timeout()), cx)
-                && let Err(error) = this.endpoint.handle_timeout(now)
-            {
-                this.end();
-                return Poll::Ready(error);
+            // Until the alarm is set to the next time: nothing else may wake this task.
+            while let Some(now) = this.alarm.poll(Some(this.endpoint.poll_timeout()), cx) {
+                if let Err(error) = this.endpoint.handle_timeout(now) {
+                    this.end();
+                    return Poll::Ready(error);
+                }
             }
             if let Err(error) = this.poll_output(cx) {
                 this.end();
@@ -583,7 +609,7 @@ impl Future for Connection {
             }
             if this.closing.is_some() && this.endpoint.is_flushed() {
                 this.end();
-                let _ = Pin::new(&mut this.io).poll_shutdown(cx);
+                this.said_all = true;
                 let reason = this.closing.take();
                 return Poll::Ready(reason.unwrap_or_else(|| RpcError::internal("closed without a reason")));
             }
@@ -596,6 +622,7 @@ impl Future for Connection {
                     this.close(error.clone());
                     let _ = this.poll_output(cx);
                     this.end();
+                    this.said_all = true;
                     return Poll::Ready(error);
                 }
                 Poll::Ready(Err(error)) => {

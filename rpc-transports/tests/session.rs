@@ -1,4 +1,5 @@
 //! A session over each transport: connect, call, copy, forward, end.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
 use std::time::Duration;

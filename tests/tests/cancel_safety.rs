@@ -116,6 +116,8 @@ struct Kit {
     probes: RemoteFunction,
     usage: RemoteFunction,
     dropped: RemoteObject,
+    /// Kept, so that its end does not disturb the count.
+    _counter: RemoteFunction,
     tensor: RemoteTensor,
     other: RemoteTensor,
 }
@@ -136,6 +138,7 @@ impl Kit {
             dropped: counter.call(()).await.unwrap(),
             tensor: tensor().await,
             other: tensor().await,
+            _counter: counter,
             session,
         }
     }

@@ -262,7 +262,7 @@ struct Closing {
 }
 
 struct Shared {
-    this: Weak<Shared>,
+    this: Weak<Self>,
     registry: Registry,
     devices: Devices,
     memory: Arc<MemoryQuota>,

@@ -11,7 +11,7 @@ pub struct MemoryQuota {
     name: &'static str,
     limit: u64,
     used: AtomicU64,
-    within: Option<Arc<MemoryQuota>>,
+    within: Option<Arc<Self>>,
 }
 
 impl MemoryQuota {
@@ -45,7 +45,7 @@ impl MemoryQuota {
 pub struct MemoryLease {
     quota: Arc<MemoryQuota>,
     bytes: u64,
-    _outer: Option<Box<MemoryLease>>,
+    _outer: Option<Box<Self>>,
 }
 
 impl Drop for MemoryLease {

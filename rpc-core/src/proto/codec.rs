@@ -379,7 +379,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The type and content of an extension.
-    fn ext_after(&mut self, marker: u8) -> Result<(u8, Reader<'a>)> {
+    fn ext_after(&mut self, marker: u8) -> Result<(u8, Self)> {
         let len = match marker {
             0xd4..=0xd8 => 1 << (marker - 0xd4),
             0xc7 => self.number_len(1)?,
@@ -391,7 +391,7 @@ impl<'a> Reader<'a> {
         Ok((kind, Reader::new(self.take(len)?, Bytes::new())))
     }
 
-    fn ext(&mut self, expected: u8) -> Result<Reader<'a>> {
+    fn ext(&mut self, expected: u8) -> Result<Self> {
         let marker = self.byte()?;
         match self.ext_after(marker)? {
             (kind, content) if kind == expected => Ok(content),
@@ -455,7 +455,7 @@ impl<'a> Reader<'a> {
     }
 
     fn shape_content(mut self) -> Result<Vec<i64>> {
-        if self.body.len() % 8 != 0 {
+        if !self.body.len().is_multiple_of(8) {
             return Err(CodecError::Truncated);
         }
         self.dimensions(self.body.len() / 8)

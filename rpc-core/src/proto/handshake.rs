@@ -272,9 +272,7 @@ impl Handshake {
     /// Accepts the peer, after [`awaits_approval`](Self::awaits_approval). Input that came before may have been enough to
     /// finish the handshake now.
     pub fn approve(&mut self) -> Option<Negotiated> {
-        if self.awaits_approval().is_none() {
-            return None;
-        }
+        self.awaits_approval()?;
         self.config.hold = false;
         self.send(Kind::Accept, &[]);
         self.finished()

@@ -265,7 +265,7 @@ impl ServerEndpoint {
             Kind::Cancel => self.events.push_back(ServerEvent::Cancel { id: incoming.id }),
             Kind::Free => {
                 let body = &incoming.body;
-                if body.len() % 8 != 0 {
+                if !body.len().is_multiple_of(8) {
                     return Err(RpcError::new(ErrorKind::Protocol, "malformed list of handles to free"));
                 }
                 let bits = body.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap_or_default()));

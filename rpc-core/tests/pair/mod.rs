@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{
-    Admission, Anonymous, ClientEndpoint, ClientEvent, FrameHeader, HEADER_LEN, Handshake, HandshakeConfig, Hello, Kind,
-    LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent,
+    Admission, Anonymous, ClientEndpoint, ClientEvent, FrameHeader, HEADER_LEN, Handshake, HandshakeConfig, Hello,
+    Kind, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent,
 };
 use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::session::{InPlaceWrite, Operation, Request};
@@ -153,12 +153,8 @@ impl Setup {
 /// A handshake between two offers, as far as it goes: what each side makes of it, the one that dials first.
 pub(crate) fn negotiate(client: Hello, server: Hello) -> (Negotiated, Negotiated) {
     let now = Instant::now();
-    let config = |hello| HandshakeConfig {
-        hello,
-        identity: Box::new(Anonymous),
-        hold: false,
-        timeout: Duration::from_secs(10),
-    };
+    let config =
+        |hello| HandshakeConfig { hello, identity: Box::new(Anonymous), hold: false, timeout: Duration::from_secs(10) };
     let mut dialler = Handshake::dial(config(client), now);
     let mut acceptor = Handshake::accept(config(server), now);
     let (mut ours, mut theirs) = (None, None);
@@ -380,7 +376,8 @@ impl Pair {
                     let available = self.down.arrived(self.now).min(target.len());
                     let bytes = self.down.read(self.now, self.setup.cut.size(available));
                     target[..bytes.len()].copy_from_slice(&bytes);
-                    let outcome = if bytes.is_empty() { Ok(()) } else { self.client.bulk_filled(bytes.len(), self.now) };
+                    let outcome =
+                        if bytes.is_empty() { Ok(()) } else { self.client.bulk_filled(bytes.len(), self.now) };
                     outcome.map(|()| bytes.len())
                 }
                 None => {

@@ -28,7 +28,7 @@ fn main() {
             };
             serve(config);
         }
-        ["stdio", workdir] => serve(ServeConfig { stdio: true, ..config(workdir) }),
+        ["stdio", workdir] => serve(ServeConfig { stdio: true, listen: Vec::new(), ..config(workdir) }),
         ["client", form, address, objects, bytes] => {
             client(form, address, objects.parse().unwrap(), bytes.parse().unwrap())
         }
