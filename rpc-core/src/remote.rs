@@ -73,7 +73,7 @@ impl Session {
             Ok(Request::new(Operation::Call { function, args: args.into_args(&mut scope)? }))
         });
         let pins = scope.pins;
-        Action { session: self.0.clone(), request, function: Some(function.0.clone()), pins, result: PhantomData }
+        Action { session: self.0.clone(), request, function: Some(function.0.clone()), pins, frees: None, result: PhantomData }
     }
 
     /// Allocates a zeroed, densely packed tensor.
@@ -160,7 +160,7 @@ impl Session {
         let request = from.reference_in(&self.0).and_then(|from| {
             Ok(Request::new(Operation::Copy { from, to: to.reference_in(&self.0)? }))
         });
-        Action { session: self.0.clone(), request, function: None, pins, result: PhantomData }
+        Action { session: self.0.clone(), request, function: None, pins, frees: None, result: PhantomData }
     }
 
     /// Frees an object now, and says whether it was there. Dropping a reference frees as well, without an answer.
@@ -184,7 +184,7 @@ impl Session {
 
     /// Frees a stream. What was issued to it still completes.
     pub fn free_stream(&self, stream: RemoteObject) -> Action<()> {
-        self.action_on(stream.0.take_handle(&self.0), Vec::new(), |handle| Operation::Free { handle })
+        stream.0.free_in(&self.0)
     }
 
     /// Makes `stream` the current one of `device` for later requests of the same lane; `None` is the default stream.
@@ -240,6 +240,7 @@ impl Session {
             request: Ok(Request::new(operation)),
             function: None,
             pins: Vec::new(),
+            frees: None,
             result: PhantomData,
         }
     }
@@ -251,7 +252,7 @@ impl Session {
         operation: impl FnOnce(H) -> Operation,
     ) -> Action<T> {
         let request = handle.map(|handle| Request::new(operation(handle)));
-        Action { session: self.0.clone(), request, function: None, pins, result: PhantomData }
+        Action { session: self.0.clone(), request, function: None, pins, frees: None, result: PhantomData }
     }
 }
 
@@ -301,6 +302,8 @@ pub struct Action<T> {
     /// Kept as the pins are; nearly every call has this one, and no other.
     function: Option<Arc<Owned>>,
     pins: Vec<Arc<dyn Any + Send + Sync>>,
+    /// What has nothing left to free once this is done.
+    frees: Option<Arc<Owned>>,
     result: PhantomData<fn() -> T>,
 }
 
@@ -339,7 +342,8 @@ impl<T: FromReply> Action<T> {
             Err(error) => Submission::ready(Err(error)),
         };
         let _pins = (self.function, self.pins);
-        Pending { session: self.session, stage: Stage::Submitted(submission), _pins, result: PhantomData }
+        let stage = Stage::Submitted(submission);
+        Pending { session: self.session, stage, _pins, frees: self.frees, result: PhantomData }
     }
 
     /// Performs the operation on the calling thread.
@@ -374,6 +378,7 @@ pub struct Pending<T> {
     stage: Stage,
     /// Until the reply: the request may not have reached the session before.
     _pins: (Option<Arc<Owned>>, Vec<Arc<dyn Any + Send + Sync>>),
+    frees: Option<Arc<Owned>>,
     result: PhantomData<fn() -> T>,
 }
 
@@ -434,6 +439,9 @@ impl<T: FromReply> Future for Pending<T> {
                 Stage::Admitted(pending) => {
                     let Poll::Ready(outcome) = Pin::new(pending).poll(cx) else { return Poll::Pending };
                     self.stage = Stage::Over;
+                    if let (Ok(_), Some(freed)) = (&outcome, &self.frees) {
+                        freed.freed.store(true, Ordering::Relaxed);
+                    }
                     return Poll::Ready(outcome.and_then(|value| T::from_reply(value, &self.session)));
                 }
                 Stage::Refused(error) => return Poll::Ready(Err(error.clone())),
@@ -472,10 +480,17 @@ impl Owned {
         }
     }
 
-    fn take_handle(&self, session: &SharedSession) -> Result<Handle> {
-        let handle = self.handle_in(session)?;
-        self.freed.store(true, Ordering::Relaxed);
-        Ok(handle)
+    /// Frees the object now. If that is cancelled on its way, dropping the reference frees it.
+    fn free_in(self: &Arc<Self>, session: &SharedSession) -> Action<()> {
+        let request = self.handle_in(session).map(|handle| Request::new(Operation::Free { handle }));
+        Action {
+            session: session.clone(),
+            request,
+            function: None,
+            pins: Vec::new(),
+            frees: Some(self.clone()),
+            result: PhantomData,
+        }
     }
 
     fn pin(self: &Arc<Self>) -> Arc<dyn Any + Send + Sync> {
@@ -512,9 +527,7 @@ macro_rules! references {
 
                 /// Frees the object now, and says whether it was there. Other clones of this reference become invalid.
                 pub fn free(self) -> Action<()> {
-                    self.session().action_on(self.0.take_handle(&self.0.session), Vec::new(), |handle| {
-                        Operation::Free { handle }
-                    })
+                    self.0.free_in(&self.0.session)
                 }
             }
 
@@ -680,7 +693,7 @@ impl RemoteTensor {
 
     /// Frees the storage now, and says whether it was there. Other views of it become invalid.
     pub fn free(self) -> Action<()> {
-        self.session().action_on(self.0.take_handle(&self.0.session), Vec::new(), |handle| Operation::Free { handle })
+        self.0.free_in(&self.0.session)
     }
 
     /// What names this view in a request to `session`.

@@ -387,6 +387,10 @@ impl Shared {
             }
         }
         state.leader = false;
+        if state.endpoint.ended().is_some() {
+            // The peer waits for this, and references to the session may live long.
+            let _ = self.io.shutdown(std::net::Shutdown::Both);
+        }
         if state.followers > 0 {
             self.turn.notify_all();
         }

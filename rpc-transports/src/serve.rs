@@ -13,7 +13,7 @@ use bytes::BytesMut;
 use rpc_core::proto::{Anonymous, HandshakeConfig, Hello, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Spawner, Value};
-use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 
 use crate::address::Address;
