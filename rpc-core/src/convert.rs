@@ -305,7 +305,8 @@ impl<T: FromArg> FromArg for Vec<T> {
                 .into_iter()
                 .enumerate()
                 .map(|(at, value)| {
-                    T::from_arg(Arg { value, borrow: None }).map_err(|error| error.context(format_args!("element {at}")))
+                    T::from_arg(Arg { value, borrow: None })
+                        .map_err(|error| error.context(format_args!("element {at}")))
                 })
                 .collect(),
             other => Err(mismatch("list", &other)),

@@ -423,8 +423,8 @@ pub fn strided_extent(shape: &[i64], strides: &[i64], dtype: DataType) -> Result
     let too_large = || RpcError::invalid_argument(format!("shape {shape:?} with strides {strides:?} is too large"));
     let mut last = 0_u64;
     for (&dimension, &stride) in shape.iter().zip(strides) {
-        let stride = u64::try_from(stride)
-            .map_err(|_| RpcError::invalid_argument(format!("negative stride in {strides:?}")))?;
+        let stride =
+            u64::try_from(stride).map_err(|_| RpcError::invalid_argument(format!("negative stride in {strides:?}")))?;
         // `element_count` has refused negative dimensions, and zero has returned above.
         let steps = dimension.unsigned_abs() - 1;
         last = steps.checked_mul(stride).and_then(|reach| last.checked_add(reach)).ok_or_else(too_large)?;
@@ -438,7 +438,8 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for text in ["int8", "uint64", "float16", "bfloat16", "float32x4", "bool", "float8_e4m3fn", "complex64", "handle64"]
+        for text in
+            ["int8", "uint64", "float16", "bfloat16", "float32x4", "bool", "float8_e4m3fn", "complex64", "handle64"]
         {
             assert_eq!(text.parse::<DataType>().unwrap().to_string(), text);
         }

@@ -16,7 +16,7 @@ use std::future::Future;
 
 use crate::convert::{FromArg, IntoReturn};
 use crate::error::{Result, RpcError};
-use crate::object::{BoxFuture, Body, Context, Function, FunctionKind, Invocation, LocalValue, Signature};
+use crate::object::{Body, BoxFuture, Context, Function, FunctionKind, Invocation, LocalValue, Signature};
 use crate::tensor::Access;
 
 impl Function {
@@ -93,7 +93,6 @@ pub trait FromCall: Sized {
     ///
     /// A missing argument, or one that is not convertible.
     fn from_call(invocation: &mut Invocation) -> Result<Self>;
-
 }
 
 impl FromCall for Context {

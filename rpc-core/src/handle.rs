@@ -105,9 +105,7 @@ impl<T> HandleTable<T> {
         let slot = &mut self.slots[index];
         slot.object = Some(object);
         self.live += 1;
-        Ok(Handle(
-            index as u64 | u64::from(slot.generation) << SLOT_BITS | self.tag << (SLOT_BITS + GENERATION_BITS),
-        ))
+        Ok(Handle(index as u64 | u64::from(slot.generation) << SLOT_BITS | self.tag << (SLOT_BITS + GENERATION_BITS)))
     }
 
     /// The object that `handle` names.

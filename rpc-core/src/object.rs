@@ -114,7 +114,12 @@ impl fmt::Display for Signature {
 pub struct Function(Arc<FunctionInner>);
 
 impl Function {
-    pub(crate) fn from_parts(kind: FunctionKind, signature: Signature, access: Vec<Option<Access>>, body: Body) -> Self {
+    pub(crate) fn from_parts(
+        kind: FunctionKind,
+        signature: Signature,
+        access: Vec<Option<Access>>,
+        body: Body,
+    ) -> Self {
         Self(Arc::new(FunctionInner { kind, signature, access, body }))
     }
 
@@ -313,7 +318,12 @@ pub trait WorkspaceFiles: Send + Sync {
 }
 
 impl Context {
-    pub(crate) fn new(host: Arc<dyn Host>, lane: Lane, deadline: Option<Instant>, responder: Option<Responder>) -> Self {
+    pub(crate) fn new(
+        host: Arc<dyn Host>,
+        lane: Lane,
+        deadline: Option<Instant>,
+        responder: Option<Responder>,
+    ) -> Self {
         Self { host, lane, deadline, responder }
     }
 
@@ -426,7 +436,9 @@ impl Context {
 fn busy(index: usize) -> RpcError {
     RpcError::new(
         ErrorKind::Busy,
-        format!("the tensor in argument {index} is borrowed, and a nested call does not wait: one writer excludes others"),
+        format!(
+            "the tensor in argument {index} is borrowed, and a nested call does not wait: one writer excludes others"
+        ),
     )
 }
 

@@ -25,8 +25,7 @@ impl Registry {
     /// A registry with no functions, and one loader: for the modules that [`add_module`](Self::add_module) registers.
     pub fn new() -> Self {
         let named = NamedModules::default();
-        let contents =
-            Contents { functions: BTreeMap::new(), loaders: vec![Arc::new(named.clone())], named };
+        let contents = Contents { functions: BTreeMap::new(), loaders: vec![Arc::new(named.clone())], named };
         Self(Arc::new(RwLock::new(contents)))
     }
 

@@ -69,11 +69,19 @@ impl Session {
     /// Calls `function`, as [`RemoteFunction::call`].
     pub fn call_func<R: FromReply>(&self, function: &RemoteFunction, args: impl IntoArgs) -> Action<R> {
         let mut scope = ArgScope { session: &self.0, pins: Vec::new() };
-        let request = function.0.handle_in(&self.0).and_then(|function| {
-            Ok(Request::new(Operation::Call { function, args: args.into_args(&mut scope)? }))
-        });
+        let request = function
+            .0
+            .handle_in(&self.0)
+            .and_then(|function| Ok(Request::new(Operation::Call { function, args: args.into_args(&mut scope)? })));
         let pins = scope.pins;
-        Action { session: self.0.clone(), request, function: Some(function.0.clone()), pins, frees: None, result: PhantomData }
+        Action {
+            session: self.0.clone(),
+            request,
+            function: Some(function.0.clone()),
+            pins,
+            frees: None,
+            result: PhantomData,
+        }
     }
 
     /// Allocates a zeroed, densely packed tensor.
@@ -108,7 +116,9 @@ impl Session {
         let elements = dlpack::element_count(shape)?;
         if elements != data.len() as u64 {
             let got = data.len();
-            return Err(RpcError::invalid_argument(format!("shape {shape:?} has {elements} elements, and {got} were given")));
+            return Err(RpcError::invalid_argument(format!(
+                "shape {shape:?} has {elements} elements, and {got} were given"
+            )));
         }
         let tensor = self.alloc(Device::cpu(), T::DATA_TYPE, shape).await?;
         self.copy_to_remote(&tensor, dlpack::to_bytes(data)).await?;
@@ -157,9 +167,9 @@ impl Session {
     /// [`ErrorKind::InvalidArgument`] if dtype or size differ, or if the two overlap.
     pub fn copy_among_remote(&self, from: &RemoteTensor, to: &RemoteTensor) -> Action<()> {
         let pins = vec![from.0.pin(), to.0.pin()];
-        let request = from.reference_in(&self.0).and_then(|from| {
-            Ok(Request::new(Operation::Copy { from, to: to.reference_in(&self.0)? }))
-        });
+        let request = from
+            .reference_in(&self.0)
+            .and_then(|from| Ok(Request::new(Operation::Copy { from, to: to.reference_in(&self.0)? })));
         Action { session: self.0.clone(), request, function: None, pins, frees: None, result: PhantomData }
     }
 
@@ -189,12 +199,18 @@ impl Session {
 
     /// Makes `stream` the current one of `device` for later requests of the same lane; `None` is the default stream.
     pub fn set_stream(&self, device: Device, stream: Option<&RemoteObject>) -> Action<()> {
-        self.action_on(stream_handle(stream, &self.0), stream_pin(stream), |stream| Operation::SetStream { device, stream })
+        self.action_on(stream_handle(stream, &self.0), stream_pin(stream), |stream| Operation::SetStream {
+            device,
+            stream,
+        })
     }
 
     /// Resolves when all that was issued to `stream` has completed; `None` is the lane's current stream of `device`.
     pub fn stream_wait(&self, device: Device, stream: Option<&RemoteObject>) -> Action<()> {
-        self.action_on(stream_handle(stream, &self.0), stream_pin(stream), |stream| Operation::StreamWait { device, stream })
+        self.action_on(stream_handle(stream, &self.0), stream_pin(stream), |stream| Operation::StreamWait {
+            device,
+            stream,
+        })
     }
 
     /// Loads a module: a file of the session's workspace, or one that the server registered by name.
@@ -285,7 +301,13 @@ impl RpcSession for Session {
         self.0.is_local()
     }
 
-    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<crate::session::InPlaceWrite> {
+    fn write_in_place(
+        &self,
+        lane: Lane,
+        to: &TensorRef,
+        offset: u64,
+        len: u64,
+    ) -> Option<crate::session::InPlaceWrite> {
         self.0.write_in_place(lane, to, offset, len)
     }
 
@@ -446,7 +468,10 @@ impl<T: FromReply> Future for Pending<T> {
                 }
                 Stage::Refused(error) => return Poll::Ready(Err(error.clone())),
                 Stage::Over => {
-                    return Poll::Ready(Err(RpcError::new(ErrorKind::ApiMisuse, "an operation was polled after its end")));
+                    return Poll::Ready(Err(RpcError::new(
+                        ErrorKind::ApiMisuse,
+                        "an operation was polled after its end",
+                    )));
                 }
             }
         }
@@ -591,7 +616,8 @@ impl RemoteModule {
     /// [`ErrorKind::NotFound`].
     pub fn function(&self, name: &str) -> Action<RemoteFunction> {
         let name = name.to_owned();
-        self.session().action_on(Ok(self.0.handle), vec![self.0.pin()], |module| Operation::ModuleFunction { module, name })
+        self.session()
+            .action_on(Ok(self.0.handle), vec![self.0.pin()], |module| Operation::ModuleFunction { module, name })
     }
 }
 

@@ -112,7 +112,10 @@ impl Drop for Responder {
     fn drop(&mut self) {
         // `AcqRel`, as for any reference count: what the others did comes before what the last one finds.
         if self.0.responders.fetch_sub(1, Ordering::AcqRel) == 1 && !self.is_over() {
-            complete(&self.0, Err(RpcError::internal("the session dropped the request without a reply").may_have_run(true)));
+            complete(
+                &self.0,
+                Err(RpcError::internal("the session dropped the request without a reply").may_have_run(true)),
+            );
         }
     }
 }

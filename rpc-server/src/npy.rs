@@ -62,9 +62,7 @@ pub enum NpyError {
         minor: u8,
     },
     /// The header is longer than that of any plain array.
-    #[error(
-        "the header has {len_bytes} bytes, which is more than the {limit_bytes} of any plain array"
-    )]
+    #[error("the header has {len_bytes} bytes, which is more than the {limit_bytes} of any plain array")]
     HeaderTooLong {
         /// What the file says.
         len_bytes: u64,
@@ -95,9 +93,7 @@ pub enum NpyError {
     #[error("the elements are Python objects, save an array of numbers")]
     PythonObjects,
     /// The elements are of another type that has no counterpart here.
-    #[error(
-        "elements of type '{descr}' are not supported, use bool, int, uint, float16, float32 or float64"
-    )]
+    #[error("elements of type '{descr}' are not supported, use bool, int, uint, float16, float32 or float64")]
     UnsupportedDescr {
         /// NumPy's name of the type.
         descr: String,
@@ -109,9 +105,7 @@ pub enum NpyError {
         dtype: DataType,
     },
     /// The elements are in column-major order.
-    #[error(
-        "an array of shape {shape:?} is in column-major order, save numpy.ascontiguousarray of it"
-    )]
+    #[error("an array of shape {shape:?} is in column-major order, save numpy.ascontiguousarray of it")]
     FortranOrder {
         /// The dimensions.
         shape: Vec<i64>,
@@ -156,26 +150,16 @@ pub fn read_header(reader: &mut impl Read) -> Result<NpyHeader, NpyError> {
         [2 | 3, 0] => {
             let mut len = [0; 4];
             read_exact(reader, &mut len)?;
-            (
-                usize::try_from(u32::from_le_bytes(len)).unwrap_or(usize::MAX),
-                12,
-            )
+            (usize::try_from(u32::from_le_bytes(len)).unwrap_or(usize::MAX), 12)
         }
         [major, minor] => return Err(NpyError::UnknownVersion { major, minor }),
     };
     if len > MAX_HEADER_BYTES {
-        return Err(NpyError::HeaderTooLong {
-            len_bytes: len as u64,
-            limit_bytes: MAX_HEADER_BYTES as u64,
-        });
+        return Err(NpyError::HeaderTooLong { len_bytes: len as u64, limit_bytes: MAX_HEADER_BYTES as u64 });
     }
     let mut header = vec![0; len];
     read_exact(reader, &mut header)?;
-    let fields = Parser {
-        text: &header,
-        position: 0,
-    }
-    .header()?;
+    let fields = Parser { text: &header, position: 0 }.header()?;
     let dtype = dtype_of(&fields.descr)?;
     let shape = fields.shape;
     if dense_size(&shape, dtype).is_err() {
@@ -184,12 +168,7 @@ pub fn read_header(reader: &mut impl Read) -> Result<NpyHeader, NpyError> {
     if fields.fortran_order && shape.len() > 1 {
         return Err(NpyError::FortranOrder { shape });
     }
-    Ok(NpyHeader {
-        dtype,
-        shape,
-        fortran_order: fields.fortran_order,
-        data_offset: (prefix_len + len) as u64,
-    })
+    Ok(NpyHeader { dtype, shape, fortran_order: fields.fortran_order, data_offset: (prefix_len + len) as u64 })
 }
 
 /// Writes the header of a row-major array, byte for byte as NumPy does, and returns its length: the offset of the
@@ -198,19 +177,10 @@ pub fn read_header(reader: &mut impl Read) -> Result<NpyHeader, NpyError> {
 /// # Errors
 ///
 /// NumPy has no such type (bfloat16, vectors, …); no array can have that shape; or `writer` failed.
-pub fn write_header(
-    writer: &mut impl Write,
-    dtype: DataType,
-    shape: &[i64],
-) -> Result<u64, NpyError> {
-    let (_, descr) = DESCRS
-        .iter()
-        .find(|(known, _)| *known == dtype)
-        .ok_or(NpyError::UnsupportedDtype { dtype })?;
+pub fn write_header(writer: &mut impl Write, dtype: DataType, shape: &[i64]) -> Result<u64, NpyError> {
+    let (_, descr) = DESCRS.iter().find(|(known, _)| *known == dtype).ok_or(NpyError::UnsupportedDtype { dtype })?;
     if shape.len() > MAX_DIMENSIONS || dense_size(shape, dtype).is_err() {
-        return Err(NpyError::InvalidShape {
-            shape: shape.to_vec(),
-        });
+        return Err(NpyError::InvalidShape { shape: shape.to_vec() });
     }
     let mut dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': (");
     for (axis, dimension) in shape.iter().enumerate() {
@@ -232,9 +202,7 @@ pub fn write_header(
     dict.extend(std::iter::repeat_n(' ', ALIGNMENT - unpadded % ALIGNMENT));
     dict.push('\n');
     // The dimensions are few, and so the header is short.
-    let len = u16::try_from(dict.len()).map_err(|_| NpyError::InvalidShape {
-        shape: shape.to_vec(),
-    })?;
+    let len = u16::try_from(dict.len()).map_err(|_| NpyError::InvalidShape { shape: shape.to_vec() })?;
 
     let mut header = Vec::with_capacity(PREFIX_BYTES + dict.len());
     header.extend_from_slice(&MAGIC);
@@ -276,8 +244,7 @@ const DESCRS: [(DataType, &str); 12] = [
 fn dtype_of(descr: &str) -> Result<DataType, NpyError> {
     // The byte order of single bytes means nothing, and some writers give one.
     let known = |(_, name): &&(DataType, &str)| {
-        *name == descr
-            || (name.starts_with('|') && name.strip_prefix('|') == descr.strip_prefix('<'))
+        *name == descr || (name.starts_with('|') && name.strip_prefix('|') == descr.strip_prefix('<'))
     };
     if let Some((dtype, _)) = DESCRS.iter().find(known) {
         return Ok(*dtype);
@@ -293,12 +260,10 @@ fn dtype_of(descr: &str) -> Result<DataType, NpyError> {
 }
 
 fn read_exact(reader: &mut impl Read, buffer: &mut [u8]) -> Result<(), NpyError> {
-    reader
-        .read_exact(buffer)
-        .map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => NpyError::Truncated,
-            _ => NpyError::Io(error),
-        })
+    reader.read_exact(buffer).map_err(|error| match error.kind() {
+        io::ErrorKind::UnexpectedEof => NpyError::Truncated,
+        _ => NpyError::Io(error),
+    })
 }
 
 struct Fields {
@@ -341,11 +306,7 @@ impl Parser<'_> {
             return Err(self.malformed("nothing but spaces after the dict"));
         }
         match (descr, fortran_order, shape) {
-            (Some(descr), Some(fortran_order), Some(shape)) => Ok(Fields {
-                descr,
-                fortran_order,
-                shape,
-            }),
+            (Some(descr), Some(fortran_order), Some(shape)) => Ok(Fields { descr, fortran_order, shape }),
             _ => Err(self.malformed("all of 'descr', 'fortran_order' and 'shape'")),
         }
     }
@@ -391,10 +352,7 @@ impl Parser<'_> {
 
     fn dimension(&mut self) -> Result<i64, NpyError> {
         self.skip_space();
-        let digits = self.text[self.position..]
-            .iter()
-            .take_while(|byte| byte.is_ascii_digit())
-            .count();
+        let digits = self.text[self.position..].iter().take_while(|byte| byte.is_ascii_digit()).count();
         let text = &self.text[self.position..self.position + digits];
         let value = std::str::from_utf8(text)
             .ok()
@@ -412,23 +370,13 @@ impl Parser<'_> {
     fn string(&mut self) -> Result<String, NpyError> {
         self.skip_space();
         let rest = &self.text[self.position..];
-        let quote = rest
-            .first()
-            .copied()
-            .filter(|byte| matches!(byte, b'\'' | b'"'));
+        let quote = rest.first().copied().filter(|byte| matches!(byte, b'\'' | b'"'));
         let body = quote.and_then(|quote| {
-            let len = rest[1..]
-                .iter()
-                .take(MAX_STRING_BYTES + 1)
-                .position(|byte| *byte == quote)?;
+            let len = rest[1..].iter().take(MAX_STRING_BYTES + 1).position(|byte| *byte == quote)?;
             std::str::from_utf8(&rest[1..=len]).ok()
         });
         match body {
-            Some(body)
-                if body
-                    .bytes()
-                    .all(|byte| byte.is_ascii_graphic() && byte != b'\\') =>
-            {
+            Some(body) if body.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'\\') => {
                 self.position += body.len() + 2;
                 Ok(body.to_owned())
             }
@@ -437,11 +385,7 @@ impl Parser<'_> {
     }
 
     fn expect(&mut self, byte: u8, expected: &'static str) -> Result<(), NpyError> {
-        if self.accept(byte) {
-            Ok(())
-        } else {
-            Err(self.malformed(expected))
-        }
+        if self.accept(byte) { Ok(()) } else { Err(self.malformed(expected)) }
     }
 
     fn accept(&mut self, byte: u8) -> bool {
@@ -458,17 +402,11 @@ impl Parser<'_> {
 
     fn skip_space(&mut self) {
         let rest = &self.text[self.position..];
-        self.position += rest
-            .iter()
-            .take_while(|byte| byte.is_ascii_whitespace())
-            .count();
+        self.position += rest.iter().take_while(|byte| byte.is_ascii_whitespace()).count();
     }
 
     fn malformed(&self, expected: &'static str) -> NpyError {
-        NpyError::Malformed {
-            expected,
-            position: self.position,
-        }
+        NpyError::Malformed { expected, position: self.position }
     }
 }
 
@@ -519,32 +457,14 @@ mod tests {
             bytes
         };
         vec![
-            (
-                DataType::F32,
-                vec![2, 3],
-                file("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }"),
-            ),
-            (
-                DataType::I64,
-                vec![],
-                file("{'descr': '<i8', 'fortran_order': False, 'shape': (), }"),
-            ),
-            (
-                DataType::BOOL,
-                vec![5],
-                file("{'descr': '|b1', 'fortran_order': False, 'shape': (5,), }"),
-            ),
-            (
-                DataType::U8,
-                vec![0, 7],
-                file("{'descr': '|u1', 'fortran_order': False, 'shape': (0, 7), }"),
-            ),
+            (DataType::F32, vec![2, 3], file("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }")),
+            (DataType::I64, vec![], file("{'descr': '<i8', 'fortran_order': False, 'shape': (), }")),
+            (DataType::BOOL, vec![5], file("{'descr': '|b1', 'fortran_order': False, 'shape': (5,), }")),
+            (DataType::U8, vec![0, 7], file("{'descr': '|u1', 'fortran_order': False, 'shape': (0, 7), }")),
             (
                 DataType::F64,
                 vec![1; 10],
-                file(
-                    "{'descr': '<f8', 'fortran_order': False, 'shape': (1, 1, 1, 1, 1, 1, 1, 1, 1, 1), }",
-                ),
+                file("{'descr': '<f8', 'fortran_order': False, 'shape': (1, 1, 1, 1, 1, 1, 1, 1, 1, 1), }"),
             ),
         ]
     }
@@ -553,10 +473,7 @@ mod tests {
     fn headers_are_written_as_numpy_writes_them() {
         for (dtype, shape, bytes) in golden() {
             let mut written = Vec::new();
-            assert_eq!(
-                write_header(&mut written, dtype, &shape).unwrap(),
-                bytes.len() as u64
-            );
+            assert_eq!(write_header(&mut written, dtype, &shape).unwrap(), bytes.len() as u64);
             assert_eq!(written, bytes, "{dtype} {shape:?}");
         }
     }
@@ -568,12 +485,7 @@ mod tests {
             bytes.extend(b"data");
             let mut reader = bytes.as_slice();
             let header = read_header(&mut reader).unwrap();
-            let expected = NpyHeader {
-                dtype,
-                shape,
-                fortran_order: false,
-                data_offset,
-            };
+            let expected = NpyHeader { dtype, shape, fortran_order: false, data_offset };
             assert_eq!(header, expected);
             assert_eq!(reader, b"data");
         }
@@ -582,13 +494,7 @@ mod tests {
     #[test]
     fn every_type_round_trips_aligned() {
         for (dtype, _) in DESCRS {
-            for shape in [
-                &[][..],
-                &[0],
-                &[7],
-                &[i64::MAX / 64, 1],
-                &[1; MAX_DIMENSIONS],
-            ] {
+            for shape in [&[][..], &[0], &[7], &[i64::MAX / 64, 1], &[1; MAX_DIMENSIONS]] {
                 let mut bytes = Vec::new();
                 let len = write_header(&mut bytes, dtype, shape).unwrap();
                 assert_eq!((len, len % 64), (bytes.len() as u64, 0));
@@ -626,32 +532,13 @@ mod tests {
     fn types_without_a_counterpart_are_refused_by_kind() {
         let refused = |descr: &str| read_dict(&with_descr(descr)).unwrap_err();
         assert!(matches!(refused("'>f4'"), NpyError::BigEndian { descr } if descr == ">f4"));
-        assert!(matches!(
-            refused("[('x', '<f4'), ('y', '<f4')]"),
-            NpyError::Structured
-        ));
+        assert!(matches!(refused("[('x', '<f4'), ('y', '<f4')]"), NpyError::Structured));
         assert!(matches!(refused("'|O'"), NpyError::PythonObjects));
-        for descr in [
-            "'<U8'",
-            "'|S4'",
-            "'<c8'",
-            "'<M8[ns]'",
-            "'<f16'",
-            "'|V2'",
-            "''",
-            "'f4'",
-            "'<f3'",
-        ] {
+        for descr in ["'<U8'", "'|S4'", "'<c8'", "'<M8[ns]'", "'<f16'", "'|V2'", "''", "'f4'", "'<f3'"] {
             let error = refused(descr);
-            assert!(
-                matches!(error, NpyError::UnsupportedDescr { .. }),
-                "{descr}: {error}"
-            );
+            assert!(matches!(error, NpyError::UnsupportedDescr { .. }), "{descr}: {error}");
         }
-        let lanes = DataType {
-            lanes: 4,
-            ..DataType::F32
-        };
+        let lanes = DataType { lanes: 4, ..DataType::F32 };
         for dtype in [DataType::BF16, lanes] {
             let error = write_header(&mut Vec::new(), dtype, &[1]).unwrap_err();
             assert!(matches!(error, NpyError::UnsupportedDtype { .. }));
@@ -667,40 +554,18 @@ mod tests {
 
     #[test]
     fn impossible_shapes_are_refused() {
-        let overflow = [
-            "(9223372036854775807, 3)",
-            "(9223372036854775807,)",
-            "(4294967296, 4294967296)",
-        ];
+        let overflow = ["(9223372036854775807, 3)", "(9223372036854775807,)", "(4294967296, 4294967296)"];
         for shape in overflow {
             let error = read_dict(&with_shape(shape)).unwrap_err();
-            assert!(
-                matches!(error, NpyError::InvalidShape { .. }),
-                "{shape}: {error}"
-            );
+            assert!(matches!(error, NpyError::InvalidShape { .. }), "{shape}: {error}");
         }
         let many = format!("({})", "1, ".repeat(65));
-        assert!(matches!(
-            read_dict(&with_shape(&many)),
-            Err(NpyError::InvalidShape { .. })
-        ));
-        for shape in [
-            "(-1,)",
-            "(9223372036854775808,)",
-            "(1)",
-            "(1,,)",
-            "(,)",
-            "[1, 2]",
-            "(1.0,)",
-            "((1,),)",
-            "None",
-            "(1, 2",
-        ] {
+        assert!(matches!(read_dict(&with_shape(&many)), Err(NpyError::InvalidShape { .. })));
+        for shape in
+            ["(-1,)", "(9223372036854775808,)", "(1)", "(1,,)", "(,)", "[1, 2]", "(1.0,)", "((1,),)", "None", "(1, 2"]
+        {
             let error = read_dict(&with_shape(shape)).unwrap_err();
-            assert!(
-                matches!(error, NpyError::Malformed { .. }),
-                "{shape}: {error}"
-            );
+            assert!(matches!(error, NpyError::Malformed { .. }), "{shape}: {error}");
         }
         for shape in [&[-1][..], &[i64::MAX, 3], &[1; MAX_DIMENSIONS + 1]] {
             let error = write_header(&mut Vec::new(), DataType::U8, shape).unwrap_err();
@@ -712,13 +577,7 @@ mod tests {
     fn hostile_headers_are_errors() {
         let mut huge = b"\x93NUMPY\x02\x00".to_vec();
         huge.extend(u32::MAX.to_le_bytes());
-        assert!(matches!(
-            read(&huge),
-            Err(NpyError::HeaderTooLong {
-                len_bytes: 0xffff_ffff,
-                ..
-            })
-        ));
+        assert!(matches!(read(&huge), Err(NpyError::HeaderTooLong { len_bytes: 0xffff_ffff, .. })));
         for nesting in ["(", "[", "{"] {
             assert!(read_dict(&with_shape(&nesting.repeat(60_000))).is_err());
             assert!(read_dict(&with_descr(&nesting.repeat(60_000))).is_err());
@@ -746,10 +605,7 @@ mod tests {
             &with_descr(&long_name),
         ] {
             let error = read_dict(dict).unwrap_err();
-            assert!(
-                matches!(error, NpyError::Malformed { .. }),
-                "{dict}: {error}"
-            );
+            assert!(matches!(error, NpyError::Malformed { .. }), "{dict}: {error}");
         }
     }
 

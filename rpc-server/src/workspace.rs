@@ -122,11 +122,7 @@ impl Workspace {
     ///
     /// The path is malformed or leads outside, or nothing is there.
     pub fn list(&self, folder: &str) -> Result<Vec<Entry>, WorkspaceError> {
-        let start = if folder.is_empty() {
-            String::new()
-        } else {
-            clean(folder)?
-        };
+        let start = if folder.is_empty() { String::new() } else { clean(folder)? };
         if !start.is_empty() {
             let metadata = self.0.files.metadata(&start).map_err(at(folder))?;
             if !metadata.is_dir() {
@@ -161,9 +157,7 @@ impl Workspace {
     pub fn remove(&self, path: &str) -> Result<(), WorkspaceError> {
         let target = clean(path)?;
         if target.is_empty() {
-            return Err(WorkspaceError::IsWorkspace {
-                path: path.to_owned(),
-            });
+            return Err(WorkspaceError::IsWorkspace { path: path.to_owned() });
         }
         let metadata = self.0.files.symlink_metadata(&target).map_err(at(path))?;
         let freed = if metadata.is_dir() {
@@ -188,11 +182,7 @@ impl Workspace {
     ///
     /// The path is malformed or leads outside, something that is not a regular file is there, the quota is reached, or
     /// the file system failed.
-    pub fn begin_write(
-        &self,
-        path: &str,
-        expected_len: Option<u64>,
-    ) -> Result<FileWriter, WorkspaceError> {
+    pub fn begin_write(&self, path: &str, expected_len: Option<u64>) -> Result<FileWriter, WorkspaceError> {
         let target = clean_file(path)?;
         match self.regular(path, &target) {
             Ok(_) | Err(WorkspaceError::NotFound { .. }) => {}
@@ -213,11 +203,7 @@ impl Workspace {
         let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(flags.bits().cast_signed());
-        let file = self
-            .0
-            .files
-            .open_with(&target, &options)
-            .map_err(at(path))?;
+        let file = self.0.files.open_with(&target, &options).map_err(at(path))?;
         let metadata = file.metadata().map_err(at(path))?;
         check_regular(path, &metadata)?;
         Ok(FileReader::new(file.into_std(), path, metadata.len()))
@@ -239,18 +225,8 @@ impl Workspace {
         let files = make_folder(folder, "files")?;
         let staging = make_folder(folder, "staging")?;
         sweep_staging(&staging)?;
-        let account = Account {
-            committed: measure(&files)?,
-            pending: Usage::default(),
-        };
-        Ok(Self(Arc::new(Inner {
-            path: path.join("files"),
-            files,
-            staging,
-            home,
-            account: Mutex::new(account),
-            root,
-        })))
+        let account = Account { committed: measure(&files)?, pending: Usage::default() };
+        Ok(Self(Arc::new(Inner { path: path.join("files"), files, staging, home, account: Mutex::new(account), root })))
     }
 
     /// What is at `target`, links followed, if that is a regular file.
@@ -275,15 +251,9 @@ impl Workspace {
 
     /// Refuses what would pass the limits. Before it does, it looks at what is really there: foreign code may have
     /// removed files since.
-    fn check_limits(
-        &self,
-        path: &str,
-        account: &mut Account,
-        more: Usage,
-    ) -> Result<(), WorkspaceError> {
+    fn check_limits(&self, path: &str, account: &mut Account, more: Usage) -> Result<(), WorkspaceError> {
         let limits = &self.0.root.limits;
-        let fits =
-            |usage: Usage| usage.bytes <= limits.quota_bytes && usage.entries <= limits.max_entries;
+        let fits = |usage: Usage| usage.bytes <= limits.quota_bytes && usage.entries <= limits.max_entries;
         if fits(account.committed.plus(account.pending).plus(more)) {
             return Ok(());
         }
@@ -303,10 +273,7 @@ impl Workspace {
                 limit_bytes: limits.quota_bytes,
             })
         } else {
-            Err(WorkspaceError::TooManyEntries {
-                path,
-                limit: limits.max_entries,
-            })
+            Err(WorkspaceError::TooManyEntries { path, limit: limits.max_entries })
         }
     }
 
@@ -331,13 +298,7 @@ impl Workspace {
     }
 
     /// Moves a staged file to `target`, and what was `reserved` for it from pending to committed.
-    fn place(
-        &self,
-        path: &str,
-        target: &str,
-        staged: &str,
-        reserved: Usage,
-    ) -> Result<(), WorkspaceError> {
+    fn place(&self, path: &str, target: &str, staged: &str, reserved: Usage) -> Result<(), WorkspaceError> {
         // Held over the move, so that no measurement counts the file twice or not at all.
         let mut account = self.account();
         for (end, _) in target.match_indices('/') {
@@ -347,34 +308,19 @@ impl Workspace {
             Ok(metadata) => Usage::of(&metadata),
             Err(_) => Usage::default(),
         };
-        self.0
-            .staging
-            .rename(staged, &self.0.files, target)
-            .map_err(at(path))?;
+        self.0.staging.rename(staged, &self.0.files, target).map_err(at(path))?;
         account.pending = account.pending.minus(reserved);
         account.committed = account.committed.minus(replaced).plus(reserved);
         Ok(())
     }
 
-    fn make_parent(
-        &self,
-        path: &str,
-        folder: &str,
-        account: &mut Account,
-    ) -> Result<(), WorkspaceError> {
+    fn make_parent(&self, path: &str, folder: &str, account: &mut Account) -> Result<(), WorkspaceError> {
         if self.0.files.symlink_metadata(folder).is_ok() {
             return Ok(());
         }
-        let one = Usage {
-            bytes: 0,
-            entries: 1,
-        };
+        let one = Usage { bytes: 0, entries: 1 };
         self.check_limits(path, account, one)?;
-        match self
-            .0
-            .files
-            .create_dir_with(folder, DirBuilder::new().mode(0o700))
-        {
+        match self.0.files.create_dir_with(folder, DirBuilder::new().mode(0o700)) {
             Ok(()) => {
                 account.committed = account.committed.plus(one);
                 Ok(())
@@ -386,18 +332,13 @@ impl Workspace {
 
     fn account(&self) -> MutexGuard<'_, Account> {
         // Plain numbers: a panic elsewhere leaves them usable.
-        self.0
-            .account
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.0.account.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl fmt::Debug for Workspace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Workspace")
-            .field("path", &self.0.path)
-            .finish_non_exhaustive()
+        f.debug_struct("Workspace").field("path", &self.0.path).finish_non_exhaustive()
     }
 }
 
@@ -445,9 +386,7 @@ fn entry(name: String, metadata: &Metadata) -> Entry {
     Entry {
         name,
         size: metadata.len(),
-        modified: metadata
-            .modified()
-            .map_or(SystemTime::UNIX_EPOCH, cap_std::time::SystemTime::into_std),
+        modified: metadata.modified().map_or(SystemTime::UNIX_EPOCH, cap_std::time::SystemTime::into_std),
     }
 }
 
@@ -471,9 +410,7 @@ fn at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
 fn clean_file(path: &str) -> Result<String, WorkspaceError> {
     let target = clean(path)?;
     if target.is_empty() || path.ends_with('/') {
-        return Err(WorkspaceError::IsFolder {
-            path: path.to_owned(),
-        });
+        return Err(WorkspaceError::IsFolder { path: path.to_owned() });
     }
     Ok(target)
 }

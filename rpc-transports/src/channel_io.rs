@@ -80,7 +80,11 @@ impl ReadAhead {
 }
 
 /// Writes what the channel takes of `slices`.
-pub(crate) fn poll_write(io: &mut dyn ChannelIo, slices: &[IoSlice<'_>], cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+pub(crate) fn poll_write(
+    io: &mut dyn ChannelIo,
+    slices: &[IoSlice<'_>],
+    cx: &mut Context<'_>,
+) -> Poll<io::Result<usize>> {
     let mut io = io;
     let io = Pin::new(&mut io);
     let written = ready!(match slices {

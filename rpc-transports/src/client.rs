@@ -293,7 +293,11 @@ fn lost(error: &io::Error) -> RpcError {
     RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
 }
 
-fn poll_output(endpoint: &mut ClientEndpoint<Responder>, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> io::Result<()> {
+fn poll_output(
+    endpoint: &mut ClientEndpoint<Responder>,
+    io: &mut dyn ChannelIo,
+    cx: &mut Context<'_>,
+) -> io::Result<()> {
     loop {
         endpoint.stage();
         let mut slices = [IoSlice::new(&[]); SLICES];

@@ -6,9 +6,9 @@ use rpc_core::proto::{Anonymous, HandshakeConfig, Hello, LinkConfig, Role};
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 
 use crate::address::{Address, AddressError, AddressKind};
+use crate::blocking::{BlockingClientSession, dial_hands_blocking};
 use crate::channel_io::dial_hands;
 use crate::client::ClientSession;
-use crate::blocking::{BlockingClientSession, dial_hands_blocking};
 use crate::dispatch::{dial, dial_blocking};
 use crate::serve::WireLimits;
 use crate::transport::{Channel, DialOptions, TransportError};
@@ -198,7 +198,12 @@ impl Connector {
         Ok(std::sync::Arc::new(self.client(channel, plan.key, plan.forward).await?))
     }
 
-    async fn client(&self, mut channel: Channel, key: String, forward: Vec<String>) -> Result<ClientSession, ConnectError> {
+    async fn client(
+        &self,
+        mut channel: Channel,
+        key: String,
+        forward: Vec<String>,
+    ) -> Result<ClientSession, ConnectError> {
         let (negotiated, input) = dial_hands(&mut channel, self.handshake(key, forward)).await?;
         Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
     }

@@ -33,7 +33,8 @@ mod tests {
     #[test]
     fn async_code_is_told_from_threads_that_may_block() {
         assert!(!inside_async_code());
-        for mut builder in [tokio::runtime::Builder::new_current_thread(), tokio::runtime::Builder::new_multi_thread()] {
+        for mut builder in [tokio::runtime::Builder::new_current_thread(), tokio::runtime::Builder::new_multi_thread()]
+        {
             let runtime = builder.enable_all().build().unwrap();
             assert!(runtime.block_on(async { inside_async_code() }));
             assert!(runtime.block_on(async { tokio::spawn(async { inside_async_code() }).await.unwrap() }));

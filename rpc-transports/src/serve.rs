@@ -599,9 +599,11 @@ impl Future for Connection {
             if let Err(error) = this.poll_output(cx) {
                 this.end();
                 let reason = this.closing.take();
-                return Poll::Ready(reason.unwrap_or_else(|| {
-                    RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
-                }));
+                return Poll::Ready(
+                    reason.unwrap_or_else(|| {
+                        RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
+                    }),
+                );
             }
             if this.going_away && this.closing.is_none() && this.endpoint.is_drained() {
                 this.close(RpcError::new(ErrorKind::Closed, "the server has gone away"));

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{Device, DataType, ErrorKind, LocalSession, Registry, RpcError, SharedSession};
+use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, SharedSession};
 use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
 
 fn registry() -> Registry {

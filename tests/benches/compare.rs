@@ -73,7 +73,8 @@ impl Drop for Peer {
 async fn serve_ours() {
     let registry = Registry::new();
     registry.add_inline("echo", |value: LocalValue| value);
-    let open = move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(LocalSession::new(registry.clone()))) };
+    let open =
+        move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(LocalSession::new(registry.clone()))) };
     let server = Server::new(Arc::new(open), ServeOptions::default());
     let address = "tcp://127.0.0.1:0".parse().expect("a good address");
     let address = server.listen(&address, &ListenOptions::default()).await.expect("a free port");

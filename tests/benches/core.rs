@@ -41,7 +41,8 @@ fn codec(criterion: &mut Criterion) {
     });
     let payload = Value::Bytes(Bytes::from(vec![7; 1 << 20]));
     group.throughput(Throughput::Bytes(1 << 20));
-    group.bench_function("encode_bytes_1MiB_by_reference", |bencher| bencher.iter(|| encode_value(black_box(&payload))));
+    group
+        .bench_function("encode_bytes_1MiB_by_reference", |bencher| bencher.iter(|| encode_value(black_box(&payload))));
     group.finish();
 }
 

@@ -44,7 +44,9 @@ impl Local {
 
     /// Sessions that run asynchronous functions on the runtime of the test.
     pub fn spawning() -> Self {
-        Self { spawner: true, ..Self::new() }
+        let mut local = Self::new();
+        local.spawner = true;
+        local
     }
 
     fn make(&self, limits: SessionLimits, runtime: Option<Handle>) -> Session {
@@ -139,7 +141,9 @@ impl Remote {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let address = match transport {
             // The folder's name makes it unique in the process.
-            Transport::Memory => format!("memory:{}-{number}", self.folder.path().display().to_string().replace('/', "-")),
+            Transport::Memory => {
+                format!("memory:{}-{number}", self.folder.path().display().to_string().replace('/', "-"))
+            }
             Transport::Unix => format!("unix:{}", self.folder.path().join(format!("{number}")).display()),
             Transport::Tcp | Transport::Exec(_) => "tcp://127.0.0.1:0".to_owned(),
         };

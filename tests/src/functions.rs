@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use rpc_core::function::Rest;
 use rpc_core::tensor::{Tensor, TensorView, TensorViewMut};
 use rpc_core::{
-    Context, DataType, Device, ErrorKind, Function, FunctionModule, LocalValue, Pack, Registry, Result, RpcError, Shared,
-    Value,
+    Context, DataType, Device, ErrorKind, Function, FunctionModule, LocalValue, Pack, Registry, Result, RpcError,
+    Shared, Value,
 };
 use serde::{Deserialize, Serialize};
 
@@ -223,9 +223,8 @@ fn values(registry: &Registry) {
             context.call(&second, vec![between])
         })
     });
-    registry.add("apply", |context: Context, function: Function, value: LocalValue| {
-        context.call(&function, vec![value])
-    });
+    registry
+        .add("apply", |context: Context, function: Function, value: LocalValue| context.call(&function, vec![value]));
 }
 
 fn control(registry: &Registry) {
@@ -349,9 +348,7 @@ fn tensors(registry: &Registry) {
     registry.add_inline("tensor.sum", |x: TensorView| sum(&x));
     registry.add("tensor.sum.blocking", |x: TensorView| sum(&x));
     registry.add_inline("tensor.byte", |x: TensorView, at: i64| x.bytes().map(|bytes| i64::from(bytes[at as usize])));
-    registry.add("tensor.byte.blocking", |x: TensorView, at: i64| {
-        x.bytes().map(|bytes| i64::from(bytes[at as usize]))
-    });
+    registry.add("tensor.byte.blocking", |x: TensorView, at: i64| x.bytes().map(|bytes| i64::from(bytes[at as usize])));
     registry.add("tensor.fill", |mut x: TensorViewMut, with: f32| x.as_mut_slice::<f32>().map(|x| x.fill(with)));
     registry.add("tensor.add", |a: TensorView, b: TensorView, mut out: TensorViewMut| -> Result<()> {
         let (a, b) = (a.as_slice::<f32>()?, b.as_slice::<f32>()?);
@@ -374,11 +371,14 @@ fn tensors(registry: &Registry) {
             Ok(())
         },
     );
-    registry.add("tensor.fill_noted", |mut x: TensorViewMut, with: f32, Shared(journal): Shared<Journal>| -> Result<()> {
-        journal.push(2);
-        x.as_mut_slice::<f32>()?.fill(with);
-        Ok(())
-    });
+    registry.add(
+        "tensor.fill_noted",
+        |mut x: TensorViewMut, with: f32, Shared(journal): Shared<Journal>| -> Result<()> {
+            journal.push(2);
+            x.as_mut_slice::<f32>()?.fill(with);
+            Ok(())
+        },
+    );
     registry.add_inline("tensor.sum_noted", |x: TensorView, Shared(journal): Shared<Journal>| {
         journal.push(2);
         sum(&x)

@@ -45,8 +45,11 @@ pub struct Scene {
 pub fn run(name: &str, fixture: impl FnOnce() -> Arc<dyn Fixture> + Send + 'static, form: Form, clause: Clause) {
     let (done, outcome) = mpsc::channel::<()>();
     let body = move || {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime starts");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a runtime starts");
         let entered = runtime.enter();
         let scene = Scene { fixture: fixture(), form };
         drop(entered);
@@ -116,9 +119,7 @@ impl Scene {
 
     /// Limits with room for few requests.
     pub fn narrow(&self, max_requests: usize) -> SessionLimits {
-        let mut limits = SessionLimits::default();
-        limits.max_requests = max_requests;
-        limits
+        SessionLimits { max_requests, ..SessionLimits::default() }
     }
 
     /// A tag that no other test of any process uses.

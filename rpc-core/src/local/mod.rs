@@ -28,7 +28,9 @@ use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::HandleTable;
 use crate::module::LoadRequest;
-use crate::object::{Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles};
+use crate::object::{
+    Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles,
+};
 use crate::registry::Registry;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession};
@@ -668,7 +670,8 @@ impl Shared {
         let thread = match existing.map_or_else(LaneThread::spawn, Ok) {
             Ok(thread) => thread,
             Err(error) => {
-                let error = RpcError::new(ErrorKind::LimitExceeded, format!("cannot start a thread for the lane: {error}"));
+                let error =
+                    RpcError::new(ErrorKind::LimitExceeded, format!("cannot start a thread for the lane: {error}"));
                 return self.finish(job.responder, job.bytes, Err(error));
             }
         };
@@ -777,9 +780,9 @@ impl Shared {
     fn perform(&self, work: Work, mut borrows: Vec<Borrow>, context: &Context) -> Result<LocalValue> {
         match work {
             Work::Get { name } => self.registry.get(&name).map(|function| Value::Object(Object::Function(function))),
-            Work::Alloc { device, dtype, shape, scope } => {
-                self.allocate(device, dtype, &shape, scope.as_deref()).map(|tensor| Value::Object(Object::Tensor(tensor)))
-            }
+            Work::Alloc { device, dtype, shape, scope } => self
+                .allocate(device, dtype, &shape, scope.as_deref())
+                .map(|tensor| Value::Object(Object::Tensor(tensor))),
             Work::Write { range, data, .. } => {
                 first(&mut borrows)?.copy_in(range.start, &data)?;
                 Ok(Value::Null)
@@ -790,8 +793,11 @@ impl Shared {
                 if let Some(into) = into
                     && let Some(mut buffer) = into.take()
                 {
-                    let copied =
-                        if buffer.len() as u64 == len { borrow.copy_out(range.start, &mut buffer).map(|()| true) } else { Ok(false) };
+                    let copied = if buffer.len() as u64 == len {
+                        borrow.copy_out(range.start, &mut buffer).map(|()| true)
+                    } else {
+                        Ok(false)
+                    };
                     into.put_back(buffer);
                     if copied? {
                         return Ok(Value::Null);
@@ -799,7 +805,9 @@ impl Shared {
                 }
                 if borrow.bytes().is_some() {
                     let bytes = borrow.into_bytes(range);
-                    return bytes.map(Value::Bytes).ok_or_else(|| RpcError::internal("a checked range was out of bounds"));
+                    return bytes
+                        .map(Value::Bytes)
+                        .ok_or_else(|| RpcError::internal("a checked range was out of bounds"));
                 }
                 // A range that was checked against memory fits memory.
                 let mut bytes = vec![0; len as usize];
@@ -809,9 +817,10 @@ impl Shared {
             }
             Work::Copy { from, to } => self.copy(&from, &to, borrows).map(|()| Value::Null),
             Work::Freed => Ok(Value::Null),
-            Work::Attribute { device, attribute } => {
-                self.devices.attribute(device, attribute)?.try_map(&mut |_| Err(RpcError::internal("an attribute is no object")))
-            }
+            Work::Attribute { device, attribute } => self
+                .devices
+                .attribute(device, attribute)?
+                .try_map(&mut |_| Err(RpcError::internal("an attribute is no object"))),
             Work::CreateStream { device } => {
                 self.devices.get(device)?.create_stream(device.index).map(work::stream_object)
             }
@@ -837,7 +846,9 @@ impl Shared {
             }
             Work::LoadModule { path, loader } => {
                 let request = LoadRequest { path: &path, context };
-                self.registry.load_module(loader.as_deref(), &request).map(|module| Value::Object(Object::Module(module)))
+                self.registry
+                    .load_module(loader.as_deref(), &request)
+                    .map(|module| Value::Object(Object::Module(module)))
             }
             Work::ModuleFunction { module, name } => {
                 module.function(&name).map(|function| Value::Object(Object::Function(function)))
@@ -871,7 +882,8 @@ impl Shared {
         let start = usize::try_from(tensor.byte_range(offset, len).ok()?.start).ok()?;
         let mut borrow = tensor.storage().try_borrow(Access::Write)?;
         borrow.bytes_mut()?;
-        let Turn::Run(key, job) = lanes.admit(lane, Job { work: Work::Freed, responder: None, deadline: None, bytes }) else {
+        let Turn::Run(key, job) = lanes.admit(lane, Job { work: Work::Freed, responder: None, deadline: None, bytes })
+        else {
             return None;
         };
         drop(lanes);

@@ -19,20 +19,58 @@ pub(super) struct StreamObject(pub(super) Arc<dyn Stream>);
 
 /// An operation whose objects are pinned.
 pub(super) enum Work {
-    Get { name: String },
-    Call { function: Function, args: Vec<LocalValue> },
-    Alloc { device: Device, dtype: DataType, shape: Vec<i64>, scope: Option<String> },
-    Write { storage: Arc<Storage>, range: Range<u64>, data: Bytes },
-    Read { storage: Arc<Storage>, range: Range<u64>, into: Option<ReadBuffer> },
-    Copy { from: Tensor, to: Tensor },
+    Get {
+        name: String,
+    },
+    Call {
+        function: Function,
+        args: Vec<LocalValue>,
+    },
+    Alloc {
+        device: Device,
+        dtype: DataType,
+        shape: Vec<i64>,
+        scope: Option<String>,
+    },
+    Write {
+        storage: Arc<Storage>,
+        range: Range<u64>,
+        data: Bytes,
+    },
+    Read {
+        storage: Arc<Storage>,
+        range: Range<u64>,
+        into: Option<ReadBuffer>,
+    },
+    Copy {
+        from: Tensor,
+        to: Tensor,
+    },
     /// An object that has been unlinked already.
     Freed,
-    Attribute { device: Device, attribute: DeviceAttribute },
-    CreateStream { device: Device },
-    SetStream { device: Device, stream: Option<Arc<StreamObject>> },
-    StreamWait { device: Device, stream: Option<Arc<StreamObject>> },
-    LoadModule { path: String, loader: Option<String> },
-    ModuleFunction { module: Arc<dyn Module>, name: String },
+    Attribute {
+        device: Device,
+        attribute: DeviceAttribute,
+    },
+    CreateStream {
+        device: Device,
+    },
+    SetStream {
+        device: Device,
+        stream: Option<Arc<StreamObject>>,
+    },
+    StreamWait {
+        device: Device,
+        stream: Option<Arc<StreamObject>>,
+    },
+    LoadModule {
+        path: String,
+        loader: Option<String>,
+    },
+    ModuleFunction {
+        module: Arc<dyn Module>,
+        name: String,
+    },
 }
 
 /// Copies larger than this leave the thread that reads requests alone.
@@ -70,7 +108,9 @@ impl Work {
             Self::Copy { from, to } if Arc::ptr_eq(from.storage(), to.storage()) => {
                 vec![(to.storage().clone(), Access::Write)]
             }
-            Self::Copy { from, to } => vec![(from.storage().clone(), Access::Read), (to.storage().clone(), Access::Write)],
+            Self::Copy { from, to } => {
+                vec![(from.storage().clone(), Access::Read), (to.storage().clone(), Access::Write)]
+            }
             Self::Call { function, args } if function.borrows_tensors() => {
                 borrowed_args(function, args).map(|(_, storage, access)| (storage.clone(), access)).collect()
             }

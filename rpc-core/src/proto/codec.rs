@@ -239,7 +239,8 @@ impl Writer {
     pub(crate) fn value(&mut self, value: &Value) {
         self.values += 1;
         if self.values > MAX_VALUES {
-            self.invalid = Some("a message would have more values than a session takes; use a tensor, bytes or a packed value");
+            self.invalid =
+                Some("a message would have more values than a session takes; use a tensor, bytes or a packed value");
             return;
         }
         match value {

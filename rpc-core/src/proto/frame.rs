@@ -199,12 +199,16 @@ mod tests {
 
     #[test]
     fn golden_header() {
-        let header = FrameHeader { body_len: 5, payload_len: 0x0010_0000, id: 0x0102_0304_0506_0708, lane: 9, kind: Kind::Request, more: true };
+        let header = FrameHeader {
+            body_len: 5,
+            payload_len: 0x0010_0000,
+            id: 0x0102_0304_0506_0708,
+            lane: 9,
+            kind: Kind::Request,
+            more: true,
+        };
         let bytes = header.encode();
-        assert_eq!(
-            bytes,
-            [5, 0, 0, 0, 0, 0, 0x10, 0, 8, 7, 6, 5, 4, 3, 2, 1, 9, 0, 0, 0, 16, 1, 0, 0],
-        );
+        assert_eq!(bytes, [5, 0, 0, 0, 0, 0, 0x10, 0, 8, 7, 6, 5, 4, 3, 2, 1, 9, 0, 0, 0, 16, 1, 0, 0],);
         assert_eq!(FrameHeader::decode(&bytes, 100, 1 << 20), Ok(header));
     }
 

@@ -335,7 +335,8 @@ impl Handshake {
         if self.stage == Stage::Magic {
             let len = input.len().min(MAGIC.len());
             if input[..len] != MAGIC[..len] {
-                let shown: String = input.iter().take(16).flat_map(|byte| byte.escape_ascii()).map(char::from).collect();
+                let shown: String =
+                    input.iter().take(16).flat_map(|byte| byte.escape_ascii()).map(char::from).collect();
                 return Err(RpcError::new(
                     ErrorKind::Protocol,
                     format!("the peer does not speak this protocol: it began with \"{shown}\""),
@@ -402,7 +403,10 @@ impl Handshake {
         }
         if theirs.role != ours.role.other() {
             let role = ours.role;
-            return Err(RpcError::new(ErrorKind::Refused, format!("both sides want to be the {role:?}").to_lowercase()));
+            return Err(RpcError::new(
+                ErrorKind::Refused,
+                format!("both sides want to be the {role:?}").to_lowercase(),
+            ));
         }
         if theirs.identity != ours.identity {
             return Err(RpcError::new(

@@ -278,25 +278,26 @@ impl Link {
         // A little more than the limit is let through, because the sender may not count the body.
         if len > self.max_message.saturating_add(MAX_BODY_PART as u64) {
             let limit = self.max_message;
-            return Err(RpcError::new(ErrorKind::Protocol, format!("a message of {len} bytes; max_message is {limit}")));
+            return Err(RpcError::new(
+                ErrorKind::Protocol,
+                format!("a message of {len} bytes; max_message is {limit}"),
+            ));
         }
         if header.more || before > 0 {
             let all = self.partial_cost - cost(before) + cost(len as usize);
             if all > self.max_partial_cost {
                 let limit = self.max_partial_cost;
-                return Err(RpcError::new(ErrorKind::Protocol, format!("{all} bytes under way, and credit for {limit}")));
+                return Err(RpcError::new(
+                    ErrorKind::Protocol,
+                    format!("{all} bytes under way, and credit for {limit}"),
+                ));
             }
         }
         Ok(())
     }
 
     /// Takes a whole frame, and gives the message if this was its last.
-    fn part<'a>(
-        &mut self,
-        header: FrameHeader,
-        body: Cow<'a, [u8]>,
-        payload: Payload,
-    ) -> Result<Option<Incoming<'a>>> {
+    fn part<'a>(&mut self, header: FrameHeader, body: Cow<'a, [u8]>, payload: Payload) -> Result<Option<Incoming<'a>>> {
         let FrameHeader { kind, id, lane, more, .. } = header;
         if !more && !self.partials.contains_key(&id) {
             return Ok(Some(Incoming { kind, id, lane, body, payload }));

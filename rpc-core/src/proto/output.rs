@@ -5,8 +5,8 @@ use std::io::IoSlice;
 
 use bytes::{Buf, Bytes};
 
-use super::ids::IdMap;
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
+use super::ids::IdMap;
 
 /// Staging stops at this many bytes, so that a control frame never waits behind much data.
 const STAGE: usize = 512 << 10;

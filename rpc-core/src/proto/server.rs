@@ -305,7 +305,10 @@ impl ServerEndpoint {
         let used = self.used + self.link.partial_cost();
         let requests = self.in_flight.len() + self.unsent + self.link.partial_count();
         if used > self.window.saturating_add(MAX_BODY_PART as u64) {
-            return Err(RpcError::new(ErrorKind::Protocol, format!("{used} bytes under way, and credit for {}", self.window)));
+            return Err(RpcError::new(
+                ErrorKind::Protocol,
+                format!("{used} bytes under way, and credit for {}", self.window),
+            ));
         }
         if requests > self.max_requests { Err(too_many(self.max_requests)) } else { Ok(()) }
     }

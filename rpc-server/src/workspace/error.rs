@@ -18,9 +18,7 @@ pub enum WorkspaceError {
         path: String,
     },
     /// The path, or one name in it, is too long.
-    #[error(
-        "path {path:?} or a name in it has {len_bytes} bytes, use at most {limit_bytes} bytes there"
-    )]
+    #[error("path {path:?} or a name in it has {len_bytes} bytes, use at most {limit_bytes} bytes there")]
     PathTooLong {
         /// The beginning of the path given.
         path: String,
@@ -110,9 +108,7 @@ pub enum WorkspaceError {
         end_bytes: u64,
     },
     /// Fewer bytes were written than were announced, so nothing was put in place.
-    #[error(
-        "{path:?} was announced with {expected_bytes} bytes and only {got_bytes} came, write it again"
-    )]
+    #[error("{path:?} was announced with {expected_bytes} bytes and only {got_bytes} came, write it again")]
     Incomplete {
         /// The path given.
         path: String,
@@ -139,9 +135,7 @@ pub enum WorkspaceError {
         limit_bytes: usize,
     },
     /// The identity has as many named workspaces as it may.
-    #[error(
-        "{identity:?} has {limit} named workspaces already and cannot have {name:?} too, use one of those"
-    )]
+    #[error("{identity:?} has {limit} named workspaces already and cannot have {name:?} too, use one of those")]
     TooManyWorkspaces {
         /// Whose workspaces.
         identity: String,
@@ -169,19 +163,13 @@ impl WorkspaceError {
         let path = path.to_owned();
         match source.raw_os_error().map(Errno::from_raw_os_error) {
             // A path that escapes is refused by cap-std itself, with an error that has no number.
-            None if source.kind() == io::ErrorKind::PermissionDenied => {
-                Self::OutsideWorkspace { path }
-            }
+            None if source.kind() == io::ErrorKind::PermissionDenied => Self::OutsideWorkspace { path },
             Some(Errno::NOENT) => Self::NotFound { path },
             Some(Errno::NOTDIR) => Self::NotAFolder { path },
             Some(Errno::ISDIR) => Self::IsFolder { path },
             Some(Errno::NAMETOOLONG) => {
                 let len_bytes = path.len();
-                Self::PathTooLong {
-                    path,
-                    len_bytes,
-                    limit_bytes: super::MAX_NAME_BYTES,
-                }
+                Self::PathTooLong { path, len_bytes, limit_bytes: super::MAX_NAME_BYTES }
             }
             _ => Self::Io { path, source },
         }

@@ -37,10 +37,7 @@ impl FileWriter {
         target: String,
         expected_bytes: Option<u64>,
     ) -> Result<Self, WorkspaceError> {
-        let reserved = Usage {
-            bytes: expected_bytes.unwrap_or(0),
-            entries: 1,
-        };
+        let reserved = Usage { bytes: expected_bytes.unwrap_or(0), entries: 1 };
         workspace.reserve(path, reserved)?;
         match workspace.create_staged() {
             Ok((staged, file)) => Ok(Self {
@@ -56,10 +53,7 @@ impl FileWriter {
             }),
             Err(source) => {
                 workspace.release(reserved);
-                Err(WorkspaceError::Io {
-                    path: path.to_owned(),
-                    source,
-                })
+                Err(WorkspaceError::Io { path: path.to_owned(), source })
             }
         }
     }
@@ -91,18 +85,14 @@ impl FileWriter {
         if self.broken {
             return Err(self.write_failed());
         }
-        if let Some(expected_bytes) = self
-            .expected_bytes
-            .filter(|expected| *expected != self.len_bytes)
-        {
+        if let Some(expected_bytes) = self.expected_bytes.filter(|expected| *expected != self.len_bytes) {
             return Err(WorkspaceError::Incomplete {
                 path: self.path.clone(),
                 expected_bytes,
                 got_bytes: self.len_bytes,
             });
         }
-        self.workspace
-            .place(&self.path, &self.target, &self.staged, self.reserved)?;
+        self.workspace.place(&self.path, &self.target, &self.staged, self.reserved)?;
         self.staged.clear();
         Ok(())
     }
@@ -126,37 +116,25 @@ impl FileWriter {
         // An end beyond u64 is beyond any limit too.
         let end_bytes = offset.saturating_add(bytes.len() as u64);
         if let Some(expected_bytes) = self.expected_bytes.filter(|expected| end_bytes > *expected) {
-            return Err(WorkspaceError::PastExpectedEnd {
-                path: self.path.clone(),
-                expected_bytes,
-                end_bytes,
-            });
+            return Err(WorkspaceError::PastExpectedEnd { path: self.path.clone(), expected_bytes, end_bytes });
         }
         if bytes.is_empty() {
             return Ok(());
         }
-        let more = Usage {
-            bytes: end_bytes.saturating_sub(self.reserved.bytes),
-            entries: 0,
-        };
+        let more = Usage { bytes: end_bytes.saturating_sub(self.reserved.bytes), entries: 0 };
         if more.bytes > 0 {
             self.workspace.reserve(&self.path, more)?;
             self.reserved = self.reserved.plus(more);
         }
         self.file
             .write_all_at(bytes, offset)
-            .map_err(|source| WorkspaceError::Io {
-                path: self.path.clone(),
-                source,
-            })?;
+            .map_err(|source| WorkspaceError::Io { path: self.path.clone(), source })?;
         self.len_bytes = self.len_bytes.max(end_bytes);
         Ok(())
     }
 
     fn write_failed(&self) -> WorkspaceError {
-        WorkspaceError::WriteFailed {
-            path: self.path.clone(),
-        }
+        WorkspaceError::WriteFailed { path: self.path.clone() }
     }
 }
 
@@ -191,11 +169,7 @@ pub struct FileReader {
 
 impl FileReader {
     pub(super) fn new(file: File, path: &str, len_bytes: u64) -> Self {
-        Self {
-            file,
-            path: path.to_owned(),
-            len_bytes,
-        }
+        Self { file, path: path.to_owned(), len_bytes }
     }
 
     /// The length in bytes when the file was opened.
@@ -221,18 +195,12 @@ impl FileReader {
         }
         let mut filled = 0;
         while filled < buffer.len() {
-            match self
-                .file
-                .read_at(&mut buffer[filled..], offset + filled as u64)
-            {
+            match self.file.read_at(&mut buffer[filled..], offset + filled as u64) {
                 Ok(0) => break,
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(source) => {
-                    return Err(WorkspaceError::Io {
-                        path: self.path.clone(),
-                        source,
-                    });
+                    return Err(WorkspaceError::Io { path: self.path.clone(), source });
                 }
             }
         }

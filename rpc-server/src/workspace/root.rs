@@ -49,10 +49,7 @@ impl Default for WorkspaceLimits {
 impl WorkspaceLimits {
     /// The default limits with another quota, in bytes.
     pub fn with_quota(quota_bytes: u64) -> Self {
-        Self {
-            quota_bytes,
-            ..Self::default()
-        }
+        Self { quota_bytes, ..Self::default() }
     }
 }
 
@@ -94,9 +91,7 @@ impl WorkspaceRoot {
     /// The folder cannot be made, opened or locked.
     pub fn open(dir: &Path, limits: WorkspaceLimits) -> Result<Self, WorkspaceError> {
         let shown = dir.display().to_string();
-        RootInner::open(dir, limits)
-            .map(|inner| Self(Arc::new(inner)))
-            .map_err(io_at(&shown))
+        RootInner::open(dir, limits).map(|inner| Self(Arc::new(inner))).map_err(io_at(&shown))
     }
 
     /// Makes a new workspace, which is removed with all that is in it when the last reference to it is dropped. That
@@ -111,12 +106,7 @@ impl WorkspaceRoot {
         make_folder(&root.own, &name)
             .and_then(|folder| {
                 let path = root.path.join("private").join(&root.instance).join(&name);
-                Workspace::open(
-                    Arc::clone(root),
-                    &folder,
-                    &path,
-                    Home::Private(name.clone()),
-                )
+                Workspace::open(Arc::clone(root), &folder, &path, Home::Private(name.clone()))
             })
             .map_err(io_at(&name))
     }
@@ -140,12 +130,8 @@ impl WorkspaceRoot {
         let folder = format!("{identity}/{name}");
         let (home, lock) = root.claim_named(identity, name)?;
         let path = root.path.join("named").join(identity).join(name);
-        let home_key = Home::Named {
-            key: key.clone(),
-            lock,
-        };
-        let workspace =
-            Workspace::open(Arc::clone(root), &home, &path, home_key).map_err(io_at(&folder))?;
+        let home_key = Home::Named { key: key.clone(), lock };
+        let workspace = Workspace::open(Arc::clone(root), &home, &path, home_key).map_err(io_at(&folder))?;
         open.insert(key, Arc::downgrade(&workspace.0));
         Ok(workspace)
     }
@@ -178,10 +164,7 @@ impl fmt::Debug for WorkspaceRoot {
 
 impl RootInner {
     fn open(dir: &Path, limits: WorkspaceLimits) -> io::Result<Self> {
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(dir)?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         let path = dir.canonicalize()?;
         let workdir = Dir::open_ambient_dir(&path, ambient_authority())?;
         let [private, named] = ["private", "named"].map(|name| {
@@ -290,15 +273,10 @@ impl RootInner {
         let (used, unused) = match open_lock_file(folder, "lock", false) {
             Ok(lock) => {
                 let used = lock.metadata().and_then(|metadata| metadata.modified());
-                (
-                    used,
-                    flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok(),
-                )
+                (used, flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok())
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let used = folder
-                    .dir_metadata()
-                    .and_then(|metadata| metadata.modified());
+                let used = folder.dir_metadata().and_then(|metadata| metadata.modified());
                 (used.map(cap_std::time::SystemTime::into_std), true)
             }
             Err(_) => return false,
@@ -312,9 +290,7 @@ impl RootInner {
     }
 
     fn open_named(&self) -> MutexGuard<'_, HashMap<(String, String), Weak<Inner>>> {
-        self.open_named
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.open_named.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -346,9 +322,7 @@ impl Drop for Held<'_> {
 fn register(private: &Dir) -> io::Result<(String, File)> {
     loop {
         // Process ids repeat, above all in containers; times do not, once the loop has seen to equal ones.
-        let nanos = SystemTime::now()
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .map_or(0, |since| since.as_nanos());
+        let nanos = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let instance = format!("{}-{nanos:x}", std::process::id());
         let mut options = OpenOptions::new();
         options.write(true).create_new(true).mode(0o600);
@@ -377,9 +351,8 @@ fn adopt_dead(private: &Dir, instance: &str, own: &Dir) -> io::Result<Vec<String
             None => folders.push(name.to_owned()),
             Some(owner) if owner == instance => {}
             Some(owner) => {
-                let dead = open_lock_file(private, name, false).is_ok_and(|file| {
-                    flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
-                });
+                let dead = open_lock_file(private, name, false)
+                    .is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok());
                 if dead {
                     dead_locks.push(name.to_owned());
                 } else {
@@ -389,11 +362,7 @@ fn adopt_dead(private: &Dir, instance: &str, own: &Dir) -> io::Result<Vec<String
         }
     }
     let mut adopted = Vec::new();
-    for (serial, folder) in folders
-        .iter()
-        .filter(|name| !living.contains(name))
-        .enumerate()
-    {
+    for (serial, folder) in folders.iter().filter(|name| !living.contains(name)).enumerate() {
         let target = format!("dead-{serial}");
         move_entry(private, folder, own, &target)?;
         adopted.push(target);
@@ -425,16 +394,10 @@ fn check_name(name: &str) -> Result<(), WorkspaceError> {
     if valid {
         return Ok(());
     }
-    Err(WorkspaceError::InvalidName {
-        name: abridged(name),
-        limit_bytes: MAX_WORKSPACE_NAME_BYTES,
-    })
+    Err(WorkspaceError::InvalidName { name: abridged(name), limit_bytes: MAX_WORKSPACE_NAME_BYTES })
 }
 
 /// For `map_err`: a failure of the server's own folder, at `path` in it.
 fn io_at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
-    |source| WorkspaceError::Io {
-        path: path.to_owned(),
-        source,
-    }
+    |source| WorkspaceError::Io { path: path.to_owned(), source }
 }

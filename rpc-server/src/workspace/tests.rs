@@ -38,10 +38,8 @@ fn names(workspace: &Workspace, folder: &str) -> Vec<String> {
 
 /// What is in a folder on disk.
 fn on_disk(path: impl AsRef<Path>) -> Vec<String> {
-    let mut names: Vec<_> = fs::read_dir(path)
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
+    let mut names: Vec<_> =
+        fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }
@@ -69,10 +67,7 @@ fn files_are_written_read_listed_resolved_and_removed() {
     put(&workspace, "deep/er/a.txt", b"ay").unwrap();
     put(&workspace, "deep.txt", b"").unwrap();
     assert_eq!(get(&workspace, "deep/er/a.txt").unwrap(), b"ay");
-    assert_eq!(
-        names(&workspace, ""),
-        ["b.txt", "deep.txt", "deep/er/a.txt"]
-    );
+    assert_eq!(names(&workspace, ""), ["b.txt", "deep.txt", "deep/er/a.txt"]);
     assert_eq!(names(&workspace, "deep"), ["deep/er/a.txt"]);
     assert_eq!(names(&workspace, "deep/"), ["deep/er/a.txt"]);
     assert_eq!(names(&workspace, "./b.txt"), ["b.txt"]);
@@ -86,42 +81,24 @@ fn files_are_written_read_listed_resolved_and_removed() {
     assert_eq!(names(&workspace, "."), ["deep.txt"]);
     for path in ["b.txt", "deep", "deep/er/a.txt"] {
         let error = workspace.remove(path).unwrap_err();
-        assert!(
-            matches!(error, WorkspaceError::NotFound { .. }),
-            "{error:?}"
-        );
+        assert!(matches!(error, WorkspaceError::NotFound { .. }), "{error:?}");
     }
-    assert!(matches!(
-        workspace.list("deep"),
-        Err(WorkspaceError::NotFound { .. })
-    ));
+    assert!(matches!(workspace.list("deep"), Err(WorkspaceError::NotFound { .. })));
 }
 
 #[test]
 fn malformed_paths_are_refused() {
     let (_dir, workspace) = private();
-    assert_refused(&workspace, "", |error| {
-        matches!(error, WorkspaceError::EmptyPath)
-    });
-    assert_refused(&workspace, "/etc/passwd", |error| {
-        matches!(error, WorkspaceError::AbsolutePath { .. })
-    });
-    assert_refused(&workspace, "a\0b", |error| {
-        matches!(error, WorkspaceError::NulByte { .. })
-    });
+    assert_refused(&workspace, "", |error| matches!(error, WorkspaceError::EmptyPath));
+    assert_refused(&workspace, "/etc/passwd", |error| matches!(error, WorkspaceError::AbsolutePath { .. }));
+    assert_refused(&workspace, "a\0b", |error| matches!(error, WorkspaceError::NulByte { .. }));
     for path in ["..", "../x", "a/../../x", "./../files/x"] {
         assert_refused(&workspace, path, outside);
         assert!(outside(&workspace.remove(path).unwrap_err()));
         assert!(outside(&workspace.list(path).unwrap_err()));
     }
-    for path in [
-        "x".repeat(256),
-        format!("a/{}", "x".repeat(256)),
-        "a/".repeat(513),
-    ] {
-        assert_refused(&workspace, &path, |error| {
-            matches!(error, WorkspaceError::PathTooLong { .. })
-        });
+    for path in ["x".repeat(256), format!("a/{}", "x".repeat(256)), "a/".repeat(513)] {
+        assert_refused(&workspace, &path, |error| matches!(error, WorkspaceError::PathTooLong { .. }));
     }
     put(&workspace, &"x".repeat(255), b"fits").unwrap();
     let deep = format!("{}x", "d/".repeat(511));
@@ -129,10 +106,7 @@ fn malformed_paths_are_refused() {
     assert_eq!(get(&workspace, &deep).unwrap(), b"fits");
     for path in [".", "a/..", "./"] {
         let error = workspace.remove(path).unwrap_err();
-        assert!(
-            matches!(error, WorkspaceError::IsWorkspace { .. }),
-            "{error:?}"
-        );
+        assert!(matches!(error, WorkspaceError::IsWorkspace { .. }), "{error:?}");
     }
 }
 
@@ -141,20 +115,13 @@ fn folders_where_files_are_meant_and_the_other_way_round_are_refused() {
     let (_dir, workspace) = private();
     put(&workspace, "folder/file", b"1").unwrap();
     for path in ["folder", "folder/", ".", "folder/file/"] {
-        assert_refused(&workspace, path, |error| {
-            matches!(error, WorkspaceError::IsFolder { .. })
-        });
+        assert_refused(&workspace, path, |error| matches!(error, WorkspaceError::IsFolder { .. }));
     }
-    assert_refused(&workspace, "folder/file/more", |error| {
-        matches!(error, WorkspaceError::NotAFolder { .. })
-    });
+    assert_refused(&workspace, "folder/file/more", |error| matches!(error, WorkspaceError::NotAFolder { .. }));
     // One that comes to be a folder only after the writing has begun.
     let writer = workspace.begin_write("later", None).unwrap();
     fs::create_dir(workspace.path().join("later")).unwrap();
-    assert!(matches!(
-        writer.commit(),
-        Err(WorkspaceError::IsFolder { .. })
-    ));
+    assert!(matches!(writer.commit(), Err(WorkspaceError::IsFolder { .. })));
 }
 
 #[test]
@@ -183,12 +150,7 @@ fn links_that_lead_outside_are_refused_wherever_they_stand() {
     ] {
         assert_refused(&workspace, path, outside);
     }
-    for path in [
-        "folder/secret",
-        "sub/up/staging",
-        "chain/secret",
-        "staging/x",
-    ] {
+    for path in ["folder/secret", "sub/up/staging", "chain/secret", "staging/x"] {
         assert!(outside(&workspace.remove(path).unwrap_err()), "{path}");
     }
     for path in ["folder", "chain", "sub/up"] {
@@ -238,9 +200,7 @@ fn links_that_stay_inside_are_followed() {
     assert_eq!(names(&workspace, ""), ["link", "real/file"]);
     put(&workspace, "folder/second", b"2").unwrap();
     assert_eq!(get(&workspace, "real/second").unwrap(), b"2");
-    assert_refused(&workspace, "loop", |error| {
-        matches!(error, WorkspaceError::Io { .. })
-    });
+    assert_refused(&workspace, "loop", |error| matches!(error, WorkspaceError::Io { .. }));
 }
 
 #[test]
@@ -251,9 +211,7 @@ fn devices_and_pipes_are_refused_without_waiting() {
     symlink("fifo", workspace.path().join("link")).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(workspace.path().join("socket")).unwrap();
     for path in ["fifo", "link", "socket"] {
-        assert_refused(&workspace, path, |error| {
-            matches!(error, WorkspaceError::NotARegularFile { .. })
-        });
+        assert_refused(&workspace, path, |error| matches!(error, WorkspaceError::NotARegularFile { .. }));
         assert!(workspace.list(path).is_err());
     }
     assert!(names(&workspace, "").is_empty());
@@ -325,31 +283,15 @@ fn an_announced_length_is_kept_to() {
     let mut writer = workspace.begin_write("file", Some(4)).unwrap();
     writer.write_at(0, b"abc").unwrap();
     let error = writer.commit().unwrap_err();
-    assert!(
-        matches!(
-            error,
-            WorkspaceError::Incomplete {
-                expected_bytes: 4,
-                got_bytes: 3,
-                ..
-            }
-        ),
-        "{error:?}"
-    );
+    assert!(matches!(error, WorkspaceError::Incomplete { expected_bytes: 4, got_bytes: 3, .. }), "{error:?}");
 
     let mut writer = workspace.begin_write("file", Some(4)).unwrap();
     for offset in [2, u64::MAX] {
         let error = writer.write_at(offset, b"abc").unwrap_err();
-        let expected = matches!(
-            error,
-            WorkspaceError::PastExpectedEnd { .. } | WorkspaceError::WriteFailed { .. }
-        );
+        let expected = matches!(error, WorkspaceError::PastExpectedEnd { .. } | WorkspaceError::WriteFailed { .. });
         assert!(expected, "{error:?}");
     }
-    assert!(matches!(
-        writer.commit(),
-        Err(WorkspaceError::WriteFailed { .. })
-    ));
+    assert!(matches!(writer.commit(), Err(WorkspaceError::WriteFailed { .. })));
     assert_eq!(get(&workspace, "file").unwrap(), b"old");
     assert_eq!(workspace.used_bytes(), 3);
 }
@@ -385,11 +327,7 @@ fn the_quota_counts_files_and_writes_in_progress() {
     writer.write_at(10, &[0; 30]).unwrap();
     quota(writer.write_at(u64::MAX, &[0; 1]), u64::MAX - 40, 100);
     drop(writer);
-    quota(
-        workspace.begin_write("b", Some(u64::MAX)).map(drop),
-        u64::MAX,
-        60,
-    );
+    quota(workspace.begin_write("b", Some(u64::MAX)).map(drop), u64::MAX, 60);
 
     // Replacing gives the old bytes back, removing too.
     put(&workspace, "a", &[0; 40]).unwrap();
@@ -412,20 +350,9 @@ fn the_quota_counts_files_and_writes_in_progress() {
 #[test]
 fn the_number_of_files_and_folders_is_limited() {
     let dir = TempDir::new().unwrap();
-    let limits = WorkspaceLimits {
-        max_entries: 3,
-        ..WorkspaceLimits::default()
-    };
-    let workspace = WorkspaceRoot::open(dir.path(), limits)
-        .unwrap()
-        .private()
-        .unwrap();
-    let full = |result| {
-        assert!(matches!(
-            result,
-            Err(WorkspaceError::TooManyEntries { limit: 3, .. })
-        ))
-    };
+    let limits = WorkspaceLimits { max_entries: 3, ..WorkspaceLimits::default() };
+    let workspace = WorkspaceRoot::open(dir.path(), limits).unwrap().private().unwrap();
+    let full = |result| assert!(matches!(result, Err(WorkspaceError::TooManyEntries { limit: 3, .. })));
     full(put(&workspace, "a/b/c/d", b""));
     workspace.remove("a").unwrap();
     put(&workspace, "a/b", b"").unwrap();
@@ -444,15 +371,8 @@ fn writes_in_progress_have_no_name_in_the_workspace() {
     assert!(on_disk(workspace.path()).is_empty());
     let staged = on_disk(workspace.path().with_file_name("staging"));
     assert_eq!(staged.len(), 1);
-    assert!(outside(
-        &workspace
-            .open_read(&format!("../staging/{}", staged[0]))
-            .unwrap_err()
-    ));
-    assert!(matches!(
-        workspace.open_read(&staged[0]),
-        Err(WorkspaceError::NotFound { .. })
-    ));
+    assert!(outside(&workspace.open_read(&format!("../staging/{}", staged[0])).unwrap_err()));
+    assert!(matches!(workspace.open_read(&staged[0]), Err(WorkspaceError::NotFound { .. })));
 }
 
 #[test]
@@ -490,11 +410,8 @@ fn a_private_workspace_goes_with_its_last_reference() {
 fn very_deep_trees_are_removed() {
     let (_dir, workspace) = private();
     fs::create_dir(workspace.path().join("top")).unwrap();
-    let mut at = cap_std::fs::Dir::open_ambient_dir(
-        workspace.path().join("top"),
-        cap_std::ambient_authority(),
-    )
-    .unwrap();
+    let mut at =
+        cap_std::fs::Dir::open_ambient_dir(workspace.path().join("top"), cap_std::ambient_authority()).unwrap();
     for _ in 0..1500 {
         at.create_dir("d").unwrap();
         at = at.open_dir("d").unwrap();
@@ -518,12 +435,7 @@ fn folders_are_closed_to_other_users() {
     for path in [&workdir, &workdir.join("private"), &workdir.join("named")] {
         assert_eq!(mode(path), 0o700, "{path:?}");
     }
-    for path in [
-        private.path(),
-        named.path(),
-        &private.path().join("a"),
-        named.path().parent().unwrap(),
-    ] {
+    for path in [private.path(), named.path(), &private.path().join("a"), named.path().parent().unwrap()] {
         assert_eq!(mode(path), 0o700, "{path:?}");
     }
     assert_eq!(mode(&private.path().join("a/b")), 0o600);
@@ -554,15 +466,10 @@ fn names_that_are_no_names_are_refused() {
     let dir = TempDir::new().unwrap();
     let root = root(&dir, 100);
     let long = "x".repeat(65);
-    for name in [
-        "", ".", "..", "a/b", "../a", "a b", "é", "a\0", "a\n", &long,
-    ] {
+    for name in ["", ".", "..", "a/b", "../a", "a b", "é", "a\0", "a\n", &long] {
         for result in [root.named(name, "cli"), root.named("alice", name)] {
             let error = result.unwrap_err();
-            assert!(
-                matches!(error, WorkspaceError::InvalidName { .. }),
-                "{error:?}"
-            );
+            assert!(matches!(error, WorkspaceError::InvalidName { .. }), "{error:?}");
         }
     }
     root.named("A-b_c.9", &"x".repeat(64)).unwrap();
@@ -572,18 +479,12 @@ fn names_that_are_no_names_are_refused() {
 #[test]
 fn an_identity_has_only_so_many_workspaces() {
     let dir = TempDir::new().unwrap();
-    let limits = WorkspaceLimits {
-        max_named: 2,
-        ..WorkspaceLimits::default()
-    };
+    let limits = WorkspaceLimits { max_named: 2, ..WorkspaceLimits::default() };
     let root = WorkspaceRoot::open(dir.path(), limits).unwrap();
     root.named("alice", "one").unwrap();
     root.named("alice", "two").unwrap();
     let error = root.named("alice", "three").unwrap_err();
-    assert!(matches!(
-        error,
-        WorkspaceError::TooManyWorkspaces { limit: 2, .. }
-    ));
+    assert!(matches!(error, WorkspaceError::TooManyWorkspaces { limit: 2, .. }));
     root.named("alice", "two").unwrap();
     root.named("bob", "one").unwrap();
 }
@@ -679,10 +580,7 @@ fn staged_files_of_a_dead_server_are_swept_and_those_of_a_living_one_are_not() {
 #[test]
 fn sessions_that_come_and_go_beside_an_expiry_keep_what_they_use() {
     let dir = TempDir::new().unwrap();
-    let limits = WorkspaceLimits {
-        named_expiry: Duration::ZERO,
-        ..WorkspaceLimits::default()
-    };
+    let limits = WorkspaceLimits { named_expiry: Duration::ZERO, ..WorkspaceLimits::default() };
     let open = || WorkspaceRoot::open(dir.path(), limits.clone()).unwrap();
     let servers = [open(), open()];
     std::thread::scope(|scope| {
@@ -720,9 +618,6 @@ fn errors_say_what_to_do_in_one_level() {
     for path in ["", "..", "/a", "a\0", "none", "."] {
         let text = workspace.resolve(path).unwrap_err().to_string();
         assert!(!text.ends_with('.') && !text.contains('\0'), "{text}");
-        assert!(
-            text.starts_with(|first: char| !first.is_uppercase()),
-            "{text}"
-        );
+        assert!(text.starts_with(|first: char| !first.is_uppercase()), "{text}");
     }
 }

@@ -21,29 +21,16 @@ pub(super) struct Usage {
 
 impl Usage {
     pub(super) fn plus(self, other: Self) -> Self {
-        Self {
-            bytes: self.bytes.saturating_add(other.bytes),
-            entries: self.entries.saturating_add(other.entries),
-        }
+        Self { bytes: self.bytes.saturating_add(other.bytes), entries: self.entries.saturating_add(other.entries) }
     }
 
     pub(super) fn minus(self, other: Self) -> Self {
-        Self {
-            bytes: self.bytes.saturating_sub(other.bytes),
-            entries: self.entries.saturating_sub(other.entries),
-        }
+        Self { bytes: self.bytes.saturating_sub(other.bytes), entries: self.entries.saturating_sub(other.entries) }
     }
 
     /// Of one entry, from its own metadata.
     pub(super) fn of(metadata: &cap_std::fs::Metadata) -> Self {
-        Self {
-            bytes: if metadata.is_file() {
-                metadata.len()
-            } else {
-                0
-            },
-            entries: 1,
-        }
+        Self { bytes: if metadata.is_file() { metadata.len() } else { 0 }, entries: 1 }
     }
 }
 
@@ -55,11 +42,7 @@ impl Usage {
 /// # Errors
 ///
 /// `start` cannot be opened as a folder.
-pub(super) fn walk(
-    root: &Dir,
-    start: &str,
-    mut visit: impl FnMut(String, FileType, &DirEntry),
-) -> io::Result<()> {
+pub(super) fn walk(root: &Dir, start: &str, mut visit: impl FnMut(String, FileType, &DirEntry)) -> io::Result<()> {
     let first = root.open_dir(if start.is_empty() { "." } else { start })?;
     let mut folders = vec![start.to_owned()];
     let mut opened = Some(first);
@@ -73,11 +56,7 @@ pub(super) fn walk(
             let (Some(name), Ok(kind)) = (name.to_str(), entry.file_type()) else {
                 continue;
             };
-            let name = if folder.is_empty() {
-                name.to_owned()
-            } else {
-                format!("{folder}/{name}")
-            };
+            let name = if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
             if name.len() > MAX_PATH_BYTES {
                 continue;
             }
@@ -123,8 +102,7 @@ pub(super) fn purge(parent: &Dir, name: &str) -> Usage {
             }
             continue;
         }
-        let Ok(entries) = open_own(parent, &folder).and_then(|dir| Ok((dir.entries()?, dir)))
-        else {
+        let Ok(entries) = open_own(parent, &folder).and_then(|dir| Ok((dir.entries()?, dir))) else {
             continue;
         };
         let (entries, dir) = entries;
@@ -159,12 +137,7 @@ pub(super) fn purge(parent: &Dir, name: &str) -> Usage {
 }
 
 /// Moves `from` in `dir` to `to` in `target`. A folder that its maker has locked is opened up first.
-pub(super) fn move_entry(
-    dir: &Dir,
-    from: impl AsRef<OsStr>,
-    target: &Dir,
-    to: &str,
-) -> io::Result<()> {
+pub(super) fn move_entry(dir: &Dir, from: impl AsRef<OsStr>, target: &Dir, to: &str) -> io::Result<()> {
     let from = from.as_ref();
     match dir.rename(from, target, to) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {

@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex};
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::transfer::CHUNK;
-use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, RpcError, Result};
+use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Result, RpcError};
 
 use crate::scene::{Kit, Scene, on_thread, poll_once};
 
 const SIZES: [usize; 7] = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 17 * CHUNK];
 
 fn pattern(len: usize, seed: usize) -> Bytes {
-    (0..len).map(|at| ((at + seed) * 2_654_435_761 >> 13) as u8).collect::<Vec<_>>().into()
+    (0..len).map(|at| (((at + seed) * 2_654_435_761) >> 13) as u8).collect::<Vec<_>>().into()
 }
 
 async fn bytes(kit: &Kit<'_>, len: usize) -> RemoteTensor {
@@ -60,7 +60,10 @@ pub async fn views_are_copied_from_where_they_start(scene: &Scene) {
     assert_eq!(kit.get(kit.session.copy_from_remote(&view)).await, pattern(100, 3).slice(14..22));
     kit.get(kit.session.copy_to_remote(&view, vec![0xee; 2]).offset(6)).await;
     let all = kit.get(kit.session.copy_from_remote(&tensor)).await;
-    assert_eq!(all[18..24], [pattern(100, 3)[18], pattern(100, 3)[19], 0xee, 0xee, pattern(100, 3)[22], pattern(100, 3)[23]]);
+    assert_eq!(
+        all[18..24],
+        [pattern(100, 3)[18], pattern(100, 3)[19], 0xee, 0xee, pattern(100, 3)[22], pattern(100, 3)[23]]
+    );
 }
 
 /// Ranges that do not fit are refused before anything is touched.

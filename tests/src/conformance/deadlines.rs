@@ -3,9 +3,7 @@
 use std::time::{Duration, Instant};
 
 use rpc_core::value::Reference;
-use rpc_core::{
-    DataType, Device, ErrorKind, Lane, Operation, PendingReply, RemoteObject, Request, RpcError, Value,
-};
+use rpc_core::{DataType, Device, ErrorKind, Lane, Operation, PendingReply, RemoteObject, Request, RpcError, Value};
 
 use crate::scene::{Kit, Scene, poll_once};
 

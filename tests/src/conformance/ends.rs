@@ -9,7 +9,9 @@ pub async fn a_shutdown_completes_what_was_admitted_and_refuses_the_rest(scene: 
     let kit = scene.kit().await;
     let journal = kit.journal().await;
     let mut calls: Vec<_> = (0..60_i64)
-        .map(|entry| kit.call::<()>("journal.push.slowly", (&journal.object, entry)).lane(Lane(entry as u32 % 3)).start())
+        .map(|entry| {
+            kit.call::<()>("journal.push.slowly", (&journal.object, entry)).lane(Lane(entry as u32 % 3)).start()
+        })
         .collect();
     let entries = kit.call::<Vec<i64>>("journal.entries", (&journal.object,)).start();
     for call in &mut calls {
@@ -30,9 +32,8 @@ pub async fn a_shutdown_completes_what_was_admitted_and_refuses_the_rest(scene: 
 pub async fn a_shutdown_waits_for_requests_that_waited_for_room(scene: &Scene) {
     let kit = scene.kit_with(scene.narrow(4)).await;
     let journal = kit.journal().await;
-    let mut calls: Vec<_> = (0..60_i64)
-        .map(|entry| kit.call::<()>("journal.push.slowly", (&journal.object, entry)).start())
-        .collect();
+    let mut calls: Vec<_> =
+        (0..60_i64).map(|entry| kit.call::<()>("journal.push.slowly", (&journal.object, entry)).start()).collect();
     // With the last of them the shutdown comes behind all.
     calls.last_mut().unwrap().admitted().await.unwrap();
     kit.get(kit.session.shutdown()).await;
@@ -106,10 +107,8 @@ pub async fn a_shutdown_frees_all_that_the_session_held(scene: &Scene) {
     }
     assert_eq!(kit.run::<i64>("tagged.alive", (tag.as_str(),)).await, 100);
     kit.get(kit.session.shutdown()).await;
-    eventually("the end of all objects", || async {
-        observer.run::<i64>("tagged.alive", (tag.as_str(),)).await == 0
-    })
-    .await;
+    eventually("the end of all objects", || async { observer.run::<i64>("tagged.alive", (tag.as_str(),)).await == 0 })
+        .await;
     observer.works().await;
 }
 
@@ -120,10 +119,8 @@ pub async fn dropping_a_session_frees_all_that_it_held(scene: &Scene) {
         kit.run::<Value>("tagged.new", (tag.as_str(),)).await;
     }
     drop(kit);
-    eventually("the end of all objects", || async {
-        observer.run::<i64>("tagged.alive", (tag.as_str(),)).await == 0
-    })
-    .await;
+    eventually("the end of all objects", || async { observer.run::<i64>("tagged.alive", (tag.as_str(),)).await == 0 })
+        .await;
     observer.works().await;
 }
 
@@ -134,13 +131,12 @@ pub async fn a_function_that_runs_learns_that_its_session_is_gone(scene: &Scene)
     let kit = scene.kit().await;
     let mut call = kit.call::<()>("hold.tagged", (tag.as_str(),)).start();
     assert!(poll_once(&mut call).is_none());
-    eventually("the start of the function", || async { kit.aside::<i64>("tagged.alive", (tag.as_str(),)).await == 1 }).await;
+    eventually("the start of the function", || async { kit.aside::<i64>("tagged.alive", (tag.as_str(),)).await == 1 })
+        .await;
     drop(kit);
     drop(call);
-    eventually("the end of the function", || async {
-        observer.run::<i64>("tagged.alive", (tag.as_str(),)).await == 0
-    })
-    .await;
+    eventually("the end of the function", || async { observer.run::<i64>("tagged.alive", (tag.as_str(),)).await == 0 })
+        .await;
 }
 
 /// One session's end does not touch another's objects.

@@ -10,7 +10,11 @@ pub async fn application_errors_keep_their_facts(scene: &Scene) {
     let error = kit.try_run::<i64>("fail.application", ()).await.unwrap_err();
     assert_eq!((error.kind(), error.fault()), (ErrorKind::Application, Fault::Callee));
     assert_eq!(error.message(), "the printer is out of paper");
-    assert!(error.application_kind().is_some_and(|kind| kind.ends_with("OutOfPaper")), "{:?}", error.application_kind());
+    assert!(
+        error.application_kind().is_some_and(|kind| kind.ends_with("OutOfPaper")),
+        "{:?}",
+        error.application_kind()
+    );
     assert!(error.request_may_have_run() && !error.ends_session() && !error.is_retryable());
     assert_eq!(error.hop(), scene.hops());
 }
@@ -65,9 +69,8 @@ pub async fn a_panic_harms_nobody_else(scene: &Scene) {
 /// Pipelined failures each reach their own caller.
 pub async fn each_caller_gets_its_own_error(scene: &Scene) {
     let kit = scene.kit().await;
-    let calls: Vec<_> = (0..100_u32)
-        .map(|n| kit.call::<()>("fail.panic", (n.to_string(),)).lane(Lane(n % 4)).start())
-        .collect();
+    let calls: Vec<_> =
+        (0..100_u32).map(|n| kit.call::<()>("fail.panic", (n.to_string(),)).lane(Lane(n % 4)).start()).collect();
     for (n, call) in calls.into_iter().enumerate().rev() {
         assert_eq!(call.await.unwrap_err().message(), n.to_string());
     }

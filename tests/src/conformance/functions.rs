@@ -59,9 +59,11 @@ fn samples() -> Vec<Value> {
         Value::List(vec![Value::Null, Value::Int(1), Value::List(vec![Value::Str("deep".to_owned())])]),
         Value::Packed(Packed::encode(&("tuple", 1, [1.5_f32, -0.0])).unwrap()),
     ];
-    let integers = [0, 1, -1, 127, 128, 255, 256, -128, -129, 65_535, 65_536, 1 << 31, -(1 << 31), 1 << 32, i64::MAX, i64::MIN];
+    let integers =
+        [0, 1, -1, 127, 128, 255, 256, -128, -129, 65_535, 65_536, 1 << 31, -(1 << 31), 1 << 32, i64::MAX, i64::MIN];
     values.extend(integers.map(Value::Int));
-    let floats = [0.0, 1.5, f64::MIN_POSITIVE, 5e-324, f64::MAX, f64::MIN, f64::INFINITY, f64::NEG_INFINITY, f64::EPSILON];
+    let floats =
+        [0.0, 1.5, f64::MIN_POSITIVE, 5e-324, f64::MAX, f64::MIN, f64::INFINITY, f64::NEG_INFINITY, f64::EPSILON];
     values.extend(floats.map(Value::Float));
     values
 }
@@ -124,7 +126,10 @@ pub async fn typed_calls_convert_arguments_and_returns(scene: &Scene) {
     assert_eq!(kit.run::<Vec<i64>>("eight", (1, 2, 3, 4, 5, 6, 7, 8)).await, [1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(kit.run::<Shape>("echo", (Shape(vec![2, 3]),)).await, Shape(vec![2, 3]));
     assert_eq!(kit.run::<Option<String>>("echo", (Value::Null,)).await, None);
-    assert_eq!(kit.run::<(i64, String)>("echo", (Value::List(vec![1_i64.into(), "a".into()]),)).await, (1, "a".to_owned()));
+    assert_eq!(
+        kit.run::<(i64, String)>("echo", (Value::List(vec![1_i64.into(), "a".into()]),)).await,
+        (1, "a".to_owned())
+    );
     kit.run::<()>("nothing", ()).await;
     let many: Vec<Value> = (0..1000).map(Value::Int).collect();
     assert_eq!(kit.run::<i64>("count", many).await, 1000);
@@ -177,7 +182,9 @@ pub async fn structs_travel_packed(scene: &Scene) {
     let point = Point { at: (1.0, f64::MIN), label: "ü\0".to_owned(), tags: vec![None, Some(255)] };
     let Pack(moved) = kit.run::<Pack<Point>>("move_point", (Pack(point.clone()), 2.5)).await;
     assert_eq!(moved, Point { at: (3.5, f64::MIN), ..point });
-    for wrong in [Packed::encode(&5).unwrap(), Packed::from_bytes(Bytes::from_static(&[0xc1])), Packed::from_bytes(Bytes::new())] {
+    for wrong in
+        [Packed::encode(&5).unwrap(), Packed::from_bytes(Bytes::from_static(&[0xc1])), Packed::from_bytes(Bytes::new())]
+    {
         let error = kit.try_run::<Value>("move_point", (wrong, 1.0)).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     }

@@ -171,9 +171,11 @@ pub async fn forged_handles_name_nothing(scene: &Scene) {
         let handle = Handle::from_bits(bits);
         let args = vec![Value::Object(Reference::Object(handle))];
         let echo = kit.function("echo").handle();
-        for operation in
-            [Operation::Free { handle }, Operation::Call { function: handle, args: Vec::new() }, Operation::Call { function: echo, args }]
-        {
+        for operation in [
+            Operation::Free { handle },
+            Operation::Call { function: handle, args: Vec::new() },
+            Operation::Call { function: echo, args },
+        ] {
             pending.push(kit.session.shared().submit(Request::new(operation)).reply());
         }
         kit.session.release(&Value::Object(Reference::Object(handle)));
@@ -324,8 +326,7 @@ pub async fn futures_dropped_at_every_await_point_leak_nothing(scene: &Scene) {
 
 /// The limit on handles is an error that names it; what was there stays, and there is room again after a free.
 pub async fn the_limit_on_handles_is_an_error_and_leaks_nothing(scene: &Scene) {
-    let mut limits = rpc_core::SessionLimits::default();
-    limits.max_handles = 200;
+    let limits = rpc_core::SessionLimits { max_handles: 200, ..rpc_core::SessionLimits::default() };
     let kit = scene.kit_with(limits).await;
     let dropped = kit.counter().await;
     let baseline = kit.usage().await;

@@ -186,3 +186,33 @@ macro_rules! clauses {
         }
     };
 }
+
+#[cfg(test)]
+mod tests {
+    /// A clause that is in no list is checked nowhere.
+    #[test]
+    fn every_clause_is_listed() {
+        let list = include_str!("mod.rs");
+        let sources = [
+            include_str!("copies.rs"),
+            include_str!("deadlines.rs"),
+            include_str!("ends.rs"),
+            include_str!("errors.rs"),
+            include_str!("functions.rs"),
+            include_str!("handles.rs"),
+            include_str!("modules.rs"),
+            include_str!("order.rs"),
+            include_str!("pipelining.rs"),
+            include_str!("tensors.rs"),
+            include_str!("threads.rs"),
+        ];
+        for source in sources {
+            for line in source.lines() {
+                let Some(clause) = line.strip_prefix("pub async fn ").and_then(|line| line.split('(').next()) else {
+                    continue;
+                };
+                assert!(list.lines().any(|line| line.trim() == clause), "{clause} is in no list");
+            }
+        }
+    }
+}

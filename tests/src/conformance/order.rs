@@ -101,9 +101,8 @@ pub async fn concurrent_calls_run_beside_each_other(scene: &Scene) {
     let kit = scene.kit().await;
     let gate = kit.gate().await;
     let waiting: Vec<_> = (0..24).map(|_| gate.wait(Lane::CONCURRENT)).collect();
-    let more: Vec<_> = (0..24)
-        .map(|_| kit.call::<()>("gate.wait_async", (&gate.object,)).concurrent().start())
-        .collect();
+    let more: Vec<_> =
+        (0..24).map(|_| kit.call::<()>("gate.wait_async", (&gate.object,)).concurrent().start()).collect();
     gate.reach(48).await;
     gate.open().await;
     for call in waiting.into_iter().chain(more) {
@@ -141,12 +140,15 @@ pub async fn requests_that_fail_keep_their_place(scene: &Scene) {
     let mut calls = Vec::new();
     for entry in 0..100_i64 {
         calls.push((true, kit.call::<()>("journal.push.blocking", (&journal.object, entry)).start()));
-        calls.push((false, match entry % 4 {
-            0 => kit.call::<()>("fail.application", ()).start(),
-            1 => kit.call::<()>("add", ("no", "numbers")).start(),
-            2 => kit.call::<()>("fail.rpc", ()).start(),
-            _ => kit.session.free_handle(rpc_core::Handle::from_bits(1)).start(),
-        }));
+        calls.push((
+            false,
+            match entry % 4 {
+                0 => kit.call::<()>("fail.application", ()).start(),
+                1 => kit.call::<()>("add", ("no", "numbers")).start(),
+                2 => kit.call::<()>("fail.rpc", ()).start(),
+                _ => kit.session.free_handle(rpc_core::Handle::from_bits(1)).start(),
+            },
+        ));
     }
     for (succeeds, call) in calls {
         assert_eq!(call.await.is_ok(), succeeds);

@@ -41,7 +41,8 @@ pub async fn each_reply_goes_to_its_request(scene: &Scene) {
     let echoes = ["echo", "echo.blocking", "echo.async"];
     let calls: Vec<_> = (0..600_i64)
         .map(|n| {
-            let call = kit.call::<(i64, String)>(echoes[(n % 3) as usize], (Value::List(vec![n.into(), n.to_string().into()]),));
+            let call = kit
+                .call::<(i64, String)>(echoes[(n % 3) as usize], (Value::List(vec![n.into(), n.to_string().into()]),));
             call.lane(if n % 4 == 0 { Lane::CONCURRENT } else { Lane(n as u32 % 5) }).start()
         })
         .collect();
@@ -56,12 +57,14 @@ pub async fn a_full_queue_delays_admission_and_resumes(scene: &Scene) {
     let (started, ended, count) = (kit.counter().await, kit.counter().await, kit.counter().await);
     let held = fill(&kit, 7, &started, &ended).await;
     let last = kit.call::<i64>("hold", (&started.object, &ended.object)).start();
-    let mut calls: Vec<_> = (0..2000)
-        .map(|_| kit.call::<i64>("counter.add.blocking", (&count.object, 1)).start())
-        .collect();
+    let mut calls: Vec<_> =
+        (0..2000).map(|_| kit.call::<i64>("counter.add.blocking", (&count.object, 1)).start()).collect();
     // Hops have room of their own, but not for so many.
     let late = calls.last_mut().unwrap();
-    assert!(poll_once(&mut Box::pin(late.admitted())).is_none(), "the two thousandth request was admitted to a queue of eight");
+    assert!(
+        poll_once(&mut Box::pin(late.admitted())).is_none(),
+        "the two thousandth request was admitted to a queue of eight"
+    );
     drop((held, last));
     for call in &mut calls {
         call.admitted().await.unwrap();
@@ -81,9 +84,8 @@ pub async fn a_long_queue_of_concurrent_calls_is_admitted(scene: &Scene) {
     let (started, ended, count) = (kit.counter().await, kit.counter().await, kit.counter().await);
     let held = fill(&kit, 7, &started, &ended).await;
     let last = kit.call::<i64>("hold", (&started.object, &ended.object)).start();
-    let calls: Vec<_> = (0..10_000)
-        .map(|_| kit.call::<i64>("counter.add", (&count.object, 1)).concurrent().start())
-        .collect();
+    let calls: Vec<_> =
+        (0..10_000).map(|_| kit.call::<i64>("counter.add", (&count.object, 1)).concurrent().start()).collect();
     drop((held, last));
     for call in calls {
         call.await.unwrap();
@@ -132,9 +134,8 @@ pub async fn requests_dropped_while_they_wait_for_room_never_run(scene: &Scene) 
     let (started, ended, journal) = (kit.counter().await, kit.counter().await, kit.journal().await);
     let held = fill(&kit, 7, &started, &ended).await;
     let last = kit.call::<i64>("hold", (&started.object, &ended.object)).start();
-    let mut calls: Vec<_> = (0..1000_i64)
-        .map(|entry| (entry, kit.call::<()>("journal.push", (&journal.object, entry)).start()))
-        .collect();
+    let mut calls: Vec<_> =
+        (0..1000_i64).map(|entry| (entry, kit.call::<()>("journal.push", (&journal.object, entry)).start())).collect();
     calls.retain(|(entry, _)| entry % 10 == 3);
     drop((held, last));
     let mut kept = Vec::new();

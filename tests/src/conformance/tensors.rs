@@ -1,9 +1,7 @@
 //! Tensors, devices and streams.
 
 use rpc_core::tensor::MAX_DIMENSIONS;
-use rpc_core::{
-    DataType, Device, DeviceAttribute, ErrorKind, Lane, RemoteObject, RemoteTensor, Result, Shape, Value,
-};
+use rpc_core::{DataType, Device, DeviceAttribute, ErrorKind, Lane, RemoteObject, RemoteTensor, Result, Shape, Value};
 
 use crate::scene::{Kit, Scene};
 
@@ -132,8 +130,7 @@ pub async fn impossible_allocations_are_refused(scene: &Scene) {
 
 /// The session's limit on memory is an error that names it, and there is room again after a free.
 pub async fn the_limit_on_memory_is_an_error(scene: &Scene) {
-    let mut limits = rpc_core::SessionLimits::default();
-    limits.max_memory = 10_000;
+    let limits = rpc_core::SessionLimits { max_memory: 10_000, ..rpc_core::SessionLimits::default() };
     let kit = scene.kit_with(limits).await;
     let baseline = kit.usage().await;
     let alloc = |bytes| kit.session.alloc(Device::cpu(), DataType::U8, &[bytes]);
@@ -170,7 +167,10 @@ pub async fn tensors_are_copied_among_each_other(scene: &Scene) {
     is(ErrorKind::InvalidArgument, scene.get(among(&part(4), &part(0))).await);
     is(ErrorKind::InvalidArgument, scene.get(among(&from, &part(0))).await);
     is(ErrorKind::InvalidArgument, scene.get(among(&from, &to.view(0, DataType::I32, &[4], None))).await);
-    is(ErrorKind::InvalidArgument, scene.get(among(&to.view(0, DataType::F32, &[2, 1], Some(&[2, 1])), &part(0))).await);
+    is(
+        ErrorKind::InvalidArgument,
+        scene.get(among(&to.view(0, DataType::F32, &[2, 1], Some(&[2, 1])), &part(0))).await,
+    );
     assert_eq!(sum(&kit, &to).await, 6.0);
     let (none, nothing) = (floats(&kit, &[]).await, floats(&kit, &[]).await);
     kit.get(among(&none, &nothing)).await;

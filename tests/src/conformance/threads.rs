@@ -44,7 +44,15 @@ pub async fn several_threads_share_one_session(scene: &Scene) {
                     let sent = i64::from(thread) * 1000 + round;
                     assert_eq!(echo.call::<i64>((sent,)).lane(lane).wait().unwrap(), sent);
                     session.copy_to_remote(&tensor, vec![round as u8; 1000]).lane(lane).wait().unwrap();
-                    assert!(session.copy_from_remote(&tensor).lane(lane).wait().unwrap().iter().all(|is| *is == round as u8));
+                    assert!(
+                        session
+                            .copy_from_remote(&tensor)
+                            .lane(lane)
+                            .wait()
+                            .unwrap()
+                            .iter()
+                            .all(|is| *is == round as u8)
+                    );
                 }
             })
         })

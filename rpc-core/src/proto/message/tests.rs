@@ -22,7 +22,8 @@ fn tensor() -> TensorRef {
     }
 }
 
-const TENSOR: &str = "c72e09 0201000000000000 0800000000000000 02200100 01000000 00000000 02 00 0200000000000000 0300000000000000";
+const TENSOR: &str =
+    "c72e09 0201000000000000 0800000000000000 02200100 01000000 00000000 02 00 0200000000000000 0300000000000000";
 
 fn check(operation: Operation, golden: &str, payload_len: usize) {
     let now = Instant::now();
@@ -47,7 +48,12 @@ fn golden_requests() {
         3,
     );
     check(
-        Operation::Alloc { device: Device::cuda(1), dtype: DataType::F16, shape: vec![4], scope: Some("global".into()) },
+        Operation::Alloc {
+            device: Device::cuda(1),
+            dtype: DataType::F16,
+            shape: vec![4],
+            scope: Some("global".into()),
+        },
         "93 03 c0 94 d704 02000000 01000000 d603 02100100 d702 0400000000000000 a6676c6f62616c",
         0,
     );
@@ -56,7 +62,11 @@ fn golden_requests() {
         &format!("93 04 c0 93 {TENSOR} cd012c d701 0200000000000000"),
         2,
     );
-    check(Operation::Read { from: tensor(), offset: 0, len: 24, into: None }, &format!("93 05 c0 93 {TENSOR} 00 18"), 0);
+    check(
+        Operation::Read { from: tensor(), offset: 0, len: 24, into: None },
+        &format!("93 05 c0 93 {TENSOR} 00 18"),
+        0,
+    );
     check(Operation::Copy { from: tensor(), to: tensor() }, &format!("93 06 c0 92 {TENSOR} {TENSOR}"), 0);
     check(Operation::Free { handle: function }, "93 07 c0 91 cdfeed", 0);
     check(
@@ -70,11 +80,7 @@ fn golden_requests() {
         "93 0a c0 92 d704 01000000 00000000 cdfeed",
         0,
     );
-    check(
-        Operation::StreamWait { device: Device::cpu(), stream: None },
-        "93 0b c0 92 d704 01000000 00000000 c0",
-        0,
-    );
+    check(Operation::StreamWait { device: Device::cpu(), stream: None }, "93 0b c0 92 d704 01000000 00000000 c0", 0);
     check(Operation::LoadModule { path: "m.so".into(), loader: None }, "93 0c c0 92 a46d2e736f c0", 0);
     check(Operation::ModuleFunction { module: function, name: "f".into() }, "93 0d c0 92 cdfeed a166", 0);
 }
