@@ -376,7 +376,7 @@ impl GoodClient {
         Self { over, calls }
     }
 
-    async fn is_unharmed(self) {
+    async fn stays_unharmed(self) {
         self.over.store(true, Ordering::Relaxed);
         let (calls, slowest) = self.calls.await.unwrap();
         assert!(calls > 10 && slowest < LIMIT, "{calls} calls, the slowest took {slowest:?}");
@@ -410,7 +410,7 @@ async fn bad_clients_harm_nobody_else(transport: Transport, form: Form) {
     let before = watcher.info().await;
     on_thread(move || misbehave(&address)).await;
     within(LIMIT, "the bad clients are gone", async || watcher.info().await.sessions == before.sessions).await;
-    good.is_unharmed().await;
+    good.stays_unharmed().await;
 }
 
 /// One bad client after the other.
