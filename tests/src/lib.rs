@@ -1,4 +1,4 @@
-//! Tests that cross crates. The centre is [`conformance`]: one suite over everything that implements
+//! Tests that cross crates. The centre is [`mod@conformance`]: one suite over everything that implements
 //! [`RpcSession`](rpc_core::RpcSession), instantiated with one line for each transport.
 //!
 //! Read first [`fixture`] (where a session comes from), then [`scene`] (what a clause works with) and [`functions`] (what

@@ -1,7 +1,7 @@
 //! The contract of [`RpcSession`](rpc_core::RpcSession), clause by clause.
 //!
 //! Each clause is a function over a [`Scene`](crate::scene::Scene) and is named after the behaviour that it asks for.
-//! [`conformance!`](crate::conformance) makes tests of all of them for one fixture, in both forms.
+//! [`conformance!`](macro@crate::conformance) makes tests of all of them for one fixture, in both forms.
 
 pub mod copies;
 pub mod deadlines;
