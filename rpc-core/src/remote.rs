@@ -374,7 +374,8 @@ impl<T: FromReply> Action<T> {
     ///
     /// The operation's own; and [`ErrorKind::ApiMisuse`] inside an async runtime.
     pub fn wait(self) -> Result<T> {
-        self.start().wait()
+        // Nothing is submitted before it is known that waiting is possible.
+        blocking::block_on(async { self.start().await })?
     }
 }
 
@@ -432,8 +433,10 @@ impl<T: FromReply> Pending<T> {
 
     /// Asks for cancellation and keeps waiting for the terminal reply.
     pub fn cancel(&self) {
-        if let Stage::Admitted(pending) = &self.stage {
-            pending.cancel();
+        match &self.stage {
+            Stage::Submitted(submission) => submission.cancel(),
+            Stage::Admitted(pending) => pending.cancel(),
+            Stage::Refused(_) | Stage::Over => {}
         }
     }
 

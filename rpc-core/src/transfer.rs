@@ -135,7 +135,13 @@ impl CopyTo {
             let data = data.slice(start..data.len().min(start + CHUNK));
             let len = data.len();
             let write = Operation::Write { to: tensor.clone(), offset: offset + start as u64, data };
-            window.push_back((len, session.submit(options.request(write)).await?));
+            let submitted = session.submit(options.request(write)).await;
+            // A piece that was refused is one of many: those before it may have been written.
+            let submitted = submitted.map_err(|error| {
+                let may_have_run = start > 0 || error.request_may_have_run();
+                error.may_have_run(may_have_run)
+            });
+            window.push_back((len, submitted?));
         }
         while !window.is_empty() {
             finish_write(&mut window, &mut done, &options).await?;
@@ -147,7 +153,10 @@ impl CopyTo {
 
 async fn finish_write(window: &mut VecDeque<(usize, PendingReply)>, done: &mut usize, options: &Options) -> Result<()> {
     if let Some((len, pending)) = window.pop_front() {
-        pending.await?;
+        pending.await.map_err(|error| {
+            let may_have_run = *done > 0 || error.request_may_have_run();
+            error.may_have_run(may_have_run)
+        })?;
         *done += len;
         options.report(*done);
     }

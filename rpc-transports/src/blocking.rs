@@ -228,7 +228,7 @@ impl ReplyControl for Shared {
         }
         let mut state = self.state();
         self.flush(&mut state);
-        if state.blocked {
+        if state.blocked || state.endpoint.ended().is_some() {
             drop(state);
             self.wake_attendant();
         }
@@ -551,6 +551,7 @@ impl Attendant {
     fn run(&self, ear: &UnixStream) {
         let mut idle = Vec::new();
         let mut waiting: Vec<Arc<Shared>> = Vec::new();
+        let mut over: Vec<Arc<Shared>> = Vec::new();
         loop {
             waiting.clear();
             idle.clear();
@@ -558,8 +559,13 @@ impl Attendant {
             let mut sooner = |limit: Duration| wait = Some(wait.map_or(limit, |wait| wait.min(limit)));
             {
                 let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-                sessions.retain(|session| !session.is_over());
+                over.extend(sessions.extract_if(.., |session| session.is_over()));
                 waiting.extend(sessions.iter().cloned());
+            }
+            for session in over.drain(..) {
+                // Whoever found the end may have been on its way elsewhere.
+                let events = std::iter::from_fn(|| session.state().endpoint.poll_event()).collect();
+                session.report(events);
             }
             let now = Instant::now();
             for session in &waiting {
@@ -581,9 +587,11 @@ impl Attendant {
             // Interrupted or not: everything is looked at below.
             let _ = poll(&mut fds, wait.map(timespec).as_ref());
             drop(fds);
-            self.rung.store(false, Ordering::Release);
             let mut rings = [0; 64];
             while matches!(io::Read::read(&mut &*ear, &mut rings), Ok(1..)) {}
+            // After the reads, which would otherwise swallow a ring that the flag then keeps from being repeated; and
+            // before the look at the sessions, which sees whatever a ring in between was about.
+            self.rung.store(false, Ordering::Release);
             for session in &waiting {
                 session.look_after();
             }

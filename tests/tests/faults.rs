@@ -95,6 +95,8 @@ where
     Watched { what, outcome: tokio::spawn(async move { (run.await.map(drop), Instant::now()) }) }
 }
 
+const ENDLESS: &str = "endless copies";
+
 /// Copies without end, so that there are always bytes under way. `copied` counts them.
 fn watch_copies(form: Form, session: &Session, tensor: RemoteTensor, copied: Arc<AtomicU64>) -> Watched {
     let session = session.clone();
@@ -115,7 +117,7 @@ fn watch_copies(form: Form, session: &Session, tensor: RemoteTensor, copied: Arc
             }
         })),
     };
-    Watched { what: "endless copies", outcome: tokio::spawn(async move { (run.await, Instant::now()) }) }
+    Watched { what: ENDLESS, outcome: tokio::spawn(async move { (run.await, Instant::now()) }) }
 }
 
 /// A session with all kinds of requests under way: running and queued calls on several lanes, copies that wait behind
@@ -166,7 +168,8 @@ impl Busy {
                 .unwrap();
             let error = outcome.expect_err(what);
             assert_eq!((error.kind(), error.hop()), (kind, hop), "{what}: {error}");
-            assert!(error.request_may_have_run(), "{what}: {error}");
+            // One of the endless copies may have been about to begin.
+            assert!(error.request_may_have_run() || what == ENDLESS, "{what}: {error}");
             assert!(error.peer().is_some(), "{what}: {error}");
             let took = at.saturating_duration_since(since);
             assert!(took < LIMIT, "{what} failed after {took:?}");

@@ -54,7 +54,7 @@ fn serve(config: ServeConfig) {
 /// Connects, takes hold of so much, says what the server's process is, and waits for a line; then says how the session has
 /// ended.
 fn client(form: &str, address: &str, objects: i64, bytes: i64) {
-    let connector = Connector::new().keep_alive(Duration::from_millis(100));
+    let connector = Connector::new();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let session = match form {
         "async" => runtime.block_on(connector.connect(address)).unwrap(),
