@@ -11,12 +11,13 @@ use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rpc_core::proto::{FrameHeader, Hello, Kind, Role};
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Result, RpcError, Session};
-use rpc_tests::scene::{BothForms, Form, on_thread};
+use rpc_tests::scene::{BothForms, Form, on_thread, poll_once};
 use rpc_transports::{BlockingIo, ConnectError, Connector};
 use rustix::process::Signal;
 use tokio::task::JoinHandle;
@@ -89,8 +90,23 @@ where
     O::IntoFuture: Send,
 {
     let run: std::pin::Pin<Box<dyn Future<Output = Result<O::Value>> + Send>> = match form {
-        Form::Async => Box::pin(operation.into_future()),
-        Form::Blocking => Box::pin(on_thread(move || operation.wait())),
+        Form::Async => {
+            let mut operation = Box::pin(operation.into_future());
+            // From here on it is under way, and not only when its task runs.
+            match poll_once(&mut operation) {
+                Some(outcome) => Box::pin(std::future::ready(outcome)),
+                None => operation,
+            }
+        }
+        Form::Blocking => {
+            let (begins, begun) = mpsc::channel();
+            let operation = on_thread(move || {
+                let _ = begins.send(());
+                operation.wait()
+            });
+            begun.recv().unwrap();
+            Box::pin(operation)
+        }
     };
     Watched { what, outcome: tokio::spawn(async move { (run.await.map(drop), Instant::now()) }) }
 }
@@ -153,7 +169,7 @@ impl Busy {
         })
         .await;
         // What was submitted before these has left this process.
-        for _ in 0..4 {
+        for _ in 0..20 {
             assert_eq!(add.call::<i64>((1, 2)).concurrent().await.unwrap(), 3);
         }
         Self { session, pending }
@@ -222,8 +238,8 @@ async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, f
     let noticed = idle.ended().await;
     assert_eq!(noticed.kind(), ErrorKind::PeerSilent, "{noticed}");
     let took = since.elapsed();
-    // The last sign of life may be an interval old.
-    assert!(took >= KEEP_ALIVE * 2 && took < LIMIT, "an idle session noticed after {took:?}");
+    // The last sign of life may be an interval old, and a little more on a busy machine.
+    assert!(took >= KEEP_ALIVE && took < LIMIT, "an idle session noticed after {took:?}");
     busy.fails(ErrorKind::PeerSilent, 0, since).await;
     server.signal(Signal::CONT);
     // The server has lived through it, and lets go of what nobody waits for.
@@ -247,7 +263,7 @@ async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
         (info.handles, info.memory_bytes, info.sessions) == (before.handles, before.memory_bytes, before.sessions)
     })
     .await;
-    assert!(took >= KEEP_ALIVE * 2, "a client that is alive was given up after {took:?}");
+    assert!(took >= KEEP_ALIVE, "a client that is alive was given up after {took:?}");
     client.signal(Signal::CONT);
     let reason = on_thread(move || client.reason()).await;
     assert!(["peer_silent", "peer_lost"].contains(&reason.as_str()), "{reason}");
@@ -649,7 +665,7 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
         watch(form, "another running call", sleep.call::<()>((0.4,)).concurrent().start()),
     ];
     within(Duration::from_secs(20), "copies move", async || copied.load(Ordering::Relaxed) > 0).await;
-    for _ in 0..4 {
+    for _ in 0..20 {
         assert_eq!(echo.call::<i64>((1,)).concurrent().await.unwrap(), 1);
     }
     server.signal(Signal::TERM);
