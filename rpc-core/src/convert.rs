@@ -251,9 +251,17 @@ impl<T: Serialize> IntoArg for Pack<T> {
 }
 
 /// The last part of a type's path.
-fn short_name<T>() -> &'static str {
-    let name = std::any::type_name::<T>();
-    if name.contains('<') { name } else { name.rsplit("::").next().unwrap_or(name) }
+/// The name of a type without the paths of the types in it.
+fn short_name<T>() -> String {
+    let mut short = String::new();
+    for part in std::any::type_name::<T>().split_inclusive(|c: char| !c.is_alphanumeric() && c != '_') {
+        // Of `path::` the name before it goes, too.
+        match part.strip_suffix(':') {
+            Some(_) => {}
+            None => short.push_str(part),
+        }
+    }
+    short
 }
 
 impl<T: FromArg> FromArg for Option<T> {
@@ -547,5 +555,17 @@ tuples!(A1 A2 A3 A4 A5 A6 A7 A8);
 impl IntoArgs for Vec<Value> {
     fn into_args(self, _: &mut ArgScope<'_>) -> Result<Vec<Value>> {
         Ok(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_types_come_without_their_paths() {
+        assert_eq!(short_name::<i64>(), "i64");
+        assert_eq!(short_name::<Vec<String>>(), "Vec<String>");
+        assert_eq!(short_name::<(Option<[u8; 4]>, RpcError)>(), "(Option<[u8; 4]>, RpcError)");
     }
 }

@@ -85,22 +85,35 @@ impl<T> HandleTable<T> {
         }
     }
 
+    /// Whether `count` more objects can be stored: then as many [`insert`](Self::insert)s succeed.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`] if they cannot.
+    pub fn check_room(&self, count: usize) -> Result<()> {
+        let wanted = self.live.saturating_add(count);
+        if wanted > self.max_live {
+            return Err(RpcError::limit("max_handles", self.max_live as u64, wanted as u64));
+        }
+        if self.vacant.len() + (Self::MAX_LIVE - self.slots.len()) < count {
+            return Err(RpcError::new(ErrorKind::LimitExceeded, "the session has used up all its handles"));
+        }
+        Ok(())
+    }
+
     /// Stores `object` and names it.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`] when the table is full; the object is dropped.
     pub fn insert(&mut self, object: T) -> Result<Handle> {
-        if self.live >= self.max_live {
-            return Err(RpcError::limit("max_handles", self.max_live as u64, self.live as u64 + 1));
-        }
+        self.check_room(1)?;
         let index = match self.vacant.pop() {
             Some(index) => index as usize,
-            None if self.slots.len() < Self::MAX_LIVE => {
+            None => {
                 self.slots.push(Slot { generation: 0, object: None });
                 self.slots.len() - 1
             }
-            None => return Err(RpcError::new(ErrorKind::LimitExceeded, "the session has used up all its handles")),
         };
         let slot = &mut self.slots[index];
         slot.object = Some(object);

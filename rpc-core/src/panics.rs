@@ -2,6 +2,7 @@
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 thread_local! {
@@ -32,4 +33,13 @@ pub(crate) fn install_hook() {
 /// What the hook remembered for the calling thread, once.
 pub(crate) fn take_backtrace() -> Option<String> {
     LAST.with_borrow_mut(Option::take)
+}
+
+/// Drops objects one by one. One that panics harms neither the others nor whoever happened to let it go.
+pub(crate) fn drop_each<T>(objects: impl IntoIterator<Item = T>) {
+    for object in objects {
+        if catch_unwind(AssertUnwindSafe(|| drop(object))).is_err() {
+            tracing::error!(backtrace = take_backtrace(), "an object panicked when it was freed");
+        }
+    }
 }

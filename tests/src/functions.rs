@@ -168,6 +168,16 @@ impl Drop for Tagged {
     }
 }
 
+/// An object that cannot be freed in peace.
+#[derive(Debug)]
+pub struct Grenade;
+
+impl Drop for Grenade {
+    fn drop(&mut self) {
+        panic!("freed");
+    }
+}
+
 /// Runs until nobody waits for the call any more: a call that fills a place in a queue and can be ended while the queue
 /// is full, when no other call could be admitted to end it.
 fn hold(context: &Context) {
@@ -327,6 +337,7 @@ fn failures(registry: &Registry) {
     registry.add_inline("fail.rpc", || -> Result<()> {
         Err(RpcError::new(ErrorKind::Unsupported, "not on a Sunday").with_application_kind("Calendar"))
     });
+    registry.add_inline("grenade.new", || Shared(Arc::new(Grenade)));
     registry.add("fail.panic", |message: String| -> i64 { panic!("{message}") });
     registry.add_inline("fail.panic.inline", |message: String| -> i64 { panic!("{message}") });
     registry.add_async("fail.panic.async", |message: String| async move {

@@ -50,6 +50,9 @@ impl<W> Job<W> {
     }
 }
 
+/// An idle lane keeps its thread for itself while there are no more lanes than this; beyond, any lane may have it.
+const KEPT_LANES: usize = 64;
+
 struct LaneState<W> {
     /// Somebody has the duty to run the lane.
     busy: bool,
@@ -179,7 +182,8 @@ impl<R, W> Lanes<R, W> {
         }
         state.busy = false;
         // Only what is worth remembering is kept, so that a client cannot fill the map with idle lanes.
-        if key != LaneKey(0) && (key.is_single_use() || state.thread.as_ref().is_none_or(LaneThread::is_retired)) {
+        let forget = key.is_single_use() || state.thread.as_ref().is_none_or(LaneThread::is_retired);
+        if key != LaneKey(0) && (forget || self.others.len() > KEPT_LANES) {
             let thread = self.others.remove(&key).and_then(|state| state.thread);
             self.idle_threads.extend(thread);
         }
@@ -244,4 +248,25 @@ impl<R, W> Lanes<R, W> {
 pub(super) enum Removed<R, W> {
     Waiting(Waiting<R>),
     Queued(Job<W>),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lanes_that_were_used_once_are_not_remembered() {
+        let mut lanes: Lanes<(), ()> = Lanes::new(Capacity { requests: 8, bytes: 0 });
+        for number in 1..1000 {
+            let job = Job { work: (), responder: None, deadline: None, bytes: 0 };
+            let Turn::Run(key, _) = lanes.admit(Lane(number), job) else { panic!("lane {number} was not idle") };
+            if lanes.thread(key).is_none() {
+                lanes.set_thread(key, LaneThread::spawn().unwrap());
+            }
+            lanes.complete(0);
+            assert!(lanes.next(key).is_none());
+            assert!(lanes.others.len() <= KEPT_LANES && lanes.idle_threads.len() <= 1);
+        }
+        lanes.end(RpcError::internal("over"));
+    }
 }

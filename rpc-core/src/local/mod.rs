@@ -31,6 +31,7 @@ use crate::module::LoadRequest;
 use crate::object::{
     Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles,
 };
+use crate::panics::drop_each;
 use crate::registry::Registry;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession};
@@ -63,6 +64,9 @@ impl Default for SessionLimits {
         Self { max_requests: 1024, max_queued_bytes: 128 << 20, max_handles: 1 << 20, max_memory: u64::MAX }
     }
 }
+
+/// How many pairs of lane and device a session may set a stream for.
+const MAX_SET_STREAMS: usize = 4096;
 
 /// Makes a [`LocalSession`].
 pub struct LocalSessionBuilder {
@@ -220,7 +224,7 @@ impl RpcSession for LocalSession {
                 let freed: Vec<_> = handles.into_iter().map(|handle| table.remove(handle)).collect();
                 drop(table);
                 // An object's own `drop` runs here, outside of the lock.
-                drop(freed);
+                drop_each(freed);
                 Submission::ready(Ok(Value::Null))
             }
             Operation::Shutdown => self.0.0.shut_down(),
@@ -318,7 +322,7 @@ impl Shared {
             Ok(work) => work,
             Err(error) => {
                 drop(lanes);
-                drop(garbage);
+                drop_each(garbage);
                 return Submission::ready(Err(error));
             }
         };
@@ -327,7 +331,7 @@ impl Shared {
         let (submission, responder) = if here { (None, None) } else { unzip(self.pending()) };
         let turn = lanes.admit(lane, Job { work, responder: responder.clone(), deadline, bytes });
         drop(lanes);
-        drop(garbage);
+        drop_each(garbage);
         if let Some(responder) = &responder {
             responder.admit();
             self.watch_deadline(deadline, responder);
@@ -398,7 +402,7 @@ impl Shared {
                 Err(error) => Err(error),
             };
             drop(lanes);
-            drop(garbage);
+            drop_each(garbage);
             responder.admit();
             match turn {
                 Ok(Turn::Run(key, job)) => drop(self.run_lane(key, job, None)),
@@ -454,8 +458,9 @@ impl Shared {
         }
         self.gone.store(true, Ordering::Release);
         let objects = lock(&self.table).drain();
-        lock(&self.streams).clear();
-        drop(objects);
+        let streams = std::mem::take(&mut *lock(&self.streams));
+        drop_each(objects);
+        drop_each(streams);
         let closing = std::mem::take(&mut *lock(&self.closing));
         for watcher in closing.watchers {
             watcher.complete(Err(error.clone()));
@@ -755,25 +760,21 @@ impl Shared {
             Value::Object(_) | Value::List(_) => {}
             plain => return plain.try_map(&mut |_| Err(RpcError::internal("a plain value held an object"))),
         }
+        let mut count = 0;
+        value.for_each_object(&mut |_| count += 1);
         let mut table = lock(&self.table);
         // Asked under the lock: an object stored after the end would never be freed.
-        if self.gone.load(Ordering::Acquire) {
-            drop(table);
-            return Err(RpcError::new(ErrorKind::Closed, "the session ended while the function ran").may_have_run(true));
-        }
-        let mut named = Vec::new();
-        let outcome = value.try_map(&mut |object| {
-            let reference = work::reference(&mut table, object)?;
-            named.push(reference.handle());
-            Ok(reference)
-        });
-        let garbage: Vec<_> = match &outcome {
-            Ok(_) => Vec::new(),
-            Err(_) => named.into_iter().map(|handle| table.remove(handle)).collect(),
+        let refused = if self.gone.load(Ordering::Acquire) {
+            Some(RpcError::new(ErrorKind::Closed, "the session ended while the function ran"))
+        } else {
+            table.check_room(count).err()
         };
-        drop(table);
-        drop(garbage);
-        outcome.map_err(|error: RpcError| error.may_have_run(true))
+        if let Some(error) = refused {
+            drop(table);
+            drop_each([value]);
+            return Err(error.may_have_run(true));
+        }
+        value.try_map(&mut |object| work::reference(&mut table, object))
     }
 
     /// Does whatever is not a call.
@@ -827,9 +828,15 @@ impl Shared {
             Work::SetStream { device, stream } => {
                 self.devices.get(device)?;
                 let mut streams = lock(&self.streams);
+                let key = (context.lane(), device);
+                let full = streams.len() >= MAX_SET_STREAMS && !streams.contains_key(&key);
                 let old = match stream {
-                    Some(stream) => streams.insert((context.lane(), device), stream),
-                    None => streams.remove(&(context.lane(), device)),
+                    Some(_) if full => {
+                        let limit = MAX_SET_STREAMS as u64;
+                        return Err(RpcError::limit("max_set_streams", limit, limit + 1));
+                    }
+                    Some(stream) => streams.insert(key, stream),
+                    None => streams.remove(&key),
                 };
                 drop(streams);
                 drop(old);
@@ -960,7 +967,7 @@ impl ReplyControl for Control {
             let mut table = lock(&shared.table);
             let freed: Vec<_> = reply.handles().into_iter().map(|handle| table.remove(handle)).collect();
             drop(table);
-            drop(freed);
+            drop_each(freed);
         }
     }
 }

@@ -240,7 +240,7 @@ impl<T: Clone> ClientEndpoint<T> {
     }
 
     fn expire(&mut self, id: u64) {
-        let error = RpcError::new(ErrorKind::DeadlineExceeded, "the request's deadline passed");
+        let error = deadline_exceeded();
         if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
             if let Some(waiting) = self.waiting.remove(at) {
                 self.events.push_back(ClientEvent::Reply(waiting.token, Err(error)));
@@ -266,6 +266,9 @@ impl<T: Clone> ClientEndpoint<T> {
                 return Admission::Refused(token, error.clone().may_have_run(false));
             }
             State::Closing(_) | State::CloseSent(_) => return Admission::Refused(token, closed()),
+        }
+        if request.deadline.is_some_and(|deadline| deadline <= now) {
+            return Admission::Refused(token, deadline_exceeded());
         }
         let writer = write_request(&request, now);
         if let Some(invalid) = writer.invalid {
@@ -618,6 +621,10 @@ impl<T> std::fmt::Debug for ClientEndpoint<T> {
             .field("waiting", &self.waiting.len())
             .finish_non_exhaustive()
     }
+}
+
+fn deadline_exceeded() -> RpcError {
+    RpcError::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
 }
 
 fn closed() -> RpcError {

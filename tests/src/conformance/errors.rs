@@ -42,6 +42,26 @@ pub async fn a_panic_is_an_error_with_its_message_and_place(scene: &Scene) {
     }
 }
 
+/// An object whose `drop` panics is gone all the same, and so are those freed with it.
+pub async fn an_object_that_panics_when_it_is_freed_harms_nobody(scene: &Scene) {
+    let kit = scene.kit().await;
+    let before = kit.usage().await;
+    for explicitly in [false, true] {
+        let objects: [RemoteObject; 2] = [kit.run("grenade.new", ()).await, kit.run("grenade.new", ()).await];
+        let counter = kit.counter().await;
+        for object in objects {
+            if explicitly {
+                kit.get(object.free()).await;
+            } else {
+                drop(object);
+            }
+        }
+        drop(counter);
+        kit.works().await;
+    }
+    kit.settles_at(before).await;
+}
+
 /// A panic harms nobody but its caller: its lane goes on, its tensor is free again, and other calls end well.
 pub async fn a_panic_harms_nobody_else(scene: &Scene) {
     let kit = scene.kit().await;

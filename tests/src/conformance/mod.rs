@@ -110,6 +110,7 @@ macro_rules! conformance {
                 errors_that_a_function_passes_on_keep_their_kind
                 a_panic_is_an_error_with_its_message_and_place
                 a_panic_harms_nobody_else
+                an_object_that_panics_when_it_is_freed_harms_nobody
                 each_caller_gets_its_own_error
                 nested_calls_are_not_queued
             }
