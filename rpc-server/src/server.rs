@@ -34,6 +34,7 @@ use std::io::{self, Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use async_trait::async_trait;
 use rpc_core::{Devices, LocalSession, Registry, RpcError, SessionLimits, SharedSession};
 use rpc_transports::{Address, ListenOptions, OpenRequest, ServeOptions, Server, SessionFactory, TokioSpawner, child};
 use tokio::sync::oneshot;
@@ -296,8 +297,9 @@ struct LocalFactory {
     state: Arc<ServerState>,
 }
 
+#[async_trait]
 impl SessionFactory for LocalFactory {
-    fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let source = match &request.workspace {
             // Opened now, so that a name that cannot be had is an error of the handshake.
             Some(name) => Source::Opened(self.workspaces.named(&request.identity, name)?),

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use async_trait::async_trait;
 use bytes::BytesMut;
 use rpc_core::proto::{Anonymous, HandshakeConfig, Hello, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
@@ -38,18 +39,21 @@ pub struct OpenRequest {
     pub workspace: Option<String>,
 }
 
-/// Opens the session that a client will have.
+/// Opens the session that a client will have. Closures do, if they need not wait.
+#[async_trait]
 pub trait SessionFactory: Send + Sync + 'static {
-    /// Opens a session. It ends when the server drops it. May take a moment, for a folder to be made, but must not wait.
+    /// Opens a session. It ends when the server drops it. Part of the handshake: the future is dropped when its time is
+    /// up, or the client gone.
     ///
     /// # Errors
     ///
     /// Why this client gets none. It is told so as the answer to its connection attempt.
-    fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError>;
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError>;
 }
 
+#[async_trait]
 impl<F: Fn(&OpenRequest) -> Result<SharedSession, RpcError> + Send + Sync + 'static> SessionFactory for F {
-    fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         self(request)
     }
 }
@@ -368,7 +372,7 @@ async fn open_session(
             key: named(&hello.key),
             workspace: named(&hello.workspace),
         };
-        return shared.factory.open(&request);
+        return shared.factory.open(&request).await;
     };
     if further.len() >= MAX_HOPS {
         return Err(RpcError::limit("hops", MAX_HOPS as u64, hello.forward.len() as u64));
