@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use pair::{Arrived, Pair, Setup, call, frame};
+use pair::{Arrived, Pair, Setup, call, call_with, frame};
 use rpc_core::proto::{Admission, FrameHeader, Kind, decode_request, decode_value};
 use rpc_core::{ErrorKind, Lane, RpcError, Value};
 
@@ -410,6 +410,102 @@ fn a_client_that_does_not_read_its_replies_is_limited() {
     assert_eq!(pair.server_error.as_ref().unwrap().kind(), ErrorKind::Protocol);
     assert!((100..400).contains(&asked), "{asked}");
     assert!(peak < 4 << 20, "{peak}");
+}
+
+/// Large replies were counted by their number alone.
+#[test]
+fn large_replies_that_nobody_reads_hold_up_further_requests() {
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    pair.client_reads = false;
+    pair.setup.capacity = 4 << 10;
+    let answer = |pair: &mut Pair| {
+        let asked: Vec<_> = pair.requests.keys().copied().collect();
+        for id in asked {
+            pair.reply(id, Ok(Value::Bytes(vec![0; 200 << 10].into())));
+        }
+    };
+    let peak = peak_of(|| {
+        for id in 1..=900 {
+            pair.setup.capacity = usize::MAX;
+            pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+            pair.setup.capacity = 4 << 10;
+            pair.run();
+            answer(&mut pair);
+        }
+    });
+    assert!(pair.server_error.is_none() && pair.arrived.len() < 8, "{:?}", pair.arrived);
+    assert!(peak < 4 << 20, "{peak}");
+    // One of those that wait can still be cancelled.
+    pair.setup.capacity = usize::MAX;
+    pair.inject_to_server(&frame(Kind::Cancel, 899, 0, false, &[], &[]));
+    pair.run();
+    assert_eq!(pair.server.in_flight(), 900 - pair.arrived.len() - 1);
+}
+
+/// Those that run while nobody reads were all answered, whatever that took.
+#[test]
+fn a_backlog_of_replies_is_bounded() {
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    pair.client_reads = false;
+    for id in 1..=900 {
+        pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+    }
+    pair.run();
+    assert_eq!(pair.requests.len(), 900);
+    pair.setup.capacity = 4 << 10;
+    let peak = peak_of(|| {
+        for id in 1..=900 {
+            pair.reply(id, Ok(Value::Bytes(vec![0; 200 << 10].into())));
+            pair.rejected.clear();
+            pair.run();
+        }
+    });
+    assert!(peak < 6 << 20, "{peak}");
+    assert!(pair.server_error.is_none());
+}
+
+/// A list of nils takes a byte each on the wire, and eighty in memory.
+#[test]
+fn many_small_values_cost_what_they_take_in_memory() {
+    let nils = || call_with(u32::MAX, vec![Value::List(vec![Value::Null; 2_000])]);
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    for id in 1..=4 {
+        assert!(matches!(pair.submit(id, nils()), Admission::Now));
+    }
+    assert!(matches!(pair.submit(5, nils()), Admission::Later));
+    pair.submit(6, call_with(u32::MAX, vec![Value::List(vec![Value::Null; 5_000])]));
+    assert_eq!(pair.error(6).kind(), ErrorKind::LimitExceeded);
+    pair.run();
+    pair.reply(1, Ok(Value::List(vec![Value::Null; 2_000])));
+    pair.run();
+    assert_eq!(pair.requests.len(), 4);
+    assert!(pair.requests.contains_key(&5) && pair.outcomes[&1].is_ok());
+    // One that takes no notice of credit is cut off.
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    let (body, _) = rpc_core::proto::encode_request(&nils(), pair.now);
+    for id in 1..=6 {
+        pair.inject_to_server(&request(id, &body, &[]));
+    }
+    pair.run();
+    assert_eq!(pair.server_error.as_ref().unwrap().kind(), ErrorKind::Protocol);
+}
+
+/// A ping between the frames of a message that has the ping's number was taken for one of them.
+#[test]
+fn control_frames_may_have_the_number_of_a_message_under_way() {
+    let mut pair = setup().build();
+    let (body, payload) = rpc_core::proto::encode_request(&call(0, 100), pair.now);
+    let payload = payload.concat();
+    let (first, second) = payload.split_at(40);
+    let mut bytes = frame(Kind::Request, 7, 0, true, &body, first);
+    for kind in [Kind::Ping, Kind::Pong, Kind::Cancel] {
+        bytes.extend_from_slice(&frame(kind, 7, 0, false, &[], &[]));
+    }
+    bytes.extend_from_slice(&frame(Kind::Request, 7, 0, false, &[], second));
+    pair.inject_to_server(&bytes);
+    pair.run();
+    assert!(pair.server_error.is_none(), "{:?}", pair.server_error);
+    assert_eq!(pair.arrived, [Arrived::Cancel(7), Arrived::Request(7)]);
 }
 
 /// Each ping was answered, whether or not anybody read the answers.

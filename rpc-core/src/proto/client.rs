@@ -10,8 +10,8 @@ use bytes::{Buf, BytesMut};
 use super::frame::{FrameHeader, Kind};
 use super::handshake::Negotiated;
 use super::ids::IdMap;
-use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, Target, cost};
-use super::message::{decode_reply, is_bytes_reply, write_request};
+use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, Target, VALUE_SIZE, cost};
+use super::message::{is_bytes_reply, read_reply, write_request};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
@@ -274,9 +274,9 @@ impl<T: Clone> ClientEndpoint<T> {
         if let Some(invalid) = writer.invalid {
             return Admission::Refused(token, RpcError::invalid_argument(invalid));
         }
-        let message = Message::new(Kind::Request, id, request.lane.0, writer.body, writer.payload);
-        if message.len() as u64 > self.max_message {
-            let error = RpcError::limit("max_message", self.max_message, message.len() as u64);
+        let message = Message::new(Kind::Request, id, request.lane.0, writer.body, writer.payload, writer.values);
+        if message.size as u64 > self.max_message {
+            let error = RpcError::limit("max_message", self.max_message, message.size as u64);
             return Admission::Refused(token, error.context("the request is too large; copies have no such limit"));
         }
         let into = match request.operation {
@@ -409,12 +409,12 @@ impl<T: Clone> ClientEndpoint<T> {
     }
 
     fn has_credit(&self, message: &Message) -> bool {
-        self.in_flight.len() < self.max_requests && cost(message.len()) <= self.window
+        self.in_flight.len() < self.max_requests && cost(message.size) <= self.window
     }
 
     fn admit(&mut self, waiting: Waiting<T>) {
         let Waiting { id, submission, token, lane, message, into } = waiting;
-        let cost = cost(message.len());
+        let cost = cost(message.size);
         self.window -= cost;
         // Concurrent requests are lanes of their own.
         let order = if lane == Lane::CONCURRENT { id | 1 << 63 } else { lane.0.into() };
@@ -540,10 +540,11 @@ impl<T: Clone> ClientEndpoint<T> {
         if !self.in_flight.contains_key(&id) {
             return Err(unasked(id));
         }
-        let (outcome, len) = match payload {
+        let (outcome, size) = match payload {
             Payload::Bytes(payload) => {
                 let len = body.len() + payload.len();
-                (decode_reply(kind == Kind::Error, &body, payload)?, len)
+                let (outcome, values) = read_reply(kind == Kind::Error, &body, payload)?;
+                (outcome, len.max(values * VALUE_SIZE))
             }
             Payload::Read(buffer) => {
                 let len = body.len() + buffer.len();
@@ -554,7 +555,7 @@ impl<T: Clone> ClientEndpoint<T> {
             }
             Payload::Written(_) => return Err(RpcError::internal("a reply was received as a write")),
         };
-        self.consumed += cost(len);
+        self.consumed += cost(size);
         if self.consumed > self.grant_at {
             self.link.control(Kind::Credit, 0, &encode_credit(0, self.consumed));
             self.consumed = 0;

@@ -63,8 +63,8 @@ impl From<CodecError> for RpcError {
 
 type Result<T> = std::result::Result<T, CodecError>;
 
-/// The most values in one message, those in lists included. A value takes up to a hundred times the memory of its bytes
-/// on the wire, and `max_message` bounds those alone; numbers in such numbers belong into a tensor, bytes or a packed value.
+/// The most values in one message, those in lists included: numbers in such numbers belong into a tensor, bytes or a packed
+/// value.
 pub(crate) const MAX_VALUES: usize = 1 << 20;
 
 const EXT_BYTES: u8 = 1;
@@ -280,7 +280,8 @@ impl Writer {
 pub(crate) struct Reader<'a> {
     body: &'a [u8],
     payload: Bytes,
-    values: usize,
+    /// The values read so far.
+    pub(super) values: usize,
 }
 
 impl<'a> Reader<'a> {

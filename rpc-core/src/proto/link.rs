@@ -19,9 +19,13 @@ const BULK: usize = 16 << 10;
 /// Messages up to this size, body and payload, need no credit in bytes: their number is limited already.
 const SMALL: usize = 4 << 10;
 
-/// What a message takes of the window.
-pub(super) fn cost(len: usize) -> u64 {
-    if len > SMALL { len as u64 } else { 0 }
+/// What each value of a message counts at least: about what it takes once it is decoded, which may be a hundred times its
+/// bytes on the wire.
+pub(super) const VALUE_SIZE: usize = 64;
+
+/// What a message takes of the window, by its size.
+pub(super) fn cost(size: usize) -> u64 {
+    if size > SMALL { size as u64 } else { 0 }
 }
 
 /// How many silent keep-alive intervals mean that the peer is gone.
@@ -245,12 +249,12 @@ impl Link {
                 return Ok(None);
             }
             self.check_size(&header)?;
-            if header.more && !self.partials.contains_key(&header.id) {
+            if header.more && !self.is_partial(&header) {
                 begins(&header, self.partials.len())?;
             }
             let body = &input[HEADER_LEN..HEADER_LEN + body_len];
             if is_bulk {
-                let whole = !header.more && !self.partials.contains_key(&header.id);
+                let whole = !header.more && !self.is_partial(&header);
                 let target = match if whole { target(&header, body) } else { Target::Pool } {
                     Target::Pool => BulkTarget::Pool(self.pool.take(payload_len)),
                     Target::Write(write) => BulkTarget::Write(write),
@@ -271,9 +275,15 @@ impl Link {
         }
     }
 
+    /// Whether a frame goes on with a message that has begun. Control frames between its frames may bear the same number.
+    fn is_partial(&self, header: &FrameHeader) -> bool {
+        header.kind.is_data() && self.partials.contains_key(&header.id)
+    }
+
     /// Checks the size of a message with its next frame, before anything is reserved for it.
     fn check_size(&self, header: &FrameHeader) -> Result<()> {
-        let before = self.partials.get(&header.id).map_or(0, |partial| partial.body.len() + partial.payload.len());
+        let partial = self.partials.get(&header.id).filter(|_| header.kind.is_data());
+        let before = partial.map_or(0, |partial| partial.body.len() + partial.payload.len());
         let len = before as u64 + u64::from(header.body_len) + u64::from(header.payload_len);
         // A little more than the limit is let through, because the sender may not count the body.
         if len > self.max_message.saturating_add(MAX_BODY_PART as u64) {
@@ -299,7 +309,7 @@ impl Link {
     /// Takes a whole frame, and gives the message if this was its last.
     fn part<'a>(&mut self, header: FrameHeader, body: Cow<'a, [u8]>, payload: Payload) -> Result<Option<Incoming<'a>>> {
         let FrameHeader { kind, id, lane, more, .. } = header;
-        if !more && !self.partials.contains_key(&id) {
+        if !more && !self.is_partial(&header) {
             return Ok(Some(Incoming { kind, id, lane, body, payload }));
         }
         let partial = self.partials.entry(id).or_default();

@@ -146,8 +146,19 @@ fn optionally<'a, T>(
 ///
 /// Anything malformed. Nothing larger than the input is ever reserved.
 pub fn decode_request(lane: Lane, body: &[u8], payload: Bytes, now: Instant) -> Result<Request, CodecError> {
+    read_request(lane, body, payload, now).map(|(request, _)| request)
+}
+
+/// As [`decode_request`]; the number is that of the values in the request.
+pub(super) fn read_request(
+    lane: Lane,
+    body: &[u8],
+    payload: Bytes,
+    now: Instant,
+) -> Result<(Request, usize), CodecError> {
     let mut reader = Reader::new(body, payload);
     let (number, deadline) = read_head(&mut reader, now)?;
+    reader.values = 0;
     let fields = reader.array()?;
     let expect = |count: usize| if fields == count { Ok(()) } else { Err(CodecError::OutOfRange) };
     let operation = match number {
@@ -213,8 +224,9 @@ pub fn decode_request(lane: Lane, body: &[u8], payload: Bytes, now: Instant) -> 
         }
         other => return Err(CodecError::UnknownOperation(other)),
     };
+    let values = reader.values;
     reader.finish()?;
-    Ok(Request { lane, deadline, operation })
+    Ok((Request { lane, deadline, operation }, values))
 }
 
 /// The operation's number and the deadline.
@@ -261,17 +273,23 @@ pub(super) fn is_bytes_reply(body: &[u8], len: u64) -> bool {
 
 /// A reply as body and payload; whether it is an error. A value that cannot cross becomes one.
 pub fn encode_reply(outcome: &Result<Value, RpcError>) -> (Vec<u8>, Vec<Bytes>, bool) {
-    match outcome {
+    let (writer, is_error) = write_reply(outcome);
+    (writer.body, writer.payload, is_error)
+}
+
+pub(super) fn write_reply(outcome: &Result<Value, RpcError>) -> (Writer, bool) {
+    let error = match outcome {
         Ok(value) => {
             let mut writer = Writer::default();
             writer.value(value);
             match writer.invalid {
-                None => (writer.body, writer.payload, false),
-                Some(invalid) => (RpcError::invalid_argument(invalid).may_have_run(true).to_wire(), Vec::new(), true),
+                None => return (writer, false),
+                Some(invalid) => RpcError::invalid_argument(invalid).may_have_run(true).to_wire(),
             }
         }
-        Err(error) => (error.to_wire(), Vec::new(), true),
-    }
+        Err(error) => error.to_wire(),
+    };
+    (Writer { body: error, ..Writer::default() }, true)
 }
 
 /// Reads what [`encode_reply`] wrote.
@@ -280,11 +298,24 @@ pub fn encode_reply(outcome: &Result<Value, RpcError>) -> (Vec<u8>, Vec<Bytes>, 
 ///
 /// Anything malformed, as an error of the protocol; the inner result is the reply.
 pub fn decode_reply(is_error: bool, body: &[u8], payload: Bytes) -> Result<Result<Value, RpcError>, RpcError> {
+    read_reply(is_error, body, payload).map(|(outcome, _)| outcome)
+}
+
+/// As [`decode_reply`]; the number is that of the values in the reply.
+pub(super) fn read_reply(
+    is_error: bool,
+    body: &[u8],
+    payload: Bytes,
+) -> Result<(Result<Value, RpcError>, usize), RpcError> {
     if is_error {
         let malformed = |error| RpcError::new(ErrorKind::Protocol, format!("malformed error reply: {error}"));
-        return RpcError::from_wire(body).map(|error| Err(error.from_next_hop())).map_err(malformed);
+        return RpcError::from_wire(body).map(|error| (Err(error.from_next_hop()), 0)).map_err(malformed);
     }
-    Ok(Ok(super::codec::decode_value(body, payload)?))
+    let mut reader = Reader::new(body, payload);
+    let value = reader.value(0)?;
+    let values = reader.values;
+    reader.finish()?;
+    Ok((Ok(value), values))
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use bytes::{Buf, Bytes};
 
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::ids::IdMap;
+use super::link::VALUE_SIZE;
 
 /// Staging stops at this many bytes, so that a control frame never waits behind much data.
 const STAGE: usize = 512 << 10;
@@ -28,12 +29,15 @@ pub(super) struct Message {
     body_sent: usize,
     payload: VecDeque<Bytes>,
     payload_len: usize,
+    /// Of the whole message: its length, or more if it has many values.
+    pub(super) size: usize,
 }
 
 impl Message {
-    pub(super) fn new(kind: Kind, id: u64, lane: u32, body: Vec<u8>, payload: Vec<Bytes>) -> Self {
-        let payload_len = payload.iter().map(Bytes::len).sum();
-        Self { kind, id, lane, body, body_sent: 0, payload: payload.into(), payload_len }
+    pub(super) fn new(kind: Kind, id: u64, lane: u32, body: Vec<u8>, payload: Vec<Bytes>, values: usize) -> Self {
+        let payload_len = payload.iter().map(Bytes::len).sum::<usize>();
+        let size = (body.len() + payload_len).max(values * VALUE_SIZE);
+        Self { kind, id, lane, body, body_sent: 0, payload: payload.into(), payload_len, size }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -170,7 +174,8 @@ impl Output {
         let body = body[..body.len().min(MAX_BODY_PART)].to_vec();
         message.body_sent += body.len();
         let Message { kind, id, lane, .. } = *message;
-        let mut part = Message { kind, id, lane, body, body_sent: 0, payload: VecDeque::new(), payload_len: 0 };
+        let mut part =
+            Message { kind, id, lane, body, body_sent: 0, payload: VecDeque::new(), payload_len: 0, size: 0 };
         // The body goes first, whole, so that a receiver knows what the payload belongs to.
         while message.body_left().is_empty() && part.payload_len < self.chunk {
             let Some(piece) = message.payload.front_mut() else { break };

@@ -11,14 +11,18 @@ use super::codec::CodecError;
 use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
 use super::ids::IdMap;
-use super::link::{Incoming, Link, LinkConfig, Payload, Target, cost};
-use super::message::{decode_request, encode_reply, peek_write};
+use super::link::{Incoming, Link, LinkConfig, Payload, Target, VALUE_SIZE, cost};
+use super::message::{peek_write, read_request, write_reply};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
 use crate::reply::Outcome;
 use crate::session::{InPlaceWrite, Lane, Request};
 use crate::value::{TensorRef, Value};
+
+/// How many of the client's windows replies may fill that have not left. From one on no further requests are begun; those
+/// that run then may still reply, and fail beyond this.
+const BACKLOG_WINDOWS: u64 = 8;
 
 /// The number of the ping that follows a `GoAway`.
 const DRAIN_PING: u64 = 1;
@@ -70,6 +74,12 @@ pub struct ServerEndpoint {
     in_flight: IdMap<u64>,
     /// Replies that have not left whole. A client that keeps to its credit has not seen them.
     unsent: usize,
+    /// What large requests and their replies, which have not left whole, still take: of the window, and of memory.
+    unsent_costs: IdMap<(u64, u64)>,
+    /// The sum of the latter.
+    backlog: u64,
+    /// From which backlog on requests wait.
+    max_backlog: u64,
     large_replies: VecDeque<Message>,
     events: VecDeque<ServerEvent>,
     closed: bool,
@@ -89,6 +99,9 @@ impl ServerEndpoint {
             max_reply: negotiated.theirs.max_message,
             in_flight: IdMap::default(),
             unsent: 0,
+            unsent_costs: IdMap::default(),
+            backlog: 0,
+            max_backlog: negotiated.theirs.window.min(negotiated.ours.window),
             large_replies: VecDeque::new(),
             events: VecDeque::new(),
             closed: false,
@@ -107,8 +120,10 @@ impl ServerEndpoint {
         self.link.alive(now);
         self.note_sent();
         let in_flight = &self.in_flight;
+        let holds_back = !self.events.is_empty();
         let mut target = |header: &FrameHeader, body: &[u8]| {
-            if header.kind != Kind::Request || in_flight.contains_key(&header.id) {
+            // What is held back is not known to whoever offers the place, and goes before it.
+            if header.kind != Kind::Request || in_flight.contains_key(&header.id) || holds_back {
                 return Target::Pool;
             }
             let write = peek_write(body, now).filter(|(_, _, len)| *len == u64::from(header.payload_len));
@@ -164,22 +179,37 @@ impl ServerEndpoint {
     /// objects to be freed.
     pub fn reply(&mut self, id: u64, outcome: Outcome) -> Option<Value> {
         let Some(cost_of_request) = self.in_flight.remove(&id) else { return outcome.ok() };
-        self.used -= cost_of_request;
         if self.closed {
+            self.used -= cost_of_request;
             return outcome.ok();
         }
-        let (body, payload, is_error) = encode_reply(&outcome);
+        let (writer, is_error) = write_reply(&outcome);
         let mut rejected = is_error;
         let kind = if is_error { Kind::Error } else { Kind::Reply };
-        let mut message = Message::new(kind, id, 0, body, payload);
-        if message.len() as u64 > self.max_reply {
-            let error = RpcError::limit("max_message", self.max_reply, message.len() as u64);
-            let error = error.context("the reply is too large for the client").may_have_run(true);
-            message = Message::new(Kind::Error, id, 0, error.to_wire(), Vec::new());
+        let mut message = Message::new(kind, id, 0, writer.body, writer.payload, writer.values);
+        let size = message.size as u64;
+        let refused = if size > self.max_reply {
+            let error = RpcError::limit("max_message", self.max_reply, size);
+            Some(error.context("the reply is too large for the client"))
+        } else if self.backlog > 0
+            && cost(message.size) > 0
+            && self.backlog + size > self.max_backlog.saturating_mul(BACKLOG_WINDOWS)
+        {
+            let error = RpcError::limit("max_backlog", self.max_backlog * BACKLOG_WINDOWS, self.backlog + size);
+            Some(error.context("the client takes its replies too slowly, or asks for too much at a time"))
+        } else {
+            None
+        };
+        if let Some(error) = refused {
+            message = Message::new(Kind::Error, id, 0, error.may_have_run(true).to_wire(), Vec::new(), 0);
             rejected = true;
         }
         self.unsent += 1;
-        let cost = cost(message.len());
+        let cost = cost(message.size);
+        if cost > 0 || cost_of_request > 0 {
+            self.backlog += cost;
+            self.unsent_costs.insert(id, (cost_of_request, cost));
+        }
         if cost > 0 && (cost > self.reply_window || !self.large_replies.is_empty()) {
             self.large_replies.push_back(message);
         } else {
@@ -216,8 +246,14 @@ impl ServerEndpoint {
         }
     }
 
-    /// The next thing to know.
+    /// The next thing to know. While much of what was replied has not left, requests wait, and what follows them: call again
+    /// when more has been written.
     pub fn poll_event(&mut self) -> Option<ServerEvent> {
+        if self.backlog > self.max_backlog
+            && let Some(ServerEvent::Request { .. } | ServerEvent::Release { .. }) = self.events.front()
+        {
+            return None;
+        }
         self.events.pop_front()
     }
 
@@ -262,7 +298,19 @@ impl ServerEndpoint {
         let Some(incoming) = self.link.handle_control(incoming) else { return self.check_window() };
         match incoming.kind {
             Kind::Request => self.handle_request(incoming, now)?,
-            Kind::Cancel => self.events.push_back(ServerEvent::Cancel { id: incoming.id }),
+            Kind::Cancel => {
+                let id = incoming.id;
+                let held =
+                    |event: &ServerEvent| matches!(event, ServerEvent::Request { id: other, .. } if *other == id);
+                if let Some(at) = self.events.iter().position(held) {
+                    self.events.remove(at);
+                    let error = RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began");
+                    self.reply(id, Err(error));
+                } else {
+                    // Past what is held back.
+                    self.events.push_front(ServerEvent::Cancel { id });
+                }
+            }
             Kind::Free => {
                 let body = &incoming.body;
                 if !body.len().is_multiple_of(8) {
@@ -275,10 +323,10 @@ impl ServerEndpoint {
                 let (_, bytes) = parse_credit(&incoming.body)?;
                 self.reply_window = self.reply_window.saturating_add(bytes);
                 while let Some(message) = self.large_replies.front()
-                    && cost(message.len()) <= self.reply_window
+                    && cost(message.size) <= self.reply_window
                 {
                     let Some(message) = self.large_replies.pop_front() else { break };
-                    self.reply_window -= cost(message.len());
+                    self.reply_window -= cost(message.size);
                     self.link.output.message(message.id, message);
                 }
             }
@@ -296,8 +344,17 @@ impl ServerEndpoint {
     }
 
     fn note_sent(&mut self) {
-        self.unsent -= self.link.output.sent.len().min(self.unsent);
-        self.link.output.sent.clear();
+        let sent = &mut self.link.output.sent;
+        self.unsent -= sent.len().min(self.unsent);
+        if self.unsent_costs.is_empty() {
+            sent.clear();
+        }
+        for id in sent.drain(..) {
+            if let Some((request, reply)) = self.unsent_costs.remove(&id) {
+                self.used -= request;
+                self.backlog -= reply;
+            }
+        }
     }
 
     fn check_window(&mut self) -> Result<()> {
@@ -315,19 +372,21 @@ impl ServerEndpoint {
 
     fn handle_request(&mut self, incoming: Incoming<'_>, now: Instant) -> Result<()> {
         let Incoming { id, lane, body, payload, .. } = incoming;
-        if self.in_flight.contains_key(&id) {
+        if self.in_flight.contains_key(&id) || self.unsent_costs.contains_key(&id) {
             return Err(RpcError::new(ErrorKind::Protocol, format!("request {id} was made twice")));
         }
-        let (payload_len, event) = match payload {
-            Payload::Written(write) => (0, Ok(ServerEvent::Written { id, write })),
+        let (size, event) = match payload {
+            Payload::Written(write) => (body.len(), Ok(ServerEvent::Written { id, write })),
             Payload::Bytes(payload) => {
-                let len = payload.len();
-                let request = decode_request(Lane(lane), &body, payload, now);
-                (len, request.map(|request| ServerEvent::Request { id, request }))
+                let len = body.len() + payload.len();
+                match read_request(Lane(lane), &body, payload, now) {
+                    Ok((request, values)) => (len.max(values * VALUE_SIZE), Ok(ServerEvent::Request { id, request })),
+                    Err(error) => (len, Err(error)),
+                }
             }
             Payload::Read(_) => return Err(RpcError::internal("a request was received as a read")),
         };
-        let cost = cost(body.len() + payload_len);
+        let cost = cost(size);
         self.used += cost;
         self.in_flight.insert(id, cost);
         match event {

@@ -153,8 +153,12 @@ impl Setup {
 /// A handshake between two offers, as far as it goes: what each side makes of it, the one that dials first.
 pub(crate) fn negotiate(client: Hello, server: Hello) -> (Negotiated, Negotiated) {
     let now = Instant::now();
-    let config =
-        |hello| HandshakeConfig { hello, identity: Box::new(Anonymous), hold: false, timeout: Duration::from_secs(10) };
+    let config = |hello| HandshakeConfig {
+        hello,
+        identities: vec![Box::new(Anonymous)],
+        hold: false,
+        timeout: Duration::from_secs(10),
+    };
     let mut dialler = Handshake::dial(config(client), now);
     let mut acceptor = Handshake::accept(config(server), now);
     let (mut ours, mut theirs) = (None, None);
@@ -485,6 +489,8 @@ impl Pair {
                 break;
             }
         }
+        // What waited for replies to leave.
+        self.server_events();
         if self.server_closing && self.server.is_flushed() {
             self.server_gone = true;
             self.down.closed = true;
