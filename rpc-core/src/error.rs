@@ -55,8 +55,12 @@ pub enum ErrorKind {
     PeerSilent,
     /// A peer broke the protocol.
     Protocol,
-    /// The peer refused the session: version, key, identity or capacity.
+    /// The peer refused the session: its key, its policy, its capacity, or a hop that may not be used.
     Refused,
+    /// One side of the session has not proven who it is, or not in a way that the other accepts.
+    Unauthenticated,
+    /// The peers have no version of the protocol in common.
+    VersionMismatch,
     /// A file or socket operation failed.
     Io,
     /// The calling program used the interface wrongly.
@@ -145,6 +149,8 @@ kinds! {
     21 Io "io" Callee;
     22 ApiMisuse "api_misuse" Caller;
     23 Internal "internal" Internal;
+    24 Unauthenticated "unauthenticated" Caller;
+    25 VersionMismatch "version_mismatch" Peer;
 }
 
 impl fmt::Display for ErrorKind {

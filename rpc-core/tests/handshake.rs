@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::BytesMut;
 use pair::{frame, frames};
 use rpc_core::proto::{
-    Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, Kind, MAGIC, Negotiated, Role,
+    Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, Kind, MAGIC, Negotiated, Role, Transcript,
 };
 use rpc_core::{ErrorKind, RpcError};
 
@@ -18,7 +18,7 @@ fn config(hello: Hello) -> HandshakeConfig {
 }
 
 fn with_identity(hello: Hello, identity: Box<dyn Identity>) -> HandshakeConfig {
-    HandshakeConfig { hello, identity, hold: false, timeout: Duration::from_secs(10) }
+    HandshakeConfig { hello, identities: vec![identity], hold: false, timeout: Duration::from_secs(10) }
 }
 
 fn client() -> Hello {
@@ -107,7 +107,7 @@ fn the_highest_common_version_is_spoken() {
         let (ours, theirs) =
             refused(meet(config(range(client(), old.0, old.1)), config(range(server(), new.0, new.1))));
         for error in [ours, theirs] {
-            assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+            assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error}");
             assert!(error.message().contains("no common protocol version"), "{error}");
         }
     }
@@ -153,7 +153,7 @@ fn limits_that_let_nothing_pass_are_refused() {
         assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Protocol, ErrorKind::Protocol), "{ours}");
     }
     // Our own window is widened to what a message needs; one on the wire is not.
-    let mut offer = Hello { window: 1, identity: "none".into(), ..client() };
+    let mut offer = Hello { window: 1, identities: vec!["none".into()], ..client() };
     let mut acceptor = Handshake::accept(config(server()), Instant::now());
     let error = acceptor.handle_input(&mut hello_bytes(&offer)).unwrap_err();
     assert!(error.message().contains("let nothing pass"), "{error}");
@@ -254,21 +254,78 @@ fn methods_of_identity_must_be_the_same() {
     ] {
         let (ours, theirs) = refused(outcome);
         assert!(ours.message().contains("'toy'") && ours.message().contains("'none'"), "{ours}");
-        assert_eq!(theirs.kind(), ErrorKind::Refused);
+        assert_eq!(theirs.kind(), ErrorKind::Unauthenticated);
     }
+}
+
+#[test]
+fn the_first_method_of_the_dialler_that_the_acceptor_has_is_used() {
+    let both = |first: Box<dyn Identity>, second: Box<dyn Identity>, hello| HandshakeConfig {
+        identities: vec![first, second],
+        ..config(hello)
+    };
+    let now = Instant::now();
+    for toy_first in [true, false] {
+        let (toy, none): (Box<dyn Identity>, Box<dyn Identity>) = (Toy::new(9, true), Box::new(Anonymous));
+        let (first, second) = if toy_first { (toy, none) } else { (none, toy) };
+        let mut dialler = Handshake::dial(both(first, second, client()), now);
+        let mut acceptor = Handshake::accept(both(Box::new(Anonymous), Toy::new(9, false), server()), now);
+        let (ours, theirs) = agreed(talk(&mut dialler, &mut acceptor, usize::MAX));
+        assert_eq!(
+            (&*ours.identity, &*theirs.identity),
+            if toy_first { ("acceptor", "dialler") } else { ("anonymous", "anonymous") }
+        );
+    }
+    // An answer chooses: it neither offers, nor takes what was not offered.
+    for answer in [vec![], vec!["none".into(), "toy".into()], vec!["other".into()]] {
+        let mut dialler = Handshake::dial(both(Box::new(Anonymous), Toy::new(9, true), client()), now);
+        let error = dialler.handle_input(&mut hello_bytes(&Hello { identities: answer, ..server() })).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unauthenticated, "{error}");
+    }
+}
+
+/// Remembers what it was bound to.
+struct Witness(std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>);
+
+impl Identity for Witness {
+    fn method(&self) -> &str {
+        "witness"
+    }
+
+    fn begin(&mut self, transcript: Transcript<'_>) {
+        let mut seen = self.0.lock().unwrap();
+        seen.extend([transcript.dialler_hello.to_vec(), transcript.acceptor_hello.to_vec()]);
+    }
+
+    fn step(&mut self, _: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
+        Ok(IdentityStep::Proven { peer: "witness".into(), last: None })
+    }
+}
+
+#[test]
+fn both_sides_bind_their_proofs_to_the_same_words() {
+    let (near, far) = <(std::sync::Arc<_>, std::sync::Arc<_>)>::default();
+    agreed(meet(
+        with_identity(Hello { agent: "near".into(), ..client() }, Box::new(Witness(std::sync::Arc::clone(&near)))),
+        with_identity(Hello { agent: "far".into(), ..server() }, Box::new(Witness(std::sync::Arc::clone(&far)))),
+    ));
+    let (near, far) = (near.lock().unwrap(), far.lock().unwrap());
+    assert_eq!(*near, *far);
+    let holds = |hello: &[u8], word: &[u8]| hello.windows(word.len()).any(|part| part == word);
+    assert!(holds(&near[0], b"near") && holds(&near[1], b"far") && near.len() == 2);
 }
 
 #[test]
 fn accepting_without_proof_proves_nothing() {
     let mut acceptor = Handshake::accept(with_identity(server(), Toy::new(9, false)), Instant::now());
-    let mut input = hello_bytes(&Hello { identity: "toy".into(), ..client() });
+    let mut input = hello_bytes(&Hello { identities: vec!["toy".into()], ..client() });
     input.extend_from_slice(&frame(Kind::Accept, 0, 0, false, &[], &[]));
     assert!(acceptor.handle_input(&mut input).unwrap().is_none());
     assert!(acceptor.approve().is_none() && acceptor.awaits_approval().is_none());
     // A second one is not in the protocol, and session frames are not yet.
     for kind in [Kind::Accept, Kind::Request, Kind::Hello, Kind::Ping] {
         let mut acceptor = Handshake::accept(with_identity(server(), Toy::new(9, false)), Instant::now());
-        let mut input = hello_bytes(&Hello { identity: "toy".into(), ..client() });
+        let mut input = hello_bytes(&Hello { identities: vec!["toy".into()], ..client() });
         input.extend_from_slice(&frame(Kind::Accept, 0, 0, false, &[], &[]));
         input.extend_from_slice(&frame(kind, 0, 0, false, &[], &[]));
         assert_eq!(acceptor.handle_input(&mut input).unwrap_err().kind(), ErrorKind::Protocol);
@@ -282,7 +339,7 @@ fn proofs_do_not_go_on_for_ever() {
     assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Protocol, ErrorKind::Protocol));
     // One more than the method has, behind the last.
     let mut dialler = Handshake::dial(config(client()), Instant::now());
-    let mut input = hello_bytes(&Hello { identity: "none".into(), ..server() });
+    let mut input = hello_bytes(&Hello { identities: vec!["none".into()], ..server() });
     input.extend_from_slice(&frame(Kind::Proof, 0, 0, false, &[1], &[]));
     assert_eq!(dialler.handle_input(&mut input).unwrap_err().kind(), ErrorKind::Protocol);
 }
@@ -314,7 +371,7 @@ fn a_server_that_holds_approves_or_refuses() {
 #[test]
 fn approval_before_the_peer_has_accepted_waits_for_it() {
     let mut acceptor = Handshake::accept(HandshakeConfig { hold: true, ..config(server()) }, Instant::now());
-    let offer = Hello { identity: "none".into(), ..client() };
+    let offer = Hello { identities: vec!["none".into()], ..client() };
     assert!(acceptor.handle_input(&mut hello_bytes(&offer)).unwrap().is_none());
     assert!(acceptor.approve().is_none());
     let mut input = BytesMut::from(&frame(Kind::Accept, 0, 0, false, &[], &[])[..]);
@@ -344,7 +401,7 @@ fn garbage_is_shown_and_not_answered() {
 
 #[test]
 fn a_malformed_hello_is_an_error_that_the_peer_is_told() {
-    let good = rmp_serde::to_vec_named(&Hello { identity: "none".into(), ..client() }).unwrap();
+    let good = rmp_serde::to_vec_named(&Hello { identities: vec!["none".into()], ..client() }).unwrap();
     let with_role = |role: &str| {
         let mut map: std::collections::BTreeMap<String, serde_json_like::Any> = rmp_serde::from_slice(&good).unwrap();
         map.insert("role".into(), serde_json_like::Any::Str(role.into()));
@@ -389,7 +446,7 @@ mod serde_json_like {
 #[test]
 fn unknown_fields_are_skipped_and_optional_ones_may_be_missing() {
     use serde_json_like::Any;
-    let offer = Hello { identity: "none".into(), ..client() };
+    let offer = Hello { identities: vec!["none".into()], ..client() };
     let bytes = rmp_serde::to_vec_named(&offer).unwrap();
     let mut map: std::collections::BTreeMap<String, Any> = rmp_serde::from_slice(&bytes).unwrap();
     map.insert("colour".into(), Any::Str("blue".into()));
@@ -452,7 +509,7 @@ fn the_end_of_the_stream_and_the_time_limit_say_how_far_it_came() {
 #[test]
 fn what_comes_behind_the_handshake_is_left_for_the_session() {
     let mut acceptor = Handshake::accept(config(server()), Instant::now());
-    let mut input = hello_bytes(&Hello { identity: "none".into(), ..client() });
+    let mut input = hello_bytes(&Hello { identities: vec!["none".into()], ..client() });
     input.extend_from_slice(&frame(Kind::Accept, 0, 0, false, &[], &[]));
     let ping = frame(Kind::Ping, 3, 0, false, &[], &[]);
     input.extend_from_slice(&ping);
@@ -469,7 +526,7 @@ fn golden_hello() {
     assert_eq!(&output[..8], b"\x93rpc\r\n\x1a\n");
     let hello = &frames(&output[8..])[0];
     assert_eq!((hello.kind(), hello.header.id, hello.header.lane), (Kind::Hello, 0, 0));
-    let golden = b"\x8e\xabversion_min\x01\xabversion_max\x01\xa8features\x91\xa1f\xa4role\xa6client\xa8identity\xa4none\
+    let golden = b"\x8e\xabversion_min\x01\xabversion_max\x01\xa8features\x91\xa1f\xa4role\xa6client\xaaidentities\x91\xa4none\
         \xa3key\xa1k\xa9workspace\xa0\xa7forward\x90\xa5agent\xa9rpc/0.1.0\xabmax_message\xce\x04\x00\x00\x00\
         \xa5chunk\xce\x00\x10\x00\x00\xacmax_requests\xcd\x04\x00\xa6window\xce\x04\x10\x00\x00\xadkeep_alive_ms\xcd\x13\x88";
     assert_eq!(hello.body.escape_ascii().to_string(), golden.escape_ascii().to_string());

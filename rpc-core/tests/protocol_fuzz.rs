@@ -259,7 +259,7 @@ fn a_handshake_takes_any_bytes() {
         let now = Instant::now();
         let config = |role, hold| HandshakeConfig {
             hello: Hello::new(role),
-            identity: Box::new(Anonymous),
+            identities: vec![Box::new(Anonymous)],
             hold,
             timeout: Duration::from_secs(1),
         };

@@ -59,8 +59,9 @@ pub struct Hello {
     pub features: Vec<String>,
     /// The part that the side wants to play.
     pub role: Role,
-    /// The method by which the side proves its identity and expects proof.
-    pub identity: String,
+    /// The methods by which the side can prove its identity and take proof, the preferred one first. The answer to a hello
+    /// has exactly one, which both sides use.
+    pub identities: Vec<String>,
     /// Client: the kind of server it looks for. Server: what it is. Empty for any.
     #[serde(default)]
     pub key: String,
@@ -85,10 +86,25 @@ pub struct Hello {
     pub keep_alive_ms: u64,
 }
 
-/// How a side proves who it is, and makes sure of the peer. One per handshake.
+/// What both sides have said before the proofs: proofs that cover it cannot be moved to another conversation, and nobody in
+/// between can have changed a word of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Transcript<'a> {
+    /// Whether this side dialled.
+    pub dialler: bool,
+    /// The body of the hello of the side that dialled, as it was sent.
+    pub dialler_hello: &'a [u8],
+    /// The body of the answer.
+    pub acceptor_hello: &'a [u8],
+}
+
+/// A method by which a side proves who it is, and makes sure of the peer. One per handshake.
 pub trait Identity: Send {
     /// The method's name. Both sides must use the same.
     fn method(&self) -> &str;
+
+    /// Called once, before the first step, when both sides have agreed on this method.
+    fn begin(&mut self, _transcript: Transcript<'_>) {}
 
     /// Takes the peer's last proof, if there is one yet, and gives the next step.
     ///
@@ -132,8 +148,9 @@ impl Identity for Anonymous {
 pub struct HandshakeConfig {
     /// What it offers. Version and identity are filled in.
     pub hello: Hello,
-    /// How it proves its identity.
-    pub identity: Box<dyn Identity>,
+    /// The methods by which it can prove its identity, the preferred one first. Those of the side that dialled are tried in
+    /// its order.
+    pub identities: Vec<Box<dyn Identity>>,
     /// Whether our `Accept` waits for [`Handshake::approve`]: a server that opens the session first, so that a failure
     /// is an answer to the connection attempt.
     pub hold: bool,
@@ -149,7 +166,7 @@ impl Hello {
             version_max: VERSION_MAX,
             features: Vec::new(),
             role,
-            identity: String::new(),
+            identities: Vec::new(),
             key: String::new(),
             workspace: String::new(),
             forward: Vec::new(),
@@ -202,6 +219,8 @@ pub struct Handshake {
     greeted: bool,
     stage: Stage,
     theirs: Option<Hello>,
+    /// The body of our hello, once it is sent.
+    our_hello: Vec<u8>,
     /// The peer's name, once it has proven it.
     proven: Option<String>,
     accepted_by_peer: bool,
@@ -224,7 +243,7 @@ impl Handshake {
     }
 
     fn new(mut config: HandshakeConfig, dialler: bool, now: Instant) -> Self {
-        config.hello.identity = config.identity.method().to_owned();
+        config.hello.identities = config.identities.iter().map(|identity| identity.method().to_owned()).collect();
         config.hello.window = config.hello.window.max(config.hello.max_message);
         let deadline = now + config.timeout;
         Self {
@@ -233,6 +252,7 @@ impl Handshake {
             greeted: false,
             stage: Stage::Magic,
             theirs: None,
+            our_hello: Vec::new(),
             proven: None,
             accepted_by_peer: false,
             rounds: 0,
@@ -394,7 +414,7 @@ impl Handshake {
         self.theirs = Some(theirs.clone());
         if theirs.version_max < ours.version_min || theirs.version_min > ours.version_max {
             return Err(RpcError::new(
-                ErrorKind::Refused,
+                ErrorKind::VersionMismatch,
                 format!(
                     "no common protocol version: one side speaks {} to {}, the other {} to {} ({})",
                     ours.version_min, ours.version_max, theirs.version_min, theirs.version_max, theirs.agent
@@ -408,12 +428,13 @@ impl Handshake {
                 format!("both sides want to be the {role:?}").to_lowercase(),
             ));
         }
-        if theirs.identity != ours.identity {
+        let Some(method) = self.common_method(&theirs) else {
+            let (ours, theirs) = (clip(&ours.identities.join(", ")), clip(&theirs.identities.join(", ")));
             return Err(RpcError::new(
-                ErrorKind::Refused,
-                format!("one side proves identity by '{}', the other by '{}'", ours.identity, clip(&theirs.identity)),
+                ErrorKind::Unauthenticated,
+                format!("no common way to prove identity: one side has '{ours}', the other '{theirs}'"),
             ));
-        }
+        };
         let (client, server) = if ours.role == Role::Client { (ours, &theirs) } else { (&theirs, ours) };
         if !client.key.is_empty() && client.forward.is_empty() && client.key != server.key {
             return Err(RpcError::new(
@@ -429,17 +450,34 @@ impl Handshake {
             return Err(RpcError::new(ErrorKind::Protocol, "the peer offers limits that let nothing pass"));
         }
         self.stage = Stage::Proof;
-        if self.dialler {
-            self.step(None)
-        } else {
+        // From here on there is one method.
+        let method = self.config.identities.swap_remove(method);
+        self.config.hello.identities = vec![method.method().to_owned()];
+        self.config.identities = vec![method];
+        if !self.dialler {
             self.send_hello();
-            // Methods in which the dialler speaks first wait here; one without proofs is done at once.
-            self.step(None)
+        }
+        let ours = std::mem::take(&mut self.our_hello);
+        let (dialler_hello, acceptor_hello) = if self.dialler { (&*ours, body) } else { (body, &*ours) };
+        let transcript = Transcript { dialler: self.dialler, dialler_hello, acceptor_hello };
+        self.config.identities[0].begin(transcript);
+        // Methods in which the dialler speaks first wait here; one without proofs is done at once.
+        self.step(None)
+    }
+
+    /// The place of the method to use: the first one of the dialler's that the acceptor has, too.
+    fn common_method(&self, theirs: &Hello) -> Option<usize> {
+        let place = |name: &String| self.config.identities.iter().position(|ours| ours.method() == name);
+        match &theirs.identities[..] {
+            // The answer is a decision, not another offer.
+            [chosen] if self.dialler => place(chosen),
+            _ if self.dialler => None,
+            offered => offered.iter().find_map(place),
         }
     }
 
     fn step(&mut self, received: Option<&[u8]>) -> Result<()> {
-        match self.config.identity.step(received)? {
+        match self.config.identities[0].step(received)? {
             IdentityStep::Wait => {}
             IdentityStep::Send(proof) => self.send(Kind::Proof, &proof),
             IdentityStep::Proven { peer, last } => {
@@ -458,6 +496,7 @@ impl Handshake {
     fn send_hello(&mut self) {
         let body = rmp_serde::to_vec_named(&self.config.hello).unwrap_or_default();
         self.send(Kind::Hello, &body);
+        self.our_hello = body;
     }
 
     fn send(&mut self, kind: Kind, body: &[u8]) {

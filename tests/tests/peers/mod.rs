@@ -295,7 +295,7 @@ impl RawPeer {
 /// Magic and hello.
 pub fn hello(hello: &Hello) -> Vec<u8> {
     // What a side that proves nothing says of itself.
-    let hello = Hello { identity: "none".to_owned(), ..hello.clone() };
+    let hello = Hello { identities: vec!["none".into()], ..hello.clone() };
     let body = Packed::encode(&hello).unwrap().as_bytes().to_vec();
     let mut bytes = MAGIC.to_vec();
     bytes.extend(FrameHeader::control(Kind::Hello, body.len() as u32).encode());
