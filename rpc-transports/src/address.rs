@@ -3,6 +3,8 @@
 //! | Text | Meaning |
 //! | --- | --- |
 //! | `tcp://host:port[/KEY]` | a TCP port; IPv6 in brackets; port 0 asks for any free port when listening |
+//! | `tls://host:port[/KEY]` | the same, encrypted by TLS 1.3 |
+//! | `quic://host:port[/KEY]` | a UDP port, spoken to in QUIC |
 //! | `unix:/path[?key=KEY]` | a Unix domain socket; in the path `%XX` stands for one byte |
 //! | `exec:command line` | a child process, spoken to over its standard input and output |
 //! | `memory:NAME` | a listener inside this process |
@@ -36,7 +38,7 @@ use std::str::FromStr;
 pub struct Address {
     /// Only ever built by the constructors below, which check every part.
     kind: AddressKind,
-    /// `Some` only for kinds whose text has a place for it: TCP and Unix.
+    /// `Some` only for kinds whose text has a place for it: those with a host, and Unix.
     key: Option<String>,
 }
 
@@ -49,6 +51,20 @@ pub enum AddressKind {
         /// Lower-case host name, or an IP address; IPv6 without brackets, with its zone if it has one.
         host: String,
         /// The port; 0 means "any free one" to a listener.
+        port: u16,
+    },
+    /// A TCP port behind which TLS is spoken.
+    Tls {
+        /// As for TCP; the server's certificate must be for it.
+        host: String,
+        /// As for TCP.
+        port: u16,
+    },
+    /// A UDP port behind which QUIC is spoken.
+    Quic {
+        /// As for TCP; the server's certificate must be for it.
+        host: String,
+        /// As for TCP.
         port: u16,
     },
     /// A Unix domain socket.
@@ -79,6 +95,26 @@ impl Address {
     pub fn tcp(host: &str, port: u16) -> Result<Self, AddressError> {
         let host = checked_host(host, host)?;
         Ok(Self::from_kind(AddressKind::Tcp { host, port }))
+    }
+
+    /// A TCP address behind which TLS is spoken.
+    ///
+    /// # Errors
+    ///
+    /// As [`tcp`](Self::tcp).
+    pub fn tls(host: &str, port: u16) -> Result<Self, AddressError> {
+        let host = checked_host(host, host)?;
+        Ok(Self::from_kind(AddressKind::Tls { host, port }))
+    }
+
+    /// A QUIC address.
+    ///
+    /// # Errors
+    ///
+    /// As [`tcp`](Self::tcp).
+    pub fn quic(host: &str, port: u16) -> Result<Self, AddressError> {
+        let host = checked_host(host, host)?;
+        Ok(Self::from_kind(AddressKind::Quic { host, port }))
     }
 
     /// The address of a Unix domain socket file.
@@ -147,8 +183,8 @@ impl Address {
     /// `-._~:@+=`, or if addresses of this kind have no place for a key.
     pub fn with_key(self, key: &str) -> Result<Self, AddressError> {
         let text = || key.to_owned();
-        if !matches!(self.kind, AddressKind::Tcp { .. } | AddressKind::Unix { .. }) {
-            let problem = "only tcp:// and unix: addresses have one";
+        if self.host_and_port().is_none() && !matches!(self.kind, AddressKind::Unix { .. }) {
+            let problem = "only tcp://, tls://, quic:// and unix: addresses have one";
             return Err(AddressError::Key { text: text(), problem });
         }
         if !is_name(key) {
@@ -167,8 +203,11 @@ impl Address {
     /// The same address with another port; kinds without ports are returned as they are.
     #[must_use]
     pub fn with_port(mut self, new: u16) -> Self {
-        if let AddressKind::Tcp { port, .. } = &mut self.kind {
-            *port = new;
+        match &mut self.kind {
+            AddressKind::Tcp { port, .. } | AddressKind::Tls { port, .. } | AddressKind::Quic { port, .. } => {
+                *port = new
+            }
+            AddressKind::Unix { .. } | AddressKind::Exec { .. } | AddressKind::Memory { .. } | AddressKind::Local => {}
         }
         self
     }
@@ -185,11 +224,13 @@ impl Address {
         &self.kind
     }
 
-    /// The word before the first colon: `tcp`, `unix`, `exec`, `memory` or `local`.
+    /// The word before the first colon: `tcp`, `tls`, `quic`, `unix`, `exec`, `memory` or `local`.
     #[must_use]
     pub fn scheme(&self) -> &'static str {
         match self.kind {
             AddressKind::Tcp { .. } => "tcp",
+            AddressKind::Tls { .. } => "tls",
+            AddressKind::Quic { .. } => "quic",
             AddressKind::Unix { .. } => "unix",
             AddressKind::Exec { .. } => "exec",
             AddressKind::Memory { .. } => "memory",
@@ -197,22 +238,56 @@ impl Address {
         }
     }
 
-    /// The port of a TCP address.
+    /// Host and port, of the kinds that have them.
+    #[must_use]
+    pub fn host_and_port(&self) -> Option<(&str, u16)> {
+        match &self.kind {
+            AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } | AddressKind::Quic { host, port } => {
+                Some((host, *port))
+            }
+            AddressKind::Unix { .. } | AddressKind::Exec { .. } | AddressKind::Memory { .. } | AddressKind::Local => {
+                None
+            }
+        }
+    }
+
+    /// The port, of the kinds that have one.
     #[must_use]
     pub fn port(&self) -> Option<u16> {
-        match self.kind {
-            AddressKind::Tcp { port, .. } => Some(port),
-            _ => None,
+        self.host_and_port().map(|(_, port)| port)
+    }
+
+    /// Whether what is said there can be neither read nor changed on the way: TLS and QUIC.
+    #[must_use]
+    pub fn is_encrypted(&self) -> bool {
+        matches!(self.kind, AddressKind::Tls { .. } | AddressKind::Quic { .. })
+    }
+
+    /// Whether the channel is a socket of the system's and nothing more, which any thread can block on.
+    pub(crate) fn has_plain_socket(&self) -> bool {
+        matches!(self.kind, AddressKind::Tcp { .. } | AddressKind::Unix { .. } | AddressKind::Exec { .. })
+    }
+
+    /// The same kind of address for `socket`, without a key. Kinds without a host become TCP.
+    pub(crate) fn at(&self, socket: SocketAddr) -> Self {
+        let mut address = Self::from(socket);
+        if let AddressKind::Tcp { host, port } = address.kind {
+            address.kind = match self.kind {
+                AddressKind::Tls { .. } => AddressKind::Tls { host, port },
+                AddressKind::Quic { .. } => AddressKind::Quic { host, port },
+                _ => AddressKind::Tcp { host, port },
+            };
         }
+        address
     }
 
     /// Whether only this machine can reach a listener bound here.
     ///
-    /// True for everything but TCP. For TCP it is true of loopback IP addresses and the name
-    /// `localhost`; any other host name counts as reachable, whatever it may resolve to.
+    /// True for all kinds without a host, for loopback IP addresses and the name `localhost`; any other
+    /// host name counts as reachable, whatever it may resolve to.
     #[must_use]
     pub fn is_loopback(&self) -> bool {
-        let AddressKind::Tcp { host, .. } = &self.kind else {
+        let Some((host, _)) = self.host_and_port() else {
             return true;
         };
         match host.parse::<IpAddr>() {
@@ -240,11 +315,15 @@ impl From<SocketAddr> for Address {
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scheme = self.scheme();
         match &self.kind {
-            AddressKind::Tcp { host, port } if host.contains(':') => {
-                write!(f, "tcp://[{host}]:{port}")?;
+            AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } | AddressKind::Quic { host, port } => {
+                if host.contains(':') {
+                    write!(f, "{scheme}://[{host}]:{port}")?;
+                } else {
+                    write!(f, "{scheme}://{host}:{port}")?;
+                }
             }
-            AddressKind::Tcp { host, port } => write!(f, "tcp://{host}:{port}")?,
             AddressKind::Unix { path } => write!(f, "unix:{}", escaped(path))?,
             AddressKind::Exec { argv } => write!(f, "exec:{}", quoted(argv))?,
             AddressKind::Memory { name } => write!(f, "memory:{name}")?,
@@ -270,12 +349,14 @@ impl FromStr for Address {
         // The words of a command carry their own meaning of spaces; elsewhere one at the end is a slip.
         match scheme.as_str() {
             "exec" => parse_exec(rest),
-            "tcp" => parse_tcp(rest.trim_end()),
+            "tcp" => parse_host(rest.trim_end(), |host, port| AddressKind::Tcp { host, port }),
+            "tls" => parse_host(rest.trim_end(), |host, port| AddressKind::Tls { host, port }),
+            "quic" => parse_host(rest.trim_end(), |host, port| AddressKind::Quic { host, port }),
             "unix" => parse_unix(rest.trim_end()),
             "memory" => Self::memory(rest.trim_end()),
             "local" if rest.trim_end().is_empty() => Ok(Self::local()),
             "local" => Err(AddressError::NotEmpty { text: text.trim_end().into() }),
-            "tls" | "quic" | "tracker" => Err(AddressError::NotBuiltIn { scheme }),
+            "tracker" => Err(AddressError::NotBuiltIn { scheme }),
             // `host:9090` and `[::1]:9090` look like a scheme and are a forgotten one.
             _ if is_port(rest.trim_end()) || scheme.starts_with('[') => {
                 Err(AddressError::NoScheme { text: text.trim_end().into() })
@@ -305,7 +386,7 @@ pub enum AddressError {
     },
     /// The word before the colon means nothing to us.
     #[error(
-        "no addresses start with {scheme}:; write for example tcp://host:9090, unix:/run/rpc.sock, \
+        "no addresses start with {scheme}:; write for example tcp://host:9090, quic://host:9090, unix:/run/rpc.sock, \
          exec:program --argument, memory:name or local:"
     )]
     UnknownScheme {
@@ -318,7 +399,7 @@ pub enum AddressError {
         /// The word before the colon.
         scheme: String,
     },
-    /// The host of a TCP address.
+    /// The host of a TCP, TLS or QUIC address.
     #[error("host {text:?}: {problem}; write for example tcp://board.lan:9090 or tcp://[::1]:9090")]
     Host {
         /// The host, or all after the scheme if no host can be told apart.
@@ -326,7 +407,7 @@ pub enum AddressError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// The port of a TCP address.
+    /// The port of a TCP, TLS or QUIC address.
     #[error("port {text:?} is not a number from 0 to 65535; write for example tcp://board.lan:9090")]
     Port {
         /// What stands in the port's place.
@@ -373,7 +454,7 @@ pub enum AddressError {
     },
 }
 
-fn parse_tcp(rest: &str) -> Result<Address, AddressError> {
+fn parse_host(rest: &str, kind: impl FnOnce(String, u16) -> AddressKind) -> Result<Address, AddressError> {
     let host_error = |problem| AddressError::Host { text: rest.into(), problem };
     let Some(body) = rest.strip_prefix("//") else {
         return Err(host_error("two slashes are missing before it"));
@@ -401,7 +482,7 @@ fn parse_tcp(rest: &str) -> Result<Address, AddressError> {
     // `parse` alone would also take a leading plus sign.
     let port =
         (is_port(port).then(|| port.parse().ok()).flatten()).ok_or_else(|| AddressError::Port { text: port.into() })?;
-    let address = Address::from_kind(AddressKind::Tcp { host, port });
+    let address = Address::from_kind(kind(host, port));
     if key.is_empty() { Ok(address) } else { address.with_key(key) }
 }
 
@@ -601,6 +682,10 @@ mod tests {
             "tcp://10.0.0.5:65535/rack:1",
             "tcp://[::1]:9090/board-7",
             "tcp://[fe80::1%eth0]:9090",
+            "tls://board-7.lan:9090/board-7",
+            "tls://[::1]:9090",
+            "quic://10.0.0.5:9090",
+            "quic://[::1]:0/k",
             "unix:/run/rpc.sock",
             "unix:relative.sock",
             "unix:/run/with%20space%3F%25.sock?key=a@b",
@@ -716,12 +801,10 @@ mod tests {
     }
 
     #[test]
-    fn reserved_schemes_say_that_they_are_not_built_in() {
-        for scheme in ["tls", "quic", "tracker"] {
-            let error = refused(&format!("{scheme}://host:1"));
-            assert!(matches!(error, AddressError::NotBuiltIn { .. }));
-            assert!(error.to_string().contains("not built in"), "{error}");
-        }
+    fn a_reserved_scheme_says_that_it_is_not_built_in() {
+        let error = refused("tracker://host:1");
+        assert!(matches!(error, AddressError::NotBuiltIn { .. }));
+        assert!(error.to_string().contains("not built in"), "{error}");
     }
 
     #[test]
@@ -738,7 +821,15 @@ mod tests {
         ] {
             assert!(parsed(text).is_loopback(), "{text}");
         }
-        for text in ["tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://localhost.lan:1", "tcp://127.1:1"] {
+        for text in [
+            "tcp://0.0.0.0:1",
+            "tls://0.0.0.0:1",
+            "quic://10.0.0.1:1",
+            "tcp://[::]:1",
+            "tcp://10.0.0.1:1",
+            "tcp://localhost.lan:1",
+            "tcp://127.1:1",
+        ] {
             assert!(!parsed(text).is_loopback(), "{text}");
         }
     }

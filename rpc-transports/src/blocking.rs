@@ -72,6 +72,10 @@ struct State {
     scratch: Vec<u8>,
     /// Whether some thread does the reading.
     leader: bool,
+    /// The leader reads right now, and has let go of the lock: nobody else may read.
+    reading: bool,
+    /// Nothing can be written any more; the leader reads what is left, and finds the end.
+    unwritable: bool,
     /// Threads that wait for the leader.
     followers: usize,
     watchers: Vec<Responder>,
@@ -109,6 +113,8 @@ impl BlockingClientSession {
             input,
             scratch: vec![0; READ_MAX],
             leader: false,
+            reading: false,
+            unwritable: false,
             followers: 0,
             watchers: Vec::new(),
             blocked: false,
@@ -306,7 +312,7 @@ impl Shared {
 
     /// Writes what can be written without waiting.
     fn flush(&self, state: &mut State) {
-        loop {
+        while !state.unwritable {
             state.endpoint.stage();
             let mut slices = [IoSlice::new(&[]); SLICES];
             let count = state.endpoint.slices(&mut slices);
@@ -328,9 +334,16 @@ impl Shared {
                     return;
                 }
                 Err(error) => {
+                    state.unwritable = true;
+                    state.blocked = false;
                     // What a peer said before it closed is still there to be read.
-                    self.read_rest(state);
-                    state.endpoint.fail(lost(error));
+                    if state.reading {
+                        // By the leader, who may be in the middle of a payload: it gets that, and then the end.
+                        let _ = self.io.shutdown(std::net::Shutdown::Read);
+                    } else {
+                        self.read_rest(state);
+                        state.endpoint.fail(lost(error));
+                    }
                     return;
                 }
             }
@@ -411,6 +424,7 @@ impl Shared {
         let mut scratch = std::mem::take(&mut state.scratch);
         let limit = if std::mem::take(&mut state.behind_bulk) { READ_BEHIND_BULK } else { READ_MAX };
         let blocked = state.blocked;
+        state.reading = true;
         drop(state);
         let target = match &mut bulk {
             Some(bulk) => bulk.unfilled(),
@@ -418,6 +432,7 @@ impl Shared {
         };
         let outcome = self.read_into(target, wait, may_wait, blocked);
         let mut state = self.state();
+        state.reading = false;
         state.scratch = scratch;
         let (count, is_bulk) = (outcome.unwrap_or(0), bulk.is_some());
         if let Some(bulk) = &mut bulk {

@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
-use rpc_core::proto::{Anonymous, HandshakeConfig, Hello, LinkConfig, Role};
+use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Role};
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 
 use crate::address::{Address, AddressError, AddressKind};
 use crate::blocking::{BlockingClientSession, dial_hands_blocking};
+#[cfg(feature = "tls")]
+use crate::certificates::ClientTls;
 use crate::channel_io::dial_hands;
 use crate::client::ClientSession;
 use crate::dispatch::{dial, dial_blocking};
+use crate::identity::{DIALLER, Security, Tokens, of_dialler};
 use crate::serve::WireLimits;
 use crate::transport::{Channel, DialOptions, TransportError};
 
@@ -108,6 +111,29 @@ impl Connector {
         self
     }
 
+    /// Proves itself by one of these tokens, and takes only servers that know it, or that have proven themselves by a
+    /// certificate. None.
+    #[must_use]
+    pub fn tokens(mut self, tokens: Tokens) -> Self {
+        self.dial.tokens = tokens;
+        self
+    }
+
+    /// How servers at `tls://` and `quic://` addresses are trusted. Without this such addresses cannot be reached.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn tls(mut self, tls: ClientTls) -> Self {
+        self.dial.tls = Some(tls);
+        self
+    }
+
+    /// How channels are opened, all at once: time limit, tokens and trust.
+    #[must_use]
+    pub fn dial_options(mut self, options: DialOptions) -> Self {
+        self.dial = options;
+        self
+    }
+
     /// How long opening the channel may take. 10 s.
     #[must_use]
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
@@ -156,8 +182,8 @@ impl Connector {
     }
 
     /// As [`connect`](Self::connect), on the calling thread and without a runtime: the session's input and output are done
-    /// by whoever waits for it, so that a call costs no switch to another thread. For `tcp://`, `unix:`, `exec:` and
-    /// `local:` addresses.
+    /// by whoever waits for it, so that a call costs no switch to another thread. That holds for `tcp://`, `unix:` and `exec:`
+    /// addresses; those of sessions at other addresses run on a thread that all such sessions of the process share.
     ///
     /// # Errors
     ///
@@ -170,8 +196,14 @@ impl Connector {
             return Ok(Session::new(LocalSession::new(self.local.clone().unwrap_or_default())));
         }
         crate::runtime::install_probe();
+        if !plan.address.has_plain_socket() {
+            let this = self.clone();
+            return crate::runtime::run_in_background(async move { this.forward(&hops[0], &hops[1..]).await })
+                .map(Session::from);
+        }
         let channel = dial_blocking(&plan.address, &self.dial)?;
-        let (negotiated, input) = dial_hands_blocking(&channel, self.handshake(plan.key, plan.forward))?;
+        let handshake = self.handshake(plan.key, plan.forward, &Security::default());
+        let (negotiated, input) = dial_hands_blocking(&channel, handshake)?;
         let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
         let session = session.map_err(|error| TransportError::from_io(target, error))?;
         Ok(Session::new(session))
@@ -194,6 +226,13 @@ impl Connector {
             return Ok(std::sync::Arc::new(LocalSession::new(registry)));
         }
         crate::runtime::install_probe();
+        #[cfg(feature = "tls")]
+        if plan.address.is_encrypted()
+            && self.dial.tokens.is_empty()
+            && self.dial.tls.as_ref().is_some_and(|tls| !tls.verifies())
+        {
+            return Err(TransportError::unsupported(&plan.address, NOBODY_KNOWN).into());
+        }
         let channel = dial(&plan.address, &self.dial).await?;
         Ok(std::sync::Arc::new(self.client(channel, plan.key, plan.forward).await?))
     }
@@ -204,7 +243,11 @@ impl Connector {
         key: String,
         forward: Vec<String>,
     ) -> Result<ClientSession, ConnectError> {
-        let (negotiated, input) = dial_hands(&mut channel, self.handshake(key, forward)).await?;
+        let handshake = self.handshake(key, forward, channel.security());
+        let (negotiated, input) = dial_hands(&mut channel, handshake).await?;
+        if let Some(connection) = &channel.security().connection {
+            connection.prove(DIALLER, &negotiated.identity);
+        }
         Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
     }
 
@@ -223,20 +266,24 @@ impl Connector {
         Ok(Plan { address, key, forward })
     }
 
-    pub(crate) fn handshake(&self, key: String, forward: Vec<String>) -> HandshakeConfig {
+    fn handshake(&self, key: String, forward: Vec<String>, security: &Security) -> HandshakeConfig {
         let mut hello = Hello::new(Role::Client);
         hello.key = key;
         hello.workspace.clone_from(&self.workspace);
         hello.forward = forward;
         hello.keep_alive_ms = self.keep_alive.as_millis() as u64;
         self.limits.apply(&mut hello);
-        HandshakeConfig { hello, identity: Box::new(Anonymous), hold: false, timeout: self.handshake_timeout }
+        let identities = of_dialler(&self.dial.tokens, security);
+        HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
     }
 
     pub(crate) fn link(&self) -> LinkConfig {
         LinkConfig { keep_alive: self.keep_alive }
     }
 }
+
+#[cfg(feature = "tls")]
+const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
 
 /// See [`Connector::plan`].
 pub(crate) struct Plan {

@@ -6,14 +6,22 @@ use crate::transport::{BlockingChannel, Channel, DialOptions, ListenOptions, Lis
 
 #[cfg(feature = "exec")]
 use crate::child;
+#[cfg(feature = "quic")]
+use crate::quic;
 #[cfg(feature = "tcp")]
 use crate::tcp;
+#[cfg(feature = "tls")]
+use crate::tls;
 #[cfg(feature = "unix")]
 use crate::unix;
 #[cfg(not(feature = "exec"))]
 use absent as child;
+#[cfg(not(feature = "quic"))]
+use absent as quic;
 #[cfg(not(feature = "tcp"))]
 use absent as tcp;
+#[cfg(not(feature = "tls"))]
+use absent as tls;
 #[cfg(not(feature = "unix"))]
 use absent as unix;
 
@@ -28,6 +36,8 @@ use absent as unix;
 pub async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     match address.kind() {
         AddressKind::Tcp { .. } => tcp::dial(address, options).await,
+        AddressKind::Tls { .. } => tls::dial(address, options).await,
+        AddressKind::Quic { .. } => quic::dial(address, options).await,
         AddressKind::Unix { .. } => unix::dial(address, options).await,
         AddressKind::Exec { .. } => child::dial(address, options).await,
         AddressKind::Memory { .. } => memory::dial(address, options).await,
@@ -39,14 +49,14 @@ pub async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, T
 ///
 /// # Errors
 ///
-/// As [`dial`]; `memory:` addresses are [`TransportError::Unsupported`].
+/// As [`dial`]; `memory:`, `tls://` and `quic://` addresses are [`TransportError::Unsupported`].
 pub fn dial_blocking(address: &Address, options: &DialOptions) -> Result<BlockingChannel, TransportError> {
     match address.kind() {
         AddressKind::Tcp { .. } => tcp::dial_blocking(address, options),
         AddressKind::Unix { .. } => unix::dial_blocking(address, options),
         AddressKind::Exec { .. } => child::dial_blocking(address, options),
-        AddressKind::Memory { .. } => {
-            Err(TransportError::unsupported(address, "have no socket to block on; dial from async code"))
+        AddressKind::Memory { .. } | AddressKind::Tls { .. } | AddressKind::Quic { .. } => {
+            Err(TransportError::unsupported(address, "have no plain socket to block on; dial from async code"))
         }
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
     }
@@ -60,6 +70,8 @@ pub fn dial_blocking(address: &Address, options: &DialOptions) -> Result<Blockin
 pub async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
     match address.kind() {
         AddressKind::Tcp { .. } => tcp::bind(address, options).await,
+        AddressKind::Tls { .. } => tls::bind(address, options).await,
+        AddressKind::Quic { .. } => quic::bind(address, options).await,
         AddressKind::Unix { .. } => unix::bind(address, options).await,
         AddressKind::Memory { .. } => memory::bind(address, options).await,
         AddressKind::Exec { .. } => {
@@ -72,7 +84,7 @@ pub async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener
 const NO_CHANNEL: &str = "need no channel; use a local session";
 
 /// Stands in for each transport that is switched off.
-#[cfg(not(all(feature = "tcp", feature = "unix", feature = "exec")))]
+#[cfg(not(all(feature = "quic", feature = "unix", feature = "exec")))]
 #[allow(dead_code, reason = "child processes are never listened on")]
 mod absent {
     use super::{Address, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};

@@ -24,7 +24,7 @@
 //! ```
 //!
 //! Read first [`address`], then [`transport`]; each transport is a file of its own. Cargo features
-//! `tcp`, `unix` and `exec` switch them; without its feature an address still parses, and dialling it
+//! `tcp`, `tls`, `quic`, `unix` and `exec` switch them; without its feature an address still parses, and dialling it
 //! says what is missing. This crate is for Unix systems.
 
 #![deny(unsafe_code)]
@@ -33,6 +33,8 @@
 
 pub mod address;
 mod blocking;
+#[cfg(feature = "tls")]
+pub mod certificates;
 mod channel_io;
 #[cfg(feature = "exec")]
 // Telling the kernel, between fork and exec, that a child must die with its parent.
@@ -41,22 +43,30 @@ pub mod child;
 mod client;
 mod connect;
 mod dispatch;
+pub mod identity;
 pub mod memory;
 mod pattern;
 mod proxy;
+#[cfg(feature = "quic")]
+mod quic;
 mod runtime;
 mod serve;
 #[cfg(feature = "tcp")]
 mod tcp;
+#[cfg(feature = "tls")]
+mod tls;
 pub mod transport;
 #[cfg(feature = "unix")]
 mod unix;
 
 pub use address::{Address, AddressError, AddressKind};
 pub use blocking::BlockingClientSession;
+#[cfg(feature = "tls")]
+pub use certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, ServerTls};
 pub use client::ClientSession;
 pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};
+pub use identity::{Access, Security, Token, TokenError, Tokens};
 pub use proxy::ProxySession;
 pub use serve::{OpenRequest, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
 pub use transport::{

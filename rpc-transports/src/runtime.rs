@@ -1,6 +1,15 @@
-//! Telling async code from plain threads, so that a blocking form inside async code is an error and not a deadlock.
+//! Telling async code from plain threads, so that a blocking form inside async code is an error and not a deadlock; and the
+//! runtime for plain threads whose sessions need one.
 
+use std::future::Future;
+use std::io;
+use std::sync::OnceLock;
 use std::task::{Context, Poll, Waker};
+
+use tokio::runtime::{Builder, Runtime};
+
+use crate::connect::ConnectError;
+use crate::transport::TransportError;
 
 /// Installs the probe. Done wherever a session is made.
 pub(crate) fn install_probe() {
@@ -24,6 +33,37 @@ fn inside_async_code() -> bool {
         }
     }
     false
+}
+
+/// Waits on this thread for what `open` does on a runtime that the process keeps for such sessions, with one thread. The tasks
+/// that `open` spawns go on there.
+pub(crate) fn run_in_background<T: Send + 'static>(
+    open: impl Future<Output = Result<T, ConnectError>> + Send + 'static,
+) -> Result<T, ConnectError> {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    let failed = |error: io::Error| TransportError::from_io("the background thread of this process", error);
+    if inside_async_code() {
+        return Err(rpc_core::RpcError::new(
+            rpc_core::ErrorKind::ApiMisuse,
+            "a blocking form was called from async code; use the async form",
+        )
+        .into());
+    }
+    let runtime = match RUNTIME.get() {
+        Some(runtime) => runtime,
+        None => {
+            let made = Builder::new_multi_thread().worker_threads(1).thread_name("rpc-io").enable_all().build();
+            // Of two that are made at the same time one is dropped, which outside of async code is allowed.
+            let made = made.map_err(failed)?;
+            RUNTIME.get_or_init(|| made)
+        }
+    };
+    let (reply, answer) = std::sync::mpsc::sync_channel(1);
+    runtime.spawn(async move {
+        // Whoever asked may have given up.
+        let _ = reply.send(open.await);
+    });
+    answer.recv().unwrap_or_else(|_| Err(failed(io::Error::other("it has ended")).into()))
 }
 
 #[cfg(test)]

@@ -4,26 +4,28 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::BytesMut;
-use rpc_core::proto::{Anonymous, HandshakeConfig, Hello, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent};
+use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Spawner, Value};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
 
 use crate::address::Address;
 use crate::channel_io::{Alarm, ReadAhead, SLICES, accept_hands, poll_write};
 use crate::connect::Connector;
 use crate::dispatch::bind;
+use crate::identity::{Access, of_acceptor};
 use crate::pattern::matches_pattern;
 use crate::proxy::ProxySession;
-use crate::transport::{Channel, ChannelGuard, ChannelIo, ListenOptions, TransportError};
+use crate::transport::{Channel, ChannelGuard, ChannelIo, DialOptions, ListenOptions, TransportError};
 
 /// What a client asks for when it connects.
 #[derive(Clone, Debug)]
@@ -97,10 +99,16 @@ pub struct ServeOptions {
     pub handshake_timeout: Duration,
     /// What one session may have on the wire and in queues.
     pub limits: WireLimits,
-    /// How many sessions there may be at one time, handshakes included. 4,096.
+    /// How many sessions there may be at one time. 4,096.
     pub max_sessions: usize,
+    /// How many connections may be in their handshake at one time; one more is closed without a word. 1,024.
+    pub max_handshakes: usize,
+    /// Whom the server serves; [`Server::set_access`] changes it later. Anybody.
+    pub access: Access,
     /// The addresses that clients may be forwarded to, as patterns with `*`. None.
     pub allow_forward: Vec<String>,
+    /// How the server opens the sessions that it forwards to: its own tokens, and whom it trusts. Without either.
+    pub onward: DialOptions,
 }
 
 impl Default for ServeOptions {
@@ -111,7 +119,10 @@ impl Default for ServeOptions {
             handshake_timeout: Duration::from_secs(10),
             limits: WireLimits::default(),
             max_sessions: 4096,
+            max_handshakes: 1024,
+            access: Access::default(),
             allow_forward: Vec::new(),
+            onward: DialOptions::default(),
         }
     }
 }
@@ -128,8 +139,15 @@ pub struct Server(Arc<Shared>);
 struct Shared {
     factory: Arc<dyn SessionFactory>,
     options: ServeOptions,
+    /// Whom the server serves, and how often that has changed. Number 0 is for the side that dials.
+    access: Mutex<(u64, Arc<Access>)>,
+    /// Those in their handshake, too.
     connections: Mutex<HashMap<u64, Arc<Mailbox>>>,
     next_connection: AtomicU64,
+    handshakes: Arc<Semaphore>,
+    /// Sessions that have been opened and not ended.
+    open: AtomicUsize,
+    listeners: Mutex<Vec<JoinHandle<()>>>,
     draining: AtomicBool,
     /// Told when the server stops accepting.
     closing: Notify,
@@ -143,9 +161,13 @@ impl Server {
         crate::runtime::install_probe();
         Self(Arc::new(Shared {
             factory,
-            options,
+            access: Mutex::new((1, Arc::new(options.access.clone()))),
             connections: Mutex::default(),
             next_connection: AtomicU64::new(1),
+            handshakes: Arc::new(Semaphore::new(options.max_handshakes.clamp(1, Semaphore::MAX_PERMITS))),
+            open: AtomicUsize::new(0),
+            listeners: Mutex::default(),
+            options,
             draining: AtomicBool::new(false),
             closing: Notify::new(),
             ended: Notify::new(),
@@ -161,7 +183,7 @@ impl Server {
         let mut listener = bind(address, options).await?;
         let actual = listener.local_address().clone();
         let (server, name) = (self.clone(), actual.clone());
-        tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             let closing = server.0.closing.notified();
             let mut closing = std::pin::pin!(closing);
             // Registered before looking, so that a call in between is not missed.
@@ -179,28 +201,36 @@ impl Server {
                 }
             }
         });
+        self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(task);
         Ok(actual)
+    }
+
+    /// Serves those who prove themselves by `access` from now on. Sessions that there are go on.
+    pub fn set_access(&self, access: Access) {
+        let mut current = self.0.access.lock().unwrap_or_else(PoisonError::into_inner);
+        *current = (current.0 + 1, Arc::new(access));
     }
 
     /// Serves one client at the far end of `channel`, who dialled.
     pub fn serve_channel(&self, channel: Channel) {
+        let Ok(handshake) = self.0.handshakes.clone().try_acquire_owned() else {
+            let limit = self.0.options.max_handshakes;
+            tracing::warn!(peer = channel.peer(), limit, "too many connections are in their handshake; one was closed");
+            return;
+        };
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
-        let sessions = {
-            let mut connections = self.0.connections();
-            connections.insert(id, mailbox.clone());
-            connections.len()
-        };
+        self.0.connections().insert(id, mailbox.clone());
         let shared = self.0.clone();
         tokio::spawn(async move {
             let _registered = Registered { shared: shared.clone(), id };
-            serve_connection(&shared, channel, mailbox, sessions).await;
+            serve_connection(&shared, channel, mailbox, handshake).await;
         });
     }
 
-    /// How many sessions there are, handshakes included.
+    /// How many sessions there are.
     pub fn sessions(&self) -> usize {
-        self.0.connections().len()
+        self.0.open.load(Ordering::Acquire)
     }
 
     /// Stops in good order: no new clients, no new requests from the old ones, and the sessions end as soon as all that
@@ -214,7 +244,7 @@ impl Server {
         let _ = tokio::time::timeout(limit, self.idle()).await;
     }
 
-    /// Ends all sessions now, and accepts no more. Clients are told.
+    /// Ends all sessions now, and accepts no more. Clients are told; [`stopped`](Self::stopped) waits until they have been.
     pub fn stop(&self) {
         self.0.draining.store(true, Ordering::Release);
         self.0.closing.notify_waiters();
@@ -223,13 +253,27 @@ impl Server {
         }
     }
 
-    /// Resolves when there are no sessions.
+    /// After [`stop`](Self::stop) or [`drain`](Self::drain): resolves when nothing is listened on any more, and every client
+    /// has been told, or after `limit`.
+    pub async fn stopped(&self, limit: Duration) {
+        let listeners = std::mem::take(&mut *self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner));
+        let stopped = async {
+            for listener in listeners {
+                // One that panicked listens no more either.
+                let _ = listener.await;
+            }
+            self.idle().await;
+        };
+        let _ = tokio::time::timeout(limit, stopped).await;
+    }
+
+    /// Resolves when there are no sessions, and nobody is in a handshake.
     pub async fn idle(&self) {
         loop {
             let ended = self.0.ended.notified();
             let mut ended = std::pin::pin!(ended);
             ended.as_mut().enable();
-            if self.sessions() == 0 {
+            if self.0.connections().is_empty() {
                 return;
             }
             ended.await;
@@ -307,18 +351,36 @@ impl ReplySink for Mailbox {
     }
 }
 
-async fn serve_connection(shared: &Arc<Shared>, mut channel: Channel, mailbox: Arc<Mailbox>, sessions: usize) {
+async fn serve_connection(
+    shared: &Arc<Shared>,
+    mut channel: Channel,
+    mailbox: Arc<Mailbox>,
+    handshake: OwnedSemaphorePermit,
+) {
     let options = &shared.options;
     let peer = channel.peer().to_owned();
+    match tokio::time::timeout(options.handshake_timeout, channel.secure()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => return tracing::debug!(peer, %error, "no secure channel"),
+        Err(_) => return tracing::debug!(peer, "agreeing on a secure channel took too long"),
+    }
+    let (rules, access) = shared.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let identities = of_acceptor(&access, rules, channel.security());
     let mut hello = Hello::new(Role::Server);
     hello.key.clone_from(&options.key);
     hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
     options.limits.apply(&mut hello);
-    let config =
-        HandshakeConfig { hello, identity: Box::new(Anonymous), hold: true, timeout: options.handshake_timeout };
-    let open = async |hello: &Hello, identity: &str| open_session(shared, &peer, hello, identity, sessions).await;
+    let config = HandshakeConfig { hello, identities, hold: true, timeout: options.handshake_timeout };
+    let open = async |hello: &Hello, identity: &str| {
+        let place = Place::take(shared)?;
+        open_session(shared, &peer, hello, identity).await.map(|session| (session, place))
+    };
     match accept_hands(&mut channel, config, open).await {
-        Ok((negotiated, input, session)) => {
+        Ok((negotiated, input, (session, _place))) => {
+            drop(handshake);
+            if let Some(connection) = &channel.security().connection {
+                connection.prove(rules, &negotiated.identity);
+            }
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
             let mut connection = Connection::new(channel, &negotiated, input, session, mailbox, options);
             let reason = (&mut connection).await;
@@ -350,19 +412,33 @@ async fn linger(io: &mut dyn ChannelIo) {
     let _ = tokio::time::timeout(LINGER, close).await;
 }
 
+/// The place of one session among those that there may be.
+struct Place(Arc<Shared>);
+
+impl Place {
+    fn take(shared: &Arc<Shared>) -> Result<Self, RpcError> {
+        let limit = shared.options.max_sessions;
+        let place = Self(shared.clone());
+        let wanted = shared.open.fetch_add(1, Ordering::AcqRel) + 1;
+        if wanted > limit { Err(RpcError::limit("max_sessions", limit as u64, wanted as u64)) } else { Ok(place) }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 async fn open_session(
     shared: &Arc<Shared>,
     peer: &str,
     hello: &Hello,
     identity: &str,
-    sessions: usize,
 ) -> Result<SharedSession, RpcError> {
     let options = &shared.options;
     if shared.draining.load(Ordering::Acquire) {
         return Err(RpcError::new(ErrorKind::Draining, "the server is going away and takes no new sessions"));
-    }
-    if sessions > options.max_sessions {
-        return Err(RpcError::limit("max_sessions", options.max_sessions as u64, sessions as u64));
     }
     let named = |name: &String| (!name.is_empty()).then(|| name.clone());
     let Some((next, further)) = hello.forward.split_first() else {
@@ -384,6 +460,7 @@ async fn open_session(
         ));
     }
     let connector = Connector::new()
+        .dial_options(options.onward.clone())
         .keep_alive(options.keep_alive)
         .limits(options.limits.clone())
         .key(&hello.key)
@@ -439,11 +516,19 @@ impl Connection {
         }
     }
 
+    /// Ends the session, and tells the client why.
     fn close(&mut self, error: RpcError) {
         if self.closing.is_none() {
-            let orderly = error.kind() == ErrorKind::Closed && error.hop() == 0;
-            self.endpoint.close((!orderly).then_some(&error));
+            self.endpoint.close(Some(&error));
             self.closing = Some(error);
+        }
+    }
+
+    /// Ends the session in good order, as was agreed with the client.
+    fn close_in_order(&mut self, reason: RpcError) {
+        if self.closing.is_none() {
+            self.endpoint.close(None);
+            self.closing = Some(reason);
         }
     }
 
@@ -497,7 +582,9 @@ impl Connection {
             ServerEvent::Release { handles } => {
                 session.submit(Request::new(Operation::Release { handles })).reply().detach();
             }
-            ServerEvent::Close => self.close(RpcError::new(ErrorKind::Closed, "the client closed the session")),
+            ServerEvent::Close => {
+                self.close_in_order(RpcError::new(ErrorKind::Closed, "the client closed the session"));
+            }
         }
     }
 
@@ -558,10 +645,14 @@ impl Connection {
         }
     }
 
-    fn act_on_events(&mut self) {
+    /// Whether there was anything to do.
+    fn act_on_events(&mut self) -> bool {
+        let mut acted = false;
         while let Some(event) = self.endpoint.poll_event() {
             self.act(event);
+            acted = true;
         }
+        acted
     }
 
     /// Gives everything up. What still runs goes on without anybody waiting for it.
@@ -609,8 +700,12 @@ impl Future for Connection {
                     }),
                 );
             }
+            // Requests that waited for replies to leave.
+            if this.act_on_events() {
+                continue;
+            }
             if this.going_away && this.closing.is_none() && this.endpoint.is_drained() {
-                this.close(RpcError::new(ErrorKind::Closed, "the server has gone away"));
+                this.close_in_order(RpcError::new(ErrorKind::Closed, "the server has gone away"));
                 continue;
             }
             if this.closing.is_some() && this.endpoint.is_flushed() {

@@ -16,10 +16,14 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
-use crate::address::{Address, AddressKind};
+use crate::address::Address;
 use crate::transport::{Accept, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};
 
 pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+    connect(address, options).await.map(|stream| Channel::new(stream, address.to_string()))
+}
+
+pub(crate) async fn connect(address: &Address, options: &DialOptions) -> Result<TcpStream, TransportError> {
     let (host, port) = host_and_port(address)?;
     let mut attempts = Attempts::new(options.limit());
     match timeout(attempts.left(), tokio::net::lookup_host((host, port))).await {
@@ -33,7 +37,7 @@ pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Cha
             Err(elapsed) => Err(elapsed.into()),
         };
         match outcome.and_then(|stream| tuned(&stream).map(|()| stream)) {
-            Ok(stream) => return Ok(Channel::new(stream, address.to_string())),
+            Ok(stream) => return Ok(stream),
             Err(error) => attempts.note(error),
         }
     }
@@ -61,6 +65,17 @@ pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<
 }
 
 pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+    let listener = bind_socket(address, options, |target| listen(target, options.backlog)).await?;
+    let bound = listener.local_addr().map_err(|error| TransportError::from_io(address.to_string(), error))?;
+    Ok(Listener::new(named(address, bound), TcpSource(listener)))
+}
+
+/// Binds a socket of some kind to one of the addresses of a host, and one of the ports that may be used.
+pub(crate) async fn bind_socket<S>(
+    address: &Address,
+    options: &ListenOptions,
+    bind: impl Fn(SocketAddr) -> io::Result<S>,
+) -> Result<S, TransportError> {
     let (host, port) = host_and_port(address)?;
     let resolved = tokio::net::lookup_host((host, port)).await;
     let targets: Vec<SocketAddr> = resolved.map_err(|error| unresolved(address, error))?.collect();
@@ -69,8 +84,8 @@ pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<L
         let mut in_use = false;
         for mut target in targets.iter().copied() {
             target.set_port(port);
-            match listen(target, options.backlog) {
-                Ok(listener) => return listener_on(listener, address),
+            match bind(target) {
+                Ok(socket) => return Ok(socket),
                 Err(error) => {
                     in_use |= error.kind() == io::ErrorKind::AddrInUse;
                     failure = error;
@@ -85,10 +100,7 @@ pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<L
 }
 
 fn host_and_port(address: &Address) -> Result<(&str, u16), TransportError> {
-    match address.kind() {
-        AddressKind::Tcp { host, port } => Ok((host, *port)),
-        _ => Err(TransportError::unsupported(address, "are not tcp://")),
-    }
+    address.host_and_port().ok_or_else(|| TransportError::unsupported(address, "have no port"))
 }
 
 fn unresolved(address: &Address, error: io::Error) -> TransportError {
@@ -196,7 +208,7 @@ fn ports_to_try(port: u16, options: &ListenOptions) -> impl Iterator<Item = u16>
     own.into_iter().chain(range.into_iter().flatten())
 }
 
-fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener> {
+pub(crate) fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(target), Type::STREAM, Some(Protocol::TCP))?;
     // The IPv6 wildcard means every address of this machine, IPv4 too, whatever the system's default.
     if target.is_ipv6() && target.ip().is_unspecified() {
@@ -212,24 +224,28 @@ fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener> {
     TcpListener::from_std(socket.into())
 }
 
-fn listener_on(listener: TcpListener, asked: &Address) -> Result<Listener, TransportError> {
-    let io_error = |error| TransportError::from_io(asked.to_string(), error);
-    let bound = Address::from(listener.local_addr().map_err(io_error)?);
-    let address = match asked.key().map(|key| bound.clone().with_key(key)) {
+/// What is listened on, under the key that was asked for.
+pub(crate) fn named(asked: &Address, bound: SocketAddr) -> Address {
+    let address = asked.at(bound);
+    match asked.key().map(|key| address.clone().with_key(key)) {
         Some(Ok(with_key)) => with_key,
-        _ => bound,
-    };
-    Ok(Listener::new(address, TcpSource(listener)))
+        _ => address,
+    }
+}
+
+/// The next stream of a listener, and where it comes from.
+pub(crate) fn poll_stream(listener: &TcpListener, cx: &mut Context<'_>) -> Poll<io::Result<(TcpStream, SocketAddr)>> {
+    let (stream, peer) = ready!(listener.poll_accept(cx))?;
+    // A stream that cannot be tuned is dying; its first read will tell, better than we could here.
+    let _ = tuned(&stream);
+    Poll::Ready(Ok((stream, SocketAddr::new(peer.ip().to_canonical(), peer.port()))))
 }
 
 struct TcpSource(TcpListener);
 
 impl Accept for TcpSource {
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
-        let (stream, peer) = ready!(self.0.poll_accept(cx))?;
-        // A stream that cannot be tuned is dying; its first read will tell, better than we could here.
-        let _ = tuned(&stream);
-        let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+        let (stream, peer) = ready!(poll_stream(&self.0, cx))?;
         Poll::Ready(Ok(Channel::new(stream, format!("tcp://{peer}"))))
     }
 }
@@ -252,7 +268,7 @@ mod tests {
     }
 
     fn hasty() -> DialOptions {
-        DialOptions { connect_timeout: Duration::from_millis(300) }
+        DialOptions { connect_timeout: Duration::from_millis(300), ..DialOptions::default() }
     }
 
     async fn echo_once(mut listener: Listener) -> Channel {

@@ -2,12 +2,13 @@
 
 use std::any::Any;
 use std::fmt;
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -17,6 +18,9 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
 
 use crate::address::Address;
+#[cfg(feature = "tls")]
+use crate::certificates::{ClientTls, ServerTls};
+use crate::identity::{Security, Tokens};
 
 /// An ordered, reliable byte pipe as the async runtime sees it. Implemented for all that fits.
 pub trait ChannelIo: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -26,24 +30,60 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin + ?Sized> ChannelIo for T {}
 /// Something that lives as long as a channel, such as the child process at its far end.
 pub type ChannelGuard = Box<dyn Any + Send + Sync>;
 
+/// What a channel becomes once both sides have agreed on how it is encrypted.
+pub(crate) type Securing = Pin<Box<dyn Future<Output = io::Result<(Box<dyn ChannelIo>, Security)>> + Send>>;
+
 /// One ordered, reliable byte pipe between two peers.
 pub struct Channel {
     /// Declared before the guard, so that the far side sees the end before the guard acts on it.
     io: Box<dyn ChannelIo>,
     peer: String,
+    security: Security,
+    securing: Option<Securing>,
     guard: Option<ChannelGuard>,
 }
 
 impl Channel {
     /// A channel over `io`. `peer` is the text by which errors name the far side.
     pub fn new(io: impl ChannelIo + 'static, peer: impl Into<String>) -> Self {
-        Self { io: Box::new(io), peer: peer.into(), guard: None }
+        Self { io: Box::new(io), peer: peer.into(), security: Security::default(), securing: None, guard: None }
     }
 
     /// The same channel, keeping `guard` alive for as long as itself.
     #[must_use]
     pub fn with_guard(self, guard: ChannelGuard) -> Self {
         Self { guard: Some(guard), ..self }
+    }
+
+    #[cfg(feature = "tls")]
+    pub(crate) fn with_security(self, security: Security) -> Self {
+        Self { security, ..self }
+    }
+
+    /// A channel that is there when `securing` is done.
+    #[cfg(feature = "tls")]
+    pub(crate) fn to_be_secured(securing: Securing, peer: impl Into<String>) -> Self {
+        Self { securing: Some(securing), ..Self::new(tokio::io::empty(), peer) }
+    }
+
+    /// Finishes what an accepted channel needs before its bytes can be used: the handshake of TLS, which a listener leaves to
+    /// whoever takes the channel, so that a slow client holds up no other. Nothing for other channels. Has no time limit of
+    /// its own; a channel whose future was dropped is of no use.
+    ///
+    /// # Errors
+    ///
+    /// Why there is no secure channel.
+    pub async fn secure(&mut self) -> io::Result<()> {
+        if let Some(securing) = self.securing.take() {
+            (self.io, self.security) = securing.await?;
+        }
+        Ok(())
+    }
+
+    /// What is known about the far side.
+    #[must_use]
+    pub fn security(&self) -> &Security {
+        &self.security
     }
 
     /// The bytes.
@@ -270,6 +310,14 @@ impl From<UnixStream> for BlockingIo {
 /// How to dial.
 #[derive(Clone, Debug)]
 pub struct DialOptions {
+    /// The tokens by which this side proves itself, and by which it makes sure of the other. Default: none.
+    pub tokens: Tokens,
+    /// How servers are trusted, for `tls://` and `quic://`. Default: none, and those cannot be dialled.
+    #[cfg(feature = "tls")]
+    pub tls: Option<ClientTls>,
+    /// How long a QUIC connection may be silent before it is given up. Default: 30 s, twice what a session allows.
+    #[cfg(feature = "quic")]
+    pub quic_idle: Duration,
     /// How long resolving and connecting may take together. Default: 10 s, which leaves room for three
     /// lost packets (the kernel repeats them after 1, 2 and 4 s) on one of the host's addresses. Starting
     /// a child process is not limited.
@@ -285,17 +333,34 @@ impl DialOptions {
 
 impl Default for DialOptions {
     fn default() -> Self {
-        Self { connect_timeout: Duration::from_secs(10) }
+        Self {
+            #[cfg(feature = "tls")]
+            tls: None,
+            #[cfg(feature = "quic")]
+            quic_idle: QUIC_IDLE,
+            tokens: Tokens::default(),
+            connect_timeout: Duration::from_secs(10),
+        }
     }
 }
+
+/// Sessions notice a silent peer after 15 s, by default; the connection under them lasts longer.
+#[cfg(feature = "quic")]
+const QUIC_IDLE: Duration = Duration::from_secs(30);
 
 /// How to listen.
 #[derive(Clone, Debug)]
 pub struct ListenOptions {
+    /// What the server shows of itself, for `tls://` and `quic://`. Default: none, and those cannot be listened on.
+    #[cfg(feature = "tls")]
+    pub tls: Option<ServerTls>,
+    /// How long a QUIC connection may be silent before it is given up. Default: 30 s, twice what a session allows.
+    #[cfg(feature = "quic")]
+    pub quic_idle: Duration,
     /// How many connections may wait to be accepted. Default: 1024, so that a burst of workers that
     /// start together gets in; the kernel cuts it to its own limit. Costs nothing while unused.
     pub backlog: u32,
-    /// TCP ports to try in turn when the address says port 0 or its port is in use. Default: none, so
+    /// Ports to try in turn when the address says port 0 or its port is in use. Default: none, so
     /// that port 0 is any free port, and a port in use is an error.
     pub port_range: Option<RangeInclusive<u16>>,
     /// Who may connect to a Unix socket, as a file mode. Default: `0o600`, this user alone; with
@@ -305,7 +370,15 @@ pub struct ListenOptions {
 
 impl Default for ListenOptions {
     fn default() -> Self {
-        Self { backlog: 1024, port_range: None, unix_mode: 0o600 }
+        Self {
+            #[cfg(feature = "tls")]
+            tls: None,
+            #[cfg(feature = "quic")]
+            quic_idle: QUIC_IDLE,
+            backlog: 1024,
+            port_range: None,
+            unix_mode: 0o600,
+        }
     }
 }
 
@@ -496,6 +569,16 @@ pub enum TransportError {
         /// The rest of a sentence that starts with "such addresses".
         why: &'static str,
     },
+    /// The two sides did not agree on how to encrypt the channel, or one does not trust the other's certificate.
+    #[error("no secure channel with {address}; {hint}")]
+    Insecure {
+        /// What was dialled.
+        address: String,
+        /// What TLS or QUIC said.
+        source: Arc<io::Error>,
+        /// What to look at.
+        hint: &'static str,
+    },
     /// The child process did not start.
     #[error("cannot start {address}; is the program installed, executable and on PATH?")]
     Spawn {
@@ -561,6 +644,7 @@ impl TransportError {
             | Self::PermissionDenied { address, .. }
             | Self::AddressInUse { address, .. }
             | Self::Unsupported { address, .. }
+            | Self::Insecure { address, .. }
             | Self::Spawn { address, .. }
             | Self::Closed { address, .. }
             | Self::Io { address, .. } => address,

@@ -294,7 +294,7 @@ mod tests {
         let (_folder, _, address) = place();
         let options = ListenOptions { backlog: 1, ..Default::default() };
         let mut listener = bind(&address, &options).await.unwrap();
-        let hasty = DialOptions { connect_timeout: Duration::from_millis(20) };
+        let hasty = DialOptions { connect_timeout: Duration::from_millis(20), ..DialOptions::default() };
         let mut queued = Vec::new();
         let error = loop {
             match dial(&address, &hasty).await {

@@ -1,0 +1,316 @@
+//! Certificates: what either side of a TLS or QUIC connection shows, and what it demands of the other.
+//!
+//! TLS 1.3 only, with ring as the one provider of cryptography, passed explicitly.
+
+use std::fmt::{self, Write as _};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
+
+use crate::address::Address;
+
+/// What both sides must want to speak: a TLS connection meant for another protocol cannot be led here.
+const ALPN: &[u8] = b"rpc/1";
+
+/// What the value that binds a proof to a TLS connection is derived under.
+#[cfg(feature = "tls")]
+pub(crate) const BINDING_LABEL: &[u8] = b"EXPORTER-rpc-channel-binding";
+
+/// The longest name that a certificate is known by as it stands.
+const MAX_NAME: usize = 64;
+
+/// A chain of certificates, its own first, and the private key to it.
+pub struct Certificate {
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+}
+
+impl Certificate {
+    /// Reads PEM texts: one or more certificates, and one key in PKCS #8, PKCS #1 or SEC 1 form.
+    ///
+    /// # Errors
+    ///
+    /// Which of the two is not what it should be.
+    pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, CertificateError> {
+        let key = PrivateKeyDer::from_pem_slice(key);
+        let key = key.map_err(|error| CertificateError::Key { problem: error.to_string() })?;
+        Ok(Self { chain: certificates(chain)?, key })
+    }
+}
+
+impl fmt::Debug for Certificate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Certificate").field("chain", &self.chain.len()).finish_non_exhaustive()
+    }
+}
+
+/// Why certificates cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CertificateError {
+    /// The text holds no certificate, or a malformed one.
+    #[error("no certificates in PEM form: {problem}")]
+    Chain {
+        /// What is wrong.
+        problem: String,
+    },
+    /// The text holds no private key, or a malformed one.
+    #[error("no private key in PEM form: {problem}")]
+    Key {
+        /// What is wrong.
+        problem: String,
+    },
+    /// They are what they should be, and do not fit each other or this use.
+    #[error("the certificates cannot be used: {problem}")]
+    Unfit {
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+fn unfit(error: impl fmt::Display) -> CertificateError {
+    CertificateError::Unfit { problem: error.to_string() }
+}
+
+fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, CertificateError> {
+    let problem = |problem: String| CertificateError::Chain { problem };
+    let chain: Vec<_> =
+        CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| problem(error.to_string()))?;
+    if chain.is_empty() { Err(problem("there is none".to_owned())) } else { Ok(chain) }
+}
+
+fn authorities(pem: &[u8]) -> Result<RootCertStore, CertificateError> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(pem)? {
+        roots.add(certificate).map_err(unfit)?;
+    }
+    Ok(roots)
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(ring::default_provider())
+}
+
+/// How a client trusts servers, and what it shows of itself. Cheap to clone.
+#[derive(Clone)]
+pub struct ClientTls {
+    config: Arc<rustls::ClientConfig>,
+    verifies: bool,
+    shows_certificate: bool,
+}
+
+impl ClientTls {
+    /// Servers must have a certificate for the name in their address, by one of the authorities in the PEM text.
+    /// `certificate` is shown to servers that ask for one.
+    ///
+    /// # Errors
+    ///
+    /// What cannot be used.
+    pub fn new(authorities: &[u8], certificate: Option<Certificate>) -> Result<Self, CertificateError> {
+        let roots = self::authorities(authorities)?;
+        let builder = Self::builder()?.with_root_certificates(roots);
+        Self::build(builder, true, certificate)
+    }
+
+    /// Servers may have any certificate, for example one that they made themselves. Good only together with a token, which
+    /// both sides prove to know for just this connection: a [`Connector`](crate::Connector) refuses it without one.
+    ///
+    /// # Errors
+    ///
+    /// `certificate` cannot be used.
+    pub fn unverified(certificate: Option<Certificate>) -> Result<Self, CertificateError> {
+        let verifier = Arc::new(AnyServer(provider()));
+        let builder = Self::builder()?.dangerous().with_custom_certificate_verifier(verifier);
+        Self::build(builder, false, certificate)
+    }
+
+    fn builder() -> Result<rustls::ConfigBuilder<rustls::ClientConfig, rustls::WantsVerifier>, CertificateError> {
+        rustls::ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(unfit)
+    }
+
+    fn build(
+        builder: rustls::ConfigBuilder<rustls::ClientConfig, rustls::client::WantsClientCert>,
+        verifies: bool,
+        certificate: Option<Certificate>,
+    ) -> Result<Self, CertificateError> {
+        let shows_certificate = certificate.is_some();
+        let mut config = match certificate {
+            Some(Certificate { chain, key }) => builder.with_client_auth_cert(chain, key).map_err(unfit)?,
+            None => builder.with_no_client_auth(),
+        };
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        Ok(Self { config: Arc::new(config), verifies, shows_certificate })
+    }
+
+    /// Whether the certificate of a server is checked.
+    #[must_use]
+    pub fn verifies(&self) -> bool {
+        self.verifies
+    }
+
+    pub(crate) fn shows_certificate(&self) -> bool {
+        self.shows_certificate
+    }
+
+    pub(crate) fn config(&self) -> &Arc<rustls::ClientConfig> {
+        &self.config
+    }
+}
+
+impl fmt::Debug for ClientTls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientTls")
+            .field("verifies", &self.verifies)
+            .field("shows_certificate", &self.shows_certificate)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The name that the certificate of a server at `address` must be for.
+pub(crate) fn server_name(address: &Address) -> Result<ServerName<'static>, CertificateError> {
+    let host = address.host_and_port().map_or("", |(host, _)| host);
+    // A zone says which interface to use, and is no part of the name.
+    let host = host.split('%').next().unwrap_or(host);
+    ServerName::try_from(host.to_owned()).map_err(unfit)
+}
+
+/// What a server shows, and what it demands of its clients. Clones share it, and [`replace`](Self::replace) changes it for
+/// all connections that come after.
+#[derive(Clone)]
+pub struct ServerTls(Arc<Mutex<Arc<rustls::ServerConfig>>>);
+
+impl ServerTls {
+    /// Shows `certificate`. With `demand`, clients are asked for a certificate.
+    ///
+    /// # Errors
+    ///
+    /// What cannot be used.
+    pub fn new(certificate: Certificate, demand: Option<&ClientCertificates<'_>>) -> Result<Self, CertificateError> {
+        Ok(Self(Arc::new(Mutex::new(Arc::new(server_config(certificate, demand)?)))))
+    }
+
+    /// Uses these from now on. Connections that there are go on as they are. On an error nothing changes.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn replace(
+        &self,
+        certificate: Certificate,
+        demand: Option<&ClientCertificates<'_>>,
+    ) -> Result<(), CertificateError> {
+        let config = Arc::new(server_config(certificate, demand)?);
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = config;
+        Ok(())
+    }
+
+    pub(crate) fn config(&self) -> Arc<rustls::ServerConfig> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl fmt::Debug for ServerTls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ServerTls")
+    }
+}
+
+/// What a server demands of the certificates of its clients.
+#[derive(Clone, Copy, Debug)]
+pub struct ClientCertificates<'a> {
+    /// The authorities that must have issued them, as PEM text.
+    pub authorities: &'a [u8],
+    /// Whether a client may come without one, because there is another way in.
+    pub optional: bool,
+}
+
+fn server_config(
+    certificate: Certificate,
+    demand: Option<&ClientCertificates<'_>>,
+) -> Result<rustls::ServerConfig, CertificateError> {
+    let builder = rustls::ServerConfig::builder_with_provider(provider())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(unfit)?;
+    let builder = match demand {
+        Some(demand) => {
+            let roots = Arc::new(authorities(demand.authorities)?);
+            let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider());
+            let verifier = if demand.optional { verifier.allow_unauthenticated() } else { verifier };
+            builder.with_client_cert_verifier(verifier.build().map_err(unfit)?)
+        }
+        None => builder.with_no_client_auth(),
+    };
+    let Certificate { chain, key } = certificate;
+    let mut config = builder.with_single_cert(chain, key).map_err(unfit)?;
+    config.alpn_protocols = vec![ALPN.to_vec()];
+    // A resumed connection would carry a client's old certificate past its end.
+    config.send_tls13_tickets = 0;
+    Ok(config)
+}
+
+/// Whom the holder of a client's certificate, which has been verified, is known as: the common name of its subject where
+/// that can be a name, or else a digest of the subject.
+pub(crate) fn name_of(certificate: &CertificateDer<'_>) -> Option<String> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    let subject = certificate.subject();
+    let common_name = subject.iter_common_name().next().and_then(|name| name.as_str().ok()).unwrap_or_default();
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    let taken = matches!(common_name, "" | "." | ".." | "anonymous");
+    if !taken && common_name.len() <= MAX_NAME && common_name.bytes().all(plain) {
+        return Some(common_name.to_owned());
+    }
+    let digest = ::ring::digest::digest(&::ring::digest::SHA256, subject.as_raw());
+    let mut name = "subject-".to_owned();
+    for byte in &digest.as_ref()[..16] {
+        // Writing to a string cannot fail.
+        let _ = write!(name, "{byte:02x}");
+    }
+    Some(name)
+}
+
+/// Takes any certificate, but makes sure that the peer has the key to it.
+#[derive(Debug)]
+struct AnyServer(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for AnyServer {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(rustls::PeerIncompatible::Tls12NotOffered.into())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        rustls::crypto::verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}

@@ -1,0 +1,557 @@
+//! Who a peer is, and how that is proven: shared tokens, certificates, and what was proven on a connection before.
+//!
+//! A token is never sent. The dialled side sends a random challenge with its hello; the dialler answers with a challenge of
+//! its own and, for each token that it has, an HMAC-SHA-256 over both challenges, both hellos and, under TLS, a value that
+//! only the two ends of that TLS connection have. The dialled side answers with an HMAC of its own under the token that
+//! matched. The two sides use different labels, so that neither's proof can be sent back to it.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ring::rand::{SecureRandom, SystemRandom};
+use ring::{digest, hmac};
+use rpc_core::proto::{Anonymous, Identity, IdentityStep, Transcript};
+use rpc_core::{ErrorKind, RpcError};
+
+/// The length of challenges and proofs, in bytes.
+const LEN: usize = 32;
+
+/// How many tokens one side may have at a time.
+pub const MAX_TOKENS: usize = 16;
+
+/// The fewest characters of a token: 128 bits in hexadecimal.
+const MIN_SECRET: usize = 32;
+
+/// What a generated token begins with, so that a search for leaked secrets can find it.
+const PREFIX: &str = "rpct_";
+
+/// The longest name of a token.
+const MAX_NAME: usize = 64;
+
+/// The name of a token without one.
+const DEFAULT_NAME: &str = "token";
+
+/// A secret that both sides know. Whoever has it is known by its name.
+///
+/// Its text is `[NAME ]SECRET`: a name of letters, digits, `-`, `_` and `.`, and at least 32 other characters without spaces,
+/// as [`Token::generate`] makes them. `Debug` shows no secret.
+#[derive(Clone)]
+pub struct Token {
+    name: String,
+    secret: String,
+}
+
+impl Token {
+    /// A token of 256 random bits.
+    ///
+    /// # Errors
+    ///
+    /// The system has no random numbers.
+    pub fn generate() -> Result<Self, TokenError> {
+        let random = random().map_err(|_| TokenError::NoRandomness)?;
+        let hex: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+        Ok(Self { name: DEFAULT_NAME.to_owned(), secret: format!("{PREFIX}{hex}") })
+    }
+
+    /// Whom the holder is known as.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The secret itself: for a file that only its owner can read.
+    #[must_use]
+    pub fn secret(&self) -> &str {
+        &self.secret
+    }
+}
+
+impl FromStr for Token {
+    type Err = TokenError;
+
+    fn from_str(text: &str) -> Result<Self, TokenError> {
+        let mut words = text.split_whitespace();
+        let (name, secret) = match (words.next(), words.next(), words.next()) {
+            (Some(secret), None, None) => (DEFAULT_NAME, secret),
+            (Some(name), Some(secret), None) => (name, secret),
+            _ => return Err(TokenError::Malformed),
+        };
+        let named = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+        if !named || name.len() > MAX_NAME || matches!(name, "." | ".." | "anonymous") {
+            return Err(TokenError::Name);
+        }
+        if secret.len() < MIN_SECRET {
+            return Err(TokenError::TooShort);
+        }
+        Ok(Self { name: name.to_owned(), secret: secret.to_owned() })
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Token").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// The tokens of one side, the preferred one first: more than one while an old one is replaced.
+#[derive(Clone, Debug, Default)]
+pub struct Tokens(Arc<[Token]>);
+
+impl Tokens {
+    /// These tokens.
+    ///
+    /// # Errors
+    ///
+    /// More than [`MAX_TOKENS`].
+    pub fn new(tokens: impl IntoIterator<Item = Token>) -> Result<Self, TokenError> {
+        let tokens: Arc<[Token]> = tokens.into_iter().collect();
+        if tokens.len() > MAX_TOKENS { Err(TokenError::TooMany) } else { Ok(Self(tokens)) }
+    }
+
+    /// The tokens of a file: one a line; empty lines and those that start with `#` are skipped.
+    ///
+    /// # Errors
+    ///
+    /// The line that is wrong; or that there is none at all.
+    pub fn parse(text: &str) -> Result<Self, TokenError> {
+        let lines = text.lines().enumerate().map(|(number, line)| (number + 1, line.trim()));
+        let tokens = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+        let tokens = tokens
+            .map(|(line, text)| text.parse().map_err(|source| TokenError::Line { line, source: Box::new(source) }));
+        let tokens: Vec<Token> = tokens.collect::<Result<_, _>>()?;
+        if tokens.is_empty() { Err(TokenError::None) } else { Self::new(tokens) }
+    }
+
+    /// Names just this set while it lives; `None` if it is empty.
+    #[cfg(feature = "quic")]
+    pub(crate) fn address(&self) -> Option<usize> {
+        (!self.is_empty()).then(|| self.0.as_ptr().addr())
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// Why a text is no token.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenError {
+    /// There are none where some are expected.
+    #[error("there is no token; make one with: rpc-cli token")]
+    None,
+    /// More than the other side would try.
+    #[error("more than {MAX_TOKENS} tokens")]
+    TooMany,
+    /// Neither `SECRET` nor `NAME SECRET`.
+    #[error("not of the form [NAME ]TOKEN")]
+    Malformed,
+    /// The name.
+    #[error("a token's name has up to 64 letters, digits, hyphens, underscores and dots, and is not 'anonymous'")]
+    Name,
+    /// The secret could be guessed.
+    #[error("a token has at least {MIN_SECRET} characters; make one with: rpc-cli token")]
+    TooShort,
+    /// The system has no random numbers.
+    #[error("the system gives no random numbers")]
+    NoRandomness,
+    /// A line of a file.
+    #[error("line {line}: {source}")]
+    Line {
+        /// Its number, from 1.
+        line: usize,
+        /// What is wrong.
+        source: Box<TokenError>,
+    },
+}
+
+/// What is known about the far end of a channel before a word of the protocol is spoken.
+#[derive(Clone, Default)]
+pub struct Security {
+    /// A value that only the two ends of this TLS connection have.
+    pub(crate) binding: Option<[u8; 32]>,
+    /// The dialling side has checked the certificate of the other one.
+    pub(crate) server_verified: bool,
+    /// Whom the dialling side is known as by its certificate: at the side that was dialled.
+    pub(crate) certificate: Option<String>,
+    /// The dialling side has shown a certificate: as itself knows.
+    pub(crate) showed_certificate: bool,
+    /// The connection that this channel is one of several on.
+    pub(crate) connection: Option<Arc<Connection>>,
+}
+
+impl Security {
+    /// Whether the channel can be neither read nor changed on the way, though perhaps by whoever is at its far end.
+    #[must_use]
+    pub fn is_encrypted(&self) -> bool {
+        self.binding.is_some()
+    }
+}
+
+impl fmt::Debug for Security {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Security")
+            .field("encrypted", &self.is_encrypted())
+            .field("certificate", &self.certificate)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the channels of one connection share.
+#[derive(Debug, Default)]
+pub(crate) struct Connection {
+    /// Whom the peer has proven to be on one of them, and under which version of the server's rules.
+    proven: Mutex<Option<(u64, String)>>,
+}
+
+impl Connection {
+    /// Remembers what a handshake on one of the channels has proven under the rules number `rules`.
+    pub(crate) fn prove(&self, rules: u64, peer: &str) {
+        *self.proven.lock().unwrap_or_else(PoisonError::into_inner) = Some((rules, peer.to_owned()));
+    }
+
+    fn proven(&self, rules: u64) -> Option<String> {
+        let proven = self.proven.lock().unwrap_or_else(PoisonError::into_inner);
+        proven.as_ref().filter(|(under, _)| *under == rules).map(|(_, peer)| peer.clone())
+    }
+}
+
+/// Whom a server serves.
+#[derive(Clone, Debug)]
+pub struct Access {
+    /// Whoever can connect. They are known as `anonymous`.
+    pub anonymous: bool,
+    /// Holders of one of these tokens.
+    pub tokens: Tokens,
+    /// Holders of a certificate that the listener's [`ServerTls`](crate::ServerTls) accepts.
+    pub certificates: bool,
+}
+
+impl Default for Access {
+    /// Anybody.
+    fn default() -> Self {
+        Self { anonymous: true, tokens: Tokens::default(), certificates: false }
+    }
+}
+
+/// The rules of the side that dials do not change.
+pub(crate) const DIALLER: u64 = 0;
+
+/// How the dialling side can prove its identity over such a channel, and take the proof of the other.
+pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Identity>> {
+    let mut methods: Vec<Box<dyn Identity>> = Vec::new();
+    if let Some(peer) = security.connection.as_ref().and_then(|connection| connection.proven(DIALLER)) {
+        methods.push(Box::new(Known { method: SAME_CONNECTION, peer }));
+    }
+    if security.showed_certificate && security.server_verified {
+        methods.push(Box::new(Known { method: CERTIFICATE, peer: "server".to_owned() }));
+    }
+    if !tokens.is_empty() {
+        methods.push(Box::new(TokenProof::new(tokens.clone(), security.binding)));
+    }
+    // Without a secret there is nothing to hold the other side to; with one, only its certificate can stand in.
+    if tokens.is_empty() || security.server_verified {
+        methods.push(Box::new(Anonymous));
+    }
+    methods
+}
+
+/// How a server can be convinced over such a channel. `rules` is the number of `access`: what was proven on the connection
+/// under other ones does not count.
+pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> Vec<Box<dyn Identity>> {
+    let mut methods: Vec<Box<dyn Identity>> = Vec::new();
+    if let Some(peer) = security.connection.as_ref().and_then(|connection| connection.proven(rules)) {
+        methods.push(Box::new(Known { method: SAME_CONNECTION, peer }));
+    }
+    if let Some(name) = security.certificate.as_ref().filter(|_| access.certificates) {
+        methods.push(Box::new(Known { method: CERTIFICATE, peer: name.clone() }));
+    }
+    if !access.tokens.is_empty() {
+        methods.push(Box::new(TokenProof::new(access.tokens.clone(), security.binding)));
+    }
+    if access.anonymous {
+        methods.push(Box::new(Anonymous));
+    }
+    if methods.is_empty() {
+        methods.push(Box::new(Nobody));
+    }
+    methods
+}
+
+const SAME_CONNECTION: &str = "connection";
+const CERTIFICATE: &str = "certificate";
+const TOKEN: &str = "token";
+
+/// A peer that was known before the handshake began.
+struct Known {
+    method: &'static str,
+    peer: String,
+}
+
+impl Identity for Known {
+    fn method(&self) -> &str {
+        self.method
+    }
+
+    fn step(&mut self, _: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
+        Ok(IdentityStep::Proven { peer: self.peer.clone(), last: None })
+    }
+}
+
+/// For a server that takes certificates alone, over a channel that brought none.
+struct Nobody;
+
+impl Identity for Nobody {
+    fn method(&self) -> &str {
+        CERTIFICATE
+    }
+
+    fn step(&mut self, _: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
+        Err(RpcError::new(ErrorKind::Unauthenticated, "the server wants a certificate, and the client has shown none"))
+    }
+}
+
+/// The proof that both sides know the same token.
+struct TokenProof {
+    tokens: Tokens,
+    binding: Option<[u8; 32]>,
+    dialler: bool,
+    /// Over all that both sides have said, and the channel.
+    context: digest::Context,
+    state: State,
+}
+
+enum State {
+    Begin,
+    /// The dialled side, which has sent this challenge.
+    Challenged([u8; LEN]),
+    /// The dialler, which waits for the other's proof over this.
+    Proved([u8; LEN]),
+    Over,
+}
+
+impl TokenProof {
+    fn new(tokens: Tokens, binding: Option<[u8; 32]>) -> Self {
+        let context = digest::Context::new(&digest::SHA256);
+        Self { tokens, binding, dialler: false, context, state: State::Begin }
+    }
+
+    /// What the proofs are over, given both challenges.
+    fn subject(&self, of_acceptor: &[u8], of_dialler: &[u8]) -> [u8; LEN] {
+        let mut context = self.context.clone();
+        context.update(of_acceptor);
+        context.update(of_dialler);
+        let mut subject = [0; LEN];
+        subject.copy_from_slice(context.finish().as_ref());
+        subject
+    }
+}
+
+const BY_DIALLER: &[u8] = b"rpc token 1: dialler knows";
+const BY_ACCEPTOR: &[u8] = b"rpc token 1: acceptor knows";
+
+fn prove(token: &Token, label: &[u8], subject: &[u8; LEN]) -> hmac::Tag {
+    hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, token.secret.as_bytes()), &[label, subject].concat())
+}
+
+fn proves(token: &Token, label: &[u8], subject: &[u8; LEN], proof: &[u8]) -> bool {
+    let key = hmac::Key::new(hmac::HMAC_SHA256, token.secret.as_bytes());
+    hmac::verify(&key, &[label, subject].concat(), proof).is_ok()
+}
+
+fn random() -> rpc_core::Result<[u8; LEN]> {
+    let mut bytes = [0; LEN];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| RpcError::internal("the system gives no random numbers"))?;
+    Ok(bytes)
+}
+
+fn malformed() -> RpcError {
+    RpcError::new(ErrorKind::Protocol, "a malformed proof of a token")
+}
+
+impl Identity for TokenProof {
+    fn method(&self) -> &str {
+        TOKEN
+    }
+
+    fn begin(&mut self, transcript: Transcript<'_>) {
+        self.dialler = transcript.dialler;
+        let binding = self.binding.as_ref().map_or(&[][..], |binding| binding);
+        for part in [transcript.dialler_hello, transcript.acceptor_hello, binding] {
+            self.context.update(&(part.len() as u64).to_le_bytes());
+            self.context.update(part);
+        }
+    }
+
+    fn step(&mut self, received: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
+        match (std::mem::replace(&mut self.state, State::Over), received) {
+            (State::Begin, None) if self.dialler => {
+                self.state = State::Begin;
+                Ok(IdentityStep::Wait)
+            }
+            (State::Begin, None) => {
+                let challenge = random()?;
+                self.state = State::Challenged(challenge);
+                Ok(IdentityStep::Send(challenge.to_vec()))
+            }
+            (State::Begin, Some(theirs)) if self.dialler => {
+                if theirs.len() != LEN {
+                    return Err(malformed());
+                }
+                let ours = random()?;
+                let subject = self.subject(theirs, &ours);
+                self.state = State::Proved(subject);
+                let proofs = self.tokens.0.iter().map(|token| prove(token, BY_DIALLER, &subject));
+                Ok(IdentityStep::Send(proofs.fold(ours.to_vec(), |mut all, proof| {
+                    all.extend_from_slice(proof.as_ref());
+                    all
+                })))
+            }
+            (State::Challenged(challenge), Some(received)) => {
+                let Some((theirs, proofs)) = received.split_first_chunk::<LEN>() else { return Err(malformed()) };
+                if proofs.len() % LEN != 0 || proofs.len() / LEN > MAX_TOKENS {
+                    return Err(malformed());
+                }
+                let subject = self.subject(&challenge, theirs);
+                // Which of our tokens it was is no secret; each comparison takes constant time.
+                let proven =
+                    |token: &&Token| proofs.chunks_exact(LEN).any(|proof| proves(token, BY_DIALLER, &subject, proof));
+                let Some(token) = self.tokens.0.iter().find(proven) else {
+                    return Err(RpcError::new(
+                        ErrorKind::Unauthenticated,
+                        "the client's token is not one of the server's, or somebody sits between the two",
+                    ));
+                };
+                let last = prove(token, BY_ACCEPTOR, &subject).as_ref().to_vec();
+                Ok(IdentityStep::Proven { peer: token.name.clone(), last: Some(last) })
+            }
+            (State::Proved(subject), Some(proof)) => {
+                let token = self.tokens.0.iter().find(|token| proves(token, BY_ACCEPTOR, &subject, proof));
+                match token {
+                    Some(_) => Ok(IdentityStep::Proven { peer: "server".to_owned(), last: None }),
+                    None => Err(RpcError::new(
+                        ErrorKind::Unauthenticated,
+                        "the server does not know the token, or somebody sits between the two",
+                    )),
+                }
+            }
+            _ => Err(malformed()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECRET: &str = "0123456789abcdef0123456789abcdef";
+
+    fn tokens(text: &str) -> Tokens {
+        Tokens::parse(text).unwrap()
+    }
+
+    fn proof(text: &str, dialler: bool, hello: &[u8], binding: Option<[u8; 32]>) -> TokenProof {
+        let mut proof = TokenProof::new(tokens(text), binding);
+        proof.begin(Transcript { dialler, dialler_hello: hello, acceptor_hello: b"answer" });
+        proof
+    }
+
+    fn sent(step: rpc_core::Result<IdentityStep>) -> Vec<u8> {
+        match step.unwrap() {
+            IdentityStep::Send(bytes) | IdentityStep::Proven { last: Some(bytes), .. } => bytes,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// What each side says in the end.
+    fn meet(mut near: TokenProof, mut far: TokenProof) -> (rpc_core::Result<String>, rpc_core::Result<String>) {
+        assert_eq!(near.step(None).unwrap(), IdentityStep::Wait);
+        let challenge = sent(far.step(None));
+        let answer = sent(near.step(Some(&challenge)));
+        let (peer, last) = match far.step(Some(&answer)) {
+            Ok(IdentityStep::Proven { peer, last: Some(last) }) => (peer, last),
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => return (Err(error.clone()), Err(error)),
+        };
+        match near.step(Some(&last)) {
+            Ok(IdentityStep::Proven { peer: server, last: None }) => (Ok(server), Ok(peer)),
+            Ok(other) => panic!("{other:?}"),
+            Err(error) => (Err(error), Ok(peer)),
+        }
+    }
+
+    #[test]
+    fn any_token_in_common_will_do() {
+        let (old, new) = (format!("alice {SECRET}-old"), format!("alice {SECRET}-new"));
+        let both = format!("# while it is replaced\n{new}\n\n {old} \n");
+        for (near, far) in [(&old, &both), (&both, &old), (&new, &both), (&both, &both)] {
+            let outcome = meet(proof(near, true, b"hello", None), proof(far, false, b"hello", None));
+            assert_eq!(outcome, (Ok("server".to_owned()), Ok("alice".to_owned())));
+        }
+    }
+
+    #[test]
+    fn what_differs_proves_nothing() {
+        let other = "fedcba9876543210fedcba9876543210";
+        let differences = [
+            (proof(SECRET, true, b"hello", None), proof(other, false, b"hello", None)),
+            (proof(SECRET, true, b"hello", None), proof(SECRET, false, b"hellO", None)),
+            (proof(SECRET, true, b"hello", Some([1; 32])), proof(SECRET, false, b"hello", Some([2; 32]))),
+            (proof(SECRET, true, b"hello", Some([1; 32])), proof(SECRET, false, b"hello", None)),
+        ];
+        for (near, far) in differences {
+            assert_eq!(meet(near, far).1.unwrap_err().kind(), ErrorKind::Unauthenticated);
+        }
+    }
+
+    #[test]
+    fn proofs_cannot_be_replayed_or_reflected() {
+        let mut near = proof(SECRET, true, b"hello", None);
+        let mut far = proof(SECRET, false, b"hello", None);
+        let answer = sent(near.step(Some(&sent(far.step(None)))));
+        let last = sent(far.step(Some(&answer)));
+        // To another server, whose challenge is another.
+        let mut another = proof(SECRET, false, b"hello", None);
+        sent(another.step(None));
+        assert_eq!(another.step(Some(&answer)).unwrap_err().kind(), ErrorKind::Unauthenticated);
+        // Back to the one who made it.
+        assert_eq!(near.step(Some(&answer[LEN..])).unwrap_err().kind(), ErrorKind::Unauthenticated);
+        // The server's word is good once.
+        let mut later = proof(SECRET, true, b"hello", None);
+        let mut again = proof(SECRET, false, b"hello", None);
+        sent(later.step(Some(&sent(again.step(None)))));
+        assert_eq!(later.step(Some(&last)).unwrap_err().kind(), ErrorKind::Unauthenticated);
+        // And so is the client's.
+        assert_eq!(far.step(Some(&answer)).unwrap_err().kind(), ErrorKind::Protocol);
+    }
+
+    #[test]
+    fn malformed_proofs_are_errors() {
+        for received in [&[][..], &[1; LEN - 1], &[1; LEN + 1], &[1; LEN * (MAX_TOKENS + 2)]] {
+            let mut far = proof(SECRET, false, b"hello", None);
+            sent(far.step(None));
+            assert_eq!(far.step(Some(received)).unwrap_err().kind(), ErrorKind::Protocol);
+            let mut near = proof(SECRET, true, b"hello", None);
+            assert!(received.len() == LEN || near.step(Some(received)).is_err());
+        }
+    }
+
+    #[test]
+    fn a_token_is_a_name_and_a_secret() {
+        let token: Token = Token::generate().unwrap().secret().parse().unwrap();
+        assert_eq!((token.name(), token.secret().len()), ("token", PREFIX.len() + 64));
+        assert!(!format!("{token:?}").contains(token.secret()));
+        assert_eq!(format!("board-7 {SECRET}").parse::<Token>().unwrap().name(), "board-7");
+        assert_eq!("short".parse::<Token>().unwrap_err(), TokenError::TooShort);
+        for name in ["a/b", "..", "anonymous", &"n".repeat(65)] {
+            assert_eq!(format!("{name} {SECRET}").parse::<Token>().unwrap_err(), TokenError::Name);
+        }
+        assert_eq!(Tokens::parse("# nothing\n").unwrap_err(), TokenError::None);
+        assert_eq!(Tokens::parse(&format!("{SECRET}\n").repeat(17)).unwrap_err(), TokenError::TooMany);
+        let error = Tokens::parse(&format!("{SECRET}\n\nx y z")).unwrap_err();
+        assert!(error.to_string().starts_with("line 3"), "{error}");
+    }
+}

@@ -1,0 +1,398 @@
+//! `quic://` addresses: many channels, each a bidirectional stream, on one QUIC connection.
+//!
+//! A client keeps its connection to a server while channels use it and for a moment longer, and opens further channels on
+//! it. A connection outlives a change of the client's address. One has a socket of its own.
+
+use std::collections::HashMap;
+use std::io::{self, IoSlice};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
+
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use quinn::{ClientConfig, Endpoint, EndpointConfig, IdleTimeout, Incoming, RecvStream, SendStream, ServerConfig};
+use quinn::{TokioRuntime, TransportConfig, VarInt};
+use rustls::pki_types::CertificateDer;
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::{Notify, Semaphore, mpsc};
+
+use crate::address::Address;
+use crate::certificates::{BINDING_LABEL, ClientTls, ServerTls, name_of};
+use crate::identity::{self, Security, Tokens};
+use crate::tcp;
+use crate::tls::{NO_CLIENT_TLS, NO_SERVER_TLS, insecure};
+use crate::transport::{Accept, Channel, DialOptions, ListenOptions, Listener, TransportError};
+
+/// How much one channel may have under way: enough for a copy at 1 GB/s over 8 ms, or 100 MB/s over 80.
+const STREAM_WINDOW: u32 = 8 << 20;
+
+/// How much all channels of a connection may have under way.
+const CONNECTION_WINDOW: u32 = 32 << 20;
+
+/// How many channels a connection may have at a time.
+const MAX_STREAMS: u32 = 1024;
+
+/// How many connections may be in their handshake before new ones must prove their address first, and before they are
+/// turned away.
+const MAX_HANDSHAKES: usize = 256;
+
+/// How long a connection may take to come about.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// How long a client keeps a connection that no channel uses: what was said last must still arrive.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// The connection was closed in good order.
+const DONE: VarInt = VarInt::from_u32(0);
+
+fn transport(idle: Duration) -> Arc<TransportConfig> {
+    let mut config = TransportConfig::default();
+    // Sessions have pings of their own, which keep a connection alive as long as they do.
+    let longest = IdleTimeout::from(VarInt::MAX);
+    config.max_idle_timeout(Some(IdleTimeout::try_from(idle).unwrap_or(longest)));
+    config.stream_receive_window(STREAM_WINDOW.into());
+    config.receive_window(CONNECTION_WINDOW.into());
+    config.send_window(CONNECTION_WINDOW.into());
+    config.max_concurrent_bidi_streams(MAX_STREAMS.into());
+    config.max_concurrent_uni_streams(VarInt::from_u32(0));
+    config.datagram_receive_buffer_size(None);
+    Arc::new(config)
+}
+
+/// Buffers of the socket: the default loses packets as soon as the receiver is late.
+const SOCKET_BUFFER: usize = 2 << 20;
+
+fn udp(target: SocketAddr) -> io::Result<UdpSocket> {
+    let socket = Socket::new(Domain::for_address(target), Type::DGRAM, Some(Protocol::UDP))?;
+    if target.is_ipv6() && target.ip().is_unspecified() {
+        socket.set_only_v6(false)?;
+    }
+    socket.set_nonblocking(true)?;
+    // As much of it as the system allows.
+    let _ = socket.set_recv_buffer_size(SOCKET_BUFFER);
+    let _ = socket.set_send_buffer_size(SOCKET_BUFFER);
+    socket.bind(&target.into())?;
+    Ok(socket.into())
+}
+
+/// A client's connection, shared by the channels on it.
+struct Pooled {
+    connection: quinn::Connection,
+    /// Kept, so that what the key says of them stays theirs.
+    _trust: (ClientTls, Tokens),
+    security: Security,
+    /// Told whenever a channel is gone.
+    released: Arc<Notify>,
+}
+
+/// Keeps a connection for as long as a channel on it.
+struct Guard {
+    pooled: Option<Arc<Pooled>>,
+    released: Arc<Notify>,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.pooled = None;
+        self.released.notify_one();
+    }
+}
+
+/// Under which name a connection is found again: the address, and the certificates and tokens that it was made with.
+type PoolKey = (String, usize, Option<usize>);
+
+/// Weak: a connection ends with its keeper, which ends with its runtime.
+fn pool() -> &'static Mutex<HashMap<PoolKey, Weak<Pooled>>> {
+    static POOL: OnceLock<Mutex<HashMap<PoolKey, Weak<Pooled>>>> = OnceLock::new();
+    POOL.get_or_init(Mutex::default)
+}
+
+fn pooled(key: &PoolKey) -> Option<Arc<Pooled>> {
+    let found = pool().lock().unwrap_or_else(PoisonError::into_inner).get(key).and_then(Weak::upgrade);
+    found.filter(|pooled| pooled.connection.close_reason().is_none())
+}
+
+pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+    let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
+    let open = async {
+        let key = (address.to_string(), Arc::as_ptr(tls.config()).addr(), options.tokens.address());
+        if let Some(pooled) = pooled(&key)
+            && let Ok(channel) = open(address, &pooled).await
+        {
+            return Ok(channel);
+        }
+        let pooled = connect(address, options, tls, key).await?;
+        open(address, &pooled).await.map_err(|error| insecure(address, error.into()))
+    };
+    let limit = options.limit();
+    let outcome = tokio::time::timeout(limit, open).await;
+    outcome.unwrap_or_else(|_| Err(TransportError::TimedOut { address: address.to_string(), limit }))
+}
+
+async fn open(address: &Address, pooled: &Arc<Pooled>) -> Result<Channel, quinn::ConnectionError> {
+    let (send, recv) = pooled.connection.open_bi().await?;
+    let guard = Guard { pooled: Some(pooled.clone()), released: pooled.released.clone() };
+    let channel = Channel::new(QuicIo { send, recv }, address.to_string());
+    Ok(channel.with_security(pooled.security.clone()).with_guard(Box::new(guard)))
+}
+
+async fn connect(
+    address: &Address,
+    options: &DialOptions,
+    tls: &ClientTls,
+    key: PoolKey,
+) -> Result<Arc<Pooled>, TransportError> {
+    let other = |error: &dyn std::fmt::Display| insecure(address, io::Error::other(error.to_string()));
+    let (host, port) = address.host_and_port().unwrap_or_default();
+    let resolved = tokio::net::lookup_host((host, port)).await;
+    let resolved: Vec<_> = resolved
+        .map_err(|source| TransportError::Resolve { address: address.to_string(), source: Arc::new(source) })?
+        .collect();
+    let crypto = QuicClientConfig::try_from(tls.config().clone()).map_err(|error| other(&error))?;
+    let mut config = ClientConfig::new(Arc::new(crypto));
+    config.transport_config(transport(options.quic_idle));
+    let name = host.split('%').next().unwrap_or(host);
+    let deadline = Instant::now() + options.limit();
+    let mut failure = TransportError::TimedOut { address: address.to_string(), limit: options.limit() };
+    for (tried, target) in resolved.iter().enumerate() {
+        let local =
+            if target.is_ipv6() { IpAddr::V6(Ipv6Addr::UNSPECIFIED) } else { IpAddr::V4(Ipv4Addr::UNSPECIFIED) };
+        let io_error = |error| TransportError::from_io(address.to_string(), error);
+        let socket = udp(SocketAddr::new(local, 0)).map_err(io_error)?;
+        let endpoint = Endpoint::new(EndpointConfig::default(), None, socket, Arc::new(TokioRuntime));
+        let endpoint = endpoint.map_err(io_error)?;
+        let connecting = endpoint.connect_with(config.clone(), *target, name).map_err(|error| other(&error))?;
+        // One address that does not answer leaves time for the others.
+        let sharers = u32::try_from(resolved.len() - tried).unwrap_or(u32::MAX);
+        let share = deadline.saturating_duration_since(Instant::now()) / sharers;
+        match tokio::time::timeout(share, connecting).await {
+            Ok(Ok(connection)) => {
+                return pool_connection(connection, endpoint, (tls.clone(), options.tokens.clone()), key)
+                    .map_err(|error| insecure(address, error));
+            }
+            Ok(Err(error)) => failure = insecure(address, error.into()),
+            Err(_) => {}
+        }
+    }
+    Err(failure)
+}
+
+fn pool_connection(
+    connection: quinn::Connection,
+    endpoint: Endpoint,
+    trust: (ClientTls, Tokens),
+    key: PoolKey,
+) -> io::Result<Arc<Pooled>> {
+    let security = Security {
+        binding: Some(binding(&connection)?),
+        server_verified: trust.0.verifies(),
+        showed_certificate: trust.0.shows_certificate(),
+        connection: Some(Arc::default()),
+        certificate: None,
+    };
+    let pooled = Arc::new(Pooled { connection, _trust: trust, security, released: Arc::new(Notify::new()) });
+    let mut pool = pool().lock().unwrap_or_else(PoisonError::into_inner);
+    pool.retain(|_, pooled| pooled.strong_count() > 0);
+    pool.insert(key, Arc::downgrade(&pooled));
+    drop(pool);
+    tokio::spawn(keep(pooled.clone(), endpoint));
+    Ok(pooled)
+}
+
+/// Holds a connection until no channel has used it for a while.
+async fn keep(pooled: Arc<Pooled>, endpoint: Endpoint) {
+    loop {
+        tokio::select! {
+            _ = pooled.connection.closed() => return,
+            () = pooled.released.notified() => {}
+        }
+        if Arc::strong_count(&pooled) > 1 {
+            continue;
+        }
+        tokio::select! {
+            _ = pooled.connection.closed() => return,
+            () = tokio::time::sleep(LINGER) => {}
+        }
+        // A channel that is opened right now has an owner already, or will find the connection closed and make its own.
+        if Arc::strong_count(&pooled) == 1 {
+            pooled.connection.close(DONE, b"");
+            endpoint.wait_idle().await;
+            return;
+        }
+    }
+}
+
+fn binding(connection: &quinn::Connection) -> io::Result<[u8; 32]> {
+    let mut binding = [0; 32];
+    connection
+        .export_keying_material(&mut binding, BINDING_LABEL, b"")
+        .map_err(|_| io::Error::other("the connection yields no keying material"))?;
+    Ok(binding)
+}
+
+pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+    let Some(tls) = options.tls.clone() else { return Err(TransportError::unsupported(address, NO_SERVER_TLS)) };
+    let socket = tcp::bind_socket(address, options, udp).await?;
+    let io_error = |error| TransportError::from_io(address.to_string(), error);
+    let bound = socket.local_addr().map_err(io_error)?;
+    let transport = transport(options.quic_idle);
+    let config = server_config(&tls, &transport).map_err(io_error)?;
+    let endpoint = Endpoint::new(EndpointConfig::default(), Some(config), socket, Arc::new(TokioRuntime));
+    let endpoint = endpoint.map_err(io_error)?;
+    // One channel waits to be taken; the others wait in their connections.
+    let (channels, accepted) = mpsc::channel(1);
+    tokio::spawn(accept_connections(endpoint.clone(), tls, transport, channels));
+    Ok(Listener::new(tcp::named(address, bound), QuicSource { endpoint, accepted }))
+}
+
+fn server_config(tls: &ServerTls, transport: &Arc<TransportConfig>) -> io::Result<ServerConfig> {
+    let crypto = QuicServerConfig::try_from(tls.config()).map_err(io::Error::other)?;
+    let mut config = ServerConfig::with_crypto(Arc::new(crypto));
+    config.transport_config(transport.clone());
+    Ok(config)
+}
+
+struct QuicSource {
+    endpoint: Endpoint,
+    accepted: mpsc::Receiver<Channel>,
+}
+
+impl Accept for QuicSource {
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+        match ready!(self.accepted.poll_recv(cx)) {
+            Some(channel) => Poll::Ready(Ok(channel)),
+            None => Poll::Ready(Err(io::Error::other("the endpoint has ended"))),
+        }
+    }
+}
+
+impl Drop for QuicSource {
+    fn drop(&mut self) {
+        // Connections that there are go on.
+        self.endpoint.set_server_config(None);
+    }
+}
+
+async fn accept_connections(
+    endpoint: Endpoint,
+    tls: ServerTls,
+    transport: Arc<TransportConfig>,
+    channels: mpsc::Sender<Channel>,
+) {
+    let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+    loop {
+        let incoming = tokio::select! {
+            incoming = endpoint.accept() => incoming,
+            () = channels.closed() => return,
+        };
+        let Some(incoming) = incoming else { return };
+        let busy = handshakes.available_permits() < MAX_HANDSHAKES / 2;
+        if busy && incoming.may_retry() && !incoming.remote_address_validated() {
+            // Costs the server no state.
+            let _ = incoming.retry();
+            continue;
+        }
+        let Ok(permit) = handshakes.clone().try_acquire_owned() else {
+            tracing::warn!(peer = %incoming.remote_address(), limit = MAX_HANDSHAKES, "too many connections in their handshake");
+            incoming.refuse();
+            continue;
+        };
+        // What is shown and demanded may have changed since the last one.
+        let config = match server_config(&tls, &transport) {
+            Ok(config) => config,
+            Err(error) => {
+                tracing::error!(%error, "the certificates do not suit QUIC");
+                incoming.refuse();
+                continue;
+            }
+        };
+        let channels = channels.clone();
+        tokio::spawn(async move {
+            let peer = incoming.remote_address();
+            let connection = tokio::time::timeout(HANDSHAKE, establish(incoming, config)).await;
+            drop(permit);
+            match connection {
+                Ok(Ok((connection, security))) => accept_channels(&connection, &security, &channels).await,
+                Ok(Err(error)) => tracing::debug!(%peer, %error, "no QUIC connection"),
+                Err(_) => tracing::debug!(%peer, "a QUIC handshake took too long"),
+            }
+        });
+    }
+}
+
+async fn establish(incoming: Incoming, config: ServerConfig) -> io::Result<(quinn::Connection, Security)> {
+    let connection = incoming.accept_with(Arc::new(config))?.await?;
+    let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
+    let security = Security {
+        binding: Some(binding(&connection)?),
+        certificate: shown.and_then(|chain| chain.first().and_then(name_of)),
+        connection: Some(Arc::<identity::Connection>::default()),
+        ..Security::default()
+    };
+    Ok((connection, security))
+}
+
+async fn accept_channels(connection: &quinn::Connection, security: &Security, channels: &mpsc::Sender<Channel>) {
+    while let Ok((send, recv)) = connection.accept_bi().await {
+        // Asked each time: it may have changed.
+        let peer = SocketAddr::new(connection.remote_address().ip().to_canonical(), connection.remote_address().port());
+        let channel = Channel::new(QuicIo { send, recv }, format!("quic://{peer}")).with_security(security.clone());
+        // Once nobody listens, the stream is dropped, and so refused.
+        let _ = channels.send(channel).await;
+    }
+}
+
+/// The two directions of a stream.
+struct QuicIo {
+    send: SendStream,
+    recv: RecvStream,
+}
+
+impl AsyncRead for QuicIo {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        AsyncRead::poll_read(Pin::new(&mut self.recv), cx, buffer)
+    }
+}
+
+impl AsyncWrite for QuicIo {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        AsyncWrite::poll_write(Pin::new(&mut self.send), cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let mut written = 0;
+        for slice in slices.iter().filter(|slice| !slice.is_empty()) {
+            match AsyncWrite::poll_write(Pin::new(&mut self.send), cx, slice) {
+                Poll::Ready(Ok(count)) => {
+                    written += count;
+                    if count < slice.len() {
+                        break;
+                    }
+                }
+                // What was taken is reported first; the error comes again.
+                _ if written > 0 => break,
+                other => return other,
+            }
+        }
+        Poll::Ready(Ok(written))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        AsyncWrite::poll_flush(Pin::new(&mut self.send), cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        AsyncWrite::poll_shutdown(Pin::new(&mut self.send), cx)
+    }
+}

@@ -1,0 +1,90 @@
+//! `tls://` addresses: TLS 1.3 over TCP.
+
+use std::io;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use crate::address::Address;
+use crate::certificates::{BINDING_LABEL, ServerTls, name_of, server_name};
+use crate::identity::Security;
+use crate::tcp;
+use crate::transport::{Accept, Channel, ChannelIo, DialOptions, ListenOptions, Listener, TransportError};
+
+pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+    let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
+    let begun = Instant::now();
+    let stream = tcp::connect(address, options).await?;
+    let name = server_name(address).map_err(|error| insecure(address, io::Error::other(error)))?;
+    let left = options.limit().saturating_sub(begun.elapsed());
+    let connecting = TlsConnector::from(tls.config().clone()).connect(name, stream);
+    let stream = match tokio::time::timeout(left, connecting).await {
+        Ok(outcome) => outcome.map_err(|error| insecure(address, error))?,
+        Err(_) => return Err(TransportError::TimedOut { address: address.to_string(), limit: options.limit() }),
+    };
+    let mut security = Security {
+        server_verified: tls.verifies(),
+        showed_certificate: tls.shows_certificate(),
+        ..Security::default()
+    };
+    let binding = stream.get_ref().1.export_keying_material([0; 32], BINDING_LABEL, None);
+    security.binding = Some(binding.map_err(|error| insecure(address, io::Error::other(error)))?);
+    Ok(Channel::new(stream, address.to_string()).with_security(security))
+}
+
+pub(crate) const NO_CLIENT_TLS: &str =
+    "need to know whom to trust: give the certificate of an authority (--ca), or a token (--token-file)";
+
+pub(crate) const NO_SERVER_TLS: &str = "need a certificate to show; make one with: rpc-cli cert";
+
+/// What went wrong with the encryption, with a hint for the usual reasons.
+pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
+    let text = source.to_string();
+    let hint = if text.contains("UnknownIssuer") || text.contains("BadSignature") {
+        "its certificate is not by the authority that was given"
+    } else if text.contains("NotValidForName") || text.contains("not valid for name") {
+        "its certificate is for another name"
+    } else if text.contains("Expired") || text.contains("expired") {
+        "a certificate has expired; renew it with: rpc-cli cert"
+    } else if text.contains("ertificateRequired") {
+        "the server wants a certificate of the client (--cert, --cert-key)"
+    } else if text.contains("InvalidContentType") || text.contains("corrupt") || text.contains("unexpected end of file")
+    {
+        "does it speak TLS at all?"
+    } else {
+        "are the certificates of both sides right?"
+    };
+    TransportError::Insecure { address: address.to_string(), source: Arc::new(source), hint }
+}
+
+pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+    let Some(tls) = options.tls.clone() else { return Err(TransportError::unsupported(address, NO_SERVER_TLS)) };
+    let listener = tcp::bind_socket(address, options, |target| tcp::listen(target, options.backlog)).await?;
+    let bound = listener.local_addr().map_err(|error| TransportError::from_io(address.to_string(), error))?;
+    Ok(Listener::new(tcp::named(address, bound), TlsSource { listener, tls }))
+}
+
+struct TlsSource {
+    listener: TcpListener,
+    tls: ServerTls,
+}
+
+impl Accept for TlsSource {
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+        let (stream, peer) = ready!(tcp::poll_stream(&self.listener, cx))?;
+        let acceptor = TlsAcceptor::from(self.tls.config());
+        Poll::Ready(Ok(Channel::to_be_secured(Box::pin(secure(acceptor, stream)), format!("tls://{peer}"))))
+    }
+}
+
+async fn secure(acceptor: TlsAcceptor, stream: TcpStream) -> io::Result<(Box<dyn ChannelIo>, Security)> {
+    let stream = acceptor.accept(stream).await?;
+    let connection = stream.get_ref().1;
+    let binding = connection.export_keying_material([0; 32], BINDING_LABEL, None).map_err(io::Error::other)?;
+    let certificate = connection.peer_certificates().and_then(<[_]>::first).and_then(name_of);
+    let security = Security { binding: Some(binding), certificate, ..Security::default() };
+    Ok((Box::new(stream), security))
+}
