@@ -7,7 +7,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
 use crate::blocking;
@@ -53,6 +53,9 @@ pub trait ReplySink: Send + Sync {
     fn deliver(&self, token: u64, outcome: Outcome);
 }
 
+/// Is shown an outcome. See [`Submission::inspect`].
+type Observer = Box<dyn FnOnce(&Outcome) + Send>;
+
 #[derive(Default)]
 struct State {
     stage: Stage,
@@ -60,6 +63,7 @@ struct State {
     cancelled: bool,
     waker: Option<Waker>,
     sink: Option<(Arc<dyn ReplySink>, u64)>,
+    observer: Option<Observer>,
 }
 
 #[derive(Default)]
@@ -69,6 +73,8 @@ enum Stage {
     Queued,
     /// Its place in the order is fixed.
     Admitted,
+    /// Completed, and being shown to the observer. Other completions come too late.
+    Shown,
     /// Completed, and not yet taken.
     Done(Outcome),
     /// Taken by the caller, or given up by it.
@@ -122,8 +128,25 @@ impl Drop for Responder {
 
 fn complete(slot: &Slot, outcome: Outcome) -> bool {
     let mut state = slot.state();
+    let first = matches!(state.stage, Stage::Queued | Stage::Admitted);
+    // Another observer may come while one is being shown the outcome.
+    while let Some(observer) = state.observer.take() {
+        if let Stage::Queued | Stage::Admitted = state.stage {
+            state.stage = Stage::Shown;
+        }
+        drop(state);
+        if first {
+            observer(&outcome);
+        } else {
+            observer(&Err(
+                RpcError::new(ErrorKind::Cancelled, "nobody waits for the reply any more").may_have_run(true)
+            ));
+        }
+        state = slot.state();
+    }
     match state.stage {
-        Stage::Queued | Stage::Admitted => {
+        // Its caller may have gone while the outcome was shown.
+        Stage::Queued | Stage::Admitted | Stage::Shown if first => {
             if let Some((sink, token)) = state.sink.take() {
                 state.stage = Stage::Over;
                 drop(state);
@@ -138,7 +161,7 @@ fn complete(slot: &Slot, outcome: Outcome) -> bool {
             }
             true
         }
-        Stage::Done(_) | Stage::Over => {
+        _ => {
             drop(state);
             if let Ok(value) = outcome {
                 slot.control.discard(value);
@@ -170,7 +193,7 @@ impl Responder {
 
     /// Whether the request has been completed, or its caller is gone.
     pub fn is_complete(&self) -> bool {
-        matches!(self.0.state().stage, Stage::Done(_) | Stage::Over)
+        matches!(self.0.state().stage, Stage::Shown | Stage::Done(_) | Stage::Over)
     }
 
     /// Whether there is no point in going on: the request is complete, its caller is gone or has asked for cancellation,
@@ -183,6 +206,29 @@ impl Responder {
     /// The request's number in its session.
     pub fn id(&self) -> u64 {
         self.0.id
+    }
+
+    /// For those who may complete the request, and are not the ones that have to.
+    pub(crate) fn downgrade(&self) -> WeakResponder {
+        WeakResponder(Arc::downgrade(&self.0))
+    }
+}
+
+/// Finds a request's [`Responder`] again for as long as somebody has it. Keeps nothing of a reply alive.
+pub(crate) struct WeakResponder(Weak<Slot>);
+
+impl WeakResponder {
+    /// The responder, unless the request is complete.
+    pub(crate) fn upgrade(&self) -> Option<Responder> {
+        let slot = self.0.upgrade()?;
+        slot.responders.fetch_add(1, Ordering::Relaxed);
+        let responder = Responder(slot);
+        (!responder.is_complete()).then_some(responder)
+    }
+
+    /// Whether the request is not complete yet.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.0.upgrade().is_some_and(|slot| matches!(slot.state().stage, Stage::Queued | Stage::Admitted))
     }
 }
 
@@ -237,6 +283,40 @@ impl Submission {
         let slot = Arc::new(Slot { id, responders: AtomicUsize::new(1), control, state: Mutex::default() });
         let responder = Responder(slot.clone());
         (Self(Some(Inner::Pending(PendingReply { source: Source::Slot(slot) }))), responder)
+    }
+
+    /// Shows the outcome to `observer` as it completes, before the caller gets it, and changes nothing else: for wrappers
+    /// that count and measure.
+    ///
+    /// `observer` is called on the thread that completes the request, and must not block or panic. If the caller has given
+    /// the request up by then it is shown a [cancellation](ErrorKind::Cancelled). It is dropped without having been called
+    /// if nobody completes the request: when the session has ended, or for [`never`](Self::never).
+    pub fn inspect(self, observer: impl FnOnce(&Outcome) + Send + 'static) -> Self {
+        match &self.0 {
+            Some(Inner::Ready(outcome, _)) => observer(outcome),
+            Some(Inner::Pending(PendingReply { source: Source::Slot(slot) })) => {
+                let mut state = slot.state();
+                match std::mem::replace(&mut state.stage, Stage::Shown) {
+                    Stage::Done(outcome) => {
+                        drop(state);
+                        observer(&outcome);
+                        slot.state().stage = Stage::Done(outcome);
+                    }
+                    stage => {
+                        state.stage = stage;
+                        state.observer = Some(match state.observer.take() {
+                            None => Box::new(observer),
+                            Some(earlier) => Box::new(move |outcome| {
+                                earlier(outcome);
+                                observer(outcome);
+                            }),
+                        });
+                    }
+                }
+            }
+            _ => {}
+        }
+        self
     }
 
     /// Both stages in one: resolves to the reply.
@@ -480,5 +560,111 @@ fn set_waker(current: &mut Option<Waker>, waker: &Waker) {
     match current {
         Some(current) if current.will_wake(waker) => {}
         current => *current = Some(waker.clone()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Notes what it is asked to do.
+    #[derive(Default)]
+    struct Control {
+        cancelled: AtomicUsize,
+        discarded: AtomicUsize,
+    }
+
+    impl ReplyControl for Control {
+        fn cancel(&self, _: u64) {
+            self.cancelled.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn discard(&self, _: Value) {
+            self.discarded.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[derive(Default)]
+    struct Seen(Mutex<Vec<Outcome>>);
+
+    impl Seen {
+        fn observer(self: &Arc<Self>) -> impl FnOnce(&Outcome) + Send + 'static {
+            let seen = self.clone();
+            move |outcome| seen.0.lock().unwrap().push(outcome.clone())
+        }
+
+        fn kinds(&self) -> Vec<Option<ErrorKind>> {
+            self.0.lock().unwrap().iter().map(|outcome| outcome.as_ref().err().map(RpcError::kind)).collect()
+        }
+    }
+
+    fn pending() -> (Arc<Control>, Arc<Seen>, Submission, Responder) {
+        let (control, seen) = (Arc::new(Control::default()), Arc::new(Seen::default()));
+        let (submission, responder) = Submission::pending(control.clone(), 7);
+        let submission = submission.inspect(seen.observer());
+        (control, seen, submission, responder)
+    }
+
+    #[test]
+    fn an_outcome_is_shown_once_whenever_it_comes_and_arrives_all_the_same() {
+        let (_, seen, submission, responder) = pending();
+        responder.admit();
+        assert!(submission.is_admitted() && seen.kinds().is_empty());
+        assert!(responder.complete(Ok(Value::Int(1))) && !responder.complete(Ok(Value::Int(2))));
+        // One that comes later sees it, too.
+        let submission = submission.inspect(seen.observer());
+        assert_eq!(seen.kinds(), [None, None]);
+        assert_eq!(submission.reply().wait().unwrap(), Value::Int(1));
+
+        let seen = Arc::new(Seen::default());
+        let submission = Submission::ready(Ok(Value::Int(3))).inspect(seen.observer()).inspect(seen.observer());
+        assert_eq!(seen.kinds(), [None, None]);
+        assert_eq!(submission.try_ready().unwrap().unwrap(), Value::Int(3));
+    }
+
+    #[test]
+    fn a_sink_gets_what_the_observer_was_shown() {
+        struct Sink(Mutex<Option<Outcome>>);
+        impl ReplySink for Sink {
+            fn deliver(&self, _: u64, outcome: Outcome) {
+                *self.0.lock().unwrap() = Some(outcome);
+            }
+        }
+        let (_, seen, submission, responder) = pending();
+        let sink = Arc::new(Sink(Mutex::default()));
+        let _canceller = submission.reply().deliver_to(sink.clone(), 1);
+        responder.complete(Err(RpcError::internal("broken")));
+        assert_eq!(seen.kinds(), [Some(ErrorKind::Internal)]);
+        assert_eq!(sink.0.lock().unwrap().take().unwrap().unwrap_err().kind(), ErrorKind::Internal);
+    }
+
+    #[test]
+    fn a_reply_that_nobody_takes_is_shown_as_a_cancellation() {
+        let (control, seen, submission, responder) = pending();
+        drop(submission);
+        assert_eq!(control.cancelled.load(Ordering::Relaxed), 1);
+        assert!(!responder.complete(Ok(Value::Int(1))));
+        assert_eq!((seen.kinds(), control.discarded.load(Ordering::Relaxed)), (vec![Some(ErrorKind::Cancelled)], 1));
+    }
+
+    #[test]
+    fn a_caller_may_go_while_the_outcome_is_shown() {
+        let control = Arc::new(Control::default());
+        let (submission, responder) = Submission::pending(control.clone(), 7);
+        let reply = Arc::new(Mutex::new(None::<PendingReply>));
+        let taken = reply.clone();
+        let submission = submission.inspect(move |_| drop(taken.lock().unwrap().take()));
+        *reply.lock().unwrap() = Some(submission.reply());
+        assert!(!responder.complete(Ok(Value::Int(1))));
+        assert!(responder.is_complete());
+        assert_eq!(control.discarded.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn an_observer_of_what_is_never_completed_is_dropped() {
+        let held = Arc::new(());
+        let observed = held.clone();
+        drop(Submission::never().inspect(move |_| drop(observed)));
+        assert_eq!(Arc::strong_count(&held), 1);
     }
 }

@@ -95,6 +95,11 @@ impl TensorRef {
     pub fn size_bytes(&self) -> Result<u64> {
         crate::dlpack::dense_size(&self.shape, self.dtype)
     }
+
+    /// What the reference occupies outside of itself.
+    pub(crate) fn heap_bytes(&self) -> usize {
+        size_of::<i64>() * (self.shape.capacity() + self.strides.as_ref().map_or(0, Vec::capacity))
+    }
 }
 
 /// A `serde` value as MessagePack: Rust structs as arguments and returns. Fields are written by name.
@@ -200,22 +205,32 @@ impl<O> Value<O> {
             _ => {}
         }
     }
-
-    /// The bytes that the value occupies beyond a few: what queues and messages count.
-    pub fn size_hint(&self) -> usize {
-        match self {
-            Self::Str(text) => text.len() + 5,
-            Self::Bytes(bytes) => bytes.len() + 16,
-            Self::Shape(shape) => 8 * shape.len() + 8,
-            Self::List(values) => values.iter().map(Self::size_hint).sum::<usize>() + 5,
-            Self::Packed(packed) => packed.0.len() + 8,
-            Self::Object(_) => 64,
-            _ => 9,
-        }
-    }
 }
 
 impl Value {
+    /// The bytes of memory that the value occupies, with all that it holds: what queues count. It has little to do with
+    /// the length of the encoded value: a list of nulls takes eighty times as much.
+    ///
+    /// Shared bytes count in full, whoever else may hold them.
+    pub fn size_hint(&self) -> usize {
+        size_of::<Self>() + self.heap_bytes()
+    }
+
+    /// What the value occupies outside of itself.
+    fn heap_bytes(&self) -> usize {
+        match self {
+            Self::Str(text) => text.capacity(),
+            Self::Bytes(bytes) => bytes.len(),
+            Self::Packed(packed) => packed.0.len(),
+            Self::Shape(shape) => size_of::<i64>() * shape.capacity(),
+            Self::List(values) => {
+                size_of::<Self>() * values.capacity() + values.iter().map(Self::heap_bytes).sum::<usize>()
+            }
+            Self::Object(Reference::Tensor(tensor)) => tensor.heap_bytes(),
+            _ => 0,
+        }
+    }
+
     /// The handles of all objects in the value: what has to be freed if nobody takes it.
     pub fn handles(&self) -> Vec<Handle> {
         let mut handles = Vec::new();
@@ -272,5 +287,35 @@ impl From<Reference> for Value {
 impl From<TensorRef> for Value {
     fn from(tensor: TensorRef) -> Self {
         Self::Object(Reference::Tensor(tensor))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A list of a million nulls is a megabyte on the wire, and 80 in memory. It used to count as nine.
+    #[test]
+    fn sizes_are_those_of_memory() {
+        let element = size_of::<Value>();
+        assert_eq!(Value::Null.size_hint(), element);
+        assert_eq!(Value::List(vec![Value::Null; 1_000_000]).size_hint(), 1_000_001 * element);
+        assert_eq!(Value::Shape(vec![1; 1000]).size_hint(), 8000 + element);
+        assert_eq!(Value::from("x".repeat(1000)).size_hint(), 1000 + element);
+        let nested = Value::List(vec![Value::List(vec![Value::Bytes(Bytes::from_static(&[0; 100]))])]);
+        assert_eq!(nested.size_hint(), 3 * element + 100);
+        // A list may have been given more room than it needs.
+        let mut roomy = Vec::with_capacity(100);
+        roomy.push(Value::Null);
+        assert_eq!(Value::List(roomy).size_hint(), 101 * element);
+        let tensor = TensorRef {
+            storage: Handle::from_bits(0),
+            byte_offset: 0,
+            shape: vec![1; 64],
+            strides: Some(vec![1; 64]),
+            dtype: DataType::F32,
+            device: Device::cpu(),
+        };
+        assert_eq!(Value::from(tensor).size_hint(), element + 1024);
     }
 }

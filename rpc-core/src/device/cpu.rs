@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, out_of_range};
 use crate::dlpack::{Device, DeviceType};
@@ -58,7 +58,7 @@ impl DeviceApi for CpuDevice {
             DeviceAttribute::ComputeUnits => {
                 std::thread::available_parallelism().ok().and_then(|units| i64::try_from(units.get()).ok()).into()
             }
-            DeviceAttribute::TotalMemory => memory_bytes(&["MemTotal"]).into(),
+            DeviceAttribute::TotalMemory => total_memory().into(),
             DeviceAttribute::AvailableMemory => memory_bytes(&["MemAvailable"]).into(),
             DeviceAttribute::MaxAlignment => (MAX_ALIGNMENT as i64).into(),
             _ => Value::Null,
@@ -310,18 +310,27 @@ fn mapped(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
     Some(Box::new(unsafe { HostMemory::new(NonNull::new(start.cast())?, size, Box::new(mapping)) }))
 }
 
-/// The processor's name as the kernel tells it, or else its architecture.
-fn processor_name() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    ["model name", "Model", "Hardware", "cpu model"]
-        .iter()
-        .find_map(|wanted| {
-            info.lines().find_map(|line| {
-                let (key, name) = line.split_once(':')?;
-                (key.trim() == *wanted && !name.trim().is_empty()).then(|| name.trim().to_owned())
+/// The processor's name as the kernel tells it, or else its architecture. Read once: it takes long where there are many.
+fn processor_name() -> &'static str {
+    static NAME: OnceLock<String> = OnceLock::new();
+    NAME.get_or_init(|| {
+        let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        ["model name", "Model", "Hardware", "cpu model"]
+            .iter()
+            .find_map(|wanted| {
+                info.lines().find_map(|line| {
+                    let (key, name) = line.split_once(':')?;
+                    (key.trim() == *wanted && !name.trim().is_empty()).then(|| name.trim().to_owned())
+                })
             })
-        })
-        .unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+            .unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+    })
+}
+
+/// The size of host memory. Read once.
+fn total_memory() -> Option<i64> {
+    static BYTES: OnceLock<Option<i64>> = OnceLock::new();
+    *BYTES.get_or_init(|| memory_bytes(&["MemTotal"]))
 }
 
 /// The sum of these lines of `/proc/meminfo`; `None` where there is no such file or line.

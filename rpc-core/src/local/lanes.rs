@@ -1,12 +1,14 @@
-//! The order of a local session's requests: lanes, the queue in front of them, and the threads behind them.
+//! The order of a local session's requests: lanes, and the queue in front of them.
 //!
 //! This file knows nothing of what a request does. A job is admitted, waits for its lane, and is then given to
 //! whoever called with the duty to run the lane on.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
-use super::thread::LaneThread;
+use super::Backlog;
+use super::thread::{Parked, Threads};
 use crate::error::RpcError;
+use crate::handle::Handle;
 use crate::reply::Responder;
 use crate::session::Lane;
 
@@ -45,24 +47,20 @@ pub(super) struct Job<W> {
 }
 
 impl<W> Job<W> {
-    fn has_id(&self, id: u64) -> bool {
+    pub(super) fn has_id(&self, id: u64) -> bool {
         self.responder.as_ref().is_some_and(|responder| responder.id() == id)
     }
 }
-
-/// An idle lane keeps its thread for itself while there are no more lanes than this; beyond, any lane may have it.
-const KEPT_LANES: usize = 64;
 
 struct LaneState<W> {
     /// Somebody has the duty to run the lane.
     busy: bool,
     queue: VecDeque<Job<W>>,
-    thread: Option<LaneThread>,
 }
 
 impl<W> Default for LaneState<W> {
     fn default() -> Self {
-        Self { busy: false, queue: VecDeque::new(), thread: None }
+        Self { busy: false, queue: VecDeque::new() }
     }
 }
 
@@ -71,6 +69,13 @@ pub(super) struct Waiting<R> {
     pub(super) request: R,
     pub(super) responder: Responder,
     pub(super) bytes: usize,
+}
+
+/// What waits in front of the lanes.
+pub(super) enum Front<R> {
+    Request(Waiting<R>),
+    /// Objects to be freed behind the requests in front, which may use them.
+    Release(Vec<Handle>),
 }
 
 /// What to do with a job that was just admitted.
@@ -87,27 +92,34 @@ pub(super) struct Lanes<R, W> {
     requests: usize,
     bytes: usize,
     /// In the order of submission. Not empty only while there is no room.
-    waiting: VecDeque<Waiting<R>>,
+    waiting: VecDeque<Front<R>>,
+    /// The requests among them, and their bytes.
+    waiting_requests: usize,
+    waiting_bytes: usize,
+    /// The handles of all releases that wait: each waits once, so that there are no more of them than objects.
+    releasing: HashSet<Handle>,
     /// Lane 0, which nearly everything uses, is not worth a look into the map.
     default: LaneState<W>,
     others: HashMap<LaneKey, LaneState<W>>,
     next_single_use: u64,
-    /// Threads of lanes that are gone, for the next lane that needs one.
-    idle_threads: Vec<LaneThread>,
+    pub(super) threads: Threads<W>,
     pub(super) ended: Option<RpcError>,
 }
 
 impl<R, W> Lanes<R, W> {
-    pub(super) fn new(capacity: Capacity) -> Self {
+    pub(super) fn new(capacity: Capacity, threads: Threads<W>) -> Self {
         Self {
             capacity,
             requests: 0,
             bytes: 0,
             waiting: VecDeque::new(),
+            waiting_requests: 0,
+            waiting_bytes: 0,
+            releasing: HashSet::new(),
             default: LaneState::default(),
             others: HashMap::new(),
             next_single_use: u64::from(u32::MAX) + 1,
-            idle_threads: Vec::new(),
+            threads,
             ended: None,
         }
     }
@@ -129,13 +141,40 @@ impl<R, W> Lanes<R, W> {
 
     /// Queues a request for which there is no room.
     pub(super) fn wait(&mut self, waiting: Waiting<R>) {
-        self.waiting.push_back(waiting);
+        self.waiting_requests += 1;
+        self.waiting_bytes += waiting.bytes;
+        self.waiting.push_back(Front::Request(waiting));
     }
 
-    /// The next waiting request, if there is room for it now. The caller admits it.
-    pub(super) fn next_waiting(&mut self) -> Option<Waiting<R>> {
-        let bytes = self.waiting.front()?.bytes;
-        if self.fits(bytes) { self.waiting.pop_front() } else { None }
+    /// Queues a release behind the requests that wait. `handles` name objects of the session.
+    pub(super) fn release_later(&mut self, handles: impl Iterator<Item = Handle>) {
+        let handles = handles.filter(|handle| self.releasing.insert(*handle));
+        if let Some(Front::Release(last)) = self.waiting.back_mut() {
+            last.extend(handles);
+        } else {
+            self.waiting.push_back(Front::Release(handles.collect()));
+        }
+    }
+
+    /// What is next of what waits, if there is room for it now. The caller admits or frees it.
+    pub(super) fn next_waiting(&mut self) -> Option<Front<R>> {
+        if let Front::Request(waiting) = self.waiting.front()?
+            && !self.fits(waiting.bytes)
+        {
+            return None;
+        }
+        let next = self.waiting.pop_front();
+        match &next {
+            Some(Front::Request(waiting)) => {
+                self.waiting_requests -= 1;
+                self.waiting_bytes -= waiting.bytes;
+            }
+            Some(Front::Release(handles)) => handles.iter().for_each(|handle| {
+                self.releasing.remove(handle);
+            }),
+            None => {}
+        }
+        next
     }
 
     /// Whether a job of `lane` would run at once.
@@ -181,35 +220,21 @@ impl<R, W> Lanes<R, W> {
             return Some(job);
         }
         state.busy = false;
-        // Only what is worth remembering is kept, so that a client cannot fill the map with idle lanes.
-        let forget = key.is_single_use() || state.thread.as_ref().is_none_or(LaneThread::is_retired);
-        if key != LaneKey(0) && (forget || self.others.len() > KEPT_LANES) {
-            let thread = self.others.remove(&key).and_then(|state| state.thread);
-            self.idle_threads.extend(thread);
+        // A lane that nobody uses is not remembered, so that a client cannot fill the map.
+        if key != LaneKey(0) {
+            self.others.remove(&key);
         }
         None
     }
 
-    /// The thread of a lane, if it has one, or an idle one, which becomes the lane's.
-    pub(super) fn thread(&mut self, key: LaneKey) -> Option<LaneThread> {
-        if let Some(thread) = self.state(key).thread.clone().filter(|thread| !thread.is_retired()) {
-            return Some(thread);
-        }
-        self.idle_threads.retain(|thread| !thread.is_retired());
-        let thread = self.idle_threads.pop()?;
-        self.state(key).thread = Some(thread.clone());
-        Some(thread)
-    }
-
-    /// Makes `thread` that of a lane.
-    pub(super) fn set_thread(&mut self, key: LaneKey, thread: LaneThread) {
-        self.state(key).thread = Some(thread);
-    }
-
     /// Takes a request that has not begun out of the queues.
     pub(super) fn remove(&mut self, id: u64) -> Option<Removed<R, W>> {
-        if let Some(at) = self.waiting.iter().position(|waiting| waiting.responder.id() == id) {
-            return self.waiting.remove(at).map(Removed::Waiting);
+        let is_it = |front: &Front<R>| matches!(front, Front::Request(waiting) if waiting.responder.id() == id);
+        if let Some(at) = self.waiting.iter().position(is_it) {
+            let Some(Front::Request(waiting)) = self.waiting.remove(at) else { return None };
+            self.waiting_requests -= 1;
+            self.waiting_bytes -= waiting.bytes;
+            return Some(Removed::Waiting(waiting));
         }
         let queues = std::iter::once(&mut self.default).chain(self.others.values_mut()).map(|state| &mut state.queue);
         for queue in queues {
@@ -217,26 +242,46 @@ impl<R, W> Lanes<R, W> {
                 return queue.remove(at).map(Removed::Queued);
             }
         }
-        None
+        self.threads.remove(id).map(Removed::Parked)
     }
 
     /// Ends everything that has not begun; what runs goes on. The caller completes the requests returned.
     pub(super) fn end(&mut self, error: RpcError) -> Vec<Removed<R, W>> {
         self.ended.get_or_insert(error);
-        let mut removed: Vec<_> = self.waiting.drain(..).map(Removed::Waiting).collect();
+        let waiting = self.waiting.drain(..).filter_map(|front| match front {
+            Front::Request(waiting) => Some(Removed::Waiting(waiting)),
+            // All objects are freed.
+            Front::Release(_) => None,
+        });
+        let mut removed: Vec<_> = waiting.collect();
+        (self.waiting_requests, self.waiting_bytes) = (0, 0);
+        self.releasing.clear();
         for state in std::iter::once(&mut self.default).chain(self.others.values_mut()) {
             removed.extend(state.queue.drain(..).map(Removed::Queued));
-            if let Some(thread) = &state.thread {
-                thread.retire();
-            }
         }
-        self.idle_threads.drain(..).for_each(|thread| thread.retire());
+        removed.extend(self.threads.end().map(Removed::Parked));
         removed
     }
 
     /// Whether no request is admitted or waiting.
     pub(super) fn is_quiet(&self) -> bool {
         self.requests == 0 && self.waiting.is_empty()
+    }
+
+    /// What is admitted and what waits.
+    pub(super) fn backlog(&self) -> Backlog {
+        Backlog {
+            admitted_requests: self.requests,
+            admitted_bytes: self.bytes,
+            waiting_requests: self.waiting_requests,
+            waiting_bytes: self.waiting_bytes,
+        }
+    }
+
+    /// How many objects wait to be freed, and in how many pieces.
+    #[cfg(test)]
+    pub(super) fn releasing_len(&self) -> (usize, usize) {
+        (self.releasing.len(), self.waiting.iter().filter(|front| matches!(front, Front::Release(_))).count())
     }
 
     fn state(&mut self, key: LaneKey) -> &mut LaneState<W> {
@@ -248,6 +293,8 @@ impl<R, W> Lanes<R, W> {
 pub(super) enum Removed<R, W> {
     Waiting(Waiting<R>),
     Queued(Job<W>),
+    /// Its lane is to be gone on with.
+    Parked(Parked<W>),
 }
 
 #[cfg(test)]
@@ -256,17 +303,13 @@ mod tests {
 
     #[test]
     fn lanes_that_were_used_once_are_not_remembered() {
-        let mut lanes: Lanes<(), ()> = Lanes::new(Capacity { requests: 8, bytes: 0 });
+        let mut lanes: Lanes<(), ()> = Lanes::new(Capacity { requests: 8, bytes: 0 }, Threads::new(8, None));
         for number in 1..1000 {
             let job = Job { work: (), responder: None, deadline: None, bytes: 0 };
             let Turn::Run(key, _) = lanes.admit(Lane(number), job) else { panic!("lane {number} was not idle") };
-            if lanes.thread(key).is_none() {
-                lanes.set_thread(key, LaneThread::spawn().unwrap());
-            }
             lanes.complete(0);
             assert!(lanes.next(key).is_none());
-            assert!(lanes.others.len() <= KEPT_LANES && lanes.idle_threads.len() <= 1);
+            assert!(lanes.others.is_empty());
         }
-        lanes.end(RpcError::internal("over"));
     }
 }

@@ -2,34 +2,40 @@
 
 mod lanes;
 mod quota;
+#[cfg(test)]
+mod tests;
 mod thread;
 mod timer;
 mod work;
 
 use std::any::{Any, TypeId};
-use std::cell::RefCell;
-use std::collections::HashMap;
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::future::Future;
 use std::hash::{BuildHasher, RandomState};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Poll, ready};
 use std::time::Instant;
 
 use bytes::Bytes;
 
-use self::lanes::{Capacity, Job, LaneKey, Lanes, Removed, Turn, Waiting};
-use self::thread::LaneThread;
+use self::lanes::{Capacity, Front, Job, LaneKey, Lanes, Removed, Turn, Waiting};
+use self::quota::WantsThreads;
+use self::thread::{Claim, Employer, LaneThread, Parked, Threads};
+use self::timer::{Deadlines, Expire};
 use self::work::{Place, Work};
 use crate::blocking;
 use crate::device::{AllocRequest, Devices};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::handle::HandleTable;
+use crate::handle::{Handle, HandleTable};
 use crate::module::LoadRequest;
 use crate::object::{
-    Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles,
+    CatchPanic, Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles,
 };
 use crate::panics::drop_each;
 use crate::registry::Registry;
@@ -38,7 +44,7 @@ use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession};
 use crate::tensor::{Access, Borrow, Storage, Tensor, borrow_all};
 use crate::value::{TensorRef, Value};
 
-pub use self::quota::{MemoryLease, MemoryQuota};
+pub use self::quota::{MemoryLease, MemoryQuota, ThreadQuota};
 
 /// Runs the futures of asynchronous functions. A crate that brings a runtime implements it.
 pub trait Spawner: Send + Sync {
@@ -51,18 +57,50 @@ pub trait Spawner: Send + Sync {
 pub struct SessionLimits {
     /// Requests that are admitted and not complete; more wait for admission. 1,024.
     pub max_requests: usize,
-    /// Bytes of arguments in those requests; more wait for admission. 128 MiB.
+    /// Bytes of arguments in those requests, as they lie in memory ([`Value::size_hint`]); more wait for admission, and
+    /// one request that is larger is admitted alone. 128 MiB.
+    ///
+    /// What waits for admission is in memory, too. It is for whoever submits to bound that: a program by waiting for
+    /// admission, a server by what it lets its clients have under way. [`LocalSession::backlog`] tells how much it is.
     pub max_queued_bytes: usize,
     /// Objects that the session holds; more are an error. 1,048,576.
     pub max_handles: usize,
     /// Bytes of device memory that the session holds; more are an error. No limit.
     pub max_memory: u64,
+    /// Threads of the session, one at least: so many blocking functions run at one time, and without a
+    /// [spawner](LocalSessionBuilder::spawner) asynchronous ones. Jobs for which there is no thread wait their turn, in the
+    /// order in which they came to need one, and their lanes with them. 64.
+    ///
+    /// Waiting needs no thread: for a lane, for a tensor, for admission. Nor do inline functions and copies of ordinary
+    /// size, so that they go on while all threads are busy. A nested call runs on its caller's thread. So the limit stops
+    /// nobody for ever, unless functions wait for others of their own accord, as at a barrier: where more of them meet than
+    /// there are threads, those that run wait for those that cannot.
+    pub max_threads: usize,
 }
 
 impl Default for SessionLimits {
     fn default() -> Self {
-        Self { max_requests: 1024, max_queued_bytes: 128 << 20, max_handles: 1 << 20, max_memory: u64::MAX }
+        Self {
+            max_requests: 1024,
+            max_queued_bytes: 128 << 20,
+            max_handles: 1 << 20,
+            max_memory: u64::MAX,
+            max_threads: 64,
+        }
     }
+}
+
+/// What a session has been asked for and has not done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Backlog {
+    /// Requests that are admitted and not complete.
+    pub admitted_requests: usize,
+    /// Bytes of arguments in those.
+    pub admitted_bytes: usize,
+    /// Requests that wait for admission.
+    pub waiting_requests: usize,
+    /// Bytes of arguments in those.
+    pub waiting_bytes: usize,
 }
 
 /// How many pairs of lane and device a session may set a stream for.
@@ -74,6 +112,7 @@ pub struct LocalSessionBuilder {
     devices: Devices,
     limits: SessionLimits,
     total_memory: Option<Arc<MemoryQuota>>,
+    total_threads: Option<Arc<ThreadQuota>>,
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
@@ -102,6 +141,13 @@ impl LocalSessionBuilder {
         self
     }
 
+    /// A limit on threads that several sessions share, beside the session's own.
+    #[must_use]
+    pub fn total_threads(mut self, quota: Arc<ThreadQuota>) -> Self {
+        self.total_threads = Some(quota);
+        self
+    }
+
     /// The session's folder; none without this.
     #[must_use]
     pub fn workspace(mut self, workspace: Arc<dyn WorkspaceFiles>) -> Self {
@@ -116,7 +162,8 @@ impl LocalSessionBuilder {
         self
     }
 
-    /// Where the futures of asynchronous functions run; on the thread of their lane without this.
+    /// Where the futures of asynchronous functions run; without this each has a thread while it runs, as blocking
+    /// functions do.
     #[must_use]
     pub fn spawner(mut self, spawner: Arc<dyn Spawner>) -> Self {
         self.spawner = Some(spawner);
@@ -137,6 +184,7 @@ impl LocalSessionBuilder {
         // `RandomState` draws its keys from the operating system.
         let seed = self.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let capacity = Capacity { requests: limits.max_requests.max(1), bytes: limits.max_queued_bytes };
+        let threads = Threads::new(limits.max_threads, self.total_threads);
         let shared = Arc::new_cyclic(|this| Shared {
             this: this.clone(),
             registry: self.registry,
@@ -146,7 +194,8 @@ impl LocalSessionBuilder {
             extensions: self.extensions,
             spawner: self.spawner,
             table: Mutex::new(HandleTable::new(seed, limits.max_handles)),
-            lanes: Mutex::new(Lanes::new(capacity)),
+            lanes: Mutex::new(Lanes::new(capacity, threads)),
+            deadlines: Mutex::new(Deadlines::new()),
             streams: Mutex::default(),
             closing: Mutex::default(),
             gone: AtomicBool::new(false),
@@ -191,6 +240,7 @@ impl LocalSession {
             devices: Devices::new(),
             limits: SessionLimits::default(),
             total_memory: None,
+            total_threads: None,
             workspace: None,
             extensions: HashMap::new(),
             spawner: None,
@@ -208,6 +258,11 @@ impl LocalSession {
     pub fn usage(&self) -> Usage {
         self.0.0.usage()
     }
+
+    /// What the session has yet to do.
+    pub fn backlog(&self) -> Backlog {
+        lock(&self.0.0.lanes).backlog()
+    }
 }
 
 impl fmt::Debug for LocalSession {
@@ -220,11 +275,7 @@ impl RpcSession for LocalSession {
     fn submit(&self, request: Request) -> Submission {
         match request.operation {
             Operation::Release { handles } => {
-                let mut table = lock(&self.0.0.table);
-                let freed: Vec<_> = handles.into_iter().map(|handle| table.remove(handle)).collect();
-                drop(table);
-                // An object's own `drop` runs here, outside of the lock.
-                drop_each(freed);
+                self.0.0.release(handles);
                 Submission::ready(Ok(Value::Null))
             }
             Operation::Shutdown => self.0.0.shut_down(),
@@ -278,8 +329,10 @@ struct Shared {
     /// Taken alone, or inside of `lanes`.
     table: Mutex<HandleTable<Object>>,
     lanes: Mutex<Lanes<Request, Work>>,
-    /// The current streams that lanes have set, by lane and device.
-    streams: Mutex<HashMap<(Lane, Device), Arc<work::StreamObject>>>,
+    /// Taken alone, or inside of `lanes`.
+    deadlines: Mutex<Deadlines>,
+    /// The current streams that lanes have set, by lane and device. A lane for one request has none.
+    streams: Mutex<HashMap<(LaneKey, Device), Arc<work::StreamObject>>>,
     closing: Mutex<Closing>,
     /// Set at the end, before the table is emptied: nothing is stored in it from then on.
     gone: AtomicBool,
@@ -391,7 +444,15 @@ impl Shared {
         let _leave = Leave;
         loop {
             let mut lanes = lock(&self.lanes);
-            let Some(Waiting { request, responder, bytes }) = lanes.next_waiting() else { return };
+            let Waiting { request, responder, bytes } = match lanes.next_waiting() {
+                Some(Front::Request(waiting)) => waiting,
+                Some(Front::Release(handles)) => {
+                    drop(lanes);
+                    self.free(handles);
+                    continue;
+                }
+                None => return,
+            };
             let Request { lane, deadline, operation } = request;
             let (work, garbage) = work::resolve(&mut lock(&self.table), operation);
             let turn = match work {
@@ -413,17 +474,30 @@ impl Shared {
     }
 
     fn watch_deadline(&self, deadline: Option<Instant>, responder: &Responder) {
-        let Some(deadline) = deadline else { return };
-        let (this, responder) = (self.this.clone(), responder.clone());
-        timer::call_at(deadline, move || {
-            if responder.is_complete() {
-                return;
-            }
-            let removed = this.upgrade().is_some_and(|this| this.remove(responder.id(), deadline_exceeded()));
-            if !removed {
-                responder.complete(Err(deadline_exceeded().may_have_run(true)));
-            }
-        });
+        if let Some(deadline) = deadline {
+            lock(&self.deadlines).watch(deadline, responder, || self.this.clone());
+        }
+    }
+
+    /// Lets objects go, behind the requests that wait for admission: they may use them.
+    fn release(&self, handles: Vec<Handle>) {
+        let mut lanes = lock(&self.lanes);
+        if lanes.has_waiting() {
+            let table = lock(&self.table);
+            // Only what there is, so that nobody can fill the queue with handles that name nothing.
+            lanes.release_later(handles.into_iter().filter(|handle| table.get(*handle).is_ok()));
+            return;
+        }
+        drop(lanes);
+        self.free(handles);
+    }
+
+    fn free(&self, handles: Vec<Handle>) {
+        let mut table = lock(&self.table);
+        let freed: Vec<_> = handles.into_iter().map(|handle| table.remove(handle)).collect();
+        drop(table);
+        // An object's own `drop` runs here, outside of the lock.
+        drop_each(freed);
     }
 
     /// Takes a request out of the queues and completes it with `error`. Whether it was there.
@@ -437,17 +511,23 @@ impl Shared {
         found
     }
 
-    fn drop_removed(&self, removed: Removed<Request, Work>, error: RpcError) {
-        let (responder, bytes) = match removed {
+    fn drop_removed(self: &Arc<Self>, removed: Removed<Request, Work>, error: RpcError) {
+        let (responder, admitted) = match removed {
             Removed::Waiting(waiting) => (Some(waiting.responder), None),
-            Removed::Queued(job) => (job.responder, Some(job.bytes)),
+            Removed::Queued(job) => (job.responder, Some((job.bytes, None))),
+            Removed::Parked(Parked { key, job, borrows }) => {
+                drop(borrows);
+                (job.responder, Some((job.bytes, Some(key))))
+            }
         };
         if let Some(responder) = responder {
             responder.complete(Err(error));
         }
         // Behind the reply, as in `finish`.
-        if let Some(bytes) = bytes {
-            lock(&self.lanes).complete(bytes);
+        match admitted {
+            None => {}
+            Some((bytes, None)) => lock(&self.lanes).complete(bytes),
+            Some((bytes, Some(key))) => self.go_on(key, bytes, None),
         }
     }
 
@@ -461,6 +541,8 @@ impl Shared {
         let streams = std::mem::take(&mut *lock(&self.streams));
         drop_each(objects);
         drop_each(streams);
+        // What still runs keeps its deadline.
+        lock(&self.deadlines).compact();
         let closing = std::mem::take(&mut *lock(&self.closing));
         for watcher in closing.watchers {
             watcher.complete(Err(error.clone()));
@@ -502,11 +584,18 @@ fn deadline_exceeded() -> RpcError {
     RpcError::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
 }
 
-/// What a request counts against the capacity: what it keeps in memory while it waits.
+/// What a request counts against the capacity: what it keeps in memory while it waits, beyond the same few bytes for each.
 fn request_bytes(operation: &Operation) -> usize {
     match operation {
         Operation::Call { args, .. } => args.iter().map(Value::size_hint).sum(),
-        Operation::Write { data, .. } => data.len(),
+        Operation::Write { to, data, .. } => data.len() + to.heap_bytes(),
+        Operation::Read { from, .. } => from.heap_bytes(),
+        Operation::Copy { from, to } => from.heap_bytes() + to.heap_bytes(),
+        Operation::Alloc { shape, scope, .. } => {
+            size_of::<i64>() * shape.capacity() + scope.as_ref().map_or(0, String::capacity)
+        }
+        Operation::GetFunction { name } | Operation::ModuleFunction { name, .. } => name.capacity(),
+        Operation::LoadModule { path, loader } => path.capacity() + loader.as_ref().map_or(0, String::capacity),
         _ => 0,
     }
 }
@@ -528,40 +617,49 @@ enum Duty {
 
 impl Shared {
     /// Runs `first`, and then the lane until it is empty or somebody else has taken it up. The outcome of `first` is
-    /// returned if it has no responder. `thread` is the lane's thread, if this is it.
-    fn run_lane(self: &Arc<Self>, key: LaneKey, first: Job<Work>, thread: Option<&LaneThread>) -> Option<Ran> {
+    /// returned if it has no responder. `thread` is the session's thread that this is, if it is one.
+    fn run_lane(self: &Arc<Self>, key: LaneKey, first: Job<Work>, mut thread: Option<&Own>) -> Option<Ran> {
         let mut ran = None;
         let mut job = first;
         loop {
             let (outcome, duty) = self.run_job(key, job, thread);
             ran = ran.or(outcome);
             let Duty::Stays(bytes) = duty else { return ran };
-            match self.proceed(key, bytes) {
-                Some(next) => job = next,
-                None => {
-                    if key.is_single_use() {
-                        lock(&self.streams).retain(|(lane, _), _| *lane != Lane::CONCURRENT);
+            match self.proceed(key, bytes, thread) {
+                Some((next, crowded)) => {
+                    job = next;
+                    if crowded {
+                        // The lane queues for a thread behind the others.
+                        thread = None;
                     }
-                    return ran;
                 }
+                None => return ran,
             }
         }
     }
 
-    /// Counts a job as complete, and takes the lane's next one.
-    fn proceed(self: &Arc<Self>, key: LaneKey, bytes: usize) -> Option<Job<Work>> {
+    /// Counts a job as complete, and takes the lane's next one. With it comes whether others wait for a thread.
+    fn proceed(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&Own>) -> Option<(Job<Work>, bool)> {
         let mut lanes = lock(&self.lanes);
         lanes.complete(bytes);
         let next = lanes.next(key);
         let more = lanes.has_waiting() || lanes.ended.is_some();
+        if let (None, false, Some(own)) = (&next, more, thread) {
+            // Together with its lane, so that a call that comes now finds the thread, and starts no other.
+            own.found.set(match lanes.threads.free(key, &own.thread) {
+                Some(parked) => Found::Job(Box::new(parked)),
+                None => Found::Idle,
+            });
+        }
+        let crowded = lanes.threads.has_parked();
         drop(lanes);
         if more {
             self.after_completion();
         }
-        next
+        next.map(|job| (job, crowded))
     }
 
-    fn run_job(self: &Arc<Self>, key: LaneKey, mut job: Job<Work>, thread: Option<&LaneThread>) -> (Option<Ran>, Duty) {
+    fn run_job(self: &Arc<Self>, key: LaneKey, mut job: Job<Work>, thread: Option<&Own>) -> (Option<Ran>, Duty) {
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
@@ -627,9 +725,9 @@ impl Shared {
     }
 
     /// Runs what is left of a lane, after a job of `bytes`.
-    fn go_on(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&LaneThread>) {
-        if let Some(next) = self.proceed(key, bytes) {
-            self.run_lane(key, next, thread);
+    fn go_on(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&Own>) {
+        if let Some((next, crowded)) = self.proceed(key, bytes, thread) {
+            self.run_lane(key, next, thread.filter(|_| !crowded));
         }
     }
 
@@ -638,15 +736,15 @@ impl Shared {
         key: LaneKey,
         job: Job<Work>,
         borrows: Vec<Borrow>,
-        thread: Option<&LaneThread>,
+        thread: Option<&Own>,
     ) -> (Option<Ran>, Duty) {
         // It may have waited for its tensors, or for its thread.
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             drop(borrows);
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
-        if thread.is_none() && job.work.place() == Place::Thread {
-            return self.hand_over(key, job, borrows);
+        if thread.is_none() && self.needs_thread(&job.work) {
+            return self.hand_over(Parked { key, job, borrows });
         }
         let Job { work, responder, deadline, bytes } = job;
         let context = || Context::new(self.clone(), key.lane(), deadline, responder.clone());
@@ -660,54 +758,120 @@ impl Shared {
                 };
                 match function.start(Invocation::new(args, borrows, context())) {
                     Started::Done(outcome) => outcome,
-                    Started::Future(future) => return self.run_future(key, responder, bytes, future),
+                    Started::Future(future) => match &self.spawner {
+                        Some(spawner) => return self.run_future(&**spawner, key, responder, bytes, future),
+                        None => blocking::block_on(future).and_then(|outcome| outcome),
+                    },
                 }
             }
-            work => self.perform(work, borrows, &context()),
+            work => self.perform(work, borrows, key, &context()),
         };
         let outcome = outcome.and_then(|value| self.name_objects(value));
         self.finish(responder, bytes, outcome)
     }
 
-    /// Gives a job to the lane's thread.
-    fn hand_over(self: &Arc<Self>, key: LaneKey, job: Job<Work>, borrows: Vec<Borrow>) -> (Option<Ran>, Duty) {
-        let existing = lock(&self.lanes).thread(key);
-        let thread = match existing.map_or_else(LaneThread::spawn, Ok) {
-            Ok(thread) => thread,
-            Err(error) => {
-                let error =
-                    RpcError::new(ErrorKind::LimitExceeded, format!("cannot start a thread for the lane: {error}"));
-                return self.finish(job.responder, job.bytes, Err(error));
+    fn needs_thread(&self, work: &Work) -> bool {
+        work.place() == Place::Thread || (work.is_async() && self.spawner.is_none())
+    }
+
+    /// Gives a job to a thread, at once or when there is one for it.
+    fn hand_over(self: &Arc<Self>, parked: Parked<Work>) -> (Option<Ran>, Duty) {
+        let mut lanes = lock(&self.lanes);
+        match lanes.threads.claim(parked.key, || self.this.clone()) {
+            Claim::Idle(thread) => {
+                drop(lanes);
+                self.give(thread, parked);
             }
-        };
-        let (this, own) = (self.clone(), thread.clone());
-        let work = Box::new(move || {
-            if let (_, Duty::Stays(bytes)) = this.run_borrowed(key, job, borrows, Some(&own)) {
-                this.go_on(key, bytes, Some(&own));
-            }
-        });
-        lock(&self.lanes).set_thread(key, thread.clone());
-        if let Err(work) = thread.give(work) {
-            // The thread went idle for good between two looks, or is just finishing its last work: take a new one.
-            match LaneThread::spawn() {
-                Ok(thread) => {
-                    lock(&self.lanes).set_thread(key, thread.clone());
-                    // A fresh thread takes work.
-                    drop(thread.give(work));
+            Claim::New => {
+                drop(lanes);
+                if let Err((error, mut stranded)) = self.start_thread(parked) {
+                    // The first is ours, and its lane's next may well fare the same: that is for the caller's loop.
+                    let own = stranded.pop_front();
+                    self.strand(stranded, &error);
+                    if let Some(Parked { job, borrows, .. }) = own {
+                        drop(borrows);
+                        return self.finish(job.responder, job.bytes, Err(error));
+                    }
                 }
-                // Last resort: here, rather than not at all.
-                Err(_) => work(),
+            }
+            Claim::Wait => {
+                lanes.threads.park(parked);
+                drop(lanes);
+                // For the first that waits, if the system had none to spare before.
+                self.start_parked();
             }
         }
         (None, Duty::Passed)
     }
 
+    fn give(self: &Arc<Self>, thread: LaneThread, parked: Parked<Work>) {
+        let (this, own) = (self.clone(), Own { thread: thread.clone(), found: Cell::default() });
+        thread.give(Box::new(move || this.work(&own, parked)));
+    }
+
+    /// Runs a job on a thread of the session, then its lane, and then whatever waits for a thread.
+    fn work(self: &Arc<Self>, own: &Own, first: Parked<Work>) {
+        let mut parked = first;
+        loop {
+            let Parked { key, job, borrows } = parked;
+            if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, Some(own)) {
+                self.go_on(key, bytes, Some(own));
+            }
+            let next = match own.found.take() {
+                Found::Nothing => lock(&self.lanes).threads.free(key, &own.thread),
+                Found::Job(next) => Some(*next),
+                Found::Idle => None,
+            };
+            match next {
+                Some(next) => parked = next,
+                None => return,
+            }
+        }
+    }
+
+    /// Starts a thread, for which there is room, with a job for it. Returns the jobs that will never have one.
+    fn start_thread(self: &Arc<Self>, parked: Parked<Work>) -> Result<(), (RpcError, VecDeque<Parked<Work>>)> {
+        match LaneThread::spawn(self.this.clone()) {
+            Ok(thread) => {
+                self.give(thread, parked);
+                Ok(())
+            }
+            Err(error) => {
+                let stranded = lock(&self.lanes).threads.start_failed(parked);
+                if stranded.is_empty() {
+                    return Ok(());
+                }
+                let error = format!("cannot start a thread for the lane: {error}");
+                Err((RpcError::new(ErrorKind::LimitExceeded, error), stranded))
+            }
+        }
+    }
+
+    /// Ends jobs for which there will be no thread.
+    fn strand(self: &Arc<Self>, jobs: VecDeque<Parked<Work>>, error: &RpcError) {
+        for parked in jobs {
+            self.drop_removed(Removed::Parked(parked), error.clone());
+        }
+    }
+
+    /// Starts a thread for the first job that waits for one, if there is such a job and room for a thread.
+    fn start_parked(self: &Arc<Self>) -> bool {
+        let next = lock(&self.lanes).threads.next_parked(|| self.this.clone());
+        let Some(parked) = next else { return false };
+        if let Err((error, stranded)) = self.start_thread(parked) {
+            self.strand(stranded, &error);
+        }
+        true
+    }
+
+    /// Gives a future to the spawner. What it is for goes on when it is over.
     fn run_future(
         self: &Arc<Self>,
+        spawner: &dyn Spawner,
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
-        future: crate::object::CatchPanic,
+        future: CatchPanic,
     ) -> (Option<Ran>, Duty) {
         let (submission, responder) = match responder {
             Some(responder) => (None, responder),
@@ -717,22 +881,16 @@ impl Shared {
                 (Some(Ran::Later(submission)), responder)
             }
         };
-        let this = self.clone();
-        let task = async move {
-            let outcome = future.await.and_then(|value| this.name_objects(value));
-            responder.complete(outcome);
-            this.go_on(key, bytes, None);
-        };
-        match &self.spawner {
-            Some(spawner) => spawner.spawn(Box::pin(task)),
-            None => {
-                let run = move || drop(blocking::block_on(task));
-                if let Err(error) = std::thread::Builder::new().name("rpc-async".into()).spawn(run) {
-                    tracing::error!(%error, "cannot start a thread for an asynchronous function");
-                }
-            }
+        let stage = Arc::new(AtomicU8::new(SPAWNING));
+        let end = FutureEnd { shared: self.clone(), key, bytes, responder: Some(responder), stage: stage.clone() };
+        let task = Box::pin(Task { future: Some(future), end });
+        if catch_unwind(AssertUnwindSafe(|| spawner.spawn(task))).is_err() {
+            tracing::error!("the spawner panicked");
         }
-        (submission, Duty::Passed)
+        // A future that is over already leaves the lane to us: were it to go on itself, a spawner that runs or drops its
+        // futures at once would nest as deep as the lane is long.
+        let duty = if stage.swap(SPAWNED, Ordering::AcqRel) == OVER { Duty::Stays(bytes) } else { Duty::Passed };
+        (submission, duty)
     }
 
     /// Why a request that is over never began.
@@ -778,7 +936,7 @@ impl Shared {
     }
 
     /// Does whatever is not a call.
-    fn perform(&self, work: Work, mut borrows: Vec<Borrow>, context: &Context) -> Result<LocalValue> {
+    fn perform(&self, work: Work, mut borrows: Vec<Borrow>, lane: LaneKey, context: &Context) -> Result<LocalValue> {
         match work {
             Work::Get { name } => self.registry.get(&name).map(|function| Value::Object(Object::Function(function))),
             Work::Alloc { device, dtype, shape, scope } => self
@@ -827,8 +985,12 @@ impl Shared {
             }
             Work::SetStream { device, stream } => {
                 self.devices.get(device)?;
+                if lane.is_single_use() {
+                    // No later request will ever see it.
+                    return Ok(Value::Null);
+                }
                 let mut streams = lock(&self.streams);
-                let key = (context.lane(), device);
+                let key = (lane, device);
                 let full = streams.len() >= MAX_SET_STREAMS && !streams.contains_key(&key);
                 let old = match stream {
                     Some(_) if full => {
@@ -844,7 +1006,7 @@ impl Shared {
             }
             Work::StreamWait { device, stream } => {
                 let api = self.devices.get(device)?;
-                let current = stream.or_else(|| lock(&self.streams).get(&(context.lane(), device)).cloned());
+                let current = stream.or_else(|| lock(&self.streams).get(&(lane, device)).cloned());
                 match current {
                     Some(stream) => stream.0.synchronize()?,
                     None => api.default_stream(device.index)?.synchronize()?,
@@ -902,6 +1064,84 @@ impl Shared {
     }
 }
 
+/// A thread of the session, as the one who runs on it sees it.
+struct Own {
+    thread: LaneThread,
+    /// What came of it when its lane became empty.
+    found: Cell<Found>,
+}
+
+#[derive(Default)]
+enum Found {
+    /// It has yet to be asked.
+    #[default]
+    Nothing,
+    /// There is another job for it.
+    Job(Box<Parked<Work>>),
+    /// It is idle, and may be given work as soon as it waits.
+    Idle,
+}
+
+/// The future is being given to the spawner.
+const SPAWNING: u8 = 0;
+/// The future goes on with its lane when it is over.
+const SPAWNED: u8 = 1;
+/// The future was over before it was spawned, and has left the lane to the one who spawns it.
+const OVER: u8 = 2;
+
+/// The future of an asynchronous function, and what it is for.
+struct Task {
+    /// Dropped before the rest is seen to, so that its tensors are free by then.
+    future: Option<CatchPanic>,
+    end: FutureEnd,
+}
+
+impl Future for Task {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> Poll<()> {
+        let Some(future) = &mut self.future else { return Poll::Ready(()) };
+        let outcome = ready!(Pin::new(future).poll(cx));
+        drop_each(self.future.take());
+        self.end.complete(outcome);
+        Poll::Ready(())
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        drop_each(self.future.take());
+    }
+}
+
+/// Sees to it that a request gets its reply, and its lane goes on, however its future ends: a runtime that shuts down drops
+/// futures halfway.
+struct FutureEnd {
+    shared: Arc<Shared>,
+    key: LaneKey,
+    bytes: usize,
+    /// `None` once all has been seen to.
+    responder: Option<Responder>,
+    stage: Arc<AtomicU8>,
+}
+
+impl FutureEnd {
+    fn complete(&mut self, outcome: Result<LocalValue>) {
+        let Some(responder) = self.responder.take() else { return };
+        responder.complete(outcome.and_then(|value| self.shared.name_objects(value)));
+        if self.stage.swap(OVER, Ordering::AcqRel) == SPAWNED {
+            self.shared.go_on(self.key, self.bytes, None);
+        }
+    }
+}
+
+impl Drop for FutureEnd {
+    fn drop(&mut self) {
+        let dropped = RpcError::internal("the runtime dropped the function before it returned");
+        self.complete(Err(dropped.may_have_run(true)));
+    }
+}
+
 fn first(borrows: &mut Vec<Borrow>) -> Result<Borrow> {
     borrows.pop().ok_or_else(|| RpcError::internal("a copy was not given its borrow"))
 }
@@ -911,6 +1151,36 @@ enum Meeting {
     Nobody,
     Job(Box<Job<Work>>),
     Borrows(Vec<Borrow>),
+}
+
+impl Employer for Shared {
+    fn may_leave(&self, thread: &LaneThread) -> bool {
+        lock(&self.lanes).threads.dismiss(thread)
+    }
+
+    fn left(self: Arc<Self>) {
+        let lease = lock(&self.lanes).threads.left();
+        self.start_parked();
+        drop(lease);
+    }
+}
+
+impl WantsThreads for Shared {
+    fn room_for_thread(self: Arc<Self>) -> bool {
+        lock(&self.lanes).threads.told_of_room();
+        self.start_parked()
+    }
+}
+
+impl Expire for Shared {
+    fn expire(self: Arc<Self>) {
+        let due = lock(&self.deadlines).take_due(Instant::now(), || self.this.clone());
+        for responder in due {
+            if !self.remove(responder.id(), deadline_exceeded()) {
+                responder.complete(Err(deadline_exceeded().may_have_run(true)));
+            }
+        }
+    }
 }
 
 impl Host for Shared {
@@ -964,10 +1234,7 @@ impl ReplyControl for Control {
 
     fn discard(&self, reply: Value) {
         if let Some(shared) = self.0.upgrade() {
-            let mut table = lock(&shared.table);
-            let freed: Vec<_> = reply.handles().into_iter().map(|handle| table.remove(handle)).collect();
-            drop(table);
-            drop_each(freed);
+            shared.free(reply.handles());
         }
     }
 }

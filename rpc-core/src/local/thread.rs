@@ -1,8 +1,13 @@
-//! The threads on which blocking functions run.
+//! The threads on which blocking functions run, and the jobs that wait for one.
 
+use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
+
+use super::lanes::{Job, LaneKey};
+use super::quota::{ThreadLease, ThreadQuota, WantsThreads};
+use crate::tensor::Borrow;
 
 /// How long an idle thread waits for more work before it ends.
 const IDLE: Duration = Duration::from_secs(10);
@@ -10,14 +15,24 @@ const IDLE: Duration = Duration::from_secs(10);
 /// A piece of work for a thread.
 pub(super) type Work = Box<dyn FnOnce() + Send>;
 
+/// Whom a thread works for.
+pub(super) trait Employer: Send + Sync {
+    /// The thread has been idle for long. Whether it may end; if not, it is about to be given work.
+    fn may_leave(&self, thread: &LaneThread) -> bool;
+
+    /// The thread has ended.
+    fn left(self: Arc<Self>);
+}
+
 #[derive(Default)]
 struct Slot {
     work: Option<Work>,
     retired: bool,
 }
 
-/// A thread that runs one piece of work at a time and ends when it has been idle for long, or when all handles to it are
-/// gone.
+/// A thread that runs one piece of work at a time and ends when it has been idle for long, or is told to.
+///
+/// Only one may give it work: whoever started it, or has taken it out of [`Threads`].
 #[derive(Clone)]
 pub(super) struct LaneThread(Arc<Shared>);
 
@@ -26,55 +41,276 @@ struct Shared {
     changed: Condvar,
 }
 
+impl PartialEq for LaneThread {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 impl LaneThread {
     /// Starts a thread.
-    pub(super) fn spawn() -> io::Result<Self> {
+    pub(super) fn spawn<E: Employer + 'static>(employer: Weak<E>) -> io::Result<Self> {
+        /// Says that the thread has ended, also when it does so by a panic.
+        struct Leave<E: Employer>(Weak<E>);
+        impl<E: Employer> Drop for Leave<E> {
+            fn drop(&mut self) {
+                if let Some(employer) = self.0.upgrade() {
+                    employer.left();
+                }
+            }
+        }
+
+        #[cfg(test)]
+        if REFUSE.get() {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         let shared = Arc::new(Shared { slot: Mutex::default(), changed: Condvar::new() });
-        let own = shared.clone();
-        std::thread::Builder::new().name("rpc-lane".into()).spawn(move || own.run())?;
+        let own = Self(shared.clone());
+        let run = move || {
+            let leave = Leave(employer);
+            own.run(|thread| leave.0.upgrade().is_none_or(|employer| employer.may_leave(thread)));
+        };
+        std::thread::Builder::new().name("rpc-lane".into()).spawn(run)?;
         Ok(Self(shared))
     }
 
-    /// Gives the thread its next work, unless it has ended in the meantime: then the work comes back.
-    pub(super) fn give(&self, work: Work) -> Result<(), Work> {
-        let mut slot = self.0.slot.lock().unwrap_or_else(PoisonError::into_inner);
-        if slot.retired || slot.work.is_some() {
-            return Err(work);
-        }
-        slot.work = Some(work);
-        drop(slot);
+    /// Gives an idle thread its next work.
+    pub(super) fn give(&self, work: Work) {
+        self.0.slot().work = Some(work);
         self.0.changed.notify_one();
-        Ok(())
     }
 
-    /// Lets the thread end as soon as it is idle.
+    /// Lets the thread end as soon as it has nothing to do.
     pub(super) fn retire(&self) {
-        self.0.slot.lock().unwrap_or_else(PoisonError::into_inner).retired = true;
+        self.0.slot().retired = true;
         self.0.changed.notify_one();
     }
 
-    /// Whether the thread has ended.
-    pub(super) fn is_retired(&self) -> bool {
-        self.0.slot.lock().unwrap_or_else(PoisonError::into_inner).retired
+    fn run(&self, may_leave: impl Fn(&Self) -> bool) {
+        loop {
+            let slot = self.0.slot();
+            let wait = self.0.changed.wait_timeout_while(slot, IDLE, |slot| slot.work.is_none() && !slot.retired);
+            let (mut slot, _) = wait.unwrap_or_else(PoisonError::into_inner);
+            let (work, retired) = (slot.work.take(), slot.retired);
+            drop(slot);
+            match work {
+                Some(work) => work(),
+                None if retired || may_leave(self) => return,
+                None => {}
+            }
+        }
     }
 }
 
 impl Shared {
-    fn run(&self) {
-        loop {
-            let slot = self.slot.lock().unwrap_or_else(PoisonError::into_inner);
-            let wait = self.changed.wait_timeout_while(slot, IDLE, |slot| slot.work.is_none() && !slot.retired);
-            let (mut slot, _) = wait.unwrap_or_else(PoisonError::into_inner);
-            match slot.work.take() {
-                Some(work) => {
-                    drop(slot);
-                    work();
-                }
-                None => {
-                    slot.retired = true;
-                    return;
-                }
+    fn slot(&self) -> MutexGuard<'_, Slot> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A job that waits for a thread. Its lane waits with it.
+pub(super) struct Parked<W> {
+    pub(super) key: LaneKey,
+    pub(super) job: Job<W>,
+    /// The tensors that it uses.
+    pub(super) borrows: Vec<Borrow>,
+}
+
+/// Where a job may run.
+pub(super) enum Claim {
+    /// On this thread, which is idle.
+    Idle(LaneThread),
+    /// On a thread that the caller starts, and that [`Threads::start_failed`] hears of if it cannot.
+    New,
+    /// On the next thread that is free.
+    Wait,
+}
+
+/// An idle thread is kept for the lane that it served last while there are no more of them than this; beyond, any lane
+/// may have it.
+pub(super) const KEPT_THREADS: usize = 64;
+
+/// The threads of a session.
+pub(super) struct Threads<W> {
+    max: usize,
+    /// What all but the first count against.
+    quota: Option<Arc<ThreadQuota>>,
+    /// All that there are, those that are being started included.
+    live: usize,
+    /// What they count as: one less than there are threads, if there is a quota.
+    leases: Vec<ThreadLease>,
+    /// Idle, and kept for the lane that they served last; the latest at the end.
+    kept: Vec<(LaneKey, LaneThread)>,
+    /// Idle, and for any lane.
+    spare: Vec<LaneThread>,
+    /// In the order of arrival. Not empty only while no thread is idle.
+    parked: VecDeque<Parked<W>>,
+    /// The quota will tell when there is room.
+    awaits_quota: bool,
+    ended: bool,
+}
+
+impl<W> Threads<W> {
+    pub(super) fn new(max: usize, quota: Option<Arc<ThreadQuota>>) -> Self {
+        Self {
+            max: max.max(1),
+            quota,
+            live: 0,
+            leases: Vec::new(),
+            kept: Vec::new(),
+            spare: Vec::new(),
+            parked: VecDeque::new(),
+            awaits_quota: false,
+            ended: false,
+        }
+    }
+
+    /// Where a job of lane `key` runs. `session` is whom the quota is to tell if there is no room.
+    pub(super) fn claim(&mut self, key: LaneKey, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> Claim {
+        if !self.parked.is_empty() {
+            return Claim::Wait;
+        }
+        if let Some(at) = self.kept.iter().rposition(|(lane, _)| *lane == key) {
+            return Claim::Idle(self.kept.remove(at).1);
+        }
+        if let Some(thread) = self.spare.pop() {
+            return Claim::Idle(thread);
+        }
+        if self.reserve() {
+            return Claim::New;
+        }
+        if !self.kept.is_empty() {
+            // That of the lane that has been idle for longest.
+            return Claim::Idle(self.kept.remove(0).1);
+        }
+        if self.reserve_or_wait(session) { Claim::New } else { Claim::Wait }
+    }
+
+    /// Counts one more thread, if there is room for it.
+    fn reserve(&mut self) -> bool {
+        if self.live >= self.max {
+            return false;
+        }
+        // Each session has one thread at least, so that it comes forward whatever the others do.
+        if let Some(quota) = &self.quota
+            && self.live > 0
+        {
+            let Some(lease) = quota.try_reserve() else { return false };
+            self.leases.push(lease);
+        }
+        self.live += 1;
+        true
+    }
+
+    /// Counts one more thread, or has the quota tell when there is room, if that is what is in the way.
+    fn reserve_or_wait(&mut self, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> bool {
+        let Some(quota) = self.quota.as_ref().filter(|_| self.live < self.max && !self.awaits_quota) else {
+            return false;
+        };
+        match quota.reserve_or_wait(session) {
+            Some(lease) => {
+                self.leases.push(lease);
+                self.live += 1;
+                true
+            }
+            None => {
+                self.awaits_quota = true;
+                false
             }
         }
     }
+
+    /// Queues a job for which there is no thread.
+    pub(super) fn park(&mut self, parked: Parked<W>) {
+        self.parked.push_back(parked);
+    }
+
+    /// Whether jobs wait for a thread.
+    pub(super) fn has_parked(&self) -> bool {
+        !self.parked.is_empty()
+    }
+
+    /// The first job that waits, if there is room for a thread for it. The caller starts one, as with [`Claim::New`].
+    pub(super) fn next_parked(&mut self, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> Option<Parked<W>> {
+        if self.parked.is_empty() || !(self.reserve() || self.reserve_or_wait(session)) {
+            return None;
+        }
+        self.parked.pop_front()
+    }
+
+    /// The quota has told that there is room.
+    pub(super) fn told_of_room(&mut self) {
+        self.awaits_quota = false;
+    }
+
+    /// A thread that was reserved for `parked` cannot be started. The jobs that will never have one are returned, in
+    /// their order: none as long as there are other threads, whose turn they wait for.
+    pub(super) fn start_failed(&mut self, parked: Parked<W>) -> VecDeque<Parked<W>> {
+        if let Some(lease) = self.left() {
+            lease.give_back_quietly();
+        }
+        self.parked.push_front(parked);
+        if self.live == 0 { std::mem::take(&mut self.parked) } else { VecDeque::new() }
+    }
+
+    /// A thread has nothing left to do in lane `key`: the next job for it, or it is idle from now on.
+    pub(super) fn free(&mut self, key: LaneKey, thread: &LaneThread) -> Option<Parked<W>> {
+        if let Some(parked) = self.parked.pop_front() {
+            return Some(parked);
+        }
+        if self.ended || (!self.leases.is_empty() && self.quota.as_ref().is_some_and(|quota| quota.is_awaited())) {
+            thread.retire();
+        } else if key.is_single_use() || self.kept.len() >= KEPT_THREADS {
+            self.spare.push(thread.clone());
+        } else {
+            self.kept.push((key, thread.clone()));
+        }
+        None
+    }
+
+    /// Takes an idle thread out for good. Whether it was idle.
+    pub(super) fn dismiss(&mut self, thread: &LaneThread) -> bool {
+        if let Some(at) = self.spare.iter().position(|spare| spare == thread) {
+            self.spare.remove(at);
+            return true;
+        }
+        let at = self.kept.iter().position(|(_, kept)| kept == thread);
+        at.map(|at| self.kept.remove(at)).is_some()
+    }
+
+    /// A thread has ended. What it counted as is to be dropped outside of locks.
+    pub(super) fn left(&mut self) -> Option<ThreadLease> {
+        self.live -= 1;
+        if self.leases.len() >= self.live.max(1) { self.leases.pop() } else { None }
+    }
+
+    /// Takes out a job that waits.
+    pub(super) fn remove(&mut self, id: u64) -> Option<Parked<W>> {
+        let at = self.parked.iter().position(|parked| parked.job.has_id(id))?;
+        self.parked.remove(at)
+    }
+
+    /// Lets all threads go, and returns the jobs that wait.
+    pub(super) fn end(&mut self) -> impl Iterator<Item = Parked<W>> {
+        self.ended = true;
+        self.kept.drain(..).for_each(|(_, thread)| thread.retire());
+        self.spare.drain(..).for_each(|thread| thread.retire());
+        std::mem::take(&mut self.parked).into_iter()
+    }
+
+    #[cfg(test)]
+    pub(super) fn idle(&self) -> usize {
+        self.kept.len() + self.spare.len()
+    }
+
+    #[cfg(test)]
+    pub(super) fn live(&self) -> usize {
+        self.live
+    }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Starting threads from this one fails, as if the system had no more.
+    pub(super) static REFUSE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }

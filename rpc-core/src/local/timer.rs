@@ -1,22 +1,44 @@
-//! Deadlines of local requests: one thread for the whole process, started by the first deadline.
+//! Deadlines of local requests. Each session keeps its own; one thread for the whole process, started by the first
+//! deadline, knows of each session when to look at them next.
+//!
+//! A deadline costs a push into the session's heap. Nobody is told when a request completes in time: the entry is dropped
+//! when it comes to the top, or when the entries have become twice as many as the requests that they are for.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::collections::{BTreeMap, BinaryHeap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
-type Action = Box<dyn FnOnce() + Send>;
+use crate::reply::{Responder, WeakResponder};
+
+/// A session with deadlines.
+pub(super) trait Expire: Send + Sync {
+    /// Looks at the deadlines, on the timer's thread. Must not block.
+    fn expire(self: Arc<Self>);
+}
+
+/// The deadlines of one session.
+pub(super) struct Deadlines {
+    /// The earliest on top. Entries of requests that are complete are dropped some time.
+    entries: BinaryHeap<Reverse<Entry>>,
+    /// How many entries are worth looking through for requests that are complete.
+    compact_at: usize,
+    /// What tells the session from others at the timer.
+    session: u64,
+    /// When the timer will call. Never later than the first entry.
+    alarm: Option<Instant>,
+}
 
 struct Entry {
     at: Instant,
-    /// Keeps entries of one instant in order, and the heap's order total.
-    sequence: u64,
-    action: Action,
+    responder: WeakResponder,
 }
 
 impl PartialEq for Entry {
     fn eq(&self, other: &Self) -> bool {
-        (self.at, self.sequence) == (other.at, other.sequence)
+        self.at == other.at
     }
 }
 
@@ -30,58 +52,150 @@ impl PartialOrd for Entry {
 
 impl Ord for Entry {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.at, self.sequence).cmp(&(other.at, other.sequence))
+        self.at.cmp(&other.at)
     }
 }
 
-#[derive(Default)]
+impl Deadlines {
+    pub(super) fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self {
+            entries: BinaryHeap::new(),
+            compact_at: SPARE_ENTRIES,
+            session: NEXT.fetch_add(1, Ordering::Relaxed),
+            alarm: None,
+        }
+    }
+
+    /// Watches the deadline of a request. `session` is asked for only if it has to be called earlier than it knows.
+    pub(super) fn watch(&mut self, at: Instant, responder: &Responder, session: impl FnOnce() -> Weak<dyn Expire>) {
+        if self.entries.len() >= self.compact_at {
+            self.compact();
+        }
+        self.entries.push(Reverse(Entry { at, responder: responder.downgrade() }));
+        if self.alarm.is_none_or(|alarm| at < alarm) {
+            TIMER.set(self.session, self.alarm.replace(at), Some((at, session())));
+        }
+    }
+
+    /// Takes the requests whose deadline has passed, and sees to it that the timer calls for the next one.
+    pub(super) fn take_due(&mut self, now: Instant, session: impl FnOnce() -> Weak<dyn Expire>) -> Vec<Responder> {
+        let mut due = Vec::new();
+        while let Some(Reverse(entry)) = self.entries.peek() {
+            if entry.at <= now {
+                due.extend(entry.responder.upgrade());
+            } else if entry.responder.is_pending() {
+                break;
+            }
+            self.entries.pop();
+        }
+        let next = self.entries.peek().map(|Reverse(entry)| entry.at);
+        TIMER.set(self.session, self.alarm, next.map(|at| (at, session())));
+        self.alarm = next;
+        due
+    }
+
+    /// Drops the entries of requests that are complete.
+    pub(super) fn compact(&mut self) {
+        self.entries.retain(|Reverse(entry)| entry.responder.is_pending());
+        self.compact_at = SPARE_ENTRIES + 2 * self.entries.len();
+        self.entries.shrink_to(self.compact_at);
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// What finds the session's calls at the timer.
+    #[cfg(test)]
+    pub(super) fn session(&self) -> u64 {
+        self.session
+    }
+}
+
+impl Drop for Deadlines {
+    fn drop(&mut self) {
+        if self.alarm.is_some() {
+            TIMER.set(self.session, self.alarm, None);
+        }
+    }
+}
+
+/// So few entries are not worth looking through.
+const SPARE_ENTRIES: usize = 64;
+
+static TIMER: Timer =
+    Timer { state: Mutex::new(State { calls: BTreeMap::new(), running: false }), changed: Condvar::new() };
+
 struct Timer {
-    entries: Mutex<(BinaryHeap<Reverse<Entry>>, u64)>,
+    /// Taken inside of sessions' locks, and holds none while it calls them.
+    state: Mutex<State>,
     changed: Condvar,
 }
 
+struct State {
+    /// One entry for each session that has deadlines: when to call it, and which it is.
+    calls: BTreeMap<(Instant, u64), Weak<dyn Expire>>,
+    /// Whether there is a thread.
+    running: bool,
+}
+
 impl Timer {
-    fn entries(&self) -> MutexGuard<'_, (BinaryHeap<Reverse<Entry>>, u64)> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls a session at `next` instead of at `old`.
+    fn set(&'static self, session: u64, old: Option<Instant>, next: Option<(Instant, Weak<dyn Expire>)>) {
+        let mut state = self.state();
+        let removed = old.and_then(|old| state.calls.remove(&(old, session)));
+        let mut earlier = false;
+        if let Some((at, called)) = next {
+            state.calls.insert((at, session), called);
+            // The thread sleeps until the first call that it knows of. To sleep too short does no harm.
+            earlier = state.calls.first_key_value().is_some_and(|(first, _)| *first == (at, session));
+            if !state.running {
+                let spawned = std::thread::Builder::new().name("rpc-deadlines".into()).spawn(|| self.run());
+                match spawned {
+                    Ok(_) => state.running = true,
+                    Err(error) => tracing::error!(%error, "no thread to watch deadlines: they do not fire for now"),
+                }
+            }
+        }
+        drop(state);
+        drop(removed);
+        if earlier {
+            self.changed.notify_one();
+        }
     }
 
     fn run(&self) {
-        let mut entries = self.entries();
+        let mut state = self.state();
         loop {
             let now = Instant::now();
-            match entries.0.peek() {
-                Some(Reverse(entry)) if entry.at <= now => {
-                    let Some(Reverse(entry)) = entries.0.pop() else { continue };
-                    drop(entries);
-                    (entry.action)();
-                    entries = self.entries();
+            match state.calls.first_entry() {
+                Some(first) if first.key().0 <= now => {
+                    let session = first.remove();
+                    drop(state);
+                    // Whoever waits for a reply is told right here, and one that panics must not stop the clock.
+                    if catch_unwind(AssertUnwindSafe(|| session.upgrade().map(Expire::expire))).is_err() {
+                        tracing::error!("somebody panicked when told that a deadline has passed");
+                    }
+                    state = self.state();
                 }
-                Some(Reverse(entry)) => {
-                    let wait = entry.at - now;
-                    entries = self.changed.wait_timeout(entries, wait).unwrap_or_else(PoisonError::into_inner).0;
+                Some(first) => {
+                    let wait = first.key().0 - now;
+                    state = self.changed.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
                 }
-                None => entries = self.changed.wait(entries).unwrap_or_else(PoisonError::into_inner),
+                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
 }
 
-/// Calls `action` at `at`, on the timer's thread. It must not block. There is no cancelling: an action finds out for
-/// itself that it is no longer needed, and holds nothing heavy.
-pub(super) fn call_at(at: Instant, action: impl FnOnce() + Send + 'static) {
-    static TIMER: OnceLock<&'static Timer> = OnceLock::new();
-    let timer = *TIMER.get_or_init(|| {
-        let timer: &'static Timer = Box::leak(Box::default());
-        let spawned = std::thread::Builder::new().name("rpc-deadlines".into()).spawn(|| timer.run());
-        if let Err(error) = spawned {
-            tracing::error!(%error, "cannot start the thread that watches deadlines: local deadlines will not fire");
-        }
-        timer
-    });
-    let mut entries = timer.entries();
-    entries.1 += 1;
-    let sequence = entries.1;
-    entries.0.push(Reverse(Entry { at, sequence, action: Box::new(action) }));
-    drop(entries);
-    timer.changed.notify_one();
+/// How many calls the timer has noted for a session.
+#[cfg(test)]
+pub(super) fn calls(session: u64) -> usize {
+    TIMER.state().calls.keys().filter(|(_, of)| *of == session).count()
 }
