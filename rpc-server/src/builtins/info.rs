@@ -43,7 +43,8 @@ pub struct ServerInfo {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// The device, such as `cpu:0`; or the kind, such as `cuda`, if it is absent.
+    /// The device, such as `cpu:0`; or the kind, such as `cuda`, if it is absent. Kinds that nobody would look for are not
+    /// listed as absent.
     pub device: String,
     /// The maker's name.
     pub name: Option<String>,
@@ -56,7 +57,8 @@ pub struct DeviceInfo {
 
 pub(super) fn register(registry: &Registry) {
     started();
-    registry.add_inline("rpc.info", |context: Context| Pack(collect(&context)));
+    // Not inline: drivers are asked for their devices, and take as long as they take.
+    registry.add("rpc.info", |context: Context| Pack(collect(&context)));
 }
 
 /// When this program began to offer functions: the start of a server that embeds no [`ServerState`].
@@ -90,6 +92,10 @@ fn collect(context: &Context) -> ServerInfo {
     }
 }
 
+/// The kinds that people look for, and learn of that they are not there.
+const COMMON_KINDS: [DeviceType; 5] =
+    [DeviceType::CUDA, DeviceType::OPENCL, DeviceType::VULKAN, DeviceType::METAL, DeviceType::ROCM];
+
 fn devices(devices: &Devices) -> Vec<DeviceInfo> {
     let mut infos = Vec::new();
     for (kind, api) in devices.iter() {
@@ -99,6 +105,9 @@ fn devices(devices: &Devices) -> Vec<DeviceInfo> {
             Err(reason) => infos.push(absent(kind, reason)),
         }
     }
+    let known: Vec<_> = devices.iter().map(|(kind, _)| kind).collect();
+    let unknown = COMMON_KINDS.into_iter().filter(|kind| !known.contains(kind));
+    infos.extend(unknown.map(|kind| absent(kind, "this build has no support for it".to_owned())));
     infos
 }
 
@@ -116,4 +125,39 @@ fn present(devices: &Devices, device: Device) -> DeviceInfo {
 
 fn absent(kind: DeviceType, reason: String) -> DeviceInfo {
     DeviceInfo { device: kind.to_string(), name: None, total_memory: None, absent: Some(reason) }
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::{FunctionKind, LocalSession, Session};
+
+    use super::*;
+
+    #[test]
+    fn it_says_why_there_is_no_device_of_a_common_kind() {
+        let registry = Registry::new();
+        register(&registry);
+        let devices = Devices::new().absent(DeviceType::VULKAN, "no loader was found");
+        let session = Session::new(LocalSession::builder(registry).devices(devices).build());
+        let info = session.function::<(), Pack<ServerInfo>>("rpc.info").wait().unwrap();
+        let Pack(info) = info.call(()).wait().unwrap();
+        let reason = |wanted: &str| {
+            let found: Vec<_> = info.devices.iter().filter(|device| device.device == wanted).collect();
+            assert_eq!(found.len(), 1, "{wanted}");
+            found[0].absent.clone()
+        };
+        assert_eq!(reason("vulkan").unwrap(), "no loader was found");
+        for kind in ["cuda", "rocm", "metal", "opencl"] {
+            assert_eq!(reason(kind).unwrap(), "this build has no support for it");
+        }
+        assert_eq!(reason("cpu:0"), None);
+    }
+
+    /// Drivers may take long to answer, and whatever is inline holds up its connection.
+    #[test]
+    fn it_runs_where_it_may_block() {
+        let registry = Registry::new();
+        register(&registry);
+        assert_eq!(registry.get("rpc.info").unwrap().kind(), FunctionKind::Blocking);
+    }
 }
