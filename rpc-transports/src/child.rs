@@ -31,6 +31,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::oneshot;
 
 use crate::address::{Address, AddressKind};
+use crate::identity::Security;
 use crate::transport::{BlockingChannel, Channel, DialOptions, TransportError};
 
 pub(crate) async fn dial(address: &Address, _options: &DialOptions) -> Result<Channel, TransportError> {
@@ -389,6 +390,8 @@ pub fn take_stdio() -> io::Result<StdioEnds> {
 /// As [`take_stdio`], in [`TransportError::Io`].
 pub async fn stdio_channel() -> Result<Channel, TransportError> {
     let channel = take_stdio().and_then(StdioEnds::into_channel);
+    let security = Security { is_parent: true, ..Security::default() };
+    let channel = channel.map(|channel| channel.with_security(security));
     channel.map_err(|error| TransportError::Io { address: STDIO.into(), source: Arc::new(error) })
 }
 

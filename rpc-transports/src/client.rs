@@ -262,6 +262,10 @@ fn turn(
         }
     }
     if let Err(error) = poll_output(&mut state.endpoint, io, cx) {
+        if state.endpoint.ended().is_some() {
+            // What was still to be written has no reader, and trying again would fail for ever.
+            return Poll::Pending;
+        }
         // A peer that closed has perhaps said why: what it wrote is still to be read.
         if read_rest(state, io, read, cx) {
             return Poll::Ready(());

@@ -179,6 +179,8 @@ pub struct Security {
     pub(crate) certificate: Option<String>,
     /// The dialling side has shown a certificate: as itself knows.
     pub(crate) showed_certificate: bool,
+    /// Whoever is at the far end has made this process, and need not prove anything to it.
+    pub(crate) is_parent: bool,
     /// The connection that this channel is one of several on.
     pub(crate) connection: Option<Arc<Connection>>,
 }
@@ -272,7 +274,7 @@ pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> V
     if !access.tokens.is_empty() {
         methods.push(Box::new(TokenProof::new(access.tokens.clone(), security.binding)));
     }
-    if access.anonymous {
+    if access.anonymous || security.is_parent {
         methods.push(Box::new(Anonymous));
     }
     if methods.is_empty() {

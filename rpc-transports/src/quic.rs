@@ -191,7 +191,7 @@ fn pool_connection(
         server_verified: trust.0.verifies(),
         showed_certificate: trust.0.shows_certificate(),
         connection: Some(Arc::default()),
-        certificate: None,
+        ..Security::default()
     };
     let pooled = Arc::new(Pooled { connection, _trust: trust, security, released: Arc::new(Notify::new()) });
     let mut pool = pool().lock().unwrap_or_else(PoisonError::into_inner);

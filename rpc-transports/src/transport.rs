@@ -55,7 +55,13 @@ impl Channel {
         Self { guard: Some(guard), ..self }
     }
 
-    #[cfg(feature = "tls")]
+    /// The same channel, with something around its bytes, such as a recorder.
+    #[must_use]
+    pub fn map_io<I: ChannelIo + 'static>(self, wrap: impl FnOnce(Box<dyn ChannelIo>) -> I) -> Self {
+        Self { io: Box::new(wrap(self.io)), ..self }
+    }
+
+    #[cfg(any(feature = "tls", feature = "exec"))]
     pub(crate) fn with_security(self, security: Security) -> Self {
         Self { security, ..self }
     }
