@@ -8,6 +8,7 @@ mod argument;
 mod bench;
 mod call;
 mod connect;
+mod credentials;
 mod doctor;
 mod failure;
 mod files;
@@ -81,6 +82,10 @@ enum Command {
     Bench(Box<bench::BenchArgs>),
     /// Find out why an address does not work
     Doctor(doctor::DoctorArgs),
+    /// Make certificates for a server and a client, or renew them
+    Cert(credentials::CertArgs),
+    /// Make a token, the secret that a server and its clients share
+    Token(credentials::TokenArgs),
     /// Print a completion script for a shell
     Completions {
         /// Which shell
@@ -127,6 +132,8 @@ fn run(globals: &Globals, output: &Output, command: Command) -> Result<(), Failu
         Command::Ping(args) => on_runtime(ping::ping(globals, output, args)),
         Command::Doctor(args) => on_runtime(doctor::doctor(globals, output, args)),
         Command::Bench(args) => bench::bench(globals, output, &args),
+        Command::Cert(args) => credentials::cert(output, args),
+        Command::Token(args) => credentials::token(output, args),
         Command::BenchChild(args) => bench::run_child(args),
         Command::Completions { shell } => {
             let mut script = Vec::new();

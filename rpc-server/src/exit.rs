@@ -22,8 +22,8 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
         Err(error) => {
             report(error);
             match error {
-                ServeError::Config(_) => CONFIG,
-                ServeError::Listen(_) | ServeError::Workdir { .. } => UNAVAILABLE,
+                ServeError::Trust(_) | ServeError::Config(_) => CONFIG,
+                ServeError::Listen(_) | ServeError::Workdir { .. } | ServeError::Metrics { .. } => UNAVAILABLE,
                 ServeError::ReadyFile { .. } | ServeError::Signals(_) | ServeError::Runtime(_) => FAILURE,
             }
         }

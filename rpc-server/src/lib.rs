@@ -1,7 +1,7 @@
 //! What people run: the daemon `rpc-server`, the tool `rpc-cli`, and the library to embed a server.
 //!
-//! [`server`] is the daemon as a library, [`spawn`] runs it as a child process, [`builtins`] are the functions that every
-//! server has. [`config`] says what can be set, [`workspace`] keeps the files of sessions.
+//! [`server`] is the daemon as a library, [`spawn`] runs it as a child process, [`isolate`] gives each session a process of
+//! its own, [`builtins`] are the functions that every server has. [`config`] says what can be set, [`workspace`] keeps the files of sessions.
 
 #![forbid(unsafe_code)]
 
@@ -9,11 +9,15 @@ pub mod builtins;
 pub mod cli;
 pub mod config;
 pub mod exit;
+pub mod isolate;
 pub mod logging;
+mod monitor;
 pub mod npy;
+pub mod pki;
 pub mod server;
 pub mod session;
 pub mod spawn;
+pub mod trust;
 pub mod workspace;
 
 pub use config::{ServeConfig, ServeSettings};

@@ -31,21 +31,28 @@ mod ready;
 mod signals;
 
 use std::io::{self, Read, Write};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use rpc_core::{Devices, LocalSession, Registry, RpcError, SessionLimits, SharedSession};
-use rpc_transports::{Address, ListenOptions, OpenRequest, ServeOptions, Server, SessionFactory, TokioSpawner, child};
+use rpc_transports::{
+    Access, Address, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, SessionFactory,
+    TokioSpawner, WireLimits, child,
+};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use self::ready::ReadyFile;
 use self::signals::Signals;
-use crate::builtins;
-use crate::config::{ListenAddress, ServeConfig, ServeError};
+use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError};
+use crate::isolate::Isolation;
+use crate::monitor::{Monitoring, Phase};
 use crate::session::{Cleaner, ServerState, SessionWorkspace, Source};
+use crate::trust::{ServerTrust, TrustError};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
+use crate::{builtins, isolate};
 
 /// How often named workspaces that nobody uses are looked for.
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
@@ -107,7 +114,8 @@ impl RpcServer {
     ///
     /// # Errors
     ///
-    /// The configuration, an address that cannot be listened on, the folder for workspaces, the ready file.
+    /// The configuration, an address that cannot be listened on, the folder for workspaces, the address for metrics, the ready
+    /// file.
     pub async fn start(self) -> Result<Running, ServeError> {
         let Self { registry, devices, config } = self;
         config.check()?;
@@ -115,29 +123,54 @@ impl RpcServer {
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
         // Before anything is printed, which would go to the peer.
         let channel = if config.stdio { Some(child::stdio_channel().await?) } else { None };
+        let (trust, onward) = (config.trust(), config.onward().dial_options()?);
+        let credentials = trust.load()?;
         let workspaces = open_workspaces(&config).await?;
-        let state = ServerState::new(config.key.clone(), config.max_total_memory.0);
-        let factory = LocalFactory {
-            registry,
-            devices,
-            limits: session_limits(&config),
-            workspaces: workspaces.clone(),
-            cleaner: Cleaner::start(),
-            spawner: Arc::new(TokioSpawner::current()),
-            state: state.clone(),
+        let isolated = config.isolate == Isolate::Process;
+        let state = ServerState::new(config.key.clone(), config.max_total_memory.0, isolated);
+        let monitoring = match &config.metrics {
+            Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone()).await?),
+            None => None,
+        };
+        let cleaner = Cleaner::start();
+        let (factory, isolation) = if isolated {
+            let isolation = Arc::new(Isolation::new(&config, workspaces.clone(), cleaner, state.clone())?);
+            (Factory::Isolated(isolation.clone()), Some(isolation))
+        } else {
+            let factory = LocalFactory {
+                registry,
+                devices,
+                limits: session_limits(&config),
+                workspaces: workspaces.clone(),
+                cleaner,
+                spawner: Arc::new(TokioSpawner::current()),
+                state: state.clone(),
+            };
+            (Factory::Local(factory), None)
+        };
+        let factory: Arc<dyn SessionFactory> = match &monitoring {
+            Some(monitoring) => monitoring.metered(factory),
+            None => Arc::new(factory),
         };
         // From here on an early return stops what was begun.
         let mut running = Running {
-            server: Server::new(Arc::new(factory), serve_options(&config)),
+            server: Server::new(factory, serve_options(&config, credentials.access, onward)),
+            trust,
+            tls: credentials.tls,
+            isolation,
             addresses: Vec::with_capacity(config.listen.len()),
             state,
             drain_timeout: config.drain_timeout.0,
             housekeeping: tokio::spawn(expire(workspaces)),
             ready,
+            monitoring,
         };
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
-        let options = ListenOptions { port_range, ..ListenOptions::default() };
+        let options = ListenOptions { port_range, tls: running.tls.clone(), ..ListenOptions::default() };
         for ListenAddress(address) in &config.listen {
+            if !address.is_loopback() && config.insecure {
+                tracing::warn!(%address, "other machines can connect, and nobody makes sure of who they are (--insecure)");
+            }
             let address = running.server.listen(address, &options).await?;
             tracing::info!(%address, "listening");
             running.addresses.push(address);
@@ -148,12 +181,13 @@ impl RpcServer {
         if let Some(ready) = &running.ready {
             ready.write(&running.addresses)?;
         }
+        running.enter(Phase::Ready);
         Ok(running)
     }
 
-    /// Starts to serve, prints `listening on ADDRESS` for each address on standard output, and serves until SIGTERM or
-    /// SIGINT. Then clients are told to go, and their sessions may end within the drain time-out; a second signal stops at
-    /// once.
+    /// Starts to serve, prints `listening on ADDRESS` for each address on standard output, then `metrics on URL` if there
+    /// are any, and serves until SIGTERM or SIGINT. Then clients are told to go, and their sessions may end within the
+    /// drain time-out; a second signal stops at once. SIGHUP has certificates and tokens read again.
     ///
     /// With `stdio` it also stops when that session ends; with `exit_with_stdin`, when standard input ends.
     ///
@@ -164,18 +198,24 @@ impl RpcServer {
         let mut signals = Signals::install().map_err(ServeError::Signals)?;
         let (stdio, watch_stdin) = (self.config.stdio, self.config.exit_with_stdin);
         let running = self.start().await?;
-        announce(&running.addresses);
+        announce(&running);
         let stdin_end = async { if watch_stdin { stdin_end().await } else { std::future::pending().await } };
         let only_session_ended = async { if stdio { running.idle().await } else { std::future::pending().await } };
         tokio::select! {
-            signal = signals.next() => tracing::info!(signal, "draining: no new sessions; a second signal stops at once"),
-            () = stdin_end => return Ok(StopReason::StdinEnded),
-            () = only_session_ended => return Ok(StopReason::SessionEnded),
+            signal = signals.next_but_hangup(|| running.reload_and_log()) => tracing::info!(signal, "draining: no new sessions; a second signal stops at once"),
+            () = stdin_end => {
+                running.end().await;
+                return Ok(StopReason::StdinEnded);
+            }
+            () = only_session_ended => {
+                running.end().await;
+                return Ok(StopReason::SessionEnded);
+            }
         }
         tokio::select! {
             () = running.drain() => {}
             signal = signals.next() => {
-                running.stop();
+                running.end_now().await;
                 return Ok(StopReason::SecondSignal(signal));
             }
         }
@@ -224,18 +264,38 @@ impl StopReason {
 /// A server that serves. Dropping it stops it now.
 pub struct Running {
     server: Server,
+    trust: ServerTrust,
+    tls: Option<ServerTls>,
+    isolation: Option<Arc<Isolation>>,
     addresses: Vec<Address>,
     state: Arc<ServerState>,
     drain_timeout: Duration,
     housekeeping: JoinHandle<()>,
     /// Removed with this.
     ready: Option<ReadyFile>,
+    monitoring: Option<Monitoring>,
 }
 
 impl Running {
     /// What is listened on, with the ports that were chosen, in the order of the configuration.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
+    }
+
+    /// Where metrics and health are served, with the port that was chosen, if they are.
+    pub fn metrics_address(&self) -> Option<SocketAddr> {
+        self.monitoring.as_ref().map(Monitoring::address)
+    }
+
+    /// Reads certificates and tokens again, and uses them for all connections from now on. If one cannot be used, nothing
+    /// changes. Blocks, shortly.
+    ///
+    /// # Errors
+    ///
+    /// The file that cannot be read or used.
+    pub fn reload(&self) -> Result<(), TrustError> {
+        self.server.set_access(self.trust.reload(self.tls.as_ref())?);
+        Ok(())
     }
 
     /// Live sessions.
@@ -249,24 +309,61 @@ impl Running {
     }
 
     /// Stops in good order: clients are told to go, no session begins, and those that there are may end within the drain
-    /// time-out. What is left then is stopped.
+    /// time-out. What is left then is stopped. Returns when the processes of isolated sessions have ended, too.
     pub async fn drain(&self) {
+        // First of all: whoever sends clients here should send them elsewhere.
+        self.enter(Phase::Draining);
         self.server.drain(self.drain_timeout).await;
         let left = self.server.sessions();
         if left > 0 {
             tracing::warn!(sessions = left, limit = ?self.drain_timeout, "not all sessions ended in time; stopping them");
         }
+        self.end().await;
+    }
+
+    /// Stops now: sessions end, and what was in progress fails. The processes of isolated sessions end
+    /// [soon](isolate::GRACE).
+    pub fn stop(&self) {
+        self.enter(Phase::Draining);
         self.server.stop();
     }
 
-    /// Stops now: sessions end, and what was in progress fails.
-    pub fn stop(&self) {
-        self.server.stop();
+    /// Stops, and waits for the processes of isolated sessions.
+    async fn end(&self) {
+        self.stop();
+        if let Some(isolation) = &self.isolation {
+            // They are killed after the grace, which begins when their session has ended, which takes a moment.
+            isolation.end(2 * isolate::GRACE).await;
+        }
+    }
+
+    /// Stops, and kills the processes of isolated sessions.
+    async fn end_now(&self) {
+        self.stop();
+        if let Some(isolation) = &self.isolation {
+            isolation.end(Duration::ZERO).await;
+        }
     }
 
     /// Resolves when there is no session.
     pub async fn idle(&self) {
         self.server.idle().await;
+    }
+
+    fn reload_and_log(&self) {
+        match self.reload() {
+            Ok(()) => tracing::info!("certificates and tokens have been read again"),
+            Err(error) => {
+                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+                tracing::error!(%error, cause, "certificates and tokens stay as they were");
+            }
+        }
+    }
+
+    fn enter(&self, phase: Phase) {
+        if let Some(monitoring) = &self.monitoring {
+            monitoring.enter(phase);
+        }
     }
 }
 
@@ -286,6 +383,23 @@ impl std::fmt::Debug for Running {
     }
 }
 
+/// Where the sessions of the server come from.
+enum Factory {
+    Local(LocalFactory),
+    /// Each from a process of its own.
+    Isolated(Arc<Isolation>),
+}
+
+#[async_trait]
+impl SessionFactory for Factory {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        match self {
+            Self::Local(factory) => factory.open(request),
+            Self::Isolated(isolation) => isolation.open(request).await,
+        }
+    }
+}
+
 /// Gives each client a local session of its own.
 struct LocalFactory {
     registry: Registry,
@@ -297,9 +411,8 @@ struct LocalFactory {
     state: Arc<ServerState>,
 }
 
-#[async_trait]
-impl SessionFactory for LocalFactory {
-    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+impl LocalFactory {
+    fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let source = match &request.workspace {
             // Opened now, so that a name that cannot be had is an error of the handshake.
             Some(name) => Source::Opened(self.workspaces.named(&request.identity, name)?),
@@ -313,13 +426,13 @@ impl SessionFactory for LocalFactory {
             .extension(self.state.clone())
             .spawner(self.spawner.clone())
             .build();
-        Ok(self.state.count(session))
+        Ok(self.state.count_local(session))
     }
 }
 
 // The structs of other crates can only be filled field by field.
 #[allow(clippy::field_reassign_with_default)]
-fn session_limits(config: &ServeConfig) -> SessionLimits {
+pub(crate) fn session_limits(config: &ServeConfig) -> SessionLimits {
     let mut limits = SessionLimits::default();
     limits.max_requests = config.max_requests as usize;
     limits.max_queued_bytes = usize::try_from(config.max_queued.0).unwrap_or(usize::MAX);
@@ -329,17 +442,27 @@ fn session_limits(config: &ServeConfig) -> SessionLimits {
 }
 
 #[allow(clippy::field_reassign_with_default)]
-fn serve_options(config: &ServeConfig) -> ServeOptions {
+fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> ServeOptions {
     let mut options = ServeOptions::default();
+    options.access = access;
+    options.onward = onward;
+    options.max_handshakes = config.max_handshakes;
     options.key = config.key.clone().unwrap_or_default();
     options.keep_alive = config.keep_alive.0;
     options.handshake_timeout = config.handshake_timeout.0;
     options.max_sessions = config.max_sessions;
     options.allow_forward = config.allow_forward.clone();
-    options.limits.max_requests = config.max_requests;
-    options.limits.max_message = config.max_message.0;
-    options.limits.window = config.max_queued.0;
+    options.limits = wire_limits(config);
     options
+}
+
+#[allow(clippy::field_reassign_with_default)]
+pub(crate) fn wire_limits(config: &ServeConfig) -> WireLimits {
+    let mut limits = WireLimits::default();
+    limits.max_requests = config.max_requests;
+    limits.max_message = config.max_message.0;
+    limits.window = config.max_queued.0;
+    limits
 }
 
 async fn open_workspaces(config: &ServeConfig) -> Result<WorkspaceRoot, ServeError> {
@@ -366,11 +489,14 @@ async fn expire(workspaces: WorkspaceRoot) {
     }
 }
 
-fn announce(addresses: &[Address]) {
+fn announce(running: &Running) {
     let mut stdout = io::stdout().lock();
-    for address in addresses {
+    for address in &running.addresses {
         // Nobody may be reading, and that is no reason to stop.
         let _ = writeln!(stdout, "listening on {address}");
+    }
+    if let Some(address) = running.metrics_address() {
+        let _ = writeln!(stdout, "metrics on http://{address}");
     }
     let _ = stdout.flush();
 }

@@ -14,7 +14,7 @@ use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{
     ErrorKind, Lane, LocalSession, MemoryQuota, Request, Result, RpcError, RpcSession, SharedSession, Submission,
-    WorkspaceFiles,
+    Usage, WorkspaceFiles,
 };
 
 use crate::workspace::{Workspace, WorkspaceRoot};
@@ -26,10 +26,28 @@ pub struct ServerState {
     runtime: Option<tokio::runtime::Handle>,
     memory: Arc<MemoryQuota>,
     next_id: AtomicU64,
-    live: Mutex<HashMap<u64, Weak<ServedSession>>>,
+    live: Mutex<HashMap<u64, Weak<dyn Holder>>>,
+    view: View,
+}
+
+/// What this process sees of the server.
+enum View {
+    /// All of it: the sessions are here.
+    Whole,
+    /// The sessions, each in a process of its own, as they report themselves.
+    Reports,
+    /// One session; the server is asked about the others.
+    One(Box<dyn Fn(Usage) -> Option<Totals> + Send + Sync>),
+}
+
+/// A session that is counted.
+pub(crate) trait Holder: Send + Sync {
+    /// What it holds, as far as it is known here.
+    fn usage(&self) -> Usage;
 }
 
 /// What all sessions together hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub(crate) sessions: u64,
     pub(crate) handles: u64,
@@ -37,15 +55,33 @@ pub(crate) struct Totals {
 }
 
 impl ServerState {
-    pub(crate) fn new(key: Option<String>, max_total_memory: u64) -> Arc<Self> {
-        Arc::new(Self {
-            started: Instant::now(),
+    /// The state of a server; `isolated` says that each of its sessions has a process of its own.
+    pub(crate) fn new(key: Option<String>, max_total_memory: u64, isolated: bool) -> Arc<Self> {
+        let view = if isolated { View::Reports } else { View::Whole };
+        Arc::new(Self::with(key, max_total_memory, Instant::now(), view))
+    }
+
+    /// The state of the process of one session; `totals` tells the server what this one holds,
+    /// and asks what all of them do.
+    pub(crate) fn of_one(
+        key: Option<String>,
+        started: Instant,
+        totals: impl Fn(Usage) -> Option<Totals> + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        // The server has set this session's part of the total aside.
+        Arc::new(Self::with(key, u64::MAX, started, View::One(Box::new(totals))))
+    }
+
+    fn with(key: Option<String>, max_total_memory: u64, started: Instant, view: View) -> Self {
+        Self {
+            started,
             key,
             runtime: tokio::runtime::Handle::try_current().ok(),
             memory: MemoryQuota::new("max_total_memory", max_total_memory, None),
             next_id: AtomicU64::new(0),
             live: Mutex::default(),
-        })
+            view,
+        }
     }
 
     /// When the server started.
@@ -64,16 +100,26 @@ impl ServerState {
     }
 
     pub(crate) fn totals(&self) -> Totals {
-        // Taken out of the lock: the last reference to a session may be dropped here, and that takes the lock.
-        let live: Vec<_> = self.live().values().filter_map(Weak::upgrade).collect();
-        Totals {
-            sessions: live.len() as u64,
-            handles: live.iter().map(|session| session.inner.usage().handles).sum(),
-            memory_bytes: self.memory.used(),
+        let here = self.totals_here();
+        match &self.view {
+            View::One(ask) => ask(Usage { handles: here.handles, memory_bytes: here.memory_bytes }).unwrap_or(here),
+            View::Whole | View::Reports => here,
         }
     }
 
-    fn live(&self) -> MutexGuard<'_, HashMap<u64, Weak<ServedSession>>> {
+    /// What the sessions hold that this process knows of.
+    pub(crate) fn totals_here(&self) -> Totals {
+        // Taken out of the lock: the last reference to a session may be dropped here, and that takes the lock.
+        let live: Vec<_> = self.live().values().filter_map(Weak::upgrade).collect();
+        let usages: Vec<_> = live.iter().map(|session| session.usage()).collect();
+        let memory_bytes = match &self.view {
+            View::Reports => usages.iter().map(|usage| usage.memory_bytes).sum(),
+            View::Whole | View::One(_) => self.memory.used(),
+        };
+        Totals { sessions: usages.len() as u64, handles: usages.iter().map(|usage| usage.handles).sum(), memory_bytes }
+    }
+
+    fn live(&self) -> MutexGuard<'_, HashMap<u64, Weak<dyn Holder>>> {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -93,25 +139,42 @@ impl ServerState {
         &self.memory
     }
 
-    /// Counts `inner` for as long as it lives.
-    pub(crate) fn count(self: &Arc<Self>, inner: LocalSession) -> SharedSession {
+    /// Counts what `make` makes for as long as that keeps what it is given.
+    pub(crate) fn count<H: Holder + 'static>(self: &Arc<Self>, make: impl FnOnce(Counted) -> H) -> Arc<H> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let session = Arc::new(ServedSession { id, inner, state: self.clone() });
-        self.live().insert(id, Arc::downgrade(&session));
-        session
+        let holder = Arc::new(make(Counted { id, state: self.clone() }));
+        let weak = Arc::downgrade(&holder);
+        self.live().insert(id, weak);
+        holder
+    }
+
+    /// Counts `inner` for as long as it lives.
+    pub(crate) fn count_local(self: &Arc<Self>, inner: LocalSession) -> SharedSession {
+        self.count(|counted| ServedSession { inner, _counted: counted })
+    }
+}
+
+/// A place among the sessions that are counted, until dropped.
+pub(crate) struct Counted {
+    id: u64,
+    state: Arc<ServerState>,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.state.live().remove(&self.id);
     }
 }
 
 /// A local session that is counted while it lives.
 struct ServedSession {
-    id: u64,
     inner: LocalSession,
-    state: Arc<ServerState>,
+    _counted: Counted,
 }
 
-impl Drop for ServedSession {
-    fn drop(&mut self) {
-        self.state.live().remove(&self.id);
+impl Holder for ServedSession {
+    fn usage(&self) -> Usage {
+        self.inner.usage()
     }
 }
 
@@ -204,29 +267,34 @@ impl WorkspaceFiles for Workspace {
     }
 }
 
-/// A thread that drops workspaces: removing the files of a session can take long, and sessions end on threads that serve
-/// others.
+/// A thread that drops workspaces, and what goes with them: removing the files of a session can take long, and sessions end
+/// on threads that serve others.
 pub(crate) struct Cleaner {
     /// `None` once dropping has begun, or if there is no thread.
-    queue: Option<Sender<Workspace>>,
+    queue: Option<Sender<Box<dyn Any + Send>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Cleaner {
     pub(crate) fn start() -> Arc<Self> {
-        let (queue, workspaces) = mpsc::channel::<Workspace>();
-        let run = move || workspaces.into_iter().for_each(drop);
+        let (queue, leavings) = mpsc::channel::<Box<dyn Any + Send>>();
+        let run = move || leavings.into_iter().for_each(drop);
         let thread = std::thread::Builder::new().name("rpc-cleaner".into()).spawn(run);
         let thread =
             thread.map_err(|error| tracing::warn!(%error, "workspaces are removed where their sessions end")).ok();
         Arc::new(Self { queue: thread.is_some().then_some(queue), thread })
     }
 
+    /// Without a thread, for workspaces that take no time to be dropped.
+    pub(crate) fn none() -> Arc<Self> {
+        Arc::new(Self { queue: None, thread: None })
+    }
+
     /// The queue is not bounded: each entry stands for a session, and those are.
-    fn drop_later(&self, workspace: Workspace) {
+    pub(crate) fn drop_later(&self, leavings: impl Any + Send) {
         if let Some(queue) = &self.queue {
-            // If the thread is gone the workspace comes back, and is dropped here.
-            let _ = queue.send(workspace);
+            // If the thread is gone they come back, and are dropped here.
+            let _ = queue.send(Box::new(leavings));
         }
     }
 }

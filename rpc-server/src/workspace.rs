@@ -17,6 +17,7 @@
 
 mod error;
 mod files;
+mod loan;
 mod root;
 mod tree;
 
@@ -33,7 +34,9 @@ use serde::{Deserialize, Serialize};
 
 pub use error::WorkspaceError;
 pub use files::{FileReader, FileWriter};
-use root::{RootInner, open_lock_file};
+use loan::Keeper;
+pub(crate) use loan::WorkspaceLoan;
+use root::open_lock_file;
 pub use root::{WorkspaceLimits, WorkspaceRoot};
 use tree::{Usage, measure, move_entry, purge, walk};
 
@@ -67,7 +70,7 @@ struct Inner {
     home: Home,
     account: Mutex<Account>,
     /// Last, so that the server's own folder outlives the workspace.
-    root: Arc<RootInner>,
+    keeper: Keeper,
 }
 
 /// Where a workspace lives, and so what becomes of it in the end.
@@ -79,6 +82,8 @@ enum Home {
         /// Locked, shared, against being expired by any server.
         lock: File,
     },
+    /// Seen to by the process that has lent it.
+    Lent,
 }
 
 #[derive(Default)]
@@ -161,7 +166,7 @@ impl Workspace {
         }
         let metadata = self.0.files.symlink_metadata(&target).map_err(at(path))?;
         let freed = if metadata.is_dir() {
-            let condemned = self.0.root.unique("removed");
+            let condemned = self.0.keeper.unique("removed");
             move_entry(&self.0.files, &target, &self.0.staging, &condemned).map_err(at(path))?;
             purge(&self.0.staging, &condemned)
         } else {
@@ -217,16 +222,23 @@ impl Workspace {
 
     /// The quota in bytes.
     pub fn quota_bytes(&self) -> u64 {
-        self.0.root.limits.quota_bytes
+        self.0.keeper.limits().quota_bytes
     }
 
     /// Opens the workspace in `folder`, an open folder with the real path `path`, and makes it if it is empty.
-    fn open(root: Arc<RootInner>, folder: &Dir, path: &Path, home: Home) -> io::Result<Self> {
+    fn open(keeper: Keeper, folder: &Dir, path: &Path, home: Home) -> io::Result<Self> {
         let files = make_folder(folder, "files")?;
         let staging = make_folder(folder, "staging")?;
         sweep_staging(&staging)?;
         let account = Account { committed: measure(&files)?, pending: Usage::default() };
-        Ok(Self(Arc::new(Inner { path: path.join("files"), files, staging, home, account: Mutex::new(account), root })))
+        Ok(Self(Arc::new(Inner {
+            path: path.join("files"),
+            files,
+            staging,
+            home,
+            account: Mutex::new(account),
+            keeper,
+        })))
     }
 
     /// What is at `target`, links followed, if that is a regular file.
@@ -252,7 +264,7 @@ impl Workspace {
     /// Refuses what would pass the limits. Before it does, it looks at what is really there: foreign code may have
     /// removed files since.
     fn check_limits(&self, path: &str, account: &mut Account, more: Usage) -> Result<(), WorkspaceError> {
-        let limits = &self.0.root.limits;
+        let limits = self.0.keeper.limits();
         let fits = |usage: Usage| usage.bytes <= limits.quota_bytes && usage.entries <= limits.max_entries;
         if fits(account.committed.plus(account.pending).plus(more)) {
             return Ok(());
@@ -280,7 +292,7 @@ impl Workspace {
     /// Makes an empty file in the staging folder, locked so that no other server takes it for a dead one's.
     fn create_staged(&self) -> io::Result<(String, File)> {
         loop {
-            let name = self.0.root.unique("write");
+            let name = self.0.keeper.unique("write");
             let mut options = OpenOptions::new();
             options.write(true).create_new(true).mode(0o600);
             let file = self.0.staging.open_with(&name, &options)?.into_std();
@@ -344,15 +356,17 @@ impl fmt::Debug for Workspace {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        let Keeper::Root(root) = &self.keeper else { return };
         match &self.home {
             Home::Private(name) => {
-                purge(&self.root.own, name);
+                purge(&root.own, name);
             }
             Home::Named { key, lock } => {
                 // If the time cannot be set, the workspace expires a little early.
                 let _ = lock.set_modified(SystemTime::now());
-                self.root.forget(key);
+                root.forget(key);
             }
+            Home::Lent => {}
         }
     }
 }

@@ -449,6 +449,8 @@ fn help_completions_and_manual() {
         "time",
         "bench",
         "doctor",
+        "cert",
+        "token",
         "completions",
         "man",
         "help",

@@ -11,7 +11,7 @@ use std::time::Duration;
 use rpc_core::files::Files;
 use rpc_core::{DataType, Device, ErrorKind, Pack, Registry, RemoteObject, Session};
 use rpc_server::builtins::{ServerInfo, TimeOptions, time_function};
-use rpc_server::config::{ByteSize, ConfigError, ServeConfig, ServeError, Span};
+use rpc_server::config::{ByteSize, ConfigError, Isolate, ServeConfig, ServeError, Span};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::{ConnectError, Connector};
 use tokio::sync::Semaphore;
@@ -199,6 +199,14 @@ async fn a_server_that_cannot_start_says_why_and_leaves_no_ready_file() {
     let error = start(&|config| config.workdir = "/dev/null/work".into()).await;
     assert!(matches!(error, ServeError::Workdir { .. }), "{error:?}");
     assert!(!ready.exists());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_program_without_the_hook_cannot_isolate_sessions() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = ServeConfig { isolate: Isolate::Process, ..config(&folder) };
+    let error = RpcServer::builder().config(config).build().start().await.unwrap_err();
+    assert!(matches!(error, ServeError::Config(ConfigError::NoIsolationHook)), "{error:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,8 +3,9 @@
 //!
 //!     cargo bench -p rpc-tests --features compare --bench compare
 //!
-//! Prints calls per second with 64 in flight, and the round trip of one call, for this project and for tarpc, in
-//! interleaved rounds, and the median ratio of the pairs.
+//! Prints calls per second with one and with 64 in flight, for this project, for tarpc and for tonic (gRPC over HTTP/2
+//! without TLS). Each round measures the three in turn. A rate is the median over the rounds; a ratio is the median over
+//! the rounds of our rate divided by theirs.
 
 use std::future::Future;
 use std::io::{BufRead, BufReader};
@@ -24,6 +25,7 @@ fn main() {
     match std::env::args().nth(1).as_deref() {
         Some("serve-ours") => block_on(serve_ours()),
         Some("serve-tarpc") => block_on(tarpc_side::serve()),
+        Some("serve-tonic") => block_on(tonic_side::serve()),
         // `cargo bench` adds arguments of its own.
         _ => compare(),
     }
@@ -82,24 +84,37 @@ async fn serve_ours() {
     std::future::pending().await
 }
 
+/// Calls per second, measured in one round.
+struct Rates {
+    ours: f64,
+    tarpc: f64,
+    tonic: f64,
+}
+
 fn compare() {
     pin_to_one_core();
-    let (ours, theirs) = (Peer::start("serve-ours"), Peer::start("serve-tarpc"));
+    let (ours, tarpc, tonic) = (Peer::start("serve-ours"), Peer::start("serve-tarpc"), Peer::start("serve-tonic"));
     block_on(async {
         let session = Connector::new().connect(&ours.address).await.expect("our server answers");
         let echo = session.function::<(i64,), i64>("echo").await.expect("echo is there");
-        let client = tarpc_side::connect(theirs.address.parse().expect("an address")).await;
+        let tarpc_client = tarpc_side::connect(tarpc.address.parse().expect("an address")).await;
+        let tonic_client = tonic_side::connect(&tonic.address).await;
+        let call_ours = |number: i64| {
+            let call = echo.call((number,)).start();
+            async move { assert_eq!(call.await.expect("the call succeeds"), number) }
+        };
+        let call_tarpc = |number: i64| tarpc_side::call(tarpc_client.clone(), number);
+        let call_tonic = |number: i64| tonic_side::call(tonic_client.clone(), number);
+        let round = async |in_flight| Rates {
+            ours: rate(in_flight, call_ours).await,
+            tarpc: rate(in_flight, call_tarpc).await,
+            tonic: rate(in_flight, call_tonic).await,
+        };
         let (mut single, mut pipelined) = (Vec::new(), Vec::new());
-        for round in 0..=ROUNDS {
-            let call_ours = |number: i64| {
-                let call = echo.call((number,)).start();
-                async move { assert_eq!(call.await.expect("the call succeeds"), number) }
-            };
-            let call_theirs = |number: i64| tarpc_side::call(client.clone(), number);
-            let one = (rate(1, call_ours).await, rate(1, call_theirs).await);
-            let many = (rate(IN_FLIGHT, call_ours).await, rate(IN_FLIGHT, call_theirs).await);
+        for number in 0..=ROUNDS {
+            let (one, many) = (round(1).await, round(IN_FLIGHT).await);
             // The first round warms up.
-            if round > 0 {
+            if number > 0 {
                 single.push(one);
                 pipelined.push(many);
             }
@@ -136,22 +151,22 @@ async fn rate<F: Future>(in_flight: usize, call: impl Fn(i64) -> F) -> f64 {
     rate
 }
 
-fn print(case: &str, pairs: &[(f64, f64)]) {
-    let median = |mut values: Vec<f64>| {
+fn print(case: &str, rounds: &[Rates]) {
+    let median = |value: fn(&Rates) -> f64| {
+        let mut values: Vec<_> = rounds.iter().map(value).collect();
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
     };
-    let ours = median(pairs.iter().map(|pair| pair.0).collect());
-    let theirs = median(pairs.iter().map(|pair| pair.1).collect());
-    let ratio = median(pairs.iter().map(|pair| pair.0 / pair.1).collect());
-    println!("{case}: ours {ours:.0}/s, tarpc {theirs:.0}/s, ratio {ratio:.2} (median of {} pairs)", pairs.len());
+    let ours = median(|round| round.ours);
+    let (tarpc, to_tarpc) = (median(|round| round.tarpc), median(|round| round.ours / round.tarpc));
+    let (tonic, to_tonic) = (median(|round| round.tonic), median(|round| round.ours / round.tonic));
+    println!(
+        "{case}: ours {ours:.0}/s, tarpc {tarpc:.0}/s (ratio {to_tarpc:.2}), tonic {tonic:.0}/s (ratio {to_tonic:.2})"
+    );
 }
 
-#[allow(unreachable_pub, missing_docs, clippy::module_name_repetitions)]
 /// The same service in tarpc, over TCP with no delay and bincode.
 mod tarpc_side {
-    use std::future::Future;
-
     use super::SocketAddr;
     use futures_util::StreamExt;
     use tarpc::server::{BaseChannel, Channel};
@@ -165,7 +180,7 @@ mod tarpc_side {
     }
 
     #[derive(Clone)]
-    pub struct EchoServer;
+    struct EchoServer;
 
     impl Echo for EchoServer {
         async fn echo(self, _: context::Context, number: i64) -> i64 {
@@ -194,10 +209,89 @@ mod tarpc_side {
         EchoClient::new(client::Config::default(), serde_transport::new(framed, Bincode::default())).spawn()
     }
 
-    pub(super) fn call(client: EchoClient, number: i64) -> impl Future<Output = ()> {
-        async move {
-            let answer = client.echo(context::current(), number).await.expect("the call succeeds");
-            assert_eq!(answer, number);
+    pub(super) async fn call(client: EchoClient, number: i64) {
+        let answer = client.echo(context::current(), number).await.expect("the call succeeds");
+        assert_eq!(answer, number);
+    }
+}
+
+/// The same service in tonic, over TCP with no delay and protobuf. What `tonic-build` would generate is written by hand,
+/// so that no `protoc` is needed.
+mod tonic_side {
+    use std::convert::Infallible;
+    use std::future::{self, Ready};
+    use std::task::{Context, Poll};
+
+    use tonic::body::Body;
+    use tonic::client;
+    use tonic::codegen::{BoxFuture, Service, http};
+    use tonic::server::{self, UnaryService};
+    use tonic::transport::server::TcpIncoming;
+    use tonic::transport::{Channel, Endpoint, Server};
+    use tonic::{Request, Response, Status};
+    use tonic_prost::ProstCodec;
+
+    const ECHO: &str = "/compare.Echo/Echo";
+
+    #[derive(Clone, PartialEq, prost::Message)]
+    struct Number {
+        #[prost(int64, tag = "1")]
+        number: i64,
+    }
+
+    /// The method.
+    struct Echo;
+
+    impl UnaryService<Number> for Echo {
+        type Response = Number;
+        type Future = Ready<Result<Response<Number>, Status>>;
+
+        fn call(&mut self, request: Request<Number>) -> Self::Future {
+            future::ready(Ok(Response::new(request.into_inner())))
         }
+    }
+
+    /// The service, which finds the method by its path.
+    #[derive(Clone)]
+    struct EchoServer;
+
+    impl Service<http::Request<Body>> for EchoServer {
+        type Response = http::Response<Body>;
+        type Error = Infallible;
+        type Future = BoxFuture<Self::Response, Infallible>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+            Box::pin(async move {
+                match request.uri().path() {
+                    ECHO => Ok(server::Grpc::new(ProstCodec::default()).unary(Echo, request).await),
+                    _ => Ok(Status::unimplemented("no such method").into_http()),
+                }
+            })
+        }
+    }
+
+    pub(super) async fn serve() {
+        let address = "127.0.0.1:0".parse().expect("a good address");
+        let incoming = TcpIncoming::bind(address).expect("a free port").with_nodelay(Some(true));
+        println!("{}", incoming.local_addr().expect("a bound address"));
+        Server::builder().serve_with_incoming(EchoServer, incoming).await.expect("the server runs");
+    }
+
+    pub(super) async fn connect(address: &str) -> Channel {
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).expect("an address").tcp_nodelay(true);
+        endpoint.connect().await.expect("the server answers")
+    }
+
+    pub(super) async fn call(channel: Channel, number: i64) {
+        let mut client = client::Grpc::new(channel);
+        client.ready().await.expect("the channel is open");
+        let path = http::uri::PathAndQuery::from_static(ECHO);
+        let codec = ProstCodec::<Number, Number>::default();
+        let answer = client.unary(Request::new(Number { number }), path, codec).await.expect("the call succeeds");
+        assert_eq!(answer.into_inner().number, number);
     }
 }

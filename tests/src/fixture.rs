@@ -3,10 +3,13 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use rpc_core::{ErrorKind, LocalSession, RpcError, Session, SessionLimits, SharedSession};
-use rpc_transports::{Connector, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner, WireLimits};
+use rpc_transports::{
+    Access, Certificate, ClientTls, Connector, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server,
+    ServerTls, Tokens, TokioSpawner, WireLimits,
+};
 use tokio::runtime::Handle;
 
 use crate::functions;
@@ -83,20 +86,49 @@ fn refuse(_: &OpenRequest) -> Result<SharedSession, RpcError> {
     Err(RpcError::new(ErrorKind::Refused, "this server only forwards"))
 }
 
+/// What encrypted transports need: a certificate for this machine, and a token.
+struct Credentials {
+    server: ServerTls,
+    dial: DialOptions,
+}
+
+static CREDENTIALS: LazyLock<Credentials> = LazyLock::new(|| {
+    let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
+    let pem = made.cert.pem();
+    let certificate = Certificate::from_pem(pem.as_bytes(), made.signing_key.serialize_pem().as_bytes()).unwrap();
+    let dial = DialOptions {
+        tls: Some(ClientTls::new(pem.as_bytes(), None).unwrap()),
+        tokens: Tokens::parse("0123456789abcdef0123456789abcdef").unwrap(),
+        ..DialOptions::default()
+    };
+    Credentials { server: ServerTls::new(certificate, None).unwrap(), dial }
+});
+
+/// The options with which `transport` is dialled.
+fn dial_options(transport: Transport) -> DialOptions {
+    if transport.is_encrypted() { CREDENTIALS.dial.clone() } else { DialOptions::default() }
+}
+
 /// A server whose sessions, and whose links, have these limits.
 pub fn server(limits: &SessionLimits) -> Server {
-    let (limits, options) = (limits.clone(), serve_options(limits));
+    origin(limits, serve_options(limits, Transport::Memory))
+}
+
+fn origin(limits: &SessionLimits, options: ServeOptions) -> Server {
+    let limits = limits.clone();
     let factory = move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(open(&limits))) };
     Server::new(Arc::new(factory), options)
 }
 
-fn serve_options(limits: &SessionLimits) -> ServeOptions {
+fn serve_options(limits: &SessionLimits, transport: Transport) -> ServeOptions {
     let defaults = WireLimits::default();
     let requests = u32::try_from(limits.max_requests).unwrap_or(u32::MAX);
     // Large enough for the largest call of the suite.
     let max_message = (limits.max_queued_bytes as u64).clamp(8 << 20, defaults.max_message);
     let limits = WireLimits { max_requests: requests, max_message, window: max_message, ..defaults };
-    ServeOptions { limits, allow_forward: vec!["*".to_owned()], ..ServeOptions::default() }
+    let onward = dial_options(transport);
+    let access = Access { anonymous: onward.tokens.is_empty(), tokens: onward.tokens.clone(), certificates: false };
+    ServeOptions { limits, access, onward, allow_forward: vec!["*".to_owned()], ..ServeOptions::default() }
 }
 
 /// How an origin is reached.
@@ -106,10 +138,20 @@ pub enum Transport {
     Memory,
     /// `tcp://`
     Tcp,
+    /// `tls://`, with a token
+    Tls,
+    /// `quic://`, with a token
+    Quic,
     /// `unix:`
     Unix,
     /// `exec:` of the program at this path, which is this package's `origin`.
     Exec(&'static str),
+}
+
+impl Transport {
+    fn is_encrypted(self) -> bool {
+        matches!(self, Self::Tls | Self::Quic)
+    }
 }
 
 /// Sessions over a transport, through any number of hops.
@@ -146,17 +188,23 @@ impl Remote {
             }
             Transport::Unix => format!("unix:{}", self.folder.path().join(format!("{number}")).display()),
             Transport::Tcp | Transport::Exec(_) => "tcp://127.0.0.1:0".to_owned(),
+            Transport::Tls => "tls://127.0.0.1:0".to_owned(),
+            Transport::Quic => "quic://127.0.0.1:0".to_owned(),
         };
-        let address = server.listen(&address.parse().unwrap(), &ListenOptions::default()).await.unwrap();
+        let mut options = ListenOptions::default();
+        if transport.is_encrypted() {
+            options.tls = Some(CREDENTIALS.server.clone());
+        }
+        let address = server.listen(&address.parse().unwrap(), &options).await.unwrap();
         self.servers.lock().unwrap().push(server);
         address.to_string()
     }
 
     /// Starts what serves one session; how to connect to it, and where.
     async fn prepare(&self, limits: &SessionLimits) -> (Connector, String) {
-        let mut connector = Connector::new();
+        let mut connector = Connector::new().dial_options(dial_options(self.transport));
         for _ in 0..self.hops {
-            let hop = Server::new(Arc::new(refuse), serve_options(limits));
+            let hop = Server::new(Arc::new(refuse), serve_options(limits, self.transport));
             connector = connector.via(&self.listen(hop, self.transport).await);
         }
         let target = match self.transport {
@@ -164,7 +212,7 @@ impl Remote {
                 let SessionLimits { max_requests, max_queued_bytes, max_handles, max_memory, .. } = limits;
                 format!("exec:{program} {max_requests} {max_queued_bytes} {max_handles} {max_memory}")
             }
-            transport => self.listen(server(limits), transport).await,
+            transport => self.listen(origin(limits, serve_options(limits, transport)), transport).await,
         };
         (connector, target)
     }

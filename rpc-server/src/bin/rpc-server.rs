@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use rpc_core::Registry;
 use rpc_server::config::{ServeError, ServeSettings};
 use rpc_server::server::{RpcServer, StopReason};
-use rpc_server::{exit, logging};
+use rpc_server::{exit, isolate, logging};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -51,6 +52,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    isolate::run_if_isolated(&Registry::new());
     match Cli::parse().command {
         Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
         Command::Config(settings) => match settings.resolve() {

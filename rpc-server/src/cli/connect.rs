@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use rpc_core::Session;
-use rpc_transports::Connector;
+use rpc_transports::{Connector, DialOptions};
 
 use super::failure::Failure;
 use crate::config::Span;
+use crate::trust::ClientTrust;
 
 /// How long connecting may take if nobody says: three lost packets, and a handshake over a slow link.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
@@ -47,6 +48,8 @@ pub(super) struct Globals {
     /// Print nothing but data and errors
     #[arg(short, long, global = true, env = "RPC_CLI_QUIET")]
     pub(super) quiet: bool,
+    #[command(flatten)]
+    trust: ClientTrust,
     /// When to colour text
     #[arg(long, global = true, env = "RPC_CLI_COLOR", value_name = "WHEN", default_value = "auto")]
     pub(super) color: ColorChoice,
@@ -77,22 +80,27 @@ impl Globals {
         self.timeout().unwrap_or(CONNECT_LIMIT)
     }
 
+    /// How channels are opened: with tokens and trust from the files that were given.
+    pub(super) fn dial_options(&self) -> Result<DialOptions, Failure> {
+        Ok(self.trust.dial_options()?)
+    }
+
     /// A connector without hops whose own limits are behind ours, so that ours is the one that is reported.
-    pub(super) fn bare_connector(&self) -> Connector {
+    pub(super) fn bare_connector(&self) -> Result<Connector, Failure> {
         let limit = self.connect_limit() + Duration::from_secs(5);
-        Connector::new().connect_timeout(limit).handshake_timeout(limit)
+        Ok(Connector::new().dial_options(self.dial_options()?).connect_timeout(limit).handshake_timeout(limit))
     }
 
     /// A connector with the hops that were asked for.
-    pub(super) fn connector(&self) -> Connector {
-        self.jump.iter().fold(self.bare_connector(), |connector, hop| connector.via(hop))
+    pub(super) fn connector(&self) -> Result<Connector, Failure> {
+        Ok(self.jump.iter().fold(self.bare_connector()?, |connector, hop| connector.via(hop)))
     }
 
     /// Opens a session with the server at `address`, with files or without.
     pub(super) async fn connect(&self, address: &str, files: Files) -> Result<Session, Failure> {
         let connector = match files {
-            Files::Workspace => self.connector().workspace(&self.workspace),
-            Files::None => self.connector(),
+            Files::Workspace => self.connector()?.workspace(&self.workspace),
+            Files::None => self.connector()?,
         };
         let limit = self.connect_limit();
         match tokio::time::timeout(limit, connector.connect(address)).await {

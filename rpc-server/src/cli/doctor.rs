@@ -25,7 +25,8 @@ pub(super) struct DoctorArgs {
 }
 
 pub(super) async fn doctor(globals: &Globals, output: &Output, args: DoctorArgs) -> Result<(), Failure> {
-    let mut visit = Visit { output, steps: Vec::new() };
+    let (connector, dial) = (globals.bare_connector()?, globals.dial_options()?);
+    let mut visit = Visit { output, steps: Vec::new(), connector, dial };
     let outcome = examine(globals, &mut visit, &args.address).await;
     let code = outcome.as_ref().err().copied().unwrap_or(0);
     if output.is_json() {
@@ -69,6 +70,8 @@ impl Finding {
 struct Visit<'a> {
     output: &'a Output,
     steps: Vec<Step>,
+    connector: Connector,
+    dial: DialOptions,
 }
 
 impl Visit<'_> {
@@ -118,16 +121,16 @@ async fn examine(globals: &Globals, visit: &mut Visit<'_>, target: &str) -> Resu
         return Ok(());
     }
     let (channel, received) = connect(visit, first, limit).await?;
-    let mut session = greet(globals, visit, channel, &received, limit).await?;
+    let mut session = greet(visit, channel, &received, limit).await?;
     // The key is for the last server, and counts here only if there is no other.
     if let (Some(key), 1) = (first.key(), addresses.len()) {
         close(&session).await;
-        session = with_key(globals, visit, first, key, limit).await?;
+        session = with_key(visit, first, key, limit).await?;
     }
     visit.ok("session", format!("{} opened one", first.clone().without_key()));
     for hops in 1..route.len() {
         close(&session).await;
-        session = through(globals, visit, &route[..=hops], limit).await?;
+        session = through(visit, &route[..=hops], limit).await?;
     }
     echo(visit, &session, limit).await?;
     close(&session).await;
@@ -137,6 +140,8 @@ async fn examine(globals: &Globals, visit: &mut Visit<'_>, target: &str) -> Resu
 fn describe(address: &Address) -> String {
     match address.kind() {
         AddressKind::Tcp { host, port } => format!("TCP port {port} of {host}"),
+        AddressKind::Tls { host, port } => format!("TCP port {port} of {host}, encrypted by TLS"),
+        AddressKind::Quic { host, port } => format!("UDP port {port} of {host}, in QUIC"),
         AddressKind::Unix { path } => format!("Unix socket {}", path.display()),
         AddressKind::Exec { argv } => format!("the program {}", argv.first().map_or("", String::as_str)),
         _ => address.to_string(),
@@ -144,8 +149,8 @@ fn describe(address: &Address) -> String {
 }
 
 async fn resolve(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> Result<(), u8> {
-    let AddressKind::Tcp { host, port } = address.kind() else { return Ok(()) };
-    let lookup = tokio::net::lookup_host((host.as_str(), *port));
+    let Some((host, port)) = address.host_and_port() else { return Ok(()) };
+    let lookup = tokio::net::lookup_host((host, port));
     match tokio::time::timeout(limit, lookup).await {
         Ok(Ok(found)) => {
             let mut found: Vec<_> = found.map(|socket| socket.ip().to_string()).collect();
@@ -174,7 +179,7 @@ async fn resolve(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> R
 
 async fn connect(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> Result<(Channel, Received), u8> {
     let start = Instant::now();
-    match open(address, limit).await {
+    match open(visit, address, limit).await {
         Ok(opened) => {
             visit.ok("connect", format!("in {:.1} ms", start.elapsed().as_secs_f64() * 1e3));
             Ok(opened)
@@ -184,15 +189,12 @@ async fn connect(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> R
 }
 
 /// A channel that remembers what was first received on it.
-async fn open(address: &Address, limit: Duration) -> Result<(Channel, Received), TransportError> {
+async fn open(visit: &Visit<'_>, address: &Address, limit: Duration) -> Result<(Channel, Received), TransportError> {
     let address = address.clone().without_key();
-    let options = DialOptions { connect_timeout: limit };
-    let (io, peer, guard) = dial(&address, &options).await?.into_parts();
+    let options = DialOptions { connect_timeout: limit, ..visit.dial.clone() };
     let received = Received::default();
-    let mut channel = Channel::new(Recorder { io, received: received.clone() }, peer);
-    if let Some(guard) = guard {
-        channel = channel.with_guard(guard);
-    }
+    let record = |io| Recorder { io, received: received.clone() };
+    let channel = dial(&address, &options).await?.map_io(record);
     Ok((channel, received))
 }
 
@@ -222,6 +224,7 @@ fn transport_finding(error: &TransportError) -> Finding {
             ("the program does not start", "check that it is installed, executable, and on PATH")
         }
         TransportError::Unsupported { .. } => ("this cannot be dialled", "use a tcp:// or unix: address"),
+        TransportError::Insecure { hint, .. } => ("the two sides do not agree on how to encrypt", *hint),
         TransportError::Closed { .. } => ("the connection was closed at once", "look at the server's log"),
         _ => ("the system reports an error", "look at the cause"),
     };
@@ -229,21 +232,15 @@ fn transport_finding(error: &TransportError) -> Finding {
 }
 
 /// Introduces ourselves without a key, and tells from the answer which of the first steps have been taken.
-async fn greet(
-    globals: &Globals,
-    visit: &mut Visit<'_>,
-    channel: Channel,
-    received: &Received,
-    limit: Duration,
-) -> Result<Session, u8> {
-    let outcome = tokio::time::timeout(limit, globals.bare_connector().connect_channel(channel)).await;
+async fn greet(visit: &mut Visit<'_>, channel: Channel, received: &Received, limit: Duration) -> Result<Session, u8> {
+    let outcome = tokio::time::timeout(limit, visit.connector.connect_channel(channel)).await;
     let first = received.bytes();
     let is_ours = first.starts_with(&MAGIC);
     let error = match outcome {
         Ok(Ok(session)) => {
             introduced(visit);
             visit.ok("version", format!("we speak {VERSION_MIN} to {VERSION_MAX}, and so does it"));
-            visit.ok("identity", "nobody has to prove who they are");
+            visit.ok("identity", "accepted");
             return Ok(session);
         }
         Err(_) if is_ours => {
@@ -275,14 +272,14 @@ async fn greet(
     introduced(visit);
     let code = connect_code(&ConnectError::Session(error.clone()));
     let detail = error.message().to_owned();
-    // Which of the three it is, the error says in words only.
-    if error.kind() == ErrorKind::Refused && detail.contains("version") {
+    if error.kind() == ErrorKind::VersionMismatch {
         let advice = "use an rpc-cli and an rpc-server of the same release";
         return Err(visit.failed("version", Finding::new(detail, advice, code)));
     }
     visit.ok("version", "a version that both sides speak");
-    if error.kind() == ErrorKind::Refused && detail.contains("identity") {
-        let advice = "prove your identity in the way that the server wants";
+    if error.kind() == ErrorKind::Unauthenticated {
+        let advice = "give what the server wants: a token that it knows (--token-file), or a certificate by an authority that it \
+                      trusts (--cert, --cert-key)";
         return Err(visit.failed("identity", Finding::new(detail, advice, code)));
     }
     visit.ok("identity", "accepted");
@@ -331,16 +328,10 @@ fn session_advice(error: &RpcError) -> &'static str {
 }
 
 /// Opens the session again, now with the key of the address.
-async fn with_key(
-    globals: &Globals,
-    visit: &mut Visit<'_>,
-    address: &Address,
-    key: &str,
-    limit: Duration,
-) -> Result<Session, u8> {
+async fn with_key(visit: &mut Visit<'_>, address: &Address, key: &str, limit: Duration) -> Result<Session, u8> {
     let attempt = async {
-        let (channel, _) = open(address, limit).await?;
-        globals.bare_connector().key(key).connect_channel(channel).await
+        let (channel, _) = open(visit, address, limit).await?;
+        visit.connector.clone().key(key).connect_channel(channel).await
     };
     let advice = "ask the server which key it has (rpc-cli info, without the key), or leave the key out";
     match tokio::time::timeout(limit, attempt).await {
@@ -354,10 +345,10 @@ async fn with_key(
 }
 
 /// Opens a session with the last server of `route` through the others, the last but one of which works.
-async fn through(globals: &Globals, visit: &mut Visit<'_>, route: &[&str], limit: Duration) -> Result<Session, u8> {
+async fn through(visit: &mut Visit<'_>, route: &[&str], limit: Duration) -> Result<Session, u8> {
     let Some((target, hops)) = route.split_last() else { return Err(1) };
     let step = format!("hop {}", hops.len());
-    let connector = hops.iter().fold(globals.bare_connector(), |connector: Connector, hop| connector.via(hop));
+    let connector = hops.iter().fold(visit.connector.clone(), |connector: Connector, hop| connector.via(hop));
     let last = hops.last().copied().unwrap_or_default();
     match tokio::time::timeout(limit, connector.connect(target)).await {
         Ok(Ok(session)) => {

@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, RpcError};
-use rpc_transports::{ConnectError, TransportError};
+use rpc_transports::{ConnectError, TokenError, TransportError};
 use serde_json::json;
 
 use super::output::Output;
 use crate::npy::NpyError;
+use crate::pki::PkiError;
 use crate::spawn::SpawnError;
+use crate::trust::TrustError;
 
 /// The request failed.
 const FAILURE: u8 = 1;
@@ -47,6 +49,10 @@ pub(super) enum Failure {
     Unsuitable(String),
     #[error("cannot start a process of our own")]
     Spawn(#[from] SpawnError),
+    #[error(transparent)]
+    Pki(#[from] PkiError),
+    #[error(transparent)]
+    Trust(#[from] TrustError),
     #[error("cannot write the output")]
     Output(#[source] io::Error),
     /// All that there is to say has been said.
@@ -65,7 +71,8 @@ impl Failure {
 
     pub(super) fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage(_) => USAGE,
+            Self::Usage(_)
+            | Self::Pki(PkiError::NoHost | PkiError::Token(TokenError::Name | TokenError::Malformed)) => USAGE,
             Self::Connect(error) => connect_code(error),
             Self::Remote(error) => code_of_kind(error.kind()),
             Self::TimedOut { .. } => TIMEOUT,
@@ -76,6 +83,8 @@ impl Failure {
             | Self::Npy { .. }
             | Self::Unsuitable(_)
             | Self::Spawn(_)
+            | Self::Pki(_)
+            | Self::Trust(_)
             | Self::Output(_) => FAILURE,
         }
     }
@@ -189,8 +198,8 @@ fn code_of_kind(kind: ErrorKind) -> u8 {
     match kind {
         ErrorKind::DeadlineExceeded | ErrorKind::SessionTimeout => TIMEOUT,
         ErrorKind::PeerLost | ErrorKind::PeerSilent | ErrorKind::Draining | ErrorKind::Closed => UNREACHABLE,
-        ErrorKind::Protocol => PROTOCOL,
-        ErrorKind::Refused => REFUSED,
+        ErrorKind::Protocol | ErrorKind::VersionMismatch => PROTOCOL,
+        ErrorKind::Refused | ErrorKind::Unauthenticated => REFUSED,
         _ => FAILURE,
     }
 }

@@ -6,6 +6,7 @@
 
 mod units;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fmt, fs, io};
@@ -14,8 +15,9 @@ use rpc_transports::{Address, AddressError, TransportError};
 use serde::{Deserialize, Serialize};
 
 use crate::logging::{LogFilter, LogFormat};
+use crate::trust::{ClientTrust, ServerTrust, TrustError};
 
-pub use units::{ByteSize, PortRange, Span, UnitError};
+pub use units::{ByteSize, HttpAddress, PortRange, Span, UnitError};
 
 macro_rules! settings {
     (
@@ -86,8 +88,8 @@ macro_rules! settings {
 
 settings! {
     settings {
-        /// An address to listen on, such as tcp://127.0.0.1:9090, tcp://localhost:0 or unix:/run/rpc.sock; may be repeated, or
-        /// given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio
+        /// An address to listen on, such as tcp://127.0.0.1:9090, quic://[::]:9090, tls://0.0.0.0:0 or unix:/run/rpc.sock; may be
+        /// repeated, or given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         listen: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_LISTEN";
         /// The folder for the files of sessions. Named workspaces are kept in it
@@ -95,6 +97,8 @@ settings! {
         workdir: PathBuf = default_workdir(), "RPC_SERVER_WORKDIR";
         /// Sessions at a time; more are refused
         max_sessions: usize = 4096, "RPC_SERVER_MAX_SESSIONS";
+        /// Connections at a time whose clients have not introduced themselves; one more is closed
+        max_handshakes: usize = 1024, "RPC_SERVER_MAX_HANDSHAKES";
         /// Device memory that one session may hold
         #[arg(value_name = "SIZE")]
         max_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_MEMORY";
@@ -138,6 +142,17 @@ settings! {
         /// given as a list with commas. None without it
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
+        /// Where sessions run: all in the server's own process, or each in a process of its own, so that a crash in a
+        /// function is an error to one client alone
+        #[arg(value_name = "WHERE")]
+        isolate: Isolate = Isolate::None, "RPC_SERVER_ISOLATE";
+        /// With --isolate process: memory that the process of one session may have for its data; a function that asks for
+        /// more gets none, which ends most programs
+        #[arg(value_name = "SIZE")]
+        isolate_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_ISOLATE_MEMORY";
+        /// With --isolate process: files and sockets that the process of one session may have open
+        #[arg(value_name = "NUMBER")]
+        isolate_files: u64 = 1024, "RPC_SERVER_ISOLATE_FILES";
         /// Serve one session on standard input and output, and stop when it ends
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         stdio: bool = false, "RPC_SERVER_STDIO";
@@ -151,9 +166,38 @@ settings! {
         /// Ports to try when an address says port 0 or its port is in use, such as 9090-9199
         #[arg(value_name = "FIRST-LAST")]
         port_range: PortRange, "RPC_SERVER_PORT_RANGE";
+        /// With --isolate process: processor time that the process of one session may use, in whole seconds, rounded up; it is
+        /// killed then. No limit without it
+        #[arg(value_name = "TIME")]
+        isolate_cpu_time: Span, "RPC_SERVER_ISOLATE_CPU_TIME";
+        /// The server's certificate for tls:// and quic:// addresses, and those between it and its authority, as a PEM file;
+        /// made by rpc-cli cert, for example. With --token-file alone the server makes one for itself
+        #[arg(value_name = "FILE")]
+        cert: PathBuf, "RPC_SERVER_CERT";
+        /// The private key of --cert, as a PEM file
+        #[arg(value_name = "FILE")]
+        cert_key: PathBuf, "RPC_SERVER_CERT_KEY";
+        /// Serve clients with a certificate by one of the authorities in this PEM file
+        #[arg(value_name = "FILE")]
+        client_ca: PathBuf, "RPC_SERVER_CLIENT_CA";
+        /// Serve clients that know one of the tokens in this file, one a line; a name in front of it says whom its holder is
+        /// known as. Made by rpc-cli token, for example
+        #[arg(value_name = "FILE")]
+        token_file: PathBuf, "RPC_SERVER_TOKEN_FILE";
+        /// Certificates of the authorities that the servers to which clients are forwarded must have theirs from, as a PEM
+        /// file
+        #[arg(value_name = "FILE")]
+        forward_ca: PathBuf, "RPC_SERVER_FORWARD_CA";
+        /// A file of tokens by which this server proves itself to those to which clients are forwarded
+        #[arg(value_name = "FILE")]
+        forward_token_file: PathBuf, "RPC_SERVER_FORWARD_TOKEN_FILE";
         /// A file that is written when the server is ready, with one address a line, and removed when it stops
         #[arg(value_name = "FILE")]
         ready_file: PathBuf, "RPC_SERVER_READY_FILE";
+        /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address, such as 127.0.0.1:9464. Off without
+        /// it
+        #[arg(value_name = "ADDRESS")]
+        metrics: HttpAddress, "RPC_SERVER_METRICS";
     }
 }
 
@@ -192,6 +236,26 @@ impl ServeSettings {
 }
 
 impl ServeConfig {
+    /// The files by which clients are known, and the server.
+    pub fn trust(&self) -> ServerTrust {
+        ServerTrust {
+            cert: self.cert.clone(),
+            cert_key: self.cert_key.clone(),
+            client_ca: self.client_ca.clone(),
+            token_file: self.token_file.clone(),
+        }
+    }
+
+    /// The files by which this server and those to which it forwards know each other.
+    pub fn onward(&self) -> ClientTrust {
+        ClientTrust {
+            ca: self.forward_ca.clone(),
+            cert: self.forward_ca.as_ref().and(self.cert.clone()),
+            cert_key: self.forward_ca.as_ref().and(self.cert_key.clone()),
+            token_file: self.forward_token_file.clone(),
+        }
+    }
+
     /// The configuration as a TOML file that gives the same one when it is read.
     pub fn to_toml(&self) -> String {
         // A flat table of strings, numbers and lists of strings: nothing that TOML could not show.
@@ -202,15 +266,41 @@ impl ServeConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::Key`], [`ConfigError::StdinTaken`].
+    /// [`ConfigError::Insecure`], [`ConfigError::InsecureMetrics`], [`ConfigError::NotListenable`], [`ConfigError::Key`],
+    /// [`ConfigError::StdinTaken`], [`ConfigError::NoShare`], [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`],
+    /// [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
+        let trust = self.trust();
         for ListenAddress(address) in &self.listen {
-            if !address.is_loopback() && !self.insecure {
-                return Err(ConfigError::Insecure { address: address.clone() });
-            }
-            if !matches!(address.scheme(), "tcp" | "unix" | "memory") || address.key().is_some() {
+            if matches!(address.scheme(), "exec" | "local") || address.key().is_some() {
                 return Err(ConfigError::NotListenable { address: address.clone() });
             }
+            // A token that crosses a network in the clear proves who begins to speak, and not who goes on.
+            let secure = address.is_loopback() || (address.is_encrypted() && trust.demands());
+            if !secure && !self.insecure {
+                return Err(ConfigError::Insecure { address: address.clone() });
+            }
+            if address.is_encrypted() && !trust.shows() {
+                return Err(ConfigError::NoCertificate { address: address.clone() });
+            }
+        }
+        let zero = [
+            ("--max-sessions", self.max_sessions as u64),
+            ("--max-handshakes", self.max_handshakes as u64),
+            ("--max-requests", self.max_requests.into()),
+            ("--max-handles", self.max_handles as u64),
+            ("--max-message", self.max_message.0),
+            ("--keep-alive", u64::from(!self.keep_alive.0.is_zero())),
+            ("--handshake-timeout", u64::from(!self.handshake_timeout.0.is_zero())),
+        ];
+        if let Some((setting, _)) = zero.into_iter().find(|(_, value)| *value == 0) {
+            return Err(ConfigError::Zero { setting });
+        }
+        if let Some(HttpAddress(address)) = self.metrics
+            && !address.ip().to_canonical().is_loopback()
+            && !self.insecure
+        {
+            return Err(ConfigError::InsecureMetrics { address });
         }
         if let Some(key) = &self.key {
             Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)))
@@ -219,6 +309,14 @@ impl ServeConfig {
         }
         if self.stdio && self.exit_with_stdin {
             return Err(ConfigError::StdinTaken);
+        }
+        if self.isolate == Isolate::Process {
+            if self.max_total_memory != ByteSize::UNLIMITED && self.max_memory > self.max_total_memory {
+                return Err(ConfigError::NoShare { max_total_memory: self.max_total_memory });
+            }
+            if self.isolate_files < MIN_FILES {
+                return Err(ConfigError::TooFewFiles { isolate_files: self.isolate_files });
+            }
         }
         Ok(())
     }
@@ -271,6 +369,17 @@ impl fmt::Display for ListenAddress {
     }
 }
 
+/// Where the sessions of a server run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Isolate {
+    /// All in the process of the server: what ends one ends all.
+    #[default]
+    None,
+    /// Each in a process of its own: see [`isolate`](crate::isolate).
+    Process,
+}
+
 /// What is wrong with a configuration.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -293,15 +402,40 @@ pub enum ConfigError {
     },
     /// Other machines could connect, and nobody would have to prove who they are.
     #[error(
-        "{address} can be reached from other machines, and whoever connects may run code here; listen on \
-         tcp://127.0.0.1:PORT or on unix:PATH, or say --insecure if the network is trusted"
+        "{address} can be reached from other machines, and whoever connects may run code here; serve quic:// or tls:// with \
+         --token-file or --client-ca, listen on tcp://127.0.0.1:PORT or on unix:PATH, or say --insecure if the network is \
+         trusted"
     )]
     Insecure {
         /// The address to be listened on.
         address: Address,
     },
+    /// Other machines could read the metrics, which nobody has to prove anything for.
+    #[error(
+        "metrics on {address} could be read from other machines; serve them on 127.0.0.1:PORT, or say --insecure if the \
+         network is trusted"
+    )]
+    InsecureMetrics {
+        /// Where they should be served.
+        address: SocketAddr,
+    },
+    /// There is no certificate to show.
+    #[error("{address} needs a certificate: give --cert and --cert-key (rpc-cli cert makes them), or --token-file")]
+    NoCertificate {
+        /// The address to be listened on.
+        address: Address,
+    },
+    /// A limit that would let nothing pass.
+    #[error("{setting} is zero, with which nothing could be served")]
+    Zero {
+        /// The setting.
+        setting: &'static str,
+    },
     /// One cannot listen there.
-    #[error("cannot listen on {address}: write tcp://HOST:PORT or unix:PATH; a key is given with --key")]
+    #[error(
+        "cannot listen on {address}: write tcp://HOST:PORT, tls://HOST:PORT, quic://HOST:PORT or unix:PATH; a key is given \
+         with --key"
+    )]
     NotListenable {
         /// The address to be listened on.
         address: Address,
@@ -315,6 +449,27 @@ pub enum ConfigError {
     /// Two settings want the standard input.
     #[error("--stdio ends with standard input by itself, so --exit-with-stdin cannot be had with it; leave that out")]
     StdinTaken,
+    /// Sessions in processes of their own get their share of the total at the beginning, and it is not known how much.
+    #[error(
+        "with --isolate process each session has its --max-memory set aside from --max-total-memory ({max_total_memory}), \
+         so --max-memory has to be given, and be no larger"
+    )]
+    NoShare {
+        /// The memory of all sessions.
+        max_total_memory: ByteSize,
+    },
+    /// The process of a session could not serve it.
+    #[error("--isolate-files {isolate_files} is too few: a session without any files of its own has about {MIN_FILES}")]
+    TooFewFiles {
+        /// How many files it may have open.
+        isolate_files: u64,
+    },
+    /// The program cannot be started again as the process of a session.
+    #[error(
+        "with --isolate process the program is started again for each session, so its main has to begin with a call of \
+         rpc_server::isolate::run_if_isolated"
+    )]
+    NoIsolationHook,
 }
 
 /// What keeps a server from starting.
@@ -343,6 +498,17 @@ pub enum ServeError {
         /// What the system said.
         source: io::Error,
     },
+    /// Metrics cannot be served at their address.
+    #[error("cannot serve metrics on {address}")]
+    Metrics {
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Certificates or tokens.
+    #[error("certificates or tokens cannot be used")]
+    Trust(#[from] TrustError),
     /// The async runtime cannot be started.
     #[error("cannot start the runtime")]
     Runtime(#[source] io::Error),
@@ -350,6 +516,9 @@ pub enum ServeError {
     #[error("cannot wait for signals")]
     Signals(#[source] io::Error),
 }
+
+/// Standard input, output and error, what the runtime needs, the connection, the workspace, and a few to spare.
+const MIN_FILES: u64 = 32;
 
 /// Where other servers of this kind usually are.
 const DEFAULT_PORT: u16 = 9090;

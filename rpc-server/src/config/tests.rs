@@ -72,7 +72,15 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
     let config = ServeConfig {
         key: Some("board".to_owned()),
         port_range: Some(PortRange(1..=2)),
+        isolate_cpu_time: Some(seconds(60)),
+        cert: Some("server.pem".into()),
+        cert_key: Some("server.key".into()),
+        client_ca: Some("ca.pem".into()),
+        token_file: Some("tokens".into()),
+        forward_ca: Some("ca.pem".into()),
+        forward_token_file: Some("tokens".into()),
         ready_file: Some("ready".into()),
+        metrics: Some("127.0.0.1:9464".parse().unwrap()),
         ..ServeConfig::default()
     };
     let keys: toml::Table = config.to_toml().parse().unwrap();
@@ -92,6 +100,12 @@ fn the_effective_configuration_reads_back_as_itself() {
         "3GB",
         "--allow-forward",
         "a,b",
+        "--isolate",
+        "process",
+        "--isolate-cpu-time",
+        "1h",
+        "--max-memory",
+        "1GB",
     ])
     .resolve()
     .unwrap();
@@ -130,6 +144,18 @@ fn an_address_that_others_can_reach_is_refused_unless_insecure_says_so() {
 }
 
 #[test]
+fn metrics_that_others_can_read_are_refused_unless_insecure_says_so() {
+    for address in ["0.0.0.0:9464", "[::]:9464", "10.0.0.5:0"] {
+        let error = flags(&["--metrics", address]).resolve().unwrap_err();
+        assert!(matches!(error, ConfigError::InsecureMetrics { .. }), "{error:?}");
+        flags(&["--metrics", address, "--insecure"]).resolve().unwrap();
+    }
+    for address in ["127.0.0.1:9464", "localhost:0", "[::1]:0"] {
+        flags(&["--metrics", address]).resolve().unwrap();
+    }
+}
+
+#[test]
 fn what_cannot_be_listened_on_is_refused() {
     for address in ["exec:program", "local:", "tcp://127.0.0.1:1/key"] {
         let error = flags(&["--listen", address]).resolve().unwrap_err();
@@ -138,6 +164,16 @@ fn what_cannot_be_listened_on_is_refused() {
     assert!(matches!(flags(&["--key", "a b"]).resolve().unwrap_err(), ConfigError::Key { .. }));
     let both = flags(&["--stdio", "--exit-with-stdin"]).resolve();
     assert!(matches!(both.unwrap_err(), ConfigError::StdinTaken));
+}
+
+#[test]
+fn isolation_wants_limits_that_can_be_kept() {
+    let resolve = |args: &[&str]| flags(&[&["--isolate", "process"], args].concat()).resolve();
+    let error = resolve(&["--max-total-memory", "1GiB"]).unwrap_err();
+    assert!(matches!(error, ConfigError::NoShare { .. }) && error.to_string().contains("1GiB"), "{error}");
+    resolve(&["--max-total-memory", "1GiB", "--max-memory", "1GiB"]).unwrap();
+    assert!(matches!(resolve(&["--isolate-files", "3"]).unwrap_err(), ConfigError::TooFewFiles { .. }));
+    assert_eq!(flags(&["--isolate-files", "3"]).resolve().unwrap().isolate, Isolate::None);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Sizes, durations and port ranges as people write them.
 
 use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
@@ -22,6 +23,11 @@ pub struct Span(pub Duration);
 #[serde(try_from = "String", into = "String")]
 pub struct PortRange(pub RangeInclusive<u16>);
 
+/// Where to serve HTTP, written as `127.0.0.1:9464`, `[::1]:9464` or `localhost:9464`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct HttpAddress(pub SocketAddr);
+
 /// Why a text is not what it should be. Each message shows the right form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -35,6 +41,9 @@ pub enum UnitError {
     /// Not a range of ports.
     #[error("'{0}' is not a range of ports; write for example 9090-9199")]
     Ports(String),
+    /// Not an address for HTTP.
+    #[error("'{0}' is not an address and a port; write for example 127.0.0.1:9464 or [::1]:9464")]
+    Http(String),
 }
 
 impl ByteSize {
@@ -125,6 +134,22 @@ impl fmt::Display for PortRange {
     }
 }
 
+impl FromStr for HttpAddress {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let localhost = text.strip_prefix("localhost:").and_then(|port| port.parse().ok());
+        let address = localhost.map(|port: u16| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+        address.or_else(|| text.parse().ok()).map(Self).ok_or_else(|| UnitError::Http(text.to_owned()))
+    }
+}
+
+impl fmt::Display for HttpAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 macro_rules! as_text {
     ($($unit:ident)*) => {
         $(
@@ -145,7 +170,7 @@ macro_rules! as_text {
     };
 }
 
-as_text!(ByteSize Span PortRange);
+as_text!(ByteSize Span PortRange HttpAddress);
 
 #[cfg(test)]
 mod tests {
@@ -187,6 +212,21 @@ mod tests {
         }
         for bad in ["", "30", "s", "-1s", "1.5s", "1y", "99999999999999d"] {
             assert!(bad.parse::<Span>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn http_addresses_name_a_port_and_no_host_that_would_have_to_be_looked_up() {
+        for (text, shown) in [
+            ("127.0.0.1:9464", "127.0.0.1:9464"),
+            ("localhost:0", "127.0.0.1:0"),
+            ("[::1]:9464", "[::1]:9464"),
+            ("0.0.0.0:80", "0.0.0.0:80"),
+        ] {
+            assert_eq!(text.parse::<HttpAddress>().unwrap().to_string(), shown);
+        }
+        for bad in ["", "9464", ":9464", "127.0.0.1", "::1:9464x", "board.lan:9464", "http://127.0.0.1:1"] {
+            assert!(bad.parse::<HttpAddress>().is_err(), "{bad}");
         }
     }
 

@@ -18,7 +18,7 @@ use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt, Permissions, PermissionsExt}
 use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::tree::{move_entry, purge};
-use super::{Home, Inner, Workspace, WorkspaceError, abridged, make_folder};
+use super::{Home, Inner, Keeper, Workspace, WorkspaceError, abridged, make_folder};
 
 /// How much workspaces may hold, and how long named ones are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ pub(super) struct RootInner {
     private: Dir,
     named: Dir,
     /// This server's name in `private`; no other server has had it.
-    instance: String,
+    pub(super) instance: String,
     /// The folder of that name, for private workspaces and for what is to be deleted.
     pub(super) own: Dir,
     /// Locked as long as this server lives.
@@ -106,7 +106,7 @@ impl WorkspaceRoot {
         make_folder(&root.own, &name)
             .and_then(|folder| {
                 let path = root.path.join("private").join(&root.instance).join(&name);
-                Workspace::open(Arc::clone(root), &folder, &path, Home::Private(name.clone()))
+                Workspace::open(Keeper::Root(Arc::clone(root)), &folder, &path, Home::Private(name.clone()))
             })
             .map_err(io_at(&name))
     }
@@ -131,7 +131,8 @@ impl WorkspaceRoot {
         let (home, lock) = root.claim_named(identity, name)?;
         let path = root.path.join("named").join(identity).join(name);
         let home_key = Home::Named { key: key.clone(), lock };
-        let workspace = Workspace::open(Arc::clone(root), &home, &path, home_key).map_err(io_at(&folder))?;
+        let workspace =
+            Workspace::open(Keeper::Root(Arc::clone(root)), &home, &path, home_key).map_err(io_at(&folder))?;
         open.insert(key, Arc::downgrade(&workspace.0));
         Ok(workspace)
     }

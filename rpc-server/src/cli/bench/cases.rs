@@ -153,7 +153,7 @@ impl Lab {
         let (mut hop, mut hop_session) = (None, None);
         if args.hop {
             let process = nursery.start(Part::Server, Some(&parse(&address)?.without_key().to_string()), pins.hop)?;
-            let via = globals.connector().via(process.address());
+            let via = globals.connector()?.via(process.address());
             hop_session = Some(runtime.block_on(via.connect(&address)).map_err(Failure::Connect)?);
             hop = Some(process);
         }
@@ -175,7 +175,7 @@ impl Lab {
             session,
             hop_session,
             runtime,
-            connector: globals.connector(),
+            connector: globals.connector()?,
             address,
             suite: format!("rpc-{scheme}"),
             data,

@@ -1,0 +1,97 @@
+//! `cert` and `token`: what servers and clients prove themselves with.
+
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use clap::Args;
+use serde_json::json;
+
+use super::failure::Failure;
+use super::output::Output;
+use crate::pki::{CertificatePlan, ClientName, Host, IssuedPair, Made, rfc3339, token as tokens};
+
+#[derive(Args, Debug)]
+pub(super) struct CertArgs {
+    /// The folder for the certificates and keys, made if it is not there
+    #[arg(long, env = "RPC_CLI_OUT", value_name = "FOLDER")]
+    out: PathBuf,
+    /// The names and addresses under which clients reach the server, such as board.lan or 10.0.0.5; several are fine.
+    /// Without it a renewed certificate keeps its own
+    #[arg(long, env = "RPC_CLI_HOST", value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    host: Vec<Host>,
+    /// Whom the client's certificate names; at first 'client', and then what it was. Another name gets another key
+    #[arg(long, env = "RPC_CLI_CLIENT_NAME", value_name = "NAME")]
+    client_name: Option<ClientName>,
+    /// How many days the certificates of server and client are valid. The authority is valid for ten years
+    #[arg(long, env = "RPC_CLI_DAYS", value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=3652))]
+    days: u32,
+    /// Begin anew, with another authority and other keys, whatever is in the folder
+    #[arg(long, env = "RPC_CLI_FORCE")]
+    force: bool,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct TokenArgs {
+    /// Write the token to this file, which only its owner can read, instead of printing it
+    #[arg(long, env = "RPC_CLI_OUT", value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Add the token to the file as another line, so that a server accepts the old one and the new one
+    #[arg(long, env = "RPC_CLI_APPEND", requires = "out")]
+    append: bool,
+    /// Whom the server knows the holder of the token as; 'token' without it
+    #[arg(long, env = "RPC_CLI_NAME", value_name = "NAME")]
+    name: Option<String>,
+}
+
+pub(super) fn cert(output: &Output, args: CertArgs) -> Result<(), Failure> {
+    let now = SystemTime::now();
+    let validity = Duration::from_secs(u64::from(args.days) * 24 * 3600);
+    let mut plan = CertificatePlan::new(args.out).validity(validity).force(args.force);
+    plan = args.host.into_iter().fold(plan, CertificatePlan::host);
+    if let Some(name) = args.client_name {
+        plan = plan.client_name(name);
+    }
+    let issued = plan.write(now)?;
+    if issued.server.expires < now + validity {
+        let expires = rfc3339(issued.ca.expires);
+        output.warn(&format!("the authority ends on {expires}, and all that it signs ends with it; see --force"));
+    }
+    if output.is_json() {
+        return output.json(&issued);
+    }
+    for (what, pair) in [("authority", &issued.ca), ("server", &issued.server), ("client", &issued.client)] {
+        output.line(&line(what, pair))?;
+    }
+    output.note("Server and clients need ca.pem; keep ca.key to yourself. Run this again to renew.");
+    Ok(())
+}
+
+fn line(what: &str, pair: &IssuedPair) -> String {
+    let made = match pair.made {
+        Made::Created => "new",
+        Made::Renewed => "renewed",
+        Made::Kept => "kept",
+    };
+    let names = if pair.names.is_empty() { String::new() } else { format!(" for {}", pair.names.join(", ")) };
+    let (certificate, key) = (pair.certificate.display(), pair.key.display());
+    format!("{what:9}  {made}, until {}{names}: {certificate}, {key}", rfc3339(pair.expires))
+}
+
+pub(super) fn token(output: &Output, args: TokenArgs) -> Result<(), Failure> {
+    let token = tokens::generate(args.name.as_deref())?;
+    let Some(file) = args.out else {
+        return if output.is_json() { output.json(&json!({ "token": token })) } else { output.line(&token) };
+    };
+    let count = if args.append {
+        tokens::append(&token, &file)?
+    } else {
+        tokens::store(&token, &file)?;
+        1
+    };
+    if output.is_json() {
+        return output.json(&json!({ "file": file, "tokens": count }));
+    }
+    let noun = if count == 1 { "token" } else { "tokens" };
+    output.note(&format!("{} holds {count} {noun}", file.display()));
+    Ok(())
+}

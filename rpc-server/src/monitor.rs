@@ -1,0 +1,403 @@
+//! What operators see of a server: metrics for Prometheus, whether it lives, and whether it is ready.
+//!
+//! Nothing here costs anything unless it is asked for (`--metrics`): then each session is wrapped in one that counts and
+//! measures, and an HTTP listener of its own serves `/metrics`, `/healthz` and `/readyz`.
+//!
+//! | metric | labels | what it is |
+//! | --- | --- | --- |
+//! | `rpc_build_info` | `version` | always 1 |
+//! | `rpc_start_time_seconds` | | when the server started, since the epoch |
+//! | `rpc_sessions` | | sessions that are open |
+//! | `rpc_sessions_opened_total` | | sessions that were opened |
+//! | `rpc_refusals_total` | `reason` | clients that got no session |
+//! | `rpc_calls_total` | `function`, `outcome` | calls that ended |
+//! | `rpc_calls_in_progress` | | calls that have not ended |
+//! | `rpc_call_duration_seconds` | `function` | from the arrival of a call to its end, its time in queues included |
+//! | `rpc_tensor_bytes_total` | `direction` | bytes of tensors that were copied `in` or `out` |
+//! | `rpc_handles` | | objects that sessions hold |
+//! | `rpc_memory_bytes` | | device memory that sessions hold |
+//!
+//! An outcome is `ok` or the [name](ErrorKind::name) of an error's kind; so is a reason. A function is named if it is
+//! registered at this server and was among the first 1,024 that were used; all others, those of modules too, are `other`.
+
+mod http;
+mod metered;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, SystemTime};
+
+use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use rpc_core::{ErrorKind, Registry};
+use rpc_transports::SessionFactory;
+
+use self::http::MonitorServer;
+use self::metered::MeteredFactory;
+use crate::config::ServeError;
+use crate::session::ServerState;
+
+/// How many functions have metrics of their own. Each costs about twenty lines of output.
+const MAX_FUNCTIONS: usize = 1024;
+
+/// What functions are called that have none.
+const OTHER: &str = "other";
+
+/// Upper bounds in seconds: a call may be one of an inline function or one that trains for an hour.
+const BUCKETS: [f64; 16] =
+    [1e-5, 2.5e-5, 1e-4, 2.5e-4, 1e-3, 2.5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0, 600.0, 3600.0];
+
+/// How often the durations of calls are sorted into their buckets when nobody asks: they take memory until then.
+const UPKEEP: Duration = Duration::from_secs(1);
+
+const METADATA: Metadata<'_> = Metadata::new("rpc_server", Level::INFO, None);
+
+const SESSIONS: &str = "rpc_sessions";
+const SESSIONS_OPENED: &str = "rpc_sessions_opened_total";
+const REFUSALS: &str = "rpc_refusals_total";
+const CALLS: &str = "rpc_calls_total";
+const CALLS_IN_PROGRESS: &str = "rpc_calls_in_progress";
+const CALL_DURATION: &str = "rpc_call_duration_seconds";
+const TENSOR_BYTES: &str = "rpc_tensor_bytes_total";
+const HANDLES: &str = "rpc_handles";
+const MEMORY: &str = "rpc_memory_bytes";
+const BUILD_INFO: &str = "rpc_build_info";
+const START_TIME: &str = "rpc_start_time_seconds";
+
+/// A server's metrics and the listener that shows them. Dropping this closes the listener.
+#[derive(Debug)]
+pub(crate) struct Monitoring {
+    monitor: Arc<Monitor>,
+    server: MonitorServer,
+}
+
+impl Monitoring {
+    /// Listens at `address`, and answers from now on. The functions of `registry` will be named.
+    pub(crate) async fn start(
+        address: SocketAddr,
+        registry: Registry,
+        state: Arc<ServerState>,
+    ) -> Result<Self, ServeError> {
+        let monitor = Monitor::new(registry, state);
+        let server = MonitorServer::start(address, monitor.clone()).await;
+        let server = server.map_err(|source| ServeError::Metrics { address, source })?;
+        tracing::info!(address = %server.address(), "serving metrics");
+        Ok(Self { monitor, server })
+    }
+
+    /// Opens sessions with `factory`, and measures them.
+    pub(crate) fn metered(&self, factory: impl SessionFactory) -> Arc<dyn SessionFactory> {
+        Arc::new(MeteredFactory::new(factory, self.monitor.clone()))
+    }
+
+    /// Says how far the server is. One that drains does not become ready again.
+    pub(crate) fn enter(&self, phase: Phase) {
+        self.monitor.enter(phase);
+    }
+
+    /// Where metrics are, with the port that was chosen.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.server.address()
+    }
+}
+
+/// The metrics of one server, and how far it is. Several servers of one process have their own.
+struct Monitor {
+    recorder: PrometheusRecorder,
+    output: PrometheusHandle,
+    /// Whose functions are named.
+    registry: Registry,
+    state: Arc<ServerState>,
+    phase: AtomicU8,
+    functions: RwLock<HashMap<String, Arc<FunctionMetrics>>>,
+    /// For the functions without metrics of their own.
+    other: Arc<FunctionMetrics>,
+    sessions: Gauge,
+    sessions_opened: Counter,
+    calls_in_progress: Gauge,
+    bytes_in: Counter,
+    bytes_out: Counter,
+    handles: Gauge,
+    memory: Gauge,
+}
+
+/// How far a server is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Phase {
+    /// Not all listeners are bound.
+    Starting,
+    Ready,
+    /// It takes no new sessions.
+    Draining,
+}
+
+impl Monitor {
+    fn new(registry: Registry, state: Arc<ServerState>) -> Arc<Self> {
+        let builder = PrometheusBuilder::new().set_buckets(&BUCKETS);
+        // Fails if there are no buckets.
+        let recorder = builder.unwrap_or_else(|_| PrometheusBuilder::new()).build_recorder();
+        describe(&recorder);
+        gauge(&recorder, Key::from_parts(BUILD_INFO, vec![Label::new("version", env!("CARGO_PKG_VERSION"))])).set(1.0);
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let started = now.saturating_sub(state.started().elapsed());
+        gauge(&recorder, Key::from_static_name(START_TIME)).set(started.as_secs_f64());
+        let bytes = |direction: &'static str| {
+            let key = Key::from_parts(TENSOR_BYTES, vec![Label::new("direction", direction)]);
+            recorder.register_counter(&key, &METADATA)
+        };
+        Arc::new(Self {
+            output: recorder.handle(),
+            registry,
+            state,
+            phase: AtomicU8::new(Phase::Starting as u8),
+            functions: RwLock::default(),
+            other: Arc::new(FunctionMetrics::new(&recorder, OTHER)),
+            sessions: gauge(&recorder, Key::from_static_name(SESSIONS)),
+            sessions_opened: recorder.register_counter(&Key::from_static_name(SESSIONS_OPENED), &METADATA),
+            calls_in_progress: gauge(&recorder, Key::from_static_name(CALLS_IN_PROGRESS)),
+            bytes_in: bytes("in"),
+            bytes_out: bytes("out"),
+            handles: gauge(&recorder, Key::from_static_name(HANDLES)),
+            memory: gauge(&recorder, Key::from_static_name(MEMORY)),
+            recorder,
+        })
+    }
+
+    fn enter(&self, phase: Phase) {
+        self.phase.fetch_max(phase as u8, Ordering::AcqRel);
+    }
+
+    fn phase(&self) -> Phase {
+        match self.phase.load(Ordering::Acquire) {
+            0 => Phase::Starting,
+            1 => Phase::Ready,
+            _ => Phase::Draining,
+        }
+    }
+
+    /// All metrics as text, in the format of Prometheus.
+    fn render(&self) -> String {
+        let totals = self.state.totals();
+        self.handles.set(totals.handles as f64);
+        self.memory.set(totals.memory_bytes as f64);
+        self.output.render()
+    }
+
+    /// Keeps the memory that measurements take small, for as long as it is polled.
+    async fn upkeep(&self) {
+        let mut ticks = tokio::time::interval(UPKEEP);
+        loop {
+            ticks.tick().await;
+            self.output.run_upkeep();
+        }
+    }
+
+    /// Notes that a client got no session.
+    fn refused(&self, reason: ErrorKind) {
+        let key = Key::from_parts(REFUSALS, vec![Label::new("reason", reason.name())]);
+        self.recorder.register_counter(&key, &METADATA).increment(1);
+    }
+
+    /// The metrics of the function that a session knows as `name`.
+    fn function(&self, name: &str) -> Arc<FunctionMetrics> {
+        if let Some(known) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(name) {
+            return known.clone();
+        }
+        // A session may know functions that this server does not, and as many as it likes.
+        if self.registry.get(name).is_err() {
+            return self.other.clone();
+        }
+        let mut functions = self.functions.write().unwrap_or_else(PoisonError::into_inner);
+        if functions.len() >= MAX_FUNCTIONS && !functions.contains_key(name) {
+            return self.other.clone();
+        }
+        let new = || Arc::new(FunctionMetrics::new(&self.recorder, name));
+        functions.entry(name.to_owned()).or_insert_with(new).clone()
+    }
+
+    /// Notes that a call has ended.
+    fn called(&self, function: &FunctionMetrics, error: Option<ErrorKind>, duration: Duration) {
+        match error {
+            None => function.ok.increment(1),
+            Some(kind) => self.recorder.register_counter(&calls(&function.name, kind.name()), &METADATA).increment(1),
+        }
+        function.duration.record(duration.as_secs_f64());
+    }
+}
+
+impl fmt::Debug for Monitor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Monitor").field("phase", &self.phase()).finish_non_exhaustive()
+    }
+}
+
+/// What is counted for one function.
+struct FunctionMetrics {
+    name: Arc<str>,
+    ok: Counter,
+    duration: Histogram,
+}
+
+impl FunctionMetrics {
+    fn new(recorder: &PrometheusRecorder, name: &str) -> Self {
+        let name: Arc<str> = name.into();
+        let duration = Key::from_parts(CALL_DURATION, vec![Label::new("function", name.clone())]);
+        Self {
+            ok: recorder.register_counter(&calls(&name, "ok"), &METADATA),
+            duration: recorder.register_histogram(&duration, &METADATA),
+            name,
+        }
+    }
+}
+
+fn calls(function: &Arc<str>, outcome: &'static str) -> Key {
+    Key::from_parts(CALLS, vec![Label::new("function", function.clone()), Label::new("outcome", outcome)])
+}
+
+fn gauge(recorder: &PrometheusRecorder, key: Key) -> Gauge {
+    recorder.register_gauge(&key, &METADATA)
+}
+
+fn describe(recorder: &PrometheusRecorder) {
+    let gauges = [
+        (BUILD_INFO, "The version of the server; always 1."),
+        (START_TIME, "When the server started, in seconds since the epoch."),
+        (SESSIONS, "Sessions that are open."),
+        (CALLS_IN_PROGRESS, "Calls that have not ended."),
+        (HANDLES, "Objects that sessions hold."),
+        (MEMORY, "Device memory that sessions hold, in bytes."),
+    ];
+    let counters = [
+        (SESSIONS_OPENED, "Sessions that were opened."),
+        (REFUSALS, "Clients that got no session, by reason."),
+        (CALLS, "Calls that ended, by function and outcome: ok, or the kind of the error."),
+        (TENSOR_BYTES, "Bytes of tensors that were copied in or out."),
+    ];
+    for (name, text) in gauges {
+        recorder.describe_gauge(name.into(), None, text.into());
+    }
+    for (name, text) in counters {
+        recorder.describe_counter(name.into(), None, text.into());
+    }
+    let text = "From the arrival of a call to its end, its time in queues included, by function.";
+    recorder.describe_histogram(CALL_DURATION.into(), Some(Unit::Seconds), text.into());
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::{LocalSession, Operation, Reference, Request, RpcSession, SharedSession, Submission, Value};
+
+    use super::metered::MeteredSession;
+    use super::*;
+
+    fn monitor(registry: &Registry) -> Arc<Monitor> {
+        Monitor::new(registry.clone(), ServerState::new(None, u64::MAX, false))
+    }
+
+    fn metered(registry: &Registry, monitor: &Arc<Monitor>) -> MeteredSession {
+        MeteredSession::new(Arc::new(LocalSession::builder(registry.clone()).build()), monitor.clone())
+    }
+
+    fn get(session: &impl RpcSession, name: &str) -> rpc_core::Handle {
+        let get = Request::new(Operation::GetFunction { name: name.to_owned() });
+        match session.submit(get).reply().wait().unwrap() {
+            Value::Object(Reference::Function(handle)) => handle,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn call(session: &impl RpcSession, function: rpc_core::Handle) -> rpc_core::reply::Outcome {
+        session.submit(Request::new(Operation::Call { function, args: Vec::new() })).reply().wait()
+    }
+
+    /// The value of the only line that begins with `name`.
+    fn value(monitor: &Monitor, name: &str) -> Option<f64> {
+        let text = monitor.render();
+        let mut lines = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        let value = lines.next().map(|value| value.parse().unwrap());
+        assert_eq!(lines.next(), None, "{name}");
+        value
+    }
+
+    #[test]
+    fn functions_have_names_up_to_a_number_and_unknown_ones_never() {
+        let registry = Registry::new();
+        for at in 0..=MAX_FUNCTIONS {
+            registry.add_inline(format!("f{at}"), || ());
+        }
+        let monitor = monitor(&registry);
+        assert_eq!(&*monitor.function("not registered").name, OTHER);
+        for at in 0..MAX_FUNCTIONS {
+            assert_eq!(*monitor.function(&format!("f{at}")).name, format!("f{at}"));
+        }
+        assert_eq!(&*monitor.function(&format!("f{MAX_FUNCTIONS}")).name, OTHER);
+        assert_eq!(&*monitor.function("f0").name, "f0");
+    }
+
+    #[test]
+    fn a_handle_stands_for_its_function_until_it_is_freed() {
+        let registry = Registry::new();
+        registry.add_inline("one", || 1_i64);
+        let monitor = monitor(&registry);
+        let session = metered(&registry, &monitor);
+        let (first, second) = (get(&session, "one"), get(&session, "one"));
+        call(&session, first).unwrap();
+        call(&session, second).unwrap();
+        session.submit(Request::new(Operation::Release { handles: vec![first] })).reply().wait().unwrap();
+        session.submit(Request::new(Operation::Free { handle: second })).reply().wait().unwrap();
+        call(&session, first).unwrap_err();
+        let calls = |function, outcome| {
+            value(&monitor, &format!("rpc_calls_total{{function=\"{function}\",outcome=\"{outcome}\"}}"))
+        };
+        assert_eq!((calls("one", "ok"), calls("one", "invalid_handle")), (Some(2.0), None));
+        assert_eq!(calls("other", "invalid_handle"), Some(1.0));
+        assert_eq!(session.tracked(), 0);
+    }
+
+    #[test]
+    fn one_session_cannot_have_any_number_of_handles_remembered() {
+        let registry = Registry::new();
+        registry.add_inline("one", || 1_i64);
+        let session = metered(&registry, &monitor(&registry));
+        for _ in 0..metered::MAX_TRACKED + 10 {
+            get(&session, "one");
+        }
+        assert_eq!(session.tracked(), metered::MAX_TRACKED);
+    }
+
+    #[test]
+    fn a_call_that_nobody_answers_any_more_is_in_progress_no_longer() {
+        struct Deaf;
+        impl RpcSession for Deaf {
+            fn submit(&self, _: Request) -> Submission {
+                Submission::never()
+            }
+        }
+        let monitor = monitor(&Registry::new());
+        let session = MeteredSession::new(Arc::new(Deaf) as SharedSession, monitor.clone());
+        assert_eq!((value(&monitor, SESSIONS), value(&monitor, SESSIONS_OPENED)), (Some(1.0), Some(1.0)));
+        let function = rpc_core::Handle::from_bits(7);
+        let call = session.submit(Request::new(Operation::Call { function, args: Vec::new() }));
+        drop((call, session));
+        assert_eq!((value(&monitor, SESSIONS), value(&monitor, SESSIONS_OPENED)), (Some(0.0), Some(1.0)));
+        assert_eq!(value(&monitor, CALLS_IN_PROGRESS), Some(0.0));
+        let closed = "rpc_calls_total{function=\"other\",outcome=\"closed\"}";
+        assert_eq!(value(&monitor, closed), Some(1.0));
+    }
+
+    #[test]
+    fn a_server_that_drains_does_not_become_ready_again() {
+        let monitor = monitor(&Registry::new());
+        assert_eq!(monitor.phase(), Phase::Starting);
+        for (enter, then) in
+            [(Phase::Ready, Phase::Ready), (Phase::Draining, Phase::Draining), (Phase::Ready, Phase::Draining)]
+        {
+            monitor.enter(enter);
+            assert_eq!(monitor.phase(), then);
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! Sessions that count and measure what passes through them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use async_trait::async_trait;
+use rpc_core::reply::Outcome;
+use rpc_core::session::InPlaceWrite;
+use rpc_core::{
+    ErrorKind, Handle, Lane, Operation, Reference, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef,
+    Value,
+};
+use rpc_transports::{OpenRequest, SessionFactory};
+
+use super::{FunctionMetrics, Monitor};
+
+/// How many functions of one session are told apart. The calls of further ones count as those of `other`.
+pub(super) const MAX_TRACKED: usize = 4096;
+
+/// Opens sessions with another factory, and measures them.
+pub(super) struct MeteredFactory<F> {
+    inner: F,
+    monitor: Arc<Monitor>,
+}
+
+impl<F> MeteredFactory<F> {
+    pub(super) fn new(inner: F, monitor: Arc<Monitor>) -> Self {
+        Self { inner, monitor }
+    }
+}
+
+#[async_trait]
+impl<F: SessionFactory> SessionFactory for MeteredFactory<F> {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        match self.inner.open(request).await {
+            Ok(session) => Ok(Arc::new(MeteredSession::new(session, self.monitor.clone()))),
+            Err(error) => {
+                self.monitor.refused(error.kind());
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A session that is counted while it lives, and whose calls and copies are.
+pub(super) struct MeteredSession {
+    inner: SharedSession,
+    monitor: Arc<Monitor>,
+    functions: Arc<Functions>,
+}
+
+impl MeteredSession {
+    pub(super) fn new(inner: SharedSession, monitor: Arc<Monitor>) -> Self {
+        monitor.sessions.increment(1.0);
+        monitor.sessions_opened.increment(1);
+        Self { inner, monitor, functions: Arc::default() }
+    }
+
+    /// How many handles are remembered.
+    #[cfg(test)]
+    pub(super) fn tracked(&self) -> usize {
+        self.functions.lock().len()
+    }
+}
+
+impl Drop for MeteredSession {
+    fn drop(&mut self) {
+        self.monitor.sessions.decrement(1.0);
+    }
+}
+
+impl RpcSession for MeteredSession {
+    fn submit(&self, request: Request) -> Submission {
+        match &request.operation {
+            Operation::Call { function, .. } => {
+                let function = self.functions.get(*function).unwrap_or_else(|| self.monitor.other.clone());
+                let call = Call::begin(self.monitor.clone(), function);
+                self.inner.submit(request).inspect(move |outcome| call.end(outcome))
+            }
+            Operation::GetFunction { name } => {
+                let (name, monitor, functions) = (name.clone(), self.monitor.clone(), self.functions.clone());
+                self.inner.submit(request).inspect(move |outcome| {
+                    if let Ok(Value::Object(Reference::Function(handle))) = outcome {
+                        functions.insert(*handle, monitor.function(&name));
+                    }
+                })
+            }
+            Operation::Write { data, .. } => {
+                let (len, bytes) = (data.len() as u64, self.monitor.bytes_in.clone());
+                self.inner.submit(request).inspect(move |outcome| {
+                    if outcome.is_ok() {
+                        bytes.increment(len);
+                    }
+                })
+            }
+            Operation::Read { len, .. } => {
+                let (len, bytes) = (*len, self.monitor.bytes_out.clone());
+                self.inner.submit(request).inspect(move |outcome| {
+                    if outcome.is_ok() {
+                        bytes.increment(len);
+                    }
+                })
+            }
+            Operation::Free { handle } => {
+                self.functions.remove(&[*handle]);
+                self.inner.submit(request)
+            }
+            Operation::Release { handles } => {
+                self.functions.remove(handles);
+                self.inner.submit(request)
+            }
+            _ => self.inner.submit(request),
+        }
+    }
+
+    fn is_local(&self) -> bool {
+        self.inner.is_local()
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        let write = self.inner.write_in_place(lane, to, offset, len);
+        if write.is_some() {
+            // As good as received: a client that goes away in the middle is counted a piece too much.
+            self.monitor.bytes_in.increment(len);
+        }
+        write
+    }
+
+    fn ended(&self) -> Submission {
+        self.inner.ended()
+    }
+}
+
+/// Which function a handle stands for, in one session.
+#[derive(Default)]
+struct Functions(Mutex<HashMap<Handle, Arc<FunctionMetrics>>>);
+
+impl Functions {
+    fn get(&self, handle: Handle) -> Option<Arc<FunctionMetrics>> {
+        self.lock().get(&handle).cloned()
+    }
+
+    fn insert(&self, handle: Handle, function: Arc<FunctionMetrics>) {
+        let mut functions = self.lock();
+        if functions.len() < MAX_TRACKED {
+            functions.insert(handle, function);
+        }
+    }
+
+    fn remove(&self, handles: &[Handle]) {
+        let mut functions = self.lock();
+        for handle in handles {
+            functions.remove(handle);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Handle, Arc<FunctionMetrics>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A call in progress.
+struct Call {
+    monitor: Arc<Monitor>,
+    function: Arc<FunctionMetrics>,
+    start: Instant,
+    ended: bool,
+}
+
+impl Call {
+    fn begin(monitor: Arc<Monitor>, function: Arc<FunctionMetrics>) -> Self {
+        monitor.calls_in_progress.increment(1.0);
+        Self { monitor, function, start: Instant::now(), ended: false }
+    }
+
+    fn end(mut self, outcome: &Outcome) {
+        self.count(outcome.as_ref().err().map(RpcError::kind));
+    }
+
+    fn count(&mut self, error: Option<ErrorKind>) {
+        self.ended = true;
+        self.monitor.calls_in_progress.decrement(1.0);
+        self.monitor.called(&self.function, error, self.start.elapsed());
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        // Its session has ended, and nobody answers any more.
+        if !self.ended {
+            self.count(Some(ErrorKind::Closed));
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Workspaces in use by another process: that of the session, while the server keeps them.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cap_std::ambient_authority;
+use cap_std::fs::Dir;
+use serde::{Deserialize, Serialize};
+
+use super::root::RootInner;
+use super::{Home, Workspace, WorkspaceLimits};
+
+/// What another process has to know to use a workspace of this one.
+///
+/// It counts what is in the workspace for itself, as another server that shares it does. Whoever lends the workspace keeps
+/// it until the other process has ended, and removes it, or not, as its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct WorkspaceLoan {
+    folder: PathBuf,
+    quota_bytes: u64,
+    max_entries: u64,
+    /// The name of the lender, which no other server has had.
+    instance: String,
+}
+
+/// Who keeps the folder that a workspace lives in.
+pub(super) enum Keeper {
+    /// This process.
+    Root(Arc<RootInner>),
+    /// The process that has lent it.
+    Lender { limits: WorkspaceLimits, instance: String, serial: AtomicU64 },
+}
+
+impl Keeper {
+    pub(super) fn limits(&self) -> &WorkspaceLimits {
+        match self {
+            Self::Root(root) => &root.limits,
+            Self::Lender { limits, .. } => limits,
+        }
+    }
+
+    /// A name that neither this nor another process has used.
+    pub(super) fn unique(&self, purpose: &str) -> String {
+        match self {
+            Self::Root(root) => root.unique(purpose),
+            Self::Lender { instance, serial, .. } => {
+                format!("{purpose}-{instance}-{}", serial.fetch_add(1, Ordering::Relaxed))
+            }
+        }
+    }
+}
+
+impl Workspace {
+    /// What lets another process use the workspace, for as long as this reference to it is kept.
+    pub(crate) fn lend(&self) -> WorkspaceLoan {
+        let limits = self.0.keeper.limits();
+        let instance = match &self.0.keeper {
+            Keeper::Root(root) => &root.instance,
+            Keeper::Lender { instance, .. } => instance,
+        };
+        WorkspaceLoan {
+            // A workspace is always in a folder of its own.
+            folder: self.0.path.parent().unwrap_or(Path::new("/")).to_owned(),
+            quota_bytes: limits.quota_bytes,
+            max_entries: limits.max_entries,
+            instance: instance.clone(),
+        }
+    }
+
+    /// Opens a workspace that another process has lent. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub(crate) fn borrowed(loan: &WorkspaceLoan) -> io::Result<Self> {
+        let folder = Dir::open_ambient_dir(&loan.folder, ambient_authority())?;
+        let limits = WorkspaceLimits { max_entries: loan.max_entries, ..WorkspaceLimits::with_quota(loan.quota_bytes) };
+        // Told from the lender and from others to whom it lends the same one. What one left behind that had the same
+        // process id is swept away when the workspace is opened.
+        let instance = format!("{}.{}", loan.instance, std::process::id());
+        let keeper = Keeper::Lender { limits, instance, serial: AtomicU64::new(0) };
+        Self::open(keeper, &folder, &loan.folder, Home::Lent)
+    }
+}
