@@ -19,10 +19,15 @@ pub type Outcome = Result<Value>;
 
 /// What a session does for the requests that it has accepted. One per session; implemented by sessions.
 pub trait ReplyControl: Send + Sync {
-    /// Nobody waits for request `id` any more. If it has not begun it must not begin. Must not block.
+    /// Request `id` is not wanted any more. If it has not begun it must not begin. Must not block.
     ///
     /// The responder is still expected to respond; what it responds is discarded.
     fn cancel(&self, id: u64);
+
+    /// As [`cancel`](Self::cancel), and the caller is gone: not even the end of the session has to wait for the response.
+    fn abandon(&self, id: u64) {
+        self.cancel(id);
+    }
 
     /// Frees the objects in a reply that nobody will take. Must not block.
     fn discard(&self, reply: Value);
@@ -551,7 +556,7 @@ fn abandon(slot: &Slot, cancel: bool) {
     drop((waker, sink));
     match stage {
         Stage::Done(Ok(value)) => slot.control.discard(value),
-        Stage::Queued | Stage::Admitted if cancel => slot.control.cancel(slot.id),
+        Stage::Queued | Stage::Admitted if cancel => slot.control.abandon(slot.id),
         _ => {}
     }
 }

@@ -213,14 +213,25 @@ impl Drop for Owner {
     }
 }
 
-impl ReplyControl for Shared {
-    fn cancel(&self, id: u64) {
-        self.command(|state| state.endpoint.cancel(id));
+impl Shared {
+    /// Takes a request back.
+    fn stop(&self, change: impl FnOnce(&mut ClientEndpoint<Responder>)) {
+        self.command(|state| change(&mut state.endpoint));
         let mut state = self.state();
         let events = std::iter::from_fn(|| state.endpoint.poll_event()).collect();
         self.flush(&mut state);
         drop(state);
         self.report(events);
+    }
+}
+
+impl ReplyControl for Shared {
+    fn cancel(&self, id: u64) {
+        self.stop(|endpoint| endpoint.cancel(id));
+    }
+
+    fn abandon(&self, id: u64) {
+        self.stop(|endpoint| endpoint.abandon(id));
     }
 
     fn discard(&self, reply: Value) {

@@ -178,6 +178,10 @@ impl ReplyControl for Shared {
         self.command(|state| state.endpoint.cancel(id));
     }
 
+    fn abandon(&self, id: u64) {
+        self.command(|state| state.endpoint.abandon(id));
+    }
+
     fn discard(&self, reply: Value) {
         self.command(|state| state.endpoint.release(reply.handles()));
     }

@@ -350,7 +350,7 @@ fn threads_of_one_session_can_meet_as_many_as_its_limit() {
     let registry = Registry::new();
     let barrier = Arc::new(Barrier::new(SessionLimits::default().max_threads));
     let meets = barrier.clone();
-    registry.add("meet", move || drop(meets.wait()));
+    registry.add("meet", move || _ = meets.wait());
     let session = LocalSession::new(registry);
     let meet = handle(&session, "meet");
     let calls = (0..SessionLimits::default().max_threads).map(|_| session.submit(concurrent(meet)).reply());

@@ -255,6 +255,7 @@ impl<T: Clone> ClientEndpoint<T> {
             self.events.push_back(ClientEvent::Reply(token, Err(error.may_have_run(sent))));
         }
         self.cancel(id);
+        self.close_if_quiet();
     }
 
     /// Submits a request under a number of the driver's choosing that it has not used before. Releases and shutdowns have
@@ -333,7 +334,21 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
-    /// Ends the session in good order: as soon as all is answered. `token` comes back with the end.
+    /// As [`cancel`](Self::cancel), and its caller is gone. It is [over](ClientEvent::Reply) at once, and the end of the session does
+    /// not wait for an answer to it.
+    pub fn abandon(&mut self, id: u64) {
+        if !self.waiting.iter().any(|waiting| waiting.id == id) {
+            let Some(request) = self.in_flight.get_mut(&id) else { return };
+            if let Some(token) = request.token.take() {
+                let error = RpcError::new(ErrorKind::Cancelled, "nobody waits for the reply").may_have_run(true);
+                self.events.push_back(ClientEvent::Reply(token, Err(error)));
+            }
+        }
+        self.cancel(id);
+        self.close_if_quiet();
+    }
+
+    /// Ends the session in good order: as soon as all is answered that somebody waits for. `token` comes back with the end.
     pub fn shutdown(&mut self, token: Option<T>) {
         match &mut self.state {
             State::Open | State::Draining(_) => self.state = State::Closing(token.into_iter().collect()),
@@ -458,6 +473,7 @@ impl<T: Clone> ClientEndpoint<T> {
 
     /// Takes note of the requests whose last frame has been staged.
     fn note_sent(&mut self) {
+        let mut cancelled = false;
         while let Some(id) = self.link.output.sent.pop() {
             if self.unsent.back().is_some_and(|(_, last)| *last == id) {
                 self.unsent.pop_back();
@@ -469,7 +485,11 @@ impl<T: Clone> ClientEndpoint<T> {
             {
                 request.cancel = Cancel::Sent;
                 self.link.control(Kind::Cancel, id, &[]);
+                cancelled = true;
             }
+        }
+        if cancelled {
+            self.close_if_quiet();
         }
     }
 
@@ -578,8 +598,8 @@ impl<T: Clone> ClientEndpoint<T> {
 
     fn close_if_quiet(&mut self) {
         if let State::Closing(tokens) = &mut self.state
-            && self.in_flight.is_empty()
             && self.waiting.is_empty()
+            && self.in_flight.values().all(|request| request.token.is_none() && request.cancel == Cancel::Sent)
         {
             self.state = State::CloseSent(std::mem::take(tokens));
             self.stage_frees();

@@ -130,7 +130,10 @@ pub enum IdentityStep {
     },
 }
 
-/// No proof at all: every peer is `anonymous`.
+/// Whom peers are known as who have proven nothing.
+pub const ANONYMOUS: &str = "anonymous";
+
+/// No proof at all: every peer is [`ANONYMOUS`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Anonymous;
 
@@ -140,7 +143,7 @@ impl Identity for Anonymous {
     }
 
     fn step(&mut self, _: Option<&[u8]>) -> Result<IdentityStep> {
-        Ok(IdentityStep::Proven { peer: "anonymous".into(), last: None })
+        Ok(IdentityStep::Proven { peer: ANONYMOUS.into(), last: None })
     }
 }
 

@@ -27,8 +27,8 @@ pub use client::{Admission, ClientEndpoint, ClientEvent};
 pub use codec::{CodecError, decode_value, encode_value};
 pub use frame::{FrameError, FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 pub use handshake::{
-    Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, Role, Transcript,
-    VERSION_MAX, VERSION_MIN,
+    ANONYMOUS, Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, Role,
+    Transcript, VERSION_MAX, VERSION_MIN,
 };
 pub use link::{BulkRead, LinkConfig};
 pub use message::{decode_reply, decode_request, encode_reply, encode_request};

@@ -229,8 +229,12 @@ impl ServerEndpoint {
 
     /// Whether the client has heard of [`go_away`](Self::go_away), and all that it asked before is answered and written.
     pub fn is_drained(&self) -> bool {
-        let idle = self.in_flight.is_empty() && self.large_replies.is_empty() && !self.link.is_receiving();
-        self.link.last_pong == DRAIN_PING && idle && self.is_flushed()
+        self.link.last_pong == DRAIN_PING && self.is_idle()
+    }
+
+    /// Whether everything that the client has asked so far is answered and written.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight.is_empty() && self.large_replies.is_empty() && !self.link.is_receiving() && self.is_flushed()
     }
 
     /// Ends the session. With an `error`, the client is told why. Replies that were given are still sent before, unless
