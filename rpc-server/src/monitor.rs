@@ -33,7 +33,7 @@ use std::time::{Duration, SystemTime};
 use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use rpc_core::{ErrorKind, Registry};
-use rpc_transports::SessionFactory;
+use rpc_transports::{ServeObserver, SessionFactory};
 
 use self::http::MonitorServer;
 use self::metered::MeteredFactory;
@@ -93,6 +93,11 @@ impl Monitoring {
         Arc::new(MeteredFactory::new(factory, self.monitor.clone()))
     }
 
+    /// Counts the clients that get no session.
+    pub(crate) fn observer(&self) -> Arc<dyn ServeObserver> {
+        self.monitor.clone()
+    }
+
     /// Says how far the server is. One that drains does not become ready again.
     pub(crate) fn enter(&self, phase: Phase) {
         self.monitor.enter(phase);
@@ -133,6 +138,13 @@ pub(crate) enum Phase {
     Ready,
     /// It takes no new sessions.
     Draining,
+}
+
+impl ServeObserver for Monitor {
+    fn refused(&self, reason: ErrorKind) {
+        let key = Key::from_parts(REFUSALS, vec![Label::new("reason", reason.name())]);
+        self.recorder.register_counter(&key, &METADATA).increment(1);
+    }
 }
 
 impl Monitor {
@@ -194,12 +206,6 @@ impl Monitor {
             ticks.tick().await;
             self.output.run_upkeep();
         }
-    }
-
-    /// Notes that a client got no session.
-    fn refused(&self, reason: ErrorKind) {
-        let key = Key::from_parts(REFUSALS, vec![Label::new("reason", reason.name())]);
-        self.recorder.register_counter(&key, &METADATA).increment(1);
     }
 
     /// The metrics of the function that a session knows as `name`.

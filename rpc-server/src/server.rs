@@ -36,7 +36,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use rpc_core::{Devices, LocalSession, Registry, RpcError, SessionLimits, SharedSession};
+use rpc_core::{Devices, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::{
     Access, Address, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, SessionFactory,
     TokioSpawner, WireLimits, child,
@@ -53,6 +53,12 @@ use crate::session::{Cleaner, ServerState, SessionWorkspace, Source};
 use crate::trust::{ServerTrust, TrustError};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
 use crate::{builtins, isolate};
+
+/// How long clients are waited for that are being told why their sessions end.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// How long files of sessions may take to be removed at the end. Functions that still run keep theirs.
+const CLEANING: Duration = Duration::from_secs(5);
 
 /// How often named workspaces that nobody uses are looked for.
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
@@ -127,37 +133,43 @@ impl RpcServer {
         let credentials = trust.load()?;
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
-        let state = ServerState::new(config.key.clone(), config.max_total_memory.0, isolated);
+        let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated);
         let monitoring = match &config.metrics {
             Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone()).await?),
             None => None,
         };
         let cleaner = Cleaner::start();
         let (factory, isolation) = if isolated {
-            let isolation = Arc::new(Isolation::new(&config, workspaces.clone(), cleaner, state.clone())?);
+            let isolation = Arc::new(Isolation::new(&config, workspaces.clone(), cleaner.clone(), state.clone())?);
             (Factory::Isolated(isolation.clone()), Some(isolation))
         } else {
             let factory = LocalFactory {
                 registry,
                 devices,
                 limits: session_limits(&config),
+                threads: ThreadQuota::new(config.max_total_threads),
                 workspaces: workspaces.clone(),
-                cleaner,
+                cleaner: cleaner.clone(),
                 spawner: Arc::new(TokioSpawner::current()),
                 state: state.clone(),
             };
             (Factory::Local(factory), None)
         };
+        let mut options = serve_options(&config, credentials.access, onward);
         let factory: Arc<dyn SessionFactory> = match &monitoring {
-            Some(monitoring) => monitoring.metered(factory),
+            Some(monitoring) => {
+                options.observer = Some(monitoring.observer());
+                monitoring.metered(factory)
+            }
             None => Arc::new(factory),
         };
         // From here on an early return stops what was begun.
         let mut running = Running {
-            server: Server::new(factory, serve_options(&config, credentials.access, onward)),
+            server: Server::new(factory, options),
             trust,
             tls: credentials.tls,
             isolation,
+            cleaner,
             addresses: Vec::with_capacity(config.listen.len()),
             state,
             drain_timeout: config.drain_timeout.0,
@@ -267,6 +279,7 @@ pub struct Running {
     trust: ServerTrust,
     tls: Option<ServerTls>,
     isolation: Option<Arc<Isolation>>,
+    cleaner: Arc<Cleaner>,
     addresses: Vec<Address>,
     state: Arc<ServerState>,
     drain_timeout: Duration,
@@ -321,27 +334,34 @@ impl Running {
         self.end().await;
     }
 
-    /// Stops now: sessions end, and what was in progress fails. The processes of isolated sessions end
-    /// [soon](isolate::GRACE).
+    /// Stops now: sessions end, and what was in progress fails. Does not wait for clients to be told. The processes of
+    /// isolated sessions end [soon](isolate::GRACE).
     pub fn stop(&self) {
         self.enter(Phase::Draining);
         self.server.stop();
     }
 
-    /// Stops, and waits for the processes of isolated sessions.
+    /// Stops, and waits until clients have been told, and for the processes of isolated sessions.
     async fn end(&self) {
-        self.stop();
-        if let Some(isolation) = &self.isolation {
-            // They are killed after the grace, which begins when their session has ended, which takes a moment.
-            isolation.end(2 * isolate::GRACE).await;
-        }
+        // They are killed after the grace, which begins when their session has ended, which takes a moment.
+        self.end_within(LAST_WORDS, 2 * isolate::GRACE).await;
     }
 
     /// Stops, and kills the processes of isolated sessions.
     async fn end_now(&self) {
+        self.end_within(LAST_WORDS / 2, Duration::ZERO).await;
+    }
+
+    async fn end_within(&self, words: Duration, grace: Duration) {
         self.stop();
+        self.server.stopped(words).await;
         if let Some(isolation) = &self.isolation {
-            isolation.end(Duration::ZERO).await;
+            isolation.end(grace).await;
+        }
+        let cleaner = self.cleaner.clone();
+        let cleaned = tokio::task::spawn_blocking(move || cleaner.flush(CLEANING)).await;
+        if !cleaned.unwrap_or(false) {
+            tracing::warn!("files of sessions are left; the next server with this folder removes them");
         }
     }
 
@@ -405,6 +425,7 @@ struct LocalFactory {
     registry: Registry,
     devices: Devices,
     limits: SessionLimits,
+    threads: Arc<ThreadQuota>,
     workspaces: WorkspaceRoot,
     cleaner: Arc<Cleaner>,
     spawner: Arc<TokioSpawner>,
@@ -421,6 +442,7 @@ impl LocalFactory {
         let session = LocalSession::builder(self.registry.clone())
             .devices(self.devices.clone())
             .limits(self.limits.clone())
+            .total_threads(self.threads.clone())
             .total_memory(self.state.memory().clone())
             .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
             .extension(self.state.clone())
@@ -438,12 +460,17 @@ pub(crate) fn session_limits(config: &ServeConfig) -> SessionLimits {
     limits.max_queued_bytes = usize::try_from(config.max_queued.0).unwrap_or(usize::MAX);
     limits.max_handles = config.max_handles;
     limits.max_memory = config.max_memory.0;
+    limits.max_threads = config.max_threads;
     limits
 }
 
 #[allow(clippy::field_reassign_with_default)]
 fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> ServeOptions {
     let mut options = ServeOptions::default();
+    options.max_sessions_per_peer = config.max_sessions_per_peer;
+    options.session_duration = config.session_duration.map(|limit| limit.0);
+    options.idle_timeout = config.idle_timeout.map(|limit| limit.0);
+    options.write_timeout = config.write_timeout.0;
     options.access = access;
     options.onward = onward;
     options.max_handshakes = config.max_handshakes;
@@ -459,6 +486,7 @@ fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> S
 #[allow(clippy::field_reassign_with_default)]
 pub(crate) fn wire_limits(config: &ServeConfig) -> WireLimits {
     let mut limits = WireLimits::default();
+    limits.chunk = u32::try_from(config.max_frame.0).unwrap_or(u32::MAX);
     limits.max_requests = config.max_requests;
     limits.max_message = config.max_message.0;
     limits.window = config.max_queued.0;

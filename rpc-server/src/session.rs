@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
@@ -288,6 +288,14 @@ impl Cleaner {
     /// Without a thread, for workspaces that take no time to be dropped.
     pub(crate) fn none() -> Arc<Self> {
         Arc::new(Self { queue: None, thread: None })
+    }
+
+    /// Waits until what was given up before has been dropped, for `limit` at most. Says whether it has. Blocks.
+    pub(crate) fn flush(&self, limit: Duration) -> bool {
+        let (dropped, wait) = mpsc::channel::<()>();
+        self.drop_later(dropped);
+        // Nothing is ever sent: the end of the channel is what tells.
+        wait.recv_timeout(limit) != Err(RecvTimeoutError::Timeout)
     }
 
     /// The queue is not bounded: each entry stands for a session, and those are.

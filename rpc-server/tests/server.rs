@@ -103,7 +103,7 @@ async fn info_counts_over_all_sessions_and_forgets_those_that_ended() {
 async fn limits_are_the_sessions_own_and_those_of_all() {
     let fixture = Fixture::start(Registry::new(), |config| {
         config.max_memory = ByteSize(1 << 20);
-        config.max_total_memory = ByteSize(3 << 19);
+        config.max_total_memory = Some(ByteSize(3 << 19));
         config.max_sessions = 2;
     })
     .await;

@@ -5,6 +5,7 @@
 use std::fmt::{self, Write as _};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rpc_core::proto::ANONYMOUS;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::PemObject;
@@ -262,7 +263,7 @@ pub(crate) fn name_of(certificate: &CertificateDer<'_>) -> Option<String> {
     let subject = certificate.subject();
     let common_name = subject.iter_common_name().next().and_then(|name| name.as_str().ok()).unwrap_or_default();
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    let taken = matches!(common_name, "" | "." | ".." | "anonymous");
+    let taken = matches!(common_name, "" | "." | ".." | ANONYMOUS);
     if !taken && common_name.len() <= MAX_NAME && common_name.bytes().all(plain) {
         return Some(common_name.to_owned());
     }

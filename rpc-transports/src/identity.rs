@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ring::rand::{SecureRandom, SystemRandom};
 use ring::{digest, hmac};
-use rpc_core::proto::{Anonymous, Identity, IdentityStep, Transcript};
+use rpc_core::proto::{ANONYMOUS, Anonymous, Identity, IdentityStep, Transcript};
 use rpc_core::{ErrorKind, RpcError};
 
 /// The length of challenges and proofs, in bytes.
@@ -78,7 +78,7 @@ impl FromStr for Token {
             _ => return Err(TokenError::Malformed),
         };
         let named = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
-        if !named || name.len() > MAX_NAME || matches!(name, "." | ".." | "anonymous") {
+        if !named || name.len() > MAX_NAME || matches!(name, "." | ".." | ANONYMOUS) {
             return Err(TokenError::Name);
         }
         if secret.len() < MIN_SECRET {
@@ -164,7 +164,7 @@ pub enum TokenError {
         /// Its number, from 1.
         line: usize,
         /// What is wrong.
-        source: Box<TokenError>,
+        source: Box<Self>,
     },
 }
 

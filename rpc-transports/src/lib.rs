@@ -68,7 +68,7 @@ pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};
 pub use identity::{Access, Security, Token, TokenError, Tokens};
 pub use proxy::ProxySession;
-pub use serve::{OpenRequest, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
+pub use serve::{OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
 pub use transport::{
     BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, DialOptions, ListenOptions, Listener, TransportError,
 };

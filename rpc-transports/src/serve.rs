@@ -1,6 +1,8 @@
 //! Serving: sessions of any kind behind channels of any kind.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -11,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::BytesMut;
-use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent};
+use rpc_core::proto::{ANONYMOUS, HandshakeConfig, Hello, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Spawner, Value};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -101,14 +103,34 @@ pub struct ServeOptions {
     pub limits: WireLimits,
     /// How many sessions there may be at one time. 4,096.
     pub max_sessions: usize,
+    /// How many sessions one client may have at one time: one that has proven who it is wherever it comes from, and others
+    /// by the address of their machine, whatever processes they are. 4,096.
+    pub max_sessions_per_peer: usize,
     /// How many connections may be in their handshake at one time; one more is closed without a word. 1,024.
     pub max_handshakes: usize,
+    /// How long a session may last, from the end of its handshake. It ends with
+    /// [`SessionTimeout`](ErrorKind::SessionTimeout) then, whatever it is doing. No limit.
+    pub session_duration: Option<Duration>,
+    /// How long a session may go without a request. It ends with [`SessionTimeout`](ErrorKind::SessionTimeout) then. No
+    /// limit.
+    pub idle_timeout: Option<Duration>,
+    /// How long a client may take no byte of what it is being sent. Its connection is closed then: nothing can be said to
+    /// it. 60 s.
+    pub write_timeout: Duration,
     /// Whom the server serves; [`Server::set_access`] changes it later. Anybody.
     pub access: Access,
     /// The addresses that clients may be forwarded to, as patterns with `*`. None.
     pub allow_forward: Vec<String>,
     /// How the server opens the sessions that it forwards to: its own tokens, and whom it trusts. Without either.
     pub onward: DialOptions,
+    /// Hears of what the sessions' factory does not see. Nobody.
+    pub observer: Option<Arc<dyn ServeObserver>>,
+}
+
+/// Hears of what happens at a server. Called on tasks that serve others: it must not block.
+pub trait ServeObserver: Send + Sync + fmt::Debug {
+    /// A client got no session.
+    fn refused(&self, reason: ErrorKind);
 }
 
 impl Default for ServeOptions {
@@ -119,10 +141,15 @@ impl Default for ServeOptions {
             handshake_timeout: Duration::from_secs(10),
             limits: WireLimits::default(),
             max_sessions: 4096,
+            max_sessions_per_peer: 4096,
             max_handshakes: 1024,
+            session_duration: None,
+            idle_timeout: None,
+            write_timeout: Duration::from_secs(60),
             access: Access::default(),
             allow_forward: Vec::new(),
             onward: DialOptions::default(),
+            observer: None,
         }
     }
 }
@@ -147,6 +174,8 @@ struct Shared {
     handshakes: Arc<Semaphore>,
     /// Sessions that have been opened and not ended.
     open: AtomicUsize,
+    /// The same for each peer that has any.
+    open_by_peer: Mutex<HashMap<String, usize>>,
     listeners: Mutex<Vec<JoinHandle<()>>>,
     draining: AtomicBool,
     /// Told when the server stops accepting.
@@ -166,6 +195,7 @@ impl Server {
             next_connection: AtomicU64::new(1),
             handshakes: Arc::new(Semaphore::new(options.max_handshakes.clamp(1, Semaphore::MAX_PERMITS))),
             open: AtomicUsize::new(0),
+            open_by_peer: Mutex::default(),
             listeners: Mutex::default(),
             options,
             draining: AtomicBool::new(false),
@@ -216,15 +246,15 @@ impl Server {
         let Ok(handshake) = self.0.handshakes.clone().try_acquire_owned() else {
             let limit = self.0.options.max_handshakes;
             tracing::warn!(peer = channel.peer(), limit, "too many connections are in their handshake; one was closed");
-            return;
+            return self.0.refused(ErrorKind::LimitExceeded);
         };
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());
         let shared = self.0.clone();
         tokio::spawn(async move {
-            let _registered = Registered { shared: shared.clone(), id };
-            serve_connection(&shared, channel, mailbox, handshake).await;
+            let registered = Arc::new(Registered { shared: shared.clone(), id });
+            serve_connection(&shared, channel, mailbox, handshake, registered).await;
         });
     }
 
@@ -253,8 +283,8 @@ impl Server {
         }
     }
 
-    /// After [`stop`](Self::stop) or [`drain`](Self::drain): resolves when nothing is listened on any more, and every client
-    /// has been told, or after `limit`.
+    /// After [`stop`](Self::stop) or [`drain`](Self::drain): resolves when nothing is listened on any more, every client has
+    /// been told, and what their sessions held has been freed, or after `limit`.
     pub async fn stopped(&self, limit: Duration) {
         let listeners = std::mem::take(&mut *self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner));
         let stopped = async {
@@ -267,7 +297,7 @@ impl Server {
         let _ = tokio::time::timeout(limit, stopped).await;
     }
 
-    /// Resolves when there are no sessions, and nobody is in a handshake.
+    /// Resolves when there are no sessions, what they held has been freed, and nobody is in a handshake.
     pub async fn idle(&self) {
         loop {
             let ended = self.0.ended.notified();
@@ -281,8 +311,8 @@ impl Server {
     }
 }
 
-impl std::fmt::Debug for Server {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Server").field("sessions", &self.sessions()).finish_non_exhaustive()
     }
 }
@@ -291,9 +321,19 @@ impl Shared {
     fn connections(&self) -> MutexGuard<'_, HashMap<u64, Arc<Mailbox>>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn open_by_peer(&self) -> MutexGuard<'_, HashMap<String, usize>> {
+        self.open_by_peer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn refused(&self, reason: ErrorKind) {
+        if let Some(observer) = &self.options.observer {
+            observer.refused(reason);
+        }
+    }
 }
 
-/// Counts a connection for as long as its task lives, also if the task is dropped with its runtime.
+/// Counts a connection until its task is over and its session freed, also if they are dropped with their runtime.
 struct Registered {
     shared: Arc<Shared>,
     id: u64,
@@ -356,13 +396,22 @@ async fn serve_connection(
     mut channel: Channel,
     mailbox: Arc<Mailbox>,
     handshake: OwnedSemaphorePermit,
+    registered: Arc<Registered>,
 ) {
     let options = &shared.options;
     let peer = channel.peer().to_owned();
     match tokio::time::timeout(options.handshake_timeout, channel.secure()).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => return tracing::debug!(peer, %error, "no secure channel"),
-        Err(_) => return tracing::debug!(peer, "agreeing on a secure channel took too long"),
+        Ok(Err(error)) => {
+            tracing::debug!(peer, %error, "no secure channel");
+            // TLS objected to something, or the client left.
+            let objected = error.kind() == io::ErrorKind::InvalidData;
+            return shared.refused(if objected { ErrorKind::Unauthenticated } else { ErrorKind::PeerLost });
+        }
+        Err(_) => {
+            tracing::debug!(peer, "agreeing on a secure channel took too long");
+            return shared.refused(ErrorKind::DeadlineExceeded);
+        }
     }
     let (rules, access) = shared.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let identities = of_acceptor(&access, rules, channel.security());
@@ -372,7 +421,7 @@ async fn serve_connection(
     options.limits.apply(&mut hello);
     let config = HandshakeConfig { hello, identities, hold: true, timeout: options.handshake_timeout };
     let open = async |hello: &Hello, identity: &str| {
-        let place = Place::take(shared)?;
+        let place = Place::take(shared, &peer, identity)?;
         open_session(shared, &peer, hello, identity).await.map(|session| (session, place))
     };
     match accept_hands(&mut channel, config, open).await {
@@ -382,7 +431,8 @@ async fn serve_connection(
                 connection.prove(rules, &negotiated.identity);
             }
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
-            let mut connection = Connection::new(channel, &negotiated, input, session, mailbox, options);
+            let parts = Parts { session, mailbox, registered };
+            let mut connection = Connection::new(channel, &negotiated, input, parts, options);
             let reason = (&mut connection).await;
             tracing::debug!(peer, reason = %reason, "session ended");
             if connection.said_all {
@@ -391,6 +441,7 @@ async fn serve_connection(
         }
         Err(error) => {
             tracing::debug!(peer, %error, "no session");
+            shared.refused(error.kind());
             linger(channel.io_mut()).await;
         }
     }
@@ -412,21 +463,52 @@ async fn linger(io: &mut dyn ChannelIo) {
     let _ = tokio::time::timeout(LINGER, close).await;
 }
 
+/// What a peer's name says about its machine: not the port or the process, of which one machine has many.
+fn machine_of(peer: &str) -> String {
+    let address = peer.parse::<Address>().ok();
+    // Whoever is not behind an address with a host is here.
+    address
+        .as_ref()
+        .and_then(Address::host_and_port)
+        .map_or_else(|| "this machine".to_owned(), |(host, _)| host.to_owned())
+}
+
 /// The place of one session among those that there may be.
-struct Place(Arc<Shared>);
+struct Place {
+    shared: Arc<Shared>,
+    peer: String,
+}
 
 impl Place {
-    fn take(shared: &Arc<Shared>) -> Result<Self, RpcError> {
-        let limit = shared.options.max_sessions;
-        let place = Self(shared.clone());
+    fn take(shared: &Arc<Shared>, peer: &str, identity: &str) -> Result<Self, RpcError> {
+        let (limit, peer_limit) = (shared.options.max_sessions, shared.options.max_sessions_per_peer);
+        let peer = match identity {
+            ANONYMOUS => machine_of(peer),
+            // Not to be mistaken for an address.
+            identity => format!("identity {identity}"),
+        };
+        let of_peer = *shared.open_by_peer().entry(peer.clone()).and_modify(|count| *count += 1).or_insert(1);
         let wanted = shared.open.fetch_add(1, Ordering::AcqRel) + 1;
-        if wanted > limit { Err(RpcError::limit("max_sessions", limit as u64, wanted as u64)) } else { Ok(place) }
+        let place = Self { shared: shared.clone(), peer };
+        if wanted > limit {
+            return Err(RpcError::limit("max_sessions", limit as u64, wanted as u64));
+        }
+        if of_peer > peer_limit {
+            return Err(RpcError::limit("max_sessions_per_peer", peer_limit as u64, of_peer as u64));
+        }
+        Ok(place)
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.open.fetch_sub(1, Ordering::AcqRel);
+        self.shared.open.fetch_sub(1, Ordering::AcqRel);
+        if let Entry::Occupied(mut count) = self.shared.open_by_peer().entry(std::mem::take(&mut self.peer)) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
     }
 }
 
@@ -481,37 +563,100 @@ struct Connection {
     working: HashMap<u64, Canceller>,
     /// Resolves when the session ends on its own.
     ended: PendingReply,
+    /// For what the client can draw out.
+    patience_alarm: Alarm,
     going_away: bool,
     /// The session is over as soon as this has been written.
     closing: Option<RpcError>,
     /// The client was sent a last word, which it may not have received yet.
     said_all: bool,
+    patience: Patience,
+    registered: Option<Arc<Registered>>,
     _guard: Option<ChannelGuard>,
 }
 
+/// What a connection serves.
+struct Parts {
+    session: SharedSession,
+    mailbox: Arc<Mailbox>,
+    registered: Arc<Registered>,
+}
+
+/// How long things may take that a client can draw out.
+struct Patience {
+    /// When the session has lasted long enough.
+    expires: Option<Instant>,
+    idle_timeout: Option<Duration>,
+    write_timeout: Duration,
+    /// Since when there was nothing to do; `None` while there is.
+    idle_since: Option<Instant>,
+    /// Since when the client has taken nothing of what there is to be written; `None` if all is written.
+    stalled_since: Option<Instant>,
+}
+
+impl Patience {
+    fn new(options: &ServeOptions, now: Instant) -> Self {
+        Self {
+            // A time that cannot be told is never.
+            expires: options.session_duration.and_then(|duration| now.checked_add(duration)),
+            idle_timeout: options.idle_timeout,
+            write_timeout: options.write_timeout,
+            idle_since: Some(now),
+            stalled_since: None,
+        }
+    }
+
+    /// When to look again.
+    fn ends(&self) -> Option<Instant> {
+        let idle = self.idle_since.zip(self.idle_timeout).and_then(|(since, limit)| since.checked_add(limit));
+        let stalled = self.stalled_since.and_then(|since| since.checked_add(self.write_timeout));
+        [self.expires, idle, stalled].into_iter().flatten().min()
+    }
+
+    /// Whether the client is stuck: nothing can be said to it.
+    fn is_stuck(&self, now: Instant) -> Option<RpcError> {
+        self.stalled_since.filter(|since| now.saturating_duration_since(*since) >= self.write_timeout).map(|_| {
+            let limit = self.write_timeout;
+            let text = format!("write_timeout is {limit:?}, and the client has taken nothing for as long");
+            RpcError::new(ErrorKind::LimitExceeded, text)
+        })
+    }
+
+    /// Why the session is over, if it is.
+    fn is_over(&self, now: Instant) -> Option<RpcError> {
+        let timeout = |text: String| Some(RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true));
+        if self.expires.is_some_and(|expires| now >= expires) {
+            return timeout("session_duration is over: the server lets no session last longer".to_owned());
+        }
+        let limit = self.idle_timeout?;
+        if self.idle_since.is_some_and(|since| now.saturating_duration_since(since) >= limit) {
+            return timeout(format!("idle_timeout is {limit:?}, and there was no request for as long"));
+        }
+        None
+    }
+}
+
 impl Connection {
-    fn new(
-        channel: Channel,
-        negotiated: &Negotiated,
-        input: BytesMut,
-        session: SharedSession,
-        mailbox: Arc<Mailbox>,
-        options: &ServeOptions,
-    ) -> Self {
+    fn new(channel: Channel, negotiated: &Negotiated, input: BytesMut, parts: Parts, options: &ServeOptions) -> Self {
+        let Parts { session, mailbox, registered } = parts;
+        let now = Instant::now();
         let (io, _, guard) = channel.into_parts();
         let config = LinkConfig { keep_alive: options.keep_alive };
         Self {
-            endpoint: ServerEndpoint::new(negotiated, config, Instant::now()),
+            endpoint: ServerEndpoint::new(negotiated, config, now),
             ended: session.ended().reply(),
             session: Some(session),
             mailbox,
             io,
             read: ReadAhead::new(input),
             alarm: Alarm::new(),
+            patience_alarm: Alarm::new(),
             working: HashMap::new(),
             going_away: false,
             closing: None,
             said_all: false,
+            patience: Patience::new(options, now),
+            registered: Some(registered),
             _guard: guard,
         }
     }
@@ -560,6 +705,7 @@ impl Connection {
 
     fn act(&mut self, event: ServerEvent) {
         let Some(session) = &self.session else { return };
+        self.patience.idle_since = None;
         match event {
             ServerEvent::Request { id, request } => match session.submit(request).try_ready() {
                 Ok(outcome) => self.reply(id, outcome),
@@ -594,11 +740,18 @@ impl Connection {
             let mut slices = [IoSlice::new(&[]); SLICES];
             let count = self.endpoint.slices(&mut slices);
             if count == 0 {
+                self.patience.stalled_since = None;
                 return Ok(());
             }
             match poll_write(&mut *self.io, &slices[..count], cx) {
-                Poll::Pending => return Ok(()),
-                Poll::Ready(Ok(written)) => self.endpoint.advance(written, Instant::now()),
+                Poll::Pending => {
+                    self.patience.stalled_since.get_or_insert_with(Instant::now);
+                    return Ok(());
+                }
+                Poll::Ready(Ok(written)) => {
+                    self.patience.stalled_since = None;
+                    self.endpoint.advance(written, Instant::now());
+                }
                 Poll::Ready(Err(error)) => return Err(error),
             }
         }
@@ -609,6 +762,7 @@ impl Connection {
         let read = match self.endpoint.bulk_target() {
             Some(target) => match self.read.poll_into(&mut *self.io, target, cx) {
                 Poll::Ready(Ok(count)) if count > 0 => {
+                    self.patience.idle_since = None;
                     if let Err(error) = self.endpoint.bulk_filled(count, Instant::now()) {
                         return Poll::Ready(Err(error));
                     }
@@ -655,6 +809,27 @@ impl Connection {
         acted
     }
 
+    /// Ends the session if it has lasted or idled for too long. `Err` if nothing can be said to the client.
+    fn poll_patience(&mut self, cx: &mut Context<'_>) -> Result<(), RpcError> {
+        if self.patience.idle_timeout.is_some() {
+            match self.endpoint.is_idle() {
+                true => _ = self.patience.idle_since.get_or_insert_with(Instant::now),
+                false => self.patience.idle_since = None,
+            }
+        }
+        while let Some(now) = self.patience_alarm.poll(self.patience.ends(), cx) {
+            if let Some(error) = self.patience.is_stuck(now) {
+                return Err(error);
+            }
+            if let Some(error) = self.patience.is_over(now) {
+                // Said once. From here on only the client's reading may take time.
+                (self.patience.expires, self.patience.idle_timeout) = (None, None);
+                self.close(error);
+            }
+        }
+        Ok(())
+    }
+
     /// Gives everything up. What still runs goes on without anybody waiting for it.
     fn end(&mut self) {
         for (_, canceller) in self.working.drain() {
@@ -663,9 +838,10 @@ impl Connection {
         self.ended = rpc_core::Submission::never().reply();
         if let Some(session) = self.session.take() {
             // Freeing may take long: memory is unmapped, folders are removed.
+            let remains = (session, self.registered.take());
             match tokio::runtime::Handle::try_current() {
-                Ok(runtime) => drop(runtime.spawn_blocking(move || drop(session))),
-                Err(_) => drop(session),
+                Ok(runtime) => drop(runtime.spawn_blocking(move || drop(remains))),
+                Err(_) => drop(remains),
             }
         }
     }
@@ -713,6 +889,15 @@ impl Future for Connection {
                 this.said_all = true;
                 let reason = this.closing.take();
                 return Poll::Ready(reason.unwrap_or_else(|| RpcError::internal("closed without a reason")));
+            }
+            let was_open = this.closing.is_none();
+            if let Err(error) = this.poll_patience(cx) {
+                tracing::warn!(%error, "a client does not read");
+                this.end();
+                return Poll::Ready(this.closing.take().unwrap_or(error));
+            }
+            if was_open && this.closing.is_some() {
+                continue;
             }
             match this.poll_input(cx) {
                 Poll::Pending => return Poll::Pending,

@@ -4,6 +4,7 @@
 //! (`--max-message` is `RPC_SERVER_MAX_MESSAGE`), the key in the configuration file (`max-message`), and the default. A
 //! flag counts before the environment, that before the file, and that before the default.
 
+mod memory;
 mod units;
 
 use std::net::SocketAddr;
@@ -97,14 +98,14 @@ settings! {
         workdir: PathBuf = default_workdir(), "RPC_SERVER_WORKDIR";
         /// Sessions at a time; more are refused
         max_sessions: usize = 4096, "RPC_SERVER_MAX_SESSIONS";
+        /// Sessions at a time of one client, who is known by what it has proven, or else by the address of its machine; more
+        /// are refused
+        max_sessions_per_peer: usize = 4096, "RPC_SERVER_MAX_SESSIONS_PER_PEER";
         /// Connections at a time whose clients have not introduced themselves; one more is closed
         max_handshakes: usize = 1024, "RPC_SERVER_MAX_HANDSHAKES";
         /// Device memory that one session may hold
         #[arg(value_name = "SIZE")]
         max_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_MEMORY";
-        /// Device memory that all sessions together may hold
-        #[arg(value_name = "SIZE")]
-        max_total_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_TOTAL_MEMORY";
         /// Objects that one session may hold
         max_handles: usize = 1 << 20, "RPC_SERVER_MAX_HANDLES";
         /// Requests that one session may have in progress; more wait
@@ -112,6 +113,13 @@ settings! {
         /// Bytes of arguments that one session may have waiting; more wait at the client. At least --max-message
         #[arg(value_name = "SIZE")]
         max_queued: ByteSize = ByteSize(65 << 20), "RPC_SERVER_MAX_QUEUED";
+        /// Threads that the functions of one session may have; calls that find none wait
+        max_threads: usize = 64, "RPC_SERVER_MAX_THREADS";
+        /// Threads that the functions of all sessions together may have, beside one for each session
+        max_total_threads: usize = 1024, "RPC_SERVER_MAX_TOTAL_THREADS";
+        /// The largest payload of a frame; copies are cut into such pieces
+        #[arg(value_name = "SIZE")]
+        max_frame: ByteSize = ByteSize(1 << 20), "RPC_SERVER_MAX_FRAME";
         /// The largest request and the largest reply; tensors and files travel in pieces and may be larger
         #[arg(value_name = "SIZE")]
         max_message: ByteSize = ByteSize(64 << 20), "RPC_SERVER_MAX_MESSAGE";
@@ -121,6 +129,9 @@ settings! {
         /// How long a connection may be silent before it is tested; after three times as long it is dead
         #[arg(value_name = "TIME")]
         keep_alive: Span = seconds(5), "RPC_SERVER_KEEP_ALIVE";
+        /// How long a client may take nothing of what it is being sent; its connection is closed then
+        #[arg(value_name = "TIME")]
+        write_timeout: Span = seconds(60), "RPC_SERVER_WRITE_TIMEOUT";
         /// Bytes that one workspace may hold
         #[arg(value_name = "SIZE")]
         workspace_quota: ByteSize = ByteSize(4 << 30), "RPC_SERVER_WORKSPACE_QUOTA";
@@ -166,6 +177,16 @@ settings! {
         /// Ports to try when an address says port 0 or its port is in use, such as 9090-9199
         #[arg(value_name = "FIRST-LAST")]
         port_range: PortRange, "RPC_SERVER_PORT_RANGE";
+        /// Device memory that all sessions together may hold. Without it: nine tenths of what the machine has, or this program
+        /// may use; with --isolate process no limit
+        #[arg(value_name = "SIZE")]
+        max_total_memory: ByteSize, "RPC_SERVER_MAX_TOTAL_MEMORY";
+        /// How long a session may last; it is ended then, whatever it is doing. No limit without it
+        #[arg(value_name = "TIME")]
+        session_duration: Span, "RPC_SERVER_SESSION_DURATION";
+        /// How long a session may go without a request; it is ended then. No limit without it
+        #[arg(value_name = "TIME")]
+        idle_timeout: Span, "RPC_SERVER_IDLE_TIMEOUT";
         /// With --isolate process: processor time that the process of one session may use, in whole seconds, rounded up; it is
         /// killed then. No limit without it
         #[arg(value_name = "TIME")]
@@ -256,6 +277,16 @@ impl ServeConfig {
         }
     }
 
+    /// Device memory that all sessions together may hold: as it is set, or what the default comes to on this machine.
+    pub fn total_memory(&self) -> ByteSize {
+        match self.max_total_memory {
+            Some(limit) => limit,
+            // The kernel ends the process of one session then, and each session would need its share.
+            None if self.isolate == Isolate::Process => ByteSize::UNLIMITED,
+            None => memory::most_of_memory(),
+        }
+    }
+
     /// The configuration as a TOML file that gives the same one when it is read.
     pub fn to_toml(&self) -> String {
         // A flat table of strings, numbers and lists of strings: nothing that TOML could not show.
@@ -286,12 +317,18 @@ impl ServeConfig {
         }
         let zero = [
             ("--max-sessions", self.max_sessions as u64),
+            ("--max-sessions-per-peer", self.max_sessions_per_peer as u64),
+            ("--max-threads", self.max_threads as u64),
+            ("--max-frame", self.max_frame.0),
             ("--max-handshakes", self.max_handshakes as u64),
             ("--max-requests", self.max_requests.into()),
             ("--max-handles", self.max_handles as u64),
             ("--max-message", self.max_message.0),
             ("--keep-alive", u64::from(!self.keep_alive.0.is_zero())),
             ("--handshake-timeout", u64::from(!self.handshake_timeout.0.is_zero())),
+            ("--write-timeout", u64::from(!self.write_timeout.0.is_zero())),
+            ("--session-duration", u64::from(self.session_duration.is_none_or(|limit| !limit.0.is_zero()))),
+            ("--idle-timeout", u64::from(self.idle_timeout.is_none_or(|limit| !limit.0.is_zero()))),
         ];
         if let Some((setting, _)) = zero.into_iter().find(|(_, value)| *value == 0) {
             return Err(ConfigError::Zero { setting });
@@ -311,8 +348,8 @@ impl ServeConfig {
             return Err(ConfigError::StdinTaken);
         }
         if self.isolate == Isolate::Process {
-            if self.max_total_memory != ByteSize::UNLIMITED && self.max_memory > self.max_total_memory {
-                return Err(ConfigError::NoShare { max_total_memory: self.max_total_memory });
+            if self.max_memory > self.total_memory() {
+                return Err(ConfigError::NoShare { max_total_memory: self.total_memory() });
             }
             if self.isolate_files < MIN_FILES {
                 return Err(ConfigError::TooFewFiles { isolate_files: self.isolate_files });

@@ -56,7 +56,7 @@ impl Isolation {
             .keep_alive(config.keep_alive.0)
             .handshake_timeout(config.handshake_timeout.0)
             .limits(wire_limits(config));
-        let total_is_limited = config.max_total_memory != ByteSize::UNLIMITED;
+        let total_is_limited = config.total_memory() != ByteSize::UNLIMITED;
         let isolation = Self {
             config: config.to_toml(),
             limits: Limits::of(config),

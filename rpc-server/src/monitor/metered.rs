@@ -33,13 +33,8 @@ impl<F> MeteredFactory<F> {
 #[async_trait]
 impl<F: SessionFactory> SessionFactory for MeteredFactory<F> {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
-        match self.inner.open(request).await {
-            Ok(session) => Ok(Arc::new(MeteredSession::new(session, self.monitor.clone()))),
-            Err(error) => {
-                self.monitor.refused(error.kind());
-                Err(error)
-            }
-        }
+        let session = self.inner.open(request).await?;
+        Ok(Arc::new(MeteredSession::new(session, self.monitor.clone())))
     }
 }
 
