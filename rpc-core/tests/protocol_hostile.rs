@@ -464,6 +464,42 @@ fn a_backlog_of_replies_is_bounded() {
     assert!(pair.server_error.is_none());
 }
 
+/// One that reads, and gives no leave to send more.
+#[test]
+fn the_server_knows_what_waits_for_nothing_but_credit() {
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    for id in 1..=4 {
+        pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+    }
+    pair.run();
+    assert_eq!(pair.server.held_back(), None);
+    let reply = || Ok(Value::Bytes(vec![0; 200 << 10].into()));
+    for id in 1..=4 {
+        assert!(pair.server.reply(id, reply()).is_none());
+    }
+    // Two fit into the client's window.
+    assert_eq!(pair.server.held_back(), None, "the first have not left");
+    let now = pair.now;
+    let drain = |server: &mut rpc_core::proto::ServerEndpoint| loop {
+        server.stage();
+        let mut slices = [std::io::IoSlice::new(&[]); 8];
+        let count = server.slices(&mut slices);
+        let len = slices[..count].iter().map(|slice| slice.len()).sum();
+        if len == 0 {
+            break;
+        }
+        server.advance(len, now);
+    };
+    drain(&mut pair.server);
+    assert_eq!(pair.server.held_back(), Some(3));
+    let credit = [&0_u32.to_le_bytes()[..], &(100_u64 << 10).to_le_bytes()].concat();
+    pair.client_reads = false;
+    pair.inject_to_server(&frame(Kind::Credit, 0, 0, false, &credit, &[]));
+    pair.run();
+    drain(&mut pair.server);
+    assert_eq!(pair.server.held_back(), Some(4));
+}
+
 /// A list of nils takes a byte each on the wire, and eighty in memory.
 #[test]
 fn many_small_values_cost_what_they_take_in_memory() {

@@ -17,6 +17,8 @@
 //! | `rpc_handles` | | objects that sessions hold |
 //! | `rpc_memory_bytes` | | device memory that sessions hold |
 //!
+//! Sessions that clients are forwarded to count at the server that they end at, not here.
+//!
 //! An outcome is `ok` or the [name](ErrorKind::name) of an error's kind; so is a reason. A function is named if it is
 //! registered at this server and was among the first 1,024 that were used; all others, those of modules too, are `other`.
 

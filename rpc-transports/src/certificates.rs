@@ -3,7 +3,7 @@
 //! TLS 1.3 only, with ring as the one provider of cryptography, passed explicitly.
 
 use std::fmt::{self, Write as _};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rpc_core::proto::ANONYMOUS;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -11,6 +11,7 @@ use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
 
 use crate::address::Address;
@@ -185,7 +186,14 @@ pub(crate) fn server_name(address: &Address) -> Result<ServerName<'static>, Cert
 /// What a server shows, and what it demands of its clients. Clones share it, and [`replace`](Self::replace) changes it for
 /// all connections that come after.
 #[derive(Clone)]
-pub struct ServerTls(Arc<Mutex<Arc<rustls::ServerConfig>>>);
+pub struct ServerTls(Arc<Mutex<Rules>>);
+
+/// What holds for new connections.
+struct Rules {
+    config: Arc<rustls::ServerConfig>,
+    /// Judges the certificates of clients.
+    verifier: Option<Arc<dyn ClientCertVerifier>>,
+}
 
 impl ServerTls {
     /// Shows `certificate`. With `demand`, clients are asked for a certificate.
@@ -194,7 +202,7 @@ impl ServerTls {
     ///
     /// What cannot be used.
     pub fn new(certificate: Certificate, demand: Option<&ClientCertificates<'_>>) -> Result<Self, CertificateError> {
-        Ok(Self(Arc::new(Mutex::new(Arc::new(server_config(certificate, demand)?)))))
+        Ok(Self(Arc::new(Mutex::new(server_rules(certificate, demand)?))))
     }
 
     /// Uses these from now on. Connections that there are go on as they are. On an error nothing changes.
@@ -207,13 +215,24 @@ impl ServerTls {
         certificate: Certificate,
         demand: Option<&ClientCertificates<'_>>,
     ) -> Result<(), CertificateError> {
-        let config = Arc::new(server_config(certificate, demand)?);
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = config;
+        *self.rules() = server_rules(certificate, demand)?;
         Ok(())
     }
 
     pub(crate) fn config(&self) -> Arc<rustls::ServerConfig> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.rules().config.clone()
+    }
+
+    /// Whether a client with this chain of certificates would be accepted now: rules change, and certificates expire, while
+    /// connections go on.
+    pub(crate) fn accepts(&self, chain: &[CertificateDer<'_>]) -> bool {
+        let verifier = self.rules().verifier.clone();
+        let (Some(verifier), Some((client, others))) = (verifier, chain.split_first()) else { return false };
+        verifier.verify_client_cert(client, others, UnixTime::now()).is_ok()
+    }
+
+    fn rules(&self) -> MutexGuard<'_, Rules> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -232,20 +251,21 @@ pub struct ClientCertificates<'a> {
     pub optional: bool,
 }
 
-fn server_config(
-    certificate: Certificate,
-    demand: Option<&ClientCertificates<'_>>,
-) -> Result<rustls::ServerConfig, CertificateError> {
+fn server_rules(certificate: Certificate, demand: Option<&ClientCertificates<'_>>) -> Result<Rules, CertificateError> {
     let builder = rustls::ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(unfit)?;
-    let builder = match demand {
+    let verifier = match demand {
         Some(demand) => {
             let roots = Arc::new(authorities(demand.authorities)?);
             let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider());
             let verifier = if demand.optional { verifier.allow_unauthenticated() } else { verifier };
-            builder.with_client_cert_verifier(verifier.build().map_err(unfit)?)
+            Some(verifier.build().map_err(unfit)?)
         }
+        None => None,
+    };
+    let builder = match &verifier {
+        Some(verifier) => builder.with_client_cert_verifier(verifier.clone()),
         None => builder.with_no_client_auth(),
     };
     let Certificate { chain, key } = certificate;
@@ -253,7 +273,7 @@ fn server_config(
     config.alpn_protocols = vec![ALPN.to_vec()];
     // A resumed connection would carry a client's old certificate past its end.
     config.send_tls13_tickets = 0;
-    Ok(config)
+    Ok(Rules { config: Arc::new(config), verifier })
 }
 
 /// Whom the holder of a client's certificate, which has been verified, is known as: the common name of its subject where

@@ -530,6 +530,26 @@ mod tests {
         assert_eq!(far.step(Some(&answer)).unwrap_err().kind(), ErrorKind::Protocol);
     }
 
+    /// The example of PROTOCOL.md.
+    #[test]
+    fn proofs_are_what_the_protocol_says() {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let mut context = digest::Context::new(&digest::SHA256);
+        for part in [&b"hello"[..], b"answer", b""] {
+            context.update(&(part.len() as u64).to_le_bytes());
+            context.update(part);
+        }
+        let by_hand = TokenProof { context, ..TokenProof::new(tokens(SECRET), None) };
+        let begun = proof(SECRET, true, b"hello", None);
+        let subject = begun.subject(&[1; LEN], &[2; LEN]);
+        assert_eq!(subject, by_hand.subject(&[1; LEN], &[2; LEN]));
+        assert_eq!(hex(&subject), "3d98887b9e0efe5ae1b93b514c108dab41bc43caff7eaea51f3835e7b5602f72");
+        let token: Token = SECRET.parse().unwrap();
+        let proofs = [BY_DIALLER, BY_ACCEPTOR].map(|label| hex(prove(&token, label, &subject).as_ref()));
+        assert_eq!(proofs[0], "f3ea23f756f7f1bffcb5c53c50a7d276b5cbc147fbdd2b7c9f7ca3034fae546f");
+        assert_eq!(proofs[1], "a384280065e023a75e91ff42f0c11e56b2cfbfbf939fcb145eb57533d56e8a18");
+    }
+
     #[test]
     fn malformed_proofs_are_errors() {
         for received in [&[][..], &[1; LEN - 1], &[1; LEN + 1], &[1; LEN * (MAX_TOKENS + 2)]] {

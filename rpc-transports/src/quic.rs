@@ -39,6 +39,12 @@ const MAX_STREAMS: u32 = 1024;
 /// turned away.
 const MAX_HANDSHAKES: usize = 256;
 
+/// How many connections a listener has at a time, with and without channels.
+const MAX_CONNECTIONS: usize = 16 << 10;
+
+/// How long a server keeps a connection without channels. A client's own keeper closes it much earlier.
+const UNUSED: Duration = Duration::from_secs(30);
+
 /// How long a connection may take to come about.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
@@ -47,6 +53,9 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// The connection was closed in good order.
 const DONE: VarInt = VarInt::from_u32(0);
+
+/// The connection was closed because nobody used it.
+const IDLE: VarInt = VarInt::from_u32(1);
 
 fn transport(idle: Duration) -> Arc<TransportConfig> {
     let mut config = TransportConfig::default();
@@ -283,6 +292,7 @@ async fn accept_connections(
     channels: mpsc::Sender<Channel>,
 ) {
     let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
@@ -295,8 +305,11 @@ async fn accept_connections(
             let _ = incoming.retry();
             continue;
         }
-        let Ok(permit) = handshakes.clone().try_acquire_owned() else {
-            tracing::warn!(peer = %incoming.remote_address(), limit = MAX_HANDSHAKES, "too many connections in their handshake");
+        let permits = (handshakes.clone().try_acquire_owned(), connections.clone().try_acquire_owned());
+        let (Ok(handshake), Ok(place)) = permits else {
+            let peer = incoming.remote_address();
+            let (handshakes, connections) = (MAX_HANDSHAKES, MAX_CONNECTIONS);
+            tracing::warn!(%peer, handshakes, connections, "too many connections, or too many in their handshake");
             incoming.refuse();
             continue;
         };
@@ -309,13 +322,14 @@ async fn accept_connections(
                 continue;
             }
         };
-        let channels = channels.clone();
+        let (tls, channels) = (tls.clone(), channels.clone());
         tokio::spawn(async move {
+            let _place = place;
             let peer = incoming.remote_address();
-            let connection = tokio::time::timeout(HANDSHAKE, establish(incoming, config)).await;
-            drop(permit);
-            match connection {
-                Ok(Ok((connection, security))) => accept_channels(&connection, &security, &channels).await,
+            let established = tokio::time::timeout(HANDSHAKE, establish(incoming, config)).await;
+            drop(handshake);
+            match established {
+                Ok(Ok(established)) => accept_channels(&established, &tls, &channels).await,
                 Ok(Err(error)) => tracing::debug!(%peer, %error, "no QUIC connection"),
                 Err(_) => tracing::debug!(%peer, "a QUIC handshake took too long"),
             }
@@ -323,23 +337,47 @@ async fn accept_connections(
     }
 }
 
-async fn establish(incoming: Incoming, config: ServerConfig) -> io::Result<(quinn::Connection, Security)> {
+/// A connection that a client has made.
+struct Established {
+    connection: quinn::Connection,
+    /// The certificates that the client has shown; empty without one.
+    chain: Vec<CertificateDer<'static>>,
+    security: Security,
+}
+
+async fn establish(incoming: Incoming, config: ServerConfig) -> io::Result<Established> {
     let connection = incoming.accept_with(Arc::new(config))?.await?;
     let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
+    let chain = shown.map_or_else(Vec::new, |chain| *chain);
     let security = Security {
         binding: Some(binding(&connection)?),
-        certificate: shown.and_then(|chain| chain.first().and_then(name_of)),
+        certificate: chain.first().and_then(name_of),
         connection: Some(Arc::<identity::Connection>::default()),
         ..Security::default()
     };
-    Ok((connection, security))
+    Ok(Established { connection, chain, security })
 }
 
-async fn accept_channels(connection: &quinn::Connection, security: &Security, channels: &mpsc::Sender<Channel>) {
-    while let Ok((send, recv)) = connection.accept_bi().await {
+async fn accept_channels(established: &Established, tls: &ServerTls, channels: &mpsc::Sender<Channel>) {
+    let Established { connection, chain, security } = established;
+    // Held by each channel.
+    let used = Arc::new(());
+    loop {
+        let (send, recv) = match tokio::time::timeout(UNUSED, connection.accept_bi()).await {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(_)) => return,
+            Err(_) if Arc::strong_count(&used) > 1 => continue,
+            Err(_) => return connection.close(IDLE, b"no session uses this connection"),
+        };
+        let mut security = security.clone();
+        if !chain.is_empty() && !tls.accepts(chain) {
+            // What was proven by it is not proven any more.
+            (security.certificate, security.connection) = (None, None);
+        }
         // Asked each time: it may have changed.
         let peer = SocketAddr::new(connection.remote_address().ip().to_canonical(), connection.remote_address().port());
-        let channel = Channel::new(QuicIo { send, recv }, format!("quic://{peer}")).with_security(security.clone());
+        let channel = Channel::new(QuicIo { send, recv }, format!("quic://{peer}"));
+        let channel = channel.with_security(security).with_guard(Box::new(used.clone()));
         // Once nobody listens, the stream is dropped, and so refused.
         let _ = channels.send(channel).await;
     }

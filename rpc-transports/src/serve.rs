@@ -119,7 +119,9 @@ pub struct ServeOptions {
     pub write_timeout: Duration,
     /// Whom the server serves; [`Server::set_access`] changes it later. Anybody.
     pub access: Access,
-    /// The addresses that clients may be forwarded to, as patterns with `*`. None.
+    /// The addresses that clients may be forwarded to, as patterns: `tcp://10.0.0.*:9090`, `tls://*.lab`, `unix:/run/*`. `*`
+    /// stands for any text within the scheme, the host or the port; without a port it is for all of them. `*` alone is for
+    /// all addresses with a host, and not for programs, paths and this process. None.
     pub allow_forward: Vec<String>,
     /// How the server opens the sessions that it forwards to: its own tokens, and whom it trusts. Without either.
     pub onward: DialOptions,
@@ -434,7 +436,11 @@ async fn serve_connection(
             let parts = Parts { session, mailbox, registered };
             let mut connection = Connection::new(channel, &negotiated, input, parts, options);
             let reason = (&mut connection).await;
-            tracing::debug!(peer, reason = %reason, "session ended");
+            match reason.kind() {
+                ErrorKind::Protocol => tracing::warn!(peer, %reason, "a client broke the protocol"),
+                ErrorKind::LimitExceeded => tracing::warn!(peer, %reason, "a client went over a limit"),
+                _ => tracing::debug!(peer, %reason, "session ended"),
+            }
             if connection.said_all {
                 linger(&mut *connection.io).await;
             }
@@ -535,7 +541,10 @@ async fn open_session(
     if further.len() >= MAX_HOPS {
         return Err(RpcError::limit("hops", MAX_HOPS as u64, hello.forward.len() as u64));
     }
-    if !options.allow_forward.iter().any(|pattern| matches_pattern(pattern, next)) {
+    let target: Address = next.parse().map_err(|error: crate::AddressError| {
+        RpcError::new(ErrorKind::InvalidArgument, format!("cannot forward to '{next}': {error}"))
+    })?;
+    if !options.allow_forward.iter().any(|pattern| matches_pattern(pattern, &target)) {
         return Err(RpcError::new(
             ErrorKind::Refused,
             format!("this server may not be used to reach '{next}': its operator has to allow it (--allow-forward)"),
@@ -592,6 +601,8 @@ struct Patience {
     idle_since: Option<Instant>,
     /// Since when the client has taken nothing of what there is to be written; `None` if all is written.
     stalled_since: Option<Instant>,
+    /// A reply that waits for the client's leave although nothing else is on the way, and since when.
+    held_back: Option<(u64, Instant)>,
 }
 
 impl Patience {
@@ -603,19 +614,25 @@ impl Patience {
             write_timeout: options.write_timeout,
             idle_since: Some(now),
             stalled_since: None,
+            held_back: None,
         }
+    }
+
+    /// Since when the client has done nothing that it owes.
+    fn stuck_since(&self) -> Option<Instant> {
+        self.stalled_since.or(self.held_back.map(|(_, since)| since))
     }
 
     /// When to look again.
     fn ends(&self) -> Option<Instant> {
         let idle = self.idle_since.zip(self.idle_timeout).and_then(|(since, limit)| since.checked_add(limit));
-        let stalled = self.stalled_since.and_then(|since| since.checked_add(self.write_timeout));
-        [self.expires, idle, stalled].into_iter().flatten().min()
+        let stuck = self.stuck_since().and_then(|since| since.checked_add(self.write_timeout));
+        [self.expires, idle, stuck].into_iter().flatten().min()
     }
 
     /// Whether the client is stuck: nothing can be said to it.
     fn is_stuck(&self, now: Instant) -> Option<RpcError> {
-        self.stalled_since.filter(|since| now.saturating_duration_since(*since) >= self.write_timeout).map(|_| {
+        self.stuck_since().filter(|since| now.saturating_duration_since(*since) >= self.write_timeout).map(|_| {
             let limit = self.write_timeout;
             let text = format!("write_timeout is {limit:?}, and the client has taken nothing for as long");
             RpcError::new(ErrorKind::LimitExceeded, text)
@@ -817,6 +834,10 @@ impl Connection {
                 false => self.patience.idle_since = None,
             }
         }
+        self.patience.held_back = self.endpoint.held_back().map(|id| match self.patience.held_back {
+            Some((before, since)) if before == id => (id, since),
+            _ => (id, Instant::now()),
+        });
         while let Some(now) = self.patience_alarm.poll(self.patience.ends(), cx) {
             if let Some(error) = self.patience.is_stuck(now) {
                 return Err(error);
@@ -892,7 +913,6 @@ impl Future for Connection {
             }
             let was_open = this.closing.is_none();
             if let Err(error) = this.poll_patience(cx) {
-                tracing::warn!(%error, "a client does not read");
                 this.end();
                 return Poll::Ready(this.closing.take().unwrap_or(error));
             }
@@ -904,7 +924,6 @@ impl Future for Connection {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(error)) if error.kind() == ErrorKind::Protocol => {
                     // Nothing more is understood of this peer, but it is told why.
-                    tracing::warn!(%error, "a client broke the protocol");
                     this.close(error.clone());
                     let _ = this.poll_output(cx);
                     this.end();

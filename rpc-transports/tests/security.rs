@@ -292,6 +292,30 @@ async fn what_the_server_takes_can_change_while_it_serves() {
 }
 
 #[tokio::test]
+async fn a_connection_that_goes_on_does_not_keep_a_certificate_good() {
+    let (old, new) = (Authority::new(), Authority::new());
+    fn demand(authority: &Authority) -> ClientCertificates<'_> {
+        ClientCertificates { authorities: authority.pem.as_bytes(), optional: false }
+    }
+    let tls = ServerTls::new(old.server().certificate(), Some(&demand(&old))).unwrap();
+    let access = Access { anonymous: false, tokens: Tokens::default(), certificates: true };
+    let server = server(access.clone());
+    let address = listen(&server, "quic", Some(&tls)).await;
+    let trust = ClientTls::new(old.pem.as_bytes(), Some(old.client("alice").certificate())).unwrap();
+    let alice = Connector::new().tls(trust);
+    let session = alice.connect(&address).await.unwrap();
+    alice.connect(&address).await.unwrap();
+    // As a server does that reads its files again. What has not changed stays good.
+    tls.replace(old.server().certificate(), Some(&demand(&old))).unwrap();
+    server.set_access(access.clone());
+    alice.connect(&address).await.unwrap();
+    tls.replace(old.server().certificate(), Some(&demand(&new))).unwrap();
+    server.set_access(access);
+    assert_eq!(refusal(alice.connect(&address).await).kind(), ErrorKind::Unauthenticated);
+    assert_eq!(whoami(&session).await, "alice");
+}
+
+#[tokio::test]
 async fn sessions_on_one_connection_prove_it_once_and_do_not_mix() {
     let authority = Authority::new();
     let tls = ServerTls::new(authority.server().certificate(), None).unwrap();

@@ -1,7 +1,7 @@
 //! The handshake: who we are to each other, which version we speak, and how much each side takes.
 //!
 //! Whoever dialled speaks first: magic and [`Hello`]. The other side answers with its own magic and `Hello`. Then proofs of
-//! identity go to and fro for as many rounds as the method needs, the dialler first, until both sides have sent `Accept`.
+//! identity go to and fro for as many rounds as the method needs, which also says who begins, until both sides have sent `Accept`.
 //! Either side may send `Reject` with an error instead, and close. Who serves is part of the `Hello`, and independent of
 //! who dialled.
 

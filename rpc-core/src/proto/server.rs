@@ -232,6 +232,11 @@ impl ServerEndpoint {
         self.link.last_pong == DRAIN_PING && self.is_idle()
     }
 
+    /// The request whose reply waits for the client's credit alone: all that is ahead of it has been written.
+    pub fn held_back(&self) -> Option<u64> {
+        self.large_replies.front().filter(|_| self.is_flushed()).map(|message| message.id)
+    }
+
     /// Whether everything that the client has asked so far is answered and written.
     pub fn is_idle(&self) -> bool {
         self.in_flight.is_empty() && self.large_replies.is_empty() && !self.link.is_receiving() && self.is_flushed()

@@ -115,7 +115,8 @@ settings! {
         max_queued: ByteSize = ByteSize(65 << 20), "RPC_SERVER_MAX_QUEUED";
         /// Threads that the functions of one session may have; calls that find none wait
         max_threads: usize = 64, "RPC_SERVER_MAX_THREADS";
-        /// Threads that the functions of all sessions together may have, beside one for each session
+        /// Threads that the functions of all sessions together may have, beside one for each session. Not with --isolate
+        /// process
         max_total_threads: usize = 1024, "RPC_SERVER_MAX_TOTAL_THREADS";
         /// The largest payload of a frame; copies are cut into such pieces
         #[arg(value_name = "SIZE")]
@@ -149,7 +150,8 @@ settings! {
         /// Listen where other machines can connect, though nobody has to prove who they are
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         insecure: bool = false, "RPC_SERVER_INSECURE";
-        /// Servers to which clients may be forwarded, such as tcp://10.0.0.5:9090 or tcp://10.0.0.*; may be repeated, or
+        /// Servers to which clients may be forwarded, such as tcp://10.0.0.5:9090 or tls://*.lab:9090, where * is any text within
+        /// the host, the port or the scheme; programs (exec:) and paths (unix:) have to be named; may be repeated, or
         /// given as a list with commas. None without it
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
