@@ -12,7 +12,7 @@ fuzz_target!(|bytes: &[u8]| {
     let Some((&choice, bytes)) = bytes.split_first() else { return };
     let config = HandshakeConfig {
         hello: Hello::new(if choice & 1 == 0 { Role::Server } else { Role::Client }),
-        identity: Box::new(Anonymous),
+        identities: vec![Box::new(Anonymous)],
         hold: choice & 2 != 0,
         timeout: Duration::from_secs(1),
     };

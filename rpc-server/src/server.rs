@@ -452,45 +452,44 @@ impl LocalFactory {
     }
 }
 
-// The structs of other crates can only be filled field by field.
-#[allow(clippy::field_reassign_with_default)]
+// All fields are written out, so that a limit that is added there is not forgotten here.
+
 pub(crate) fn session_limits(config: &ServeConfig) -> SessionLimits {
-    let mut limits = SessionLimits::default();
-    limits.max_requests = config.max_requests as usize;
-    limits.max_queued_bytes = usize::try_from(config.max_queued.0).unwrap_or(usize::MAX);
-    limits.max_handles = config.max_handles;
-    limits.max_memory = config.max_memory.0;
-    limits.max_threads = config.max_threads;
-    limits
+    SessionLimits {
+        max_requests: config.max_requests as usize,
+        max_queued_bytes: usize::try_from(config.max_queued.0).unwrap_or(usize::MAX),
+        max_handles: config.max_handles,
+        max_memory: config.max_memory.0,
+        max_threads: config.max_threads,
+    }
 }
 
-#[allow(clippy::field_reassign_with_default)]
 fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> ServeOptions {
-    let mut options = ServeOptions::default();
-    options.max_sessions_per_peer = config.max_sessions_per_peer;
-    options.session_duration = config.session_duration.map(|limit| limit.0);
-    options.idle_timeout = config.idle_timeout.map(|limit| limit.0);
-    options.write_timeout = config.write_timeout.0;
-    options.access = access;
-    options.onward = onward;
-    options.max_handshakes = config.max_handshakes;
-    options.key = config.key.clone().unwrap_or_default();
-    options.keep_alive = config.keep_alive.0;
-    options.handshake_timeout = config.handshake_timeout.0;
-    options.max_sessions = config.max_sessions;
-    options.allow_forward = config.allow_forward.clone();
-    options.limits = wire_limits(config);
-    options
+    ServeOptions {
+        key: config.key.clone().unwrap_or_default(),
+        keep_alive: config.keep_alive.0,
+        handshake_timeout: config.handshake_timeout.0,
+        limits: wire_limits(config),
+        max_sessions: config.max_sessions,
+        max_sessions_per_peer: config.max_sessions_per_peer,
+        max_handshakes: config.max_handshakes,
+        session_duration: config.session_duration.map(|limit| limit.0),
+        idle_timeout: config.idle_timeout.map(|limit| limit.0),
+        write_timeout: config.write_timeout.0,
+        access,
+        allow_forward: config.allow_forward.clone(),
+        onward,
+        observer: None,
+    }
 }
 
-#[allow(clippy::field_reassign_with_default)]
 pub(crate) fn wire_limits(config: &ServeConfig) -> WireLimits {
-    let mut limits = WireLimits::default();
-    limits.chunk = u32::try_from(config.max_frame.0).unwrap_or(u32::MAX);
-    limits.max_requests = config.max_requests;
-    limits.max_message = config.max_message.0;
-    limits.window = config.max_queued.0;
-    limits
+    WireLimits {
+        max_message: config.max_message.0,
+        chunk: u32::try_from(config.max_frame.0).unwrap_or(u32::MAX),
+        max_requests: config.max_requests,
+        window: config.max_queued.0,
+    }
 }
 
 async fn open_workspaces(config: &ServeConfig) -> Result<WorkspaceRoot, ServeError> {

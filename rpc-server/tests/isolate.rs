@@ -125,6 +125,7 @@ fn eat_memory() -> u64 {
 }
 
 /// Starts a program that does not end, and returns its process id.
+#[allow(clippy::zombie_processes, reason = "who ends it is what is being tested")]
 fn start_sleeper() -> u64 {
     let child = Command::new("sleep").arg("1000").stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
     child.id().into()

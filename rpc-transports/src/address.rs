@@ -269,6 +269,7 @@ impl Address {
     }
 
     /// The same kind of address for `socket`, without a key. Kinds without a host become TCP.
+    #[cfg(feature = "tcp")]
     pub(crate) fn at(&self, socket: SocketAddr) -> Self {
         let mut address = Self::from(socket);
         if let AddressKind::Tcp { host, port } = address.kind {

@@ -11,6 +11,7 @@ use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
+#[cfg(feature = "quic")]
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
 
@@ -192,6 +193,7 @@ pub struct ServerTls(Arc<Mutex<Rules>>);
 struct Rules {
     config: Arc<rustls::ServerConfig>,
     /// Judges the certificates of clients.
+    #[cfg(feature = "quic")]
     verifier: Option<Arc<dyn ClientCertVerifier>>,
 }
 
@@ -225,6 +227,7 @@ impl ServerTls {
 
     /// Whether a client with this chain of certificates would be accepted now: rules change, and certificates expire, while
     /// connections go on.
+    #[cfg(feature = "quic")]
     pub(crate) fn accepts(&self, chain: &[CertificateDer<'_>]) -> bool {
         let verifier = self.rules().verifier.clone();
         let (Some(verifier), Some((client, others))) = (verifier, chain.split_first()) else { return false };
@@ -273,7 +276,11 @@ fn server_rules(certificate: Certificate, demand: Option<&ClientCertificates<'_>
     config.alpn_protocols = vec![ALPN.to_vec()];
     // A resumed connection would carry a client's old certificate past its end.
     config.send_tls13_tickets = 0;
-    Ok(Rules { config: Arc::new(config), verifier })
+    Ok(Rules {
+        config: Arc::new(config),
+        #[cfg(feature = "quic")]
+        verifier,
+    })
 }
 
 /// Whom the holder of a client's certificate, which has been verified, is known as: the common name of its subject where

@@ -12,6 +12,7 @@
 //!
 //! The child's side is [`take_stdio`] and [`stdio_channel`].
 
+use std::any::Any;
 use std::fs::OpenOptions;
 use std::io;
 use std::net::Shutdown;
@@ -24,6 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rpc_core::{ErrorKind, RpcError};
 use rustix::fs::{FileType, fstat};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
@@ -73,6 +75,37 @@ pub struct ChildGuard {
     /// A second owner of our end of the socket pair: if the bytes outlive the guard, in another task or
     /// thread, the child must see the end all the same.
     socket: StdStream,
+}
+
+/// How long a child that let go of its connection may take to exit.
+const EXIT: Duration = Duration::from_millis(500);
+
+/// Adds to an error how the child at the far end has ended, if there is one and it has.
+pub(crate) async fn explain(error: RpcError, guard: Option<&(dyn Any + Send + Sync)>) -> RpcError {
+    match guard.and_then(<dyn Any + Send + Sync>::downcast_ref::<ChildGuard>) {
+        Some(guard) if error.kind() == ErrorKind::PeerLost => {
+            let status = tokio::time::timeout(EXIT, guard.exited()).await;
+            with_status(error, status.ok().and_then(io::Result::ok))
+        }
+        _ => error,
+    }
+}
+
+/// As [`explain`]. Blocks.
+pub(crate) fn explain_blocking(error: RpcError, guard: Option<&(dyn Any + Send + Sync)>) -> RpcError {
+    match guard.and_then(<dyn Any + Send + Sync>::downcast_ref::<ChildGuard>) {
+        Some(guard) if error.kind() == ErrorKind::PeerLost => {
+            with_status(error, guard.exited_within(EXIT).ok().flatten())
+        }
+        _ => error,
+    }
+}
+
+fn with_status(error: RpcError, status: Option<ExitStatus>) -> RpcError {
+    match status {
+        Some(status) => error.context(format!("the program ended ({status}) before there was a session")),
+        None => error,
+    }
 }
 
 impl ChildGuard {

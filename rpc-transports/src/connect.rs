@@ -203,7 +203,10 @@ impl Connector {
         }
         let channel = dial_blocking(&plan.address, &self.dial)?;
         let handshake = self.handshake(plan.key, plan.forward, &Security::default());
-        let (negotiated, input) = dial_hands_blocking(&channel, handshake)?;
+        let hands = dial_hands_blocking(&channel, handshake);
+        #[cfg(feature = "exec")]
+        let hands = hands.map_err(|error| crate::child::explain_blocking(error, channel.guard()));
+        let (negotiated, input) = hands?;
         let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
         let session = session.map_err(|error| TransportError::from_io(target, error))?;
         Ok(Session::new(session))
@@ -244,7 +247,13 @@ impl Connector {
         forward: Vec<String>,
     ) -> Result<ClientSession, ConnectError> {
         let handshake = self.handshake(key, forward, channel.security());
-        let (negotiated, input) = dial_hands(&mut channel, handshake).await?;
+        let hands = dial_hands(&mut channel, handshake).await;
+        #[cfg(feature = "exec")]
+        let hands = match hands {
+            Err(error) => Err(crate::child::explain(error, channel.guard()).await),
+            hands => hands,
+        };
+        let (negotiated, input) = hands?;
         if let Some(connection) = &channel.security().connection {
             connection.prove(DIALLER, &negotiated.identity);
         }

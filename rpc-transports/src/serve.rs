@@ -433,7 +433,8 @@ async fn serve_connection(
                 connection.prove(rules, &negotiated.identity);
             }
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
-            let parts = Parts { session, mailbox, registered };
+            // Both the session and this task have to be over.
+            let parts = Parts { session, mailbox, registered: registered.clone() };
             let mut connection = Connection::new(channel, &negotiated, input, parts, options);
             let reason = (&mut connection).await;
             match reason.kind() {

@@ -1,5 +1,6 @@
 //! Who gets in, and who does not: tokens and certificates over every transport where they make sense.
 
+#![cfg(feature = "quic")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, SharedSession};
-use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Address, ConnectError, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
 
 fn registry() -> Registry {
     let registry = Registry::new();
@@ -178,4 +178,15 @@ fn a_blocking_session_can_be_awaited_too() {
             assert_eq!(error.kind(), ErrorKind::ApiMisuse, "{error}");
         });
     });
+}
+
+#[tokio::test]
+async fn a_program_that_ends_before_there_is_a_session_is_an_error_that_says_how() {
+    let told = |error: ConnectError| match error {
+        ConnectError::Session(error) => assert!(error.message().contains("exit status: 7"), "{error}"),
+        other => panic!("{other:?}"),
+    };
+    told(Connector::new().connect("exec:sh -c 'exit 7'").await.unwrap_err());
+    let blocking = tokio::task::spawn_blocking(|| Connector::new().connect_blocking("exec:sh -c 'exit 7'"));
+    told(blocking.await.unwrap().unwrap_err());
 }

@@ -99,10 +99,14 @@ async fn serve_session(connection: UnixStream, session: SharedSession, config: &
 
     connection.set_nonblocking(true)?;
     let channel = Channel::new(tokio::net::UnixStream::from_std(connection)?, "the server");
-    let mut options = ServeOptions::default();
-    options.keep_alive = config.keep_alive.0;
-    options.handshake_timeout = config.handshake_timeout.0;
-    options.limits = wire_limits(config);
+    let options = ServeOptions {
+        keep_alive: config.keep_alive.0,
+        handshake_timeout: config.handshake_timeout.0,
+        limits: wire_limits(config),
+        // The server is patient with its client, or not, for both.
+        write_timeout: Duration::MAX,
+        ..ServeOptions::default()
+    };
     let session = Mutex::new(Some(session));
     let factory = move |_: &OpenRequest| {
         let session = session.lock().unwrap_or_else(PoisonError::into_inner).take();
