@@ -227,5 +227,9 @@ async fn shake_hands<S>(
 }
 
 fn lost(error: io::Error) -> RpcError {
+    #[cfg(feature = "tls")]
+    if let Some(objection) = crate::tls::objection(&error) {
+        return objection;
+    }
     RpcError::new(ErrorKind::PeerLost, format!("the connection broke during the handshake: {error}"))
 }

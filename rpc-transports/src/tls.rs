@@ -3,8 +3,10 @@
 use std::io;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use rpc_core::{ErrorKind, RpcError};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
@@ -60,6 +62,38 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
     TransportError::Insecure { address: address.to_string(), source: Arc::new(source), hint }
 }
 
+/// What the server has against the client's certificate. A client hears of it only when it reads: its own part of the
+/// handshake is over by then.
+pub(crate) fn objection(error: &io::Error) -> Option<RpcError> {
+    let alert = alert(error)?;
+    // By their numbers in RFC 8446.
+    let problem = match alert {
+        116 => "it wants a certificate (--cert, --cert-key)",
+        45 => "the client's certificate has expired; renew it with: rpc-cli cert",
+        48 => "the client's certificate is not by an authority that it trusts",
+        42..=44 | 46 | 49 => "it does not take the client's certificate",
+        _ => return None,
+    };
+    Some(RpcError::new(ErrorKind::Unauthenticated, format!("the server refused the connection: {problem}")))
+}
+
+/// The number of the TLS alert that ended a connection.
+fn alert(error: &io::Error) -> Option<u8> {
+    let cause = error.get_ref()?;
+    if let Some(rustls::Error::AlertReceived(alert)) = cause.downcast_ref() {
+        return Some(u8::from(*alert));
+    }
+    #[cfg(feature = "quic")]
+    if let Some(quinn::ReadError::ConnectionLost(quinn::ConnectionError::ConnectionClosed(close))) =
+        cause.downcast_ref()
+    {
+        // RFC 9001: the alert is the lower byte of the code.
+        let code = u64::from(close.error_code).checked_sub(0x100)?;
+        return u8::try_from(code).ok();
+    }
+    None
+}
+
 pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
     let Some(tls) = options.tls.clone() else { return Err(TransportError::unsupported(address, NO_SERVER_TLS)) };
     let listener = tcp::bind_socket(address, options, |target| tcp::listen(target, options.backlog)).await?;
@@ -80,8 +114,25 @@ impl Accept for TlsSource {
     }
 }
 
+/// How long a client may take to read what TLS has against it.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Lets a client read the alert. A connection that is closed while input waits to be read is reset, and the alert lost.
+async fn drain(mut stream: TcpStream) -> io::Result<()> {
+    stream.shutdown().await?;
+    let mut scrap = [0; 4096];
+    while stream.read(&mut scrap).await? > 0 {}
+    Ok(())
+}
+
 async fn secure(acceptor: TlsAcceptor, stream: TcpStream) -> io::Result<(Box<dyn ChannelIo>, Security)> {
-    let stream = acceptor.accept(stream).await?;
+    let stream = match acceptor.accept(stream).into_fallible().await {
+        Ok(stream) => stream,
+        Err((error, stream)) => {
+            let _ = tokio::time::timeout(LINGER, drain(stream)).await;
+            return Err(error);
+        }
+    };
     let connection = stream.get_ref().1;
     let binding = connection.export_keying_material([0; 32], BINDING_LABEL, None).map_err(io::Error::other)?;
     let certificate = connection.peer_certificates().and_then(<[_]>::first).and_then(name_of);

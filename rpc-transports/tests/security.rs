@@ -107,7 +107,7 @@ fn insecure(outcome: Result<Session, ConnectError>) -> String {
     match outcome {
         Err(ConnectError::Transport(error @ TransportError::Insecure { .. })) => error.to_string(),
         // A client that shows nothing may learn of it only when it reads.
-        Err(ConnectError::Session(error)) if error.kind() == ErrorKind::PeerLost => error.to_string(),
+        Err(ConnectError::Session(error)) if error.kind() == ErrorKind::Unauthenticated => error.to_string(),
         other => panic!("{other:?}"),
     }
 }
