@@ -70,7 +70,7 @@ pub(crate) fn objection(error: &io::Error) -> Option<RpcError> {
     let problem = match alert {
         116 => "it wants a certificate (--cert, --cert-key)",
         45 => "the client's certificate has expired; renew it with: rpc-cli cert",
-        48 => "the client's certificate is not by an authority that it trusts",
+        48 | 51 => "the client's certificate is not by an authority that it trusts",
         42..=44 | 46 | 49 => "it does not take the client's certificate",
         _ => return None,
     };

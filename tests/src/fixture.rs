@@ -128,7 +128,13 @@ fn serve_options(limits: &SessionLimits, transport: Transport) -> ServeOptions {
     let limits = WireLimits { max_requests: requests, max_message, window: max_message, ..defaults };
     let onward = dial_options(transport);
     let access = Access { anonymous: onward.tokens.is_empty(), tokens: onward.tokens.clone(), certificates: false };
-    ServeOptions { limits, access, onward, allow_forward: vec!["*".to_owned()], ..ServeOptions::default() }
+    ServeOptions {
+        limits,
+        access,
+        onward,
+        allow_forward: ["*", "unix:*", "exec:*", "memory:*"].map(str::to_owned).into(),
+        ..ServeOptions::default()
+    }
 }
 
 /// How an origin is reached.

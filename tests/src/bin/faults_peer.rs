@@ -37,7 +37,11 @@ fn main() {
 }
 
 fn config(workdir: &str) -> ServeConfig {
-    ServeConfig { workdir: workdir.into(), allow_forward: vec!["*".to_owned()], ..ServeConfig::default() }
+    ServeConfig {
+        workdir: workdir.into(),
+        allow_forward: ["*", "unix:*", "exec:*", "memory:*"].map(str::to_owned).into(),
+        ..ServeConfig::default()
+    }
 }
 
 fn serve(config: ServeConfig) {
