@@ -14,6 +14,7 @@ use rustls::server::WebPkiClientVerifier;
 #[cfg(feature = "quic")]
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
+use x509_parser::extensions::GeneralName;
 
 use crate::address::Address;
 
@@ -301,6 +302,21 @@ pub(crate) fn name_of(certificate: &CertificateDer<'_>) -> Option<String> {
         let _ = write!(name, "{byte:02x}");
     }
     Some(name)
+}
+
+/// What a key that a client's certificate is limited to looks like among the alternative names of its subject.
+pub const KEY_URI: &str = "urn:rpc:key:";
+
+/// The keys of the servers that the holder of a client's certificate may use; empty if all.
+pub(crate) fn keys_of(certificate: &CertificateDer<'_>) -> Arc<[String]> {
+    let Ok((_, certificate)) = x509_parser::parse_x509_certificate(certificate) else { return Arc::default() };
+    let names = certificate.subject_alternative_name().ok().flatten();
+    let names = names.map_or(&[][..], |extension| &extension.value.general_names);
+    let key = |name: &GeneralName<'_>| match name {
+        GeneralName::URI(uri) => uri.strip_prefix(KEY_URI).map(str::to_owned),
+        _ => None,
+    };
+    names.iter().filter_map(key).collect()
 }
 
 /// Takes any certificate, but makes sure that the peer has the key to it.

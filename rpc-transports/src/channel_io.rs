@@ -95,6 +95,36 @@ pub(crate) fn poll_write(
     Poll::Ready(if written == 0 { Err(io::ErrorKind::WriteZero.into()) } else { Ok(written) })
 }
 
+/// Sees to it that what a channel has taken leaves. TLS keeps what the socket has no room for until it is asked again.
+#[derive(Debug, Default)]
+pub(crate) struct Flush {
+    wanted: bool,
+}
+
+impl Flush {
+    /// The channel has taken something.
+    pub(crate) fn want(&mut self) {
+        self.wanted = true;
+    }
+
+    /// Whether all that was taken has left, as far as this side can tell.
+    pub(crate) fn is_done(&self) -> bool {
+        !self.wanted
+    }
+
+    /// Goes on. If it is not done then, the task will be woken.
+    pub(crate) fn poll(&mut self, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> io::Result<()> {
+        let mut io = io;
+        if self.wanted
+            && let Poll::Ready(flushed) = Pin::new(&mut io).poll_flush(cx)
+        {
+            flushed?;
+            self.wanted = false;
+        }
+        Ok(())
+    }
+}
+
 /// Wakes the task when the endpoint's next timeout is due.
 ///
 /// A timeout that moves into the future, as it does with every byte received, leaves the timer alone: it goes off too

@@ -14,7 +14,8 @@ use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, S
 
 use tokio::io::AsyncWrite;
 
-use crate::channel_io::{Alarm, ReadAhead, SLICES, poll_write};
+use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
+use crate::identity::Connection;
 use crate::transport::{Channel, ChannelGuard, ChannelIo};
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
@@ -47,6 +48,7 @@ struct State {
 impl ClientSession {
     /// The session behind a handshake, and its driver running as a task. `input` is what was read beyond the handshake.
     pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: LinkConfig) -> Self {
+        let connection = channel.security().connection.clone();
         let (io, peer, guard) = channel.into_parts();
         let now = Instant::now();
         let endpoint = ClientEndpoint::new(negotiated, config, now);
@@ -58,7 +60,15 @@ impl ClientSession {
             control: control.clone(),
         });
         let alarm = Alarm::new();
-        let driver = Driver { shared: shared.clone(), io, read: ReadAhead::new(input), alarm, _guard: guard };
+        let driver = Driver {
+            shared: shared.clone(),
+            io,
+            read: ReadAhead::new(input),
+            alarm,
+            flush: Flush::default(),
+            connection,
+            _guard: guard,
+        };
         tokio::spawn(driver);
         Self(Arc::new(Owner(shared)))
     }
@@ -210,6 +220,9 @@ struct Driver {
     io: Box<dyn ChannelIo>,
     read: ReadAhead,
     alarm: Alarm,
+    flush: Flush,
+    /// The connection that the channel is one of several on.
+    connection: Option<Arc<Connection>>,
     /// What has to live as long as the channel.
     _guard: Option<ChannelGuard>,
 }
@@ -221,7 +234,8 @@ impl Future for Driver {
         let this = &mut *self;
         loop {
             let mut state = this.shared.state();
-            let outcome = turn(&mut state, &mut *this.io, &mut this.read, &mut this.alarm, cx);
+            let wire = Wire { io: &mut *this.io, read: &mut this.read, alarm: &mut this.alarm, flush: &mut this.flush };
+            let outcome = turn(&mut state, wire, cx);
             let mut events = Vec::new();
             while let Some(event) = state.endpoint.poll_event() {
                 events.push(event);
@@ -236,6 +250,11 @@ impl Future for Driver {
             }
             drop(state);
             if let Some(error) = report(events, &this.shared.peer) {
+                if let Some(connection) = &this.connection
+                    && error.kind() == ErrorKind::PeerSilent
+                {
+                    connection.suspect();
+                }
                 let watchers = std::mem::take(&mut this.shared.state().watchers);
                 for watcher in watchers {
                     watcher.complete(Err(error.clone()));
@@ -250,14 +269,17 @@ impl Future for Driver {
     }
 }
 
+/// The driver's side of the channel.
+struct Wire<'a> {
+    io: &'a mut dyn ChannelIo,
+    read: &'a mut ReadAhead,
+    alarm: &'a mut Alarm,
+    flush: &'a mut Flush,
+}
+
 /// One turn: time, output, input. Ready if there may be more to do at once.
-fn turn(
-    state: &mut State,
-    io: &mut dyn ChannelIo,
-    read: &mut ReadAhead,
-    alarm: &mut Alarm,
-    cx: &mut Context<'_>,
-) -> Poll<()> {
+fn turn(state: &mut State, wire: Wire<'_>, cx: &mut Context<'_>) -> Poll<()> {
+    let Wire { io, read, alarm, flush } = wire;
     // Until the alarm is set to the next time: nothing else may wake this task.
     while let Some(now) = alarm.poll(state.endpoint.poll_timeout(), cx) {
         if let Err(error) = state.endpoint.handle_timeout(now) {
@@ -265,7 +287,7 @@ fn turn(
             return Poll::Ready(());
         }
     }
-    if let Err(error) = poll_output(&mut state.endpoint, io, cx) {
+    if let Err(error) = poll_output(&mut state.endpoint, io, flush, cx) {
         if state.endpoint.ended().is_some() {
             // What was still to be written has no reader, and trying again would fail for ever.
             return Poll::Pending;
@@ -282,7 +304,7 @@ fn turn(
         Err(InputError::Lost(error)) => state.endpoint.fail(lost(&error)),
         Err(InputError::Protocol(error)) => {
             state.endpoint.fail(error);
-            let _ = poll_output(&mut state.endpoint, io, cx);
+            let _ = poll_output(&mut state.endpoint, io, flush, cx);
         }
     }
     Poll::Ready(())
@@ -304,6 +326,7 @@ fn lost(error: &io::Error) -> RpcError {
 fn poll_output(
     endpoint: &mut ClientEndpoint<Responder>,
     io: &mut dyn ChannelIo,
+    flush: &mut Flush,
     cx: &mut Context<'_>,
 ) -> io::Result<()> {
     loop {
@@ -311,11 +334,14 @@ fn poll_output(
         let mut slices = [IoSlice::new(&[]); SLICES];
         let count = endpoint.slices(&mut slices);
         if count == 0 {
-            return Ok(());
+            return flush.poll(io, cx);
         }
         match poll_write(io, &slices[..count], cx) {
             Poll::Pending => return Ok(()),
-            Poll::Ready(Ok(written)) => endpoint.advance(written, Instant::now()),
+            Poll::Ready(Ok(written)) => {
+                flush.want();
+                endpoint.advance(written, Instant::now());
+            }
             Poll::Ready(Err(error)) => return Err(error),
         }
     }

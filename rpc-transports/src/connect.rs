@@ -236,7 +236,10 @@ impl Connector {
         {
             return Err(TransportError::unsupported(&plan.address, NOBODY_KNOWN).into());
         }
-        let channel = dial(&plan.address, &self.dial).await?;
+        let options = &self.dial;
+        #[cfg(feature = "quic")]
+        let options = &DialOptions { quic_idle: crate::quic::idle_for(self.keep_alive), ..options.clone() };
+        let channel = dial(&plan.address, options).await?;
         Ok(std::sync::Arc::new(self.client(channel, plan.key, plan.forward).await?))
     }
 
@@ -253,6 +256,12 @@ impl Connector {
             Err(error) => Err(crate::child::explain(error, channel.guard()).await),
             hands => hands,
         };
+        if let (Err(error), Some(connection)) = (&hands, &channel.security().connection)
+            && error.hop() == 0
+        {
+            // Not the server has said so: perhaps the connection leads nowhere any more.
+            connection.suspect();
+        }
         let (negotiated, input) = hands?;
         if let Some(connection) = &channel.security().connection {
             connection.prove(DIALLER, &negotiated.identity);

@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ring::rand::{SecureRandom, SystemRandom};
@@ -177,6 +178,8 @@ pub struct Security {
     pub(crate) server_verified: bool,
     /// Whom the dialling side is known as by its certificate: at the side that was dialled.
     pub(crate) certificate: Option<String>,
+    /// The keys of the servers that this certificate is for; empty if it is for all.
+    pub(crate) keys: Arc<[String]>,
     /// The dialling side has shown a certificate: as itself knows.
     pub(crate) showed_certificate: bool,
     /// Whoever is at the far end has made this process, and need not prove anything to it.
@@ -186,6 +189,21 @@ pub struct Security {
 }
 
 impl Security {
+    /// Looks whether whoever has proven to be `identity` may use a server with the key `key`, or be forwarded to one.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`]: the certificate is for others.
+    pub(crate) fn may_use(&self, identity: &str, key: &str) -> rpc_core::Result<()> {
+        let limited = self.certificate.as_deref() == Some(identity) && !self.keys.is_empty();
+        if !limited || self.keys.iter().any(|allowed| allowed == key) {
+            return Ok(());
+        }
+        let (keys, this) = (self.keys.join(", "), if key.is_empty() { "one without a key" } else { key });
+        let text = format!("the client's certificate is for servers with the key {keys}, and this is {this}");
+        Err(RpcError::new(ErrorKind::Refused, text))
+    }
+
     /// Whether the channel can be neither read nor changed on the way, though perhaps by whoever is at its far end.
     #[must_use]
     pub fn is_encrypted(&self) -> bool {
@@ -207,12 +225,25 @@ impl fmt::Debug for Security {
 pub(crate) struct Connection {
     /// Whom the peer has proven to be on one of them, and under which version of the server's rules.
     proven: Mutex<Option<(u64, String)>>,
+    /// The peer has not answered on one of them.
+    suspect: AtomicBool,
 }
 
 impl Connection {
     /// Remembers what a handshake on one of the channels has proven under the rules number `rules`.
     pub(crate) fn prove(&self, rules: u64, peer: &str) {
         *self.proven.lock().unwrap_or_else(PoisonError::into_inner) = Some((rules, peer.to_owned()));
+    }
+
+    /// Remembers that the peer does not answer, although the connection has not ended.
+    pub(crate) fn suspect(&self) {
+        self.suspect.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it may lead nowhere.
+    #[cfg(feature = "quic")]
+    pub(crate) fn is_suspect(&self) -> bool {
+        self.suspect.load(Ordering::Relaxed)
     }
 
     fn proven(&self, rules: u64) -> Option<String> {

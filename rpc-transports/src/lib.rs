@@ -62,7 +62,7 @@ mod unix;
 pub use address::{Address, AddressError, AddressKind};
 pub use blocking::BlockingClientSession;
 #[cfg(feature = "tls")]
-pub use certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, ServerTls};
+pub use certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, KEY_URI, ServerTls};
 pub use client::ClientSession;
 pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};

@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use crate::address::Address;
-use crate::certificates::{BINDING_LABEL, ClientTls, ServerTls, name_of};
+use crate::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
 use crate::identity::{self, Security, Tokens};
 use crate::tcp;
 use crate::tls::{NO_CLIENT_TLS, NO_SERVER_TLS, insecure};
@@ -45,9 +45,6 @@ const MAX_CONNECTIONS: usize = 16 << 10;
 /// How long a server keeps a connection without channels. A client's own keeper closes it much earlier.
 const UNUSED: Duration = Duration::from_secs(30);
 
-/// How long a connection may take to come about.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-
 /// How long a client keeps a connection that no channel uses: what was said last must still arrive.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -56,6 +53,12 @@ const DONE: VarInt = VarInt::from_u32(0);
 
 /// The connection was closed because nobody used it.
 const IDLE: VarInt = VarInt::from_u32(1);
+
+/// How long a connection may be silent whose sessions are tested at this interval: twice as long as they, so that it is they
+/// who notice, and say so.
+pub(crate) fn idle_for(keep_alive: Duration) -> Duration {
+    keep_alive.saturating_mul(6)
+}
 
 fn transport(idle: Duration) -> Arc<TransportConfig> {
     let mut config = TransportConfig::default();
@@ -110,8 +113,9 @@ impl Drop for Guard {
     }
 }
 
-/// Under which name a connection is found again: the address, and the certificates and tokens that it was made with.
-type PoolKey = (String, usize, Option<usize>);
+/// Under which name a connection is found again: the address, the certificates and tokens that it was made with, and how long
+/// it may be silent.
+type PoolKey = (String, usize, Option<usize>, Duration);
 
 /// Weak: a connection ends with its keeper, which ends with its runtime.
 fn pool() -> &'static Mutex<HashMap<PoolKey, Weak<Pooled>>> {
@@ -121,13 +125,14 @@ fn pool() -> &'static Mutex<HashMap<PoolKey, Weak<Pooled>>> {
 
 fn pooled(key: &PoolKey) -> Option<Arc<Pooled>> {
     let found = pool().lock().unwrap_or_else(PoisonError::into_inner).get(key).and_then(Weak::upgrade);
-    found.filter(|pooled| pooled.connection.close_reason().is_none())
+    let is_suspect = |pooled: &Pooled| pooled.security.connection.as_ref().is_some_and(|shared| shared.is_suspect());
+    found.filter(|pooled| pooled.connection.close_reason().is_none() && !is_suspect(pooled))
 }
 
 pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
     let open = async {
-        let key = (address.to_string(), Arc::as_ptr(tls.config()).addr(), options.tokens.address());
+        let key = (address.to_string(), Arc::as_ptr(tls.config()).addr(), options.tokens.address(), options.quic_idle);
         if let Some(pooled) = pooled(&key)
             && let Ok(channel) = open(address, &pooled).await
         {
@@ -253,7 +258,7 @@ pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<L
     let endpoint = endpoint.map_err(io_error)?;
     // One channel waits to be taken; the others wait in their connections.
     let (channels, accepted) = mpsc::channel(1);
-    tokio::spawn(accept_connections(endpoint.clone(), tls, transport, channels));
+    tokio::spawn(accept_connections(endpoint.clone(), tls, transport, options.quic_handshake, channels));
     Ok(Listener::new(tcp::named(address, bound), QuicSource { endpoint, accepted }))
 }
 
@@ -289,6 +294,7 @@ async fn accept_connections(
     endpoint: Endpoint,
     tls: ServerTls,
     transport: Arc<TransportConfig>,
+    patience: Duration,
     channels: mpsc::Sender<Channel>,
 ) {
     let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
@@ -326,10 +332,10 @@ async fn accept_connections(
         tokio::spawn(async move {
             let _place = place;
             let peer = incoming.remote_address();
-            let established = tokio::time::timeout(HANDSHAKE, establish(incoming, config)).await;
+            let established = tokio::time::timeout(patience, establish(incoming, config)).await;
             drop(handshake);
             match established {
-                Ok(Ok(established)) => accept_channels(&established, &tls, &channels).await,
+                Ok(Ok(established)) => accept_channels(&established, &tls, patience, &channels).await,
                 Ok(Err(error)) => tracing::debug!(%peer, %error, "no QUIC connection"),
                 Err(_) => tracing::debug!(%peer, "a QUIC handshake took too long"),
             }
@@ -352,23 +358,31 @@ async fn establish(incoming: Incoming, config: ServerConfig) -> io::Result<Estab
     let security = Security {
         binding: Some(binding(&connection)?),
         certificate: chain.first().and_then(name_of),
+        keys: chain.first().map(keys_of).unwrap_or_default(),
         connection: Some(Arc::<identity::Connection>::default()),
         ..Security::default()
     };
     Ok(Established { connection, chain, security })
 }
 
-async fn accept_channels(established: &Established, tls: &ServerTls, channels: &mpsc::Sender<Channel>) {
+async fn accept_channels(
+    established: &Established,
+    tls: &ServerTls,
+    patience: Duration,
+    channels: &mpsc::Sender<Channel>,
+) {
     let Established { connection, chain, security } = established;
     // Held by each channel.
     let used = Arc::new(());
+    let mut patience = patience;
     loop {
-        let (send, recv) = match tokio::time::timeout(UNUSED, connection.accept_bi()).await {
+        let (send, recv) = match tokio::time::timeout(patience, connection.accept_bi()).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(_)) => return,
             Err(_) if Arc::strong_count(&used) > 1 => continue,
             Err(_) => return connection.close(IDLE, b"no session uses this connection"),
         };
+        patience = UNUSED;
         let mut security = security.clone();
         if !chain.is_empty() && !tls.accepts(chain) {
             // What was proven by it is not proven any more.

@@ -21,7 +21,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 
 use crate::address::Address;
-use crate::channel_io::{Alarm, ReadAhead, SLICES, accept_hands, poll_write};
+use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, accept_hands, poll_write};
 use crate::connect::Connector;
 use crate::dispatch::bind;
 use crate::identity::{Access, of_acceptor};
@@ -212,6 +212,12 @@ impl Server {
     ///
     /// If the address cannot be bound.
     pub async fn listen(&self, address: &Address, options: &ListenOptions) -> Result<Address, TransportError> {
+        #[cfg(feature = "quic")]
+        let options = &ListenOptions {
+            quic_idle: crate::quic::idle_for(self.0.options.keep_alive),
+            quic_handshake: self.0.options.handshake_timeout,
+            ..options.clone()
+        };
         let mut listener = bind(address, options).await?;
         let actual = listener.local_address().clone();
         let (server, name) = (self.clone(), actual.clone());
@@ -422,7 +428,11 @@ async fn serve_connection(
     hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
     options.limits.apply(&mut hello);
     let config = HandshakeConfig { hello, identities, hold: true, timeout: options.handshake_timeout };
+    let security = channel.security().clone();
     let open = async |hello: &Hello, identity: &str| {
+        // Behind a hop it is the key that the client asks for: the server there makes sure that it has it.
+        let key = if hello.forward.is_empty() { &options.key } else { &hello.key };
+        security.may_use(identity, key)?;
         let place = Place::take(shared, &peer, identity)?;
         open_session(shared, &peer, hello, identity).await.map(|session| (session, place))
     };
@@ -569,6 +579,7 @@ struct Connection {
     io: Box<dyn ChannelIo>,
     read: ReadAhead,
     alarm: Alarm,
+    flush: Flush,
     /// The requests that the session is working on.
     working: HashMap<u64, Canceller>,
     /// Resolves when the session ends on its own.
@@ -668,6 +679,7 @@ impl Connection {
             io,
             read: ReadAhead::new(input),
             alarm: Alarm::new(),
+            flush: Flush::default(),
             patience_alarm: Alarm::new(),
             working: HashMap::new(),
             going_away: false,
@@ -758,7 +770,11 @@ impl Connection {
             let mut slices = [IoSlice::new(&[]); SLICES];
             let count = self.endpoint.slices(&mut slices);
             if count == 0 {
-                self.patience.stalled_since = None;
+                self.flush.poll(&mut *self.io, cx)?;
+                match self.flush.is_done() {
+                    true => self.patience.stalled_since = None,
+                    false => _ = self.patience.stalled_since.get_or_insert_with(Instant::now),
+                }
                 return Ok(());
             }
             match poll_write(&mut *self.io, &slices[..count], cx) {
@@ -768,6 +784,7 @@ impl Connection {
                 }
                 Poll::Ready(Ok(written)) => {
                     self.patience.stalled_since = None;
+                    self.flush.want();
                     self.endpoint.advance(written, Instant::now());
                 }
                 Poll::Ready(Err(error)) => return Err(error),
@@ -906,7 +923,7 @@ impl Future for Connection {
                 this.close_in_order(RpcError::new(ErrorKind::Closed, "the server has gone away"));
                 continue;
             }
-            if this.closing.is_some() && this.endpoint.is_flushed() {
+            if this.closing.is_some() && this.endpoint.is_flushed() && this.flush.is_done() {
                 this.end();
                 this.said_all = true;
                 let reason = this.closing.take();

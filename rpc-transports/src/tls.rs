@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::address::Address;
-use crate::certificates::{BINDING_LABEL, ServerTls, name_of, server_name};
+use crate::certificates::{BINDING_LABEL, ServerTls, keys_of, name_of, server_name};
 use crate::identity::Security;
 use crate::tcp;
 use crate::transport::{Accept, Channel, ChannelIo, DialOptions, ListenOptions, Listener, TransportError};
@@ -53,7 +53,10 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
         "a certificate has expired; renew it with: rpc-cli cert"
     } else if text.contains("ertificateRequired") {
         "the server wants a certificate of the client (--cert, --cert-key)"
-    } else if text.contains("InvalidContentType") || text.contains("corrupt") || text.contains("unexpected end of file")
+    } else if text.contains("InvalidContentType")
+        || text.contains("corrupt")
+        || text.contains("end of file")
+        || text.contains("eof")
     {
         "does it speak TLS at all?"
     } else {
@@ -135,7 +138,12 @@ async fn secure(acceptor: TlsAcceptor, stream: TcpStream) -> io::Result<(Box<dyn
     };
     let connection = stream.get_ref().1;
     let binding = connection.export_keying_material([0; 32], BINDING_LABEL, None).map_err(io::Error::other)?;
-    let certificate = connection.peer_certificates().and_then(<[_]>::first).and_then(name_of);
-    let security = Security { binding: Some(binding), certificate, ..Security::default() };
+    let shown = connection.peer_certificates().and_then(<[_]>::first);
+    let security = Security {
+        binding: Some(binding),
+        certificate: shown.and_then(name_of),
+        keys: shown.map(keys_of).unwrap_or_default(),
+        ..Security::default()
+    };
     Ok((Box::new(stream), security))
 }

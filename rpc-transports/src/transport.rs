@@ -321,7 +321,8 @@ pub struct DialOptions {
     /// How servers are trusted, for `tls://` and `quic://`. Default: none, and those cannot be dialled.
     #[cfg(feature = "tls")]
     pub tls: Option<ClientTls>,
-    /// How long a QUIC connection may be silent before it is given up. Default: 30 s, twice what a session allows.
+    /// How long a QUIC connection may be silent before it is given up. Default: 30 s. A [`Connector`](crate::Connector) sets it
+    /// to twice what its sessions allow.
     #[cfg(feature = "quic")]
     pub quic_idle: Duration,
     /// How long resolving and connecting may take together. Default: 10 s, which leaves room for three
@@ -354,15 +355,24 @@ impl Default for DialOptions {
 #[cfg(feature = "quic")]
 const QUIC_IDLE: Duration = Duration::from_secs(30);
 
+/// How long a QUIC connection may take to be of use, unless it is set.
+#[cfg(feature = "quic")]
+const QUIC_HANDSHAKE: Duration = Duration::from_secs(10);
+
 /// How to listen.
 #[derive(Clone, Debug)]
 pub struct ListenOptions {
     /// What the server shows of itself, for `tls://` and `quic://`. Default: none, and those cannot be listened on.
     #[cfg(feature = "tls")]
     pub tls: Option<ServerTls>,
-    /// How long a QUIC connection may be silent before it is given up. Default: 30 s, twice what a session allows.
+    /// How long a QUIC connection may be silent before it is given up. Default: 30 s. [`Server::listen`](crate::Server::listen)
+    /// sets it to twice what its sessions allow.
     #[cfg(feature = "quic")]
     pub quic_idle: Duration,
+    /// How long a QUIC connection may take to come about, and then to have its first channel. Default: 10 s.
+    /// [`Server::listen`](crate::Server::listen) sets it to what it allows its own handshakes.
+    #[cfg(feature = "quic")]
+    pub quic_handshake: Duration,
     /// How many connections may wait to be accepted. Default: 1024, so that a burst of workers that
     /// start together gets in; the kernel cuts it to its own limit. Costs nothing while unused.
     pub backlog: u32,
@@ -381,6 +391,8 @@ impl Default for ListenOptions {
             tls: None,
             #[cfg(feature = "quic")]
             quic_idle: QUIC_IDLE,
+            #[cfg(feature = "quic")]
+            quic_handshake: QUIC_HANDSHAKE,
             backlog: 1024,
             port_range: None,
             unix_mode: 0o600,
