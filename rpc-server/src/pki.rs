@@ -40,7 +40,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use rcgen::{DnType, ExtendedKeyUsagePurpose, KeyPair};
+use rcgen::{DnType, ExtendedKeyUsagePurpose, KeyPair, SanType};
+use rpc_transports::KEY_URI;
 use serde::{Serialize, Serializer};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -51,7 +52,7 @@ use self::names::MAX_NAME;
 use self::private_file::{Mode, read_if_there, write};
 
 pub use error::PkiError;
-pub use names::{ClientName, Host};
+pub use names::{ClientName, Host, ServerKey};
 
 /// How long certificates of servers and clients are valid if nobody says.
 pub const DEFAULT_VALIDITY: Duration = Duration::from_secs(365 * DAY);
@@ -64,6 +65,7 @@ pub struct CertificatePlan {
     folder: PathBuf,
     hosts: Vec<Host>,
     client_name: Option<ClientName>,
+    client_keys: Vec<ServerKey>,
     validity: Duration,
     force: bool,
 }
@@ -71,7 +73,14 @@ pub struct CertificatePlan {
 impl CertificatePlan {
     /// Certificates in `folder`, which is made if it is not there.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), hosts: Vec::new(), client_name: None, validity: DEFAULT_VALIDITY, force: false }
+        Self {
+            folder: folder.into(),
+            hosts: Vec::new(),
+            client_name: None,
+            client_keys: Vec::new(),
+            validity: DEFAULT_VALIDITY,
+            force: false,
+        }
     }
 
     /// Adds a name or address under which clients reach the server. Without any a renewed certificate keeps its names.
@@ -87,6 +96,16 @@ impl CertificatePlan {
     #[must_use]
     pub fn client_name(mut self, name: ClientName) -> Self {
         self.client_name = Some(name);
+        self
+    }
+
+    /// Adds a key of a server that the client may use. Without any the certificate is for all servers, or keeps the keys that
+    /// it had.
+    #[must_use]
+    pub fn client_key(mut self, key: ServerKey) -> Self {
+        if !self.client_keys.contains(&key) {
+            self.client_keys.push(key);
+        }
         self
     }
 
@@ -201,7 +220,17 @@ impl CertificatePlan {
         let same_owner = old_name.is_none_or(|old_name| old_name == name);
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth)?;
         params.distinguished_name.push(DnType::CommonName, &*name);
-        ca.sign(params, old, same_owner, vec![name], now, expires)
+        let mut keys = self.client_keys.clone();
+        if keys.is_empty() && same_owner {
+            keys = old.certificate.as_ref().map(|certificate| certificate.server_keys.clone()).unwrap_or_default();
+        }
+        let mut names = vec![name];
+        for ServerKey(key) in keys {
+            let uri = format!("{KEY_URI}{key}");
+            params.subject_alt_names.push(SanType::URI(uri.as_str().try_into().map_err(PkiError::signing)?));
+            names.push(format!("servers with the key {key}"));
+        }
+        ca.sign(params, old, same_owner, names, now, expires)
     }
 
     /// What is there of a pair, if it may be replaced.

@@ -173,6 +173,36 @@ fn a_token_is_enough_and_can_be_changed_while_the_server_runs() {
 }
 
 #[test]
+fn a_certificate_may_be_for_some_servers_alone() {
+    let place = Place::with_certificates();
+    let limit = |keys: &[&str]| {
+        let out = place.path("pki");
+        ok(cli(&[&["cert", "--out", &out], keys].concat()))
+    };
+    assert!(limit(&["--client-key", "board-7,board-8"]).contains("servers with the key board-7"));
+    // It stays so when it is renewed.
+    limit(&[]);
+    let (cert, key, ca) = (place.pki("server.pem"), place.pki("server.key"), place.pki("ca.pem"));
+    let args = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
+    let (cert, key) = (place.pki("client.pem"), place.pki("client.key"));
+    let trust = ["--ca", &ca, "--cert", &cert, "--cert-key", &key];
+    for address in ["tls://127.0.0.1:0", "quic://127.0.0.1:0"] {
+        let allowed = place.serve(&[address], &[&args[..], &["--key", "board-7"]].concat());
+        assert_eq!(ok(echo(&allowed.addresses[0], &trust)), "42\n");
+        for more in [&["--key", "board-9"][..], &[]] {
+            let other = place.serve(&[address], &[&args[..], more].concat());
+            let refused = echo(&other.addresses[0], &trust);
+            assert_eq!(refused.status.code(), Some(77));
+            assert!(said(&refused).contains("board-7, board-8"), "{}", said(&refused));
+        }
+    }
+    // Without limits again.
+    ok(cli(&["cert", "--out", &place.path("pki"), "--client-name", "bob"]));
+    let any = place.serve(&["tls://127.0.0.1:0"], &args);
+    assert_eq!(ok(echo(&any.addresses[0], &trust)), "42\n");
+}
+
+#[test]
 fn renewed_certificates_are_shown_after_a_hangup() {
     let place = Place::with_certificates();
     let (cert, key) = (place.pki("server.pem"), place.pki("server.key"));

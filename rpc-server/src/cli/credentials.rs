@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::failure::Failure;
 use super::output::Output;
-use crate::pki::{CertificatePlan, ClientName, Host, IssuedPair, Made, rfc3339, token as tokens};
+use crate::pki::{CertificatePlan, ClientName, Host, IssuedPair, Made, ServerKey, rfc3339, token as tokens};
 
 #[derive(Args, Debug)]
 pub(super) struct CertArgs {
@@ -22,6 +22,9 @@ pub(super) struct CertArgs {
     /// Whom the client's certificate names; at first 'client', and then what it was. Another name gets another key
     #[arg(long, env = "RPC_CLI_CLIENT_NAME", value_name = "NAME")]
     client_name: Option<ClientName>,
+    /// The keys of the servers that the client may use; all of them without it. A renewed certificate keeps its own
+    #[arg(long, env = "RPC_CLI_CLIENT_KEY", value_name = "KEY", num_args = 1.., value_delimiter = ',')]
+    client_key: Vec<ServerKey>,
     /// How many days the certificates of server and client are valid. The authority is valid for ten years
     #[arg(long, env = "RPC_CLI_DAYS", value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=3652))]
     days: u32,
@@ -48,6 +51,7 @@ pub(super) fn cert(output: &Output, args: CertArgs) -> Result<(), Failure> {
     let validity = Duration::from_secs(u64::from(args.days) * 24 * 3600);
     let mut plan = CertificatePlan::new(args.out).validity(validity).force(args.force);
     plan = args.host.into_iter().fold(plan, CertificatePlan::host);
+    plan = args.client_key.into_iter().fold(plan, CertificatePlan::client_key);
     if let Some(name) = args.client_name {
         plan = plan.client_name(name);
     }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use rpc_transports::TokenError;
+use rpc_transports::{AddressError, TokenError};
 
 use super::rfc3339;
 
@@ -30,6 +30,12 @@ pub enum PkiError {
     Host {
         /// What was given.
         text: String,
+    },
+    /// Not a key of a server.
+    #[error("that cannot be the key of a server")]
+    ServerKey {
+        /// Why.
+        source: AddressError,
     },
     /// Not a name for a client.
     #[error(

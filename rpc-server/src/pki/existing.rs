@@ -4,10 +4,11 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use rcgen::{KeyPair, PublicKeyData};
+use rpc_transports::KEY_URI;
 use x509_parser::extensions::GeneralName;
 use x509_parser::pem::parse_x509_pem;
 
-use super::Host;
+use super::{Host, ServerKey};
 
 pub(super) struct ExistingCertificate {
     /// In DER.
@@ -18,6 +19,8 @@ pub(super) struct ExistingCertificate {
     pub(super) expires: SystemTime,
     pub(super) is_ca: bool,
     hosts: Vec<Host>,
+    /// Those that a client's is limited to.
+    pub(super) server_keys: Vec<ServerKey>,
     /// In DER.
     public_key: Vec<u8>,
 }
@@ -38,6 +41,7 @@ impl ExistingCertificate {
             expires: SystemTime::UNIX_EPOCH + Duration::from_secs(expires),
             is_ca: certificate.is_ca(),
             hosts: names.iter().filter_map(host).collect(),
+            server_keys: names.iter().filter_map(server_key).collect(),
             public_key: certificate.public_key().raw.to_vec(),
         })
     }
@@ -49,6 +53,13 @@ impl ExistingCertificate {
 
     pub(super) fn belongs_to(&self, key: &KeyPair) -> bool {
         self.public_key == key.subject_public_key_info()
+    }
+}
+
+fn server_key(name: &GeneralName<'_>) -> Option<ServerKey> {
+    match name {
+        GeneralName::URI(uri) => uri.strip_prefix(KEY_URI)?.parse().ok(),
+        _ => None,
     }
 }
 

@@ -1,10 +1,11 @@
 //! Whom certificates are for.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
 use rcgen::SanType;
+use rpc_transports::Address;
 use rustls_pki_types::ServerName;
 
 use super::PkiError;
@@ -69,6 +70,20 @@ impl FromStr for ClientName {
         if matches!(text, "" | "." | ".." | "anonymous") || text.len() > MAX_NAME || !text.chars().all(fits) {
             return Err(PkiError::ClientName { text: text.to_owned() });
         }
+        Ok(Self(text.to_owned()))
+    }
+}
+
+/// The key of a server that a client may use, of the form that keys have in addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServerKey(pub(super) String);
+
+impl FromStr for ServerKey {
+    type Err = PkiError;
+
+    fn from_str(text: &str) -> Result<Self, PkiError> {
+        let any = Address::from(SocketAddr::from(([127, 0, 0, 1], 1)));
+        any.with_key(text).map_err(|source| PkiError::ServerKey { source })?;
         Ok(Self(text.to_owned()))
     }
 }
