@@ -9,5 +9,6 @@
 
 pub mod conformance;
 pub mod fixture;
+pub mod forwarder;
 pub mod functions;
 pub mod scene;

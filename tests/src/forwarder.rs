@@ -1,0 +1,438 @@
+//! A bad network in user space: forwarders that lose, delay, reorder, cut into pieces and swallow what passes through them.
+//!
+//! The seed decides what happens to the n-th datagram of a direction, and where the n-th piece of a stream ends. When they
+//! arrive, and so what the n-th datagram is, remains a matter of the machine.
+
+use std::collections::{BinaryHeap, HashMap};
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream, UdpSocket};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep_until};
+
+/// Numbers that look random and follow from a seed (SplitMix64).
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// The numbers of this seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next number.
+    pub fn number(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// The next number, below `limit`, which is not 0.
+    pub fn below(&mut self, limit: usize) -> usize {
+        (self.number() % limit as u64) as usize
+    }
+
+    /// So many bytes.
+    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(count + 8);
+        while bytes.len() < count {
+            bytes.extend_from_slice(&self.number().to_le_bytes());
+        }
+        bytes.truncate(count);
+        bytes
+    }
+}
+
+/// Ends a task with its owner.
+struct Task(AbortHandle);
+
+impl Task {
+    fn spawn(future: impl Future<Output = ()> + Send + 'static) -> Self {
+        Self(tokio::spawn(future).abort_handle())
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What happens to datagrams on their way, in both directions alike. By default, nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Weather {
+    /// Decides which are lost, and which are late.
+    pub seed: u64,
+    /// How many of a thousand are lost.
+    pub lost: usize,
+    /// How long each is under way.
+    pub delay: Duration,
+    /// How many of a thousand are late, and so overtaken by others.
+    pub late: usize,
+    /// By how much they are late.
+    pub late_by: Duration,
+}
+
+/// Forwards datagrams between clients and one server, as a NAT does: the server sees each client at a port of the
+/// forwarder. It ends when it is dropped.
+pub struct UdpForwarder {
+    shared: Arc<UdpShared>,
+    address: SocketAddr,
+    _tasks: [Task; 3],
+}
+
+struct UdpShared {
+    near: Arc<UdpSocket>,
+    weather: Weather,
+    server: Mutex<SocketAddr>,
+    routes: Mutex<HashMap<SocketAddr, Route>>,
+    to_server: Line,
+    to_clients: Line,
+    silent_to_server: AtomicBool,
+    silent_to_clients: AtomicBool,
+}
+
+/// The port at which the server sees one client.
+struct Route {
+    far: Arc<UdpSocket>,
+    _back: Task,
+}
+
+/// One direction.
+struct Line {
+    fates: Mutex<Random>,
+    queue: mpsc::UnboundedSender<Datagram>,
+    number: AtomicU64,
+    passed: AtomicU64,
+    lost: AtomicU64,
+}
+
+struct Datagram {
+    due: Instant,
+    number: u64,
+    from: Arc<UdpSocket>,
+    to: SocketAddr,
+    bytes: Vec<u8>,
+}
+
+impl UdpForwarder {
+    /// Forwards to `server` from now on.
+    ///
+    /// # Errors
+    ///
+    /// There is no port.
+    pub fn start(server: SocketAddr, weather: Weather) -> io::Result<Self> {
+        let near = socket()?;
+        let address = near.local_addr()?;
+        let (to_server, server_queue) = Line::new(weather.seed);
+        let (to_clients, client_queue) = Line::new(!weather.seed);
+        let shared = Arc::new(UdpShared {
+            near,
+            weather,
+            server: Mutex::new(server),
+            routes: Mutex::default(),
+            to_server,
+            to_clients,
+            silent_to_server: AtomicBool::new(false),
+            silent_to_clients: AtomicBool::new(false),
+        });
+        let tasks = [
+            Task::spawn(deliver(server_queue)),
+            Task::spawn(deliver(client_queue)),
+            Task::spawn(forward_to_server(shared.clone())),
+        ];
+        Ok(Self { shared, address, _tasks: tasks })
+    }
+
+    /// What clients dial.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The server sees all clients at new ports from now on, and what it sends to the old ones is lost.
+    pub fn rebind(&self) {
+        lock(&self.shared.routes).clear();
+    }
+
+    /// Another server is behind the address from now on.
+    pub fn lead_to(&self, server: SocketAddr) {
+        *lock(&self.shared.server) = server;
+        self.rebind();
+    }
+
+    /// Whether datagrams pass from now on: those to the server, and those to clients.
+    pub fn pass(&self, to_server: bool, to_clients: bool) {
+        self.shared.silent_to_server.store(!to_server, Ordering::Release);
+        self.shared.silent_to_clients.store(!to_clients, Ordering::Release);
+    }
+
+    /// How many datagrams have passed so far, to the server and to clients.
+    pub fn passed(&self) -> (u64, u64) {
+        (self.shared.to_server.passed.load(Ordering::Acquire), self.shared.to_clients.passed.load(Ordering::Acquire))
+    }
+
+    /// How many datagrams of either direction the weather has taken so far.
+    pub fn lost(&self) -> u64 {
+        self.shared.to_server.lost.load(Ordering::Acquire) + self.shared.to_clients.lost.load(Ordering::Acquire)
+    }
+}
+
+impl std::fmt::Debug for UdpForwarder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("UdpForwarder").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl Line {
+    fn new(seed: u64) -> (Self, mpsc::UnboundedReceiver<Datagram>) {
+        let (queue, delivery) = mpsc::unbounded_channel();
+        let counters = [(); 3].map(|()| AtomicU64::new(0));
+        let [number, passed, lost] = counters;
+        (Self { fates: Mutex::new(Random::new(seed)), queue, number, passed, lost }, delivery)
+    }
+
+    fn send(&self, weather: &Weather, from: &Arc<UdpSocket>, to: SocketAddr, bytes: &[u8]) {
+        let mut fates = lock(&self.fates);
+        // Both are drawn for each datagram, so that one setting does not shift the other.
+        let (is_lost, is_late) = (fates.below(1000) < weather.lost, fates.below(1000) < weather.late);
+        drop(fates);
+        if is_lost {
+            self.lost.fetch_add(1, Ordering::AcqRel);
+            return;
+        }
+        let late = if is_late { weather.late_by } else { Duration::ZERO };
+        let number = self.number.fetch_add(1, Ordering::Relaxed);
+        let due = Instant::now() + weather.delay + late;
+        self.passed.fetch_add(1, Ordering::AcqRel);
+        // Nobody delivers any more once the forwarder is gone.
+        let _ = self.queue.send(Datagram { due, number, from: from.clone(), to, bytes: bytes.to_vec() });
+    }
+}
+
+/// The one that is due first is the greatest.
+impl Ord for Datagram {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (other.due, other.number).cmp(&(self.due, self.number))
+    }
+}
+
+impl PartialOrd for Datagram {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Datagram {
+    fn eq(&self, other: &Self) -> bool {
+        self.number == other.number
+    }
+}
+
+impl Eq for Datagram {}
+
+/// More than a burst of the sender, so that nothing is lost but what the weather takes.
+const SOCKET_BUFFER: usize = 4 << 20;
+
+fn socket() -> io::Result<Arc<UdpSocket>> {
+    let socket = std::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+    socket.set_nonblocking(true)?;
+    // As much of it as the system allows.
+    let _ = rustix::net::sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BUFFER);
+    let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER);
+    UdpSocket::from_std(socket).map(Arc::new)
+}
+
+async fn deliver(mut queue: mpsc::UnboundedReceiver<Datagram>) {
+    let mut under_way: BinaryHeap<Datagram> = BinaryHeap::new();
+    loop {
+        let due = under_way.peek().map(|datagram| datagram.due);
+        tokio::select! {
+            biased;
+            received = queue.recv() => match received {
+                Some(datagram) => under_way.push(datagram),
+                None => return,
+            },
+            () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                if let Some(datagram) = under_way.pop() {
+                    // A port that is closed already is one more way to lose a datagram.
+                    let _ = datagram.from.send_to(&datagram.bytes, datagram.to).await;
+                }
+            }
+        }
+    }
+}
+
+const LONGEST_DATAGRAM: usize = 64 << 10;
+
+async fn forward_to_server(shared: Arc<UdpShared>) {
+    let mut buffer = vec![0; LONGEST_DATAGRAM];
+    loop {
+        // An error is that of a datagram that was sent before.
+        let Ok((len, client)) = shared.near.recv_from(&mut buffer).await else { continue };
+        if shared.silent_to_server.load(Ordering::Acquire) {
+            continue;
+        }
+        let server = *lock(&shared.server);
+        let far = match lock(&shared.routes).entry(client) {
+            std::collections::hash_map::Entry::Occupied(route) => route.get().far.clone(),
+            std::collections::hash_map::Entry::Vacant(vacant) => {
+                let Ok(far) = socket() else { continue };
+                let back = Task::spawn(forward_to_client(shared.clone(), far.clone(), client));
+                vacant.insert(Route { far: far.clone(), _back: back });
+                far
+            }
+        };
+        shared.to_server.send(&shared.weather, &far, server, &buffer[..len]);
+    }
+}
+
+async fn forward_to_client(shared: Arc<UdpShared>, far: Arc<UdpSocket>, client: SocketAddr) {
+    let mut buffer = vec![0; LONGEST_DATAGRAM];
+    loop {
+        let Ok((len, _)) = far.recv_from(&mut buffer).await else { continue };
+        if !shared.silent_to_clients.load(Ordering::Acquire) {
+            shared.to_clients.send(&shared.weather, &shared.near, client, &buffer[..len]);
+        }
+    }
+}
+
+/// What happens to bytes on their way, in both directions alike. By default, nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pipe {
+    /// Decides where pieces end.
+    pub seed: u64,
+    /// How long each byte is under way.
+    pub delay: Duration,
+    /// The most bytes that are written at a time; 0 for no limit.
+    pub longest_piece: usize,
+}
+
+/// Forwards the bytes of TCP connections to one server. It ends when it is dropped.
+pub struct ByteForwarder {
+    address: SocketAddr,
+    silence: Arc<Silence>,
+    _task: Task,
+}
+
+#[derive(Default)]
+struct Silence {
+    silent: AtomicBool,
+    ended: Notify,
+}
+
+impl Silence {
+    async fn over(&self) {
+        loop {
+            let ended = self.ended.notified();
+            if !self.silent.load(Ordering::Acquire) {
+                return;
+            }
+            ended.await;
+        }
+    }
+}
+
+impl ByteForwarder {
+    /// Forwards to `server` from now on.
+    ///
+    /// # Errors
+    ///
+    /// There is no port.
+    pub async fn start(server: SocketAddr, pipe: Pipe) -> io::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let address = listener.local_addr()?;
+        let silence = Arc::<Silence>::default();
+        let accept = accept_streams(listener, server, pipe, silence.clone());
+        Ok(Self { address, silence, _task: Task::spawn(accept) })
+    }
+
+    /// What clients dial.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Whether bytes pass from now on. Connections stay in any case.
+    pub fn pass(&self, passes: bool) {
+        self.silence.silent.store(!passes, Ordering::Release);
+        self.silence.ended.notify_waiters();
+    }
+}
+
+impl std::fmt::Debug for ByteForwarder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ByteForwarder").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+async fn accept_streams(listener: TcpListener, server: SocketAddr, pipe: Pipe, silence: Arc<Silence>) {
+    // Dropped with this task, and its tasks with it.
+    let mut streams = JoinSet::new();
+    for number in 0.. {
+        let Ok((near, _)) = listener.accept().await else { return };
+        let silence = silence.clone();
+        let seed = pipe.seed.wrapping_add(number);
+        streams.spawn(async move {
+            let far = TcpStream::connect(server).await?;
+            near.set_nodelay(true)?;
+            far.set_nodelay(true)?;
+            let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
+            let there = carry(near_in, far_out, Pipe { seed, ..pipe }, &silence);
+            let back = carry(far_in, near_out, Pipe { seed: !seed, ..pipe }, &silence);
+            tokio::try_join!(there, back).map(|_| ())
+        });
+        while streams.try_join_next().is_some() {}
+    }
+}
+
+/// How many reads may be under way: with a delay this limits the rate.
+const READS_UNDER_WAY: usize = 256;
+
+async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, pipe: Pipe, silence: &Silence) -> io::Result<()> {
+    let (queue, mut under_way) = mpsc::channel::<(Instant, Vec<u8>)>(READS_UNDER_WAY);
+    let read = async move {
+        let mut buffer = vec![0; 64 << 10];
+        loop {
+            let count = from.read(&mut buffer).await?;
+            if count == 0 || queue.send((Instant::now() + pipe.delay, buffer[..count].to_vec())).await.is_err() {
+                return io::Result::Ok(());
+            }
+        }
+    };
+    let write = async {
+        let mut random = Random::new(pipe.seed);
+        // Pieces end at the same places of the stream, however it was read.
+        let mut left = 0;
+        while let Some((due, bytes)) = under_way.recv().await {
+            sleep_until(due).await;
+            let mut rest = &bytes[..];
+            while !rest.is_empty() {
+                silence.over().await;
+                if left == 0 {
+                    left = if pipe.longest_piece == 0 { usize::MAX } else { 1 + random.below(pipe.longest_piece) };
+                }
+                let (piece, behind) = rest.split_at(left.min(rest.len()));
+                to.write_all(piece).await?;
+                (left, rest) = (left - piece.len(), behind);
+                if left == 0 {
+                    // The other side gets to see the piece by itself.
+                    tokio::task::yield_now().await;
+                }
+            }
+        }
+        to.shutdown().await
+    };
+    tokio::try_join!(read, write).map(|_| ())
+}
