@@ -113,9 +113,16 @@ impl Drop for Guard {
     }
 }
 
-/// Under which name a connection is found again: the address, the certificates and tokens that it was made with, and how long
-/// it may be silent.
-type PoolKey = (String, usize, Option<usize>, Duration);
+/// Under which name a connection is found again.
+#[derive(PartialEq, Eq, Hash)]
+struct PoolKey {
+    address: String,
+    /// By the addresses of the certificates and tokens that it was made with.
+    trust: (usize, Option<usize>),
+    idle: Duration,
+    /// Which drives it: another one would wait for it in vain while that one rests.
+    runtime: tokio::runtime::Id,
+}
 
 /// Weak: a connection ends with its keeper, which ends with its runtime.
 fn pool() -> &'static Mutex<HashMap<PoolKey, Weak<Pooled>>> {
@@ -132,7 +139,12 @@ fn pooled(key: &PoolKey) -> Option<Arc<Pooled>> {
 pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
     let open = async {
-        let key = (address.to_string(), Arc::as_ptr(tls.config()).addr(), options.tokens.address(), options.quic_idle);
+        let key = PoolKey {
+            address: address.to_string(),
+            trust: (Arc::as_ptr(tls.config()).addr(), options.tokens.address()),
+            idle: options.quic_idle,
+            runtime: tokio::runtime::Handle::current().id(),
+        };
         if let Some(pooled) = pooled(&key)
             && let Ok(channel) = open(address, &pooled).await
         {

@@ -316,6 +316,23 @@ async fn a_connection_that_goes_on_does_not_keep_a_certificate_good() {
     assert_eq!(whoami(&session).await, "alice");
 }
 
+#[test]
+fn each_runtime_has_connections_of_its_own() {
+    let (serving, resting) = (tokio::runtime::Runtime::new().unwrap(), tokio::runtime::Builder::new_current_thread());
+    let resting = { resting }.enable_all().build().unwrap();
+    let authority = Authority::new();
+    let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
+    let server = serving.block_on(async { server(Access::default()) });
+    let address = serving.block_on(listen(&server, "quic", Some(&tls)));
+    let connector = Connector::new().tls(authority.trust());
+    let session = resting.block_on(connector.connect(&address)).unwrap();
+    // Nobody drives the first connection now.
+    let blocking = connector.connect_blocking(&address).unwrap();
+    let whoami_blocking = blocking.function::<(), String>("whoami").wait().unwrap();
+    assert_eq!(whoami_blocking.call(()).wait().unwrap(), "anonymous");
+    assert_eq!(resting.block_on(whoami(&session)), "anonymous");
+}
+
 #[tokio::test]
 async fn sessions_on_one_connection_prove_it_once_and_do_not_mix() {
     let authority = Authority::new();

@@ -9,6 +9,7 @@ mod cases;
 mod child;
 mod ours;
 mod pin;
+mod secure;
 mod statistics;
 
 use std::time::Duration;
@@ -32,14 +33,15 @@ Cases:
   call_blocking_fn        the same, function on a thread of its own (the default kind)
   call_pipelined_64       calls with 64 of them in flight
   copy_to_*, copy_from_*  64B, 4KiB, 1MiB, 64MiB, 256MiB to and from a tensor; warm buffers; 1 GB is 10^9 bytes
-  connect                 from nothing to a session
+  connect                 from nothing to a session; over QUIC another session on the connection that there is
   object_churn            remote objects made and dropped, 64 in flight
   *_1hop                  with --hop: through a server of our own that forwards
 
 Output:
   median, p99             of all samples; p99 is the slow end: 99% of the samples were as good or better
-  baseline                the median of bare tokio (bare std sockets for call_blocking_client) that moves 64 bytes there and
-                          back for a call, as many bytes as the copy and a one-byte acknowledgement or request for a copy;
+  baseline                the median of bare tokio (bare std sockets for call_blocking_client over TCP and Unix sockets; bare
+                          rustls over TCP, and bare quinn, for those transports) that moves 64 bytes there and back for a
+                          call, as many bytes as the copy and a one-byte acknowledgement or request for a copy;
                           through a bare relay for *_1hop
                           (call_pipelined_64, object_churn: whatever has arrived is echoed in one piece; no call gets
                           as far, and the number is there to see the ceiling)
@@ -63,6 +65,8 @@ enum Pin {
 enum Transport {
     Tcp,
     Unix,
+    Tls,
+    Quic,
 }
 
 #[derive(Args, Debug)]

@@ -89,7 +89,7 @@ macro_rules! settings {
 
 settings! {
     settings {
-        /// An address to listen on, such as tcp://127.0.0.1:9090, quic://[::]:9090, tls://0.0.0.0:0 or unix:/run/rpc.sock; may be
+        /// An address to listen on, such as tcp://127.0.0.1:9090, quic://board.lan:9090, tls://0.0.0.0:0 or unix:/run/rpc.sock; may be
         /// repeated, or given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         listen: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_LISTEN";

@@ -15,10 +15,12 @@ use std::path::Path;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use quinn::Endpoint;
 use rpc_transports::{Address, AddressKind, BlockingIo};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
+use super::secure::{BareTls, Certificates, QuicStream, Tls, quic_client, quic_server};
 use crate::cli::failure::Failure;
 
 const REQUEST_LEN: usize = 9;
@@ -69,7 +71,8 @@ fn failed(source: io::Error) -> Failure {
 /// Where a bare server listens: what has no port or path is nothing that it can.
 fn socket(address: &Address) -> Result<Socket<'_>, Failure> {
     match address.kind() {
-        AddressKind::Tcp { host, port } => Ok(Socket::Tcp((host, *port))),
+        AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } => Ok(Socket::Tcp((host, *port))),
+        AddressKind::Quic { port, .. } => Ok(Socket::Quic(*port)),
         AddressKind::Unix { path } => Ok(Socket::Unix(path)),
         _ => Err(Failure::Usage(format!("bare sockets cannot use {address}"))),
     }
@@ -78,25 +81,65 @@ fn socket(address: &Address) -> Result<Socket<'_>, Failure> {
 enum Socket<'a> {
     Tcp((&'a str, u16)),
     Unix(&'a Path),
+    Quic(u16),
 }
 
-/// A stream of either kind.
+/// A stream of any kind.
 pub(super) enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
+    Tls(BareTls),
+    Quic(QuicStream),
 }
 
-impl Stream {
-    pub(super) async fn connect(address: &Address) -> Result<Self, Failure> {
-        match socket(address)? {
-            Socket::Tcp(target) => TcpStream::connect(target).await.and_then(Self::from_tcp).map_err(failed),
-            Socket::Unix(path) => UnixStream::connect(path).await.map(Self::Unix).map_err(failed),
+/// What a client needs to connect, beside an address.
+#[derive(Clone)]
+pub(super) enum Dialler {
+    Plain,
+    Tls(Tls),
+    Quic(Endpoint),
+}
+
+impl Dialler {
+    /// For servers at such addresses, with these certificates. Needs a tokio runtime.
+    pub(super) fn new(scheme: &str, certificates: Option<&Certificates>) -> Result<Self, Failure> {
+        match (scheme, certificates) {
+            ("tls", Some(certificates)) => Tls::client(certificates).map(Self::Tls),
+            ("quic", Some(certificates)) => quic_client(certificates).map(Self::Quic),
+            _ => Ok(Self::Plain),
         }
     }
 
+    async fn connect(&self, address: &Address) -> Result<Stream, Failure> {
+        let connect = async {
+            match (socket(address), self) {
+                (Ok(Socket::Tcp(target)), Self::Tls(tls)) => {
+                    let stream = TcpStream::connect(target).await?;
+                    stream.set_nodelay(true)?;
+                    tls.secure(stream).await.map(Stream::Tls)
+                }
+                (Ok(Socket::Tcp(target)), _) => TcpStream::connect(target).await.and_then(Stream::from_tcp),
+                (Ok(Socket::Unix(path)), _) => UnixStream::connect(path).await.map(Stream::Unix),
+                (Ok(Socket::Quic(port)), Self::Quic(endpoint)) => {
+                    QuicStream::connect(endpoint, port).await.map(Stream::Quic)
+                }
+                _ => Err(io::ErrorKind::Unsupported.into()),
+            }
+        };
+        connect.await.map_err(failed)
+    }
+}
+
+impl Stream {
     fn from_tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         Ok(Self::Tcp(stream))
+    }
+
+    /// Writes, and sees to it that all of it leaves.
+    async fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.write_all(bytes).await?;
+        self.flush().await
     }
 }
 
@@ -108,6 +151,14 @@ macro_rules! forward {
                 $call
             }
             Self::Unix(stream) => {
+                let $stream = Pin::new(stream);
+                $call
+            }
+            Self::Tls(stream) => {
+                let $stream = Pin::new(stream);
+                $call
+            }
+            Self::Quic(stream) => {
                 let $stream = Pin::new(stream);
                 $call
             }
@@ -135,16 +186,24 @@ impl AsyncWrite for Stream {
     }
 }
 
-/// A listener of either kind.
+/// A listener of any kind.
 pub(super) enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener),
+    Tls(TcpListener, Tls),
+    Quic(Endpoint),
 }
 
-pub(super) async fn listener(address: &Address) -> Result<Listener, Failure> {
-    match socket(address)? {
-        Socket::Tcp(target) => TcpListener::bind(target).await.map(Listener::Tcp).map_err(failed),
-        Socket::Unix(path) => UnixListener::bind(path).map(Listener::Unix).map_err(failed),
+pub(super) async fn listener(address: &Address, certificates: Option<&Certificates>) -> Result<Listener, Failure> {
+    match (socket(address)?, certificates) {
+        (Socket::Tcp(target), Some(certificates)) => {
+            let listener = TcpListener::bind(target).await.map_err(failed)?;
+            Ok(Listener::Tls(listener, Tls::server(certificates)?))
+        }
+        (Socket::Tcp(target), None) => TcpListener::bind(target).await.map(Listener::Tcp).map_err(failed),
+        (Socket::Unix(path), _) => UnixListener::bind(path).map(Listener::Unix).map_err(failed),
+        (Socket::Quic(_), Some(certificates)) => quic_server(certificates).map(Listener::Quic),
+        (Socket::Quic(_), None) => Err(Failure::Usage(format!("{address} needs certificates"))),
     }
 }
 
@@ -158,13 +217,48 @@ impl Listener {
                 let address = listener.local_addr().map_err(failed)?;
                 unix_address(address.as_pathname())
             }
+            Self::Tls(listener, _) => listener.local_addr().map(|address| format!("tls://{address}")).map_err(failed),
+            Self::Quic(endpoint) => endpoint.local_addr().map(|address| format!("quic://{address}")).map_err(failed),
         }
     }
 
-    async fn accept(&self) -> io::Result<Stream> {
-        match self {
-            Self::Tcp(listener) => listener.accept().await.and_then(|(stream, _)| Stream::from_tcp(stream)),
-            Self::Unix(listener) => listener.accept().await.map(|(stream, _)| Stream::Unix(stream)),
+    /// Has `handle` see to each client. One that goes away, or never comes about, is done.
+    async fn for_each<F, Served>(&self, handle: F) -> Result<(), Failure>
+    where
+        F: Fn(Stream) -> Served + Clone + Send + Sync + 'static,
+        Served: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        loop {
+            let handle = handle.clone();
+            match self {
+                Self::Tcp(listener) => {
+                    let (stream, _) = listener.accept().await.map_err(failed)?;
+                    tokio::spawn(handle(Stream::from_tcp(stream).map_err(failed)?));
+                }
+                Self::Unix(listener) => {
+                    let (stream, _) = listener.accept().await.map_err(failed)?;
+                    tokio::spawn(handle(Stream::Unix(stream)));
+                }
+                Self::Tls(listener, tls) => {
+                    let (stream, _) = listener.accept().await.map_err(failed)?;
+                    let tls = tls.clone();
+                    tokio::spawn(async move {
+                        stream.set_nodelay(true)?;
+                        handle(Stream::Tls(tls.secure(stream).await?)).await
+                    });
+                }
+                Self::Quic(endpoint) => {
+                    let Some(incoming) = endpoint.accept().await else { return Ok(()) };
+                    tokio::spawn(async move {
+                        let connection = incoming.await?;
+                        loop {
+                            tokio::spawn(handle(Stream::Quic(QuicStream::accept(&connection).await?)));
+                        }
+                        #[allow(unreachable_code, reason = "it says what the block returns")]
+                        io::Result::Ok(())
+                    });
+                }
+            }
         }
     }
 }
@@ -176,11 +270,7 @@ fn unix_address(path: Option<&Path>) -> Result<String, Failure> {
 
 /// Serves clients on the thread of the runtime.
 pub(super) async fn serve(listener: &Listener) -> Result<(), Failure> {
-    loop {
-        let stream = listener.accept().await.map_err(failed)?;
-        // A client that goes away is done.
-        tokio::spawn(async move { serve_stream(stream).await });
-    }
+    listener.for_each(serve_stream).await
 }
 
 async fn serve_stream(mut stream: Stream) -> io::Result<()> {
@@ -194,40 +284,38 @@ async fn serve_stream(mut stream: Stream) -> io::Result<()> {
                 if count == 0 {
                     return Ok(());
                 }
-                stream.write_all(&buffer[..count]).await?;
+                stream.send(&buffer[..count]).await?;
             }
         }
         Wish::Write(len) => {
             let mut buffer = vec![1; len];
             loop {
                 stream.read_exact(&mut buffer).await?;
-                stream.write_all(&[1]).await?;
+                stream.send(&[1]).await?;
             }
         }
         Wish::Read(len) => {
             let buffer = vec![1; len];
             loop {
                 stream.read_exact(&mut [0]).await?;
-                stream.write_all(&buffer).await?;
+                stream.send(&buffer).await?;
             }
         }
     }
 }
 
 /// Passes the bytes of each client on to `target`, and back.
-pub(super) async fn relay(listener: &Listener, target: &str) -> Result<(), Failure> {
+pub(super) async fn relay(listener: &Listener, target: &str, dialler: Dialler) -> Result<(), Failure> {
     let target: Address = target.parse().map_err(|error| Failure::Usage(format!("{error}")))?;
-    loop {
-        let mut near = listener.accept().await.map_err(failed)?;
-        let target = target.clone();
-        tokio::spawn(async move {
-            if let Ok(mut far) = Stream::connect(&target).await {
-                let _ =
-                    tokio::io::copy_bidirectional_with_sizes(&mut near, &mut far, RELAY_BUFFER_LEN, RELAY_BUFFER_LEN)
-                        .await;
-            }
-        });
-    }
+    let pass = move |mut near: Stream| {
+        let (target, dialler) = (target.clone(), dialler.clone());
+        async move {
+            let mut far = dialler.connect(&target).await.map_err(|error| io::Error::other(error.to_string()))?;
+            let (size, near, far) = (RELAY_BUFFER_LEN, &mut near, &mut far);
+            tokio::io::copy_bidirectional_with_sizes(near, far, size, size).await.map(drop)
+        }
+    };
+    listener.for_each(pass).await
 }
 
 /// A client of [`serve`].
@@ -237,9 +325,23 @@ pub(super) struct Client {
 }
 
 impl Client {
-    pub(super) async fn connect(address: &Address, wish: Wish) -> Result<Self, Failure> {
-        let mut stream = Stream::connect(address).await?;
-        stream.write_all(&wish.encode()).await.map_err(failed)?;
+    pub(super) async fn connect(dialler: &Dialler, address: &Address, wish: Wish) -> Result<Self, Failure> {
+        Self::on(dialler.connect(address).await?, wish).await
+    }
+
+    /// A client beside this one, as cheaply as can be: on the same connection, if that carries several.
+    pub(super) async fn another(&self, dialler: &Dialler, address: &Address) -> Result<Self, Failure> {
+        match &self.stream {
+            Stream::Quic(stream) => {
+                let stream = QuicStream::open(stream.connection()).await.map_err(failed)?;
+                Self::on(Stream::Quic(stream), Wish::Echo).await
+            }
+            _ => Self::connect(dialler, address, Wish::Echo).await,
+        }
+    }
+
+    async fn on(mut stream: Stream, wish: Wish) -> Result<Self, Failure> {
+        stream.send(&wish.encode()).await.map_err(failed)?;
         let len = match wish {
             Wish::Echo => BUFFER_LEN,
             Wish::Write(_) => 0,
@@ -252,7 +354,7 @@ impl Client {
     /// One message there and back.
     pub(super) async fn call(&mut self) -> Result<(), Failure> {
         let message = &mut self.buffer[..MESSAGE_LEN];
-        self.stream.write_all(message).await.map_err(failed)?;
+        self.stream.send(message).await.map_err(failed)?;
         self.stream.read_exact(message).await.map_err(failed)?;
         Ok(())
     }
@@ -264,7 +366,7 @@ impl Client {
         while received < count * MESSAGE_LEN {
             let done = received / MESSAGE_LEN;
             let more = (count - sent).min(window - (sent - done));
-            self.stream.write_all(&messages[..more * MESSAGE_LEN]).await.map_err(failed)?;
+            self.stream.send(&messages[..more * MESSAGE_LEN]).await.map_err(failed)?;
             sent += more;
             let bytes = self.stream.read(&mut self.buffer).await.map_err(failed)?;
             if bytes == 0 {
@@ -276,12 +378,12 @@ impl Client {
     }
 
     pub(super) async fn write(&mut self, data: &[u8]) -> Result<(), Failure> {
-        self.stream.write_all(data).await.map_err(failed)?;
+        self.stream.send(data).await.map_err(failed)?;
         self.stream.read_exact(&mut [0]).await.map(drop).map_err(failed)
     }
 
     pub(super) async fn read(&mut self) -> Result<(), Failure> {
-        self.stream.write_all(&[1]).await.map_err(failed)?;
+        self.stream.send(&[1]).await.map_err(failed)?;
         self.stream.read_exact(&mut self.buffer).await.map(drop).map_err(failed)
     }
 }
@@ -296,6 +398,7 @@ pub(super) fn std_listener(address: &Address) -> Result<StdListener, Failure> {
     match socket(address)? {
         Socket::Tcp(target) => StdTcpListener::bind(target).map(StdListener::Tcp).map_err(failed),
         Socket::Unix(path) => StdUnixListener::bind(path).map(StdListener::Unix).map_err(failed),
+        Socket::Quic(_) => Err(failed(io::ErrorKind::Unsupported.into())),
     }
 }
 
@@ -357,7 +460,7 @@ impl StdClient {
                     Ok(stream.into())
                 }
                 Ok(Socket::Unix(path)) => StdUnixStream::connect(path).map(Into::into),
-                Err(_) => Err(io::ErrorKind::Unsupported.into()),
+                _ => Err(io::ErrorKind::Unsupported.into()),
             }
         };
         let stream = connect().map_err(failed)?;

@@ -8,12 +8,12 @@ use rpc_core::Session;
 use rpc_transports::{Address, Connector};
 use tokio::runtime::Runtime;
 
-use super::bare::{Client, StdClient, Wish};
+use super::bare::{Client, Dialler, StdClient, Wish};
 use super::child::{Nursery, Part};
 use super::pin::Pins;
 use super::statistics::{Limits, Line, Samples, Unit, rounded};
 use super::{BenchArgs, Transport, ours};
-use crate::cli::connect::{Files, Globals};
+use crate::cli::connect::Globals;
 use crate::cli::failure::Failure;
 use crate::spawn::ServerProcess;
 
@@ -128,8 +128,10 @@ pub(super) struct Lab {
 /// The bare servers.
 struct Bare {
     tokio: ServerProcess,
-    std: ServerProcess,
+    /// None for transports without sockets that a thread can block on.
+    std: Option<ServerProcess>,
     relay: Option<ServerProcess>,
+    dialler: Dialler,
 }
 
 impl Lab {
@@ -138,6 +140,8 @@ impl Lab {
             (Some(address), _) => parse(address)?.scheme(),
             (None, Transport::Tcp) => "tcp",
             (None, Transport::Unix) => "unix",
+            (None, Transport::Tls) => "tls",
+            (None, Transport::Quic) => "quic",
         };
         let nursery = Nursery::new(scheme)?;
         let server = match &args.address {
@@ -149,22 +153,31 @@ impl Lab {
             (None, server) => server.as_ref().map_or_else(String::new, |server| server.address().to_owned()),
         };
         let runtime = Rc::new(crate::cli::runtime()?);
-        let session = runtime.block_on(globals.connect(&address, Files::None))?;
+        let mut connector = globals.connector()?;
+        if let (None, Some(certificates)) = (&args.address, nursery.certificates()) {
+            connector = connector.tls(certificates.trust()?);
+        }
+        let session = runtime.block_on(connector.connect(&address)).map_err(Failure::Connect)?;
         let (mut hop, mut hop_session) = (None, None);
         if args.hop {
             let process = nursery.start(Part::Server, Some(&parse(&address)?.without_key().to_string()), pins.hop)?;
-            let via = globals.connector()?.via(process.address());
+            let via = connector.clone().via(process.address());
             hop_session = Some(runtime.block_on(via.connect(&address)).map_err(Failure::Connect)?);
             hop = Some(process);
         }
         let bare = if args.baseline {
             let tokio = nursery.start(Part::Tokio, None, pins.server)?;
-            let std = nursery.start(Part::Std, None, pins.server)?;
+            // There are no sockets to block on.
+            let std = match nursery.certificates() {
+                Some(_) => None,
+                None => Some(nursery.start(Part::Std, None, pins.server)?),
+            };
             let relay = match args.hop {
                 true => Some(nursery.start(Part::Relay, Some(tokio.address()), pins.hop)?),
                 false => None,
             };
-            Some(Bare { tokio, std, relay })
+            let dialler = runtime.block_on(async { Dialler::new(scheme, nursery.certificates()) })?;
+            Some(Bare { tokio, std, relay, dialler })
         } else {
             None
         };
@@ -175,7 +188,7 @@ impl Lab {
             session,
             hop_session,
             runtime,
-            connector: globals.connector()?,
+            connector,
             address,
             suite: format!("rpc-{scheme}"),
             data,
@@ -258,7 +271,10 @@ impl Lab {
             // As many as take about a millisecond, and always one.
             block: ((1 << 20) / len).clamp(1, 100),
             ours: copies(session)?,
-            bare: server.map(|server| self.bare_copies(server, wish)).transpose()?,
+            bare: match (&self.bare, server) {
+                (Some(bare), Some(server)) => Some(self.bare_copies(bare, server, wish)?),
+                _ => None,
+            },
             direct: hop.then(|| copies(&self.session)).transpose()?,
         })
     }
@@ -268,17 +284,17 @@ impl Lab {
     }
 
     fn bare_calls(&self) -> Result<Option<Probe>, Failure> {
-        self.bare.as_ref().map(|bare| self.echo_probe(&bare.tokio)).transpose()
+        self.bare.as_ref().map(|bare| self.echo_probe(bare, &bare.tokio)).transpose()
     }
 
     fn bare_relayed_calls(&self) -> Result<Option<Probe>, Failure> {
-        let relay = self.bare.as_ref().and_then(|bare| bare.relay.as_ref());
-        relay.map(|relay| self.echo_probe(relay)).transpose()
+        let relay = self.bare.as_ref().and_then(|bare| bare.relay.as_ref().map(|relay| (bare, relay)));
+        relay.map(|(bare, relay)| self.echo_probe(bare, relay)).transpose()
     }
 
-    fn echo_probe(&self, server: &ServerProcess) -> Result<Probe, Failure> {
+    fn echo_probe(&self, bare: &Bare, server: &ServerProcess) -> Result<Probe, Failure> {
         let runtime = self.runtime.clone();
-        let mut client = runtime.block_on(Client::connect(&parse(server.address())?, Wish::Echo))?;
+        let mut client = runtime.block_on(Client::connect(&bare.dialler, &parse(server.address())?, Wish::Echo))?;
         Ok(Box::new(move |count| {
             runtime.block_on(async {
                 let mut samples = Vec::with_capacity(count);
@@ -294,7 +310,8 @@ impl Lab {
 
     fn bare_std_calls(&self) -> Result<Option<Probe>, Failure> {
         let Some(bare) = &self.bare else { return Ok(None) };
-        let mut client = StdClient::connect(&parse(bare.std.address())?)?;
+        let Some(std) = &bare.std else { return self.bare_calls() };
+        let mut client = StdClient::connect(&parse(std.address())?)?;
         Ok(Some(Box::new(move |count| {
             let mut samples = Vec::with_capacity(count);
             for _ in 0..count {
@@ -309,7 +326,8 @@ impl Lab {
     fn bare_pipeline(&self, batch: usize) -> Result<Option<Probe>, Failure> {
         let Some(bare) = &self.bare else { return Ok(None) };
         let runtime = self.runtime.clone();
-        let mut client = runtime.block_on(Client::connect(&parse(bare.tokio.address())?, Wish::Echo))?;
+        let address = parse(bare.tokio.address())?;
+        let mut client = runtime.block_on(Client::connect(&bare.dialler, &address, Wish::Echo))?;
         Ok(Some(Box::new(move |count| {
             runtime.block_on(async {
                 let mut samples = Vec::with_capacity(count);
@@ -323,16 +341,18 @@ impl Lab {
         })))
     }
 
-    /// A connection, and one round trip on it.
+    /// A connection, or where there is one already a stream of it, and one round trip on it.
     fn bare_connects(&self) -> Result<Option<Probe>, Failure> {
         let Some(bare) = &self.bare else { return Ok(None) };
         let (runtime, address) = (self.runtime.clone(), parse(bare.tokio.address())?);
+        let dialler = bare.dialler.clone();
+        let first = runtime.block_on(Client::connect(&dialler, &address, Wish::Echo))?;
         Ok(Some(Box::new(move |count| {
             runtime.block_on(async {
                 let mut samples = Vec::with_capacity(count);
                 for _ in 0..count {
                     let start = Instant::now();
-                    let mut client = Client::connect(&address, Wish::Echo).await?;
+                    let mut client = first.another(&dialler, &address).await?;
                     client.call().await?;
                     samples.push(timed(start));
                 }
@@ -341,9 +361,9 @@ impl Lab {
         })))
     }
 
-    fn bare_copies(&self, server: &ServerProcess, wish: Wish) -> Result<Probe, Failure> {
+    fn bare_copies(&self, bare: &Bare, server: &ServerProcess, wish: Wish) -> Result<Probe, Failure> {
         let runtime = self.runtime.clone();
-        let mut client = runtime.block_on(Client::connect(&parse(server.address())?, wish))?;
+        let mut client = runtime.block_on(Client::connect(&bare.dialler, &parse(server.address())?, wish))?;
         let data = self.data.clone();
         Ok(Box::new(move |count| {
             runtime.block_on(async {

@@ -7,6 +7,7 @@ use std::process::Command;
 use clap::{Args, ValueEnum};
 use rpc_transports::Address;
 
+use super::secure::Certificates;
 use super::{bare, pin};
 use crate::cli::failure::Failure;
 use crate::config::ServeConfig;
@@ -37,6 +38,9 @@ pub(crate) struct ChildArgs {
     core: Option<usize>,
     #[arg(long)]
     workdir: Option<PathBuf>,
+    /// A folder with certificates
+    #[arg(long)]
+    certificates: Option<PathBuf>,
 }
 
 /// Starts children, and keeps what they need.
@@ -45,13 +49,24 @@ pub(super) struct Nursery {
     /// Sockets and workspaces; removed with this.
     folder: tempfile::TempDir,
     scheme: &'static str,
+    /// For `tls` and `quic`.
+    certificates: Option<Certificates>,
     children: std::cell::Cell<usize>,
 }
 
 impl Nursery {
     pub(super) fn new(scheme: &'static str) -> Result<Self, Failure> {
         let folder = tempfile::tempdir().map_err(|error| Failure::local("cannot make a folder for sockets", error))?;
-        Ok(Self { folder, scheme, children: 0.into() })
+        let certificates = match scheme {
+            "tls" | "quic" => Some(Certificates::make(folder.path().join("certificates"))?),
+            _ => None,
+        };
+        Ok(Self { folder, scheme, certificates, children: 0.into() })
+    }
+
+    /// Those of the servers, if they need any.
+    pub(super) fn certificates(&self) -> Option<&Certificates> {
+        self.certificates.as_ref()
     }
 
     /// Starts a child and waits until it listens.
@@ -65,13 +80,16 @@ impl Nursery {
         self.children.set(number + 1);
         let listen = match self.scheme {
             "unix" => format!("unix:{}", self.path(&format!("socket-{number}")).display()),
-            _ => "tcp://127.0.0.1:0".to_owned(),
+            scheme => format!("{scheme}://127.0.0.1:0"),
         };
         let program = std::env::current_exe().map_err(|error| Failure::local("cannot find this program", error))?;
         let mut command = Command::new(program);
         let name = part.to_possible_value();
         command.arg("bench-child").arg(name.as_ref().map_or("", |name| name.get_name())).arg(listen);
         command.args(forward).arg("--workdir").arg(self.path(&format!("workdir-{number}")));
+        if let Some(certificates) = &self.certificates {
+            command.arg("--certificates").arg(certificates.folder());
+        }
         if let Some(core) = core {
             command.arg("--core").arg(core.to_string());
         }
@@ -95,11 +113,15 @@ pub(in crate::cli) fn run_child(args: ChildArgs) -> Result<(), Failure> {
             bare::serve_std(&listener)
         }
         Part::Tokio | Part::Relay => crate::cli::runtime()?.block_on(async {
-            let listener = bare::listener(&args.listen).await?;
+            let certificates = args.certificates.map(Certificates::made);
+            let listener = bare::listener(&args.listen, certificates.as_ref()).await?;
             announce(&listener.address()?);
             exit_with_stdin()?;
             match &args.forward {
-                Some(target) if args.part == Part::Relay => bare::relay(&listener, target).await,
+                Some(target) if args.part == Part::Relay => {
+                    let dialler = bare::Dialler::new(args.listen.scheme(), certificates.as_ref())?;
+                    bare::relay(&listener, target, dialler).await
+                }
                 _ => bare::serve(&listener).await,
             }
         }),
@@ -112,6 +134,11 @@ fn serve(args: ChildArgs) -> Result<(), Failure> {
     config.exit_with_stdin = true;
     config.allow_forward = args.forward.into_iter().collect();
     config.workdir = args.workdir.unwrap_or(config.workdir);
+    if let Some(certificates) = args.certificates.map(Certificates::made) {
+        config.cert = Some(certificates.certificate());
+        config.cert_key = Some(certificates.key());
+        config.forward_ca = Some(certificates.authority());
+    }
     let server = RpcServer::builder().config(config).build();
     let outcome = match args.core {
         Some(_) => crate::cli::runtime()?.block_on(server.run_until_signal()),
