@@ -49,6 +49,7 @@ pub mod reply;
 pub mod session;
 #[allow(unsafe_code)]
 pub mod tensor;
+pub mod trace;
 pub mod transfer;
 pub mod value;
 
@@ -65,4 +66,5 @@ pub use remote::{Action, Pending, RemoteFunction, RemoteModule, RemoteObject, Re
 pub use reply::{PendingReply, Responder, Submission};
 pub use session::{Lane, Operation, Request, RpcSession, SharedSession};
 pub use tensor::{Tensor, TensorView, TensorViewMut};
+pub use trace::TraceContext;
 pub use value::{Packed, Reference, TensorRef, Value};

@@ -16,6 +16,7 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::reply::Responder;
 use crate::session::Lane;
 use crate::tensor::{Access, Borrow, Tensor};
+use crate::trace::{self, TraceContext};
 use crate::value::Value;
 
 /// A value as functions see it, at the origin: with the objects themselves in it.
@@ -145,10 +146,12 @@ impl Function {
 
     /// Runs the function, or starts its future. A panic becomes an error.
     pub(crate) fn start(&self, mut invocation: Invocation) -> Started {
+        let trace = invocation.context.trace;
+        let _served = trace::serve(trace);
         let outcome = catch_unwind(AssertUnwindSafe(|| match &self.0.body {
             Body::Direct(body) => Started::Done(body(&mut invocation)),
             Body::Async(body) => match body(&mut invocation) {
-                Ok(future) => Started::Future(CatchPanic(future)),
+                Ok(future) => Started::Future(CatchPanic { future, trace }),
                 Err(error) => Started::Done(Err(error)),
             },
         }));
@@ -189,13 +192,18 @@ pub(crate) enum Started {
 }
 
 /// A function's future, whose panics are errors.
-pub(crate) struct CatchPanic(BoxFuture);
+pub(crate) struct CatchPanic {
+    future: BoxFuture,
+    /// Of the request that it serves.
+    trace: Option<TraceContext>,
+}
 
 impl Future for CatchPanic {
     type Output = Result<LocalValue>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> std::task::Poll<Self::Output> {
-        catch_unwind(AssertUnwindSafe(|| self.0.as_mut().poll(cx)))
+        let _served = trace::serve(self.trace);
+        catch_unwind(AssertUnwindSafe(|| self.future.as_mut().poll(cx)))
             .unwrap_or_else(|payload| std::task::Poll::Ready(Err(panic_error(&*payload))))
     }
 }
@@ -264,6 +272,7 @@ pub struct Context {
     host: Arc<dyn Host>,
     lane: Lane,
     deadline: Option<Instant>,
+    trace: Option<TraceContext>,
     responder: Option<Responder>,
 }
 
@@ -322,9 +331,10 @@ impl Context {
         host: Arc<dyn Host>,
         lane: Lane,
         deadline: Option<Instant>,
+        trace: Option<TraceContext>,
         responder: Option<Responder>,
     ) -> Self {
-        Self { host, lane, deadline, responder }
+        Self { host, lane, deadline, trace, responder }
     }
 
     /// The devices of the session.
@@ -378,6 +388,14 @@ impl Context {
     /// When the caller stops waiting.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
+    }
+
+    /// The span that the function runs in: the caller's, or one that a session on the way has made of it, as a server does
+    /// that exports spans.
+    ///
+    /// Requests that the function makes itself carry it already, see [`crate::trace`].
+    pub fn trace(&self) -> Option<TraceContext> {
+        self.trace
     }
 
     /// Whether nobody waits for the result any more: cancelled, past the deadline, or the session is gone. A function

@@ -32,6 +32,7 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
 use crate::reply::{PendingReply, Submission};
 use crate::session::{Lane, Operation, Request, RpcSession, SharedSession, release};
+use crate::trace::{self, TraceContext};
 use crate::transfer::{CopyFrom, CopyTo};
 use crate::value::{Reference, TensorRef, Value};
 
@@ -357,10 +358,21 @@ impl<T: FromReply> Action<T> {
         }
     }
 
+    /// Names the span that the operation belongs to; the [current](trace::current) one when it starts without this.
+    pub fn trace(mut self, trace: TraceContext) -> Self {
+        if let Ok(request) = &mut self.request {
+            request.trace = Some(trace);
+        }
+        self
+    }
+
     /// Submits the operation without waiting for it.
     pub fn start(self) -> Pending<T> {
         let submission = match self.request {
-            Ok(request) => self.session.submit(request),
+            Ok(mut request) => {
+                request.trace = request.trace.or_else(trace::current);
+                self.session.submit(request)
+            }
             Err(error) => Submission::ready(Err(error)),
         };
         let _pins = (self.function, self.pins);

@@ -26,6 +26,7 @@ use crate::dlpack::{DataType, Device};
 use crate::handle::Handle;
 use crate::reply::Submission;
 use crate::tensor::Borrow;
+use crate::trace::TraceContext;
 use crate::value::{TensorRef, Value};
 
 /// A sequence of requests that complete one after the other. Lanes of one session run beside each other and share its
@@ -54,14 +55,17 @@ pub struct Request {
     pub lane: Lane,
     /// When the caller stops waiting. It crosses hops as time remaining.
     pub deadline: Option<Instant>,
+    /// The span that it is made in. It crosses hops unchanged; a write that is received
+    /// [in place](RpcSession::write_in_place) goes without.
+    pub trace: Option<TraceContext>,
     /// What is asked.
     pub operation: Operation,
 }
 
 impl Request {
-    /// A request on the default lane, without a deadline.
+    /// A request on the default lane, without a deadline or a trace context.
     pub fn new(operation: Operation) -> Self {
-        Self { lane: Lane::DEFAULT, deadline: None, operation }
+        Self { lane: Lane::DEFAULT, deadline: None, trace: None, operation }
     }
 
     /// Moves the request to `lane`.

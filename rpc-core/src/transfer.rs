@@ -18,6 +18,7 @@ use crate::blocking;
 use crate::error::{Result, RpcError};
 use crate::reply::PendingReply;
 use crate::session::{Lane, Operation, ReadBuffer, Request, SharedSession};
+use crate::trace;
 use crate::value::{TensorRef, Value};
 
 /// The largest piece of a copy, in bytes: large enough that the cost of a request does not show, small enough that other
@@ -43,7 +44,7 @@ impl Options {
     }
 
     fn request(&self, operation: Operation) -> Request {
-        Request { lane: self.lane, deadline: self.deadline, operation }
+        Request { lane: self.lane, deadline: self.deadline, trace: trace::current(), operation }
     }
 
     fn report(&self, done: usize) {

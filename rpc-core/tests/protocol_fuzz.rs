@@ -15,7 +15,9 @@ use rpc_core::proto::{
     encode_value,
 };
 use rpc_core::session::{Operation, ReadBuffer, Request};
-use rpc_core::{DataType, Device, ErrorKind, Handle, Lane, Packed, Reference, RpcError, TensorRef, Value};
+use rpc_core::{
+    DataType, Device, ErrorKind, Handle, Lane, Packed, Reference, RpcError, TensorRef, TraceContext, Value,
+};
 
 /// Seeds of histories that once went wrong.
 const SEEDS: &[u64] = &[];
@@ -94,6 +96,11 @@ fn random_operation(rng: &mut Rng) -> Operation {
     }
 }
 
+fn random_trace(rng: &mut Rng) -> Option<TraceContext> {
+    let bytes = rng.bytes(TraceContext::LEN);
+    TraceContext::from_bytes(bytes[..].try_into().unwrap())
+}
+
 /// Changes a few bytes, or drops, repeats or inserts some.
 fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>) {
     for _ in 0..=rng.below(4) {
@@ -147,6 +154,7 @@ fn requests_survive_the_wire_and_mutated_ones_do_not_panic() {
         let now = Instant::now();
         let mut request = Request::new(random_operation(&mut rng));
         request.deadline = rng.one_in(2).then(|| now + Duration::from_micros(rng.next() >> 20));
+        request.trace = if rng.one_in(2) { random_trace(&mut rng) } else { None };
         let (body, payload) = encode_request(&request, now);
         let payload = Bytes::from(payload.concat());
         let back = decode_request(request.lane, &body, payload.clone(), now).unwrap();

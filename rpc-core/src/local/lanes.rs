@@ -11,6 +11,7 @@ use crate::error::RpcError;
 use crate::handle::Handle;
 use crate::reply::Responder;
 use crate::session::Lane;
+use crate::trace::TraceContext;
 
 /// A lane of the session: one that clients name, or one that was made for a single request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -42,6 +43,7 @@ pub(super) struct Job<W> {
     /// Absent while the submitter waits for the job to run where it stands.
     pub(super) responder: Option<Responder>,
     pub(super) deadline: Option<std::time::Instant>,
+    pub(super) trace: Option<TraceContext>,
     /// What it counts against the session's capacity.
     pub(super) bytes: usize,
 }
@@ -305,7 +307,7 @@ mod tests {
     fn lanes_that_were_used_once_are_not_remembered() {
         let mut lanes: Lanes<(), ()> = Lanes::new(Capacity { requests: 8, bytes: 0 }, Threads::new(8, None));
         for number in 1..1000 {
-            let job = Job { work: (), responder: None, deadline: None, bytes: 0 };
+            let job = Job { work: (), responder: None, deadline: None, trace: None, bytes: 0 };
             let Turn::Run(key, _) = lanes.admit(Lane(number), job) else { panic!("lane {number} was not idle") };
             lanes.complete(0);
             assert!(lanes.next(key).is_none());

@@ -369,7 +369,7 @@ impl Shared {
             lanes.wait(Waiting { request, responder, bytes });
             return submission;
         }
-        let Request { lane, deadline, operation } = request;
+        let Request { lane, deadline, trace, operation } = request;
         let (work, garbage) = work::resolve(&mut lock(&self.table), operation);
         let work = match work {
             Ok(work) => work,
@@ -382,7 +382,7 @@ impl Shared {
         // A future outlives the submission: its function needs a responder from the start, to learn of cancellation by.
         let here = work.place() == Place::Here && !work.is_async() && lanes.is_idle(lane);
         let (submission, responder) = if here { (None, None) } else { unzip(self.pending()) };
-        let turn = lanes.admit(lane, Job { work, responder: responder.clone(), deadline, bytes });
+        let turn = lanes.admit(lane, Job { work, responder: responder.clone(), deadline, trace, bytes });
         drop(lanes);
         drop_each(garbage);
         if let Some(responder) = &responder {
@@ -453,11 +453,11 @@ impl Shared {
                 }
                 None => return,
             };
-            let Request { lane, deadline, operation } = request;
+            let Request { lane, deadline, trace, operation } = request;
             let (work, garbage) = work::resolve(&mut lock(&self.table), operation);
             let turn = match work {
                 Ok(work) => {
-                    let job = Job { work, responder: Some(responder.clone()), deadline, bytes };
+                    let job = Job { work, responder: Some(responder.clone()), deadline, trace, bytes };
                     Ok(lanes.admit(lane, job))
                 }
                 Err(error) => Err(error),
@@ -746,8 +746,8 @@ impl Shared {
         if thread.is_none() && self.needs_thread(&job.work) {
             return self.hand_over(Parked { key, job, borrows });
         }
-        let Job { work, responder, deadline, bytes } = job;
-        let context = || Context::new(self.clone(), key.lane(), deadline, responder.clone());
+        let Job { work, responder, deadline, trace, bytes } = job;
+        let context = || Context::new(self.clone(), key.lane(), deadline, trace, responder.clone());
         let outcome = match work {
             Work::Call { function, args } => {
                 let borrows = if borrows.is_empty() {
@@ -1051,8 +1051,8 @@ impl Shared {
         let start = usize::try_from(tensor.byte_range(offset, len).ok()?.start).ok()?;
         let mut borrow = tensor.storage().try_borrow(Access::Write)?;
         borrow.bytes_mut()?;
-        let Turn::Run(key, job) = lanes.admit(lane, Job { work: Work::Freed, responder: None, deadline: None, bytes })
-        else {
+        let job = Job { work: Work::Freed, responder: None, deadline: None, trace: None, bytes };
+        let Turn::Run(key, job) = lanes.admit(lane, job) else {
             return None;
         };
         drop(lanes);

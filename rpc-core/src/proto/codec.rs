@@ -160,6 +160,13 @@ impl Writer {
         }
     }
 
+    /// MessagePack's own bytes, which are no value: for what belongs into a body.
+    pub(crate) fn bin<const N: usize>(&mut self, bytes: [u8; N]) {
+        const { assert!(N <= u8::MAX as usize) }
+        self.body.extend_from_slice(&[0xc4, N as u8]);
+        self.body.extend_from_slice(&bytes);
+    }
+
     pub(crate) fn handle(&mut self, handle: Handle) {
         self.uint(handle.to_bits());
     }
@@ -339,6 +346,15 @@ impl<'a> Reader<'a> {
             marker @ 0xcc..=0xcf => self.number(1 << (marker - 0xcc)),
             other => Err(CodecError::Unexpected(other)),
         }
+    }
+
+    /// Exactly `N` bytes of MessagePack's own.
+    pub(crate) fn bin<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let len = match self.byte()? {
+            marker @ 0xc4..=0xc6 => self.number_len(1 << (marker - 0xc4))?,
+            other => return Err(CodecError::Unexpected(other)),
+        };
+        if len == N { self.fixed() } else { Err(CodecError::OutOfRange) }
     }
 
     pub(crate) fn handle(&mut self) -> Result<Handle> {

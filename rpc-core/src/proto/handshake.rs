@@ -341,8 +341,8 @@ impl Handshake {
             Stage::Magic => "the peer has not said which protocol it speaks",
             _ => "the peer has not finished the handshake",
         };
-        let timeout = self.config.timeout;
-        Err(RpcError::new(ErrorKind::Refused, format!("handshake: {waiting} within {timeout:?}")))
+        let text = format!("the time for a handshake is over (handshake_timeout), and {waiting}");
+        Err(RpcError::new(ErrorKind::Refused, text))
     }
 
     /// What the end of the stream means here.

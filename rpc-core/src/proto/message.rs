@@ -2,7 +2,8 @@
 //!
 //! A request's body is an array of three: the operation's number, nil or a map of extras, and an array of the
 //! operation's fields in the order below. Extras that a receiver does not know are skipped: `d` is the time that is left
-//! until the deadline, in microseconds.
+//! until the deadline, in microseconds. A request that is made in a span has a fourth element: bin of 25 bytes, which are
+//! the trace id (16), the span id (8) and the flags (1) of W3C Trace Context; the ids are not all zero.
 //!
 //! | number | operation | fields |
 //! | --- | --- | --- |
@@ -30,6 +31,7 @@ use super::codec::{CodecError, Reader, Writer};
 use crate::device::DeviceAttribute;
 use crate::error::{ErrorKind, RpcError};
 use crate::session::{Lane, Operation, Request};
+use crate::trace::TraceContext;
 use crate::value::Value;
 
 /// A request as body and payload. Operations that are not requests on the wire (release, shutdown) give nothing.
@@ -41,7 +43,7 @@ pub fn encode_request(request: &Request, now: Instant) -> (Vec<u8>, Vec<Bytes>) 
 pub(super) fn write_request(request: &Request, now: Instant) -> Writer {
     let mut writer = Writer { body: Vec::with_capacity(48), ..Writer::default() };
     let begin = |writer: &mut Writer, number: u64, fields: usize| {
-        writer.array(3);
+        writer.array(if request.trace.is_some() { 4 } else { 3 });
         writer.uint(number);
         match request.deadline {
             None => writer.nil(),
@@ -121,7 +123,10 @@ pub(super) fn write_request(request: &Request, now: Instant) -> Writer {
             writer.handle(*module);
             writer.str(name);
         }
-        Operation::Release { .. } | Operation::Shutdown => {}
+        Operation::Release { .. } | Operation::Shutdown => return writer,
+    }
+    if let Some(trace) = request.trace {
+        writer.bin(trace.to_bytes());
     }
     writer
 }
@@ -157,7 +162,7 @@ pub(super) fn read_request(
     now: Instant,
 ) -> Result<(Request, usize), CodecError> {
     let mut reader = Reader::new(body, payload);
-    let (number, deadline) = read_head(&mut reader, now)?;
+    let Head { number, deadline, traced } = read_head(&mut reader, now)?;
     reader.values = 0;
     let fields = reader.array()?;
     let expect = |count: usize| if fields == count { Ok(()) } else { Err(CodecError::OutOfRange) };
@@ -225,15 +230,26 @@ pub(super) fn read_request(
         other => return Err(CodecError::UnknownOperation(other)),
     };
     let values = reader.values;
+    let trace = if traced { Some(read_trace(&mut reader)?) } else { None };
     reader.finish()?;
-    Ok((Request { lane, deadline, operation }, values))
+    Ok((Request { lane, deadline, trace, operation }, values))
 }
 
-/// The operation's number and the deadline.
-fn read_head(reader: &mut Reader<'_>, now: Instant) -> Result<(u64, Option<Instant>), CodecError> {
-    if reader.array()? != 3 {
-        return Err(CodecError::OutOfRange);
-    }
+/// What stands in front of the fields.
+struct Head {
+    /// The operation's.
+    number: u64,
+    deadline: Option<Instant>,
+    /// Whether a trace context follows the fields.
+    traced: bool,
+}
+
+fn read_head(reader: &mut Reader<'_>, now: Instant) -> Result<Head, CodecError> {
+    let traced = match reader.array()? {
+        3 => false,
+        4 => true,
+        _ => return Err(CodecError::OutOfRange),
+    };
     let number = reader.uint()?;
     let mut deadline = None;
     if !reader.nil()? {
@@ -247,20 +263,28 @@ fn read_head(reader: &mut Reader<'_>, now: Instant) -> Result<(u64, Option<Insta
             }
         }
     }
-    Ok((number, deadline))
+    Ok(Head { number, deadline, traced })
+}
+
+fn read_trace(reader: &mut Reader<'_>) -> Result<TraceContext, CodecError> {
+    TraceContext::from_bytes(reader.bin()?).ok_or(CodecError::OutOfRange)
 }
 
 /// The body of a write whose payload has not been read: the tensor, the offset and the length of the bytes. `None` if the
 /// request is anything else.
 pub(super) fn peek_write(body: &[u8], now: Instant) -> Option<(crate::value::TensorRef, u64, u64)> {
     let mut reader = Reader::new(body, Bytes::new());
-    let (number, deadline) = read_head(&mut reader, now).ok()?;
+    let Head { number, deadline, traced } = read_head(&mut reader, now).ok()?;
     // A write with a deadline goes the ordinary way, where deadlines are watched.
     if number != 4 || deadline.is_some() || reader.array().ok()? != 3 {
         return None;
     }
     let (tensor, offset) = (reader.tensor().ok()?, reader.uint().ok()?);
     let len = reader.bytes_len().ok()?;
+    if traced {
+        // Nothing that runs would see it.
+        read_trace(&mut reader).ok()?;
+    }
     reader.finish().ok()?;
     Some((tensor, offset, len))
 }

@@ -97,6 +97,63 @@ fn golden_deadline_travels_as_time_remaining() {
     assert_eq!(back.deadline, Some(later + Duration::from_millis(2)));
 }
 
+const TRACED: &str = "94 01 c0 91 a166 c419 0af7651916cd43dd8448eb211c80319c b7ad6b7169203331 01";
+
+fn unhex(text: &str) -> Vec<u8> {
+    let text = text.replace(' ', "");
+    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+}
+
+#[test]
+fn golden_trace_context_is_a_fourth_element() {
+    let now = Instant::now();
+    let mut request = Request::new(Operation::GetFunction { name: "f".into() });
+    request.trace = Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".parse().unwrap());
+    let (body, _) = encode_request(&request, now);
+    assert_eq!(hex(&body), TRACED.replace(' ', ""));
+    let back = decode_request(Lane::DEFAULT, &body, Bytes::new(), now).unwrap();
+    assert_eq!((back.trace, back.deadline), (request.trace, None));
+    let longer_form = TRACED.replace("c419", "c50019");
+    let back = decode_request(Lane::DEFAULT, &unhex(&longer_form), Bytes::new(), now).unwrap();
+    assert_eq!(back.trace, request.trace);
+}
+
+#[test]
+fn a_malformed_trace_context_is_a_malformed_body() {
+    let now = Instant::now();
+    let zero = |hex: &str| TRACED.replace(hex, &"0".repeat(hex.len()));
+    for (body, expected) in [
+        (TRACED.replacen("94", "93", 1), CodecError::Trailing(27)),
+        (TRACED.replacen("94", "95", 1) + "c0", CodecError::OutOfRange),
+        (TRACED.replace("c419", "c418"), CodecError::OutOfRange),
+        (TRACED.replace("c419", "c419 00"), CodecError::Trailing(1)),
+        (TRACED.replace("c419", "c6ffffffff"), CodecError::OutOfRange),
+        (TRACED.replace("c419", "b9"), CodecError::Unexpected(0xb9)),
+        (zero("0af7651916cd43dd8448eb211c80319c"), CodecError::OutOfRange),
+        (zero("b7ad6b7169203331"), CodecError::OutOfRange),
+        (TRACED.trim_end_matches(" 01").to_owned(), CodecError::Truncated),
+        ("94 01 c0 91 a166".to_owned(), CodecError::Truncated),
+        ("94 01 c0 91 a166 c0".to_owned(), CodecError::Unexpected(0xc0)),
+    ] {
+        let error = decode_request(Lane::DEFAULT, &unhex(&body), Bytes::new(), now).unwrap_err();
+        assert_eq!(error, expected, "{body}");
+        assert_eq!(RpcError::from(error).kind(), ErrorKind::Protocol);
+    }
+}
+
+#[test]
+fn a_write_can_be_received_in_place_with_a_trace_context_too() {
+    let now = Instant::now();
+    let mut request = Request::new(Operation::Write { to: tensor(), offset: 300, data: Bytes::from_static(b"ab") });
+    let plain = peek_write(&encode_request(&request, now).0, now);
+    assert_eq!(plain, Some((tensor(), 300, 2)));
+    request.trace = crate::TraceContext::new([1; 16], [2; 8], 0);
+    let (mut body, _) = encode_request(&request, now);
+    assert_eq!(peek_write(&body, now), plain);
+    body.pop();
+    assert_eq!(peek_write(&body, now), None);
+}
+
 #[test]
 fn golden_replies() {
     let cases = [
@@ -180,6 +237,21 @@ proptest! {
     fn values_round_trip(value in value()) {
         let (body, payload) = encode_value(&value);
         prop_assert_eq!(decode_value(&body, payload.concat().into()).unwrap(), value);
+    }
+
+    #[test]
+    fn requests_round_trip(
+        args in prop::collection::vec(value(), 0..5),
+        left in proptest::option::of(any::<u32>()),
+        trace in proptest::option::of((any::<[u8; 16]>(), any::<[u8; 8]>(), any::<u8>())),
+    ) {
+        let now = Instant::now();
+        let mut request = Request::new(Operation::Call { function: Handle::from_bits(7), args });
+        request.deadline = left.map(|micros| now + Duration::from_micros(micros.into()));
+        request.trace = trace.and_then(|(trace_id, span_id, flags)| TraceContext::new(trace_id, span_id, flags));
+        let (body, payload) = encode_request(&request, now);
+        let back = decode_request(request.lane, &body, payload.concat().into(), now).unwrap();
+        prop_assert_eq!(format!("{back:?}"), format!("{request:?}"));
     }
 
     #[test]
