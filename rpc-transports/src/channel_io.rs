@@ -248,10 +248,22 @@ async fn shake_hands<S>(
             }
         }
     };
-    let outcome = tokio::time::timeout_at(deadline.into(), work).await;
-    let outcome = match outcome {
+    let outcome = match tokio::time::timeout_at(deadline.into(), work).await {
         Ok(outcome) => outcome,
-        Err(_) => Err(RpcError::new(ErrorKind::Refused, "the handshake took too long")),
+        Err(_) => {
+            let error = handshake.handle_timeout(Instant::now().max(deadline)).err();
+            let error = error.unwrap_or_else(|| RpcError::new(ErrorKind::Refused, "the handshake took too long"));
+            // Whoever is merely slow hears why; nobody waits for it.
+            handshake.refuse(&error);
+            let output = handshake.take_output();
+            let mut io = io;
+            let _ = std::future::poll_fn(|cx| {
+                let _ = Pin::new(&mut io).poll_write(cx, &output);
+                Poll::Ready(())
+            })
+            .await;
+            Err(error)
+        }
     };
     outcome.map_err(|error| error.with_peer(peer))
 }

@@ -83,7 +83,7 @@ const EXIT: Duration = Duration::from_millis(500);
 /// Adds to an error how the child at the far end has ended, if there is one and it has.
 pub(crate) async fn explain(error: RpcError, guard: Option<&(dyn Any + Send + Sync)>) -> RpcError {
     match guard.and_then(<dyn Any + Send + Sync>::downcast_ref::<ChildGuard>) {
-        Some(guard) if error.kind() == ErrorKind::PeerLost => {
+        Some(guard) if is_of_the_end(&error) => {
             let status = tokio::time::timeout(EXIT, guard.exited()).await;
             with_status(error, status.ok().and_then(io::Result::ok))
         }
@@ -94,16 +94,22 @@ pub(crate) async fn explain(error: RpcError, guard: Option<&(dyn Any + Send + Sy
 /// As [`explain`]. Blocks.
 pub(crate) fn explain_blocking(error: RpcError, guard: Option<&(dyn Any + Send + Sync)>) -> RpcError {
     match guard.and_then(<dyn Any + Send + Sync>::downcast_ref::<ChildGuard>) {
-        Some(guard) if error.kind() == ErrorKind::PeerLost => {
-            with_status(error, guard.exited_within(EXIT).ok().flatten())
-        }
+        Some(guard) if is_of_the_end(&error) => with_status(error, guard.exited_within(EXIT).ok().flatten()),
         _ => error,
     }
 }
 
+/// Whether it says that the stream has ended, and not what the child said.
+fn is_of_the_end(error: &RpcError) -> bool {
+    error.hop() == 0 && matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Refused)
+}
+
 fn with_status(error: RpcError, status: Option<ExitStatus>) -> RpcError {
     match status {
-        Some(status) => error.context(format!("the program ended ({status}) before there was a session")),
+        Some(status) => {
+            let text = format!("the program ended ({status}) before there was a session: {}", error.message());
+            RpcError::new(ErrorKind::PeerLost, text)
+        }
         None => error,
     }
 }

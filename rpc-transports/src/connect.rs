@@ -37,8 +37,20 @@ impl ConnectError {
         match self {
             Self::Address(error) => RpcError::new(ErrorKind::InvalidArgument, error.to_string()),
             Self::Transport(error) => {
+                let kind = match &error {
+                    TransportError::Insecure { .. } => ErrorKind::Unauthenticated,
+                    TransportError::Unsupported { .. } => ErrorKind::Unsupported,
+                    TransportError::PermissionDenied { .. } => ErrorKind::Refused,
+                    _ => ErrorKind::PeerLost,
+                };
                 let address = error.address().to_owned();
-                RpcError::new(ErrorKind::PeerLost, error.to_string()).with_peer(address)
+                let mut text = error.to_string();
+                let mut cause = std::error::Error::source(&error);
+                while let Some(error) = cause {
+                    text += &format!(": {error}");
+                    cause = error.source();
+                }
+                RpcError::new(kind, text).with_peer(address)
             }
             Self::Session(error) => error,
         }

@@ -221,18 +221,32 @@ impl fmt::Debug for Security {
 }
 
 /// What the channels of one connection share.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Connection {
     /// Whom the peer has proven to be on one of them, and under which version of the server's rules.
     proven: Mutex<Option<(u64, String)>>,
     /// The peer has not answered on one of them.
     suspect: AtomicBool,
+    /// Gives the peer the room of those who have proven who they are; called once.
+    admit: Mutex<Option<Admit>>,
 }
+
+type Admit = Box<dyn FnOnce() + Send>;
 
 impl Connection {
     /// Remembers what a handshake on one of the channels has proven under the rules number `rules`.
     pub(crate) fn prove(&self, rules: u64, peer: &str) {
         *self.proven.lock().unwrap_or_else(PoisonError::into_inner) = Some((rules, peer.to_owned()));
+        let admit = self.admit.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(admit) = admit {
+            admit();
+        }
+    }
+
+    /// A connection whose peer has little room until it has proven who it is.
+    #[cfg(feature = "quic")]
+    pub(crate) fn on_probation(admit: impl FnOnce() + Send + 'static) -> Self {
+        Self { admit: Mutex::new(Some(Box::new(admit))), ..Self::default() }
     }
 
     /// Remembers that the peer does not answer, although the connection has not ended.

@@ -12,8 +12,10 @@ use crate::address::Address;
 /// as `tcp://10.0.0.*`, stands for no host name: `10.0.0.example.org` is wherever its owner wants it to be.
 pub(crate) fn matches_pattern(pattern: &str, address: &Address) -> bool {
     let Some((host, port)) = address.host_and_port() else {
-        let word = format!("{}:", address.scheme());
-        return pattern.starts_with(&word) && glob(pattern, &address.clone().without_key().to_string());
+        let (word, text) = (format!("{}:", address.scheme()), address.clone().without_key().to_string());
+        // From a folder that is allowed there is a way to any other.
+        let climbs = text.split(['/', ':']).any(|part| part == "..");
+        return pattern.starts_with(&word) && if climbs { pattern == text } else { glob(pattern, &text) };
     };
     let Some((scheme, place)) = pattern.split_once("://") else { return pattern == "*" };
     let (host_pattern, port_pattern) = split(place);
@@ -103,6 +105,9 @@ mod tests {
             ("*", "unix:/run/rpc.sock", false),
             ("local:", "local:", true),
             ("unix:/run/*", "unix:/run/rpc.sock", true),
+            ("unix:/run/*", "unix:/run/../home/x/private.sock", false),
+            ("unix:/run/*", "unix:/run/%2e%2e/home/x/private.sock", false),
+            ("unix:/run/../tmp/s", "unix:/run/../tmp/s", true),
             ("exec:rpc-server*", "exec:sh", false),
         ] {
             assert_eq!(matches_pattern(pattern, &address.parse().unwrap()), expected, "{pattern} {address}");

@@ -35,6 +35,10 @@ const CONNECTION_WINDOW: u32 = 32 << 20;
 /// How many channels a connection may have at a time.
 const MAX_STREAMS: u32 = 1024;
 
+/// How many channels a client may open, and how much it may have under way on all of them, before it has proven who it is.
+const PROBATION_STREAMS: u32 = 4;
+const PROBATION_WINDOW: u32 = 256 << 10;
+
 /// How many connections may be in their handshake before new ones must prove their address first, and before they are
 /// turned away.
 const MAX_HANDSHAKES: usize = 256;
@@ -48,6 +52,9 @@ const UNUSED: Duration = Duration::from_secs(30);
 /// How long a client keeps a connection that no channel uses: what was said last must still arrive.
 const LINGER: Duration = Duration::from_secs(1);
 
+/// How long a client waits for a connection to have room for one more channel.
+const ROOM: Duration = Duration::from_secs(1);
+
 /// The connection was closed in good order.
 const DONE: VarInt = VarInt::from_u32(0);
 
@@ -60,7 +67,15 @@ pub(crate) fn idle_for(keep_alive: Duration) -> Duration {
     keep_alive.saturating_mul(6)
 }
 
-fn transport(idle: Duration) -> Arc<TransportConfig> {
+/// What holds for a server's connections until their clients are known.
+fn transport_on_probation(idle: Duration) -> Arc<TransportConfig> {
+    let mut config = transport(idle);
+    config.max_concurrent_bidi_streams(PROBATION_STREAMS.into());
+    config.receive_window(PROBATION_WINDOW.into());
+    Arc::new(config)
+}
+
+fn transport(idle: Duration) -> TransportConfig {
     let mut config = TransportConfig::default();
     // Sessions have pings of their own, which keep a connection alive as long as they do.
     let longest = IdleTimeout::from(VarInt::MAX);
@@ -71,7 +86,7 @@ fn transport(idle: Duration) -> Arc<TransportConfig> {
     config.max_concurrent_bidi_streams(MAX_STREAMS.into());
     config.max_concurrent_uni_streams(VarInt::from_u32(0));
     config.datagram_receive_buffer_size(None);
-    Arc::new(config)
+    config
 }
 
 /// Buffers of the socket: the default loses packets as soon as the receiver is late.
@@ -145,8 +160,9 @@ pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Cha
             idle: options.quic_idle,
             runtime: tokio::runtime::Handle::current().id(),
         };
+        // One that has as many channels as the server allows goes on, and another takes its place in the pool.
         if let Some(pooled) = pooled(&key)
-            && let Ok(channel) = open(address, &pooled).await
+            && let Ok(Ok(channel)) = tokio::time::timeout(ROOM, open(address, &pooled)).await
         {
             return Ok(channel);
         }
@@ -179,7 +195,7 @@ async fn connect(
         .collect();
     let crypto = QuicClientConfig::try_from(tls.config().clone()).map_err(|error| other(&error))?;
     let mut config = ClientConfig::new(Arc::new(crypto));
-    config.transport_config(transport(options.quic_idle));
+    config.transport_config(Arc::new(transport(options.quic_idle)));
     let name = host.split('%').next().unwrap_or(host);
     let deadline = Instant::now() + options.limit();
     let mut failure = TransportError::TimedOut { address: address.to_string(), limit: options.limit() };
@@ -264,7 +280,7 @@ pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<L
     let socket = tcp::bind_socket(address, options, udp).await?;
     let io_error = |error| TransportError::from_io(address.to_string(), error);
     let bound = socket.local_addr().map_err(io_error)?;
-    let transport = transport(options.quic_idle);
+    let transport = transport_on_probation(options.quic_idle);
     let config = server_config(&tls, &transport).map_err(io_error)?;
     let endpoint = Endpoint::new(EndpointConfig::default(), Some(config), socket, Arc::new(TokioRuntime));
     let endpoint = endpoint.map_err(io_error)?;
@@ -367,11 +383,16 @@ async fn establish(incoming: Incoming, config: ServerConfig) -> io::Result<Estab
     let connection = incoming.accept_with(Arc::new(config))?.await?;
     let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
     let chain = shown.map_or_else(Vec::new, |chain| *chain);
+    let known = connection.clone();
+    let admit = move || {
+        known.set_max_concurrent_bi_streams(MAX_STREAMS.into());
+        known.set_receive_window(CONNECTION_WINDOW.into());
+    };
     let security = Security {
         binding: Some(binding(&connection)?),
         certificate: chain.first().and_then(name_of),
         keys: chain.first().map(keys_of).unwrap_or_default(),
-        connection: Some(Arc::<identity::Connection>::default()),
+        connection: Some(Arc::new(identity::Connection::on_probation(admit))),
         ..Security::default()
     };
     Ok(Established { connection, chain, security })

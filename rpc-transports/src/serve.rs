@@ -17,13 +17,14 @@ use rpc_core::proto::{ANONYMOUS, HandshakeConfig, Hello, LinkConfig, Negotiated,
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Spawner, Value};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use crate::address::Address;
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, accept_hands, poll_write};
 use crate::connect::Connector;
 use crate::dispatch::bind;
+use crate::handshakes::{Handshakes, InProgress};
 use crate::identity::{Access, of_acceptor};
 use crate::pattern::matches_pattern;
 use crate::proxy::ProxySession;
@@ -97,16 +98,17 @@ pub struct ServeOptions {
     pub key: String,
     /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
     pub keep_alive: Duration,
-    /// How long a handshake may take. 10 s.
+    /// How long a handshake may take, that of TLS included. 10 s.
     pub handshake_timeout: Duration,
     /// What one session may have on the wire and in queues.
     pub limits: WireLimits,
     /// How many sessions there may be at one time. 4,096.
     pub max_sessions: usize,
     /// How many sessions one client may have at one time: one that has proven who it is wherever it comes from, and others
-    /// by the address of their machine, whatever processes they are. 4,096.
+    /// by the address of their machine, whatever processes they are. 1,024.
     pub max_sessions_per_peer: usize,
-    /// How many connections may be in their handshake at one time; one more is closed without a word. 1,024.
+    /// How many connections may be in their handshake at one time. For one more, the oldest one of the machine that has most
+    /// of them is closed, so that nobody is kept out by those who never finish. 1,024.
     pub max_handshakes: usize,
     /// How long a session may last, from the end of its handshake. It ends with
     /// [`SessionTimeout`](ErrorKind::SessionTimeout) then, whatever it is doing. No limit.
@@ -143,7 +145,7 @@ impl Default for ServeOptions {
             handshake_timeout: Duration::from_secs(10),
             limits: WireLimits::default(),
             max_sessions: 4096,
-            max_sessions_per_peer: 4096,
+            max_sessions_per_peer: 1024,
             max_handshakes: 1024,
             session_duration: None,
             idle_timeout: None,
@@ -170,10 +172,12 @@ struct Shared {
     options: ServeOptions,
     /// Whom the server serves, and how often that has changed. Number 0 is for the side that dials.
     access: Mutex<(u64, Arc<Access>)>,
+    /// How sessions are opened that are forwarded to.
+    onward: Mutex<DialOptions>,
     /// Those in their handshake, too.
     connections: Mutex<HashMap<u64, Arc<Mailbox>>>,
     next_connection: AtomicU64,
-    handshakes: Arc<Semaphore>,
+    handshakes: Arc<Handshakes>,
     /// Sessions that have been opened and not ended.
     open: AtomicUsize,
     /// The same for each peer that has any.
@@ -195,7 +199,8 @@ impl Server {
             access: Mutex::new((1, Arc::new(options.access.clone()))),
             connections: Mutex::default(),
             next_connection: AtomicU64::new(1),
-            handshakes: Arc::new(Semaphore::new(options.max_handshakes.clamp(1, Semaphore::MAX_PERMITS))),
+            handshakes: Handshakes::new(options.max_handshakes),
+            onward: Mutex::new(options.onward.clone()),
             open: AtomicUsize::new(0),
             open_by_peer: Mutex::default(),
             listeners: Mutex::default(),
@@ -249,13 +254,14 @@ impl Server {
         *current = (current.0 + 1, Arc::new(access));
     }
 
+    /// Opens the sessions that it forwards to by `onward` from now on.
+    pub fn set_onward(&self, onward: DialOptions) {
+        *self.0.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
+    }
+
     /// Serves one client at the far end of `channel`, who dialled.
     pub fn serve_channel(&self, channel: Channel) {
-        let Ok(handshake) = self.0.handshakes.clone().try_acquire_owned() else {
-            let limit = self.0.options.max_handshakes;
-            tracing::warn!(peer = channel.peer(), limit, "too many connections are in their handshake; one was closed");
-            return self.0.refused(ErrorKind::LimitExceeded);
-        };
+        let handshake = self.0.handshakes.begin(machine_of(channel.peer()));
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());
@@ -279,7 +285,12 @@ impl Server {
         for mailbox in self.0.connections().values() {
             mailbox.command(GO_AWAY);
         }
-        let _ = tokio::time::timeout(limit, self.idle()).await;
+        let deadline = tokio::time::Instant::now() + limit.min(FAR_OFF);
+        // Whoever is in the middle of a handshake may hear why there is no session, and nobody waits for more.
+        if tokio::time::timeout(limit.min(LINGER), self.idle()).await.is_err() {
+            self.0.handshakes.evict_all();
+            let _ = tokio::time::timeout_at(deadline, self.idle()).await;
+        }
     }
 
     /// Ends all sessions now, and accepts no more. Clients are told; [`stopped`](Self::stopped) waits until they have been.
@@ -289,6 +300,7 @@ impl Server {
         for mailbox in self.0.connections().values() {
             mailbox.command(STOP);
         }
+        self.0.handshakes.evict_all();
     }
 
     /// After [`stop`](Self::stop) or [`drain`](Self::drain): resolves when nothing is listened on any more, every client has
@@ -403,12 +415,24 @@ async fn serve_connection(
     shared: &Arc<Shared>,
     mut channel: Channel,
     mailbox: Arc<Mailbox>,
-    handshake: OwnedSemaphorePermit,
+    handshake: InProgress,
     registered: Arc<Registered>,
 ) {
     let options = &shared.options;
     let peer = channel.peer().to_owned();
-    match tokio::time::timeout(options.handshake_timeout, channel.secure()).await {
+    let evicted = || {
+        let limit = options.max_handshakes;
+        tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
+        shared.refused(ErrorKind::LimitExceeded);
+    };
+    let timeout = options.handshake_timeout.min(FAR_OFF);
+    let deadline = Instant::now() + timeout;
+    let secured = tokio::select! {
+        biased;
+        () = handshake.evicted() => return evicted(),
+        secured = tokio::time::timeout_at(deadline.into(), channel.secure()) => secured,
+    };
+    match secured {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
             tracing::debug!(peer, %error, "no secure channel");
@@ -427,7 +451,9 @@ async fn serve_connection(
     hello.key.clone_from(&options.key);
     hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
     options.limits.apply(&mut hello);
-    let config = HandshakeConfig { hello, identities, hold: true, timeout: options.handshake_timeout };
+    // What is left of it.
+    let timeout = deadline.saturating_duration_since(Instant::now());
+    let config = HandshakeConfig { hello, identities, hold: true, timeout };
     let security = channel.security().clone();
     let open = async |hello: &Hello, identity: &str| {
         // Behind a hop it is the key that the client asks for: the server there makes sure that it has it.
@@ -436,7 +462,12 @@ async fn serve_connection(
         let place = Place::take(shared, &peer, identity)?;
         open_session(shared, &peer, hello, identity).await.map(|session| (session, place))
     };
-    match accept_hands(&mut channel, config, open).await {
+    let hands = tokio::select! {
+        biased;
+        () = handshake.evicted() => return evicted(),
+        hands = accept_hands(&mut channel, config, open) => hands,
+    };
+    match hands {
         Ok((negotiated, input, (session, _place))) => {
             drop(handshake);
             if let Some(connection) = &channel.security().connection {
@@ -463,6 +494,9 @@ async fn serve_connection(
         }
     }
 }
+
+/// Far enough off to be never, and near enough for all clocks.
+const FAR_OFF: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// How long a client may take to read what was said last.
 const LINGER: Duration = Duration::from_secs(1);
@@ -562,7 +596,7 @@ async fn open_session(
         ));
     }
     let connector = Connector::new()
-        .dial_options(options.onward.clone())
+        .dial_options(shared.onward.lock().unwrap_or_else(PoisonError::into_inner).clone())
         .keep_alive(options.keep_alive)
         .limits(options.limits.clone())
         .key(&hello.key)
