@@ -24,7 +24,10 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
             match error {
                 ServeError::Trust(_) | ServeError::Config(_) => CONFIG,
                 ServeError::Listen(_) | ServeError::Workdir { .. } | ServeError::Metrics { .. } => UNAVAILABLE,
-                ServeError::ReadyFile { .. } | ServeError::Signals(_) | ServeError::Runtime(_) => FAILURE,
+                ServeError::ReadyFile { .. }
+                | ServeError::Otlp { .. }
+                | ServeError::Signals(_)
+                | ServeError::Runtime(_) => FAILURE,
             }
         }
     }

@@ -9,10 +9,16 @@ pub mod builtins;
 pub mod cli;
 pub mod config;
 pub mod exit;
+mod functions;
 pub mod isolate;
 pub mod logging;
 mod monitor;
 pub mod npy;
+#[cfg(feature = "otel")]
+mod otel;
+#[cfg(not(feature = "otel"))]
+#[path = "otel/absent.rs"]
+mod otel;
 pub mod pki;
 pub mod server;
 pub mod session;

@@ -49,8 +49,9 @@ use self::signals::Signals;
 use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError};
 use crate::isolate::Isolation;
 use crate::monitor::{Monitoring, Phase};
+use crate::otel::Spans;
 use crate::session::{Cleaner, ServerState, SessionWorkspace, Source};
-use crate::trust::{ServerTrust, TrustError};
+use crate::trust::{ClientTrust, ServerTrust, TrustError};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
 use crate::{builtins, isolate};
 
@@ -129,8 +130,8 @@ impl RpcServer {
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
         // Before anything is printed, which would go to the peer.
         let channel = if config.stdio { Some(child::stdio_channel().await?) } else { None };
-        let (trust, onward) = (config.trust(), config.onward().dial_options()?);
-        let credentials = trust.load()?;
+        let (trust, onward) = (config.trust(), config.onward());
+        let (credentials, dial) = (trust.load()?, onward.dial_options()?);
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated);
@@ -155,7 +156,7 @@ impl RpcServer {
             };
             (Factory::Local(factory), None)
         };
-        let mut options = serve_options(&config, credentials.access, onward);
+        let mut options = serve_options(&config, credentials.access, dial);
         let factory: Arc<dyn SessionFactory> = match &monitoring {
             Some(monitoring) => {
                 options.observer = Some(monitoring.observer());
@@ -163,10 +164,16 @@ impl RpcServer {
             }
             None => Arc::new(factory),
         };
+        let spans = config.otlp_endpoint.as_ref().map(Spans::start).transpose()?;
+        let factory = match &spans {
+            Some(spans) => spans.traced(factory),
+            None => factory,
+        };
         // From here on an early return stops what was begun.
         let mut running = Running {
             server: Server::new(factory, options),
             trust,
+            onward,
             tls: credentials.tls,
             isolation,
             cleaner,
@@ -176,11 +183,12 @@ impl RpcServer {
             housekeeping: tokio::spawn(expire(workspaces)),
             ready,
             monitoring,
+            spans,
         };
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
         let options = ListenOptions { port_range, tls: running.tls.clone(), ..ListenOptions::default() };
         for ListenAddress(address) in &config.listen {
-            if !address.is_loopback() && config.insecure {
+            if !(address.is_loopback() || address.is_encrypted() && running.trust.demands()) {
                 tracing::warn!(%address, "other machines can connect, and nobody makes sure of who they are (--insecure)");
             }
             let address = running.server.listen(address, &options).await?;
@@ -277,6 +285,7 @@ impl StopReason {
 pub struct Running {
     server: Server,
     trust: ServerTrust,
+    onward: ClientTrust,
     tls: Option<ServerTls>,
     isolation: Option<Arc<Isolation>>,
     cleaner: Arc<Cleaner>,
@@ -287,6 +296,7 @@ pub struct Running {
     /// Removed with this.
     ready: Option<ReadyFile>,
     monitoring: Option<Monitoring>,
+    spans: Option<Spans>,
 }
 
 impl Running {
@@ -307,7 +317,9 @@ impl Running {
     ///
     /// The file that cannot be read or used.
     pub fn reload(&self) -> Result<(), TrustError> {
+        let onward = self.onward.dial_options()?;
         self.server.set_access(self.trust.reload(self.tls.as_ref())?);
+        self.server.set_onward(onward);
         Ok(())
     }
 
@@ -357,6 +369,9 @@ impl Running {
         self.server.stopped(words).await;
         if let Some(isolation) = &self.isolation {
             isolation.end(grace).await;
+        }
+        if let Some(spans) = &self.spans {
+            spans.end().await;
         }
         let cleaner = self.cleaner.clone();
         let cleaned = tokio::task::spawn_blocking(move || cleaner.flush(CLEANING)).await;
@@ -414,7 +429,7 @@ enum Factory {
 impl SessionFactory for Factory {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         match self {
-            Self::Local(factory) => factory.open(request),
+            Self::Local(factory) => factory.open(request).await,
             Self::Isolated(isolation) => isolation.open(request).await,
         }
     }
@@ -433,10 +448,14 @@ struct LocalFactory {
 }
 
 impl LocalFactory {
-    fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let source = match &request.workspace {
             // Opened now, so that a name that cannot be had is an error of the handshake.
-            Some(name) => Source::Opened(self.workspaces.named(&request.identity, name)?),
+            Some(name) => {
+                let (root, identity, name) = (self.workspaces.clone(), request.identity.clone(), name.clone());
+                let opened = tokio::task::spawn_blocking(move || root.named(&identity, &name)).await;
+                Source::Opened(opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?)
+            }
             None => Source::Private(self.workspaces.clone()),
         };
         let session = LocalSession::builder(self.registry.clone())

@@ -203,6 +203,34 @@ fn a_certificate_may_be_for_some_servers_alone() {
 }
 
 #[test]
+fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
+    let place = Place::with_certificates();
+    place.token("tokens", &[]);
+    let (cert, key, ca) = (place.pki("server.pem"), place.pki("server.key"), place.pki("ca.pem"));
+    let (hop_cert, hop_key, tokens) = (place.pki("client.pem"), place.pki("client.key"), place.path("tokens"));
+    let shows = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
+    let by_certificate = ["--forward-cert", &hop_cert, "--forward-cert-key", &hop_key];
+    for address in ["tls://127.0.0.1:0", "quic://127.0.0.1:0"] {
+        // One that takes certificates, and one that takes tokens, too.
+        for (more, proof) in
+            [(&[][..], &by_certificate[..]), (&["--token-file", &tokens], &["--forward-token-file", &tokens])]
+        {
+            let target = place.serve(&[address], &[&shows[..], more].concat());
+            let forward =
+                ["--allow-forward", &target.addresses[0], "--forward-ca", &ca, "--cert", &cert, "--cert-key", &key];
+            let through = |proof: &[&str]| {
+                let hop = place.serve(&["tcp://127.0.0.1:0"], &[&forward[..], proof].concat());
+                echo(&target.addresses[0], &["-J", &hop.addresses[0]])
+            };
+            assert_eq!(ok(through(proof)), "42\n");
+            // What it shows to its own clients is no proof there.
+            let refused = through(&[]);
+            assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
+        }
+    }
+}
+
+#[test]
 fn renewed_certificates_are_shown_after_a_hangup() {
     let place = Place::with_certificates();
     let (cert, key) = (place.pki("server.pem"), place.pki("server.key"));

@@ -16,7 +16,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rcgen::{
@@ -910,13 +910,17 @@ async fn thousands_of_half_open_connections_do_not_keep_others_out(transport: Tr
     static ONE_AT_A_TIME: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
     let _turn = soon("the other one ends", ONE_AT_A_TIME.lock()).await;
     let count = allowed_connections();
-    let options = ServeOptions { max_handshakes: 20_000, handshake_timeout: PATIENCE * 3, ..ServeOptions::default() };
+    if count < 2000 {
+        return println!("skipped: {count} connections are all that the limit on open files allows");
+    }
+    let options = ServeOptions { handshake_timeout: PATIENCE * 3, ..ServeOptions::default() };
     let site = Site::new(transport, options).await;
     let mut held = Vec::with_capacity(count);
     for number in 0..count {
         let mut stream = soon("connect", TcpStream::connect(site.socket_address())).await.unwrap();
         // Some say a little.
-        stream.write_all(&MAGIC[..number % 5]).await.unwrap();
+        // The oldest have been let go by now, and may know.
+        let _ = stream.write_all(&MAGIC[..number % 5]).await;
         held.push(stream);
     }
     println!("{count} half-open connections");
@@ -927,7 +931,7 @@ async fn thousands_of_half_open_connections_do_not_keep_others_out(transport: Tr
     site.is_empty().await;
 }
 
-async fn whoever_comes_while_too_many_are_half_open_is_told(transport: Transport) {
+async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport) {
     let options = ServeOptions { max_handshakes: 32, handshake_timeout: PATIENCE * 3, ..ServeOptions::default() };
     let site = Site::new(transport, options).await;
     let early = soon("connect", site.connector().connect(&site.address)).await.unwrap();
@@ -947,18 +951,19 @@ async fn whoever_comes_while_too_many_are_half_open_is_told(transport: Transport
         }));
     }
     within(PATIENCE, "those beyond the limit are cut off", async || cut_off.load(Ordering::Acquire) == 68).await;
-    let refused = soon("an outcome", site.connector().connect(&site.address)).await;
-    let refused = refused.expect_err("there is no room").into_rpc_error();
-    println!("{transport:?}: {refused}");
-    assert!(matches!(refused.kind(), ErrorKind::Refused | ErrorKind::PeerLost), "{refused}");
+    // The oldest of the others give way, although all come from one machine.
+    for _ in 0..5 {
+        works(&soon("a good client connects", site.connector().connect(&site.address)).await.unwrap()).await;
+    }
     // Those that are in are not concerned.
     works(&early).await;
+    // Nobody waits for those who never finish.
+    let begun = Instant::now();
+    site.server.drain(PATIENCE * 3).await;
+    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
     for raw in held {
         raw.abort();
     }
-    let connector = site.connector();
-    let again = async || connector.connect(&site.address).await.is_ok();
-    within(PATIENCE, "there is room again", again).await;
 }
 
 /// Connections that begin and never go on: their clients hear nothing of the server.
@@ -1437,7 +1442,7 @@ each! {
     a_peer_that_does_nothing_is_cut_off: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
     pings_without_end_are_not_all_answered: tcp(Tcp) unix(Unix) tls(Tls);
     thousands_of_half_open_connections_do_not_keep_others_out: tcp(Tcp) tls(Tls);
-    whoever_comes_while_too_many_are_half_open_is_told: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
+    a_good_client_gets_in_while_too_many_are_half_open: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
     lengths_that_are_not_true_reserve_nothing: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
     forged_handles_reach_nothing_of_another_session: tcp(Tcp) tls(Tls) quic(Quic);
     stale_handles_reach_nothing: tcp(Tcp) tls(Tls) quic(Quic);

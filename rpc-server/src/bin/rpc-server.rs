@@ -56,7 +56,10 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
         Command::Config(settings) => match settings.resolve() {
-            Ok(config) => print(config.to_toml().as_bytes()),
+            Ok(config) => match config.to_toml() {
+                Ok(text) => print(text.as_bytes()),
+                Err(error) => exit::of_server(&Err(error.into())).into(),
+            },
             Err(error) => exit::of_server(&Err(error.into())).into(),
         },
         Command::Completions { shell } => {

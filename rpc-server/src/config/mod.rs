@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::logging::{LogFilter, LogFormat};
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
 
-pub use units::{ByteSize, HttpAddress, PortRange, Span, UnitError};
+pub use units::{ByteSize, HttpAddress, OtlpEndpoint, PortRange, Span, UnitError};
 
 macro_rules! settings {
     (
@@ -100,8 +100,9 @@ settings! {
         max_sessions: usize = 4096, "RPC_SERVER_MAX_SESSIONS";
         /// Sessions at a time of one client, who is known by what it has proven, or else by the address of its machine; more
         /// are refused
-        max_sessions_per_peer: usize = 4096, "RPC_SERVER_MAX_SESSIONS_PER_PEER";
-        /// Connections at a time whose clients have not introduced themselves; one more is closed
+        max_sessions_per_peer: usize = 1024, "RPC_SERVER_MAX_SESSIONS_PER_PEER";
+        /// Connections at a time whose clients have not introduced themselves; for one more, the oldest of the machine that
+        /// has most of them is closed
         max_handshakes: usize = 1024, "RPC_SERVER_MAX_HANDSHAKES";
         /// Device memory that one session may hold
         #[arg(value_name = "SIZE")]
@@ -211,6 +212,12 @@ settings! {
         /// file
         #[arg(value_name = "FILE")]
         forward_ca: PathBuf, "RPC_SERVER_FORWARD_CA";
+        /// A certificate to show to the servers to which clients are forwarded, as a PEM file
+        #[arg(value_name = "FILE", requires = "forward_cert_key")]
+        forward_cert: PathBuf, "RPC_SERVER_FORWARD_CERT";
+        /// The private key of --forward-cert, as a PEM file
+        #[arg(value_name = "FILE", requires = "forward_cert")]
+        forward_cert_key: PathBuf, "RPC_SERVER_FORWARD_CERT_KEY";
         /// A file of tokens by which this server proves itself to those to which clients are forwarded
         #[arg(value_name = "FILE")]
         forward_token_file: PathBuf, "RPC_SERVER_FORWARD_TOKEN_FILE";
@@ -221,6 +228,10 @@ settings! {
         /// it
         #[arg(value_name = "ADDRESS")]
         metrics: HttpAddress, "RPC_SERVER_METRICS";
+        /// Export a span of each call to the OpenTelemetry collector at this URL, such as http://127.0.0.1:4318, to which
+        /// /v1/traces is added. Off without it; needs a server that is built with the feature otel
+        #[arg(value_name = "URL")]
+        otlp_endpoint: OtlpEndpoint, "RPC_SERVER_OTLP_ENDPOINT";
     }
 }
 
@@ -273,8 +284,8 @@ impl ServeConfig {
     pub fn onward(&self) -> ClientTrust {
         ClientTrust {
             ca: self.forward_ca.clone(),
-            cert: self.forward_ca.as_ref().and(self.cert.clone()),
-            cert_key: self.forward_ca.as_ref().and(self.cert_key.clone()),
+            cert: self.forward_cert.clone(),
+            cert_key: self.forward_cert_key.clone(),
             token_file: self.forward_token_file.clone(),
         }
     }
@@ -290,9 +301,12 @@ impl ServeConfig {
     }
 
     /// The configuration as a TOML file that gives the same one when it is read.
-    pub fn to_toml(&self) -> String {
-        // A flat table of strings, numbers and lists of strings: nothing that TOML could not show.
-        toml::to_string(self).unwrap_or_default()
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::NotText`]: a path is none that text could show.
+    pub fn to_toml(&self) -> Result<String, ConfigError> {
+        toml::to_string(self).map_err(|source| ConfigError::NotText { source: Box::new(source) })
     }
 
     /// Looks for settings that do not go together.
@@ -301,7 +315,7 @@ impl ServeConfig {
     ///
     /// [`ConfigError::Insecure`], [`ConfigError::InsecureMetrics`], [`ConfigError::NotListenable`], [`ConfigError::Key`],
     /// [`ConfigError::StdinTaken`], [`ConfigError::NoShare`], [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`],
-    /// [`ConfigError::Zero`].
+    /// [`ConfigError::NoOtel`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
         let trust = self.trust();
         for ListenAddress(address) in &self.listen {
@@ -348,6 +362,9 @@ impl ServeConfig {
         }
         if self.stdio && self.exit_with_stdin {
             return Err(ConfigError::StdinTaken);
+        }
+        if self.otlp_endpoint.is_some() && !cfg!(feature = "otel") {
+            return Err(ConfigError::NoOtel);
         }
         if self.isolate == Isolate::Process {
             if self.max_memory > self.total_memory() {
@@ -488,6 +505,12 @@ pub enum ConfigError {
     /// Two settings want the standard input.
     #[error("--stdio ends with standard input by itself, so --exit-with-stdin cannot be had with it; leave that out")]
     StdinTaken,
+    /// This program cannot export spans.
+    #[error(
+        "--otlp-endpoint needs a server that can export spans, and this one is built without; build it with \
+         cargo build -p rpc-server --features otel"
+    )]
+    NoOtel,
     /// Sessions in processes of their own get their share of the total at the beginning, and it is not known how much.
     #[error(
         "with --isolate process each session has its --max-memory set aside from --max-total-memory ({max_total_memory}), \
@@ -502,6 +525,12 @@ pub enum ConfigError {
     TooFewFiles {
         /// How many files it may have open.
         isolate_files: u64,
+    },
+    /// A path has bytes that no text has.
+    #[error("the configuration cannot be written as text; name files with characters of UTF-8 alone")]
+    NotText {
+        /// What it is about.
+        source: Box<toml::ser::Error>,
     },
     /// The program cannot be started again as the process of a session.
     #[error(
@@ -543,6 +572,14 @@ pub enum ServeError {
         /// The address.
         address: SocketAddr,
         /// What the system said.
+        source: io::Error,
+    },
+    /// The export of spans cannot be set up.
+    #[error("cannot export spans to {endpoint}")]
+    Otlp {
+        /// The collector.
+        endpoint: OtlpEndpoint,
+        /// Why.
         source: io::Error,
     },
     /// Certificates or tokens.

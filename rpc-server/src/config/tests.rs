@@ -81,12 +81,15 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
         client_ca: Some("ca.pem".into()),
         token_file: Some("tokens".into()),
         forward_ca: Some("ca.pem".into()),
+        forward_cert: Some("hop.pem".into()),
+        forward_cert_key: Some("hop.key".into()),
         forward_token_file: Some("tokens".into()),
         ready_file: Some("ready".into()),
         metrics: Some("127.0.0.1:9464".parse().unwrap()),
+        otlp_endpoint: Some("http://127.0.0.1:4318".parse().unwrap()),
         ..ServeConfig::default()
     };
-    let keys: toml::Table = config.to_toml().parse().unwrap();
+    let keys: toml::Table = config.to_toml().unwrap().parse().unwrap();
     let mut keys: BTreeSet<_> = keys.keys().cloned().collect();
     keys.insert("config".to_owned());
     assert_eq!(keys, flags);
@@ -112,7 +115,7 @@ fn the_effective_configuration_reads_back_as_itself() {
     ])
     .resolve()
     .unwrap();
-    let again = file(&config.to_toml()).unwrap().resolve().unwrap();
+    let again = file(&config.to_toml().unwrap()).unwrap().resolve().unwrap();
     assert_eq!(again, config);
     assert_eq!(ServeConfig::default(), ServeSettings::default().resolve().unwrap());
 }
@@ -159,6 +162,17 @@ fn metrics_that_others_can_read_are_refused_unless_insecure_says_so() {
 }
 
 #[test]
+fn spans_are_exported_by_those_that_can() {
+    let resolved = flags(&["--otlp-endpoint", "http://127.0.0.1:4318"]).resolve();
+    if cfg!(feature = "otel") {
+        assert_eq!(resolved.unwrap().otlp_endpoint.unwrap().traces(), "http://127.0.0.1:4318/v1/traces");
+    } else {
+        let error = resolved.unwrap_err();
+        assert!(matches!(error, ConfigError::NoOtel) && error.to_string().contains("--features otel"), "{error}");
+    }
+}
+
+#[test]
 fn what_cannot_be_listened_on_is_refused() {
     for address in ["exec:program", "local:", "tcp://127.0.0.1:1/key"] {
         let error = flags(&["--listen", address]).resolve().unwrap_err();
@@ -189,4 +203,12 @@ fn without_an_address_the_default_is_used_but_not_beside_stdio() {
 fn a_missing_file_is_an_error() {
     let error = flags(&["--config", "/nonexistent/server.toml"]).resolve().unwrap_err();
     assert!(matches!(error, ConfigError::Read { .. }));
+}
+
+#[test]
+fn a_configuration_that_no_text_can_show_is_an_error_and_not_the_defaults() {
+    use std::os::unix::ffi::OsStringExt as _;
+    let file = std::ffi::OsString::from_vec(vec![b'a', 0xff]);
+    let config = ServeConfig { ready_file: Some(file.into()), ..ServeConfig::default() };
+    assert!(matches!(config.to_toml(), Err(ConfigError::NotText { .. })));
 }

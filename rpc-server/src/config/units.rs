@@ -6,6 +6,8 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
+use hyper::Uri;
+use hyper::http::uri::Scheme;
 use serde::{Deserialize, Serialize};
 
 /// A number of bytes, written as `64MiB`, `10GB`, `512` or `unlimited`.
@@ -28,6 +30,11 @@ pub struct PortRange(pub RangeInclusive<u16>);
 #[serde(try_from = "String", into = "String")]
 pub struct HttpAddress(pub SocketAddr);
 
+/// The HTTP endpoint of an OpenTelemetry collector, written as `http://127.0.0.1:4318`; `/v1/traces` is added to it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct OtlpEndpoint(String);
+
 /// Why a text is not what it should be. Each message shows the right form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -44,6 +51,12 @@ pub enum UnitError {
     /// Not an address for HTTP.
     #[error("'{0}' is not an address and a port; write for example 127.0.0.1:9464 or [::1]:9464")]
     Http(String),
+    /// Not the endpoint of a collector.
+    #[error(
+        "'{0}' is not where spans can be sent; write for example http://127.0.0.1:4318, without a user, and http only: a \
+         collector on this machine can pass them on"
+    )]
+    Otlp(String),
 }
 
 impl ByteSize {
@@ -170,7 +183,37 @@ macro_rules! as_text {
     };
 }
 
-as_text!(ByteSize Span PortRange HttpAddress);
+impl OtlpEndpoint {
+    /// Where spans are sent.
+    pub fn traces(&self) -> String {
+        format!("{}/v1/traces", self.0)
+    }
+}
+
+impl FromStr for OtlpEndpoint {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let plain = |uri: &Uri| {
+            let authority = uri.authority().is_some_and(|authority| !authority.as_str().contains('@'));
+            uri.scheme() == Some(&Scheme::HTTP) && authority && uri.query().is_none()
+        };
+        // A fragment would be left out silently.
+        let uri = text.parse::<Uri>().ok().filter(|uri| plain(uri) && !text.contains('#'));
+        match uri {
+            Some(_) => Ok(Self(text.trim_end_matches('/').to_owned())),
+            None => Err(UnitError::Otlp(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for OtlpEndpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+as_text!(ByteSize Span PortRange HttpAddress OtlpEndpoint);
 
 #[cfg(test)]
 mod tests {
@@ -227,6 +270,31 @@ mod tests {
         }
         for bad in ["", "9464", ":9464", "127.0.0.1", "::1:9464x", "board.lan:9464", "http://127.0.0.1:1"] {
             assert!(bad.parse::<HttpAddress>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn collectors_are_reached_over_plain_http() {
+        for (text, traces) in [
+            ("http://127.0.0.1:4318", "http://127.0.0.1:4318/v1/traces"),
+            ("http://[::1]:4318/", "http://[::1]:4318/v1/traces"),
+            ("http://collector.lan/otlp", "http://collector.lan/otlp/v1/traces"),
+        ] {
+            let endpoint: OtlpEndpoint = text.parse().unwrap();
+            assert_eq!(endpoint.traces(), traces);
+            assert_eq!(endpoint.to_string().parse::<OtlpEndpoint>().unwrap(), endpoint);
+        }
+        for bad in [
+            "",
+            "127.0.0.1:4318",
+            "https://collector.lan",
+            "http://",
+            "/v1",
+            "http://a/?b",
+            "http://u:p@a/",
+            "http://a/#b",
+        ] {
+            assert!(bad.parse::<OtlpEndpoint>().is_err(), "{bad}");
         }
     }
 

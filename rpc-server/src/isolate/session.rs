@@ -58,7 +58,7 @@ impl Isolation {
             .limits(wire_limits(config));
         let total_is_limited = config.total_memory() != ByteSize::UNLIMITED;
         let isolation = Self {
-            config: config.to_toml(),
+            config: config.to_toml()?,
             limits: Limits::of(config),
             share: total_is_limited.then_some(config.max_memory.0),
             connector,

@@ -1,22 +1,18 @@
 //! Sessions that count and measure what passes through them.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use async_trait::async_trait;
 use rpc_core::reply::Outcome;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::{
-    ErrorKind, Handle, Lane, Operation, Reference, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef,
-    Value,
+    ErrorKind, Lane, Operation, Reference, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef, Value,
 };
 use rpc_transports::{OpenRequest, SessionFactory};
 
 use super::{FunctionMetrics, Monitor};
-
-/// How many functions of one session are told apart. The calls of further ones count as those of `other`.
-pub(super) const MAX_TRACKED: usize = 4096;
+use crate::functions::Functions;
 
 /// Opens sessions with another factory, and measures them.
 pub(super) struct MeteredFactory<F> {
@@ -42,7 +38,7 @@ impl<F: SessionFactory> SessionFactory for MeteredFactory<F> {
 pub(super) struct MeteredSession {
     inner: SharedSession,
     monitor: Arc<Monitor>,
-    functions: Arc<Functions>,
+    functions: Arc<Functions<Arc<FunctionMetrics>>>,
 }
 
 impl MeteredSession {
@@ -55,7 +51,7 @@ impl MeteredSession {
     /// How many handles are remembered.
     #[cfg(test)]
     pub(super) fn tracked(&self) -> usize {
-        self.functions.lock().len()
+        self.functions.len()
     }
 }
 
@@ -124,34 +120,6 @@ impl RpcSession for MeteredSession {
 
     fn ended(&self) -> Submission {
         self.inner.ended()
-    }
-}
-
-/// Which function a handle stands for, in one session.
-#[derive(Default)]
-struct Functions(Mutex<HashMap<Handle, Arc<FunctionMetrics>>>);
-
-impl Functions {
-    fn get(&self, handle: Handle) -> Option<Arc<FunctionMetrics>> {
-        self.lock().get(&handle).cloned()
-    }
-
-    fn insert(&self, handle: Handle, function: Arc<FunctionMetrics>) {
-        let mut functions = self.lock();
-        if functions.len() < MAX_TRACKED {
-            functions.insert(handle, function);
-        }
-    }
-
-    fn remove(&self, handles: &[Handle]) {
-        let mut functions = self.lock();
-        for handle in handles {
-            functions.remove(handle);
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<Handle, Arc<FunctionMetrics>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,0 +1,57 @@
+//! What a wrapper around a session knows of the functions that handles stand for.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rpc_core::Handle;
+
+/// How many functions of one session are told apart. What is asked of further ones is answered as for unknown ones.
+pub(crate) const MAX_TRACKED: usize = 4096;
+
+/// Something about each function of one session, by handle.
+pub(crate) struct Functions<T>(Mutex<HashMap<Handle, T>>);
+
+impl<T: Clone> Functions<T> {
+    pub(crate) fn get(&self, handle: Handle) -> Option<T> {
+        self.lock().get(&handle).cloned()
+    }
+}
+
+impl<T> Functions<T> {
+    pub(crate) fn insert(&self, handle: Handle, function: T) {
+        let mut functions = self.lock();
+        if functions.len() < MAX_TRACKED {
+            functions.insert(handle, function);
+        }
+    }
+
+    pub(crate) fn remove(&self, handles: &[Handle]) {
+        let mut functions = self.lock();
+        for handle in handles {
+            functions.remove(handle);
+        }
+    }
+
+    /// How many handles are remembered.
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Handle, T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Default for Functions<T> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<T> fmt::Debug for Functions<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Functions").finish_non_exhaustive()
+    }
+}

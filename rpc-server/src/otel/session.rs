@@ -1,0 +1,149 @@
+//! Sessions that make a span of each call.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use opentelemetry::trace::{
+    Span, SpanBuilder, SpanContext, SpanId, SpanKind, Status, TraceContextExt, TraceFlags, TraceId, TraceState, Tracer,
+};
+use opentelemetry::{Context, KeyValue};
+use opentelemetry_sdk::trace::{SdkTracer, Span as SdkSpan};
+use rpc_core::reply::Outcome;
+use rpc_core::session::InPlaceWrite;
+use rpc_core::{
+    ErrorKind, Lane, Operation, Reference, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef,
+    TraceContext, Value,
+};
+use rpc_transports::{OpenRequest, SessionFactory};
+
+use crate::functions::Functions;
+
+/// Opens sessions with another factory, and makes spans of their calls.
+pub(super) struct TracedFactory {
+    inner: Arc<dyn SessionFactory>,
+    tracer: SdkTracer,
+}
+
+impl TracedFactory {
+    pub(super) fn new(inner: Arc<dyn SessionFactory>, tracer: SdkTracer) -> Self {
+        Self { inner, tracer }
+    }
+}
+
+#[async_trait]
+impl SessionFactory for TracedFactory {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let inner = self.inner.open(request).await?;
+        Ok(Arc::new(TracedSession { inner, tracer: self.tracer.clone(), functions: Arc::default() }))
+    }
+}
+
+/// A session whose calls have spans.
+struct TracedSession {
+    inner: SharedSession,
+    tracer: SdkTracer,
+    /// Their names.
+    functions: Arc<Functions<Arc<str>>>,
+}
+
+impl RpcSession for TracedSession {
+    fn submit(&self, mut request: Request) -> Submission {
+        match &request.operation {
+            Operation::Call { function, .. } => {
+                let call = Call::begin(&self.tracer, self.functions.get(*function), request.trace);
+                request.trace = call.context().or(request.trace);
+                self.inner.submit(request).inspect(move |outcome| call.end(outcome))
+            }
+            Operation::GetFunction { name } | Operation::ModuleFunction { name, .. } => {
+                let (name, functions) = (Arc::from(name.as_str()), self.functions.clone());
+                self.inner.submit(request).inspect(move |outcome| {
+                    if let Ok(Value::Object(Reference::Function(handle))) = outcome {
+                        functions.insert(*handle, name);
+                    }
+                })
+            }
+            Operation::Free { handle } => {
+                self.functions.remove(&[*handle]);
+                self.inner.submit(request)
+            }
+            Operation::Release { handles } => {
+                self.functions.remove(handles);
+                self.inner.submit(request)
+            }
+            _ => self.inner.submit(request),
+        }
+    }
+
+    fn is_local(&self) -> bool {
+        self.inner.is_local()
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.inner.write_in_place(lane, to, offset, len)
+    }
+
+    fn ended(&self) -> Submission {
+        self.inner.ended()
+    }
+}
+
+/// A call in progress.
+struct Call {
+    span: SdkSpan,
+    ended: bool,
+}
+
+impl Call {
+    fn begin(tracer: &SdkTracer, function: Option<Arc<str>>, parent: Option<TraceContext>) -> Self {
+        let mut attributes = vec![KeyValue::new("rpc.system", "rpc")];
+        let builder = match function {
+            Some(name) => {
+                attributes.push(KeyValue::new("rpc.method", name.clone()));
+                SpanBuilder::from_name(name.as_ref().to_owned())
+            }
+            None => SpanBuilder::from_name("call"),
+        };
+        let builder = builder.with_kind(SpanKind::Server).with_attributes(attributes);
+        // Not the thread's context: whatever is under way here, the caller is elsewhere.
+        let above = match parent {
+            Some(parent) => Context::new().with_remote_span_context(remote(parent)),
+            None => Context::new(),
+        };
+        Self { span: tracer.build_with_context(builder, &above), ended: false }
+    }
+
+    /// What the requests that are made for this call belong to; `None` once spans are not made any more.
+    fn context(&self) -> Option<TraceContext> {
+        let span = self.span.span_context();
+        TraceContext::new(span.trace_id().to_bytes(), span.span_id().to_bytes(), span.trace_flags().to_u8())
+    }
+
+    fn end(mut self, outcome: &Outcome) {
+        self.finish(outcome.as_ref().err().map(RpcError::kind));
+    }
+
+    fn finish(&mut self, error: Option<ErrorKind>) {
+        self.ended = true;
+        let outcome = error.map_or("ok", ErrorKind::name);
+        self.span.set_attribute(KeyValue::new("rpc.outcome", outcome));
+        if error.is_some() {
+            self.span.set_attribute(KeyValue::new("error.type", outcome));
+            self.span.set_status(Status::error(outcome));
+        }
+        self.span.end();
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        // Its session has ended, and nobody answers any more.
+        if !self.ended {
+            self.finish(Some(ErrorKind::Closed));
+        }
+    }
+}
+
+fn remote(parent: TraceContext) -> SpanContext {
+    let (trace_id, span_id) = (TraceId::from_bytes(parent.trace_id()), SpanId::from_bytes(parent.span_id()));
+    SpanContext::new(trace_id, span_id, TraceFlags::new(parent.flags()), true, TraceState::NONE)
+}
