@@ -1,6 +1,8 @@
 //! Handles: names for objects that a peer owns, which cannot be forged into somebody else's.
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -54,6 +56,8 @@ const GENERATION_MASK: u64 = (1 << GENERATION_BITS) - 1;
 /// only ever reach objects of this one table.
 #[derive(Debug)]
 pub struct HandleTable<T> {
+    /// What the objects count against beside the table's own limit.
+    within: Option<Arc<HandleQuota>>,
     tag: u64,
     slots: Vec<Slot<T>>,
     /// The vacant slots that can be used again.
@@ -77,11 +81,36 @@ impl<T> HandleTable<T> {
     /// cannot guess and that differs from session to session.
     pub fn new(seed: u64, max_live: usize) -> Self {
         Self {
+            within: None,
             tag: (seed ^ (seed >> 16) ^ (seed >> 32) ^ (seed >> 48)) & ((1 << TAG_BITS) - 1),
             slots: Vec::new(),
             vacant: Vec::new(),
             live: 0,
             max_live: max_live.min(Self::MAX_LIVE),
+        }
+    }
+
+    /// Counts what is [reserved](Self::reserve) from now on against `quota`, too.
+    #[must_use]
+    pub fn within(mut self, quota: Arc<HandleQuota>) -> Self {
+        self.within = Some(quota);
+        self
+    }
+
+    /// Counts `count` objects that are about to be stored against the quota that the table is within. Each counts until it
+    /// is removed.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`] if the table or the quota has no room for them: nothing counts then.
+    pub fn reserve(&mut self, count: usize) -> Result<()> {
+        self.check_room(count)?;
+        self.within.as_ref().map_or(Ok(()), |quota| quota.take(count))
+    }
+
+    fn give_back(&self, count: usize) {
+        if let Some(quota) = &self.within {
+            quota.used.fetch_sub(count, Ordering::Relaxed);
         }
     }
 
@@ -140,6 +169,9 @@ impl<T> HandleTable<T> {
         let slot = &mut self.slots[index];
         let object = slot.object.take().ok_or_else(|| invalid(handle))?;
         self.live -= 1;
+        if let Some(quota) = &self.within {
+            quota.used.fetch_sub(1, Ordering::Relaxed);
+        }
         if u64::from(slot.generation) < GENERATION_MASK {
             slot.generation += 1;
             self.vacant.push(index as u32);
@@ -159,6 +191,7 @@ impl<T> HandleTable<T> {
                 }
             }
         }
+        self.give_back(self.live);
         self.live = 0;
         objects
     }
@@ -182,6 +215,39 @@ impl<T> HandleTable<T> {
     }
 }
 
+impl<T> Drop for HandleTable<T> {
+    fn drop(&mut self) {
+        self.give_back(self.live);
+    }
+}
+
+/// A limit on the objects of several tables together.
+#[derive(Debug)]
+pub struct HandleQuota {
+    limit: usize,
+    used: AtomicUsize,
+}
+
+impl HandleQuota {
+    /// A limit of `limit` objects.
+    pub fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self { limit, used: AtomicUsize::new(0) })
+    }
+
+    /// The objects that count at present.
+    pub fn used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, count: usize) -> Result<()> {
+        let take = |used: usize| used.checked_add(count).filter(|used| *used <= self.limit);
+        let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
+        let over =
+            |used: usize| RpcError::limit("max_total_handles", self.limit as u64, used.saturating_add(count) as u64);
+        taken.map(drop).map_err(over)
+    }
+}
+
 /// The error of every handle that names nothing, or nothing of the kind that was asked for.
 pub(crate) fn invalid(handle: Handle) -> RpcError {
     RpcError::new(
@@ -194,6 +260,29 @@ pub(crate) fn invalid(handle: Handle) -> RpcError {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn tables_within_a_quota_share_it_and_give_back_whatever_becomes_of_them() {
+        let quota = HandleQuota::new(5);
+        let mut first = HandleTable::new(1, 4).within(quota.clone());
+        let mut second = HandleTable::new(2, 10).within(quota.clone());
+        first.reserve(3).unwrap();
+        let handles: Vec<_> = (0..3).map(|object| first.insert(object).unwrap()).collect();
+        assert!(first.reserve(2).unwrap_err().message().contains("max_handles"));
+        let error = second.reserve(3).unwrap_err();
+        assert!(error.kind() == ErrorKind::LimitExceeded && error.message().contains("max_total_handles"), "{error}");
+        assert_eq!(quota.used(), 3);
+        second.reserve(2).unwrap();
+        second.insert(7).unwrap();
+        second.insert(8).unwrap();
+        first.remove(handles[0]).unwrap();
+        assert!(first.remove(handles[0]).is_err());
+        assert_eq!(quota.used(), 4);
+        assert_eq!(second.drain().len(), 2);
+        assert_eq!(quota.used(), 2);
+        drop((first, second));
+        assert_eq!(quota.used(), 0);
+    }
 
     #[test]
     fn a_freed_handle_stays_dead_when_its_slot_is_reused() {

@@ -57,7 +57,7 @@ pub use convert::{FromReply, IntoArg, IntoArgs, Pack, Shape, Shared};
 pub use device::{DeviceApi, DeviceAttribute, Devices};
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
 pub use error::{ErrorKind, Fault, Result, RpcError};
-pub use handle::{Handle, HandleTable};
+pub use handle::{Handle, HandleQuota, HandleTable};
 pub use local::{Backlog, LocalSession, LocalSessionBuilder, MemoryQuota, SessionLimits, Spawner, ThreadQuota};
 pub use module::{FunctionModule, LoadRequest, ModuleLoader};
 pub use object::{Context, Function, FunctionKind, LocalValue, Module, Object, Signature, Usage, WorkspaceFiles};

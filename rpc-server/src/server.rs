@@ -36,7 +36,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use rpc_core::{Devices, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
+use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::{
     Access, Address, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, SessionFactory,
     TokioSpawner, WireLimits, child,
@@ -149,6 +149,7 @@ impl RpcServer {
                 devices,
                 limits: session_limits(&config),
                 threads: ThreadQuota::new(config.max_total_threads),
+                handles: HandleQuota::new(config.max_total_handles),
                 workspaces: workspaces.clone(),
                 cleaner: cleaner.clone(),
                 spawner: Arc::new(TokioSpawner::current()),
@@ -441,6 +442,7 @@ struct LocalFactory {
     devices: Devices,
     limits: SessionLimits,
     threads: Arc<ThreadQuota>,
+    handles: Arc<HandleQuota>,
     workspaces: WorkspaceRoot,
     cleaner: Arc<Cleaner>,
     spawner: Arc<TokioSpawner>,
@@ -462,6 +464,7 @@ impl LocalFactory {
             .devices(self.devices.clone())
             .limits(self.limits.clone())
             .total_threads(self.threads.clone())
+            .total_handles(self.handles.clone())
             .total_memory(self.state.memory().clone())
             .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
             .extension(self.state.clone())

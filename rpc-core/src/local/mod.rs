@@ -32,7 +32,7 @@ use crate::blocking;
 use crate::device::{AllocRequest, Devices};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::handle::{Handle, HandleTable};
+use crate::handle::{Handle, HandleQuota, HandleTable};
 use crate::module::LoadRequest;
 use crate::object::{
     CatchPanic, Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles,
@@ -113,6 +113,7 @@ pub struct LocalSessionBuilder {
     limits: SessionLimits,
     total_memory: Option<Arc<MemoryQuota>>,
     total_threads: Option<Arc<ThreadQuota>>,
+    total_handles: Option<Arc<HandleQuota>>,
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
@@ -145,6 +146,13 @@ impl LocalSessionBuilder {
     #[must_use]
     pub fn total_threads(mut self, quota: Arc<ThreadQuota>) -> Self {
         self.total_threads = Some(quota);
+        self
+    }
+
+    /// A limit on objects that several sessions share, beside the session's own.
+    #[must_use]
+    pub fn total_handles(mut self, quota: Arc<HandleQuota>) -> Self {
+        self.total_handles = Some(quota);
         self
     }
 
@@ -185,6 +193,10 @@ impl LocalSessionBuilder {
         let seed = self.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let capacity = Capacity { requests: limits.max_requests.max(1), bytes: limits.max_queued_bytes };
         let threads = Threads::new(limits.max_threads, self.total_threads);
+        let mut table = HandleTable::new(seed, limits.max_handles);
+        if let Some(quota) = self.total_handles {
+            table = table.within(quota);
+        }
         let shared = Arc::new_cyclic(|this| Shared {
             this: this.clone(),
             registry: self.registry,
@@ -193,7 +205,7 @@ impl LocalSessionBuilder {
             workspace: self.workspace,
             extensions: self.extensions,
             spawner: self.spawner,
-            table: Mutex::new(HandleTable::new(seed, limits.max_handles)),
+            table: Mutex::new(table),
             lanes: Mutex::new(Lanes::new(capacity, threads)),
             deadlines: Mutex::new(Deadlines::new()),
             streams: Mutex::default(),
@@ -241,6 +253,7 @@ impl LocalSession {
             limits: SessionLimits::default(),
             total_memory: None,
             total_threads: None,
+            total_handles: None,
             workspace: None,
             extensions: HashMap::new(),
             spawner: None,
@@ -925,7 +938,7 @@ impl Shared {
         let refused = if self.gone.load(Ordering::Acquire) {
             Some(RpcError::new(ErrorKind::Closed, "the session ended while the function ran"))
         } else {
-            table.check_room(count).err()
+            table.reserve(count).err()
         };
         if let Some(error) = refused {
             drop(table);

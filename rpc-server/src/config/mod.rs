@@ -109,6 +109,8 @@ settings! {
         max_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_MEMORY";
         /// Objects that one session may hold
         max_handles: usize = 1 << 20, "RPC_SERVER_MAX_HANDLES";
+        /// Objects that all sessions together may hold. Not with --isolate process
+        max_total_handles: usize = 16 << 20, "RPC_SERVER_MAX_TOTAL_HANDLES";
         /// Requests that one session may have in progress; more wait
         max_requests: u32 = 1024, "RPC_SERVER_MAX_REQUESTS";
         /// Bytes of arguments that one session may have waiting; more wait at the client. At least --max-message
