@@ -43,7 +43,6 @@ pub mod child;
 mod client;
 mod connect;
 mod dispatch;
-mod handshakes;
 pub mod identity;
 pub mod memory;
 mod pattern;

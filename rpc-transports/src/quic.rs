@@ -343,8 +343,12 @@ async fn accept_connections(
         let (Ok(handshake), Ok(place)) = permits else {
             let peer = incoming.remote_address();
             let (handshakes, connections) = (MAX_HANDSHAKES, MAX_CONNECTIONS);
-            tracing::warn!(%peer, handshakes, connections, "too many connections, or too many in their handshake");
+            tracing::debug!(%peer, handshakes, connections, "too many connections, or too many in their handshake");
             incoming.refuse();
+            // Not waited for: whoever floods the server is not to hold up others.
+            if let Ok(place) = channels.try_reserve() {
+                place.send(failed(peer, io::ErrorKind::QuotaExceeded.into()));
+            }
             continue;
         };
         // What is shown and demanded may have changed since the last one.
@@ -364,11 +368,29 @@ async fn accept_connections(
             drop(handshake);
             match established {
                 Ok(Ok(established)) => accept_channels(&established, &tls, patience, &channels).await,
-                Ok(Err(error)) => tracing::debug!(%peer, %error, "no QUIC connection"),
-                Err(_) => tracing::debug!(%peer, "a QUIC handshake took too long"),
+                Ok(Err(error)) => report(peer, error, &channels).await,
+                Err(_) => report(peer, io::ErrorKind::TimedOut.into(), &channels).await,
             }
         });
     }
+}
+
+/// Has whoever accepts channels know of a connection that did not come about.
+async fn report(peer: SocketAddr, error: io::Error, channels: &mpsc::Sender<Channel>) {
+    let by_tls = |error: &quinn::ConnectionError| match error {
+        // RFC 9001: the alerts of TLS are the codes from 0x100 on.
+        quinn::ConnectionError::TransportError(error) => (0x100..0x200).contains(&u64::from(error.code)),
+        _ => false,
+    };
+    let objection = error.get_ref().and_then(|error| error.downcast_ref()).is_some_and(by_tls);
+    let error = if objection { io::Error::new(io::ErrorKind::InvalidData, error) } else { error };
+    let _ = channels.send(failed(peer, error)).await;
+}
+
+/// A channel that there is not: whoever wants to use it gets the error.
+fn failed(peer: SocketAddr, error: io::Error) -> Channel {
+    let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+    Channel::to_be_secured(Box::pin(async { Err(error) }), format!("quic://{peer}"))
 }
 
 /// A connection that a client has made.

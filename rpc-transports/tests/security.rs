@@ -10,7 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, 
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
     Access, Address, Certificate, Channel, ClientCertificates, ClientTls, ConnectError, Connector, ListenOptions,
-    OpenRequest, ServeOptions, Server, ServerTls, Tokens, TransportError,
+    OpenRequest, ServeObserver, ServeOptions, Server, ServerTls, Tokens, TransportError,
 };
 use tokio::io::copy_bidirectional;
 
@@ -171,6 +171,39 @@ async fn a_server_with_the_wrong_certificate_is_refused() {
         }
     }
     assert_eq!(server.sessions(), 0);
+}
+
+/// Notes whom a server does not serve, and why.
+#[derive(Debug, Default)]
+struct Refusals(std::sync::Mutex<Vec<ErrorKind>>, tokio::sync::Notify);
+
+impl ServeObserver for Refusals {
+    fn refused(&self, reason: ErrorKind) {
+        self.0.lock().unwrap().push(reason);
+        self.1.notify_one();
+    }
+}
+
+#[tokio::test]
+async fn the_server_hears_of_those_whom_tls_refuses() {
+    let (authority, stranger) = (Authority::new(), Authority::new());
+    let demand = ClientCertificates { authorities: authority.pem.as_bytes(), optional: false };
+    let tls = ServerTls::new(authority.server().certificate(), Some(&demand)).unwrap();
+    for scheme in SECURE {
+        let refusals = Arc::new(Refusals::default());
+        let access = Access { anonymous: false, tokens: Tokens::default(), certificates: true };
+        let options = ServeOptions { access, observer: Some(refusals.clone()), ..ServeOptions::default() };
+        let open =
+            |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(LocalSession::new(Registry::new()))) };
+        let server = Server::new(Arc::new(open), options);
+        let address = listen(&server, scheme, Some(&tls)).await;
+        for certificate in [None, Some(stranger.client("mallory").certificate())] {
+            let trust = ClientTls::new(authority.pem.as_bytes(), certificate).unwrap();
+            insecure(Connector::new().tls(trust).connect(&address).await);
+            tokio::time::timeout(Duration::from_secs(20), refusals.1.notified()).await.unwrap();
+        }
+        assert_eq!(*refusals.0.lock().unwrap(), [ErrorKind::Unauthenticated; 2], "{scheme}");
+    }
 }
 
 #[tokio::test]

@@ -1,0 +1,66 @@
+//! What others leave for the task of a connection.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::task::Waker;
+
+use rpc_core::reply::{Outcome, ReplySink};
+
+/// Take no more requests, and end when all is answered.
+pub(super) const GO_AWAY: u8 = 1;
+/// End now.
+pub(super) const STOP: u8 = 2;
+
+/// Where others leave things for a connection's task.
+#[derive(Default)]
+pub(super) struct Mailbox {
+    replies: Mutex<Vec<(u64, Outcome)>>,
+    command: AtomicU8,
+    task: Mutex<Option<Waker>>,
+}
+
+impl Mailbox {
+    /// Leaves a command. A later one does not weaken it.
+    pub(super) fn command(&self, command: u8) {
+        self.command.fetch_max(command, Ordering::AcqRel);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(task) = task {
+            task.wake();
+        }
+    }
+
+    /// The command that was left, or 0.
+    pub(super) fn commanded(&self) -> u8 {
+        self.command.load(Ordering::Acquire)
+    }
+
+    /// The replies that have been left since the last time.
+    pub(super) fn take_replies(&self) -> Vec<(u64, Outcome)> {
+        std::mem::take(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Has the task woken by whatever comes.
+    pub(super) fn register(&self, waker: &Waker) {
+        let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
+        if !task.as_ref().is_some_and(|task| task.will_wake(waker)) {
+            *task = Some(waker.clone());
+        }
+    }
+}
+
+impl ReplySink for Mailbox {
+    fn deliver(&self, token: u64, outcome: Outcome) {
+        let mut replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
+        replies.push((token, outcome));
+        let first = replies.len() == 1;
+        drop(replies);
+        // The others find the task woken already.
+        if first {
+            self.wake();
+        }
+    }
+}

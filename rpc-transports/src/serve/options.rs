@@ -1,0 +1,140 @@
+//! What a server is told: whom it serves, with what, and within which limits.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use rpc_core::proto::Hello;
+use rpc_core::{ErrorKind, RpcError, SharedSession};
+
+use crate::identity::Access;
+use crate::transport::DialOptions;
+
+/// What a client asks for when it connects.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct OpenRequest {
+    /// The address that the client comes from.
+    pub peer: String,
+    /// Whom the client has proven to be; `anonymous` without proof.
+    pub identity: String,
+    /// The key that the client asks for, if any.
+    pub key: Option<String>,
+    /// The named workspace that the client wants; `None` for a private one.
+    pub workspace: Option<String>,
+}
+
+/// Opens the session that a client will have. Closures do, if they need not wait.
+#[async_trait]
+pub trait SessionFactory: Send + Sync + 'static {
+    /// Opens a session. It ends when the server drops it. Part of the handshake: the future is dropped when its time is
+    /// up, or the client gone.
+    ///
+    /// # Errors
+    ///
+    /// Why this client gets none. It is told so as the answer to its connection attempt.
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError>;
+}
+
+#[async_trait]
+impl<F: Fn(&OpenRequest) -> Result<SharedSession, RpcError> + Send + Sync + 'static> SessionFactory for F {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        self(request)
+    }
+}
+
+/// How much one session may have on the wire and in queues.
+#[derive(Clone, Debug)]
+pub struct WireLimits {
+    /// The largest message, in bytes: the arguments of a call, or its return. Copies have no limit. 64 MiB.
+    pub max_message: u64,
+    /// The largest payload of a frame, in bytes; copies are cut into such pieces. 1 MiB.
+    pub chunk: u32,
+    /// The requests that a client may have unanswered. 1,024.
+    pub max_requests: u32,
+    /// The bytes of large requests that a client may have under way. At least `max_message`. 65 MiB.
+    pub window: u64,
+}
+
+impl Default for WireLimits {
+    fn default() -> Self {
+        Self { max_message: 64 << 20, chunk: 1 << 20, max_requests: 1024, window: 65 << 20 }
+    }
+}
+
+impl WireLimits {
+    pub(crate) fn apply(&self, hello: &mut Hello) {
+        hello.max_message = self.max_message;
+        hello.chunk = self.chunk.max(1);
+        hello.max_requests = self.max_requests.max(1);
+        hello.window = self.window.max(self.max_message);
+    }
+}
+
+/// How a server serves.
+#[derive(Clone, Debug)]
+pub struct ServeOptions {
+    /// What the server is, for clients that ask for a key; empty for nothing in particular.
+    pub key: String,
+    /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
+    pub keep_alive: Duration,
+    /// How long a handshake may take, that of TLS included. 10 s.
+    pub handshake_timeout: Duration,
+    /// What one session may have on the wire and in queues.
+    pub limits: WireLimits,
+    /// How many sessions there may be at one time. 4,096.
+    pub max_sessions: usize,
+    /// How many sessions one client may have at one time: one that has proven who it is wherever it comes from, and others
+    /// by the address of their machine, whatever processes they are. 1,024.
+    pub max_sessions_per_peer: usize,
+    /// How many connections may be in their handshake at one time. For one more, the oldest one of the machine that has most
+    /// of them is closed, so that nobody is kept out by those who never finish. 1,024.
+    pub max_handshakes: usize,
+    /// How long a session may last, from the end of its handshake. It ends with
+    /// [`SessionTimeout`](ErrorKind::SessionTimeout) then, whatever it is doing. No limit.
+    pub session_duration: Option<Duration>,
+    /// How long a session may go without a request. It ends with [`SessionTimeout`](ErrorKind::SessionTimeout) then. No
+    /// limit.
+    pub idle_timeout: Option<Duration>,
+    /// How long a client may take no byte of what it is being sent. Its connection is closed then: nothing can be said to
+    /// it. 60 s.
+    pub write_timeout: Duration,
+    /// Whom the server serves; [`Server::set_access`](crate::Server::set_access) changes it later. Anybody.
+    pub access: Access,
+    /// The addresses that clients may be forwarded to, as patterns: `tcp://10.0.0.*:9090`, `tls://*.lab`, `unix:/run/*`. `*`
+    /// stands for any text within the scheme, the host or the port; without a port it is for all of them. `*` alone is for
+    /// all addresses with a host, and not for programs, paths and this process. None.
+    pub allow_forward: Vec<String>,
+    /// How the server opens the sessions that it forwards to: its own tokens, and whom it trusts. Without either.
+    pub onward: DialOptions,
+    /// Hears of what the sessions' factory does not see. Nobody.
+    pub observer: Option<Arc<dyn ServeObserver>>,
+}
+
+/// Hears of what happens at a server. Called on tasks that serve others: it must not block.
+pub trait ServeObserver: Send + Sync + fmt::Debug {
+    /// A client got no session.
+    fn refused(&self, reason: ErrorKind);
+}
+
+impl Default for ServeOptions {
+    fn default() -> Self {
+        Self {
+            key: String::new(),
+            keep_alive: Duration::from_secs(5),
+            handshake_timeout: Duration::from_secs(10),
+            limits: WireLimits::default(),
+            max_sessions: 4096,
+            max_sessions_per_peer: 1024,
+            max_handshakes: 1024,
+            session_duration: None,
+            idle_timeout: None,
+            write_timeout: Duration::from_secs(60),
+            access: Access::default(),
+            allow_forward: Vec::new(),
+            onward: DialOptions::default(),
+            observer: None,
+        }
+    }
+}
