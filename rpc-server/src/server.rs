@@ -498,6 +498,7 @@ fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> S
         session_duration: config.session_duration.map(|limit| limit.0),
         idle_timeout: config.idle_timeout.map(|limit| limit.0),
         write_timeout: config.write_timeout.0,
+        min_rate: config.min_rate.0,
         access,
         allow_forward: config.allow_forward.clone(),
         onward,

@@ -128,10 +128,20 @@ async fn a_session_without_requests_ends_and_one_with_a_long_call_does_not() {
     idle(&server).await;
 }
 
-/// A stream whose reader stops when it is told to.
+/// A stream whose reader or writer stops when it is told to.
 struct Deaf {
     io: DuplexStream,
     deaf: Arc<AtomicBool>,
+    /// One more byte is written then.
+    mute: Arc<AtomicBool>,
+    last_byte: bool,
+}
+
+impl Deaf {
+    fn new(io: DuplexStream) -> (Self, Arc<AtomicBool>, Arc<AtomicBool>) {
+        let (deaf, mute) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        (Self { io, deaf: deaf.clone(), mute: mute.clone(), last_byte: false }, deaf, mute)
+    }
 }
 
 impl AsyncRead for Deaf {
@@ -145,7 +155,13 @@ impl AsyncRead for Deaf {
 
 impl AsyncWrite for Deaf {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(cx, bytes)
+        if !self.mute.load(Ordering::SeqCst) {
+            return Pin::new(&mut self.io).poll_write(cx, bytes);
+        }
+        if std::mem::replace(&mut self.last_byte, true) {
+            return Poll::Pending;
+        }
+        Pin::new(&mut self.io).poll_write(cx, &bytes[..1])
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -165,9 +181,9 @@ async fn a_client_that_takes_nothing_is_given_up() {
         options.keep_alive = Duration::from_secs(3600);
     });
     let (ours, theirs) = tokio::io::duplex(1 << 16);
-    let deaf = Arc::new(AtomicBool::new(false));
+    let (ours, deaf, _) = Deaf::new(ours);
     server.serve_channel(Channel::new(theirs, "a deaf client"));
-    let channel = Channel::new(Deaf { io: ours, deaf: deaf.clone() }, "the server");
+    let channel = Channel::new(ours, "the server");
     let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await.unwrap();
     let tensor = session.alloc(Device::cpu(), DataType::U8, &[1 << 20]).await.unwrap();
     // What fits into the stream's buffer is no reason to wait.
@@ -176,6 +192,25 @@ async fn a_client_that_takes_nothing_is_given_up() {
     let read = tokio::spawn(async move { session.copy_from_remote(&tensor).await });
     idle(&server).await;
     read.abort();
+}
+
+#[tokio::test]
+async fn a_client_that_never_finishes_a_message_is_given_up() {
+    let server = server(|options| {
+        options.write_timeout = Duration::from_millis(100);
+        options.keep_alive = Duration::from_secs(3600);
+    });
+    let (ours, theirs) = tokio::io::duplex(1 << 16);
+    let (ours, _, mute) = Deaf::new(ours);
+    server.serve_channel(Channel::new(theirs, "a mute client"));
+    let channel = Channel::new(ours, "the server");
+    let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await.unwrap();
+    assert!(session.get_function("no such function").await.is_err());
+    mute.store(true, Ordering::SeqCst);
+    let call = tokio::spawn(async move { session.get_function("no such function").await });
+    idle(&server).await;
+    // Silence is not what has ended it, and the client sees the end.
+    assert_eq!(call.await.unwrap().unwrap_err().kind(), ErrorKind::PeerLost);
 }
 
 /// A session whose end takes until it is told.

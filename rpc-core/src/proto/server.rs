@@ -242,6 +242,11 @@ impl ServerEndpoint {
         self.in_flight.is_empty() && self.large_replies.is_empty() && !self.link.is_receiving() && self.is_flushed()
     }
 
+    /// Whether a message has begun to arrive, as far as its head was seen.
+    pub fn is_receiving(&self) -> bool {
+        self.link.is_receiving()
+    }
+
     /// Ends the session. With an `error`, the client is told why. Replies that were given are still sent before, unless
     /// the client broke the protocol.
     pub fn close(&mut self, error: Option<&RpcError>) {

@@ -136,6 +136,10 @@ settings! {
         /// How long a client may take nothing of what it is being sent; its connection is closed then
         #[arg(value_name = "TIME")]
         write_timeout: Span = seconds(60), "RPC_SERVER_WRITE_TIMEOUT";
+        /// The slowest that a client may send what it has begun to send, or take what it is sent, per second, over each
+        /// --write-timeout; 0 for no limit
+        #[arg(value_name = "SIZE")]
+        min_rate: ByteSize = ByteSize(64), "RPC_SERVER_MIN_RATE";
         /// Bytes that one workspace may hold
         #[arg(value_name = "SIZE")]
         workspace_quota: ByteSize = ByteSize(4 << 30), "RPC_SERVER_WORKSPACE_QUOTA";

@@ -105,6 +105,7 @@ async fn serve_session(connection: UnixStream, session: SharedSession, config: &
         limits: wire_limits(config),
         // The server is patient with its client, or not, for both.
         write_timeout: Duration::MAX,
+        min_rate: 0,
         ..ServeOptions::default()
     };
     let session = Mutex::new(Some(session));

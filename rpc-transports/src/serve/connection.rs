@@ -162,19 +162,16 @@ impl Connection {
             let count = self.endpoint.slices(&mut slices);
             if count == 0 {
                 self.flush.poll(&mut *self.io, cx)?;
-                match self.flush.is_done() {
-                    true => self.patience.stalled_since = None,
-                    false => _ = self.patience.stalled_since.get_or_insert_with(Instant::now),
-                }
+                self.patience.waits_to_write(!self.flush.is_done());
                 return Ok(());
             }
             match poll_write(&mut *self.io, &slices[..count], cx) {
                 Poll::Pending => {
-                    self.patience.stalled_since.get_or_insert_with(Instant::now);
+                    self.patience.waits_to_write(true);
                     return Ok(());
                 }
                 Poll::Ready(Ok(written)) => {
-                    self.patience.stalled_since = None;
+                    self.patience.written(written);
                     self.flush.want();
                     self.endpoint.advance(written, Instant::now());
                 }
@@ -189,6 +186,7 @@ impl Connection {
             Some(target) => match self.read.poll_into(&mut *self.io, target, cx) {
                 Poll::Ready(Ok(count)) if count > 0 => {
                     self.patience.idle_since = None;
+                    self.patience.read(count);
                     if let Err(error) = self.endpoint.bulk_filled(count, Instant::now()) {
                         return Poll::Ready(Err(error));
                     }
@@ -202,7 +200,10 @@ impl Connection {
         match read {
             Poll::Pending => Poll::Pending,
             Poll::Ready(Ok(0)) => Poll::Ready(Err(self.endpoint.end_of_stream(self.read.buffer.len()))),
-            Poll::Ready(Ok(_)) => Poll::Ready(self.handle_input()),
+            Poll::Ready(Ok(count)) => {
+                self.patience.read(count);
+                Poll::Ready(self.handle_input())
+            }
             Poll::Ready(Err(error)) => {
                 Poll::Ready(Err(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))))
             }
@@ -243,6 +244,7 @@ impl Connection {
                 false => self.patience.idle_since = None,
             }
         }
+        self.patience.waits_to_read(self.endpoint.is_receiving() || !self.read.buffer.is_empty());
         self.patience.held_back = self.endpoint.held_back().map(|id| match self.patience.held_back {
             Some((before, since)) if before == id => (id, since),
             _ => (id, Instant::now()),

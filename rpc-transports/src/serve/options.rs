@@ -100,6 +100,9 @@ pub struct ServeOptions {
     /// How long a client may take no byte of what it is being sent. Its connection is closed then: nothing can be said to
     /// it. 60 s.
     pub write_timeout: Duration,
+    /// The slowest that a client may send a message that it has begun, or take what it is being sent, in bytes per second,
+    /// over each `write_timeout`. Its connection is closed then. 0 for no limit. 64.
+    pub min_rate: u64,
     /// Whom the server serves; [`Server::set_access`](crate::Server::set_access) changes it later. Anybody.
     pub access: Access,
     /// The addresses that clients may be forwarded to, as patterns: `tcp://10.0.0.*:9090`, `tls://*.lab`, `unix:/run/*`. `*`
@@ -131,6 +134,7 @@ impl Default for ServeOptions {
             session_duration: None,
             idle_timeout: None,
             write_timeout: Duration::from_secs(60),
+            min_rate: 64,
             access: Access::default(),
             allow_forward: Vec::new(),
             onward: DialOptions::default(),
