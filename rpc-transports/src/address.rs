@@ -660,6 +660,14 @@ fn quoted(argv: &[String]) -> String {
     words.join(" ")
 }
 
+/// What a peer's name says about its machine: not the port or the process, of which one machine has many.
+pub(crate) fn machine_of(peer: &str) -> String {
+    let address = peer.parse::<Address>().ok();
+    let host = address.as_ref().and_then(Address::host_and_port).map(|(host, _)| host.to_owned());
+    // Whoever is not behind an address with a host is here.
+    host.unwrap_or_else(|| "this machine".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -19,7 +19,7 @@ use x509_parser::extensions::GeneralName;
 use crate::address::Address;
 
 /// What both sides must want to speak: a TLS connection meant for another protocol cannot be led here.
-const ALPN: &[u8] = b"rpc/1";
+pub(crate) const ALPN: &[u8] = b"rpc/1";
 
 /// What the value that binds a proof to a TLS connection is derived under.
 #[cfg(feature = "tls")]

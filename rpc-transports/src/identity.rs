@@ -249,6 +249,12 @@ impl Connection {
         Self { admit: Mutex::new(Some(Box::new(admit))), ..Self::default() }
     }
 
+    /// Whether the peer has yet to prove who it is.
+    #[cfg(feature = "quic")]
+    pub(crate) fn is_on_probation(&self) -> bool {
+        self.admit.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
     /// Remembers that the peer does not answer, although the connection has not ended.
     pub(crate) fn suspect(&self) {
         self.suspect.store(true, Ordering::Relaxed);

@@ -43,6 +43,7 @@ pub mod child;
 mod client;
 mod connect;
 mod dispatch;
+mod handshakes;
 pub mod identity;
 pub mod memory;
 mod pattern;

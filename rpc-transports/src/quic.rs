@@ -19,12 +19,13 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
-use crate::address::Address;
+use crate::address::{Address, machine_of};
 use crate::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
+use crate::handshakes::{Handshakes, InProgress};
 use crate::identity::{self, Security, Tokens};
 use crate::tcp;
 use crate::tls::{NO_CLIENT_TLS, NO_SERVER_TLS, insecure};
-use crate::transport::{Accept, Channel, DialOptions, ListenOptions, Listener, TransportError};
+use crate::transport::{Accept, Channel, DialOptions, ListenOptions, Listener, QuicOptions, TransportError};
 
 /// How much one channel may have under way: enough for a copy at 1 GB/s over 8 ms, or 100 MB/s over 80.
 const STREAM_WINDOW: u32 = 8 << 20;
@@ -32,21 +33,12 @@ const STREAM_WINDOW: u32 = 8 << 20;
 /// How much all channels of a connection may have under way.
 const CONNECTION_WINDOW: u32 = 32 << 20;
 
-/// How many channels a connection may have at a time.
-const MAX_STREAMS: u32 = 1024;
-
 /// How many channels a client may open, and how much it may have under way on all of them, before it has proven who it is.
 const PROBATION_STREAMS: u32 = 4;
 const PROBATION_WINDOW: u32 = 256 << 10;
 
-/// How many connections may be in their handshake before new ones must prove their address first, and before they are
-/// turned away.
-const MAX_HANDSHAKES: usize = 256;
-
-/// How many connections a listener has at a time, with and without channels.
-const MAX_CONNECTIONS: usize = 16 << 10;
-
-/// How long a server keeps a connection without channels. A client's own keeper closes it much earlier.
+/// How long a server keeps the connection of a client that it knows without channels. A client's own keeper closes it much
+/// earlier.
 const UNUSED: Duration = Duration::from_secs(30);
 
 /// How long a client keeps a connection that no channel uses: what was said last must still arrive.
@@ -60,6 +52,9 @@ const DONE: VarInt = VarInt::from_u32(0);
 
 /// The connection was closed because nobody used it.
 const IDLE: VarInt = VarInt::from_u32(1);
+
+/// The connection gave way to others.
+const CROWDED: VarInt = VarInt::from_u32(2);
 
 /// How long a connection may be silent whose sessions are tested at this interval: twice as long as they, so that it is they
 /// who notice, and say so.
@@ -83,7 +78,8 @@ fn transport(idle: Duration) -> TransportConfig {
     config.stream_receive_window(STREAM_WINDOW.into());
     config.receive_window(CONNECTION_WINDOW.into());
     config.send_window(CONNECTION_WINDOW.into());
-    config.max_concurrent_bidi_streams(MAX_STREAMS.into());
+    // It is clients who open channels.
+    config.max_concurrent_bidi_streams(VarInt::from_u32(0));
     config.max_concurrent_uni_streams(VarInt::from_u32(0));
     config.datagram_receive_buffer_size(None);
     config
@@ -145,6 +141,7 @@ fn pool() -> &'static Mutex<HashMap<PoolKey, Weak<Pooled>>> {
     POOL.get_or_init(Mutex::default)
 }
 
+/// One that is found is not closed by its keeper, which looks under the same lock.
 fn pooled(key: &PoolKey) -> Option<Arc<Pooled>> {
     let found = pool().lock().unwrap_or_else(PoisonError::into_inner).get(key).and_then(Weak::upgrade);
     let is_suspect = |pooled: &Pooled| pooled.security.connection.as_ref().is_some_and(|shared| shared.is_suspect());
@@ -258,9 +255,13 @@ async fn keep(pooled: Arc<Pooled>, endpoint: Endpoint) {
             _ = pooled.connection.closed() => return,
             () = tokio::time::sleep(LINGER) => {}
         }
-        // A channel that is opened right now has an owner already, or will find the connection closed and make its own.
-        if Arc::strong_count(&pooled) == 1 {
+        let pool = pool().lock().unwrap_or_else(PoisonError::into_inner);
+        let unused = Arc::strong_count(&pooled) == 1;
+        if unused {
             pooled.connection.close(DONE, b"");
+        }
+        drop(pool);
+        if unused {
             endpoint.wait_idle().await;
             return;
         }
@@ -280,13 +281,13 @@ pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<L
     let socket = tcp::bind_socket(address, options, udp).await?;
     let io_error = |error| TransportError::from_io(address.to_string(), error);
     let bound = socket.local_addr().map_err(io_error)?;
-    let transport = transport_on_probation(options.quic_idle);
+    let transport = transport_on_probation(options.quic.idle);
     let config = server_config(&tls, &transport).map_err(io_error)?;
     let endpoint = Endpoint::new(EndpointConfig::default(), Some(config), socket, Arc::new(TokioRuntime));
     let endpoint = endpoint.map_err(io_error)?;
     // One channel waits to be taken; the others wait in their connections.
     let (channels, accepted) = mpsc::channel(1);
-    tokio::spawn(accept_connections(endpoint.clone(), tls, transport, options.quic_handshake, channels));
+    tokio::spawn(accept_connections(endpoint.clone(), tls, transport, options.quic.clone(), channels));
     Ok(Listener::new(tcp::named(address, bound), QuicSource { endpoint, accepted }))
 }
 
@@ -322,28 +323,26 @@ async fn accept_connections(
     endpoint: Endpoint,
     tls: ServerTls,
     transport: Arc<TransportConfig>,
-    patience: Duration,
+    options: QuicOptions,
     channels: mpsc::Sender<Channel>,
 ) {
-    let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let handshakes = Handshakes::new(options.max_handshakes);
+    let connections = Arc::new(Semaphore::new(options.max_connections.min(Semaphore::MAX_PERMITS)));
+    let options = Arc::new(options);
     loop {
         let incoming = tokio::select! {
             incoming = endpoint.accept() => incoming,
             () = channels.closed() => return,
         };
         let Some(incoming) = incoming else { return };
-        let busy = handshakes.available_permits() < MAX_HANDSHAKES / 2;
-        if busy && incoming.may_retry() && !incoming.remote_address_validated() {
+        if handshakes.is_busy() && incoming.may_retry() && !incoming.remote_address_validated() {
             // Costs the server no state.
             let _ = incoming.retry();
             continue;
         }
-        let permits = (handshakes.clone().try_acquire_owned(), connections.clone().try_acquire_owned());
-        let (Ok(handshake), Ok(place)) = permits else {
-            let peer = incoming.remote_address();
-            let (handshakes, connections) = (MAX_HANDSHAKES, MAX_CONNECTIONS);
-            tracing::debug!(%peer, handshakes, connections, "too many connections, or too many in their handshake");
+        let peer = name_of_peer(incoming.remote_address());
+        let Ok(place) = connections.clone().try_acquire_owned() else {
+            tracing::debug!(peer, limit = options.max_connections, "too many connections");
             incoming.refuse();
             // Not waited for: whoever floods the server is not to hold up others.
             if let Ok(place) = channels.try_reserve() {
@@ -360,23 +359,36 @@ async fn accept_connections(
                 continue;
             }
         };
-        let (tls, channels) = (tls.clone(), channels.clone());
+        let handshake = handshakes.begin(machine_of(&peer));
+        let (tls, channels, options) = (tls.clone(), channels.clone(), options.clone());
         tokio::spawn(async move {
             let _place = place;
-            let peer = incoming.remote_address();
-            let established = tokio::time::timeout(patience, establish(incoming, config)).await;
-            drop(handshake);
+            let eviction = handshake.eviction();
+            let established = establish(incoming, config, handshake, options.max_channels);
+            let established = tokio::select! {
+                biased;
+                () = eviction.notified() => Err(io::ErrorKind::QuotaExceeded.into()),
+                established = tokio::time::timeout(options.handshake, established) => {
+                    established.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+                }
+            };
             match established {
-                Ok(Ok(established)) => accept_channels(&established, &tls, patience, &channels).await,
-                Ok(Err(error)) => report(peer, error, &channels).await,
-                Err(_) => report(peer, io::ErrorKind::TimedOut.into(), &channels).await,
+                Ok(established) => tokio::select! {
+                    biased;
+                    () = eviction.notified() => {
+                        established.connection.close(CROWDED, b"too many clients have not said who they are");
+                        report(peer, io::ErrorKind::QuotaExceeded.into(), &channels).await;
+                    }
+                    () = accept_channels(&established, &tls, options.handshake, &channels) => {}
+                },
+                Err(error) => report(peer, error, &channels).await,
             }
         });
     }
 }
 
 /// Has whoever accepts channels know of a connection that did not come about.
-async fn report(peer: SocketAddr, error: io::Error, channels: &mpsc::Sender<Channel>) {
+async fn report(peer: String, error: io::Error, channels: &mpsc::Sender<Channel>) {
     let by_tls = |error: &quinn::ConnectionError| match error {
         // RFC 9001: the alerts of TLS are the codes from 0x100 on.
         quinn::ConnectionError::TransportError(error) => (0x100..0x200).contains(&u64::from(error.code)),
@@ -388,9 +400,12 @@ async fn report(peer: SocketAddr, error: io::Error, channels: &mpsc::Sender<Chan
 }
 
 /// A channel that there is not: whoever wants to use it gets the error.
-fn failed(peer: SocketAddr, error: io::Error) -> Channel {
-    let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
-    Channel::to_be_secured(Box::pin(async { Err(error) }), format!("quic://{peer}"))
+fn failed(peer: String, error: io::Error) -> Channel {
+    Channel::to_be_secured(Box::pin(async { Err(error) }), peer)
+}
+
+fn name_of_peer(peer: SocketAddr) -> String {
+    format!("quic://{}", SocketAddr::new(peer.ip().to_canonical(), peer.port()))
 }
 
 /// A connection that a client has made.
@@ -401,13 +416,20 @@ struct Established {
     security: Security,
 }
 
-async fn establish(incoming: Incoming, config: ServerConfig) -> io::Result<Established> {
+/// The client is in its `handshake` until it has proven who it is.
+async fn establish(
+    incoming: Incoming,
+    config: ServerConfig,
+    handshake: InProgress,
+    max_channels: u32,
+) -> io::Result<Established> {
     let connection = incoming.accept_with(Arc::new(config))?.await?;
     let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
     let chain = shown.map_or_else(Vec::new, |chain| *chain);
     let known = connection.clone();
     let admit = move || {
-        known.set_max_concurrent_bi_streams(MAX_STREAMS.into());
+        drop(handshake);
+        known.set_max_concurrent_bi_streams(max_channels.into());
         known.set_receive_window(CONNECTION_WINDOW.into());
     };
     let security = Security {
@@ -429,23 +451,22 @@ async fn accept_channels(
     let Established { connection, chain, security } = established;
     // Held by each channel.
     let used = Arc::new(());
-    let mut patience = patience;
     loop {
+        let known = security.connection.as_ref().is_some_and(|connection| !connection.is_on_probation());
+        let patience = if known { UNUSED } else { patience };
         let (send, recv) = match tokio::time::timeout(patience, connection.accept_bi()).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(_)) => return,
             Err(_) if Arc::strong_count(&used) > 1 => continue,
             Err(_) => return connection.close(IDLE, b"no session uses this connection"),
         };
-        patience = UNUSED;
         let mut security = security.clone();
         if !chain.is_empty() && !tls.accepts(chain) {
             // What was proven by it is not proven any more.
             (security.certificate, security.connection) = (None, None);
         }
         // Asked each time: it may have changed.
-        let peer = SocketAddr::new(connection.remote_address().ip().to_canonical(), connection.remote_address().port());
-        let channel = Channel::new(QuicIo { send, recv }, format!("quic://{peer}"));
+        let channel = Channel::new(QuicIo { send, recv }, name_of_peer(connection.remote_address()));
         let channel = channel.with_security(security).with_guard(Box::new(used.clone()));
         // Once nobody listens, the stream is dropped, and so refused.
         let _ = channels.send(channel).await;

@@ -1,7 +1,6 @@
 //! Serving: sessions of any kind behind channels of any kind.
 
 mod connection;
-mod handshakes;
 mod mailbox;
 mod options;
 mod patience;
@@ -23,13 +22,13 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use self::connection::{Connection, Parts};
-use self::handshakes::{Handshakes, InProgress};
 use self::mailbox::{GO_AWAY, Mailbox, STOP};
-use self::places::{Places, machine_of};
-use crate::address::Address;
+use self::places::Places;
+use crate::address::{Address, machine_of};
 use crate::channel_io::accept_hands;
 use crate::connect::Connector;
 use crate::dispatch::bind;
+use crate::handshakes::{Handshakes, InProgress};
 use crate::identity::{Access, of_acceptor};
 use crate::pattern::matches_pattern;
 use crate::proxy::ProxySession;
@@ -93,11 +92,7 @@ impl Server {
     /// If the address cannot be bound.
     pub async fn listen(&self, address: &Address, options: &ListenOptions) -> Result<Address, TransportError> {
         #[cfg(feature = "quic")]
-        let options = &ListenOptions {
-            quic_idle: crate::quic::idle_for(self.0.options.keep_alive),
-            quic_handshake: self.0.options.handshake_timeout,
-            ..options.clone()
-        };
+        let options = &ListenOptions { quic: self.0.options.quic(), ..options.clone() };
         let mut listener = bind(address, options).await?;
         let actual = listener.local_address().clone();
         let (server, name) = (self.clone(), actual.clone());

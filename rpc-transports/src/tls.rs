@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::address::Address;
-use crate::certificates::{BINDING_LABEL, ServerTls, keys_of, name_of, server_name};
+use crate::certificates::{ALPN, BINDING_LABEL, ServerTls, keys_of, name_of, server_name};
 use crate::identity::Security;
 use crate::tcp;
 use crate::transport::{Accept, Channel, ChannelIo, DialOptions, ListenOptions, Listener, TransportError};
@@ -137,6 +137,9 @@ async fn secure(acceptor: TlsAcceptor, stream: TcpStream) -> io::Result<(Box<dyn
         }
     };
     let connection = stream.get_ref().1;
+    if connection.alpn_protocol() != Some(ALPN) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the client speaks TLS for something else (ALPN)"));
+    }
     let binding = connection.export_keying_material([0; 32], BINDING_LABEL, None).map_err(io::Error::other)?;
     let shown = connection.peer_certificates().and_then(<[_]>::first);
     let security = Security {

@@ -355,9 +355,36 @@ impl Default for DialOptions {
 #[cfg(feature = "quic")]
 const QUIC_IDLE: Duration = Duration::from_secs(30);
 
-/// How long a QUIC connection may take to be of use, unless it is set.
+/// How a server treats the QUIC connections that its channels are on.
 #[cfg(feature = "quic")]
-const QUIC_HANDSHAKE: Duration = Duration::from_secs(10);
+#[derive(Clone, Debug)]
+pub struct QuicOptions {
+    /// How long a connection may be silent before it is given up. 30 s.
+    pub idle: Duration,
+    /// How long a connection may take to come about, and then to have its first channel. 10 s.
+    pub handshake: Duration,
+    /// How many connections there may be whose clients are not known. For one more, the oldest one of the machine that has
+    /// most of them is closed. 1,024.
+    pub max_handshakes: usize,
+    /// How many connections there may be in all; more are refused. 5,120.
+    pub max_connections: usize,
+    /// How many channels one connection may have at a time. For one more its client waits a second, and makes another
+    /// connection. 1,024.
+    pub max_channels: u32,
+}
+
+#[cfg(feature = "quic")]
+impl Default for QuicOptions {
+    fn default() -> Self {
+        Self {
+            idle: QUIC_IDLE,
+            handshake: Duration::from_secs(10),
+            max_handshakes: 1024,
+            max_connections: 5120,
+            max_channels: 1024,
+        }
+    }
+}
 
 /// How to listen.
 #[derive(Clone, Debug)]
@@ -365,14 +392,10 @@ pub struct ListenOptions {
     /// What the server shows of itself, for `tls://` and `quic://`. Default: none, and those cannot be listened on.
     #[cfg(feature = "tls")]
     pub tls: Option<ServerTls>,
-    /// How long a QUIC connection may be silent before it is given up. Default: 30 s. [`Server::listen`](crate::Server::listen)
-    /// sets it to twice what its sessions allow.
+    /// What holds for QUIC connections, below the channels on them. [`Server::listen`](crate::Server::listen) sets it by what it
+    /// allows its sessions and handshakes.
     #[cfg(feature = "quic")]
-    pub quic_idle: Duration,
-    /// How long a QUIC connection may take to come about, and then to have its first channel. Default: 10 s.
-    /// [`Server::listen`](crate::Server::listen) sets it to what it allows its own handshakes.
-    #[cfg(feature = "quic")]
-    pub quic_handshake: Duration,
+    pub quic: QuicOptions,
     /// How many connections may wait to be accepted. Default: 1024, so that a burst of workers that
     /// start together gets in; the kernel cuts it to its own limit. Costs nothing while unused.
     pub backlog: u32,
@@ -390,9 +413,7 @@ impl Default for ListenOptions {
             #[cfg(feature = "tls")]
             tls: None,
             #[cfg(feature = "quic")]
-            quic_idle: QUIC_IDLE,
-            #[cfg(feature = "quic")]
-            quic_handshake: QUIC_HANDSHAKE,
+            quic: QuicOptions::default(),
             backlog: 1024,
             port_range: None,
             unix_mode: 0o600,

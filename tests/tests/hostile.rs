@@ -966,9 +966,10 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
     }
 }
 
-/// Connections that begin and never go on: their clients hear nothing of the server.
+/// Connections that begin and never go on: their clients hear nothing of the server, which has no place for so many.
 async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
-    let site = Site::new(Transport::Quic, ServeOptions::default()).await;
+    let options = ServeOptions { max_handshakes: 64, ..ServeOptions::default() };
+    let site = Site::new(Transport::Quic, options).await;
     let hole = UdpForwarder::start(site.socket_address(), Weather::default()).unwrap();
     hole.pass(true, false);
     let address: Address = format!("quic://{}", hole.address()).parse().unwrap();
@@ -985,6 +986,21 @@ async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
         works(&soon("a good client connects", site.connector().connect(&site.address)).await.unwrap()).await;
     }
     attempts.shutdown().await;
+}
+
+/// Connections that come about and are not used: they take the places of each other only.
+async fn quic_connections_of_strangers_do_not_keep_others_out() {
+    let options = ServeOptions { max_handshakes: 8, max_sessions: 4, ..ServeOptions::default() };
+    let site = Site::new(Transport::Quic, options).await;
+    let good = soon("a good client", site.connector().connect(&site.address)).await.unwrap();
+    let address: Address = site.address.parse().unwrap();
+    let mut held = Vec::new();
+    for _ in 0..40 {
+        let options = DialOptions { tls: Some(site.authority.trust()), ..DialOptions::default() };
+        held.push(soon("a stranger", rpc_transports::dial(&address, &options)).await.unwrap());
+    }
+    works(&good).await;
+    works(&soon("another good client", site.connector().connect(&site.address)).await.unwrap()).await;
 }
 
 /// Lengths of what is not there, in every place that has one.
@@ -1467,6 +1483,7 @@ once! {
     a_server_that_is_idle_has_no_session: an_idle_server_has_no_session();
     a_client_gives_a_slow_server_up: a_server_that_draws_its_handshake_out_is_given_up();
     half_open_quic_connections_do_not_keep_others_out: quic_connections_that_never_come_about_do_not_keep_others_out();
+    unused_quic_connections_do_not_keep_others_out: quic_connections_of_strangers_do_not_keep_others_out();
     no_path_leads_out_of_a_workspace_over_tcp: no_path_leads_out_of_a_workspace("tcp");
     no_path_leads_out_of_a_workspace_over_unix_sockets: no_path_leads_out_of_a_workspace("unix");
     rubbish_for_a_tls_server: rubbish_in_place_of_tls_disturbs_nobody();

@@ -10,6 +10,8 @@ use rpc_core::{ErrorKind, RpcError, SharedSession};
 
 use crate::identity::Access;
 use crate::transport::DialOptions;
+#[cfg(feature = "quic")]
+use crate::transport::QuicOptions;
 
 /// What a client asks for when it connects.
 #[derive(Clone, Debug)]
@@ -119,6 +121,21 @@ pub struct ServeOptions {
 pub trait ServeObserver: Send + Sync + fmt::Debug {
     /// A client got no session.
     fn refused(&self, reason: ErrorKind);
+}
+
+#[cfg(feature = "quic")]
+impl ServeOptions {
+    /// The same limits, for what is below sessions there.
+    pub(super) fn quic(&self) -> QuicOptions {
+        QuicOptions {
+            idle: crate::quic::idle_for(self.keep_alive),
+            handshake: self.handshake_timeout,
+            max_handshakes: self.max_handshakes,
+            // One that is proven has sessions, or had one a moment ago.
+            max_connections: self.max_sessions.saturating_add(self.max_handshakes),
+            max_channels: u32::try_from(self.max_sessions_per_peer).unwrap_or(u32::MAX),
+        }
+    }
 }
 
 impl Default for ServeOptions {

@@ -140,8 +140,7 @@ mod tests {
     use super::*;
 
     fn patience(now: Instant) -> Patience {
-        let options =
-            ServeOptions { write_timeout: Duration::from_secs(60), min_rate: 10, ..ServeOptions::default() };
+        let options = ServeOptions { write_timeout: Duration::from_secs(60), min_rate: 10, ..ServeOptions::default() };
         Patience::new(&options, now)
     }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rpc_core::RpcError;
 use rpc_core::proto::ANONYMOUS;
 
-use crate::address::Address;
+use crate::address::machine_of;
 
 /// The places of a server.
 #[derive(Debug)]
@@ -82,12 +82,4 @@ impl Drop for Place {
             }
         }
     }
-}
-
-/// What a peer's name says about its machine: not the port or the process, of which one machine has many.
-pub(super) fn machine_of(peer: &str) -> String {
-    let address = peer.parse::<Address>().ok();
-    let host = address.as_ref().and_then(Address::host_and_port).map(|(host, _)| host.to_owned());
-    // Whoever is not behind an address with a host is here.
-    host.unwrap_or_else(|| "this machine".to_owned())
 }

@@ -51,6 +51,12 @@ impl Handshakes {
         InProgress { handshakes: self.clone(), machine, id, evicted }
     }
 
+    /// Whether half of the places are taken.
+    #[cfg(feature = "quic")]
+    pub(crate) fn is_busy(&self) -> bool {
+        self.state().count >= self.limit.div_ceil(2)
+    }
+
     /// Evicts all.
     pub(crate) fn evict_all(&self) {
         let mut state = self.state();
@@ -87,6 +93,12 @@ impl State {
 }
 
 impl InProgress {
+    /// Is told when the handshake has to give way.
+    #[cfg(feature = "quic")]
+    pub(crate) fn eviction(&self) -> Arc<Notify> {
+        self.evicted.clone()
+    }
+
     /// Resolves when the handshake has to give way. Cancel-safe.
     pub(crate) async fn evicted(&self) {
         self.evicted.notified().await;
