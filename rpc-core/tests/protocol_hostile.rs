@@ -6,12 +6,13 @@ mod pair;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use pair::{Arrived, Pair, Setup, call, call_with, frame};
+use pair::{Arrived, Pair, Setup, call, call_with, frame, object};
 use rpc_core::proto::{Admission, FrameHeader, Kind, decode_request, decode_value};
-use rpc_core::{ErrorKind, Lane, RpcError, Value};
+use rpc_core::{ErrorKind, Lane, MemoryQuota, RpcError, Value};
 
 /// Counts what each thread holds, and the most that it ever held.
 struct Counting;
@@ -694,4 +695,90 @@ fn small_values_do_not_add_up() {
     pair.reply(2, Ok(many));
     pair.run();
     assert_eq!((pair.error(1).kind(), pair.error(2).kind()), (ErrorKind::InvalidArgument, ErrorKind::InvalidArgument));
+}
+
+/// A pair whose server has room for eight chunks of 16 KiB, and for what all sessions may have beside.
+fn crowded(quota: &Arc<MemoryQuota>, chunk: u32) -> Pair {
+    Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build().within(quota)
+}
+
+#[test]
+fn what_finds_no_room_is_refused_without_being_kept_and_the_session_goes_on() {
+    // In frames that are received where they belong, and in such as pass through the buffer.
+    for chunk in [64 << 10, 4 << 10] {
+        let free = 8 * chunk as usize;
+        let quota = MemoryQuota::new("max_total_queued", 0, None);
+        let mut pair = crowded(&quota, chunk);
+        pair.submit(1, call(0, free - 2000));
+        pair.run();
+        assert_eq!(pair.requests.len(), 1, "a session always has room for one copy");
+        let held_by = |pair: &mut Pair| {
+            let (large, before) = (call(1, 900 << 10), HELD.get());
+            pair.submit(2, large);
+            pair.run();
+            HELD.get() - before
+        };
+        let kept = held_by(&mut Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build());
+        let dropped = held_by(&mut pair);
+        // Beside the request itself there are the buffers of this test's channel, and those that are kept for what comes next.
+        assert!(kept - dropped > 500 << 10, "{kept} and {dropped}");
+        let error = pair.error(2);
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::LimitExceeded, false), "{error}");
+        assert!(error.message().contains("max_total_queued"), "{error}");
+        pair.submit(3, call(2, 100));
+        pair.run();
+        pair.reply(1, Ok(Value::Null));
+        pair.run();
+        pair.submit(4, call(0, free - 2000));
+        pair.run();
+        assert_eq!(pair.requests.keys().copied().collect::<Vec<_>>(), [3, 4]);
+        assert!(pair.ended.is_none() && pair.server_error.is_none());
+    }
+}
+
+#[test]
+fn sessions_share_what_they_may_queue_and_give_it_back() {
+    let quota = MemoryQuota::new("max_total_queued", 1 << 20, None);
+    let (mut first, mut second) = (crowded(&quota, 16 << 10), crowded(&quota, 16 << 10));
+    first.submit(1, call(0, 900 << 10));
+    first.run();
+    assert_eq!((first.requests.len(), quota.used()), (1, 1 << 20));
+    second.submit(1, call(0, 900 << 10));
+    second.run();
+    assert_eq!(second.error(1).kind(), ErrorKind::LimitExceeded);
+    first.reply(1, Ok(Value::Null));
+    first.run();
+    assert_eq!(quota.used(), 0);
+    second.submit(2, call(0, 900 << 10));
+    second.run();
+    assert_eq!(second.requests.len(), 1);
+    // Replies count until they have left. One that finds no room is an error, and what it held comes back.
+    let large = || Value::List(vec![Value::Bytes(vec![1; 900 << 10].into()), object(7)]);
+    second.client_reads = false;
+    second.setup.capacity = 1000;
+    second.reply(2, Ok(large()));
+    second.run();
+    assert!(second.rejected.is_empty() && quota.used() > 0);
+    first.submit(2, call(0, 1));
+    first.run();
+    first.reply(2, Ok(large()));
+    first.run();
+    assert_eq!((first.error(2).kind(), first.rejected.len()), (ErrorKind::LimitExceeded, 1));
+    second.client_reads = true;
+    second.setup.capacity = usize::MAX;
+    second.run();
+    assert!(second.outcomes[&2].is_ok());
+    assert_eq!(quota.used(), 0);
+    drop((first, second));
+}
+
+#[test]
+fn a_session_that_ends_gives_back_what_it_had_queued() {
+    let quota = MemoryQuota::new("max_total_queued", 1 << 20, None);
+    let mut pair = crowded(&quota, 16 << 10);
+    pair.submit(1, call(0, 900 << 10));
+    pair.run();
+    assert!(quota.used() > 0);
+    drop(pair);
+    assert_eq!(quota.used(), 0);
 }

@@ -35,7 +35,7 @@ use std::time::{Duration, SystemTime};
 use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use rpc_core::{ErrorKind, Registry};
-use rpc_transports::{ServeObserver, SessionFactory};
+use rpc_transports::{Address, ServeObserver, SessionFactory};
 
 use self::http::MonitorServer;
 use self::metered::MeteredFactory;
@@ -138,6 +138,8 @@ pub(crate) enum Phase {
     /// Not all listeners are bound.
     Starting,
     Ready,
+    /// An address is not listened on any more.
+    Deaf,
     /// It takes no new sessions.
     Draining,
 }
@@ -146,6 +148,10 @@ impl ServeObserver for Monitor {
     fn refused(&self, reason: ErrorKind) {
         let key = Key::from_parts(REFUSALS, vec![Label::new("reason", reason.name())]);
         self.recorder.register_counter(&key, &METADATA).increment(1);
+    }
+
+    fn stopped_listening(&self, _: &Address) {
+        self.enter(Phase::Deaf);
     }
 }
 
@@ -189,6 +195,7 @@ impl Monitor {
         match self.phase.load(Ordering::Acquire) {
             0 => Phase::Starting,
             1 => Phase::Ready,
+            2 => Phase::Deaf,
             _ => Phase::Draining,
         }
     }
@@ -401,9 +408,12 @@ mod tests {
     fn a_server_that_drains_does_not_become_ready_again() {
         let monitor = monitor(&Registry::new());
         assert_eq!(monitor.phase(), Phase::Starting);
-        for (enter, then) in
-            [(Phase::Ready, Phase::Ready), (Phase::Draining, Phase::Draining), (Phase::Ready, Phase::Draining)]
-        {
+        for (enter, then) in [
+            (Phase::Ready, Phase::Ready),
+            (Phase::Deaf, Phase::Deaf),
+            (Phase::Draining, Phase::Draining),
+            (Phase::Ready, Phase::Draining),
+        ] {
             monitor.enter(enter);
             assert_eq!(monitor.phase(), then);
         }

@@ -492,6 +492,7 @@ fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> S
         keep_alive: config.keep_alive.0,
         handshake_timeout: config.handshake_timeout.0,
         limits: wire_limits(config),
+        max_total_queued: config.max_total_queued.0,
         max_sessions: config.max_sessions,
         max_sessions_per_peer: config.max_sessions_per_peer,
         max_handshakes: config.max_handshakes,

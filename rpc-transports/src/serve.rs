@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rpc_core::proto::{HandshakeConfig, Hello, Role};
-use rpc_core::{ErrorKind, RpcError, SharedSession, Spawner};
+use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession, Spawner};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -57,6 +57,8 @@ struct Shared {
     next_connection: AtomicU64,
     handshakes: Arc<Handshakes>,
     places: Arc<Places>,
+    /// What all sessions may have queued.
+    queued: Arc<MemoryQuota>,
     listeners: Mutex<Vec<JoinHandle<()>>>,
     draining: AtomicBool,
     /// Told when the server stops accepting.
@@ -76,6 +78,7 @@ impl Server {
             next_connection: AtomicU64::new(1),
             handshakes: Handshakes::new(options.max_handshakes),
             onward: Mutex::new(options.onward.clone()),
+            queued: MemoryQuota::new("max_total_queued", options.max_total_queued, None),
             places: Places::new(options.max_sessions, options.max_sessions_per_peer),
             listeners: Mutex::default(),
             options,
@@ -108,6 +111,9 @@ impl Server {
                         Ok(channel) => server.serve_channel(channel),
                         Err(error) => {
                             tracing::error!(address = %name, %error, "no longer accepting clients");
+                            if let Some(observer) = &server.0.options.observer {
+                                observer.stopped_listening(&name);
+                            }
                             break;
                         }
                     },
@@ -300,7 +306,7 @@ async fn serve_connection(
             }
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
             // Both the session and this task have to be over.
-            let parts = Parts { session, mailbox, registered: registered.clone() };
+            let parts = Parts { session, mailbox, queued: shared.queued.clone(), registered: registered.clone() };
             let mut connection = Connection::new(channel, &negotiated, input, parts, options);
             let reason = (&mut connection).await;
             match reason.kind() {

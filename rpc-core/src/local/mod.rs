@@ -38,13 +38,14 @@ use crate::object::{
     CatchPanic, Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles,
 };
 use crate::panics::drop_each;
+use crate::quota::MemoryQuota;
 use crate::registry::Registry;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession};
 use crate::tensor::{Access, Borrow, Storage, Tensor, borrow_all};
 use crate::value::{TensorRef, Value};
 
-pub use self::quota::{MemoryLease, MemoryQuota, ThreadQuota};
+pub use self::quota::ThreadQuota;
 
 /// Runs the futures of asynchronous functions. A crate that brings a runtime implements it.
 pub trait Spawner: Send + Sync {

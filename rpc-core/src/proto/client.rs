@@ -167,7 +167,7 @@ impl<T: Clone> ClientEndpoint<T> {
             let begins = |header: &FrameHeader, _| {
                 if in_flight.contains_key(&header.id) { Ok(()) } else { Err(unasked(header.id)) }
             };
-            match self.link.next(input, used, &mut target, &begins)? {
+            match self.link.next(input, used, &mut target, &begins, &mut |_| Ok(()))? {
                 Some(incoming) => self.handle(incoming)?,
                 None => break,
             }
@@ -574,6 +574,7 @@ impl<T: Clone> ClientEndpoint<T> {
                 (Ok(Value::Null), len)
             }
             Payload::Written(_) => return Err(RpcError::internal("a reply was received as a write")),
+            Payload::Refused(error) => return Err(error),
         };
         self.consumed += cost(size);
         if self.consumed > self.grant_at {

@@ -67,6 +67,8 @@ pub(super) enum Payload {
     Written(InPlaceWrite),
     /// In the buffer that the caller of a read gave.
     Read(BytesMut),
+    /// Dropped as it came: there was no room for it.
+    Refused(RpcError),
 }
 
 /// Where a large payload should go, as the side decides that knows its requests.
@@ -94,6 +96,8 @@ enum BulkTarget {
     Pool(PooledBuffer),
     Write(InPlaceWrite),
     Read(BytesMut),
+    /// Over and over, until the payload has passed.
+    Scrap(Box<[u8; BULK]>, RpcError),
 }
 
 impl BulkRead {
@@ -103,6 +107,18 @@ impl BulkRead {
             BulkTarget::Pool(buffer) => &mut buffer.as_mut()[self.filled..],
             BulkTarget::Read(buffer) => &mut buffer[self.filled..],
             BulkTarget::Write(write) => write.unfilled(),
+            BulkTarget::Scrap(scrap, _) => {
+                let left = self.header.payload_len as usize - self.filled;
+                &mut scrap[..left.min(BULK)]
+            }
+        }
+    }
+
+    /// The memory that was reserved for it.
+    fn reserved(&self) -> usize {
+        match self.target {
+            BulkTarget::Pool(_) => self.header.payload_len as usize,
+            _ => 0,
         }
     }
 
@@ -126,6 +142,24 @@ struct Partial {
     lane: u32,
     body: Vec<u8>,
     payload: BytesMut,
+    /// Of what has come so far, also of what was dropped.
+    len: usize,
+    /// Why what comes is dropped, if it is.
+    refused: Option<RpcError>,
+}
+
+impl Partial {
+    /// Drops what has come, and what will. Gives how much memory that was.
+    fn refuse(&mut self, error: RpcError) -> usize {
+        let freed = self.held();
+        (self.body, self.payload) = (Vec::new(), BytesMut::new());
+        self.refused.get_or_insert(error);
+        freed
+    }
+
+    fn held(&self) -> usize {
+        self.body.len() + self.payload.len()
+    }
 }
 
 /// The state that both sides keep.
@@ -139,6 +173,8 @@ pub(super) struct Link {
     /// What the partial messages take of the window.
     partial_cost: u64,
     max_partial_cost: u64,
+    /// The memory that they take.
+    partial_held: usize,
     pool: BufferPool,
     keep_alive: Duration,
     /// When something was last received, or data of ours last moved.
@@ -161,6 +197,7 @@ impl Link {
             bulk: None,
             partials: IdMap::default(),
             partial_cost: 0,
+            partial_held: 0,
             max_partial_cost: negotiated.ours.window.saturating_add(MAX_BODY_PART as u64),
             pool: BufferPool::default(),
             keep_alive,
@@ -205,6 +242,7 @@ impl Link {
             BulkTarget::Pool(buffer) => Payload::Bytes(buffer.into_bytes()),
             BulkTarget::Write(write) => Payload::Written(write),
             BulkTarget::Read(buffer) => Payload::Read(buffer),
+            BulkTarget::Scrap(_, error) => Payload::Refused(error),
         };
         self.part(bulk.header, Cow::Owned(bulk.body), payload).transpose()
     }
@@ -218,13 +256,15 @@ impl Link {
 
     /// Takes the next whole message from `input` behind the first `used` bytes, if there is one, and counts what it took
     /// as used. `target` is asked where a large payload should go, `begins` whether a message of several frames may begin
-    /// beside that many others.
+    /// beside that many others, and `room` whether the messages that are incomplete may take that many bytes together. Without
+    /// room a message is dropped as it comes.
     pub(super) fn next<'a>(
         &mut self,
         input: &'a [u8],
         used: &mut usize,
         target: &mut dyn FnMut(&FrameHeader, &[u8]) -> Target,
         begins: &dyn Fn(&FrameHeader, usize) -> Result<()>,
+        room: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<Option<Incoming<'a>>> {
         loop {
             let input = &input[*used..];
@@ -253,10 +293,13 @@ impl Link {
                 begins(&header, self.partials.len())?;
             }
             let body = &input[HEADER_LEN..HEADER_LEN + body_len];
+            let whole = !header.more && !self.is_partial(&header);
             if is_bulk {
-                let whole = !header.more && !self.is_partial(&header);
                 let target = match if whole { target(&header, body) } else { Target::Pool } {
-                    Target::Pool => BulkTarget::Pool(self.pool.take(payload_len)),
+                    Target::Pool => match self.refusal(&header, room) {
+                        None => BulkTarget::Pool(self.pool.take(payload_len)),
+                        Some(error) => BulkTarget::Scrap(Box::new([0; BULK]), error),
+                    },
                     Target::Write(write) => BulkTarget::Write(write),
                     Target::Read(buffer) => BulkTarget::Read(buffer),
                 };
@@ -266,13 +309,25 @@ impl Link {
                 continue;
             }
             let payload = &input[HEADER_LEN + body_len..HEADER_LEN + body_len + payload_len];
-            let payload = if payload.is_empty() { Bytes::new() } else { Bytes::copy_from_slice(payload) };
+            let payload = match if whole { None } else { self.refusal(&header, room) } {
+                Some(error) => Payload::Refused(error),
+                None if payload.is_empty() => Payload::Bytes(Bytes::new()),
+                None => Payload::Bytes(Bytes::copy_from_slice(payload)),
+            };
             *used += HEADER_LEN + body_len + payload_len;
             let body = Cow::Borrowed(body);
-            if let Some(message) = self.part(header, body, Payload::Bytes(payload))? {
+            if let Some(message) = self.part(header, body, payload)? {
                 return Ok(Some(message));
             }
         }
+    }
+
+    /// Why the payload of a frame is not kept: there is no room for it, or there was none for what came before.
+    fn refusal(&self, header: &FrameHeader, room: &mut dyn FnMut(u64) -> Result<()>) -> Option<RpcError> {
+        let before = self.partials.get(&header.id).filter(|_| header.kind.is_data());
+        let refused = before.and_then(|partial| partial.refused.clone());
+        let held = self.held() + u64::from(header.body_len) + u64::from(header.payload_len);
+        refused.or_else(|| room(held).err())
     }
 
     /// Whether a frame goes on with a message that has begun. Control frames between its frames may bear the same number.
@@ -283,7 +338,7 @@ impl Link {
     /// Checks the size of a message with its next frame, before anything is reserved for it.
     fn check_size(&self, header: &FrameHeader) -> Result<()> {
         let partial = self.partials.get(&header.id).filter(|_| header.kind.is_data());
-        let before = partial.map_or(0, |partial| partial.body.len() + partial.payload.len());
+        let before = partial.map_or(0, |partial| partial.len);
         let len = before as u64 + u64::from(header.body_len) + u64::from(header.payload_len);
         // A little more than the limit is let through, because the sender may not count the body.
         if len > self.max_message.saturating_add(MAX_BODY_PART as u64) {
@@ -317,26 +372,40 @@ impl Link {
             return Err(RpcError::new(ErrorKind::Protocol, "the frames of a message are of different kinds"));
         }
         partial.lane = lane;
-        self.partial_cost -= cost(partial.body.len() + partial.payload.len());
-        partial.body.extend_from_slice(&body);
-        match &payload {
-            Payload::Bytes(bytes) => partial.payload.extend_from_slice(bytes),
+        self.partial_cost -= cost(partial.len);
+        partial.len += header.body_len as usize + header.payload_len as usize;
+        match payload {
+            Payload::Bytes(bytes) => {
+                partial.body.extend_from_slice(&body);
+                partial.payload.extend_from_slice(&bytes);
+                self.partial_held += body.len() + bytes.len();
+            }
+            Payload::Refused(error) => self.partial_held -= partial.refuse(error),
             Payload::Written(_) | Payload::Read(_) => {
                 return Err(RpcError::internal("a part of a message was received in place"));
             }
         }
         if more {
-            self.partial_cost += cost(partial.body.len() + partial.payload.len());
+            self.partial_cost += cost(partial.len);
             return Ok(None);
         }
         let Some(partial) = self.partials.remove(&id) else { return Ok(None) };
-        let payload = Payload::Bytes(partial.payload.freeze());
+        self.partial_held -= partial.held();
+        let payload = match partial.refused {
+            None => Payload::Bytes(partial.payload.freeze()),
+            Some(error) => Payload::Refused(error),
+        };
         Ok(Some(Incoming { kind, id, lane, body: Cow::Owned(partial.body), payload }))
     }
 
     /// What the messages that have begun to arrive take of the window so far.
     pub(super) fn partial_cost(&self) -> u64 {
         self.partial_cost
+    }
+
+    /// The memory that messages take which have begun to arrive.
+    pub(super) fn held(&self) -> u64 {
+        (self.partial_held + self.bulk.as_ref().map_or(0, BulkRead::reserved)) as u64
     }
 
     /// How many messages have begun to arrive.

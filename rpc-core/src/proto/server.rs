@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::{Buf, BytesMut};
@@ -16,6 +17,7 @@ use super::message::{peek_write, read_request, write_reply};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
+use crate::quota::{MemoryLease, MemoryQuota};
 use crate::reply::Outcome;
 use crate::session::{InPlaceWrite, Lane, Request};
 use crate::value::{TensorRef, Value};
@@ -23,6 +25,12 @@ use crate::value::{TensorRef, Value};
 /// How many of the client's windows replies may fill that have not left. From one on no further requests are begun; those
 /// that run then may still reply, and fail beyond this.
 const BACKLOG_WINDOWS: u64 = 8;
+
+/// How many chunks a session may have queued that do not count against what all sessions may: what one copy has under way.
+const FREE_CHUNKS: u64 = 8;
+
+/// Of what all sessions may have queued, each takes in such steps.
+const LEASE_STEP: u64 = 256 << 10;
 
 /// The number of the ping that follows a `GoAway`.
 const DRAIN_PING: u64 = 1;
@@ -68,6 +76,10 @@ pub struct ServerEndpoint {
     /// What the client may have under way in large requests, and has.
     window: u64,
     used: u64,
+    /// What those of them take that are not answered.
+    asked: u64,
+    /// What the requests and replies that are queued here take in memory, counted against a limit of all sessions.
+    queued: Queued,
     /// What we may still send in large replies.
     reply_window: u64,
     max_reply: u64,
@@ -95,6 +107,8 @@ impl ServerEndpoint {
             max_requests: negotiated.ours.max_requests as usize,
             window: negotiated.ours.window,
             used: 0,
+            asked: 0,
+            queued: Queued { free: FREE_CHUNKS * u64::from(negotiated.ours.chunk), ..Queued::default() },
             reply_window: negotiated.theirs.window,
             max_reply: negotiated.theirs.max_message,
             in_flight: IdMap::default(),
@@ -107,6 +121,14 @@ impl ServerEndpoint {
             closed: false,
             last_word: None,
         }
+    }
+
+    /// Counts what is queued here against `quota`, too, beyond what one copy has under way: eight chunks. Requests and replies
+    /// that find no room fail with [`LimitExceeded`](ErrorKind::LimitExceeded), and the session goes on.
+    #[must_use]
+    pub fn with_quota(mut self, quota: Arc<MemoryQuota>) -> Self {
+        self.queued.quota = Some(quota);
+        self
     }
 
     /// Takes what was read, and at most one message of it, so that the driver can act on each in turn: call it until it
@@ -136,7 +158,9 @@ impl ServerEndpoint {
             if begun + partial < max_requests { Ok(()) } else { Err(too_many(max_requests)) }
         };
         let mut used = 0;
-        let handled = match self.link.next(input, &mut used, &mut target, &begins)? {
+        let (queued, here) = (&mut self.queued, self.asked + self.backlog);
+        let mut room = |arriving: u64| queued.cover(here + arriving);
+        let handled = match self.link.next(input, &mut used, &mut target, &begins, &mut room)? {
             Some(incoming) => self.handle(incoming, now).map(|()| true),
             None => Ok(false),
         };
@@ -179,6 +203,7 @@ impl ServerEndpoint {
     /// objects to be freed.
     pub fn reply(&mut self, id: u64, outcome: Outcome) -> Option<Value> {
         let Some(cost_of_request) = self.in_flight.remove(&id) else { return outcome.ok() };
+        self.asked -= cost_of_request;
         if self.closed {
             self.used -= cost_of_request;
             return outcome.ok();
@@ -198,7 +223,8 @@ impl ServerEndpoint {
             let error = RpcError::limit("max_backlog", self.max_backlog * BACKLOG_WINDOWS, self.backlog + size);
             Some(error.context("the client takes its replies too slowly, or asks for too much at a time"))
         } else {
-            None
+            let error = self.queued.cover(self.queued_bytes() + cost(message.size)).err();
+            error.map(|error| error.context("the reply found no room"))
         };
         if let Some(error) = refused {
             message = Message::new(Kind::Error, id, 0, error.may_have_run(true).to_wire(), Vec::new(), 0);
@@ -357,6 +383,11 @@ impl ServerEndpoint {
         self.check_window()
     }
 
+    /// The memory that requests and replies take which are queued here.
+    fn queued_bytes(&self) -> u64 {
+        self.asked + self.backlog + self.link.held()
+    }
+
     fn note_sent(&mut self) {
         let sent = &mut self.link.output.sent;
         self.unsent -= sent.len().min(self.unsent);
@@ -369,6 +400,7 @@ impl ServerEndpoint {
                 self.backlog -= reply;
             }
         }
+        self.queued.settle(self.asked + self.backlog + self.link.held());
     }
 
     fn check_window(&mut self) -> Result<()> {
@@ -399,10 +431,22 @@ impl ServerEndpoint {
                 }
             }
             Payload::Read(_) => return Err(RpcError::internal("a request was received as a read")),
+            Payload::Refused(error) => {
+                self.in_flight.insert(id, 0);
+                drop(self.reply(id, Err(error.context("the request found no room"))));
+                return Ok(());
+            }
         };
         let cost = cost(size);
         self.used += cost;
+        self.asked += cost;
         self.in_flight.insert(id, cost);
+        if cost > 0
+            && let Err(error) = self.queued.cover(self.queued_bytes())
+        {
+            drop(self.reply(id, Err(error.context("the request found no room"))));
+            return Ok(());
+        }
         match event {
             Ok(event) => self.events.push_back(event),
             // Something that a later version may know concerns nobody but its caller.
@@ -410,6 +454,49 @@ impl ServerEndpoint {
             Err(error) => return Err(error.into()),
         }
         Ok(())
+    }
+}
+
+/// What a session has queued, counted against what all sessions may.
+#[derive(Debug, Default)]
+struct Queued {
+    quota: Option<Arc<MemoryQuota>>,
+    /// What does not count.
+    free: u64,
+    lease: Option<MemoryLease>,
+    leased: u64,
+}
+
+impl Queued {
+    /// Makes sure that `bytes` may be queued.
+    fn cover(&mut self, bytes: u64) -> Result<()> {
+        let Some(quota) = &self.quota else { return Ok(()) };
+        let wanted = bytes.saturating_sub(self.free);
+        if wanted <= self.leased {
+            return Ok(());
+        }
+        // In steps, because each is seen by all sessions.
+        let wanted = wanted.next_multiple_of(LEASE_STEP);
+        match &mut self.lease {
+            Some(lease) => lease.resize(wanted)?,
+            None => self.lease = Some(quota.reserve(wanted)?),
+        }
+        self.leased = wanted;
+        Ok(())
+    }
+
+    /// Gives back what is not needed for `bytes`.
+    fn settle(&mut self, bytes: u64) {
+        let wanted = bytes.saturating_sub(self.free).next_multiple_of(LEASE_STEP);
+        if wanted >= self.leased {
+            return;
+        }
+        self.leased = wanted;
+        match &mut self.lease {
+            // Shrinking does not fail.
+            Some(lease) if wanted > 0 => _ = lease.resize(wanted),
+            _ => self.lease = None,
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use rpc_core::proto::{
 };
 use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::session::{InPlaceWrite, Operation, Request};
-use rpc_core::{Handle, Lane, LocalSession, RpcError, RpcSession, Value};
+use rpc_core::{Handle, Lane, LocalSession, MemoryQuota, RpcError, RpcSession, Value};
 
 /// Numbers from a seed (splitmix64).
 #[derive(Clone, Debug)]
@@ -268,6 +268,12 @@ impl Pair {
     /// Lets a local session serve.
     pub(crate) fn served_by(mut self, local: LocalSession) -> Self {
         self.local = Some(local);
+        self
+    }
+
+    /// Counts what the server has queued against `quota`.
+    pub(crate) fn within(mut self, quota: &Arc<MemoryQuota>) -> Self {
+        self.server = self.server.with_quota(quota.clone());
         self
     }
 

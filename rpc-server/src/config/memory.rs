@@ -5,13 +5,23 @@ use std::path::{Path, PathBuf};
 
 use super::ByteSize;
 
-/// Nine tenths of the memory that this machine has, or that the process's control group may use, whichever is less. The rest
-/// is for the server itself and for everything else. Unlimited where neither is known.
+/// Nine tenths of the memory that there is: the rest is for the server itself and for everything else. Unlimited where nobody
+/// knows how much there is.
 pub(super) fn most_of_memory() -> ByteSize {
+    memory().map_or(ByteSize::UNLIMITED, |bytes| ByteSize(bytes / 10 * 9))
+}
+
+/// A quarter of the memory that there is, or unlimited.
+pub(super) fn quarter_of_memory() -> ByteSize {
+    memory().map_or(ByteSize::UNLIMITED, |bytes| ByteSize(bytes / 4))
+}
+
+/// The memory that this machine has, or that the process's control group may use, whichever is less.
+fn memory() -> Option<u64> {
     let machine = machine_memory(&fs::read_to_string("/proc/meminfo").unwrap_or_default());
     let groups = group_folders(&fs::read_to_string("/proc/self/cgroup").unwrap_or_default());
     let limits = groups.iter().filter_map(|file| group_limit(&fs::read_to_string(file).ok()?));
-    limits.chain(machine).min().map_or(ByteSize::UNLIMITED, |bytes| ByteSize(bytes / 10 * 9))
+    limits.chain(machine).min()
 }
 
 fn machine_memory(meminfo: &str) -> Option<u64> {

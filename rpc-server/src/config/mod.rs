@@ -116,6 +116,10 @@ settings! {
         /// Bytes of arguments that one session may have waiting; more wait at the client. At least --max-message
         #[arg(value_name = "SIZE")]
         max_queued: ByteSize = ByteSize(65 << 20), "RPC_SERVER_MAX_QUEUED";
+        /// Bytes of requests and replies that all sessions together may have waiting, beside eight frames for each; what finds no room
+        /// fails. Without it a quarter of the memory that there is
+        #[arg(value_name = "SIZE")]
+        max_total_queued: ByteSize = memory::quarter_of_memory(), "RPC_SERVER_MAX_TOTAL_QUEUED";
         /// Threads that the functions of one session may have; calls that find none wait
         max_threads: usize = 64, "RPC_SERVER_MAX_THREADS";
         /// Threads that the functions of all sessions together may have, beside one for each session. Not with --isolate

@@ -106,6 +106,7 @@ async fn serve_session(connection: UnixStream, session: SharedSession, config: &
         // The server is patient with its client, or not, for both.
         write_timeout: Duration::MAX,
         min_rate: 0,
+        max_total_queued: u64::MAX,
         ..ServeOptions::default()
     };
     let session = Mutex::new(Some(session));

@@ -114,6 +114,7 @@ fn respond(method: &Method, path: &str, monitor: &Monitor) -> Response<Full<Byte
         "/readyz" => match monitor.phase() {
             Phase::Starting => plain(StatusCode::SERVICE_UNAVAILABLE, "starting\n"),
             Phase::Ready => plain(StatusCode::OK, "ready\n"),
+            Phase::Deaf => plain(StatusCode::SERVICE_UNAVAILABLE, "an address is not listened on any more\n"),
             Phase::Draining => plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n"),
         },
         _ => plain(StatusCode::NOT_FOUND, "there are /metrics, /healthz and /readyz\n"),

@@ -11,7 +11,7 @@ use std::time::Instant;
 use bytes::BytesMut;
 use rpc_core::proto::{LinkConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
-use rpc_core::{ErrorKind, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Value};
+use rpc_core::{ErrorKind, MemoryQuota, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Value};
 
 use super::mailbox::{GO_AWAY, Mailbox, STOP};
 use super::patience::Patience;
@@ -48,6 +48,7 @@ pub(super) struct Connection {
 pub(super) struct Parts {
     pub(super) session: SharedSession,
     pub(super) mailbox: Arc<Mailbox>,
+    pub(super) queued: Arc<MemoryQuota>,
     pub(super) registered: Arc<Registered>,
 }
 
@@ -59,12 +60,12 @@ impl Connection {
         parts: Parts,
         options: &ServeOptions,
     ) -> Self {
-        let Parts { session, mailbox, registered } = parts;
+        let Parts { session, mailbox, queued, registered } = parts;
         let now = Instant::now();
         let (io, _, guard) = channel.into_parts();
         let config = LinkConfig { keep_alive: options.keep_alive };
         Self {
-            endpoint: ServerEndpoint::new(negotiated, config, now),
+            endpoint: ServerEndpoint::new(negotiated, config, now).with_quota(queued),
             ended: session.ended().reply(),
             session: Some(session),
             mailbox,

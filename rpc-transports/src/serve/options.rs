@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use rpc_core::proto::Hello;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
+use crate::address::Address;
 use crate::identity::Access;
 use crate::transport::DialOptions;
 #[cfg(feature = "quic")]
@@ -85,6 +86,9 @@ pub struct ServeOptions {
     pub handshake_timeout: Duration,
     /// What one session may have on the wire and in queues.
     pub limits: WireLimits,
+    /// How many bytes of requests and replies the sessions may have queued together, beside eight chunks for each. What
+    /// finds no room fails with [`LimitExceeded`](ErrorKind::LimitExceeded), and the session goes on. No limit.
+    pub max_total_queued: u64,
     /// How many sessions there may be at one time. 4,096.
     pub max_sessions: usize,
     /// How many sessions one client may have at one time: one that has proven who it is wherever it comes from, and others
@@ -121,6 +125,9 @@ pub struct ServeOptions {
 pub trait ServeObserver: Send + Sync + fmt::Debug {
     /// A client got no session.
     fn refused(&self, reason: ErrorKind);
+
+    /// An address is not listened on any more, although the server was not told to stop.
+    fn stopped_listening(&self, address: &Address);
 }
 
 #[cfg(feature = "quic")]
@@ -145,6 +152,7 @@ impl Default for ServeOptions {
             keep_alive: Duration::from_secs(5),
             handshake_timeout: Duration::from_secs(10),
             limits: WireLimits::default(),
+            max_total_queued: u64::MAX,
             max_sessions: 4096,
             max_sessions_per_peer: 1024,
             max_handshakes: 1024,
