@@ -38,8 +38,8 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::{
-    Access, Address, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, SessionFactory,
-    TokioSpawner, WireLimits, child,
+    Access, Address, DialOptions, FunctionPatterns, ListenOptions, OpenRequest, RequestPolicy, ServeOptions, Server,
+    ServerTls, SessionFactory, TokioSpawner, WireLimits, child,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -502,9 +502,16 @@ fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> S
         min_rate: config.min_rate.0,
         access,
         allow_forward: config.allow_forward.clone(),
+        forward_policy: forward_policy(config),
+        trust_proxy: config.trust_proxy.clone(),
         onward,
         observer: None,
     }
+}
+
+fn forward_policy(config: &ServeConfig) -> Option<Arc<dyn RequestPolicy>> {
+    let patterns = (!config.forward_functions.is_empty()).then(|| config.forward_functions.clone())?;
+    Some(Arc::new(FunctionPatterns::new(patterns)))
 }
 
 pub(crate) fn wire_limits(config: &ServeConfig) -> WireLimits {

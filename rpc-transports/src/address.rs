@@ -238,6 +238,14 @@ impl Address {
         }
     }
 
+    /// The same place without encryption, for a `tls://` address.
+    pub(crate) fn over_tcp(mut self) -> Self {
+        if let AddressKind::Tls { host, port } = self.kind {
+            self.kind = AddressKind::Tcp { host, port };
+        }
+        self
+    }
+
     /// Host and port, of the kinds that have them.
     #[must_use]
     pub fn host_and_port(&self) -> Option<(&str, u16)> {

@@ -1,8 +1,11 @@
 //! Connecting: from an address, and the hops in front of it, to a session.
 
+use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
-use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Role};
+use bytes::BytesMut;
+use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Negotiated, Role};
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 
 use crate::address::{Address, AddressError, AddressKind};
@@ -11,7 +14,7 @@ use crate::blocking::{BlockingClientSession, dial_hands_blocking};
 use crate::certificates::ClientTls;
 use crate::channel_io::dial_hands;
 use crate::client::ClientSession;
-use crate::dispatch::{dial, dial_blocking};
+use crate::dispatch::{dial, dial_blocking, dial_through};
 use crate::identity::{DIALLER, Security, Tokens, of_dialler};
 use crate::serve::WireLimits;
 use crate::transport::{Channel, DialOptions, TransportError};
@@ -85,6 +88,38 @@ pub struct Connector {
     keep_alive: Duration,
     limits: WireLimits,
     local: Option<Registry>,
+    /// Set where a server connects for its client: the servers that the chain has passed, and who the client is.
+    behind: (Vec<String>, String),
+}
+
+/// One stop on the way to a server: `ADDRESS`, which forwards requests, or `tunnel:ADDRESS`, which passes bytes unseen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hop {
+    pub(crate) address: Address,
+    pub(crate) tunnel: bool,
+}
+
+const TUNNEL: &str = "tunnel:";
+
+impl FromStr for Hop {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let inner = text.strip_prefix(TUNNEL);
+        Ok(Self { address: inner.unwrap_or(text).parse()?, tunnel: inner.is_some() })
+    }
+}
+
+impl Hop {
+    fn without_key(self) -> Self {
+        Self { address: self.address.without_key(), ..self }
+    }
+}
+
+impl fmt::Display for Hop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", if self.tunnel { TUNNEL } else { "" }, self.address)
+    }
 }
 
 impl Connector {
@@ -99,13 +134,23 @@ impl Connector {
             keep_alive: Duration::from_secs(5),
             limits: WireLimits::default(),
             local: None,
+            behind: Default::default(),
         }
     }
 
     /// Adds a hop: a server that will forward to the next one, or to the target. Several are passed in order, as with ssh.
+    ///
+    /// A hop sees requests and data, and proves its own identity to the next one. With `tunnel:` in front of its address it
+    /// passes bytes that it does not look into, and the handshake, proof of identity and encryption are between this side and
+    /// what is behind the hop: `tls://`, or `tcp://` and `unix:` without encryption.
     #[must_use]
     pub fn via(mut self, hop: &str) -> Self {
         self.via.push(hop.to_owned());
+        self
+    }
+
+    pub(crate) fn on_the_way(mut self, path: Vec<String>, on_behalf: &str) -> Self {
+        self.behind = (path, on_behalf.to_owned());
         self
     }
 
@@ -187,10 +232,8 @@ impl Connector {
     ///
     /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why. Cancel-safe.
     pub async fn connect(&self, target: &str) -> Result<Session, ConnectError> {
-        let mut hops = self.via.clone();
-        hops.push(target.to_owned());
-        let session = self.forward(&hops[0], &hops[1..]).await?;
-        Ok(session.into())
+        let (first, further) = self.route(target);
+        Ok(self.forward(&first, &further).await?.into())
     }
 
     /// As [`connect`](Self::connect), on the calling thread and without a runtime: the session's input and output are done
@@ -201,16 +244,15 @@ impl Connector {
     ///
     /// As [`connect`](Self::connect).
     pub fn connect_blocking(&self, target: &str) -> Result<Session, ConnectError> {
-        let mut hops = self.via.clone();
-        hops.push(target.to_owned());
-        let plan = self.plan(&hops[0], &hops[1..])?;
+        let (first, further) = self.route(target);
+        let plan = self.plan(&first, &further)?;
         if *plan.address.kind() == AddressKind::Local {
             return Ok(Session::new(LocalSession::new(self.local.clone().unwrap_or_default())));
         }
         crate::runtime::install_probe();
-        if !plan.address.has_plain_socket() {
+        if plan.tunnel || !plan.address.has_plain_socket() {
             let this = self.clone();
-            return crate::runtime::run_in_background(async move { this.forward(&hops[0], &hops[1..]).await })
+            return crate::runtime::run_in_background(async move { this.forward(&first, &further).await })
                 .map(Session::from);
         }
         let channel = dial_blocking(&plan.address, &self.dial)?;
@@ -233,26 +275,79 @@ impl Connector {
         Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
     }
 
+    /// The first address to go to, and those behind it.
+    fn route(&self, target: &str) -> (String, Vec<String>) {
+        match self.via.split_first() {
+            Some((first, further)) => (first.clone(), further.iter().cloned().chain([target.to_owned()]).collect()),
+            None => (target.to_owned(), Vec::new()),
+        }
+    }
+
     /// Opens a session with `first`, which is to forward to `further`.
     pub(crate) async fn forward(&self, first: &str, further: &[String]) -> Result<SharedSession, ConnectError> {
-        let plan = self.plan(first, further)?;
+        let (mut first, mut further) = (first, further);
+        let mut way = None;
+        loop {
+            let plan = self.plan(first, further)?;
+            if !plan.tunnel {
+                return self.open(plan, way).await;
+            }
+            let Some((next, rest)) = further.split_first() else { return Err(leads_nowhere(first).into()) };
+            way = Some(self.tunnel(plan.address, way, next).await?);
+            (first, further) = (next, rest);
+        }
+    }
+
+    /// Opens a session with a server, at the end of a way that leads there if there is one.
+    async fn open(&self, plan: Plan, way: Option<Channel>) -> Result<SharedSession, ConnectError> {
         if *plan.address.kind() == AddressKind::Local {
             let registry = self.local.clone().unwrap_or_default();
             return Ok(std::sync::Arc::new(LocalSession::new(registry)));
         }
         crate::runtime::install_probe();
+        let channel = self.channel(&plan.address, way).await?;
+        Ok(std::sync::Arc::new(self.client(channel, plan.key, plan.forward).await?))
+    }
+
+    /// Opens the way to `next` through the hop at `address`.
+    async fn tunnel(&self, address: Address, way: Option<Channel>, next: &str) -> Result<Channel, ConnectError> {
+        crate::runtime::install_probe();
+        let next: Hop = next.parse()?;
+        let mut channel = self.channel(&address, way).await?;
+        let forward = vec![next.address.clone().without_key().to_string()];
+        let mut config = self.handshake(String::new(), forward, channel.security());
+        config.hello.tunnel = true;
+        config.hello.workspace.clear();
+        let (_, input) = self.hands(&mut channel, config).await?;
+        if !input.is_empty() {
+            let error = RpcError::new(ErrorKind::Protocol, "a server spoke first that should be spoken to");
+            return Err(error.with_peer(address.to_string()).into());
+        }
+        // Of whoever is behind the hop nothing is known yet.
+        let (io, _, guard) = channel.into_parts();
+        let way = Channel::new(io, format!("{} through {address}", next.address.without_key()));
+        Ok(match guard {
+            Some(guard) => way.with_guard(guard),
+            None => way,
+        })
+    }
+
+    /// A channel to `address`, over what leads there if there is such a thing.
+    async fn channel(&self, address: &Address, way: Option<Channel>) -> Result<Channel, ConnectError> {
         #[cfg(feature = "tls")]
-        if plan.address.is_encrypted()
+        if address.is_encrypted()
             && self.dial.tokens.is_empty()
             && self.dial.tls.as_ref().is_some_and(|tls| !tls.verifies())
         {
-            return Err(TransportError::unsupported(&plan.address, NOBODY_KNOWN).into());
+            return Err(TransportError::unsupported(address, NOBODY_KNOWN).into());
         }
         let options = &self.dial;
         #[cfg(feature = "quic")]
         let options = &DialOptions { quic_idle: crate::quic::idle_for(self.keep_alive), ..options.clone() };
-        let channel = dial(&plan.address, options).await?;
-        Ok(std::sync::Arc::new(self.client(channel, plan.key, plan.forward).await?))
+        Ok(match way {
+            None => dial(address, options).await?,
+            Some(way) => dial_through(address, options, way).await?,
+        })
     }
 
     async fn client(
@@ -262,7 +357,17 @@ impl Connector {
         forward: Vec<String>,
     ) -> Result<ClientSession, ConnectError> {
         let handshake = self.handshake(key, forward, channel.security());
-        let hands = dial_hands(&mut channel, handshake).await;
+        let (negotiated, input) = self.hands(&mut channel, handshake).await?;
+        Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
+    }
+
+    /// Performs a handshake, and remembers what it has shown about the connection under the channel.
+    async fn hands(
+        &self,
+        channel: &mut Channel,
+        handshake: HandshakeConfig,
+    ) -> Result<(Negotiated, BytesMut), RpcError> {
+        let hands = dial_hands(channel, handshake).await;
         #[cfg(feature = "exec")]
         let hands = match hands {
             Err(error) => Err(crate::child::explain(error, channel.guard()).await),
@@ -278,22 +383,25 @@ impl Connector {
         if let Some(connection) = &channel.security().connection {
             connection.prove(DIALLER, &negotiated.identity);
         }
-        Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
+        Ok((negotiated, input))
     }
 
     /// What is dialled, which key the target must have, and what the dialled one is to forward to.
     pub(crate) fn plan(&self, first: &str, further: &[String]) -> Result<Plan, ConnectError> {
-        let target: Address = further.last().map_or(first, String::as_str).parse()?;
-        let key = target.key().map_or_else(|| self.key.clone(), str::to_owned);
+        let Hop { address, tunnel } = first.parse()?;
+        let mut target = Hop { address: address.clone(), tunnel };
         for hop in further {
-            hop.parse::<Address>()?;
+            target = hop.parse::<Hop>()?;
         }
-        let address = first.parse::<Address>()?.without_key();
+        if target.tunnel {
+            return Err(leads_nowhere(&target.to_string()).into());
+        }
+        let key = target.address.key().map_or_else(|| self.key.clone(), str::to_owned);
         let mut forward = further.to_vec();
         if let Some(last) = forward.last_mut() {
             *last = target.without_key().to_string();
         }
-        Ok(Plan { address, key, forward })
+        Ok(Plan { address: address.without_key(), tunnel, key, forward })
     }
 
     fn handshake(&self, key: String, forward: Vec<String>, security: &Security) -> HandshakeConfig {
@@ -301,6 +409,7 @@ impl Connector {
         hello.key = key;
         hello.workspace.clone_from(&self.workspace);
         hello.forward = forward;
+        (hello.path, hello.on_behalf) = self.behind.clone();
         hello.keep_alive_ms = self.keep_alive.as_millis() as u64;
         self.limits.apply(&mut hello);
         let identities = of_dialler(&self.dial.tokens, security);
@@ -315,9 +424,15 @@ impl Connector {
 #[cfg(feature = "tls")]
 const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
 
+fn leads_nowhere(tunnel: &str) -> RpcError {
+    let text = format!("'{tunnel}' is a tunnel, and leads nowhere: name the server behind it");
+    RpcError::new(ErrorKind::InvalidArgument, text)
+}
+
 /// See [`Connector::plan`].
 pub(crate) struct Plan {
     pub(crate) address: Address,
+    pub(crate) tunnel: bool,
     pub(crate) key: String,
     pub(crate) forward: Vec<String>,
 }

@@ -45,6 +45,26 @@ pub async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, T
     }
 }
 
+/// Opens a channel to `address` at the end of `way`, which leads there.
+///
+/// # Errors
+///
+/// As [`dial`]; [`TransportError::Unsupported`] for addresses that are not reached by a stream of bytes.
+pub(crate) async fn dial_through(
+    address: &Address,
+    options: &DialOptions,
+    way: Channel,
+) -> Result<Channel, TransportError> {
+    match address.kind() {
+        AddressKind::Tcp { .. } | AddressKind::Unix { .. } | AddressKind::Memory { .. } => Ok(way),
+        AddressKind::Tls { .. } => tls::dial_through(address, options, way).await,
+        AddressKind::Quic { .. } | AddressKind::Exec { .. } | AddressKind::Local => Err(TransportError::unsupported(
+            address,
+            "cannot be reached through a tunnel, which passes a stream of bytes",
+        )),
+    }
+}
+
 /// Opens a channel on this thread, without a runtime. Blocks for up to the time limit.
 ///
 /// # Errors
@@ -92,6 +112,14 @@ mod absent {
     const WHY: &str = "are switched off in this build; enable the Cargo feature of that name";
 
     pub(super) async fn dial(address: &Address, _options: &DialOptions) -> Result<Channel, TransportError> {
+        Err(TransportError::unsupported(address, WHY))
+    }
+
+    pub(super) async fn dial_through(
+        address: &Address,
+        _options: &DialOptions,
+        _way: Channel,
+    ) -> Result<Channel, TransportError> {
         Err(TransportError::unsupported(address, WHY))
     }
 

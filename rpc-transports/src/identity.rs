@@ -415,7 +415,7 @@ fn proves(token: &Token, label: &[u8], subject: &[u8; LEN], proof: &[u8]) -> boo
     hmac::verify(&key, &[label, subject].concat(), proof).is_ok()
 }
 
-fn random() -> rpc_core::Result<[u8; LEN]> {
+pub(crate) fn random() -> rpc_core::Result<[u8; LEN]> {
     let mut bytes = [0; LEN];
     SystemRandom::new().fill(&mut bytes).map_err(|_| RpcError::internal("the system gives no random numbers"))?;
     Ok(bytes)

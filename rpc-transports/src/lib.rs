@@ -43,6 +43,7 @@ pub mod child;
 mod client;
 mod connect;
 mod dispatch;
+mod filter;
 mod handshakes;
 pub mod identity;
 pub mod memory;
@@ -52,6 +53,7 @@ mod proxy;
 mod quic;
 mod runtime;
 mod serve;
+mod splice;
 #[cfg(feature = "tcp")]
 mod tcp;
 #[cfg(feature = "tls")]
@@ -67,6 +69,7 @@ pub use certificates::{Certificate, CertificateError, ClientCertificates, Client
 pub use client::ClientSession;
 pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};
+pub use filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use identity::{Access, Security, Token, TokenError, Tokens};
 pub use proxy::ProxySession;
 pub use serve::{OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};

@@ -1,6 +1,7 @@
 //! Serving: sessions of any kind behind channels of any kind.
 
 mod connection;
+mod forwarding;
 mod mailbox;
 mod options;
 mod patience;
@@ -26,18 +27,12 @@ use self::mailbox::{GO_AWAY, Mailbox, STOP};
 use self::places::Places;
 use crate::address::{Address, machine_of};
 use crate::channel_io::accept_hands;
-use crate::connect::Connector;
 use crate::dispatch::bind;
 use crate::handshakes::{Handshakes, InProgress};
 use crate::identity::{Access, of_acceptor};
-use crate::pattern::matches_pattern;
-use crate::proxy::ProxySession;
 use crate::transport::{Channel, ChannelIo, DialOptions, ListenOptions, TransportError};
 
 pub use self::options::{OpenRequest, ServeObserver, ServeOptions, SessionFactory, WireLimits};
-
-/// The longest chain that a client may ask for through one server.
-const MAX_HOPS: usize = 16;
 
 /// Serves sessions on any number of addresses. Cheap to clone; clones are the same server.
 ///
@@ -46,6 +41,8 @@ const MAX_HOPS: usize = 16;
 pub struct Server(Arc<Shared>);
 
 struct Shared {
+    /// By which it finds itself in the path of a chain.
+    name: String,
     factory: Arc<dyn SessionFactory>,
     options: ServeOptions,
     /// Whom the server serves, and how often that has changed. Number 0 is for the side that dials.
@@ -72,6 +69,7 @@ impl Server {
     pub fn new(factory: Arc<dyn SessionFactory>, options: ServeOptions) -> Self {
         crate::runtime::install_probe();
         Self(Arc::new(Shared {
+            name: made_up_name(),
             factory,
             access: Mutex::new((1, Arc::new(options.access.clone()))),
             connections: Mutex::default(),
@@ -290,8 +288,9 @@ async fn serve_connection(
         // Behind a hop it is the key that the client asks for: the server there makes sure that it has it.
         let key = if hello.forward.is_empty() { &options.key } else { &hello.key };
         security.may_use(identity, key)?;
+        let identity = &shared.on_whose_behalf(hello, identity);
         let place = shared.places.take(&peer, identity)?;
-        open_session(shared, &peer, hello, identity).await.map(|session| (session, place))
+        shared.open(&peer, hello, identity).await.map(|opened| (opened, place))
     };
     let hands = tokio::select! {
         biased;
@@ -299,12 +298,16 @@ async fn serve_connection(
         hands = accept_hands(&mut channel, config, open) => hands,
     };
     match hands {
-        Ok((negotiated, input, (session, _place))) => {
+        Ok((negotiated, input, (opened, _place))) => {
             drop(handshake);
             if let Some(connection) = &channel.security().connection {
                 connection.prove(rules, &negotiated.identity);
             }
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
+            let session = match opened {
+                Opened::Session(session) => session,
+                Opened::Way(to) => return shared.run_tunnel(channel.io_mut(), to, input, &mailbox).await,
+            };
             // Both the session and this task have to be over.
             let parts = Parts { session, mailbox, queued: shared.queued.clone(), registered: registered.clone() };
             let mut connection = Connection::new(channel, &negotiated, input, parts, options);
@@ -345,46 +348,44 @@ async fn linger(io: &mut dyn ChannelIo) {
     let _ = tokio::time::timeout(LINGER, close).await;
 }
 
-async fn open_session(
-    shared: &Arc<Shared>,
-    peer: &str,
-    hello: &Hello,
-    identity: &str,
-) -> Result<SharedSession, RpcError> {
-    let options = &shared.options;
-    if shared.draining.load(Ordering::Acquire) {
-        return Err(RpcError::new(ErrorKind::Draining, "the server is going away and takes no new sessions"));
-    }
-    let named = |name: &String| (!name.is_empty()).then(|| name.clone());
-    let Some((next, further)) = hello.forward.split_first() else {
+/// What a client gets.
+enum Opened {
+    Session(SharedSession),
+    /// Where its tunnel leads.
+    Way(Channel),
+}
+
+impl Shared {
+    async fn open(&self, peer: &str, hello: &Hello, identity: &str) -> Result<Opened, RpcError> {
+        if self.draining.load(Ordering::Acquire) {
+            return Err(RpcError::new(ErrorKind::Draining, "the server is going away and takes no new sessions"));
+        }
+        if hello.tunnel {
+            return self.open_way(hello).await.map(Opened::Way);
+        }
+        if !hello.forward.is_empty() {
+            return self.open_next(hello, identity).await.map(Opened::Session);
+        }
+        let named = |name: &String| (!name.is_empty()).then(|| name.clone());
         let request = OpenRequest {
             peer: peer.to_owned(),
             identity: identity.to_owned(),
             key: named(&hello.key),
             workspace: named(&hello.workspace),
         };
-        return shared.factory.open(&request).await;
-    };
-    if further.len() >= MAX_HOPS {
-        return Err(RpcError::limit("hops", MAX_HOPS as u64, hello.forward.len() as u64));
+        self.factory.open(&request).await.map(Opened::Session)
     }
-    let target: Address = next.parse().map_err(|error: crate::AddressError| {
-        RpcError::new(ErrorKind::InvalidArgument, format!("cannot forward to '{next}': {error}"))
-    })?;
-    if !options.allow_forward.iter().any(|pattern| matches_pattern(pattern, &target)) {
-        return Err(RpcError::new(
-            ErrorKind::Refused,
-            format!("this server may not be used to reach '{next}': its operator has to allow it (--allow-forward)"),
-        ));
+}
+
+/// A name that no other server has.
+fn made_up_name() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    match crate::identity::random() {
+        Ok(random) => random.iter().take(8).map(|byte| format!("{byte:02x}")).collect(),
+        // Tells the servers of one machine apart, at least.
+        Err(_) => format!("{}-{number}", std::process::id()),
     }
-    let connector = Connector::new()
-        .dial_options(shared.onward.lock().unwrap_or_else(PoisonError::into_inner).clone())
-        .keep_alive(options.keep_alive)
-        .limits(options.limits.clone())
-        .key(&hello.key)
-        .workspace(&hello.workspace);
-    let next = connector.forward(next, further).await.map_err(|error| error.into_rpc_error())?;
-    Ok(Arc::new(ProxySession::new(next)))
 }
 
 /// Runs asynchronous functions on the tokio runtime that it was made in.

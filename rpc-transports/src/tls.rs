@@ -11,7 +11,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::address::Address;
-use crate::certificates::{ALPN, BINDING_LABEL, ServerTls, keys_of, name_of, server_name};
+use crate::certificates::{ALPN, BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of, server_name};
 use crate::identity::Security;
 use crate::tcp;
 use crate::transport::{Accept, Channel, ChannelIo, DialOptions, ListenOptions, Listener, TransportError};
@@ -20,10 +20,35 @@ pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Cha
     let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
     let begun = Instant::now();
     let stream = tcp::connect(address, options).await?;
-    let name = server_name(address).map_err(|error| insecure(address, io::Error::other(error)))?;
     let left = options.limit().saturating_sub(begun.elapsed());
+    secure_dialled(address, options, tls, stream, left).await
+}
+
+/// TLS over a channel that leads to `address` by way of others.
+pub(crate) async fn dial_through(
+    address: &Address,
+    options: &DialOptions,
+    channel: Channel,
+) -> Result<Channel, TransportError> {
+    let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
+    let (io, _, guard) = channel.into_parts();
+    let channel = secure_dialled(address, options, tls, io, options.limit()).await?;
+    Ok(match guard {
+        Some(guard) => channel.with_guard(guard),
+        None => channel,
+    })
+}
+
+async fn secure_dialled(
+    address: &Address,
+    options: &DialOptions,
+    tls: &ClientTls,
+    stream: impl ChannelIo + 'static,
+    limit: Duration,
+) -> Result<Channel, TransportError> {
+    let name = server_name(address).map_err(|error| insecure(address, io::Error::other(error)))?;
     let connecting = TlsConnector::from(tls.config().clone()).connect(name, stream);
-    let stream = match tokio::time::timeout(left, connecting).await {
+    let stream = match tokio::time::timeout(limit, connecting).await {
         Ok(outcome) => outcome.map_err(|error| insecure(address, error))?,
         Err(_) => return Err(TransportError::TimedOut { address: address.to_string(), limit: options.limit() }),
     };

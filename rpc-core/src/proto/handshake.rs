@@ -71,6 +71,18 @@ pub struct Hello {
     /// Client: the addresses to forward to, the next one first; empty to be served here.
     #[serde(default)]
     pub forward: Vec<String>,
+    /// Client: not a session is wanted, but a way: after the handshake the bytes of the channel pass to and from the one
+    /// address of `forward`, and the handshake with whoever is there follows.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub tunnel: bool,
+    /// Client that is a hop itself: the servers that the chain has passed, by names that each has made up, the first one in
+    /// front. Who finds itself among them refuses.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub path: Vec<String>,
+    /// Client that is a hop itself: whom its own client has proven to be, or is said to be. Believed only of hops that the
+    /// server knows. Empty if it is no hop.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub on_behalf: String,
     /// The program and its version, for people.
     #[serde(default)]
     pub agent: String,
@@ -173,6 +185,9 @@ impl Hello {
             key: String::new(),
             workspace: String::new(),
             forward: Vec::new(),
+            tunnel: false,
+            path: Vec::new(),
+            on_behalf: String::new(),
             agent: concat!("rpc/", env!("CARGO_PKG_VERSION")).to_owned(),
             max_message: 64 << 20,
             chunk: 1 << 20,

@@ -166,6 +166,14 @@ settings! {
         /// given as a list with commas. None without it
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
+        /// Functions that clients which are forwarded may use, with * for any text, such as rpc.* or model.run; may be repeated,
+        /// or given as a list with commas. All without it. What passes through a tunnel is not seen, and not limited
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        forward_functions: Vec<String> = Vec::new(), "RPC_SERVER_FORWARD_FUNCTIONS";
+        /// The names of servers that are believed when they forward and say for whom: those that their tokens or
+        /// certificates prove; may be repeated, or given as a list with commas
+        #[arg(value_name = "NAME", value_delimiter = ',')]
+        trust_proxy: Vec<String> = Vec::new(), "RPC_SERVER_TRUST_PROXY";
         /// Where sessions run: all in the server's own process, or each in a process of its own, so that a crash in a
         /// function is an error to one client alone
         #[arg(value_name = "WHERE")]

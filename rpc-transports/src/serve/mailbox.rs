@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::task::Waker;
+use std::task::{Poll, Waker};
 
 use rpc_core::reply::{Outcome, ReplySink};
 
@@ -36,6 +36,15 @@ impl Mailbox {
     /// The command that was left, or 0.
     pub(super) fn commanded(&self) -> u8 {
         self.command.load(Ordering::Acquire)
+    }
+
+    /// Resolves when the server stops. For a task that takes nothing else from here.
+    pub(super) async fn stopped(&self) {
+        std::future::poll_fn(|cx| {
+            self.register(cx.waker());
+            if self.commanded() == STOP { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
     }
 
     /// The replies that have been left since the last time.

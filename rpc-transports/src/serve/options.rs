@@ -9,6 +9,7 @@ use rpc_core::proto::Hello;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
 use crate::address::Address;
+use crate::filter::RequestPolicy;
 use crate::identity::Access;
 use crate::transport::DialOptions;
 #[cfg(feature = "quic")]
@@ -20,7 +21,8 @@ use crate::transport::QuicOptions;
 pub struct OpenRequest {
     /// The address that the client comes from.
     pub peer: String,
-    /// Whom the client has proven to be; `anonymous` without proof.
+    /// Whom the client has proven to be; `anonymous` without proof. Of a client behind a hop that is trusted with it, what the
+    /// hop says.
     pub identity: String,
     /// The key that the client asks for, if any.
     pub key: Option<String>,
@@ -115,6 +117,10 @@ pub struct ServeOptions {
     /// stands for any text within the scheme, the host or the port; without a port it is for all of them. `*` alone is for
     /// all addresses with a host, and not for programs, paths and this process. None.
     pub allow_forward: Vec<String>,
+    /// What may pass through the sessions that it forwards to. Everything.
+    pub forward_policy: Option<Arc<dyn RequestPolicy>>,
+    /// The names of hops that are believed when they say whom they forward for: what tokens or certificates prove. None.
+    pub trust_proxy: Vec<String>,
     /// How the server opens the sessions that it forwards to: its own tokens, and whom it trusts. Without either.
     pub onward: DialOptions,
     /// Hears of what the sessions' factory does not see. Nobody.
@@ -126,8 +132,10 @@ pub trait ServeObserver: Send + Sync + fmt::Debug {
     /// A client got no session.
     fn refused(&self, reason: ErrorKind);
 
-    /// An address is not listened on any more, although the server was not told to stop.
-    fn stopped_listening(&self, address: &Address);
+    /// An address is not listened on any more, although the server was not told to stop. Nothing.
+    fn stopped_listening(&self, address: &Address) {
+        let _ = address;
+    }
 }
 
 #[cfg(feature = "quic")]
@@ -162,6 +170,8 @@ impl Default for ServeOptions {
             min_rate: 64,
             access: Access::default(),
             allow_forward: Vec::new(),
+            forward_policy: None,
+            trust_proxy: Vec::new(),
             onward: DialOptions::default(),
             observer: None,
         }

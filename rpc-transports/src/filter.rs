@@ -1,0 +1,131 @@
+//! A session that lets through what a policy allows.
+
+use std::fmt;
+use std::sync::Arc;
+
+use rpc_core::session::InPlaceWrite;
+use rpc_core::{ErrorKind, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef};
+
+use crate::pattern::glob;
+
+/// Decides which requests may pass. Called for each, on tasks that serve others: it must not block. Closures do.
+pub trait RequestPolicy: Send + Sync {
+    /// Looks whether `request` may pass.
+    ///
+    /// Handles cannot be guessed, so that a function that cannot be got by its name cannot be called.
+    ///
+    /// # Errors
+    ///
+    /// Why it may not. The caller is told, as the answer to the request.
+    fn check(&self, request: &Request) -> Result<(), RpcError>;
+}
+
+impl fmt::Debug for dyn RequestPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RequestPolicy")
+    }
+}
+
+impl<F: Fn(&Request) -> Result<(), RpcError> + Send + Sync> RequestPolicy for F {
+    fn check(&self, request: &Request) -> Result<(), RpcError> {
+        self(request)
+    }
+}
+
+/// Lets functions be got by names that match one of these patterns, in which `*` stands for any text. All else passes,
+/// but for modules: what is in them is got by name as well, and has to match.
+#[derive(Clone, Debug)]
+pub struct FunctionPatterns(Vec<String>);
+
+impl FunctionPatterns {
+    /// These patterns.
+    pub fn new(patterns: impl IntoIterator<Item = String>) -> Self {
+        Self(patterns.into_iter().collect())
+    }
+}
+
+impl RequestPolicy for FunctionPatterns {
+    fn check(&self, request: &Request) -> Result<(), RpcError> {
+        let (Operation::GetFunction { name } | Operation::ModuleFunction { name, .. }) = &request.operation else {
+            return Ok(());
+        };
+        if self.0.iter().any(|pattern| glob(pattern, name)) {
+            return Ok(());
+        }
+        let text = format!("the function '{name}' may not be used through this server: its operator has to allow it");
+        Err(RpcError::new(ErrorKind::Refused, text))
+    }
+}
+
+/// A session that passes on to another one what a [`RequestPolicy`] allows, and answers the rest itself.
+pub struct FilteredSession {
+    next: SharedSession,
+    policy: Arc<dyn RequestPolicy>,
+}
+
+impl FilteredSession {
+    /// Passes on to `next` what `policy` allows.
+    pub fn new(next: SharedSession, policy: Arc<dyn RequestPolicy>) -> Self {
+        Self { next, policy }
+    }
+}
+
+impl fmt::Debug for FilteredSession {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FilteredSession")
+    }
+}
+
+impl RpcSession for FilteredSession {
+    fn submit(&self, request: Request) -> Submission {
+        match self.policy.check(&request) {
+            Ok(()) => self.next.submit(request),
+            Err(error) => Submission::ready(Err(error)),
+        }
+    }
+
+    fn ended(&self) -> Submission {
+        self.next.ended()
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        // Such a write is not seen here as a request. Policies see all.
+        let _ = (lane, to, offset, len);
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::{LocalSession, Registry, Session};
+
+    use super::*;
+
+    #[test]
+    fn what_does_not_match_is_refused_and_says_so() {
+        let registry = Registry::new();
+        registry.add("math.add", |a: i64, b: i64| a + b);
+        registry.add("shell", || "never");
+        let patterns = FunctionPatterns::new(["math.*".to_owned(), "rpc.info".to_owned()]);
+        let session = Session::new(FilteredSession::new(Arc::new(LocalSession::new(registry)), Arc::new(patterns)));
+        let add = session.function::<(i64, i64), i64>("math.add").wait().unwrap();
+        assert_eq!(add.call((1, 2)).wait().unwrap(), 3);
+        let error = session.get_function("shell").wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(error.message().contains("'shell'"), "{error}");
+        // What it lets through fails as it would without it.
+        assert_eq!(session.get_function("math.mul").wait().unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_closure_sees_every_request() {
+        let policy = |request: &Request| match request.operation {
+            Operation::Alloc { .. } => Err(RpcError::new(ErrorKind::Refused, "no memory for you")),
+            _ => Ok(()),
+        };
+        let session =
+            Session::new(FilteredSession::new(Arc::new(LocalSession::new(Registry::new())), Arc::new(policy)));
+        let alloc = session.alloc(rpc_core::Device::cpu(), rpc_core::DataType::F32, &[4]).wait();
+        assert_eq!(alloc.unwrap_err().message(), "no memory for you");
+    }
+}

@@ -1,0 +1,122 @@
+//! What a server does for a client that wants to reach another one: a session to forward to, or a way there.
+
+use std::sync::{Arc, PoisonError};
+
+use bytes::BytesMut;
+use rpc_core::proto::{ANONYMOUS, Hello};
+use rpc_core::{ErrorKind, RpcError, SharedSession};
+
+use super::mailbox::Mailbox;
+use super::{FAR_OFF, Shared};
+use crate::address::AddressKind;
+use crate::connect::{Connector, Hop};
+use crate::dispatch::dial;
+use crate::filter::FilteredSession;
+use crate::pattern::matches_pattern;
+use crate::proxy::ProxySession;
+use crate::splice::splice;
+use crate::transport::{Channel, ChannelIo};
+
+/// The longest chain that there may be.
+const MAX_HOPS: usize = 16;
+
+/// A tunnel is closed when nothing has moved for so many of the intervals after which a session would test its channel:
+/// nobody is at either end then.
+const SILENT_INTERVALS: u32 = 120;
+
+impl Shared {
+    /// Opens the session that a client will be forwarded to.
+    pub(super) async fn open_next(&self, hello: &Hello, identity: &str) -> Result<SharedSession, RpcError> {
+        let (target, further) = self.next_hop(hello)?;
+        let mut path = hello.path.clone();
+        path.push(self.name.clone());
+        let options = &self.options;
+        let connector = Connector::new()
+            .dial_options(self.onward())
+            .keep_alive(options.keep_alive)
+            .limits(options.limits.clone())
+            .key(&hello.key)
+            .workspace(&hello.workspace)
+            .on_the_way(path, identity);
+        let next = connector.forward(&target.to_string(), further).await.map_err(|error| error.into_rpc_error())?;
+        Ok(match &options.forward_policy {
+            Some(policy) => Arc::new(FilteredSession::new(next, policy.clone())),
+            None => Arc::new(ProxySession::new(next)),
+        })
+    }
+
+    /// Opens the channel that a client's tunnel will lead to.
+    pub(super) async fn open_way(&self, hello: &Hello) -> Result<Channel, RpcError> {
+        let (target, further) = self.next_hop(hello)?;
+        if !further.is_empty() {
+            return Err(RpcError::new(ErrorKind::InvalidArgument, "a tunnel leads to one address"));
+        }
+        // What is encrypted is between the client and whoever is there.
+        let address = match target.address.kind() {
+            AddressKind::Tls { .. } => target.address.clone().over_tcp(),
+            AddressKind::Tcp { .. } | AddressKind::Unix { .. } | AddressKind::Memory { .. } => target.address.clone(),
+            AddressKind::Quic { .. } | AddressKind::Exec { .. } | AddressKind::Local => {
+                let text = format!("a tunnel cannot lead to '{}': it passes the bytes of a connection", target.address);
+                return Err(RpcError::new(ErrorKind::Unsupported, text));
+            }
+        };
+        let dialled = dial(&address, &self.onward()).await;
+        dialled.map_err(|error| crate::connect::ConnectError::from(error).into_rpc_error())
+    }
+
+    /// Passes bytes between a client and where its tunnel leads, until either has gone.
+    pub(super) async fn run_tunnel(&self, client: &mut dyn ChannelIo, to: Channel, input: BytesMut, mailbox: &Mailbox) {
+        let (peer, silence) = (to.peer().to_owned(), self.options.keep_alive.saturating_mul(SILENT_INTERVALS));
+        let (mut io, _, _guard) = to.into_parts();
+        let limit = self.options.session_duration.unwrap_or(FAR_OFF).min(FAR_OFF);
+        tokio::select! {
+            ended = splice(client, &mut *io, input, silence.min(FAR_OFF)) => {
+                tracing::debug!(to = peer, ?ended, "tunnel ended");
+            }
+            () = mailbox.stopped() => tracing::debug!(to = peer, "tunnel cut: the server stops"),
+            () = tokio::time::sleep(limit) => tracing::debug!(to = peer, "tunnel cut: session_duration is over"),
+        }
+    }
+
+    /// The address to go to, and those behind it, if the client may go there.
+    fn next_hop<'a>(&self, hello: &'a Hello) -> Result<(Hop, &'a [String]), RpcError> {
+        let Some((next, further)) = hello.forward.split_first() else {
+            return Err(RpcError::new(ErrorKind::InvalidArgument, "there is no address to forward to"));
+        };
+        let hops = hello.path.len() + hello.forward.len();
+        if hops > MAX_HOPS {
+            return Err(RpcError::limit("hops", MAX_HOPS as u64, hops as u64));
+        }
+        if hello.path.contains(&self.name) {
+            let text = format!("the chain to '{next}' comes back to a server that it has passed");
+            return Err(RpcError::new(ErrorKind::Refused, text));
+        }
+        let hop: Hop = next.parse().map_err(|error: crate::AddressError| {
+            RpcError::new(ErrorKind::InvalidArgument, format!("cannot forward to '{next}': {error}"))
+        })?;
+        let allowed = &self.options.allow_forward;
+        if !allowed.iter().any(|pattern| matches_pattern(pattern, &hop.address)) {
+            return Err(RpcError::new(
+                ErrorKind::Refused,
+                format!(
+                    "this server may not be used to reach '{next}': its operator has to allow it (--allow-forward)"
+                ),
+            ));
+        }
+        Ok((hop, further))
+    }
+
+    fn onward(&self) -> crate::transport::DialOptions {
+        self.onward.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whom the session is for: the client itself, or, if it is a hop that is believed, whom that says.
+    pub(super) fn on_whose_behalf(&self, hello: &Hello, identity: &str) -> String {
+        let trusted = identity != ANONYMOUS && self.options.trust_proxy.iter().any(|name| name == identity);
+        let named = !hello.on_behalf.is_empty() && hello.on_behalf.len() <= MAX_NAME;
+        if trusted && named { hello.on_behalf.clone() } else { identity.to_owned() }
+    }
+}
+
+/// The longest name that somebody may be known by.
+const MAX_NAME: usize = 64;
