@@ -44,6 +44,10 @@ pub(crate) const NO_SERVER_TLS: &str = "need a certificate to show; make one wit
 
 /// What went wrong with the encryption, with a hint for the usual reasons.
 pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
+    if matches!(source.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) {
+        // The link broke, and nobody has said anything about the encryption.
+        return TransportError::from_io(address.to_string(), source);
+    }
     let text = source.to_string();
     let hint = if text.contains("UnknownIssuer") || text.contains("BadSignature") {
         "its certificate is not by the authority that was given"
