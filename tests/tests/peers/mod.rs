@@ -4,6 +4,8 @@
 #![allow(dead_code, unreachable_pub)]
 
 pub mod pace;
+pub mod raw;
+pub mod site;
 
 use std::future::Future;
 use std::io::{BufRead, BufReader, Read, Write};
