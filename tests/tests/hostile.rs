@@ -21,7 +21,7 @@ use bytes::Bytes;
 use rcgen::{ExtendedKeyUsagePurpose, date_time_ymd};
 use rpc_core::files::Files;
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
-use rpc_core::{DataType, Device, ErrorKind, Handle, Lane, Operation, Packed, RemoteObject, Request, RpcError};
+use rpc_core::{DataType, Device, ErrorKind, Lane, Operation, Packed, RemoteObject, Request, RpcError};
 use rpc_server::config::ServeConfig;
 use rpc_server::server::RpcServer;
 use rpc_server::session::SessionWorkspace;
@@ -37,7 +37,10 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::task::JoinHandle;
 
-use peers::raw::{OVER, Raw, cut_off, error_in, frame, frames, function_in, last_word, request, trickle, was_accepted};
+use peers::forge;
+use peers::raw::{
+    OVER, Raw, cut_off, error_in, frame, frames, function_in, last_word, mutated, request, trickle, was_accepted,
+};
 use peers::site::{Authority, GoodClient, PATIENCE, SECRET, Site, soon, tokens, works};
 use peers::{Transport, within};
 
@@ -749,86 +752,9 @@ async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
 
 // Forging.
 
-/// The worst case: the victim's handles are known, and the attacker has all the time in the world.
 async fn forged_handles_reach_nothing_of_another_session(transport: Transport) {
     let site = Site::new(transport, ServeOptions::default()).await;
-    let connect = async || soon("connect", site.connector().connect(&site.address)).await.unwrap();
-    let (victim, attacker, witness) = (connect().await, connect().await, connect().await);
-    let tag = format!("forged-{transport:?}");
-    let alive = async || {
-        let alive = soon("get", witness.function::<(String,), i64>("tagged.alive")).await.unwrap();
-        soon("call", alive.call((tag.clone(),))).await.unwrap()
-    };
-    let new = soon("get", victim.get_function("tagged.new")).await.unwrap();
-    let mut objects = Vec::new();
-    for _ in 0..100 {
-        objects.push(soon("call", new.call::<RemoteObject>((tag.clone(),))).await.unwrap());
-    }
-    let tensor = soon("alloc", victim.alloc(Device::cpu(), DataType::U8, &[8])).await.unwrap();
-    soon("copy", victim.copy_to_remote(&tensor, vec![7; 8])).await.unwrap();
-    let known: Vec<u64> =
-        objects.iter().map(|object| object.handle().to_bits()).chain([tensor.handle().to_bits()]).collect();
-    let raw =
-        async |operation: Operation| soon("a request", attacker.shared().submit(Request::new(operation)).reply()).await;
-    // Exactly the victim's handles, in each operation that takes one.
-    for bits in &known {
-        let handle = Handle::from_bits(*bits);
-        let to = rpc_core::TensorRef { storage: handle, ..reference(&tensor) };
-        for operation in [
-            Operation::Free { handle },
-            Operation::Call { function: handle, args: Vec::new() },
-            Operation::Read { from: to.clone(), offset: 0, len: 8, into: None },
-            Operation::Write { to: to.clone(), offset: 0, data: Bytes::from_static(&[1; 8]) },
-            Operation::Copy { from: to.clone(), to: to.clone() },
-        ] {
-            let what = format!("{operation:?}");
-            let error = raw(operation).await.expect_err(&what);
-            assert_eq!(error.kind(), ErrorKind::InvalidHandle, "{what}: {error}");
-        }
-    }
-    // Every tag there can be, over the slots and generations in use; then anything at all.
-    let mut random = Random::new(31);
-    let mut forged: Vec<u64> = Vec::with_capacity(1_200_000);
-    for slot in 0..8_u64 {
-        forged.extend((0..1_u64 << 16).map(|tag| tag << 48 | slot));
-    }
-    forged.extend((0..8 << 16).map(|number| known[number % known.len()] ^ random.number() << 48));
-    while forged.len() < 1_200_000 {
-        forged.push(random.number());
-    }
-    forged.extend(&known);
-    let released = forged.len();
-    // The attacker's own objects are its own to lose: it has none but what it fetches below.
-    for handles in forged.chunks(8000) {
-        let handles = handles.iter().copied().map(Handle::from_bits).collect();
-        soon("release", attacker.shared().submit(Request::new(Operation::Release { handles })).reply()).await.unwrap();
-    }
-    let mut pending = Vec::new();
-    for bits in forged.iter().step_by(forged.len() / 20_000) {
-        let free = Operation::Free { handle: Handle::from_bits(*bits) };
-        pending.push(attacker.shared().submit(Request::new(free)).reply());
-    }
-    for reply in pending {
-        assert_eq!(soon("a request", reply).await.unwrap_err().kind(), ErrorKind::InvalidHandle);
-    }
-    println!("{released} handles forged");
-    works(&attacker).await;
-    assert_eq!(alive().await, 100);
-    assert_eq!(soon("copy", victim.copy_from_remote(&tensor)).await.unwrap(), [7; 8][..]);
-    works(&victim).await;
-    drop(objects);
-    within(PATIENCE, "the victim frees its own", async || alive().await == 0).await;
-}
-
-fn reference(tensor: &rpc_core::RemoteTensor) -> rpc_core::TensorRef {
-    rpc_core::TensorRef {
-        storage: tensor.handle(),
-        byte_offset: tensor.byte_offset(),
-        shape: tensor.shape().to_vec(),
-        strides: None,
-        dtype: tensor.dtype(),
-        device: tensor.device(),
-    }
+    forge::handles_of_others(site.connector(), &site.address, 1_200_000).await;
 }
 
 /// What has been freed stays freed, however often its place is used again.
@@ -992,37 +918,6 @@ fn names_in(folder: &Path) -> Vec<String> {
 }
 
 // Rubbish.
-
-/// A valid beginning with some things wrong.
-fn mutated(valid: &[u8], random: &mut Random) -> Vec<u8> {
-    let mut bytes = valid.to_vec();
-    for _ in 0..1 + random.below(3) {
-        if bytes.is_empty() {
-            break;
-        }
-        let at = random.below(bytes.len());
-        match random.below(6) {
-            0 => bytes[at] ^= 1 << random.below(8),
-            1 => bytes[at] = random.number() as u8,
-            2 => bytes.truncate(at),
-            3 => {
-                let count = 1 + random.below(40);
-                let noise = random.bytes(count);
-                bytes.splice(at..at, noise);
-            }
-            4 => {
-                let end = at + random.below(bytes.len() - at + 1);
-                let twice = bytes[at..end].to_vec();
-                bytes.splice(at..at, twice);
-            }
-            _ => {
-                let end = (at + 1 + random.below(24)).min(bytes.len());
-                bytes.drain(at..end);
-            }
-        }
-    }
-    bytes
-}
 
 /// Rubbish inside of the encryption, where there is any, beside good clients. None of it is a proof.
 async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {

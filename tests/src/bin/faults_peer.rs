@@ -57,6 +57,9 @@ struct Client {
 fn registry() -> Registry {
     let registry = functions::registry();
     registry.add_inline("pid", || i64::from(std::process::id()));
+    registry.add_inline("bulk", || bytes::Bytes::from(vec![3; 1 << 20]));
+    let made = bytes::Bytes::from(vec![3; 1 << 20]);
+    registry.add_inline("bulk.made", move || made.clone());
     // As many objects as it takes, of a kind that costs nothing itself.
     registry.add_inline("objects.many", |count: i64| {
         (0..count).map(|object| Shared(std::sync::Arc::new(object))).collect::<Vec<_>>()

@@ -3,6 +3,7 @@
 // Each test program uses a part of it.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod forge;
 pub mod pace;
 pub mod raw;
 pub mod site;
@@ -92,13 +93,14 @@ static CERTIFICATE: LazyLock<(String, String)> = LazyLock::new(|| {
 
 /// Trusts the servers in processes of their own.
 pub fn connector() -> Connector {
-    Connector::new().tls(trust())
+    // One for all, as a program has it.
+    static TRUST: LazyLock<ClientTls> = LazyLock::new(trust);
+    Connector::new().tls(TRUST.clone())
 }
 
+/// The trust of one client: sessions over QUIC share a connection with those of the same.
 pub fn trust() -> ClientTls {
-    // One for all, so that sessions over QUIC may share a connection, as those of other programs do.
-    static TRUST: LazyLock<ClientTls> = LazyLock::new(|| ClientTls::new(CERTIFICATE.0.as_bytes(), None).unwrap());
-    TRUST.clone()
+    ClientTls::new(CERTIFICATE.0.as_bytes(), None).unwrap()
 }
 
 /// A server in a process of its own. It is killed when this is dropped.
@@ -267,6 +269,13 @@ pub fn memory(pid: u32, field: &str) -> u64 {
 /// Lets the peak of a process' memory begin anew.
 pub fn reset_peak(pid: u32) {
     fs::write(format!("/proc/{pid}/clear_refs"), "5").unwrap();
+}
+
+/// The processes that a process has started and not reaped.
+pub fn children(pid: u32) -> usize {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let lists = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    lists.map(|list| list.split_whitespace().count()).sum()
 }
 
 pub fn threads(pid: u32) -> usize {

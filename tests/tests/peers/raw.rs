@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, decode_reply, encode_request};
 use rpc_core::{Handle, Lane, Operation, Request, RpcError};
+use rpc_tests::forwarder::Random;
 use rpc_transports::{Address, Channel, ClientTls, DialOptions};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
@@ -154,4 +155,35 @@ pub async fn cut_off(io: &mut (impl AsyncRead + AsyncWrite + Unpin + ?Sized), sl
     };
     tokio::time::timeout(OVER, ends).await.unwrap_or_else(|_| panic!("not cut off after {OVER:?}"));
     assert!(!was_accepted(&said), "{}", said.escape_ascii());
+}
+
+/// A valid beginning with some things wrong.
+pub fn mutated(valid: &[u8], random: &mut Random) -> Vec<u8> {
+    let mut bytes = valid.to_vec();
+    for _ in 0..1 + random.below(3) {
+        if bytes.is_empty() {
+            break;
+        }
+        let at = random.below(bytes.len());
+        match random.below(6) {
+            0 => bytes[at] ^= 1 << random.below(8),
+            1 => bytes[at] = random.number() as u8,
+            2 => bytes.truncate(at),
+            3 => {
+                let count = 1 + random.below(40);
+                let noise = random.bytes(count);
+                bytes.splice(at..at, noise);
+            }
+            4 => {
+                let end = at + random.below(bytes.len() - at + 1);
+                let twice = bytes[at..end].to_vec();
+                bytes.splice(at..at, twice);
+            }
+            _ => {
+                let end = (at + 1 + random.below(24)).min(bytes.len());
+                bytes.drain(at..end);
+            }
+        }
+    }
+    bytes
 }
