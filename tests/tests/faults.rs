@@ -106,15 +106,6 @@ fn client(transport: Transport) -> Connector {
     if transport == Transport::Quic { quick() } else { peers::connector() }
 }
 
-/// How soon it is known that a peer was killed, or fell silent.
-fn limit(kind: ErrorKind) -> Duration {
-    match kind {
-        // Late by a part of an interval, at most: what was under way may still have moved.
-        ErrorKind::PeerSilent => DEAD + KEEP_ALIVE / 2,
-        _ => LIMIT,
-    }
-}
-
 /// Something under way, and when it ended, as [`pace`] has it.
 struct Watched {
     what: &'static str,
@@ -180,13 +171,29 @@ struct Busy {
 }
 
 impl Busy {
-    /// `observer` sees the same origin.
-    async fn new(form: Form, session: Session, tag: &str, observer: &Calls) -> Self {
-        let hold = session.get_function("hold.tagged").await.unwrap();
-        let add = session.get_function("add").await.unwrap();
+    /// On a session that `connect` opens; `observer` sees the same origin. On a machine that is very busy a peer may be
+    /// silent for so long that it counts as dead although it lives, which is not what is tested: then it begins anew.
+    async fn new(form: Form, tag: &str, observer: &Calls, connect: impl AsyncFn() -> Session) -> Self {
+        for _ in 0..5 {
+            match Self::begin(form, connect().await, tag, observer).await {
+                Ok(busy) => return busy,
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error}");
+                    println!("the machine is too busy, it begins anew: {error}");
+                    within(PATIENCE, "the calls end", async || observer.run::<i64>("tagged.alive", (tag,)).await == 0)
+                        .await;
+                }
+            }
+        }
+        panic!("no session stays, although nobody was killed yet");
+    }
+
+    async fn begin(form: Form, session: Session, tag: &str, observer: &Calls) -> Result<Self> {
+        let hold = session.get_function("hold.tagged").await?;
+        let add = session.get_function("add").await?;
         let mut tensors = Vec::new();
         for mebibytes in [4, 4, 64] {
-            tensors.push(session.alloc(Device::cpu(), DataType::U8, &[mebibytes << 20]).await.unwrap());
+            tensors.push(session.alloc(Device::cpu(), DataType::U8, &[mebibytes << 20]).await?);
         }
         let mut pending = Vec::new();
         for lane in [Lane(1), Lane(2), Lane::CONCURRENT] {
@@ -201,14 +208,15 @@ impl Busy {
         let copied = Arc::new(AtomicU64::new(0));
         pending.push(watch_copies(form, &session, tensors.remove(2), copied.clone()));
         within(PATIENCE, "three calls run", async || {
-            observer.run::<i64>("tagged.alive", (tag,)).await == 3 && copied.load(Ordering::Relaxed) > 0
+            let runs = observer.run::<i64>("tagged.alive", (tag,)).await == 3 && copied.load(Ordering::Relaxed) > 0;
+            runs || pending.iter().any(|watched| watched.outcome.is_finished())
         })
         .await;
         // What was submitted before these has left this process.
         for _ in 0..20 {
-            assert_eq!(add.call::<i64>((1, 2)).concurrent().await.unwrap(), 3);
+            assert_eq!(add.call::<i64>((1, 2)).concurrent().await?, 3);
         }
-        Self { session, pending }
+        Ok(Self { session, pending })
     }
 
     /// That all of it fails alike, within the limit from `since`.
@@ -222,7 +230,7 @@ impl Busy {
             assert!(error.request_may_have_run() || what == ENDLESS, "{what}: {error}");
             assert!(error.peer().is_some(), "{what}: {error}");
             let took = at.saturating_sub(since);
-            assert!(took <= limit(kind), "{what} failed after {took:?}");
+            assert!(took <= LIMIT, "{what} failed after {took:?}");
             slowest = slowest.max(took);
         }
         println!("everything had failed after {slowest:?}");
@@ -238,7 +246,7 @@ async fn idle_ends(idle: Session, kind: ErrorKind, since: Duration) -> Duration 
     let ended = soon(idle.ended()).await;
     let took = pace::since(since);
     assert_eq!(ended.kind(), kind, "{ended}");
-    assert!(took <= limit(kind), "an idle session noticed after {took:?}");
+    assert!(took <= LIMIT, "an idle session noticed after {took:?}");
     took
 }
 
@@ -290,11 +298,12 @@ async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, f
 }
 
 async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form: Form) {
-    let mut server = ServerPeer::start(transport);
+    // It is the client that is to notice: the server has time.
+    let mut server = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(server.address()).await;
-    let session = connect(form, client(transport), server.address()).await.unwrap();
-    let idle = connect(form, client(transport), server.address()).await.unwrap();
-    let busy = Busy::new(form, session, "killed", &watcher).await;
+    let open = async || connect(form, client(transport), server.address()).await.unwrap();
+    let busy = Busy::new(form, "killed", &watcher, open).await;
+    let idle = open().await;
     let kind = transport.end_of_the_killed();
     let since = pace::now();
     server.kill();
@@ -326,11 +335,11 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
 }
 
 async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, form: Form) {
-    let server = ServerPeer::start(transport);
+    let server = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(server.address()).await;
-    let session = connect(form, quick(), server.address()).await.unwrap();
-    let idle = connect(form, quick(), server.address()).await.unwrap();
-    let busy = Busy::new(form, session, "stopped", &watcher).await;
+    let open = async || connect(form, quick(), server.address()).await.unwrap();
+    let busy = Busy::new(form, "stopped", &watcher, open).await;
+    let idle = open().await;
     let (since, begun) = (pace::now(), Instant::now());
     server.signal(Signal::STOP);
     idle_ends(idle, ErrorKind::PeerSilent, since).await;
@@ -365,11 +374,13 @@ async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
 
 async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Transport, form: Form) {
     let origin = ServerPeer::start(transport);
-    let mut hop = ServerPeer::start(transport);
+    // Those on both sides of it are to notice.
+    let mut hop = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(origin.address()).await;
     let before = watcher.info().await;
-    let session = connect(form, client(transport).via(hop.address()), origin.address()).await.unwrap();
-    let busy = Busy::new(form, session, "hop", &watcher).await;
+    let connector = client(transport).via(hop.address());
+    let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
+    let busy = Busy::new(form, "hop", &watcher, open).await;
     assert_ne!(watcher.info().await.handles, before.handles);
     let since = pace::now();
     hop.kill();
@@ -380,14 +391,15 @@ async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Tran
 }
 
 async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: Form) {
-    let mut origin = ServerPeer::start(transport);
-    let other = ServerPeer::start(transport);
+    let mut origin = ServerPeer::with(transport, &[]);
+    let other = ServerPeer::with(transport, &[]);
+    // It is the hop that is to notice.
     let hop = ServerPeer::start(transport);
     let watcher = Calls::to(origin.address()).await;
-    let connector = client(transport).via(hop.address());
+    let connector = peers::connector().via(hop.address());
     let neighbour = Calls(connect(form, connector.clone(), other.address()).await.unwrap());
-    let session = connect(form, connector.clone(), origin.address()).await.unwrap();
-    let busy = Busy::new(form, session, "origin", &watcher).await;
+    let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
+    let busy = Busy::new(form, "origin", &watcher, open).await;
     let since = pace::now();
     origin.kill();
     busy.fails(transport.end_of_the_killed(), 1, since).await;
@@ -433,7 +445,8 @@ mod a_child_process {
             let session = connect(form, Connector::new(), &address(&folder)).await.unwrap();
             let itself = Calls(session.clone());
             let pid = itself.run::<i64>("pid", ()).await as u32;
-            let busy = Busy::new(form, session, "child", &itself).await;
+            let busy = Busy::new(form, "child", &itself, async || session.clone()).await;
+            drop(session);
             drop(itself);
             let since = pace::now();
             signal(pid, Signal::KILL);
