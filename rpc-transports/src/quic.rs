@@ -164,7 +164,7 @@ pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Cha
             return Ok(channel);
         }
         let pooled = connect(address, options, tls, key).await?;
-        open(address, &pooled).await.map_err(|error| insecure(address, error.into()))
+        open(address, &pooled).await.map_err(|error| unconnected(address, options, error))
     };
     let limit = options.limit();
     let outcome = tokio::time::timeout(limit, open).await;
@@ -212,11 +212,21 @@ async fn connect(
                 return pool_connection(connection, endpoint, (tls.clone(), options.tokens.clone()), key)
                     .map_err(|error| insecure(address, error));
             }
-            Ok(Err(error)) => failure = insecure(address, error.into()),
+            Ok(Err(error)) => failure = unconnected(address, options, error),
             Err(_) => {}
         }
     }
     Err(failure)
+}
+
+fn unconnected(address: &Address, options: &DialOptions, error: quinn::ConnectionError) -> TransportError {
+    match error {
+        // Nobody has said anything about the encryption.
+        quinn::ConnectionError::TimedOut => {
+            TransportError::TimedOut { address: address.to_string(), limit: options.quic_idle }
+        }
+        error => insecure(address, error.into()),
+    }
 }
 
 fn pool_connection(

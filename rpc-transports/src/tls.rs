@@ -69,14 +69,22 @@ pub(crate) const NO_SERVER_TLS: &str = "need a certificate to show; make one wit
 
 /// What went wrong with the encryption, with a hint for the usual reasons.
 pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
+    if matches!(source.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) {
+        // The link broke, and nobody has said anything about the encryption.
+        return TransportError::from_io(address.to_string(), source);
+    }
     let text = source.to_string();
-    let hint = if text.contains("UnknownIssuer") || text.contains("BadSignature") {
+    let stranger = text.contains("UnknownIssuer") || text.contains("BadSignature");
+    // Over QUIC it is the server that says so of the client's.
+    let hint = if stranger && text.contains("aborted by peer") {
+        "the client's certificate is not by an authority that the server trusts"
+    } else if stranger {
         "its certificate is not by the authority that was given"
     } else if text.contains("NotValidForName") || text.contains("not valid for name") {
         "its certificate is for another name"
     } else if text.contains("Expired") || text.contains("expired") {
         "a certificate has expired; renew it with: rpc-cli cert"
-    } else if text.contains("ertificateRequired") {
+    } else if text.contains("ertificateRequired") || text.contains("sent no certificates") {
         "the server wants a certificate of the client (--cert, --cert-key)"
     } else if text.contains("InvalidContentType")
         || text.contains("corrupt")

@@ -17,52 +17,66 @@ use std::time::{Duration, Instant};
 
 use rpc_core::proto::{FrameHeader, Hello, Kind, Role};
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Result, RpcError, Session};
+use rpc_server::builtins::ServerInfo;
 use rpc_tests::scene::{BothForms, Form, on_thread, poll_once};
 use rpc_transports::{BlockingIo, ConnectError, Connector};
 use rustix::process::Signal;
 use tokio::task::JoinHandle;
 
-use peers::{Calls, ClientPeer, KEEP_ALIVE, LIMIT, RawPeer, ServerPeer, Transport, is_running, signal, within};
+use peers::{
+    Calls, ClientPeer, DEAD, KEEP_ALIVE, LIMIT, RawPeer, ServerPeer, Transport, at_pace, is_running, pace, signal,
+    within,
+};
 
-/// Each test over TCP and Unix sockets, with the asynchronous and with the blocking client.
+/// Each test over each of the transports, with the asynchronous and with the blocking client.
 macro_rules! each_way {
-    ($($test:ident)*) => {$(
+    ($($test:ident: $($transport:ident as $async:ident $blocking:ident)*;)*) => {$(
         mod $test {
             use super::{Form, Transport, peers};
 
-            #[test]
-            fn tcp_async() {
-                peers::run(|| super::$test(Transport::Tcp, Form::Async));
+            $(#[test]
+            fn $async() {
+                peers::run(|| super::$test(Transport::$transport, Form::Async));
             }
 
             #[test]
-            fn tcp_blocking() {
-                peers::run(|| super::$test(Transport::Tcp, Form::Blocking));
-            }
-
-            #[test]
-            fn unix_async() {
-                peers::run(|| super::$test(Transport::Unix, Form::Async));
-            }
-
-            #[test]
-            fn unix_blocking() {
-                peers::run(|| super::$test(Transport::Unix, Form::Blocking));
-            }
+            fn $blocking() {
+                peers::run(|| super::$test(Transport::$transport, Form::Blocking));
+            })*
         }
     )*};
+    (over all: $($test:ident)*) => {
+        each_way! {
+            $($test:
+                Tcp as tcp_async tcp_blocking
+                Unix as unix_async unix_blocking
+                Tls as tls_async tls_blocking
+                Quic as quic_async quic_blocking;)*
+        }
+    };
+    (over plain: $($test:ident)*) => {
+        each_way! { $($test: Tcp as tcp_async tcp_blocking Unix as unix_async unix_blocking;)* }
+    };
 }
 
 each_way! {
+    over all:
     a_killed_client_holds_nothing_any_more
+    a_client_killed_while_it_is_busy_leaves_nothing
     a_killed_server_is_lost_to_all_pending_calls
+    a_server_killed_in_the_handshake_is_lost
     a_stopped_server_is_silent_to_all_pending_calls
     a_stopped_client_loses_its_session
     a_killed_hop_is_lost_to_the_client_and_the_origin_frees
     a_killed_origin_is_an_error_of_another_hop
+    a_server_that_drains_finishes_what_was_asked
+}
+
+// What peers write is theirs to choose where nothing is encrypted.
+each_way! {
+    over plain:
     bad_clients_harm_nobody_else
     bad_servers_are_clear_errors
-    a_server_that_drains_finishes_what_was_asked
 }
 
 async fn connect(form: Form, connector: Connector, address: &str) -> std::result::Result<Session, ConnectError> {
@@ -75,14 +89,27 @@ async fn connect(form: Form, connector: Connector, address: &str) -> std::result
     }
 }
 
-fn quick() -> Connector {
-    Connector::new().keep_alive(KEEP_ALIVE)
+/// Longer than anything here takes; what needs more hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+async fn soon<F: Future>(future: F) -> F::Output {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("not over after {PATIENCE:?}"))
 }
 
-/// Something under way, and when it ended.
+/// A client that notices silence after [`DEAD`].
+fn quick() -> Connector {
+    peers::connector().keep_alive(KEEP_ALIVE)
+}
+
+/// A client that notices that its peer was killed: where the system does not say so, by the silence.
+fn client(transport: Transport) -> Connector {
+    if transport == Transport::Quic { quick() } else { peers::connector() }
+}
+
+/// Something under way, and when it ended, as [`pace`] has it.
 struct Watched {
     what: &'static str,
-    outcome: JoinHandle<(Result<()>, Instant)>,
+    outcome: JoinHandle<(Result<()>, Duration)>,
 }
 
 fn watch<O: BothForms>(form: Form, what: &'static str, operation: O) -> Watched
@@ -108,7 +135,7 @@ where
             Box::pin(operation)
         }
     };
-    Watched { what, outcome: tokio::spawn(async move { (run.await.map(drop), Instant::now()) }) }
+    Watched { what, outcome: tokio::spawn(async move { (run.await.map(drop), pace::now()) }) }
 }
 
 const ENDLESS: &str = "endless copies";
@@ -133,7 +160,7 @@ fn watch_copies(form: Form, session: &Session, tensor: RemoteTensor, copied: Arc
             }
         })),
     };
-    Watched { what: ENDLESS, outcome: tokio::spawn(async move { (run.await, Instant::now()) }) }
+    Watched { what: ENDLESS, outcome: tokio::spawn(async move { (run.await, pace::now()) }) }
 }
 
 /// A session with all kinds of requests under way: running and queued calls on several lanes, copies that wait behind
@@ -144,13 +171,29 @@ struct Busy {
 }
 
 impl Busy {
-    /// `observer` sees the same origin.
-    async fn new(form: Form, session: Session, tag: &str, observer: &Calls) -> Self {
-        let hold = session.get_function("hold.tagged").await.unwrap();
-        let add = session.get_function("add").await.unwrap();
+    /// On a session that `connect` opens; `observer` sees the same origin. On a machine that is very busy a peer may be
+    /// silent for so long that it counts as dead although it lives, which is not what is tested: then it begins anew.
+    async fn new(form: Form, tag: &str, observer: &Calls, connect: impl AsyncFn() -> Session) -> Self {
+        for _ in 0..5 {
+            match Self::begin(form, connect().await, tag, observer).await {
+                Ok(busy) => return busy,
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error}");
+                    println!("the machine is too busy, it begins anew: {error}");
+                    within(PATIENCE, "the calls end", async || observer.run::<i64>("tagged.alive", (tag,)).await == 0)
+                        .await;
+                }
+            }
+        }
+        panic!("no session stays, although nobody was killed yet");
+    }
+
+    async fn begin(form: Form, session: Session, tag: &str, observer: &Calls) -> Result<Self> {
+        let hold = session.get_function("hold.tagged").await?;
+        let add = session.get_function("add").await?;
         let mut tensors = Vec::new();
         for mebibytes in [4, 4, 64] {
-            tensors.push(session.alloc(Device::cpu(), DataType::U8, &[mebibytes << 20]).await.unwrap());
+            tensors.push(session.alloc(Device::cpu(), DataType::U8, &[mebibytes << 20]).await?);
         }
         let mut pending = Vec::new();
         for lane in [Lane(1), Lane(2), Lane::CONCURRENT] {
@@ -164,32 +207,33 @@ impl Busy {
         pending.push(watch(form, "a queued copy from", session.copy_from_remote(&tensors[1]).lane(Lane(2))));
         let copied = Arc::new(AtomicU64::new(0));
         pending.push(watch_copies(form, &session, tensors.remove(2), copied.clone()));
-        within(Duration::from_secs(20), "three calls run", async || {
-            observer.run::<i64>("tagged.alive", (tag,)).await == 3 && copied.load(Ordering::Relaxed) > 0
+        within(PATIENCE, "three calls run", async || {
+            let runs = observer.run::<i64>("tagged.alive", (tag,)).await == 3 && copied.load(Ordering::Relaxed) > 0;
+            runs || pending.iter().any(|watched| watched.outcome.is_finished())
         })
         .await;
         // What was submitted before these has left this process.
         for _ in 0..20 {
-            assert_eq!(add.call::<i64>((1, 2)).concurrent().await.unwrap(), 3);
+            assert_eq!(add.call::<i64>((1, 2)).concurrent().await?, 3);
         }
-        Self { session, pending }
+        Ok(Self { session, pending })
     }
 
     /// That all of it fails alike, within the limit from `since`.
-    async fn fails(self, kind: ErrorKind, hop: u16, since: Instant) {
+    async fn fails(self, kind: ErrorKind, hop: u16, since: Duration) {
+        let mut slowest = Duration::ZERO;
         for Watched { what, outcome } in self.pending {
-            let (outcome, at) = tokio::time::timeout(Duration::from_secs(30), outcome)
-                .await
-                .unwrap_or_else(|_| panic!("{what} has no end"))
-                .unwrap();
+            let (outcome, at) = soon(outcome).await.unwrap();
             let error = outcome.expect_err(what);
             assert_eq!((error.kind(), error.hop()), (kind, hop), "{what}: {error}");
             // One of the endless copies may have been about to begin.
             assert!(error.request_may_have_run() || what == ENDLESS, "{what}: {error}");
             assert!(error.peer().is_some(), "{what}: {error}");
-            let took = at.saturating_duration_since(since);
-            assert!(took < LIMIT, "{what} failed after {took:?}");
+            let took = at.saturating_sub(since);
+            assert!(took <= LIMIT, "{what} failed after {took:?}");
+            slowest = slowest.max(took);
         }
+        println!("everything had failed after {slowest:?}");
         let ended = self.session.ended().await;
         assert_eq!((ended.kind(), ended.hop()), (kind, hop), "{ended}");
         let late = self.session.get_function("add").await.unwrap_err();
@@ -197,72 +241,131 @@ impl Busy {
     }
 }
 
+/// That a session with nothing under way ends in time, too.
+async fn idle_ends(idle: Session, kind: ErrorKind, since: Duration) -> Duration {
+    let ended = soon(idle.ended()).await;
+    let took = pace::since(since);
+    assert_eq!(ended.kind(), kind, "{ended}");
+    assert!(took <= LIMIT, "an idle session noticed after {took:?}");
+    took
+}
+
+fn name(form: Form) -> &'static str {
+    if form == Form::Async { "async" } else { "blocking" }
+}
+
+/// That the server of `watcher` holds what it held before, and nothing more, within [`LIMIT`].
+async fn freed(watcher: &Calls, before: &ServerInfo) -> Duration {
+    at_pace(LIMIT, "the server has freed everything", async || {
+        let info = watcher.info().await;
+        (info.handles, info.memory_bytes, info.sessions) == (before.handles, before.memory_bytes, before.sessions)
+    })
+    .await
+}
+
 async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form) {
     let server = ServerPeer::start(transport);
     let watcher = Calls::to(server.address()).await;
     let before = watcher.info().await;
-    let form = if form == Form::Async { "async" } else { "blocking" };
-    let mut client = ClientPeer::start(form, server.address(), 1000, 1 << 30);
+    let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 30);
     let during = watcher.info().await;
     assert!(during.handles >= before.handles + 1001, "{during:?}");
     assert!(during.memory_bytes >= before.memory_bytes + (1 << 30), "{during:?}");
     assert!(peers::memory(server.pid(), "VmRSS") > 1 << 30);
+    pace::now();
     client.kill();
-    let took = within(LIMIT, "the server has freed everything", async || {
-        let info = watcher.info().await;
-        (info.handles, info.memory_bytes, info.sessions) == (before.handles, before.memory_bytes, before.sessions)
-            && peers::memory(server.pid(), "VmRSS") < 128 << 20
-    })
-    .await;
-    println!("freed after {took:?}");
+    let took = freed(&watcher, &before).await;
+    println!("{transport:?}: freed after {took:?}");
+    // The system takes its time with so many pages.
+    within(PATIENCE, "the memory is the system's again", async || peers::memory(server.pid(), "VmRSS") < 128 << 20)
+        .await;
+}
+
+async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, form: Form) {
+    let server = ServerPeer::start(transport);
+    let watcher = Calls::to(server.address()).await;
+    let before = watcher.info().await;
+    let mut client = ClientPeer::busy(name(form), server.address(), 10, 1 << 20, "killed client");
+    let runs = async || watcher.run::<i64>("tagged.alive", ("killed client",)).await == 1;
+    within(PATIENCE, "its call runs", runs).await;
+    pace::now();
+    client.kill();
+    let since = pace::now();
+    let took = freed(&watcher, &before).await;
+    at_pace(LIMIT, "its call has ended", async || watcher.run::<i64>("tagged.alive", ("killed client",)).await == 0)
+        .await;
+    println!("{transport:?}: freed after {took:?}, the call over after {:?}", pace::since(since));
 }
 
 async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form: Form) {
-    let mut server = ServerPeer::start(transport);
+    // It is the client that is to notice: the server has time.
+    let mut server = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(server.address()).await;
-    let session = connect(form, Connector::new(), server.address()).await.unwrap();
-    let busy = Busy::new(form, session, "killed", &watcher).await;
-    let since = Instant::now();
+    let open = async || connect(form, client(transport), server.address()).await.unwrap();
+    let busy = Busy::new(form, "killed", &watcher, open).await;
+    let idle = open().await;
+    let kind = transport.end_of_the_killed();
+    let since = pace::now();
     server.kill();
-    busy.fails(ErrorKind::PeerLost, 0, since).await;
+    let took = idle_ends(idle, kind, since).await;
+    println!("{transport:?}: an idle session noticed after {took:?}");
+    busy.fails(kind, 0, since).await;
+}
+
+/// Whatever the moment: the client knows of no session yet, and of no server that will answer.
+async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Form) {
+    let mut server = ServerPeer::start(transport);
+    // It hears nothing any more, and its system still takes connections for it.
+    server.signal(Signal::STOP);
+    let connector = client(transport).connect_timeout(LIMIT).handshake_timeout(PATIENCE);
+    let address = server.address().to_owned();
+    let attempt = tokio::spawn(async move { (connect(form, connector, &address).await, pace::now()) });
+    // The moment itself, which is what is tested here: the client waits for an answer.
+    tokio::time::sleep(KEEP_ALIVE).await;
+    assert!(!attempt.is_finished());
+    let since = pace::now();
+    server.kill();
+    let (outcome, at) = attempt.await.unwrap();
+    let error = outcome.expect_err("no session").into_rpc_error();
+    // Of a server that dies before it has said anything no more is known than that there is no session.
+    assert!([ErrorKind::PeerLost, ErrorKind::Refused].contains(&error.kind()), "{error}");
+    let took = at.saturating_sub(since);
+    assert!(took <= LIMIT, "given up after {took:?}");
+    println!("{transport:?}: given up after {took:?}: {error}");
 }
 
 async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, form: Form) {
-    let server = ServerPeer::start(transport);
+    let server = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(server.address()).await;
-    let session = connect(form, quick(), server.address()).await.unwrap();
-    let idle = connect(form, quick(), server.address()).await.unwrap();
-    let busy = Busy::new(form, session, "stopped", &watcher).await;
-    let since = Instant::now();
+    let open = async || connect(form, quick(), server.address()).await.unwrap();
+    let busy = Busy::new(form, "stopped", &watcher, open).await;
+    let idle = open().await;
+    let (since, begun) = (pace::now(), Instant::now());
     server.signal(Signal::STOP);
-    let noticed = idle.ended().await;
-    assert_eq!(noticed.kind(), ErrorKind::PeerSilent, "{noticed}");
-    let took = since.elapsed();
+    idle_ends(idle, ErrorKind::PeerSilent, since).await;
     // The last sign of life may be an interval old, and a little more on a busy machine.
-    assert!(took >= KEEP_ALIVE && took < LIMIT, "an idle session noticed after {took:?}");
+    assert!(begun.elapsed() >= KEEP_ALIVE, "given up after {:?}", begun.elapsed());
     busy.fails(ErrorKind::PeerSilent, 0, since).await;
     server.signal(Signal::CONT);
     // The server has lived through it, and lets go of what nobody waits for.
     let later = Calls::to(server.address()).await;
-    within(LIMIT, "the calls of the lost session end", async || {
+    within(PATIENCE, "the calls of the lost session end", async || {
         later.run::<i64>("tagged.alive", ("stopped",)).await == 0
     })
     .await;
 }
 
 async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
-    let server = ServerPeer::with_times(transport, KEEP_ALIVE, Duration::from_secs(10));
+    let server = ServerPeer::quick(transport);
     let watcher = Calls::to(server.address()).await;
     let before = watcher.info().await;
-    let form = if form == Form::Async { "async" } else { "blocking" };
-    let mut client = ClientPeer::start(form, server.address(), 1000, 1 << 20);
+    let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 20);
     assert!(watcher.info().await.handles >= before.handles + 1001);
+    pace::now();
+    let begun = Instant::now();
     client.signal(Signal::STOP);
-    let took = within(LIMIT, "the session is gone", async || {
-        let info = watcher.info().await;
-        (info.handles, info.memory_bytes, info.sessions) == (before.handles, before.memory_bytes, before.sessions)
-    })
-    .await;
+    freed(&watcher, &before).await;
+    let took = begun.elapsed();
     assert!(took >= KEEP_ALIVE, "a client that is alive was given up after {took:?}");
     client.signal(Signal::CONT);
     let reason = on_thread(move || client.reason()).await;
@@ -271,35 +374,35 @@ async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
 
 async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Transport, form: Form) {
     let origin = ServerPeer::start(transport);
-    let mut hop = ServerPeer::start(transport);
+    // Those on both sides of it are to notice.
+    let mut hop = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(origin.address()).await;
     let before = watcher.info().await;
-    let session = connect(form, Connector::new().via(hop.address()), origin.address()).await.unwrap();
-    let busy = Busy::new(form, session, "hop", &watcher).await;
+    let connector = client(transport).via(hop.address());
+    let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
+    let busy = Busy::new(form, "hop", &watcher, open).await;
     assert_ne!(watcher.info().await.handles, before.handles);
-    let since = Instant::now();
+    let since = pace::now();
     hop.kill();
-    busy.fails(ErrorKind::PeerLost, 0, since).await;
-    within(LIMIT, "the origin has freed everything", async || {
-        let info = watcher.info().await;
-        (info.handles, info.memory_bytes, info.sessions) == (before.handles, before.memory_bytes, before.sessions)
-    })
-    .await;
-    within(LIMIT, "no call runs", async || watcher.run::<i64>("tagged.alive", ("hop",)).await == 0).await;
+    let freed = freed(&watcher, &before);
+    let (took, ()) = tokio::join!(freed, busy.fails(transport.end_of_the_killed(), 0, since));
+    println!("{transport:?}: the origin has freed everything after {took:?}");
+    at_pace(LIMIT, "no call runs", async || watcher.run::<i64>("tagged.alive", ("hop",)).await == 0).await;
 }
 
 async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: Form) {
-    let mut origin = ServerPeer::start(transport);
-    let other = ServerPeer::start(transport);
+    let mut origin = ServerPeer::with(transport, &[]);
+    let other = ServerPeer::with(transport, &[]);
+    // It is the hop that is to notice.
     let hop = ServerPeer::start(transport);
     let watcher = Calls::to(origin.address()).await;
-    let connector = Connector::new().via(hop.address());
+    let connector = peers::connector().via(hop.address());
     let neighbour = Calls(connect(form, connector.clone(), other.address()).await.unwrap());
-    let session = connect(form, connector.clone(), origin.address()).await.unwrap();
-    let busy = Busy::new(form, session, "origin", &watcher).await;
-    let since = Instant::now();
+    let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
+    let busy = Busy::new(form, "origin", &watcher, open).await;
+    let since = pace::now();
     origin.kill();
-    busy.fails(ErrorKind::PeerLost, 1, since).await;
+    busy.fails(transport.end_of_the_killed(), 1, since).await;
     assert_eq!(neighbour.run::<i64>("add", (20, 22)).await, 42);
     let next = Calls(connect(form, connector.clone(), other.address()).await.unwrap());
     assert_eq!(next.run::<i64>("add", (20, 22)).await, 42);
@@ -312,7 +415,7 @@ mod a_child_process {
     use super::*;
 
     fn address(folder: &tempfile::TempDir) -> String {
-        format!("exec:{} stdio {}", peers::PROGRAM, folder.path().display())
+        format!("exec:{} serve --stdio --workdir {}", peers::PROGRAM, folder.path().display())
     }
 
     fn dies_with_its_parent(form: &'static str) {
@@ -320,8 +423,9 @@ mod a_child_process {
             let folder = tempfile::tempdir().unwrap();
             let mut parent = ClientPeer::start(form, &address(&folder), 10, 1 << 20);
             assert!(is_running(parent.server));
+            pace::now();
             parent.kill();
-            within(LIMIT, "the child is gone", async || !is_running(parent.server)).await;
+            at_pace(LIMIT, "the child is gone", async || !is_running(parent.server)).await;
         });
     }
 
@@ -341,12 +445,13 @@ mod a_child_process {
             let session = connect(form, Connector::new(), &address(&folder)).await.unwrap();
             let itself = Calls(session.clone());
             let pid = itself.run::<i64>("pid", ()).await as u32;
-            let busy = Busy::new(form, session, "child", &itself).await;
+            let busy = Busy::new(form, "child", &itself, async || session.clone()).await;
+            drop(session);
             drop(itself);
-            let since = Instant::now();
+            let since = pace::now();
             signal(pid, Signal::KILL);
             busy.fails(ErrorKind::PeerLost, 0, since).await;
-            within(LIMIT, "the child is reaped", async || !std::path::Path::new(&format!("/proc/{pid}")).exists())
+            at_pace(LIMIT, "the child is reaped", async || !std::path::Path::new(&format!("/proc/{pid}")).exists())
                 .await;
         });
     }
@@ -365,6 +470,9 @@ mod a_child_process {
 /// How long a handshake may take in the tests of bad peers.
 const HANDSHAKE: Duration = Duration::from_millis(500);
 
+/// What clocks and timers of different make may differ by.
+const SLACK: Duration = Duration::from_millis(10);
+
 /// A client that calls without end, and must never be disturbed.
 struct GoodClient {
     over: Arc<AtomicBool>,
@@ -380,14 +488,14 @@ impl GoodClient {
         let calls = tokio::spawn(async move {
             let (mut calls, mut slowest) = (0, Duration::ZERO);
             while !seen.load(Ordering::Relaxed) {
-                let begun = Instant::now();
+                let begun = pace::now();
                 let call = add.call((calls, 1));
                 let sum = match form {
                     Form::Async => call.await,
                     Form::Blocking => on_thread(move || call.wait()).await,
                 };
                 assert_eq!(sum.unwrap(), calls + 1);
-                (calls, slowest) = (calls + 1, slowest.max(begun.elapsed()));
+                (calls, slowest) = (calls + 1, slowest.max(pace::since(begun)));
             }
             drop(session);
             (calls as u64, slowest)
@@ -422,13 +530,13 @@ fn frame(kind: Kind, id: u64, body: &[u8], payload: &[u8]) -> Vec<u8> {
 }
 
 async fn bad_clients_harm_nobody_else(transport: Transport, form: Form) {
-    let server = ServerPeer::with_times(transport, KEEP_ALIVE, HANDSHAKE);
+    let server = ServerPeer::with(transport, &["--keep-alive", "200ms", "--handshake-timeout", "500ms"]);
     let address = server.address().to_owned();
     let good = GoodClient::start(form, &address).await;
     let watcher = Calls::to(&address).await;
     let before = watcher.info().await;
     on_thread(move || misbehave(&address)).await;
-    within(LIMIT, "the bad clients are gone", async || watcher.info().await.sessions == before.sessions).await;
+    at_pace(LIMIT, "the bad clients are gone", async || watcher.info().await.sessions == before.sessions).await;
     good.stays_unharmed().await;
 }
 
@@ -449,9 +557,9 @@ fn misbehave(address: &str) {
         let mut peer = RawPeer::connect(address);
         let begun = Instant::now();
         peer.write(&whole[..part]);
-        peer.rest();
-        let took = begun.elapsed();
-        assert!(took > HANDSHAKE / 2 && took < HANDSHAKE + LIMIT, "after {part} bytes it was cut after {took:?}");
+        let took = peer.rest().1;
+        assert!(begun.elapsed() > HANDSHAKE - SLACK, "after {part} bytes it was cut after {:?}", begun.elapsed());
+        assert!(took < HANDSHAKE + LIMIT, "after {part} bytes it was cut after {took:?}");
     }
     // Whoever ends in the middle of it leaves nothing behind.
     for part in [0, 3, 20, whole.len()] {
@@ -506,9 +614,11 @@ fn misbehave(address: &str) {
     let begun = frame(Kind::Request, 1, &sleep_request(), &[0; 100_000]);
     for part in [1, 23, 24, 30, 20_000] {
         let mut peer = RawPeer::greeted(address);
+        let written = Instant::now();
         peer.write(&begun[..part]);
         let took = peer.rest().1;
-        assert!(took > KEEP_ALIVE * 2 && took < LIMIT, "{part} bytes of a frame: cut after {took:?}");
+        assert!(written.elapsed() >= DEAD - SLACK, "{part} bytes of a frame: cut after {:?}", written.elapsed());
+        assert!(took < LIMIT, "{part} bytes of a frame: cut after {took:?}");
         let mut peer = RawPeer::greeted(address);
         peer.write(&begun[..part]);
         peer.half_close();
@@ -601,6 +711,7 @@ fn listen(transport: Transport, folder: &tempfile::TempDir, bad: BadServer) -> S
             });
             format!("unix:{}", path.display())
         }
+        Transport::Tls | Transport::Quic => unreachable!("its bytes are not for anybody to choose"),
     }
 }
 
@@ -615,15 +726,15 @@ async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
         (BadServer::ClosesInTheHello, ErrorKind::Refused, Duration::ZERO),
     ] {
         let address = listen(transport, &folder, bad);
-        let begun = Instant::now();
+        let (since, begun) = (pace::now(), Instant::now());
         let outcome = connect(form, quick().handshake_timeout(HANDSHAKE), &address).await;
         let error = outcome.expect_err("no session").into_rpc_error();
-        let took = begun.elapsed();
+        let (took, waited) = (pace::since(since), begun.elapsed());
         // A peer that closes with unread bytes resets the connection, which then looks like a broken link.
         let lost = error.kind() == ErrorKind::PeerLost && patience.is_zero() && !matches!(bad, BadServer::SpeaksHttp);
         assert!(error.kind() == kind || lost, "{bad:?}: {error}");
         assert!(error.peer().is_some(), "{bad:?}: {error}");
-        assert!(took >= patience && took < patience + LIMIT, "{bad:?}: {took:?}");
+        assert!(waited >= patience && took < patience + LIMIT, "{bad:?}: {waited:?}");
     }
     for (bad, kind) in [
         (BadServer::RepliesWithNoise, ErrorKind::Protocol),
@@ -634,14 +745,14 @@ async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
     ] {
         let address = listen(transport, &folder, bad);
         let session = connect(form, quick(), &address).await.unwrap();
-        let begun = Instant::now();
+        let begun = pace::now();
         let calls = [Lane(0), Lane(0), Lane(1)]
             .map(|lane| watch(form, "a call", session.get_function("add").lane(lane).start()));
         for call in calls {
             let (outcome, at) = call.outcome.await.unwrap();
             let error: RpcError = outcome.unwrap_err();
             assert_eq!(error.kind(), kind, "{bad:?}: {error}");
-            assert!(at.saturating_duration_since(begun) < LIMIT, "{bad:?}");
+            assert!(at.saturating_sub(begun) <= LIMIT, "{bad:?}");
         }
         assert_eq!(session.ended().await.kind(), kind, "{bad:?}");
     }
@@ -649,8 +760,8 @@ async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
 
 async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form: Form) {
     let mut server = ServerPeer::start(transport);
-    let session = connect(form, Connector::new(), server.address()).await.unwrap();
-    let idle = connect(form, Connector::new(), server.address()).await.unwrap();
+    let session = connect(form, peers::connector(), server.address()).await.unwrap();
+    let idle = connect(form, peers::connector(), server.address()).await.unwrap();
     let sleep = session.get_function("rpc.sleep").await.unwrap();
     let echo = session.get_function("echo").await.unwrap();
     let small = session.alloc(Device::cpu(), DataType::U8, &[4 << 20]).await.unwrap();
@@ -658,19 +769,21 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
     let copied = Arc::new(AtomicU64::new(0));
     let endless = watch_copies(form, &session, large, copied.clone());
     let answered = [
-        watch(form, "a running call", sleep.call::<()>((0.5,)).lane(Lane(1)).start()),
+        watch(form, "a running call", sleep.call::<()>((2.0,)).lane(Lane(1)).start()),
         watch(form, "a queued call", echo.call::<i64>((1,)).lane(Lane(1)).start()),
         watch(form, "a queued copy", session.copy_to_remote(&small, vec![1; 4 << 20]).lane(Lane(1))),
         watch(form, "a queued copy back", session.copy_from_remote(&small).lane(Lane(1))),
-        watch(form, "another running call", sleep.call::<()>((0.4,)).concurrent().start()),
+        watch(form, "another running call", sleep.call::<()>((1.9,)).concurrent().start()),
     ];
-    within(Duration::from_secs(20), "copies move", async || copied.load(Ordering::Relaxed) > 0).await;
+    within(PATIENCE, "copies move", async || copied.load(Ordering::Relaxed) > 0).await;
     for _ in 0..20 {
         assert_eq!(echo.call::<i64>((1,)).concurrent().await.unwrap(), 1);
     }
+    let since = pace::now();
     server.signal(Signal::TERM);
     // Nothing holds the idle session up.
-    let ended = tokio::time::timeout(LIMIT, idle.ended()).await.expect("an idle session ends at once");
+    let ended = soon(idle.ended()).await;
+    assert!(pace::since(since) <= LIMIT, "an idle session ends at once");
     assert!(matches!(ended.kind(), ErrorKind::Closed | ErrorKind::Draining), "{ended}");
     // New requests are refused while the old ones run, and may be made elsewhere.
     let refused = loop {
@@ -689,9 +802,11 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
     let (outcome, _) = endless.outcome.await.unwrap();
     let cut = outcome.unwrap_err();
     assert_eq!(cut.kind(), ErrorKind::Draining, "{cut}");
-    let ended = tokio::time::timeout(LIMIT, session.ended()).await.expect("the session ends when all is answered");
+    let since = pace::now();
+    let ended = soon(session.ended()).await;
+    assert!(pace::since(since) <= LIMIT, "the session ends when all is answered");
     assert!(matches!(ended.kind(), ErrorKind::Closed | ErrorKind::Draining), "{ended}");
-    assert_eq!(server.exit_code(LIMIT), Some(0));
+    assert_eq!(server.exit_code(), Some(0));
     let refused = connect(form, Connector::new(), server.address()).await.unwrap_err();
     assert!(matches!(refused, ConnectError::Transport(_)), "{refused}");
 }

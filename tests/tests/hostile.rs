@@ -7,28 +7,21 @@
 mod peers;
 
 use std::collections::HashSet;
-use std::future::IntoFuture;
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
-    date_time_ymd,
-};
+use rcgen::{ExtendedKeyUsagePurpose, date_time_ymd};
 use rpc_core::files::Files;
-use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role, decode_reply, encode_request};
-use rpc_core::{
-    DataType, Device, ErrorKind, Handle, Lane, LocalSession, Operation, Packed, Registry, RemoteObject, Request,
-    RpcError, Session, SessionLimits, SharedSession,
-};
+use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
+use rpc_core::{DataType, Device, ErrorKind, Lane, Operation, Packed, RemoteObject, Request, RpcError};
 use rpc_server::config::ServeConfig;
 use rpc_server::server::RpcServer;
 use rpc_server::session::SessionWorkspace;
@@ -36,150 +29,23 @@ use rpc_tests::forwarder::{Random, UdpForwarder, Weather};
 use rpc_tests::functions;
 use rpc_tests::scene::on_thread;
 use rpc_transports::{
-    Access, Address, Certificate, Channel, ClientCertificates, ClientTls, ConnectError, Connector, DialOptions,
-    ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, Tokens, TokioSpawner, WireLimits,
+    Access, Address, Certificate, ClientCertificates, ClientTls, ConnectError, Connector, DialOptions, ListenOptions,
+    ServeOptions, ServerTls, Tokens, TransportError, WireLimits,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::task::JoinHandle;
 
-use peers::within;
-
-/// Longer than anything here takes; what needs more hangs.
-const PATIENCE: Duration = Duration::from_secs(20);
+use peers::forge;
+use peers::raw::{
+    OVER, Raw, cut_off, error_in, frame, frames, function_in, last_word, mutated, request, trickle, was_accepted,
+};
+use peers::site::{Authority, GoodClient, PATIENCE, SECRET, Site, soon, tokens, works};
+use peers::{Transport, within};
 
 /// How long a handshake may take where one is drawn out.
 const HANDSHAKE: Duration = Duration::from_secs(1);
-
-/// How soon something that is limited by [`HANDSHAKE`] is over, with room for a slow machine.
-const OVER: Duration = Duration::from_secs(6);
-
-const SECRET: &str = "0123456789abcdef0123456789abcdef";
-
-async fn soon<F: IntoFuture>(what: &str, future: F) -> F::Output {
-    tokio::time::timeout(PATIENCE, future.into_future())
-        .await
-        .unwrap_or_else(|_| panic!("{what}: not after {PATIENCE:?}"))
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Transport {
-    Tcp,
-    Unix,
-    Tls,
-    Quic,
-}
-
-impl Transport {
-    fn scheme(self) -> &'static str {
-        match self {
-            Self::Tcp => "tcp",
-            Self::Unix => "unix",
-            Self::Tls => "tls",
-            Self::Quic => "quic",
-        }
-    }
-}
-
-/// An authority, and what it issues.
-struct Authority {
-    issuer: Issuer<'static, KeyPair>,
-    pem: String,
-}
-
-impl Authority {
-    fn new() -> Self {
-        let mut params = CertificateParams::new(Vec::new()).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        params.distinguished_name.push(DnType::CommonName, "authority");
-        let key = KeyPair::generate().unwrap();
-        let pem = params.self_signed(&key).unwrap().pem();
-        Self { issuer: Issuer::new(params, key), pem }
-    }
-
-    fn issue(&self, host: &str, change: impl FnOnce(&mut CertificateParams)) -> Certificate {
-        let mut params = CertificateParams::new(vec![host.to_owned()]).unwrap();
-        params.distinguished_name.push(DnType::CommonName, "somebody");
-        change(&mut params);
-        let key = KeyPair::generate().unwrap();
-        let pem = params.signed_by(&key, &self.issuer).unwrap().pem();
-        Certificate::from_pem(pem.as_bytes(), key.serialize_pem().as_bytes()).unwrap()
-    }
-
-    fn server(&self) -> ServerTls {
-        ServerTls::new(self.issue("127.0.0.1", |_| {}), None).unwrap()
-    }
-
-    fn trust(&self) -> ClientTls {
-        ClientTls::new(self.pem.as_bytes(), None).unwrap()
-    }
-}
-
-/// A server on one transport, with its own authority.
-struct Site {
-    server: Server,
-    address: String,
-    authority: Authority,
-    _folder: tempfile::TempDir,
-}
-
-impl Site {
-    /// A server of the test functions.
-    async fn new(transport: Transport, options: ServeOptions) -> Self {
-        Self::serving(transport, options, functions::registry()).await
-    }
-
-    async fn serving(transport: Transport, options: ServeOptions, registry: Registry) -> Self {
-        let authority = Authority::new();
-        let tls = authority.server();
-        let mut limits = SessionLimits::default();
-        limits.max_requests = limits.max_requests.max(options.limits.max_requests as usize);
-        let open = move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
-            let builder = LocalSession::builder(registry.clone()).limits(limits.clone());
-            Ok(Arc::new(builder.spawner(Arc::new(TokioSpawner::current())).build()))
-        };
-        let server = Server::new(Arc::new(open), options);
-        let folder = tempfile::tempdir().unwrap();
-        let address = match transport {
-            Transport::Unix => format!("unix:{}", folder.path().join("socket").display()),
-            other => format!("{}://127.0.0.1:0", other.scheme()),
-        };
-        let listen = ListenOptions { tls: Some(tls), ..ListenOptions::default() };
-        let address = server.listen(&address.parse().unwrap(), &listen).await.unwrap().to_string();
-        Self { server, address, authority, _folder: folder }
-    }
-
-    /// A good client, with a connection of its own.
-    fn connector(&self) -> Connector {
-        Connector::new().tls(self.authority.trust())
-    }
-
-    fn with_token(&self) -> Connector {
-        self.connector().tokens(tokens(SECRET))
-    }
-
-    fn socket_address(&self) -> SocketAddr {
-        self.address.split_once("://").unwrap().1.parse().unwrap()
-    }
-
-    /// That nothing is left of anybody.
-    async fn is_empty(&self) {
-        within(PATIENCE, "all sessions end", async || self.server.sessions() == 0).await;
-        soon("the server is idle", self.server.idle()).await;
-    }
-}
-
-impl Drop for Site {
-    fn drop(&mut self) {
-        self.server.stop();
-    }
-}
-
-fn tokens(text: &str) -> Tokens {
-    Tokens::parse(text).unwrap()
-}
 
 fn by_token() -> Access {
     Access { anonymous: false, tokens: tokens(SECRET), certificates: false }
@@ -187,139 +53,6 @@ fn by_token() -> Access {
 
 fn with_token() -> ServeOptions {
     ServeOptions { access: by_token(), ..ServeOptions::default() }
-}
-
-async fn works(session: &Session) {
-    let add = soon("get", session.function::<(i64, i64), i64>("add")).await.unwrap();
-    assert_eq!(soon("call", add.call((20, 22))).await.unwrap(), 42);
-}
-
-/// A good client, which calls without end, connects anew without end, and is never disturbed.
-struct GoodClient {
-    over: Arc<AtomicBool>,
-    calls: JoinHandle<u64>,
-}
-
-impl GoodClient {
-    fn start(connector: Connector, address: &str) -> Self {
-        let (over, address) = (Arc::new(AtomicBool::new(false)), address.to_owned());
-        let seen = over.clone();
-        let calls = tokio::spawn(async move {
-            let session = soon("the good client connects", connector.connect(&address)).await.unwrap();
-            let mut calls = 0;
-            while calls == 0 || !seen.load(Ordering::Acquire) {
-                works(&session).await;
-                works(&soon("it connects again", connector.connect(&address)).await.unwrap()).await;
-                calls += 1;
-            }
-            calls
-        });
-        Self { over, calls }
-    }
-
-    async fn stays_unharmed(self) {
-        self.over.store(true, Ordering::Release);
-        assert!(soon("the good client", self.calls).await.unwrap() > 0);
-    }
-}
-
-/// A peer that writes whatever it likes.
-struct Raw {
-    channel: Channel,
-}
-
-impl Raw {
-    async fn dial(site: &Site) -> Self {
-        Self::dial_with(site, site.authority.trust()).await
-    }
-
-    async fn dial_with(site: &Site, tls: ClientTls) -> Self {
-        let options = DialOptions { tls: Some(tls), ..DialOptions::default() };
-        let address: Address = site.address.parse().unwrap();
-        let dialled = rpc_transports::dial(&address, &options);
-        Self { channel: soon("a raw peer connects", dialled).await.unwrap() }
-    }
-
-    /// One that has finished its handshake.
-    async fn greeted(site: &Site, hello: &Hello) -> Self {
-        let mut this = Self::dial(site).await;
-        this.write(&peers::hello(hello)).await;
-        this.write(&FrameHeader::control(Kind::Accept, 0).encode()).await;
-        this.magic().await;
-        assert_eq!(this.frame().await.map(|(header, _)| header.kind), Some(Kind::Hello));
-        assert_eq!(this.frame().await.map(|(header, _)| header.kind), Some(Kind::Accept));
-        this
-    }
-
-    /// Writes, whether or not anybody still reads.
-    async fn write(&mut self, bytes: &[u8]) {
-        let io = self.channel.io_mut();
-        let _ = soon("a raw peer writes", async { io.write_all(bytes).await.and(io.flush().await) }).await;
-    }
-
-    /// Says that nothing follows.
-    async fn half_close(&mut self) {
-        let _ = soon("a raw peer ends", self.channel.io_mut().shutdown()).await;
-    }
-
-    async fn magic(&mut self) {
-        let mut magic = [0; MAGIC.len()];
-        soon("a magic", self.channel.io_mut().read_exact(&mut magic)).await.unwrap();
-        assert_eq!(magic, MAGIC);
-    }
-
-    /// The next frame; `None` at the end.
-    async fn frame(&mut self) -> Option<(FrameHeader, Vec<u8>)> {
-        soon("a frame", async {
-            let mut header = [0; HEADER_LEN];
-            self.channel.io_mut().read_exact(&mut header).await.ok()?;
-            let header = FrameHeader::decode(&header, usize::MAX, usize::MAX).unwrap();
-            let mut body = vec![0; header.body_len as usize + header.payload_len as usize];
-            self.channel.io_mut().read_exact(&mut body).await.ok()?;
-            Some((header, body))
-        })
-        .await
-    }
-
-    /// Reads until the server has cut it off.
-    async fn rest(&mut self) -> Vec<u8> {
-        let mut rest = Vec::new();
-        // However it ends.
-        let _ = soon("the server cuts it off", self.channel.io_mut().read_to_end(&mut rest)).await;
-        rest
-    }
-}
-
-/// The frames in what was read, behind a magic if there is one.
-fn frames(bytes: &[u8]) -> Vec<(FrameHeader, &[u8])> {
-    let mut rest = bytes.strip_prefix(&MAGIC).unwrap_or(bytes);
-    let mut frames = Vec::new();
-    while let Some((header, behind)) = rest.split_first_chunk() {
-        let Ok(header) = FrameHeader::decode(header, usize::MAX, usize::MAX) else { break };
-        let len = header.body_len as usize + header.payload_len as usize;
-        let Some((body, behind)) = behind.split_at_checked(len) else { break };
-        frames.push((header, body));
-        rest = behind;
-    }
-    frames
-}
-
-fn frame(kind: Kind, id: u64, body: &[u8]) -> Vec<u8> {
-    [&FrameHeader { id, ..FrameHeader::control(kind, body.len() as u32) }.encode()[..], body].concat()
-}
-
-fn error_in(body: &[u8]) -> RpcError {
-    decode_reply(true, body, Bytes::new()).unwrap().unwrap_err()
-}
-
-/// What the server said last: the error of a `Reject` or a `Close`.
-fn last_word(said: &[u8]) -> Option<RpcError> {
-    let last = frames(said).into_iter().rfind(|(header, _)| matches!(header.kind, Kind::Reject | Kind::Close));
-    last.filter(|(_, body)| !body.is_empty()).map(|(_, body)| error_in(body))
-}
-
-fn was_accepted(said: &[u8]) -> bool {
-    frames(said).iter().any(|(header, _)| header.kind == Kind::Accept)
 }
 
 /// Keeps what passes, in both directions.
@@ -386,14 +119,22 @@ async fn a_client_with_an_unfit_certificate_gets_in_nowhere(transport: Transport
     });
     let of_a_server =
         authority.issue("client", |params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth]);
-    for (what, certificate) in [
-        ("an expired one", Some(expired)),
-        ("one of the future", Some(not_yet_valid)),
-        ("one for servers", Some(of_a_server)),
-        ("one of a stranger", Some(stranger.issue("client", |_| {}))),
-        ("none", None),
+    // The client hears why: in the alert of TLS, or in the words with which QUIC ends the connection.
+    for (what, certificate, reasons) in [
+        ("an expired one", Some(expired), ["certificate has expired", "certificate expired"]),
+        ("one of the future", Some(not_yet_valid), ["certificate has expired", "not valid yet"]),
+        ("one for servers", Some(of_a_server), ["does not take the client's certificate", "extended key usage"]),
+        (
+            "one of a stranger",
+            Some(stranger.issue("client", |_| {})),
+            ["the client's certificate is not by an authority"; 2],
+        ),
+        ("none", None, ["it wants a certificate", "the server wants a certificate"]),
     ] {
-        connect(certificate).await.expect_err(what);
+        let error = connect(certificate).await.expect_err(what).into_rpc_error();
+        assert_eq!((error.kind(), error.hop()), (ErrorKind::Unauthenticated, 0), "{what}: {error}");
+        assert!(reasons.iter().any(|reason| error.message().contains(reason)), "{what}: {error}");
+        assert!(!error.request_may_have_run(), "{what}: {error}");
         assert_eq!(site.server.sessions(), 0, "{what}");
     }
     works(&connect(Some(authority.issue("client", |_| {}))).await.unwrap()).await;
@@ -413,10 +154,15 @@ async fn a_server_with_an_unfit_certificate_is_refused(transport: Transport) {
         let address: Address = format!("{}://127.0.0.1:0", transport.scheme()).parse().unwrap();
         let address = site.server.listen(&address, &listen).await.unwrap().to_string();
         let outcome = soon("an outcome", Connector::new().tls(authority.trust()).connect(&address)).await;
-        assert!(matches!(outcome.expect_err(what), ConnectError::Transport(_)), "{what}");
+        let is_insecure =
+            |error: &ConnectError| matches!(error, ConnectError::Transport(TransportError::Insecure { .. }));
+        let error = outcome.expect_err(what);
+        assert!(is_insecure(&error), "{what}: {error:?}");
+        assert_eq!(error.into_rpc_error().kind(), ErrorKind::Unauthenticated, "{what}");
         // A token is no way around a check that the client has asked for.
         let with_token = Connector::new().tls(authority.trust()).tokens(tokens(SECRET));
-        soon("an outcome", with_token.connect(&address)).await.expect_err(what);
+        let error = soon("an outcome", with_token.connect(&address)).await.expect_err(what);
+        assert!(is_insecure(&error), "{what}: {error:?}");
     }
 }
 
@@ -473,7 +219,7 @@ async fn a_server_without_the_token_convinces_no_client(transport: Transport) {
     ];
     for (what, identities, answer) in proof {
         let authority = Authority::new();
-        let options = ListenOptions { tls: Some(authority.server()), ..ListenOptions::default() };
+        let options = ListenOptions { tls: Some(authority.server("127.0.0.1")), ..ListenOptions::default() };
         let folder = tempfile::tempdir().unwrap();
         let address = match transport {
             Transport::Unix => format!("unix:{}", folder.path().join("socket").display()),
@@ -645,41 +391,13 @@ async fn nobody_talks_a_client_out_of_tls_1_3() {
         });
         let client = Connector::new().tls(authority.trust()).tokens(tokens(SECRET));
         let error = soon("an outcome", client.connect(&address)).await.unwrap_err();
-        assert!(matches!(&error, ConnectError::Transport(_)), "{error:?}");
+        assert!(matches!(&error, ConnectError::Transport(TransportError::Insecure { .. })), "{error:?}");
         let said = soon("the false server", served).await.unwrap();
         assert!(!said.windows(MAGIC.len()).any(|bytes| bytes == MAGIC), "the client went on without TLS");
     }
 }
 
 // Stalling.
-
-/// Writes a byte now and then, often enough never to seem dead; or nothing, and stays. Ends when all was written.
-async fn trickle(io: &mut (impl AsyncWrite + Unpin + ?Sized), bytes: &[u8]) {
-    for byte in bytes {
-        if io.write_all(&[*byte]).await.is_err() || io.flush().await.is_err() {
-            return std::future::pending().await;
-        }
-        // The pace itself, which is what is tested here.
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    if bytes.is_empty() {
-        std::future::pending().await
-    }
-}
-
-/// That the server cuts a peer off which says this slowly, and does not accept it.
-async fn cut_off(io: &mut (impl AsyncRead + AsyncWrite + Unpin + ?Sized), slowly: &[u8]) {
-    let (mut read, mut write) = tokio::io::split(io);
-    let mut said = Vec::new();
-    let ends = async {
-        tokio::select! {
-            _ = read.read_to_end(&mut said) => {}
-            () = trickle(&mut write, slowly) => panic!("what was drawn out was heard to the end"),
-        }
-    };
-    tokio::time::timeout(OVER, ends).await.unwrap_or_else(|_| panic!("not cut off after {OVER:?}"));
-    assert!(!was_accepted(&said), "{}", said.escape_ascii());
-}
 
 async fn a_handshake_cannot_be_drawn_out(transport: Transport) {
     let options = ServeOptions { handshake_timeout: HANDSHAKE, ..with_token() };
@@ -786,18 +504,6 @@ impl Replies {
         self.most.fetch_max(self.alive.fetch_add(1, Ordering::AcqRel) + 1, Ordering::AcqRel);
         Bytes::from_owner(Reply(vec![3; MIB], self.clone()))
     }
-}
-
-fn request(id: u64, lane: Lane, operation: Operation) -> Vec<u8> {
-    let (body, payload) = encode_request(&Request::new(operation).on(lane), std::time::Instant::now());
-    assert!(payload.is_empty());
-    let header = FrameHeader { id, lane: lane.0, ..FrameHeader::control(Kind::Request, body.len() as u32) };
-    [&header.encode()[..], &body].concat()
-}
-
-fn function_in(body: &[u8]) -> Handle {
-    let reply = decode_reply(false, body, Bytes::new()).unwrap().unwrap();
-    reply.handles()[0]
 }
 
 /// The windows of the next test: of either side.
@@ -1062,86 +768,9 @@ async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
 
 // Forging.
 
-/// The worst case: the victim's handles are known, and the attacker has all the time in the world.
 async fn forged_handles_reach_nothing_of_another_session(transport: Transport) {
     let site = Site::new(transport, ServeOptions::default()).await;
-    let connect = async || soon("connect", site.connector().connect(&site.address)).await.unwrap();
-    let (victim, attacker, witness) = (connect().await, connect().await, connect().await);
-    let tag = format!("forged-{transport:?}");
-    let alive = async || {
-        let alive = soon("get", witness.function::<(String,), i64>("tagged.alive")).await.unwrap();
-        soon("call", alive.call((tag.clone(),))).await.unwrap()
-    };
-    let new = soon("get", victim.get_function("tagged.new")).await.unwrap();
-    let mut objects = Vec::new();
-    for _ in 0..100 {
-        objects.push(soon("call", new.call::<RemoteObject>((tag.clone(),))).await.unwrap());
-    }
-    let tensor = soon("alloc", victim.alloc(Device::cpu(), DataType::U8, &[8])).await.unwrap();
-    soon("copy", victim.copy_to_remote(&tensor, vec![7; 8])).await.unwrap();
-    let known: Vec<u64> =
-        objects.iter().map(|object| object.handle().to_bits()).chain([tensor.handle().to_bits()]).collect();
-    let raw =
-        async |operation: Operation| soon("a request", attacker.shared().submit(Request::new(operation)).reply()).await;
-    // Exactly the victim's handles, in each operation that takes one.
-    for bits in &known {
-        let handle = Handle::from_bits(*bits);
-        let to = rpc_core::TensorRef { storage: handle, ..reference(&tensor) };
-        for operation in [
-            Operation::Free { handle },
-            Operation::Call { function: handle, args: Vec::new() },
-            Operation::Read { from: to.clone(), offset: 0, len: 8, into: None },
-            Operation::Write { to: to.clone(), offset: 0, data: Bytes::from_static(&[1; 8]) },
-            Operation::Copy { from: to.clone(), to: to.clone() },
-        ] {
-            let what = format!("{operation:?}");
-            let error = raw(operation).await.expect_err(&what);
-            assert_eq!(error.kind(), ErrorKind::InvalidHandle, "{what}: {error}");
-        }
-    }
-    // Every tag there can be, over the slots and generations in use; then anything at all.
-    let mut random = Random::new(31);
-    let mut forged: Vec<u64> = Vec::with_capacity(1_200_000);
-    for slot in 0..8_u64 {
-        forged.extend((0..1_u64 << 16).map(|tag| tag << 48 | slot));
-    }
-    forged.extend((0..8 << 16).map(|number| known[number % known.len()] ^ random.number() << 48));
-    while forged.len() < 1_200_000 {
-        forged.push(random.number());
-    }
-    forged.extend(&known);
-    let released = forged.len();
-    // The attacker's own objects are its own to lose: it has none but what it fetches below.
-    for handles in forged.chunks(8000) {
-        let handles = handles.iter().copied().map(Handle::from_bits).collect();
-        soon("release", attacker.shared().submit(Request::new(Operation::Release { handles })).reply()).await.unwrap();
-    }
-    let mut pending = Vec::new();
-    for bits in forged.iter().step_by(forged.len() / 20_000) {
-        let free = Operation::Free { handle: Handle::from_bits(*bits) };
-        pending.push(attacker.shared().submit(Request::new(free)).reply());
-    }
-    for reply in pending {
-        assert_eq!(soon("a request", reply).await.unwrap_err().kind(), ErrorKind::InvalidHandle);
-    }
-    println!("{released} handles forged");
-    works(&attacker).await;
-    assert_eq!(alive().await, 100);
-    assert_eq!(soon("copy", victim.copy_from_remote(&tensor)).await.unwrap(), [7; 8][..]);
-    works(&victim).await;
-    drop(objects);
-    within(PATIENCE, "the victim frees its own", async || alive().await == 0).await;
-}
-
-fn reference(tensor: &rpc_core::RemoteTensor) -> rpc_core::TensorRef {
-    rpc_core::TensorRef {
-        storage: tensor.handle(),
-        byte_offset: tensor.byte_offset(),
-        shape: tensor.shape().to_vec(),
-        strides: None,
-        dtype: tensor.dtype(),
-        device: tensor.device(),
-    }
+    forge::handles_of_others(site.connector(), &site.address, 1_200_000).await;
 }
 
 /// What has been freed stays freed, however often its place is used again.
@@ -1306,37 +935,6 @@ fn names_in(folder: &Path) -> Vec<String> {
 
 // Rubbish.
 
-/// A valid beginning with some things wrong.
-fn mutated(valid: &[u8], random: &mut Random) -> Vec<u8> {
-    let mut bytes = valid.to_vec();
-    for _ in 0..1 + random.below(3) {
-        if bytes.is_empty() {
-            break;
-        }
-        let at = random.below(bytes.len());
-        match random.below(6) {
-            0 => bytes[at] ^= 1 << random.below(8),
-            1 => bytes[at] = random.number() as u8,
-            2 => bytes.truncate(at),
-            3 => {
-                let count = 1 + random.below(40);
-                let noise = random.bytes(count);
-                bytes.splice(at..at, noise);
-            }
-            4 => {
-                let end = at + random.below(bytes.len() - at + 1);
-                let twice = bytes[at..end].to_vec();
-                bytes.splice(at..at, twice);
-            }
-            _ => {
-                let end = (at + 1 + random.below(24)).min(bytes.len());
-                bytes.drain(at..end);
-            }
-        }
-    }
-    bytes
-}
-
 /// Rubbish inside of the encryption, where there is any, beside good clients. None of it is a proof.
 async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {
     const PEERS: usize = 300;
@@ -1354,7 +952,7 @@ async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {
             }
             _ => mutated(&recorded, &mut random),
         };
-        let mut raw = Raw::dial_with(&site, tls.clone()).await;
+        let mut raw = Raw::dial_to(&site.address, tls.clone()).await;
         peers.spawn(async move {
             raw.write(&bytes).await;
             raw.half_close().await;

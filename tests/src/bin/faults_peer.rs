@@ -5,66 +5,85 @@
 #![allow(clippy::unwrap_used)]
 
 use std::io::Write as _;
-use std::time::Duration;
+use std::sync::mpsc;
+use std::thread;
 
-use rpc_core::{DataType, Device, RemoteObject, Session, Shared};
-use rpc_server::config::{ServeConfig, Span};
+use clap::Parser;
+use rpc_core::{DataType, Device, Lane, Registry, RemoteObject, Session, Shared};
+use rpc_server::config::ServeSettings;
+use rpc_server::isolate;
 use rpc_server::server::RpcServer;
 use rpc_tests::functions;
-use rpc_transports::Connector;
+use rpc_transports::{ClientTls, Connector};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 fn main() {
+    let registry = registry();
+    isolate::run_if_isolated(&registry);
     allow_many_files();
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    match args[..] {
-        ["serve", address, workdir, keep_alive, handshake] => {
-            let config = ServeConfig {
-                listen: vec![address.parse().unwrap()],
-                keep_alive: Span(millis(keep_alive)),
-                handshake_timeout: Span(millis(handshake)),
-                ..config(workdir)
-            };
-            serve(config);
-        }
-        ["stdio", workdir] => serve(ServeConfig { stdio: true, listen: Vec::new(), ..config(workdir) }),
-        ["client", form, address, objects, bytes] => {
-            client(form, address, objects.parse().unwrap(), bytes.parse().unwrap())
-        }
+    match args.first().map(String::as_str) {
+        Some("serve") => serve(registry, Program::parse_from(args)),
+        Some("client") => client(Client::parse_from(args)),
         _ => panic!("unknown arguments {args:?}"),
     }
 }
 
-fn config(workdir: &str) -> ServeConfig {
-    ServeConfig {
-        workdir: workdir.into(),
-        allow_forward: ["*", "unix:*", "exec:*", "memory:*"].map(str::to_owned).into(),
-        ..ServeConfig::default()
-    }
+/// A server, with the flags of `rpc-server serve`.
+#[derive(Parser)]
+struct Program {
+    #[command(flatten)]
+    settings: ServeSettings,
 }
 
-fn serve(config: ServeConfig) {
+/// A client that holds things.
+#[derive(Parser)]
+struct Client {
+    /// `async` or `blocking`
+    form: String,
+    address: String,
+    /// Objects to be held
+    objects: i64,
+    /// The size of a tensor to be held; 0 for none
+    bytes: i64,
+    /// The certificate that the server must have, as PEM
+    #[arg(allow_hyphen_values = true)]
+    certificate: String,
+    /// Call `hold.tagged` with this, and copy without end
+    #[arg(long)]
+    busy: Option<String>,
+}
+
+fn registry() -> Registry {
     let registry = functions::registry();
     registry.add_inline("pid", || i64::from(std::process::id()));
+    registry.add_inline("bulk", || bytes::Bytes::from(vec![3; 1 << 20]));
+    let made = bytes::Bytes::from(vec![3; 1 << 20]);
+    registry.add_inline("bulk.made", move || made.clone());
     // As many objects as it takes, of a kind that costs nothing itself.
     registry.add_inline("objects.many", |count: i64| {
         (0..count).map(|object| Shared(std::sync::Arc::new(object))).collect::<Vec<_>>()
     });
+    registry
+}
+
+fn serve(registry: Registry, program: Program) {
+    let config = program.settings.resolve().unwrap();
     let reason = RpcServer::builder().registry(registry).config(config).build().run_blocking().unwrap();
     std::process::exit(reason.exit_code().into());
 }
 
 /// Connects, takes hold of so much, says what the server's process is, and waits for a line; then says how the session has
 /// ended.
-fn client(form: &str, address: &str, objects: i64, bytes: i64) {
-    let connector = Connector::new();
+fn client(args: Client) {
+    let connector = Connector::new().tls(ClientTls::new(args.certificate.as_bytes(), None).unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-    let session = match form {
-        "async" => runtime.block_on(connector.connect(address)).unwrap(),
-        _ => connector.connect_blocking(address).unwrap(),
+    let session = match args.form.as_str() {
+        "async" => runtime.block_on(connector.connect(&args.address)).unwrap(),
+        _ => connector.connect_blocking(&args.address).unwrap(),
     };
-    let _held = hold(&session, objects, bytes);
+    let _held = hold(&session, args.objects, args.bytes);
+    let _under_way = args.busy.map(|tag| begin(&session, tag));
     let pid: i64 = session.get_function("pid").wait().unwrap().call(()).wait().unwrap();
     println!("{pid}");
     std::io::stdout().flush().unwrap();
@@ -87,9 +106,25 @@ fn hold(session: &Session, objects: i64, bytes: i64) -> (Vec<RemoteObject>, Opti
     (held, tensor)
 }
 
-fn millis(text: &str) -> Duration {
-    Duration::from_millis(text.parse().unwrap())
+/// A call that runs for as long as it is kept, and copies without end, on lanes of their own.
+fn begin(session: &Session, tag: String) -> rpc_core::Pending<()> {
+    let function = session.get_function("hold.tagged").wait().unwrap();
+    let running = function.call::<()>((tag,)).lane(Lane(1)).start();
+    let tensor = session.alloc(Device::cpu(), DataType::U8, &[COPY]).wait().unwrap();
+    let (session, (copying, copies)) = (session.clone(), mpsc::channel());
+    thread::spawn(move || {
+        let data = bytes::Bytes::from(vec![1; COPY as usize]);
+        // Until the session ends.
+        while session.copy_to_remote(&tensor, data.clone()).lane(Lane(2)).wait().is_ok() {
+            let _ = copying.send(());
+        }
+    });
+    copies.recv().unwrap();
+    running
 }
+
+/// The size of the endless copies.
+const COPY: i64 = 16 << 20;
 
 fn allow_many_files() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);

@@ -3,28 +3,37 @@
 // Each test program uses a part of it.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod forge;
+pub mod pace;
+pub mod raw;
+pub mod site;
+
 use std::future::Future;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::LazyLock;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use std::{fs, io, panic, thread};
 
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
-use rpc_core::{FromReply, IntoArgs, Pack, Packed, Session};
+use rpc_core::{ErrorKind, FromReply, IntoArgs, Pack, Packed, Session};
 use rpc_server::builtins::ServerInfo;
-use rpc_transports::{Address, BlockingIo, Connector, DialOptions, dial_blocking};
+use rpc_transports::{Address, BlockingIo, ClientTls, Connector, DialOptions, dial_blocking};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The program of the other processes.
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_faults_peer");
 
-/// The time within which the end of a peer must be known.
+/// The time within which the end of a peer must be known, as [`pace`] measures it.
 pub const LIMIT: Duration = Duration::from_secs(1);
 
 /// Quick enough for tests.
-pub const KEEP_ALIVE: Duration = Duration::from_millis(100);
+pub const KEEP_ALIVE: Duration = Duration::from_millis(200);
+
+/// The time after which a peer is dead that says nothing, with [`KEEP_ALIVE`].
+pub const DEAD: Duration = Duration::from_millis(600);
 
 /// Runs a test on a runtime of its own, and turns a hang into a failure.
 pub fn run<F: Future<Output = ()>>(body: impl FnOnce() -> F + Send + 'static) {
@@ -56,6 +65,42 @@ pub fn run_on<F: Future<Output = ()>>(workers: usize, body: impl FnOnce() -> F +
 pub enum Transport {
     Tcp,
     Unix,
+    Tls,
+    Quic,
+}
+
+impl Transport {
+    pub fn scheme(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Unix => "unix",
+            Self::Tls => "tls",
+            Self::Quic => "quic",
+        }
+    }
+
+    /// What a peer is that was killed: the system says so over a stream, and nobody does over QUIC.
+    pub fn end_of_the_killed(self) -> ErrorKind {
+        if self == Self::Quic { ErrorKind::PeerSilent } else { ErrorKind::PeerLost }
+    }
+}
+
+/// The certificate of all servers in processes of their own, and its key, as PEM.
+static CERTIFICATE: LazyLock<(String, String)> = LazyLock::new(|| {
+    let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
+    (made.cert.pem(), made.signing_key.serialize_pem())
+});
+
+/// Trusts the servers in processes of their own.
+pub fn connector() -> Connector {
+    // One for all, as a program has it.
+    static TRUST: LazyLock<ClientTls> = LazyLock::new(trust);
+    Connector::new().tls(TRUST.clone())
+}
+
+/// The trust of one client: sessions over QUIC share a connection with those of the same.
+pub fn trust() -> ClientTls {
+    ClientTls::new(CERTIFICATE.0.as_bytes(), None).unwrap()
 }
 
 /// A server in a process of its own. It is killed when this is dropped.
@@ -66,21 +111,43 @@ pub struct ServerPeer {
 }
 
 impl ServerPeer {
-    /// A server with the default settings of the project.
+    /// A server with the default settings of the project, which forwards to anywhere. Over QUIC, where nobody says that a
+    /// client was killed, it is as quick as [`KEEP_ALIVE`].
     pub fn start(transport: Transport) -> Self {
-        Self::with_times(transport, Duration::from_secs(5), Duration::from_secs(10))
+        match transport {
+            Transport::Quic => Self::quick(transport),
+            _ => Self::with(transport, &[]),
+        }
     }
 
-    pub fn with_times(transport: Transport, keep_alive: Duration, handshake: Duration) -> Self {
+    /// A server that notices silence after [`DEAD`].
+    pub fn quick(transport: Transport) -> Self {
+        Self::with(transport, &["--keep-alive", &format!("{}ms", KEEP_ALIVE.as_millis())])
+    }
+
+    /// A server with these flags.
+    pub fn with(transport: Transport, flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let address = match transport {
-            Transport::Tcp => "tcp://127.0.0.1:0".to_owned(),
             Transport::Unix => format!("unix:{}", folder.path().join("socket").display()),
+            other => format!("{}://127.0.0.1:0", other.scheme()),
         };
         let mut command = Command::new(PROGRAM);
-        command.args(["serve", &address]).arg(folder.path().join("work"));
-        command.args([keep_alive, handshake].map(|time| time.as_millis().to_string()));
-        let mut child = command.stdout(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+        command.args(["serve", "--listen", &address, "--log-level", "error"]).args(flags);
+        command.args(["--allow-forward", "*,unix:*,exec:*", "--workdir"]).arg(folder.path().join("work"));
+        let (certificate, key) = &*CERTIFICATE;
+        for (name, content, flags) in
+            [("cert.pem", certificate, &["--cert", "--forward-ca"][..]), ("key.pem", key, &["--cert-key"])]
+        {
+            let file = folder.path().join(name);
+            fs::write(&file, content).unwrap();
+            for flag in flags {
+                command.arg(flag).arg(&file);
+            }
+        }
+        // A test that dies takes it with it.
+        command.arg("--exit-with-stdin").stdin(Stdio::piped());
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let address = line.trim().strip_prefix("listening on ").expect("the server says where it listens").to_owned();
@@ -103,14 +170,14 @@ impl ServerPeer {
         signal(self.pid(), with);
     }
 
-    /// How the process ended, if it does within `limit`.
-    pub fn exit_code(&mut self, limit: Duration) -> Option<i32> {
-        let started = Instant::now();
+    /// How the process ended, as it does within [`LIMIT`].
+    pub fn exit_code(&mut self) -> Option<i32> {
+        let since = pace::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
             }
-            assert!(started.elapsed() < limit, "the server has not ended after {limit:?}");
+            assert!(pace::since(since) <= LIMIT, "the server has not ended after {LIMIT:?}");
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -135,13 +202,28 @@ pub struct ClientPeer {
 
 impl ClientPeer {
     pub fn start(form: &str, address: &str, objects: u64, bytes: u64) -> Self {
+        Self::with(form, address, objects, bytes, &[])
+    }
+
+    /// One that calls `hold.tagged` with this tag and copies without end, besides.
+    pub fn busy(form: &str, address: &str, objects: u64, bytes: u64, tag: &str) -> Self {
+        Self::with(form, address, objects, bytes, &["--busy", tag])
+    }
+
+    /// On a machine that is very busy its server may give it up before it has begun, which is not what is tested.
+    fn with(form: &str, address: &str, objects: u64, bytes: u64, flags: &[&str]) -> Self {
+        let mut attempts = (0..5).map(|_| Self::try_with(form, address, objects, bytes, flags));
+        attempts.find_map(|attempt| attempt).expect("the client says who serves it")
+    }
+
+    fn try_with(form: &str, address: &str, objects: u64, bytes: u64, flags: &[&str]) -> Option<Self> {
         let mut command = Command::new(PROGRAM);
-        command.args(["client", form, address, &objects.to_string(), &bytes.to_string()]);
+        command.args(["client", form, address, &objects.to_string(), &bytes.to_string(), &CERTIFICATE.0]).args(flags);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (stdin, stdout) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
         let mut this = Self { child, stdin, stdout, server: 0 };
-        this.server = this.line().parse().expect("the client says who serves it");
-        this
+        this.server = this.line().parse().ok()?;
+        Some(this)
     }
 
     fn line(&mut self) -> String {
@@ -195,6 +277,13 @@ pub fn reset_peak(pid: u32) {
     fs::write(format!("/proc/{pid}/clear_refs"), "5").unwrap();
 }
 
+/// The processes that a process has started and not reaped.
+pub fn children(pid: u32) -> usize {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let lists = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    lists.map(|list| list.split_whitespace().count()).sum()
+}
+
 pub fn threads(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/task")).unwrap().count()
 }
@@ -205,7 +294,7 @@ pub struct Calls(pub Session);
 
 impl Calls {
     pub async fn to(address: &str) -> Self {
-        Self(Connector::new().connect(address).await.unwrap())
+        Self(connector().connect(address).await.unwrap())
     }
 
     pub async fn run<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> R {
@@ -232,6 +321,21 @@ pub async fn within<F: Future<Output = bool>>(
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     started.elapsed()
+}
+
+/// As [`within`], with a limit in [`pace`].
+pub async fn at_pace<F: Future<Output = bool>>(
+    limit: Duration,
+    what: &str,
+    mut condition: impl FnMut() -> F,
+) -> Duration {
+    let since = pace::now();
+    while !condition().await {
+        let took = pace::since(since);
+        assert!(took < limit, "{what}: not so after {took:?}, and the limit is {limit:?}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    pace::since(since)
 }
 
 /// A peer that writes whatever it likes.
@@ -277,9 +381,9 @@ impl RawPeer {
         Some((header, body))
     }
 
-    /// Reads to the end. Returns what was read, and how long it took.
+    /// Reads to the end. Returns what was read, and how long it took, as [`pace`] has it.
     pub fn rest(&mut self) -> (Vec<u8>, Duration) {
-        let started = Instant::now();
+        let since = pace::now();
         let mut rest = Vec::new();
         match (&self.io).read_to_end(&mut rest) {
             Ok(_) => {}
@@ -288,7 +392,7 @@ impl RawPeer {
                 "the connection is cut: {error}"
             ),
         }
-        (rest, started.elapsed())
+        (rest, pace::since(since))
     }
 }
 
