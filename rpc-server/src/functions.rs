@@ -2,9 +2,11 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::slice;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rpc_core::Handle;
+use rpc_core::reply::Outcome;
+use rpc_core::{Handle, Operation, Reference, Value};
 
 /// How many functions of one session are told apart. What is asked of further ones is answered as for unknown ones.
 pub(crate) const MAX_TRACKED: usize = 4096;
@@ -19,14 +21,24 @@ impl<T: Clone> Functions<T> {
 }
 
 impl<T> Functions<T> {
-    pub(crate) fn insert(&self, handle: Handle, function: T) {
-        let mut functions = self.lock();
-        if functions.len() < MAX_TRACKED {
-            functions.insert(handle, function);
+    /// If `outcome` is a function, keeps what `function` says of it.
+    pub(crate) fn learn(&self, outcome: &Outcome, function: impl FnOnce() -> T) {
+        if let Ok(Value::Object(Reference::Function(handle))) = outcome {
+            let function = function();
+            let mut functions = self.lock();
+            if functions.len() < MAX_TRACKED {
+                functions.insert(*handle, function);
+            }
         }
     }
 
-    pub(crate) fn remove(&self, handles: &[Handle]) {
+    /// Drops what is known of the handles that `operation` frees.
+    pub(crate) fn forget(&self, operation: &Operation) {
+        let handles = match operation {
+            Operation::Free { handle } => slice::from_ref(handle),
+            Operation::Release { handles } => handles,
+            _ => return,
+        };
         let mut functions = self.lock();
         for handle in handles {
             functions.remove(handle);

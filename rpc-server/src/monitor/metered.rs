@@ -6,9 +6,7 @@ use std::time::Instant;
 use async_trait::async_trait;
 use rpc_core::reply::Outcome;
 use rpc_core::session::InPlaceWrite;
-use rpc_core::{
-    ErrorKind, Lane, Operation, Reference, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef, Value,
-};
+use rpc_core::{ErrorKind, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef};
 use rpc_transports::{OpenRequest, SessionFactory};
 
 use super::{FunctionMetrics, Monitor};
@@ -63,6 +61,7 @@ impl Drop for MeteredSession {
 
 impl RpcSession for MeteredSession {
     fn submit(&self, request: Request) -> Submission {
+        self.functions.forget(&request.operation);
         match &request.operation {
             Operation::Call { function, .. } => {
                 let function = self.functions.get(*function).unwrap_or_else(|| self.monitor.other.clone());
@@ -71,11 +70,7 @@ impl RpcSession for MeteredSession {
             }
             Operation::GetFunction { name } => {
                 let (name, monitor, functions) = (name.clone(), self.monitor.clone(), self.functions.clone());
-                self.inner.submit(request).inspect(move |outcome| {
-                    if let Ok(Value::Object(Reference::Function(handle))) = outcome {
-                        functions.insert(*handle, monitor.function(&name));
-                    }
-                })
+                self.inner.submit(request).inspect(move |outcome| functions.learn(outcome, || monitor.function(&name)))
             }
             Operation::Write { data, .. } => {
                 let (len, bytes) = (data.len() as u64, self.monitor.bytes_in.clone());
@@ -92,14 +87,6 @@ impl RpcSession for MeteredSession {
                         bytes.increment(len);
                     }
                 })
-            }
-            Operation::Free { handle } => {
-                self.functions.remove(&[*handle]);
-                self.inner.submit(request)
-            }
-            Operation::Release { handles } => {
-                self.functions.remove(handles);
-                self.inner.submit(request)
             }
             _ => self.inner.submit(request),
         }

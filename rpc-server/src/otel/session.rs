@@ -11,8 +11,7 @@ use opentelemetry_sdk::trace::{SdkTracer, Span as SdkSpan};
 use rpc_core::reply::Outcome;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::{
-    ErrorKind, Lane, Operation, Reference, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef,
-    TraceContext, Value,
+    ErrorKind, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef, TraceContext,
 };
 use rpc_transports::{OpenRequest, SessionFactory};
 
@@ -48,6 +47,7 @@ struct TracedSession {
 
 impl RpcSession for TracedSession {
     fn submit(&self, mut request: Request) -> Submission {
+        self.functions.forget(&request.operation);
         match &request.operation {
             Operation::Call { function, .. } => {
                 let call = Call::begin(&self.tracer, self.functions.get(*function), request.trace);
@@ -56,19 +56,7 @@ impl RpcSession for TracedSession {
             }
             Operation::GetFunction { name } | Operation::ModuleFunction { name, .. } => {
                 let (name, functions) = (Arc::from(name.as_str()), self.functions.clone());
-                self.inner.submit(request).inspect(move |outcome| {
-                    if let Ok(Value::Object(Reference::Function(handle))) = outcome {
-                        functions.insert(*handle, name);
-                    }
-                })
-            }
-            Operation::Free { handle } => {
-                self.functions.remove(&[*handle]);
-                self.inner.submit(request)
-            }
-            Operation::Release { handles } => {
-                self.functions.remove(handles);
-                self.inner.submit(request)
+                self.inner.submit(request).inspect(move |outcome| functions.learn(outcome, || name))
             }
             _ => self.inner.submit(request),
         }
