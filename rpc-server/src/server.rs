@@ -505,6 +505,7 @@ fn serve_options(config: &ServeConfig, access: Access, onward: DialOptions) -> S
         forward_policy: forward_policy(config),
         trust_proxy: config.trust_proxy.clone(),
         onward,
+        relay: false,
         observer: None,
     }
 }

@@ -260,7 +260,13 @@ impl Connector {
         let hands = dial_hands_blocking(&channel, handshake);
         #[cfg(feature = "exec")]
         let hands = hands.map_err(|error| crate::child::explain_blocking(error, channel.guard()));
-        let (negotiated, input) = hands?;
+        let (mut negotiated, mut input) = hands?;
+        if negotiated.theirs.relay && negotiated.ours.forward.is_empty() {
+            spoken_to(&input, channel.peer())?;
+            let handshake = self.handshake(negotiated.ours.key, Vec::new(), &Security::default());
+            (negotiated, input) = dial_hands_blocking(&channel, handshake)?;
+            is_no_relay(&negotiated, channel.peer())?;
+        }
         let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
         let session = session.map_err(|error| TransportError::from_io(target, error))?;
         Ok(Session::new(session))
@@ -319,17 +325,8 @@ impl Connector {
         config.hello.tunnel = true;
         config.hello.workspace.clear();
         let (_, input) = self.hands(&mut channel, config).await?;
-        if !input.is_empty() {
-            let error = RpcError::new(ErrorKind::Protocol, "a server spoke first that should be spoken to");
-            return Err(error.with_peer(address.to_string()).into());
-        }
-        // Of whoever is behind the hop nothing is known yet.
-        let (io, _, guard) = channel.into_parts();
-        let way = Channel::new(io, format!("{} through {address}", next.address.without_key()));
-        Ok(match guard {
-            Some(guard) => way.with_guard(guard),
-            None => way,
-        })
+        spoken_to(&input, channel.peer())?;
+        Ok(channel.leading_to(format!("{} through {address}", next.address.without_key())))
     }
 
     /// A channel to `address`, over what leads there if there is such a thing.
@@ -357,7 +354,16 @@ impl Connector {
         forward: Vec<String>,
     ) -> Result<ClientSession, ConnectError> {
         let handshake = self.handshake(key, forward, channel.security());
-        let (negotiated, input) = self.hands(&mut channel, handshake).await?;
+        let forwards = !handshake.hello.forward.is_empty();
+        let (mut negotiated, mut input) = self.hands(&mut channel, handshake).await?;
+        if negotiated.theirs.relay && !forwards {
+            spoken_to(&input, channel.peer())?;
+            let relay = channel.peer().to_owned();
+            channel = channel.leading_to(relay);
+            let handshake = self.handshake(negotiated.ours.key, Vec::new(), channel.security());
+            (negotiated, input) = self.hands(&mut channel, handshake).await?;
+            is_no_relay(&negotiated, channel.peer())?;
+        }
         Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
     }
 
@@ -423,6 +429,23 @@ impl Connector {
 
 #[cfg(feature = "tls")]
 const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
+
+/// Makes sure that nothing came from somebody whom this side has to address first.
+fn spoken_to(input: &[u8], peer: &str) -> Result<(), RpcError> {
+    if input.is_empty() {
+        return Ok(());
+    }
+    let error = RpcError::new(ErrorKind::Protocol, "a server spoke first that should be spoken to");
+    Err(error.with_peer(peer.to_owned()))
+}
+
+fn is_no_relay(negotiated: &Negotiated, peer: &str) -> Result<(), RpcError> {
+    if !negotiated.theirs.relay {
+        return Ok(());
+    }
+    let error = RpcError::new(ErrorKind::Protocol, "behind the relay there is another relay, and no server");
+    Err(error.with_peer(peer.to_owned()))
+}
 
 fn leads_nowhere(tunnel: &str) -> RpcError {
     let text = format!("'{tunnel}' is a tunnel, and leads nowhere: name the server behind it");

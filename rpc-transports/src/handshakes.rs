@@ -94,14 +94,8 @@ impl State {
 
 impl InProgress {
     /// Is told when the handshake has to give way.
-    #[cfg(feature = "quic")]
     pub(crate) fn eviction(&self) -> Arc<Notify> {
         self.evicted.clone()
-    }
-
-    /// Resolves when the handshake has to give way. Cancel-safe.
-    pub(crate) async fn evicted(&self) {
-        self.evicted.notified().await;
     }
 }
 
@@ -128,7 +122,7 @@ mod tests {
     use super::*;
 
     fn is_evicted(handshake: &InProgress) -> bool {
-        pin!(handshake.evicted()).poll(&mut Context::from_waker(Waker::noop())).is_ready()
+        pin!(handshake.eviction().notified()).poll(&mut Context::from_waker(Waker::noop())).is_ready()
     }
 
     #[test]

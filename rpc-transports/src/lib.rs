@@ -32,6 +32,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 pub mod address;
+mod backoff;
 mod blocking;
 #[cfg(feature = "tls")]
 pub mod certificates;
@@ -47,6 +48,7 @@ mod filter;
 mod handshakes;
 pub mod identity;
 pub mod memory;
+mod park;
 mod pattern;
 mod proxy;
 #[cfg(feature = "quic")]
@@ -63,6 +65,7 @@ pub mod transport;
 mod unix;
 
 pub use address::{Address, AddressError, AddressKind};
+pub use backoff::Backoff;
 pub use blocking::BlockingClientSession;
 #[cfg(feature = "tls")]
 pub use certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, KEY_URI, ServerTls};
@@ -71,6 +74,7 @@ pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};
 pub use filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use identity::{Access, Security, Token, TokenError, Tokens};
+pub use park::ParkOptions;
 pub use proxy::ProxySession;
 pub use serve::{OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
 pub use transport::{

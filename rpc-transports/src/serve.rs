@@ -4,6 +4,7 @@ mod connection;
 mod forwarding;
 mod mailbox;
 mod options;
+mod parking;
 mod patience;
 mod places;
 
@@ -13,10 +14,10 @@ use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use rpc_core::proto::{HandshakeConfig, Hello, Role};
+use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Role};
 use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession, Spawner};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
@@ -24,6 +25,7 @@ use tokio::task::JoinHandle;
 
 use self::connection::{Connection, Parts};
 use self::mailbox::{GO_AWAY, Mailbox, STOP};
+use self::parking::{Handover, Parked, Parking};
 use self::places::Places;
 use crate::address::{Address, machine_of};
 use crate::channel_io::accept_hands;
@@ -54,6 +56,7 @@ struct Shared {
     next_connection: AtomicU64,
     handshakes: Arc<Handshakes>,
     places: Arc<Places>,
+    parking: Parking,
     /// What all sessions may have queued.
     queued: Arc<MemoryQuota>,
     listeners: Mutex<Vec<JoinHandle<()>>>,
@@ -77,6 +80,7 @@ impl Server {
             handshakes: Handshakes::new(options.max_handshakes),
             onward: Mutex::new(options.onward.clone()),
             queued: MemoryQuota::new("max_total_queued", options.max_total_queued, None),
+            parking: Parking::default(),
             places: Places::new(options.max_sessions, options.max_sessions_per_peer),
             listeners: Mutex::default(),
             options,
@@ -135,6 +139,11 @@ impl Server {
 
     /// Serves one client at the far end of `channel`, who dialled.
     pub fn serve_channel(&self, channel: Channel) {
+        drop(self.start(channel));
+    }
+
+    /// As [`serve_channel`](Self::serve_channel); the task ends with the session.
+    pub(crate) fn start(&self, channel: Channel) -> JoinHandle<()> {
         let handshake = self.0.handshakes.begin(machine_of(channel.peer()));
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
@@ -143,7 +152,23 @@ impl Server {
         tokio::spawn(async move {
             let registered = Arc::new(Registered { shared: shared.clone(), id });
             serve_connection(&shared, channel, mailbox, handshake, registered).await;
-        });
+        })
+    }
+
+    /// Resolves when the server takes no clients any more.
+    pub(crate) async fn closed(&self) {
+        let closing = self.0.closing.notified();
+        let mut closing = std::pin::pin!(closing);
+        // Registered before looking, so that a call in between is not missed.
+        closing.as_mut().enable();
+        if !self.0.draining.load(Ordering::Acquire) {
+            closing.await;
+        }
+    }
+
+    /// How many servers wait here for clients, by key: at a [relay](ServeOptions::relay).
+    pub fn parked(&self) -> Vec<(String, usize)> {
+        self.0.parking.waiting()
     }
 
     /// How many sessions there are.
@@ -245,6 +270,7 @@ async fn serve_connection(
 ) {
     let options = &shared.options;
     let peer = channel.peer().to_owned();
+    let (eviction, handshake) = (handshake.eviction(), Mutex::new(Some(handshake)));
     let evicted = || {
         let limit = options.max_handshakes;
         tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
@@ -254,7 +280,7 @@ async fn serve_connection(
     let deadline = Instant::now() + timeout;
     let secured = tokio::select! {
         biased;
-        () = handshake.evicted() => return evicted(),
+        () = eviction.notified() => return evicted(),
         secured = tokio::time::timeout_at(deadline.into(), channel.secure()) => secured,
     };
     match secured {
@@ -278,28 +304,51 @@ async fn serve_connection(
     let identities = of_acceptor(&access, rules, channel.security());
     let mut hello = Hello::new(Role::Server);
     hello.key.clone_from(&options.key);
+    hello.relay = options.relay;
     hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
     options.limits.apply(&mut hello);
     // What is left of it.
     let timeout = deadline.saturating_duration_since(Instant::now());
     let config = HandshakeConfig { hello, identities, hold: true, timeout };
     let security = channel.security().clone();
+    // Set where a server waits for a client: as long as it takes.
+    let patience = OnceLock::new();
+    let known = || {
+        drop(handshake.lock().unwrap_or_else(PoisonError::into_inner).take());
+    };
     let open = async |hello: &Hello, identity: &str| {
         // Behind a hop it is the key that the client asks for: the server there makes sure that it has it.
         let key = if hello.forward.is_empty() { &options.key } else { &hello.key };
         security.may_use(identity, key)?;
         let identity = &shared.on_whose_behalf(hello, identity);
         let place = shared.places.take(&peer, identity)?;
+        if hello.role == Role::Server {
+            // Its handshake is over, but for the end of it.
+            known();
+            if let Some(connection) = &security.connection {
+                connection.prove(rules, identity);
+            }
+            let _ = patience.set(options.keep_alive);
+            let handover = tokio::select! {
+                handover = shared.parking.park(&hello.key) => handover?,
+                () = mailbox.told(GO_AWAY) => {
+                    return Err(RpcError::new(ErrorKind::Draining, "the relay is going away"));
+                }
+            };
+            return Ok((Opened::Parked(handover), place));
+        }
         shared.open(&peer, hello, identity).await.map(|opened| (opened, place))
     };
+    let hands = Handshake::accept(config, Instant::now());
+    let hands = if options.relay { hands.take_servers() } else { hands };
     let hands = tokio::select! {
         biased;
-        () = handshake.evicted() => return evicted(),
-        hands = accept_hands(&mut channel, config, open) => hands,
+        () = eviction.notified() => return evicted(),
+        hands = accept_hands(&mut channel, hands, &patience, open) => hands,
     };
     match hands {
         Ok((negotiated, input, (opened, _place))) => {
-            drop(handshake);
+            known();
             if let Some(connection) = &channel.security().connection {
                 connection.prove(rules, &negotiated.identity);
             }
@@ -307,6 +356,17 @@ async fn serve_connection(
             let session = match opened {
                 Opened::Session(session) => session,
                 Opened::Way(to) => return shared.run_tunnel(channel.io_mut(), to, input, &mailbox).await,
+                Opened::Met(parked) if parked.input.is_empty() => {
+                    let Parked { channel: to, _place, _registered, .. } = parked;
+                    return shared.run_tunnel(channel.io_mut(), to, input, &mailbox).await;
+                }
+                // It spoke before it was spoken to.
+                Opened::Met(_) => return,
+                Opened::Parked(handover) => {
+                    // If the client has gone, the server hears of it by the end of its channel.
+                    let _ = handover.send(Parked { channel, input, _place, _registered: registered });
+                    return;
+                }
             };
             // Both the session and this task have to be over.
             let parts = Parts { session, mailbox, queued: shared.queued.clone(), registered: registered.clone() };
@@ -353,6 +413,10 @@ enum Opened {
     Session(SharedSession),
     /// Where its tunnel leads.
     Way(Channel),
+    /// A server behind a relay, on its way to a client.
+    Met(Parked),
+    /// For a server: where to hand its channel over.
+    Parked(Handover),
 }
 
 impl Shared {
@@ -362,6 +426,9 @@ impl Shared {
         }
         if hello.tunnel {
             return self.open_way(hello).await.map(Opened::Way);
+        }
+        if hello.forward.is_empty() && self.options.relay {
+            return self.parking.claim(&hello.key).await.map(Opened::Met);
         }
         if !hello.forward.is_empty() {
             return self.open_next(hello, identity).await.map(Opened::Session);

@@ -55,6 +55,11 @@ impl Channel {
         Self { guard: Some(guard), ..self }
     }
 
+    /// The same bytes, where they lead on to somebody at `peer` of whom nothing is known yet.
+    pub(crate) fn leading_to(self, peer: impl Into<String>) -> Self {
+        Self { peer: peer.into(), security: Security::default(), securing: None, ..self }
+    }
+
     /// The same channel, with something around its bytes, such as a recorder.
     #[must_use]
     pub fn map_io<I: ChannelIo + 'static>(self, wrap: impl FnOnce(Box<dyn ChannelIo>) -> I) -> Self {

@@ -104,14 +104,14 @@ static CREDENTIALS: LazyLock<Credentials> = LazyLock::new(|| {
     Credentials { server: ServerTls::new(certificate, None).unwrap(), dial }
 });
 
-/// The options with which `transport` is dialled.
-fn dial_options(transport: Transport) -> DialOptions {
-    if transport.is_encrypted() { CREDENTIALS.dial.clone() } else { DialOptions::default() }
+/// The options with which servers on the way along `links` are dialled.
+fn dial_options(links: &[Transport]) -> DialOptions {
+    if links.iter().any(|link| link.is_encrypted()) { CREDENTIALS.dial.clone() } else { DialOptions::default() }
 }
 
 /// A server whose sessions, and whose links, have these limits.
 pub fn server(limits: &SessionLimits) -> Server {
-    origin(limits, serve_options(limits, Transport::Memory))
+    origin(limits, serve_options(limits, &DialOptions::default()))
 }
 
 fn origin(limits: &SessionLimits, options: ServeOptions) -> Server {
@@ -120,18 +120,17 @@ fn origin(limits: &SessionLimits, options: ServeOptions) -> Server {
     Server::new(Arc::new(factory), options)
 }
 
-fn serve_options(limits: &SessionLimits, transport: Transport) -> ServeOptions {
+fn serve_options(limits: &SessionLimits, onward: &DialOptions) -> ServeOptions {
     let defaults = WireLimits::default();
     let requests = u32::try_from(limits.max_requests).unwrap_or(u32::MAX);
     // Large enough for the largest call of the suite.
     let max_message = (limits.max_queued_bytes as u64).clamp(8 << 20, defaults.max_message);
     let limits = WireLimits { max_requests: requests, max_message, window: max_message, ..defaults };
-    let onward = dial_options(transport);
     let access = Access { anonymous: onward.tokens.is_empty(), tokens: onward.tokens.clone(), certificates: false };
     ServeOptions {
         limits,
         access,
-        onward,
+        onward: onward.clone(),
         allow_forward: ["*", "unix:*", "exec:*", "memory:*"].map(str::to_owned).into(),
         ..ServeOptions::default()
     }
@@ -164,8 +163,8 @@ impl Transport {
 ///
 /// Servers run in the test's own process and runtime, but for `exec:`.
 pub struct Remote {
-    transport: Transport,
-    hops: u16,
+    /// From the client to the origin.
+    links: Vec<Transport>,
     runtime: Handle,
     folder: tempfile::TempDir,
     next: AtomicU64,
@@ -181,8 +180,21 @@ impl Remote {
     /// Sessions with an origin behind so many servers that forward, each reached by the same transport. In front of a
     /// child process they are reached by TCP.
     pub fn through(hops: u16, transport: Transport) -> Self {
+        let hop = if let Transport::Exec(_) = transport { Transport::Tcp } else { transport };
+        let mut links = vec![hop; usize::from(hops)];
+        links.push(transport);
+        Self::along(&links)
+    }
+
+    /// Sessions with an origin at the end of a chain of these links, with a server that forwards between any two.
+    pub fn along(links: &[Transport]) -> Self {
         let folder = tempfile::tempdir().expect("a folder for sockets");
-        Self { transport, hops, runtime: Handle::current(), folder, next: AtomicU64::new(0), servers: Mutex::default() }
+        let (next, servers) = (AtomicU64::new(0), Mutex::default());
+        Self { links: links.to_vec(), runtime: Handle::current(), folder, next, servers }
+    }
+
+    fn last_link(&self) -> Transport {
+        *self.links.last().expect("an origin is reached somehow")
     }
 
     async fn listen(&self, server: Server, transport: Transport) -> String {
@@ -208,17 +220,18 @@ impl Remote {
 
     /// Starts what serves one session; how to connect to it, and where.
     async fn prepare(&self, limits: &SessionLimits) -> (Connector, String) {
-        let mut connector = Connector::new().dial_options(dial_options(self.transport));
-        for _ in 0..self.hops {
-            let hop = Server::new(Arc::new(refuse), serve_options(limits, self.transport));
-            connector = connector.via(&self.listen(hop, self.transport).await);
+        let dial = dial_options(&self.links);
+        let mut connector = Connector::new().dial_options(dial.clone());
+        for link in &self.links[..self.links.len() - 1] {
+            let hop = Server::new(Arc::new(refuse), serve_options(limits, &dial));
+            connector = connector.via(&self.listen(hop, *link).await);
         }
-        let target = match self.transport {
+        let target = match self.last_link() {
             Transport::Exec(program) => {
                 let SessionLimits { max_requests, max_queued_bytes, max_handles, max_memory, .. } = limits;
                 format!("exec:{program} {max_requests} {max_queued_bytes} {max_handles} {max_memory}")
             }
-            transport => self.listen(origin(limits, serve_options(limits, transport)), transport).await,
+            transport => self.listen(origin(limits, serve_options(limits, &dial)), transport).await,
         };
         (connector, target)
     }
@@ -234,14 +247,14 @@ impl Fixture for Remote {
 
     fn blocking_session(&self, limits: SessionLimits) -> Session {
         let (connector, target) = self.runtime.block_on(self.prepare(&limits));
-        match self.transport {
+        match self.links[0] {
             Transport::Memory => self.runtime.block_on(connector.connect(&target)).unwrap(),
             _ => connector.connect_blocking(&target).unwrap(),
         }
     }
 
     fn hops(&self) -> u16 {
-        self.hops + 1
+        self.links.len() as u16
     }
 }
 

@@ -83,6 +83,10 @@ pub struct Hello {
     /// server knows. Empty if it is no hop.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub on_behalf: String,
+    /// Dialled side: it only brings its clients and servers together. After the handshake the bytes of the channel pass to and
+    /// from a server with the client's `key`, and the handshake with that one follows.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub relay: bool,
     /// The program and its version, for people.
     #[serde(default)]
     pub agent: String,
@@ -188,6 +192,7 @@ impl Hello {
             tunnel: false,
             path: Vec::new(),
             on_behalf: String::new(),
+            relay: false,
             agent: concat!("rpc/", env!("CARGO_PKG_VERSION")).to_owned(),
             max_message: 64 << 20,
             chunk: 1 << 20,
@@ -233,6 +238,8 @@ enum Stage {
 pub struct Handshake {
     config: HandshakeConfig,
     dialler: bool,
+    /// Whether the dialler may be a server, too.
+    takes_servers: bool,
     /// Whether our magic is in the output, or was.
     greeted: bool,
     stage: Stage,
@@ -260,6 +267,13 @@ impl Handshake {
         Self::new(config, false, now)
     }
 
+    /// Whoever dials may be a server as well: this side plays the client then. Only of the side that was dialled.
+    #[must_use]
+    pub fn take_servers(mut self) -> Self {
+        self.takes_servers = !self.dialler;
+        self
+    }
+
     fn new(mut config: HandshakeConfig, dialler: bool, now: Instant) -> Self {
         config.hello.identities = config.identities.iter().map(|identity| identity.method().to_owned()).collect();
         config.hello.window = config.hello.window.max(config.hello.max_message);
@@ -267,6 +281,7 @@ impl Handshake {
         Self {
             config,
             dialler,
+            takes_servers: false,
             greeted: false,
             stage: Stage::Magic,
             theirs: None,
@@ -314,6 +329,18 @@ impl Handshake {
         self.config.hold = false;
         self.send(Kind::Accept, &[]);
         self.finished()
+    }
+
+    /// Asks the peer whether it is still there, while one of the sides holds its `Accept` back. Any input is an answer.
+    pub fn ping(&mut self) {
+        if self.proven.is_some() && self.stage != Stage::Over {
+            self.send(Kind::Ping, &[]);
+        }
+    }
+
+    /// What the peer has offered, once it has proven who it is.
+    pub fn proven(&self) -> Option<&Hello> {
+        self.proven.as_ref().and(self.theirs.as_ref())
     }
 
     /// Refuses the peer, with the reason in the output.
@@ -421,6 +448,14 @@ impl Handshake {
                 self.accepted_by_peer = true;
                 Ok(())
             }
+            // Whoever holds its `Accept` back for long makes sure that the other side is there.
+            (Stage::Proof, Kind::Ping) if self.proven.is_some() => {
+                if self.output.len() < MAX_BODY {
+                    self.send(Kind::Pong, &[]);
+                }
+                Ok(())
+            }
+            (Stage::Proof, Kind::Pong) if self.proven.is_some() => Ok(()),
             (_, kind) => Err(RpcError::new(ErrorKind::Protocol, format!("unexpected {kind:?} in the handshake"))),
         }
     }
@@ -439,6 +474,10 @@ impl Handshake {
                 ),
             ));
         }
+        if theirs.role != ours.role.other() && self.takes_servers {
+            self.config.hello.role = theirs.role.other();
+        }
+        let ours = &self.config.hello;
         if theirs.role != ours.role.other() {
             let role = ours.role;
             return Err(RpcError::new(
@@ -454,7 +493,8 @@ impl Handshake {
             ));
         };
         let (client, server) = if ours.role == Role::Client { (ours, &theirs) } else { (&theirs, ours) };
-        if !client.key.is_empty() && client.forward.is_empty() && client.key != server.key {
+        let served_here = client.forward.is_empty() && !server.relay;
+        if !client.key.is_empty() && served_here && client.key != server.key {
             return Err(RpcError::new(
                 ErrorKind::Refused,
                 format!("the client asks for key '{}', and the server has '{}'", clip(&client.key), clip(&server.key)),

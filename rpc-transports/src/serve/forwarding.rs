@@ -6,7 +6,7 @@ use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Hello};
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
-use super::mailbox::Mailbox;
+use super::mailbox::{Mailbox, STOP};
 use super::{FAR_OFF, Shared};
 use crate::address::AddressKind;
 use crate::connect::{Connector, Hop};
@@ -73,7 +73,7 @@ impl Shared {
             ended = splice(client, &mut *io, input, silence.min(FAR_OFF)) => {
                 tracing::debug!(to = peer, ?ended, "tunnel ended");
             }
-            () = mailbox.stopped() => tracing::debug!(to = peer, "tunnel cut: the server stops"),
+            () = mailbox.told(STOP) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
             () = tokio::time::sleep(limit) => tracing::debug!(to = peer, "tunnel cut: session_duration is over"),
         }
     }

@@ -38,11 +38,11 @@ impl Mailbox {
         self.command.load(Ordering::Acquire)
     }
 
-    /// Resolves when the server stops. For a task that takes nothing else from here.
-    pub(super) async fn stopped(&self) {
+    /// Resolves when this command has been left, or a stronger one. For a task that takes nothing else from here.
+    pub(super) async fn told(&self, command: u8) {
         std::future::poll_fn(|cx| {
             self.register(cx.waker());
-            if self.commanded() == STOP { Poll::Ready(()) } else { Poll::Pending }
+            if self.commanded() >= command { Poll::Ready(()) } else { Poll::Pending }
         })
         .await;
     }

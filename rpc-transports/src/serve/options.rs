@@ -121,6 +121,9 @@ pub struct ServeOptions {
     pub forward_policy: Option<Arc<dyn RequestPolicy>>,
     /// The names of hops that are believed when they say whom they forward for: what tokens or certificates prove. None.
     pub trust_proxy: Vec<String>,
+    /// Whether this is a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and clients are brought
+    /// together with them by key. A relay opens no sessions itself; the factory is not asked. No.
+    pub relay: bool,
     /// How the server opens the sessions that it forwards to: its own tokens, and whom it trusts. Without either.
     pub onward: DialOptions,
     /// Hears of what the sessions' factory does not see. Nobody.
@@ -172,6 +175,7 @@ impl Default for ServeOptions {
             allow_forward: Vec::new(),
             forward_policy: None,
             trust_proxy: Vec::new(),
+            relay: false,
             onward: DialOptions::default(),
             observer: None,
         }

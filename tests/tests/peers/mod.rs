@@ -254,8 +254,16 @@ impl Drop for ClientPeer {
     }
 }
 
+/// With [`Signal::STOP`], returns when every thread has stopped.
 pub fn signal(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
+    let has_stopped = |thread: io::Result<fs::DirEntry>| {
+        let stat = fs::read_to_string(thread.unwrap().path().join("stat")).unwrap_or_default();
+        stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with('T')
+    };
+    while signal == Signal::STOP && !fs::read_dir(format!("/proc/{pid}/task")).unwrap().all(has_stopped) {
+        thread::yield_now();
+    }
 }
 
 /// Whether a process runs; one that is dead and not yet reaped does not.
