@@ -80,6 +80,7 @@ pub struct Connector {
     via: Vec<String>,
     key: String,
     workspace: String,
+    ticket: String,
     dial: DialOptions,
     handshake_timeout: Duration,
     keep_alive: Duration,
@@ -94,6 +95,7 @@ impl Connector {
             via: Vec::new(),
             key: String::new(),
             workspace: String::new(),
+            ticket: String::new(),
             dial: DialOptions::default(),
             handshake_timeout: Duration::from_secs(10),
             keep_alive: Duration::from_secs(5),
@@ -120,6 +122,13 @@ impl Connector {
     #[must_use]
     pub fn workspace(mut self, name: &str) -> Self {
         name.clone_into(&mut self.workspace);
+        self
+    }
+
+    /// Shows what a tracker gave out for the server. One ticket is good for one session.
+    #[must_use]
+    pub fn ticket(mut self, ticket: &str) -> Self {
+        ticket.clone_into(&mut self.ticket);
         self
     }
 
@@ -300,6 +309,7 @@ impl Connector {
         let mut hello = Hello::new(Role::Client);
         hello.key = key;
         hello.workspace.clone_from(&self.workspace);
+        hello.ticket.clone_from(&self.ticket);
         hello.forward = forward;
         hello.keep_alive_ms = self.keep_alive.as_millis() as u64;
         self.limits.apply(&mut hello);

@@ -361,6 +361,7 @@ async fn open_session(
             identity: identity.to_owned(),
             key: named(&hello.key),
             workspace: named(&hello.workspace),
+            ticket: named(&hello.ticket),
         };
         return shared.factory.open(&request).await;
     };
@@ -381,7 +382,8 @@ async fn open_session(
         .keep_alive(options.keep_alive)
         .limits(options.limits.clone())
         .key(&hello.key)
-        .workspace(&hello.workspace);
+        .workspace(&hello.workspace)
+        .ticket(&hello.ticket);
     let next = connector.forward(next, further).await.map_err(|error| error.into_rpc_error())?;
     Ok(Arc::new(ProxySession::new(next)))
 }
