@@ -42,6 +42,7 @@ pub async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, T
         AddressKind::Exec { .. } => child::dial(address, options).await,
         AddressKind::Memory { .. } => memory::dial(address, options).await,
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+        AddressKind::Tracker { .. } => Err(TransportError::unsupported(address, NO_TRACKER)),
     }
 }
 
@@ -59,6 +60,7 @@ pub fn dial_blocking(address: &Address, options: &DialOptions) -> Result<Blockin
             Err(TransportError::unsupported(address, "have no plain socket to block on; dial from async code"))
         }
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+        AddressKind::Tracker { .. } => Err(TransportError::unsupported(address, NO_TRACKER)),
     }
 }
 
@@ -78,10 +80,13 @@ pub async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener
             Err(TransportError::unsupported(address, "can only be dialled; listen on a tcp:// or unix: address"))
         }
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+        AddressKind::Tracker { .. } => Err(TransportError::unsupported(address, NO_TRACKER)),
     }
 }
 
 const NO_CHANNEL: &str = "need no channel; use a local session";
+
+const NO_TRACKER: &str = "stand for whichever server the tracker gives out; only a Connector can ask for it, as the last address";
 
 /// Stands in for each transport that is switched off.
 #[cfg(not(all(feature = "quic", feature = "unix", feature = "exec")))]
