@@ -83,6 +83,7 @@ pub struct Connector {
     ticket: String,
     dial: DialOptions,
     handshake_timeout: Duration,
+    queue_timeout: Option<Duration>,
     keep_alive: Duration,
     limits: WireLimits,
     local: Option<Registry>,
@@ -98,6 +99,7 @@ impl Connector {
             ticket: String::new(),
             dial: DialOptions::default(),
             handshake_timeout: Duration::from_secs(10),
+            queue_timeout: None,
             keep_alive: Duration::from_secs(5),
             limits: WireLimits::default(),
             local: None,
@@ -169,6 +171,13 @@ impl Connector {
         self
     }
 
+    /// How long to wait for a server at a `tracker://` address while others have them all. No limit.
+    #[must_use]
+    pub fn queue_timeout(mut self, timeout: Duration) -> Self {
+        self.queue_timeout = Some(timeout);
+        self
+    }
+
     /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
     #[must_use]
     pub fn keep_alive(mut self, interval: Duration) -> Self {
@@ -190,12 +199,22 @@ impl Connector {
         self
     }
 
-    /// Opens a session with the server at `target`. Its input and output run as a task of the current tokio runtime.
+    /// Opens a session with the server at `target`, or with one that the tracker gives out, if that is a `tracker://`
+    /// address; see [`tracker`](crate::tracker) for more than that. Its input and output run as a task of the current tokio runtime.
     ///
     /// # Errors
     ///
     /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why. Cancel-safe.
     pub async fn connect(&self, target: &str) -> Result<Session, ConnectError> {
+        let address: Address = target.parse()?;
+        if address.tracker_address().is_some() {
+            return crate::tracker::connect(self, &address, self.queue_timeout).await;
+        }
+        self.connect_at(target).await
+    }
+
+    /// As [`connect`](Self::connect), where no tracker is asked.
+    pub(crate) async fn connect_at(&self, target: &str) -> Result<Session, ConnectError> {
         let mut hops = self.via.clone();
         hops.push(target.to_owned());
         let session = self.forward(&hops[0], &hops[1..]).await?;
@@ -210,6 +229,10 @@ impl Connector {
     ///
     /// As [`connect`](Self::connect).
     pub fn connect_blocking(&self, target: &str) -> Result<Session, ConnectError> {
+        if target.parse::<Address>()?.tracker_address().is_some() {
+            let (this, target) = (self.clone(), target.to_owned());
+            return crate::runtime::run_in_background(async move { this.connect(&target).await });
+        }
         let mut hops = self.via.clone();
         hops.push(target.to_owned());
         let plan = self.plan(&hops[0], &hops[1..])?;
@@ -315,6 +338,11 @@ impl Connector {
         self.limits.apply(&mut hello);
         let identities = of_dialler(&self.dial.tokens, security);
         HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
+    }
+
+    /// The key that the server must have, if any.
+    pub(crate) fn asked_key(&self) -> Option<&str> {
+        (!self.key.is_empty()).then_some(&self.key)
     }
 
     pub(crate) fn link(&self) -> LinkConfig {

@@ -55,6 +55,7 @@ mod serve;
 mod tcp;
 #[cfg(feature = "tls")]
 mod tls;
+pub mod tracker;
 pub mod transport;
 #[cfg(feature = "unix")]
 mod unix;
