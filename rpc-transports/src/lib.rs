@@ -68,6 +68,7 @@ pub use client::ClientSession;
 pub use connect::{ConnectError, Connector};
 pub use dispatch::{bind, dial, dial_blocking};
 pub use identity::{Access, Security, Token, TokenError, Tokens};
+pub use pattern::matches_pattern;
 pub use proxy::ProxySession;
 pub use serve::{OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
 pub use transport::{
