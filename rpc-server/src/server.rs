@@ -39,8 +39,8 @@ use async_trait::async_trait;
 use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::tracker::DeviceOffer;
 use rpc_transports::{
-    Access, Address, Connector, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, SessionFactory,
-    TokioSpawner, WireLimits, child,
+    Access, Address, Connector, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls,
+    SessionFactory, TokioSpawner, WireLimits, child,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;

@@ -86,7 +86,8 @@ pub async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener
 
 const NO_CHANNEL: &str = "need no channel; use a local session";
 
-const NO_TRACKER: &str = "stand for whichever server the tracker gives out; only a Connector can ask for it, as the last address";
+const NO_TRACKER: &str =
+    "stand for whichever server the tracker gives out; only a Connector can ask for it, as the last address";
 
 /// Stands in for each transport that is switched off.
 #[cfg(not(all(feature = "quic", feature = "unix", feature = "exec")))]

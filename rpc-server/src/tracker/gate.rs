@@ -60,12 +60,7 @@ struct Present {
 impl Gate {
     /// A gate; `allow_direct` lets in clients without tickets.
     pub(crate) fn new(allow_direct: bool) -> Arc<Self> {
-        Arc::new(Self {
-            started: Instant::now(),
-            allow_direct,
-            state: Mutex::default(),
-            changes: watch::channel(0).0,
-        })
+        Arc::new(Self { started: Instant::now(), allow_direct, state: Mutex::default(), changes: watch::channel(0).0 })
     }
 
     /// A session factory whose clients come through this gate.

@@ -128,11 +128,9 @@ impl Attachment {
         was_registered: &mut bool,
     ) -> Result<std::convert::Infallible> {
         let mut changes = self.gate.changes();
-        let register = session
-            .function::<(Pack<Registration>,), (RemoteObject, Pack<Registered>)>(functions::REGISTER)
-            .await?;
-        let renew =
-            session.function::<(&RemoteObject, Pack<ServerStatus>), Pack<Renewed>>(functions::RENEW).await?;
+        let register =
+            session.function::<(Pack<Registration>,), (RemoteObject, Pack<Registered>)>(functions::REGISTER).await?;
+        let renew = session.function::<(&RemoteObject, Pack<ServerStatus>), Pack<Renewed>>(functions::RENEW).await?;
         changes.mark_unchanged();
         let Told { name, key, labels, devices, capacity, address } = self.told.clone();
         let status = self.gate.status(id);

@@ -266,24 +266,12 @@ impl Scheduler {
 
     /// A server goes. What was granted of it is no longer.
     pub(crate) fn unregister(&mut self, now: Instant, id: ServerId) -> bool {
-        let Some(server) = self.servers.remove(&id) else { return false };
-        self.timers.remove(&(server.lease_end, Timer::Lease(id)));
-        for (serial, granted) in &server.granted {
-            self.timers.remove(&(granted.until, Timer::Grant(id, *serial)));
+        let was_there = self.forget(id);
+        if was_there {
+            // A request that cannot be served without it holds nothing back any more.
+            self.serve(now);
         }
-        self.totals.capacity -= u64::from(server.offer.capacity);
-        self.totals.free -= u64::from(server.free());
-        if let Some(pool) = self.pools.get_mut(&server.offer.key) {
-            pool.free -= u64::from(server.free());
-            pool.servers.remove(&id);
-            if pool.servers.is_empty() {
-                self.pools.remove(&server.offer.key);
-            }
-        }
-        count_down(&mut self.by_peer, &server.peer);
-        // A request that cannot be served without it holds nothing back any more.
-        self.serve(now);
-        true
+        was_there
     }
 
     /// A request comes. It may be served before this returns.
@@ -333,11 +321,13 @@ impl Scheduler {
     /// Does what is due.
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         let mut freed = false;
+        // All that is due, before anybody is served: nobody is granted a server whose lease ends at the same moment.
         while let Some((_, timer)) = self.timers.first().copied().filter(|(due, _)| *due <= now) {
             self.timers.pop_first();
             match timer {
                 Timer::Lease(server) => {
-                    if self.unregister(now, server) {
+                    if self.forget(server) {
+                        freed = true;
                         self.events.push_back(Event::LeaseExpired { server });
                     }
                 }
@@ -420,6 +410,26 @@ impl Scheduler {
                 left -= total;
             }
         }
+    }
+
+    /// As [`unregister`](Self::unregister), and looks at nobody who waits.
+    fn forget(&mut self, id: ServerId) -> bool {
+        let Some(server) = self.servers.remove(&id) else { return false };
+        self.timers.remove(&(server.lease_end, Timer::Lease(id)));
+        for (serial, granted) in &server.granted {
+            self.timers.remove(&(granted.until, Timer::Grant(id, *serial)));
+        }
+        self.totals.capacity -= u64::from(server.offer.capacity);
+        self.totals.free -= u64::from(server.free());
+        if let Some(pool) = self.pools.get_mut(&server.offer.key) {
+            pool.free -= u64::from(server.free());
+            pool.servers.remove(&id);
+            if pool.servers.is_empty() {
+                self.pools.remove(&server.offer.key);
+            }
+        }
+        count_down(&mut self.by_peer, &server.peer);
+        true
     }
 
     /// Which of the places that were `found` to take: rule 4. There are enough.
@@ -561,7 +571,9 @@ fn count_down(counts: &mut HashMap<String, usize>, name: &str) {
 pub(crate) fn timed_out(wanted: u32, possible: u64, key: &str) -> RpcError {
     let what = if key.is_empty() { String::new() } else { format!(" with the key '{key}'") };
     let text = if possible < u64::from(wanted) {
-        format!("the time is over: {wanted} places{what} were asked for, and the servers that are registered have {possible}")
+        format!(
+            "the time is over: {wanted} places{what} were asked for, and the servers that are registered have {possible}"
+        )
     } else {
         format!("the time is over: {wanted} of {possible} places{what} were asked for, and others have them")
     };

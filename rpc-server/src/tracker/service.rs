@@ -16,10 +16,10 @@ use rpc_transports::tracker::{
 use rpc_transports::{Address, Connector, DialOptions};
 use tokio::sync::{Notify, Semaphore, watch};
 
+use super::advertise;
 use super::history::History;
 use super::limits::{check_registration, check_request, check_status, clip};
 use super::scheduler::{ClaimId, Event, HeldKind, Offer, Policy, Scheduler, ServerId, timed_out};
-use super::advertise;
 use crate::session::Client;
 
 /// How much longer than its ticket is good a granted place is kept: for the server's word that it was used.
@@ -174,7 +174,9 @@ impl Tracker {
             drop(claim);
             async move {
                 match answer.wait_for(Option::is_some).await.as_deref() {
-                    Ok(Some(Ok(places))) => Ok(Pack(places.iter().map(|place| place.grant.clone()).collect::<Vec<_>>())),
+                    Ok(Some(Ok(places))) => {
+                        Ok(Pack(places.iter().map(|place| place.grant.clone()).collect::<Vec<_>>()))
+                    }
                     Ok(Some(Err(error))) => Err(error.clone()),
                     Ok(None) | Err(_) => Err(RpcError::new(ErrorKind::Cancelled, "the request was given up")),
                 }
@@ -354,7 +356,12 @@ impl Tracker {
             let mut state = tracker.lock();
             let Some(entry) = state.servers.get_mut(&id) else { return };
             if let Reach::Unreachable { why } = &reach {
-                tracing::warn!(name = entry.name, address = address.join(","), why, "a server is not found at its address");
+                tracing::warn!(
+                    name = entry.name,
+                    address = address.join(","),
+                    why,
+                    "a server is not found at its address"
+                );
             }
             let reachable = !matches!(reach, Reach::Unreachable { .. });
             entry.reach = reach;
@@ -489,7 +496,9 @@ impl ClaimObject {
         let now = Instant::now();
         let mut state = self.tracker.lock();
         for place in places.iter() {
-            let Some(returned) = returned.iter().find(|returned| returned.serial == place.grant.serial) else { continue };
+            let Some(returned) = returned.iter().find(|returned| returned.serial == place.grant.serial) else {
+                continue;
+            };
             if state.scheduler.give_back(now, self.id, place.server, returned.serial) {
                 let (name, why) = (&place.grant.server, clip(&returned.why));
                 tracing::info!(name, why, "a server was given back unused");
@@ -511,7 +520,9 @@ impl Drop for ClaimObject {
 }
 
 fn client_of(context: &Context) -> Arc<Client> {
-    context.extension().unwrap_or_else(|| Arc::new(Client { peer: "local:".to_owned(), identity: ANONYMOUS.to_owned() }))
+    context
+        .extension()
+        .unwrap_or_else(|| Arc::new(Client { peer: "local:".to_owned(), identity: ANONYMOUS.to_owned() }))
 }
 
 /// Whom a client counts as where there are limits for each.

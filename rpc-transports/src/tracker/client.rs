@@ -9,9 +9,9 @@ use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
+use super::TICKET_REFUSED;
 use super::backoff::Backoff;
 use super::messages::{Grant, Returned, ServerRequest, Summary, functions};
-use super::TICKET_REFUSED;
 use crate::address::Address;
 use crate::connect::{ConnectError, Connector};
 use crate::runtime::run_in_background;
