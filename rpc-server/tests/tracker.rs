@@ -3,21 +3,24 @@
 // A test that panics has failed, which is what is wanted of it.
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use rpc_core::{ErrorKind, Registry, RpcError, Session};
+use rpc_core::{ErrorKind, Pack, Registry, RemoteObject, RpcError, Session, Value};
 use rpc_server::config::{ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig};
 use rpc_server::tracker::{RunningTracker, Tracker};
+use rpc_server::trust::ClientTrust;
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{
-    HolderState, LossReason, Reach, ServerRequest, ServerSummary, Summary, TICKET_REFUSED, TrackerClient,
+    HolderState, LossReason, Reach, Registered, Registration, Renewed, ServerRequest, ServerStatus, ServerSummary,
+    Summary, TICKET_REFUSED, TrackerClient, Use, functions,
 };
 use rpc_transports::{Address, Connector};
 use tempfile::TempDir;
 
-/// A tracker, and the servers of a test.
+/// A tracker, and what its servers need.
 struct Pool {
     folder: TempDir,
     config: TrackerConfig,
@@ -70,7 +73,7 @@ impl Pool {
             ..ServeConfig::default()
         };
         change(&mut config);
-        RpcServer::builder().registry(functions()).config(config).build().start().await.unwrap()
+        RpcServer::builder().registry(registry()).config(config).build().start().await.unwrap()
     }
 
     fn summary(&self) -> Summary {
@@ -102,14 +105,9 @@ impl Pool {
         self.until(|summary| of_key(summary, key).map(|server| server.free).sum::<u32>() == places).await
     }
 
-    /// Stops the tracker as a crash would, and starts another one at the same address.
+    /// Stops the tracker, and starts another one at the same address, which has to be one that nobody else takes meanwhile.
     async fn restart(&mut self) {
-        let address = self.address();
-        let old = self.tracker.take().unwrap();
-        old.server.stop();
-        old.server.idle().await;
-        drop(old);
-        self.config.listen = vec![ListenAddress(address)];
+        self.tracker.take().unwrap().server.drain().await;
         self.tracker = Some(Tracker::start(&self.config).await.unwrap());
     }
 }
@@ -122,7 +120,7 @@ fn listen(address: &str) -> ListenAddress {
     address.parse().unwrap()
 }
 
-fn functions() -> Registry {
+fn registry() -> Registry {
     let registry = Registry::new();
     registry.add("add", |a: i64, b: i64| a + b);
     registry.add("fail", || -> Result<i64, RpcError> { Err(RpcError::new(ErrorKind::Application, "no such board")) });
@@ -274,7 +272,9 @@ async fn direct_clients_come_in_where_the_operator_says_so_and_take_a_place() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn after_a_restart_of_the_tracker_all_is_as_before() {
-    let mut pool = Pool::new().await;
+    let folder = tempfile::tempdir().unwrap();
+    let socket = format!("unix:{}", folder.path().join("tracker").display());
+    let mut pool = Pool::with(|config| config.listen = vec![listen(&socket)]).await;
     let (_busy, _free) = (pool.server("board", |_| {}).await, pool.server("rasp4", |_| {}).await);
     let client = pool.client().await;
     let loan = client.request(&soon(ServerRequest::new("board"))).await.unwrap();
@@ -457,4 +457,94 @@ async fn under_a_hop_tracker_and_server_are_reached_from_there() {
     works(&session).await;
     let error = session.function::<(), i64>("fail").await.unwrap().call(()).await.unwrap_err();
     assert_eq!(error.hop(), 2);
+}
+
+/// A peer that speaks to the tracker without any of our code for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
+    let pool = Pool::with(|config| config.max_servers_per_peer = 50).await;
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let register = session.get_function(functions::REGISTER).await.unwrap();
+    let registration = |key: &str| Registration {
+        name: "x".repeat(100),
+        key: key.to_owned(),
+        labels: BTreeMap::new(),
+        devices: Vec::new(),
+        capacity: 1,
+        address: vec!["tcp://127.0.0.1:9".to_owned()],
+        ticket_key: [7; 32],
+        status: ServerStatus::default(),
+    };
+    let mut kept = Vec::new();
+    for at in 0..1000 {
+        let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration(&format!("k{at}"))),));
+        match call.await {
+            Ok((object, _)) => kept.push(object),
+            Err(error) => assert!(error.message().contains("max_servers_per_peer is 50"), "{error}"),
+        }
+    }
+    assert_eq!(kept.len(), 50);
+    let summary = pool.summary();
+    assert_eq!((summary.servers.len(), summary.losses.len()), (50, 256), "what is remembered of refusals is bounded");
+
+    // Nor does anything else that is not as it should be do harm.
+    let refused = async |registration: Registration| {
+        let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration),));
+        call.await.map(drop).unwrap_err().message().to_owned()
+    };
+    for (registration, expected) in [
+        (registration(""), "key"),
+        (registration("a b"), "key"),
+        (Registration { capacity: 0, ..registration("k") }, "capacity"),
+        (Registration { capacity: u32::MAX, ..registration("k") }, "capacity"),
+        (Registration { address: Vec::new(), ..registration("k") }, "address"),
+        (Registration { address: vec!["tcp://127.0.0.1:9".to_owned(); 100], ..registration("k") }, "addresses"),
+        (Registration { address: vec!["x".repeat(5000)], ..registration("k") }, "length of an address"),
+    ] {
+        let text = refused(registration).await;
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+    let renew = session.get_function(functions::RENEW).await.unwrap();
+    let used = Use { id: 1, serial: Some(99), direct: false, client: "c".to_owned(), for_ms: u64::MAX };
+    let wild = ServerStatus { now_ms: u64::MAX, uses: vec![used; 1000], spent: vec![1, 1, u64::MAX] };
+    let _: Pack<Renewed> = renew.call((&kept[0], Pack(wild))).await.unwrap();
+    let wait = session.get_function(functions::WAIT).await.unwrap();
+    let error = wait.call::<Value>((&kept[0],)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "a registration is no place in the queue: {error}");
+    let error = register.call::<Value>((Pack("nonsense"),)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+
+    // What the session had made is gone with it.
+    drop((register, renew, wait, kept, session));
+    pool.until(|summary| summary.servers.is_empty()).await;
+}
+
+/// The same over an encrypted channel, where both sides prove that they know the token.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let token_file = folder.path().join("token");
+    std::fs::write(&token_file, "lab 0123456789abcdef0123456789abcdef\n").unwrap();
+    for scheme in ["tls", "quic"] {
+        let at = listen(&format!("{scheme}://127.0.0.1:0"));
+        let pool = Pool::with(|config| {
+            config.listen = vec![at.clone()];
+            config.token_file = Some(token_file.clone());
+            config.forward_token_file = Some(token_file.clone());
+        })
+        .await;
+        let _server = pool
+            .server("board", |config| {
+                config.listen = vec![at.clone()];
+                config.token_file = Some(token_file.clone());
+                config.forward_token_file = Some(token_file.clone());
+            })
+            .await;
+        pool.until(|summary| summary.servers[0].reach == Reach::Reached).await;
+        let trust = ClientTrust { token_file: Some(token_file.clone()), ..ClientTrust::default() };
+        let connector = Connector::new().dial_options(trust.dial_options().unwrap());
+        works(&connector.connect(&pool.key("board")).await.unwrap()).await;
+        let error = Connector::new().connect(&pool.key("board")).await.unwrap_err().into_rpc_error();
+        assert!(matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::Unsupported), "{error}");
+    }
 }
