@@ -336,6 +336,9 @@ impl Running {
     pub fn reload(&self) -> Result<(), TrustError> {
         let onward = self.onward.dial_options()?;
         self.server.set_access(self.trust.reload(self.tls.as_ref())?);
+        if let Some(registrar) = &self.registrar {
+            registrar.set_dial_options(onward.clone());
+        }
         self.server.set_onward(onward);
         Ok(())
     }

@@ -14,8 +14,8 @@ use rpc_server::tracker::{RunningTracker, Tracker};
 use rpc_server::trust::ClientTrust;
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{
-    HolderState, LossReason, Reach, Registered, Registration, Renewed, ServerRequest, ServerStatus, ServerSummary,
-    Summary, TICKET_REFUSED, TrackerClient, Use, functions,
+    Grant, HolderState, LossReason, Reach, Registered, Registration, Renewed, Returned, ServerRequest, ServerStatus,
+    ServerSummary, Summary, TICKET_REFUSED, TrackerClient, Use, functions,
 };
 use rpc_transports::{Address, Connector};
 use tempfile::TempDir;
@@ -519,7 +519,74 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     pool.until(|summary| summary.servers.is_empty()).await;
 }
 
-/// The same over an encrypted channel, where both sides prove that they know the token.
+/// Asks for a place, and gives it back at once.
+async fn pass_through(session: &Session, request: ServerRequest) -> Vec<Grant> {
+    let ask = session.get_function(functions::REQUEST).await.unwrap();
+    let place: RemoteObject = ask.call((Pack(request),)).concurrent().await.unwrap();
+    let wait = session.get_function(functions::WAIT).await.unwrap();
+    let Pack(grants): Pack<Vec<Grant>> = wait.call((&place,)).concurrent().await.unwrap();
+    let returned = |grant: &Grant| Returned { serial: grant.serial, why: "not needed".to_owned() };
+    let returned: Vec<_> = grants.iter().map(returned).collect();
+    let give_back = session.get_function(functions::GIVE_BACK).await.unwrap();
+    let _: () = give_back.call((&place, Pack(returned))).concurrent().await.unwrap();
+    grants
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_thousand_servers_serve_thousands_of_requests() {
+    const SERVERS: usize = 2000;
+    const CLIENTS: usize = 8;
+    const REQUESTS: usize = 200;
+    // Nobody renews these, which is not what is looked at; and all clients are on this machine.
+    let pool = Pool::with(|config| {
+        config.lease = Span(Duration::from_secs(3600));
+        config.ticket_lifetime = Span(Duration::from_secs(3600));
+        config.max_waiting_per_client = CLIENTS * REQUESTS;
+    })
+    .await;
+    let address = pool.address().to_string();
+    let mut kept = Vec::new();
+    let mut sessions = Vec::new();
+    for at in 0..SERVERS {
+        if at % 500 == 0 {
+            // One session may hold so many objects.
+            sessions.push(Connector::new().connect(&address).await.unwrap());
+        }
+        let register = sessions.last().unwrap().get_function(functions::REGISTER).await.unwrap();
+        let registration = Registration {
+            name: format!("board-{at}"),
+            key: format!("k{}", at % 4),
+            labels: BTreeMap::new(),
+            devices: Vec::new(),
+            capacity: 1,
+            // Nothing but the tracker's own look goes there.
+            address: vec!["memory:nowhere".to_owned()],
+            ticket_key: [7; 32],
+            status: ServerStatus::default(),
+        };
+        let (object, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
+        kept.push(object);
+    }
+    // More is asked for than there is, all at once; some of it for many together.
+    let mut clients = tokio::task::JoinSet::new();
+    for client in 0..CLIENTS {
+        let session = Connector::new().connect(&address).await.unwrap();
+        for at in 0..REQUESTS {
+            let session = session.clone();
+            let count = if at % 50 == 0 { 100 } else { 1 };
+            let request = ServerRequest::new(&format!("k{}", (client + at) % 4)).count(count);
+            clients.spawn(async move { pass_through(&session, request).await.len() == count as usize });
+        }
+    }
+    while let Some(whole) = clients.join_next().await {
+        assert!(whole.unwrap());
+    }
+    let summary = pool.summary();
+    let free: u32 = summary.servers.iter().map(|server| server.free).sum();
+    assert_eq!((summary.servers.len(), free as usize, summary.queue.len()), (SERVERS, SERVERS, 0));
+}
+
+/// Over an encrypted channel both sides prove that they know the token.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
     let folder = tempfile::tempdir().unwrap();

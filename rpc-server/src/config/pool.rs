@@ -177,9 +177,9 @@ impl TrackerConfig {
             token_file: self.token_file.clone(),
             ready_file: self.ready_file.clone(),
             // What follows is about what clients could do beside asking: a registration and a queue need few objects, no
-            // device and no files.
-            max_handles: self.max_waiting_per_client.saturating_add(64),
-            max_total_handles: self.max_sessions.saturating_mul(2).saturating_add(self.max_waiting.saturating_mul(2)),
+            // device and no files. A request that waits has its place, and the functions that were asked for it.
+            max_handles: self.max_waiting_per_client.saturating_mul(4).saturating_add(64),
+            max_total_handles: self.max_sessions.saturating_mul(4).saturating_add(self.max_waiting.saturating_mul(4)),
             max_memory: ByteSize(0),
             max_message: ByteSize(8 << 20),
             max_queued: ByteSize(9 << 20),

@@ -4,14 +4,14 @@
 //! tries again, ever more seldom, until the server stops. Sessions of the server go on meanwhile.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rpc_core::{Fault, Pack, RemoteObject, Result, RpcError, Session};
 use rpc_transports::tracker::{
     Backoff, DeviceOffer, Reach, Registered, Registration, Renewed, ServerStatus, functions,
 };
-use rpc_transports::{Address, Connector};
+use rpc_transports::{Address, Connector, DialOptions};
 use tokio::task::JoinHandle;
 
 use super::gate::{Gate, RegistrationId};
@@ -35,26 +35,36 @@ pub(crate) struct Told {
 
 /// Keeps a server registered at its trackers, until dropped.
 #[derive(Debug)]
-pub(crate) struct Registrar(Vec<JoinHandle<()>>);
+pub(crate) struct Registrar {
+    attachments: Vec<JoinHandle<()>>,
+    connector: Arc<Mutex<Connector>>,
+}
 
 impl Registrar {
     /// Registers at all of `trackers`, as soon as each of them can be reached. Needs a tokio runtime.
     pub(crate) fn start(trackers: &[Address], connector: &Connector, gate: &Arc<Gate>, told: &Told) -> Self {
+        let connector = Arc::new(Mutex::new(connector.clone()));
         let start = |tracker: &Address| {
-            let stay = Attachment {
+            let attachment = Attachment {
                 tracker: tracker.to_string(),
                 connector: connector.clone(),
                 gate: gate.clone(),
                 told: told.clone(),
             };
-            tokio::spawn(stay.run())
+            tokio::spawn(attachment.run())
         };
-        Self(trackers.iter().map(start).collect())
+        Self { attachments: trackers.iter().map(start).collect(), connector }
+    }
+
+    /// Proves the server by these credentials, and knows trackers by them, from the next connection on.
+    pub(crate) fn set_dial_options(&self, options: DialOptions) {
+        let mut connector = self.connector.lock().unwrap_or_else(PoisonError::into_inner);
+        *connector = connector.clone().dial_options(options);
     }
 
     /// Leaves the trackers. Their sessions end, and with them the registrations.
     pub(crate) fn leave(&self) {
-        self.0.iter().for_each(JoinHandle::abort);
+        self.attachments.iter().for_each(JoinHandle::abort);
     }
 }
 
@@ -67,7 +77,7 @@ impl Drop for Registrar {
 /// A server and one of its trackers.
 struct Attachment {
     tracker: String,
-    connector: Connector,
+    connector: Arc<Mutex<Connector>>,
     gate: Arc<Gate>,
     told: Told,
 }
@@ -100,7 +110,8 @@ impl Attachment {
 
     /// Registers, and stays registered for as long as that goes well. Says whether it did at all.
     async fn attend(&self) -> (RpcError, bool) {
-        let session = match self.connector.connect(&self.tracker).await {
+        let connector = self.connector.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let session = match connector.connect(&self.tracker).await {
             Ok(session) => session,
             Err(error) => return (error.into_rpc_error(), false),
         };

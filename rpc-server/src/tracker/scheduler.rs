@@ -20,7 +20,7 @@
 //! With all places of a request granted in one step, no two requests ever hold part of what the other one needs.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Bound;
 use std::time::{Duration, Instant};
 
@@ -155,6 +155,8 @@ pub(crate) struct Scheduler {
     pools: HashMap<String, Pool>,
     by_peer: HashMap<String, usize>,
     waiting: BTreeMap<Order, Waiting>,
+    /// The same by key, with an empty one for those that take any.
+    queues: HashMap<String, BTreeSet<Order>>,
     priorities: HashMap<ClaimId, i32>,
     waiting_by_peer: HashMap<String, usize>,
     timers: BTreeSet<(Instant, Timer)>,
@@ -173,6 +175,7 @@ impl Scheduler {
             pools: HashMap::new(),
             by_peer: HashMap::new(),
             waiting: BTreeMap::new(),
+            queues: HashMap::new(),
             priorities: HashMap::new(),
             waiting_by_peer: HashMap::new(),
             timers: BTreeSet::new(),
@@ -293,6 +296,7 @@ impl Scheduler {
         let priority = request.priority;
         self.priorities.insert(id, priority);
         *self.waiting_by_peer.entry(peer.to_owned()).or_default() += 1;
+        self.queues.entry(request.key.clone()).or_default().insert((Reverse(priority), id));
         self.waiting.insert((Reverse(priority), id), Waiting { request, peer: peer.to_owned(), since: now, until });
         self.serve(now);
         // Whoever has no time is served at once or not at all.
@@ -307,15 +311,20 @@ impl Scheduler {
         }
     }
 
-    /// A place that was granted to `claim` is not taken. Says at which server that was.
-    pub(crate) fn give_back(&mut self, now: Instant, claim: ClaimId, id: ServerId, serial: u64) -> bool {
-        let Some(server) = self.servers.get(&id) else { return false };
-        if server.granted.get(&serial).is_none_or(|granted| granted.claim != claim) {
-            return false;
+    /// Places that were granted to `claim` are not taken. Says how many of them were.
+    pub(crate) fn give_back(&mut self, now: Instant, claim: ClaimId, places: &[(ServerId, u64)]) -> usize {
+        let mut count = 0;
+        for (id, serial) in places {
+            let granted = self.servers.get(id).and_then(|server| server.granted.get(serial));
+            if granted.is_some_and(|granted| granted.claim == claim) {
+                self.end_grant(*id, *serial);
+                count += 1;
+            }
         }
-        self.end_grant(id, serial);
-        self.serve(now);
-        true
+        if count > 0 {
+            self.serve(now);
+        }
+        count
     }
 
     /// Does what is due.
@@ -377,39 +386,67 @@ impl Scheduler {
         self.candidates(request).map(|(_, server)| u64::from(usable(request, server.offer.capacity))).sum()
     }
 
-    /// Grants what can be granted: rules 1 to 3.
+    /// Grants what can be granted.
     fn serve(&mut self, now: Instant) {
-        let mut held: HashMap<ServerId, u32> = HashMap::new();
-        // What nobody in front has held back.
+        for (order, places) in self.plan() {
+            self.grant(now, order, places);
+        }
+    }
+
+    /// What can be granted: rules 1 to 3. Looks only at keys of which places are free, and at no two requests in full that ask
+    /// for the same and get nothing, so that a long queue costs little while there is nothing for it.
+    fn plan(&self) -> Vec<(Order, Vec<ServerId>)> {
+        let mut plan = Vec::new();
         let mut left = self.totals.free;
-        let mut after = Bound::Unbounded;
-        while left > 0 {
-            let Some((&order, waiting)) = self.waiting.range((after, Bound::Unbounded)).next() else { return };
-            after = Bound::Excluded(order);
-            let request = &waiting.request;
-            if !request.key.is_empty() && self.pools.get(&request.key).is_none_or(|pool| pool.free == 0) {
-                continue;
-            }
-            let mut found: Vec<(ServerId, u32)> = Vec::new();
-            let mut total = 0;
-            for (id, server) in self.candidates(request) {
-                let free = server.free() - held.get(&id).copied().unwrap_or_default();
-                if free > 0 {
-                    found.push((id, usable(request, free)));
-                    total += u64::from(usable(request, free));
+        // What is granted here or held back: of each server, and of each key.
+        let mut taken: HashMap<ServerId, u32> = HashMap::new();
+        let mut taken_of: HashMap<&str, u64> = HashMap::new();
+        // For whom there is nothing left, and how many places there are at all.
+        let mut nothing_for = HashSet::new();
+        let mut possible = HashMap::new();
+        let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
+        let with_free = self.queues.iter().filter(|(key, _)| key.is_empty() || free_of(key) > 0);
+        // The next one of each queue.
+        let mut next: BTreeSet<(Order, &str)> =
+            with_free.filter_map(|(key, queue)| Some((*queue.first()?, key.as_str()))).collect();
+        while let Some((order, key)) = next.pop_first().filter(|_| left > 0) {
+            if let Some(Waiting { request, .. }) = self.waiting.get(&order) {
+                let wants = (key, &request.labels, &request.devices);
+                let in_all = *possible.entry((wants, request.distinct)).or_insert_with(|| self.possible(request));
+                if in_all >= u64::from(request.count) && !nothing_for.contains(&wants) {
+                    let free = |(id, server): (ServerId, &Server)| {
+                        (id, usable(request, server.free() - taken.get(&id).copied().unwrap_or_default()))
+                    };
+                    let found: Vec<_> = self.candidates(request).map(free).filter(|(_, places)| *places > 0).collect();
+                    let total: u64 = found.iter().map(|(_, places)| u64::from(*places)).sum();
+                    let is_served = total >= u64::from(request.count);
+                    let took: Vec<(ServerId, u32)> = if is_served {
+                        let places = self.choose(request.count, found);
+                        plan.push((order, places.clone()));
+                        places.into_iter().map(|id| (id, 1)).collect()
+                    } else {
+                        if !request.distinct {
+                            nothing_for.insert(wants);
+                        }
+                        found
+                    };
+                    for (id, places) in took {
+                        *taken.entry(id).or_default() += places;
+                        left -= u64::from(places);
+                        if let Some(server) = self.servers.get(&id) {
+                            *taken_of.entry(&server.offer.key).or_default() += u64::from(places);
+                        }
+                    }
                 }
             }
-            if total >= u64::from(request.count) {
-                let places = self.choose(request.count, found);
-                left -= places.len() as u64;
-                self.grant(now, order, places);
-            } else if self.possible(request) >= u64::from(request.count) {
-                for (id, places) in found {
-                    *held.entry(id).or_default() += places;
-                }
-                left -= total;
+            let is_over = !key.is_empty() && free_of(key) <= taken_of.get(key).copied().unwrap_or_default();
+            let behind = self.queues.get(key).filter(|_| !is_over);
+            if let Some(order) = behind.and_then(|queue| queue.range((Bound::Excluded(order), Bound::Unbounded)).next())
+            {
+                next.insert((*order, key));
             }
         }
+        plan
     }
 
     /// As [`unregister`](Self::unregister), and looks at nobody who waits.
@@ -489,6 +526,12 @@ impl Scheduler {
         let waiting = self.waiting.remove(&(Reverse(priority), id))?;
         if let Some(until) = waiting.until {
             self.timers.remove(&(until, Timer::Claim(id)));
+        }
+        if let Some(queue) = self.queues.get_mut(&waiting.request.key) {
+            queue.remove(&(Reverse(priority), id));
+            if queue.is_empty() {
+                self.queues.remove(&waiting.request.key);
+            }
         }
         count_down(&mut self.waiting_by_peer, &waiting.peer);
         Some(waiting)

@@ -493,17 +493,17 @@ struct ClaimObject {
 impl ClaimObject {
     fn give_back(&self, returned: &[Returned]) {
         let Some(Ok(places)) = self.answer.borrow().clone() else { return };
+        let reasons: HashMap<u64, &str> =
+            returned.iter().map(|returned| (returned.serial, returned.why.as_str())).collect();
+        let back = places.iter().filter_map(|place| {
+            let why = clip(reasons.get(&place.grant.serial)?);
+            tracing::info!(name = place.grant.server, why, "a server is given back unused");
+            Some((place.server, place.grant.serial))
+        });
+        let back: Vec<_> = back.collect();
         let now = Instant::now();
         let mut state = self.tracker.lock();
-        for place in places.iter() {
-            let Some(returned) = returned.iter().find(|returned| returned.serial == place.grant.serial) else {
-                continue;
-            };
-            if state.scheduler.give_back(now, self.id, place.server, returned.serial) {
-                let (name, why) = (&place.grant.server, clip(&returned.why));
-                tracing::info!(name, why, "a server was given back unused");
-            }
-        }
+        state.scheduler.give_back(now, self.id, &back);
         self.tracker.settle(state, now);
     }
 }

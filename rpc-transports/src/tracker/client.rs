@@ -314,6 +314,8 @@ pub(crate) async fn connect(
         request = request.timeout(timeout);
     }
     let tracker = TrackerClient::new(connector.clone(), address);
+    // One that has never been there is not waited for.
+    tracker.session().await?;
     let loan = tracker.request(&request).await?;
     Ok(loan.into_session())
 }

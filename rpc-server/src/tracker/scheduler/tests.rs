@@ -221,8 +221,12 @@ impl Model {
             }
             Step::GiveBack(at) => {
                 if let Some((id, serial, claim)) = self.grant_at(at) {
-                    assert!(!self.scheduler.give_back(now, ClaimId(u64::MAX), id, serial), "somebody else's place");
-                    assert!(self.scheduler.give_back(now, claim, id, serial));
+                    assert_eq!(
+                        self.scheduler.give_back(now, ClaimId(u64::MAX), &[(id, serial)]),
+                        0,
+                        "somebody else's place"
+                    );
+                    assert_eq!(self.scheduler.give_back(now, claim, &[(id, serial)]), 1);
                     self.servers.get_mut(&id).unwrap().granted.remove(&serial);
                 }
             }
@@ -376,6 +380,7 @@ impl Model {
         assert!(self.scheduler.timers.len() <= timers, "timers are left of what there is no more");
         assert_eq!(self.scheduler.pools.values().map(|pool| pool.servers.len()).sum::<usize>(), self.servers.len());
         assert_eq!(self.scheduler.priorities.len(), self.waiting.len());
+        assert_eq!(self.scheduler.queues.values().map(BTreeSet::len).sum::<usize>(), self.waiting.len());
     }
 
     /// When everybody leaves, all places are free, and nothing is remembered.
@@ -392,7 +397,7 @@ impl Model {
         }
         while let Some((id, serial, claim)) = self.grant_at(0) {
             self.servers.get_mut(&id).unwrap().granted.remove(&serial);
-            assert!(self.scheduler.give_back(self.now, claim, id, serial));
+            assert_eq!(self.scheduler.give_back(self.now, claim, &[(id, serial)]), 1);
             self.settle();
         }
         let totals = self.scheduler.totals();
@@ -466,7 +471,7 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
     let single = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     assert_eq!(granted(&mut scheduler), [], "one is free, and is kept for the one that wants two");
 
-    assert!(scheduler.give_back(now, first, busy, serial));
+    assert_eq!(scheduler.give_back(now, first, &[(busy, serial)]), 1);
     let served = granted(&mut scheduler);
     assert_eq!(served.len(), 1);
     assert_eq!(served[0].0, both);
@@ -474,7 +479,7 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
     assert_eq!(servers, [one, two].into());
 
     let (id, serial) = served[0].1[0];
-    assert!(scheduler.give_back(now, both, id, serial));
+    assert_eq!(scheduler.give_back(now, both, &[(id, serial)]), 1);
     assert_eq!(granted(&mut scheduler)[0].0, single);
 }
 
@@ -492,7 +497,7 @@ fn what_cannot_be_served_holds_nobody_back_until_it_can() {
     let late = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     assert_eq!(granted(&mut scheduler), [], "now it can be, and two are kept for it");
     let (id, serial) = served[0].1[0];
-    assert!(scheduler.give_back(now, single, id, serial));
+    assert_eq!(scheduler.give_back(now, single, &[(id, serial)]), 1);
     assert_eq!(granted(&mut scheduler)[0].0, many);
     scheduler.cancel(now, late);
 }
