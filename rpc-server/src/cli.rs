@@ -12,10 +12,12 @@ mod credentials;
 mod doctor;
 mod failure;
 mod files;
+mod missing;
 mod output;
 mod ping;
 mod report;
 mod show;
+mod status;
 mod tensor;
 
 use std::future::Future;
@@ -45,7 +47,8 @@ Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_
 const ABOUT: &str = "\
 Calls functions, moves files and tensors, and measures, on servers that speak this protocol.
 
-An ADDRESS is tcp://HOST:PORT[/KEY], unix:PATH[?key=KEY] or 'exec:COMMAND LINE'. Data goes to standard output, all else to \
+An ADDRESS is tcp://HOST:PORT[/KEY], unix:PATH[?key=KEY], 'exec:COMMAND LINE', or tracker://HOST:PORT/KEY for whichever server a \
+tracker gives out. Data goes to standard output, all else to \
 standard error.";
 
 #[derive(Parser)]
@@ -80,6 +83,8 @@ enum Command {
     Time(call::TimeArgs),
     /// Measure calls and copies, and compare them with bare sockets
     Bench(Box<bench::BenchArgs>),
+    /// Show the servers of a tracker, who has them, and who waits
+    Status(status::StatusArgs),
     /// Find out why an address does not work
     Doctor(doctor::DoctorArgs),
     /// Make certificates for a server and a client, or renew them
@@ -128,7 +133,8 @@ fn run(globals: &Globals, output: &Output, command: Command) -> Result<(), Failu
         Command::Ls(args) => limited(globals, files::ls(globals, output, args)),
         Command::Rm(args) => limited(globals, files::rm(globals, output, args)),
         Command::Time(args) => limited(globals, call::time(globals, output, args)),
-        // These two have a limit for each of their steps.
+        // These have a limit for each of their steps.
+        Command::Status(args) => on_runtime(status::status(globals, output, args)),
         Command::Ping(args) => on_runtime(ping::ping(globals, output, args)),
         Command::Doctor(args) => on_runtime(doctor::doctor(globals, output, args)),
         Command::Bench(args) => bench::bench(globals, output, &args),

@@ -1,7 +1,8 @@
 //! What people run: the daemon `rpc-server`, the tool `rpc-cli`, and the library to embed a server.
 //!
 //! [`server`] is the daemon as a library, [`spawn`] runs it as a child process, [`isolate`] gives each session a process of
-//! its own, [`builtins`] are the functions that every server has. [`config`] says what can be set, [`workspace`] keeps the files of sessions.
+//! its own, [`builtins`] are the functions that every server has. [`tracker`] hands out
+//! servers. [`config`] says what can be set, [`workspace`] keeps the files of sessions.
 
 #![forbid(unsafe_code)]
 
@@ -23,9 +24,10 @@ pub mod pki;
 pub mod server;
 pub mod session;
 pub mod spawn;
+pub mod tracker;
 pub mod trust;
 pub mod workspace;
 
-pub use config::{ServeConfig, ServeSettings};
+pub use config::{ServeConfig, ServeSettings, TrackerConfig, TrackerSettings};
 pub use server::{RpcServer, Running, ServerBuilder};
 pub use spawn::{ServerProcess, run_as_child_if_asked};

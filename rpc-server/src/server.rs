@@ -37,20 +37,22 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
+use rpc_transports::tracker::DeviceOffer;
 use rpc_transports::{
-    Access, Address, DialOptions, FunctionPatterns, ListenOptions, OpenRequest, RequestPolicy, ServeOptions, Server,
-    ServerTls, SessionFactory, TokioSpawner, WireLimits, child,
+    Access, Address, Connector, DialOptions, FunctionPatterns, ListenOptions, OpenRequest, RequestPolicy, ServeOptions,
+    Server, ServerTls, SessionFactory, TokioSpawner, WireLimits, child,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use self::ready::ReadyFile;
 use self::signals::Signals;
-use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError};
+use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
 use crate::monitor::{Monitoring, Phase};
 use crate::otel::Spans;
-use crate::session::{Cleaner, ServerState, SessionWorkspace, Source};
+use crate::session::{Cleaner, Client, ServerState, SessionWorkspace, Source};
+use crate::tracker::{Gate, Registrar, Told};
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
 use crate::{builtins, isolate};
@@ -139,6 +141,8 @@ impl RpcServer {
             Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone()).await?),
             None => None,
         };
+        let gate = (!config.tracker.is_empty()).then(|| Gate::new(config.allow_direct));
+        let offered = if gate.is_some() { offered_devices(devices.clone()).await } else { Vec::new() };
         let cleaner = Cleaner::start();
         let (factory, isolation) = if isolated {
             let isolation = Arc::new(Isolation::new(&config, workspaces.clone(), cleaner.clone(), state.clone())?);
@@ -157,7 +161,7 @@ impl RpcServer {
             };
             (Factory::Local(factory), None)
         };
-        let mut options = serve_options(&config, credentials.access, dial);
+        let mut options = serve_options(&config, credentials.access, dial.clone());
         let factory: Arc<dyn SessionFactory> = match &monitoring {
             Some(monitoring) => {
                 options.observer = Some(monitoring.observer());
@@ -170,6 +174,11 @@ impl RpcServer {
             Some(spans) => spans.traced(factory),
             None => factory,
         };
+        let factory = match &gate {
+            Some(gate) => gate.guard(factory),
+            None => factory,
+        };
+        let connector = Connector::new().dial_options(dial.clone()).keep_alive(config.keep_alive.0);
         // From here on an early return stops what was begun.
         let mut running = Running {
             server: Server::new(factory, options),
@@ -185,6 +194,7 @@ impl RpcServer {
             ready,
             monitoring,
             spans,
+            registrar: None,
         };
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
         let options = ListenOptions { port_range, tls: running.tls.clone(), ..ListenOptions::default() };
@@ -201,6 +211,11 @@ impl RpcServer {
         }
         if let Some(ready) = &running.ready {
             ready.write(&running.addresses)?;
+        }
+        if let Some(gate) = &gate {
+            let trackers: Vec<_> = config.tracker.iter().map(|TrackerAddress(address)| address.clone()).collect();
+            let told = told(&config, &running.addresses, offered);
+            running.registrar = Some(Registrar::start(&trackers, &connector, gate, &told));
         }
         running.enter(Phase::Ready);
         Ok(running)
@@ -298,6 +313,7 @@ pub struct Running {
     ready: Option<ReadyFile>,
     monitoring: Option<Monitoring>,
     spans: Option<Spans>,
+    registrar: Option<Registrar>,
 }
 
 impl Running {
@@ -320,6 +336,9 @@ impl Running {
     pub fn reload(&self) -> Result<(), TrustError> {
         let onward = self.onward.dial_options()?;
         self.server.set_access(self.trust.reload(self.tls.as_ref())?);
+        if let Some(registrar) = &self.registrar {
+            registrar.set_dial_options(onward.clone());
+        }
         self.server.set_onward(onward);
         Ok(())
     }
@@ -397,6 +416,9 @@ impl Running {
     }
 
     fn enter(&self, phase: Phase) {
+        if let (Phase::Draining, Some(registrar)) = (phase, &self.registrar) {
+            registrar.leave();
+        }
         if let Some(monitoring) = &self.monitoring {
             monitoring.enter(phase);
         }
@@ -468,9 +490,43 @@ impl LocalFactory {
             .total_memory(self.state.memory().clone())
             .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
             .extension(self.state.clone())
+            .extension(Arc::new(Client { peer: request.peer.clone(), identity: request.identity.clone() }))
             .spawner(self.spawner.clone())
             .build();
         Ok(self.state.count_local(session))
+    }
+}
+
+/// How many devices of each kind there are. Drivers may take their time to say.
+async fn offered_devices(devices: Devices) -> Vec<DeviceOffer> {
+    let count = move || {
+        let count = |(kind, api): (rpc_core::DeviceType, Result<_, _>)| {
+            let api: &Arc<dyn rpc_core::DeviceApi> = api.ok()?;
+            let count = u32::try_from(api.count().ok()?).unwrap_or(0);
+            (count > 0).then(|| DeviceOffer { kind: kind.to_string(), count })
+        };
+        devices.iter().filter_map(count).collect()
+    };
+    let counted = tokio::task::spawn_blocking(count).await;
+    counted.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+}
+
+/// What trackers are told of a server that listens on `addresses`.
+fn told(config: &ServeConfig, addresses: &[Address], devices: Vec<DeviceOffer>) -> Told {
+    let advertised = config.advertise.iter().map(|ListenAddress(address)| address.to_string());
+    let mut address: Vec<String> = advertised.collect();
+    if let ([], Some(first)) = (&address[..], addresses.first()) {
+        // With its key, so that clients cannot take another server for it.
+        let with_key = config.key.as_deref().and_then(|key| first.clone().with_key(key).ok());
+        address.push(with_key.unwrap_or_else(|| first.clone()).to_string());
+    }
+    Told {
+        name: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        key: config.pool_key().unwrap_or_default().to_owned(),
+        labels: config.label.iter().map(|label| (label.name.clone(), label.value.clone())).collect(),
+        devices,
+        capacity: config.capacity,
+        address,
     }
 }
 

@@ -40,6 +40,16 @@ enum View {
     One(Box<dyn Fn(Usage) -> Option<Totals> + Send + Sync>),
 }
 
+/// Who a session's client is, for functions that want to know: [`Context::extension`](rpc_core::Context::extension) finds it. Not
+/// in sessions with a process of their own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Client {
+    /// The address that it comes from.
+    pub peer: String,
+    /// Whom it has proven to be; `anonymous` without proof.
+    pub identity: String,
+}
+
 /// A session that is counted.
 pub(crate) trait Holder: Send + Sync {
     /// What it holds, as far as it is known here.

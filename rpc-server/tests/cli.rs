@@ -448,6 +448,7 @@ fn help_completions_and_manual() {
         "ping",
         "time",
         "bench",
+        "status",
         "doctor",
         "cert",
         "token",

@@ -9,6 +9,8 @@
 //! | `exec:command line` | a child process, spoken to over its standard input and output |
 //! | `memory:NAME` | a listener inside this process |
 //! | `local:` | this process itself, without any channel |
+//! | `tracker://host:port/KEY` | whichever server the tracker at that TCP port gives out under that key |
+//! | `tracker+tls://…`, `tracker+quic://…`, `tracker+unix:…` | the same, where the tracker is reached otherwise |
 //!
 //! A *key* names one of several servers that are reached through the same address. A command line is
 //! split into words as a shell would, but no shell runs: quotes and backslashes work, while `$`, `*`,
@@ -38,7 +40,7 @@ use std::str::FromStr;
 pub struct Address {
     /// Only ever built by the constructors below, which check every part.
     kind: AddressKind,
-    /// `Some` only for kinds whose text has a place for it: those with a host, and Unix.
+    /// `Some` only for kinds whose text has a place for it: those with a host, Unix, and trackers.
     key: Option<String>,
 }
 
@@ -84,6 +86,11 @@ pub enum AddressKind {
     },
     /// This process.
     Local,
+    /// One of the servers that a tracker gives out. It is asked for one each time a session is opened.
+    Tracker {
+        /// Where the tracker is: a TCP, TLS, QUIC or Unix address without a key.
+        at: Box<Address>,
+    },
 }
 
 impl Address {
@@ -175,6 +182,26 @@ impl Address {
         Self::from_kind(AddressKind::Local)
     }
 
+    /// One of the servers that the tracker `at` gives out, under `key`; any of them without one.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Tracker`] if no tracker can be asked there; as [`with_key`](Self::with_key) for the key.
+    pub fn tracker(at: Self, key: Option<&str>) -> Result<Self, AddressError> {
+        let has_form = matches!(
+            at.kind,
+            AddressKind::Tcp { .. } | AddressKind::Tls { .. } | AddressKind::Quic { .. } | AddressKind::Unix { .. }
+        );
+        if !has_form {
+            return Err(AddressError::Tracker { text: at.to_string() });
+        }
+        let this = Self::from_kind(AddressKind::Tracker { at: Box::new(at.without_key()) });
+        match key {
+            Some(key) => this.with_key(key),
+            None => Ok(this),
+        }
+    }
+
     /// The same address with this key: which of the servers behind it is meant.
     ///
     /// # Errors
@@ -183,8 +210,9 @@ impl Address {
     /// `-._~:@+=`, or if addresses of this kind have no place for a key.
     pub fn with_key(self, key: &str) -> Result<Self, AddressError> {
         let text = || key.to_owned();
-        if self.host_and_port().is_none() && !matches!(self.kind, AddressKind::Unix { .. }) {
-            let problem = "only tcp://, tls://, quic:// and unix: addresses have one";
+        let has_place = matches!(self.kind, AddressKind::Unix { .. } | AddressKind::Tracker { .. });
+        if self.host_and_port().is_none() && !has_place {
+            let problem = "only tcp://, tls://, quic://, unix: and tracker:// addresses have one";
             return Err(AddressError::Key { text: text(), problem });
         }
         if !is_name(key) {
@@ -207,6 +235,7 @@ impl Address {
             AddressKind::Tcp { port, .. } | AddressKind::Tls { port, .. } | AddressKind::Quic { port, .. } => {
                 *port = new
             }
+            AddressKind::Tracker { at } => **at = at.clone().with_port(new),
             AddressKind::Unix { .. } | AddressKind::Exec { .. } | AddressKind::Memory { .. } | AddressKind::Local => {}
         }
         self
@@ -224,7 +253,7 @@ impl Address {
         &self.kind
     }
 
-    /// The word before the first colon: `tcp`, `tls`, `quic`, `unix`, `exec`, `memory` or `local`.
+    /// The word before the first colon: `tcp`, `tls`, `quic`, `unix`, `exec`, `memory`, `local` or `tracker`.
     #[must_use]
     pub fn scheme(&self) -> &'static str {
         match self.kind {
@@ -235,6 +264,7 @@ impl Address {
             AddressKind::Exec { .. } => "exec",
             AddressKind::Memory { .. } => "memory",
             AddressKind::Local => "local",
+            AddressKind::Tracker { .. } => "tracker",
         }
     }
 
@@ -246,16 +276,27 @@ impl Address {
         self
     }
 
-    /// Host and port, of the kinds that have them.
+    /// Where the tracker is, if a tracker is to be asked for the server.
+    #[must_use]
+    pub fn tracker_address(&self) -> Option<&Self> {
+        match &self.kind {
+            AddressKind::Tracker { at } => Some(at),
+            _ => None,
+        }
+    }
+
+    /// Host and port, of the kinds that have them. That of a tracker says nothing of the server, and is not given.
     #[must_use]
     pub fn host_and_port(&self) -> Option<(&str, u16)> {
         match &self.kind {
             AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } | AddressKind::Quic { host, port } => {
                 Some((host, *port))
             }
-            AddressKind::Unix { .. } | AddressKind::Exec { .. } | AddressKind::Memory { .. } | AddressKind::Local => {
-                None
-            }
+            AddressKind::Unix { .. }
+            | AddressKind::Exec { .. }
+            | AddressKind::Memory { .. }
+            | AddressKind::Local
+            | AddressKind::Tracker { .. } => None,
         }
     }
 
@@ -296,6 +337,9 @@ impl Address {
     /// host name counts as reachable, whatever it may resolve to.
     #[must_use]
     pub fn is_loopback(&self) -> bool {
+        if let AddressKind::Tracker { at } = &self.kind {
+            return at.is_loopback();
+        }
         let Some((host, _)) = self.host_and_port() else {
             return true;
         };
@@ -337,8 +381,17 @@ impl fmt::Display for Address {
             AddressKind::Exec { argv } => write!(f, "exec:{}", quoted(argv))?,
             AddressKind::Memory { name } => write!(f, "memory:{name}")?,
             AddressKind::Local => f.write_str("local:")?,
+            AddressKind::Tracker { at } => {
+                let text = at.to_string();
+                let rest = text.strip_prefix(at.scheme()).unwrap_or(&text);
+                match at.kind {
+                    AddressKind::Tcp { .. } => write!(f, "tracker{rest}")?,
+                    _ => write!(f, "tracker+{}{rest}", at.scheme())?,
+                }
+            }
         }
-        match (&self.kind, &self.key) {
+        let place = self.tracker_address().unwrap_or(self);
+        match (&place.kind, &self.key) {
             (AddressKind::Unix { .. }, Some(key)) => write!(f, "?key={key}"),
             (_, Some(key)) => write!(f, "/{key}"),
             (_, None) => Ok(()),
@@ -365,7 +418,8 @@ impl FromStr for Address {
             "memory" => Self::memory(rest.trim_end()),
             "local" if rest.trim_end().is_empty() => Ok(Self::local()),
             "local" => Err(AddressError::NotEmpty { text: text.trim_end().into() }),
-            "tracker" => Err(AddressError::NotBuiltIn { scheme }),
+            "tracker" => parse_tracker("tcp", rest),
+            _ if scheme.starts_with("tracker+") => parse_tracker(&scheme["tracker+".len()..], rest),
             // `host:9090` and `[::1]:9090` look like a scheme and are a forgotten one.
             _ if is_port(rest.trim_end()) || scheme.starts_with('[') => {
                 Err(AddressError::NoScheme { text: text.trim_end().into() })
@@ -396,17 +450,20 @@ pub enum AddressError {
     /// The word before the colon means nothing to us.
     #[error(
         "no addresses start with {scheme}:; write for example tcp://host:9090, quic://host:9090, unix:/run/rpc.sock, \
-         exec:program --argument, memory:name or local:"
+         exec:program --argument, memory:name, local: or tracker://host:port/KEY"
     )]
     UnknownScheme {
         /// The word before the colon.
         scheme: String,
     },
-    /// The scheme is reserved, and this build does not have it.
-    #[error("{scheme}:// addresses are not built in; write for example tcp://host:9090")]
-    NotBuiltIn {
-        /// The word before the colon.
-        scheme: String,
+    /// No tracker can be asked there.
+    #[error(
+        "no tracker can be asked at {text:?}; write tracker://host:port/KEY, tracker+tls://host:port/KEY, \
+         tracker+quic://host:port/KEY or tracker+unix:/path?key=KEY"
+    )]
+    Tracker {
+        /// The address of the tracker.
+        text: String,
     },
     /// The host of a TCP, TLS or QUIC address.
     #[error("host {text:?}: {problem}; write for example tcp://board.lan:9090 or tcp://[::1]:9090")]
@@ -516,6 +573,17 @@ fn parse_unix(rest: &str) -> Result<Address, AddressError> {
         Some(Some(key)) => address.with_key(key),
         Some(None) => Err(path_error("only key= may follow the ? (%3F is a literal ?)")),
     }
+}
+
+/// The address of a tracker that is reached by `scheme`, and the key to ask it for.
+fn parse_tracker(scheme: &str, rest: &str) -> Result<Address, AddressError> {
+    let text = format!("{scheme}:{rest}");
+    if !matches!(scheme, "tcp" | "tls" | "quic" | "unix") {
+        return Err(AddressError::Tracker { text });
+    }
+    let at: Address = text.parse()?;
+    let key = at.key.clone();
+    Address::tracker(at, key.as_deref())
 }
 
 fn parse_exec(rest: &str) -> Result<Address, AddressError> {
@@ -712,6 +780,11 @@ mod tests {
             "exec:ssh board 'rpc-server serve --stdio' ''",
             "memory:test-1",
             "local:",
+            "tracker://pool.lan:9190/h100",
+            "tracker://[::1]:9190",
+            "tracker+tls://pool.lan:9190/h100",
+            "tracker+quic://pool.lan:9190",
+            "tracker+unix:/run/pool.sock?key=h100",
         ] {
             let address = parsed(text);
             assert_eq!(address.to_string(), text);
@@ -818,10 +891,17 @@ mod tests {
     }
 
     #[test]
-    fn a_reserved_scheme_says_that_it_is_not_built_in() {
-        let error = refused("tracker://host:1");
-        assert!(matches!(error, AddressError::NotBuiltIn { .. }));
-        assert!(error.to_string().contains("not built in"), "{error}");
+    fn a_tracker_is_asked_where_its_address_says() {
+        let address = parsed("tracker+tls://pool.lan:9190/h100");
+        assert_eq!(address.tracker_address(), Some(&parsed("tls://pool.lan:9190")));
+        assert_eq!((address.key(), address.host_and_port()), (Some("h100"), None));
+        assert_eq!(parsed("tracker://127.0.0.1:1").tracker_address(), Some(&parsed("tcp://127.0.0.1:1")));
+        assert!(parsed("tracker://127.0.0.1:1").is_loopback() && !parsed("tracker://pool:1").is_loopback());
+        for text in ["tracker+exec:cat", "tracker+tracker://h:1", "tracker+memory:m", "tracker+:x"] {
+            assert!(matches!(refused(text), AddressError::Tracker { .. }), "{text}");
+        }
+        assert!(matches!(refused("tracker:x"), AddressError::Host { .. }));
+        assert!(Address::tracker(Address::local(), None).is_err());
     }
 
     #[test]

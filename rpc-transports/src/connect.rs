@@ -83,8 +83,10 @@ pub struct Connector {
     via: Vec<String>,
     key: String,
     workspace: String,
+    ticket: String,
     dial: DialOptions,
     handshake_timeout: Duration,
+    queue_timeout: Option<Duration>,
     keep_alive: Duration,
     limits: WireLimits,
     local: Option<Registry>,
@@ -129,8 +131,10 @@ impl Connector {
             via: Vec::new(),
             key: String::new(),
             workspace: String::new(),
+            ticket: String::new(),
             dial: DialOptions::default(),
             handshake_timeout: Duration::from_secs(10),
+            queue_timeout: None,
             keep_alive: Duration::from_secs(5),
             limits: WireLimits::default(),
             local: None,
@@ -165,6 +169,13 @@ impl Connector {
     #[must_use]
     pub fn workspace(mut self, name: &str) -> Self {
         name.clone_into(&mut self.workspace);
+        self
+    }
+
+    /// Shows what a tracker gave out for the server. One ticket is good for one session.
+    #[must_use]
+    pub fn ticket(mut self, ticket: &str) -> Self {
+        ticket.clone_into(&mut self.ticket);
         self
     }
 
@@ -205,6 +216,13 @@ impl Connector {
         self
     }
 
+    /// How long to wait for a server at a `tracker://` address while others have them all. No limit.
+    #[must_use]
+    pub fn queue_timeout(mut self, timeout: Duration) -> Self {
+        self.queue_timeout = Some(timeout);
+        self
+    }
+
     /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
     #[must_use]
     pub fn keep_alive(mut self, interval: Duration) -> Self {
@@ -226,12 +244,22 @@ impl Connector {
         self
     }
 
-    /// Opens a session with the server at `target`. Its input and output run as a task of the current tokio runtime.
+    /// Opens a session with the server at `target`, or with one that the tracker gives out, if that is a `tracker://`
+    /// address; see [`tracker`](crate::tracker) for more than that. Its input and output run as a task of the current tokio runtime.
     ///
     /// # Errors
     ///
     /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why. Cancel-safe.
     pub async fn connect(&self, target: &str) -> Result<Session, ConnectError> {
+        let address: Address = target.parse()?;
+        if address.tracker_address().is_some() {
+            return crate::tracker::connect(self, &address, self.queue_timeout).await;
+        }
+        self.connect_at(target).await
+    }
+
+    /// As [`connect`](Self::connect), where no tracker is asked.
+    pub(crate) async fn connect_at(&self, target: &str) -> Result<Session, ConnectError> {
         let (first, further) = self.route(target);
         Ok(self.forward(&first, &further).await?.into())
     }
@@ -244,6 +272,10 @@ impl Connector {
     ///
     /// As [`connect`](Self::connect).
     pub fn connect_blocking(&self, target: &str) -> Result<Session, ConnectError> {
+        if target.parse::<Address>()?.tracker_address().is_some() {
+            let (this, target) = (self.clone(), target.to_owned());
+            return crate::runtime::run_in_background(async move { this.connect(&target).await });
+        }
         let (first, further) = self.route(target);
         let plan = self.plan(&first, &further)?;
         if *plan.address.kind() == AddressKind::Local {
@@ -324,6 +356,7 @@ impl Connector {
         let mut config = self.handshake(String::new(), forward, channel.security());
         config.hello.tunnel = true;
         config.hello.workspace.clear();
+        config.hello.ticket.clear();
         let (_, input) = self.hands(&mut channel, config).await?;
         spoken_to(&input, channel.peer())?;
         Ok(channel.leading_to(format!("{} through {address}", next.address.without_key())))
@@ -414,12 +447,18 @@ impl Connector {
         let mut hello = Hello::new(Role::Client);
         hello.key = key;
         hello.workspace.clone_from(&self.workspace);
+        hello.ticket.clone_from(&self.ticket);
         hello.forward = forward;
         (hello.path, hello.on_behalf) = self.behind.clone();
         hello.keep_alive_ms = self.keep_alive.as_millis() as u64;
         self.limits.apply(&mut hello);
         let identities = of_dialler(&self.dial.tokens, security);
         HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
+    }
+
+    /// The key that the server must have, if any.
+    pub(crate) fn asked_key(&self) -> Option<&str> {
+        (!self.key.is_empty()).then_some(&self.key)
     }
 
     pub(crate) fn link(&self) -> LinkConfig {

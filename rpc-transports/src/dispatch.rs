@@ -42,6 +42,7 @@ pub async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, T
         AddressKind::Exec { .. } => child::dial(address, options).await,
         AddressKind::Memory { .. } => memory::dial(address, options).await,
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+        AddressKind::Tracker { .. } => Err(TransportError::unsupported(address, NO_TRACKER)),
     }
 }
 
@@ -58,10 +59,9 @@ pub(crate) async fn dial_through(
     match address.kind() {
         AddressKind::Tcp { .. } | AddressKind::Unix { .. } | AddressKind::Memory { .. } => Ok(way),
         AddressKind::Tls { .. } => tls::dial_through(address, options, way).await,
-        AddressKind::Quic { .. } | AddressKind::Exec { .. } | AddressKind::Local => Err(TransportError::unsupported(
-            address,
-            "cannot be reached through a tunnel, which passes a stream of bytes",
-        )),
+        AddressKind::Quic { .. } | AddressKind::Exec { .. } | AddressKind::Local | AddressKind::Tracker { .. } => Err(
+            TransportError::unsupported(address, "cannot be reached through a tunnel, which passes a stream of bytes"),
+        ),
     }
 }
 
@@ -79,6 +79,7 @@ pub fn dial_blocking(address: &Address, options: &DialOptions) -> Result<Blockin
             Err(TransportError::unsupported(address, "have no plain socket to block on; dial from async code"))
         }
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+        AddressKind::Tracker { .. } => Err(TransportError::unsupported(address, NO_TRACKER)),
     }
 }
 
@@ -98,10 +99,14 @@ pub async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener
             Err(TransportError::unsupported(address, "can only be dialled; listen on a tcp:// or unix: address"))
         }
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
+        AddressKind::Tracker { .. } => Err(TransportError::unsupported(address, NO_TRACKER)),
     }
 }
 
 const NO_CHANNEL: &str = "need no channel; use a local session";
+
+const NO_TRACKER: &str =
+    "stand for whichever server the tracker gives out; only a Connector can ask for it, as the last address";
 
 /// Stands in for each transport that is switched off.
 #[cfg(not(all(feature = "quic", feature = "unix", feature = "exec")))]

@@ -60,6 +60,7 @@ mod splice;
 mod tcp;
 #[cfg(feature = "tls")]
 mod tls;
+pub mod tracker;
 pub mod transport;
 #[cfg(feature = "unix")]
 mod unix;
@@ -75,6 +76,7 @@ pub use dispatch::{bind, dial, dial_blocking};
 pub use filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use identity::{Access, Security, Token, TokenError, Tokens};
 pub use park::ParkOptions;
+pub use pattern::matches_pattern;
 pub use proxy::ProxySession;
 pub use serve::{OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
 pub use transport::{

@@ -1,4 +1,4 @@
-//! Patterns for the addresses that clients may be forwarded to.
+//! Patterns for addresses: those that clients may be forwarded to, and those that servers may tell a tracker.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -10,7 +10,7 @@ use crate::address::Address;
 /// port it is for all of them. `*` alone is any address with a host. Nothing but a pattern that says so stands for a
 /// program to be started (`exec:…`), for this process (`local:`) or for a path (`unix:…`). A pattern for IP addresses, such
 /// as `tcp://10.0.0.*`, stands for no host name: `10.0.0.example.org` is wherever its owner wants it to be.
-pub(crate) fn matches_pattern(pattern: &str, address: &Address) -> bool {
+pub fn matches_pattern(pattern: &str, address: &Address) -> bool {
     let Some((host, port)) = address.host_and_port() else {
         let (word, text) = (format!("{}:", address.scheme()), address.clone().without_key().to_string());
         // From a folder that is allowed there is a way to any other.

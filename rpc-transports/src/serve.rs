@@ -439,6 +439,7 @@ impl Shared {
             identity: identity.to_owned(),
             key: named(&hello.key),
             workspace: named(&hello.workspace),
+            ticket: named(&hello.ticket),
         };
         self.factory.open(&request).await.map(Opened::Session)
     }

@@ -68,6 +68,9 @@ pub struct Hello {
     /// Client: the named workspace that it wants; empty for a private one.
     #[serde(default)]
     pub workspace: String,
+    /// Client: the text that a tracker gave it for this server; empty without one. Good for one session.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub ticket: String,
     /// Client: the addresses to forward to, the next one first; empty to be served here.
     #[serde(default)]
     pub forward: Vec<String>,
@@ -188,6 +191,7 @@ impl Hello {
             identities: Vec::new(),
             key: String::new(),
             workspace: String::new(),
+            ticket: String::new(),
             forward: Vec::new(),
             tunnel: false,
             path: Vec::new(),

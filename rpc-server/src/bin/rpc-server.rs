@@ -6,8 +6,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_core::Registry;
-use rpc_server::config::{ServeError, ServeSettings};
+use rpc_server::config::{ConfigError, ServeError, ServeSettings, TrackerSettings};
 use rpc_server::server::{RpcServer, StopReason};
+use rpc_server::tracker::Tracker;
 use rpc_server::{exit, isolate, logging};
 
 const EXIT_CODES: &str = "\
@@ -37,6 +38,15 @@ enum Command {
     /// second signal stops at once.
     #[command(after_help = EXIT_CODES)]
     Serve(#[command(flatten)] Box<ServeSettings>),
+    /// Hand out servers until SIGTERM or SIGINT.
+    ///
+    /// Servers come by themselves ("serve --tracker ADDRESS"), and clients ask for them as tracker://HOST:PORT/KEY. Prints "listening
+    /// on ADDRESS" for each address on standard output; all else goes to standard error. What it knows it learns again after a
+    /// restart, from the servers and from the clients that wait; sessions that run are not touched.
+    #[command(after_help = EXIT_CODES)]
+    Tracker(#[command(flatten)] Box<TrackerSettings>),
+    /// Print the configuration that "tracker" would use with these flags, this environment and this file, as TOML.
+    TrackerConfig(#[command(flatten)] Box<TrackerSettings>),
     /// Print the configuration that "serve" would use with these flags, this environment and this file, as TOML.
     Config(#[command(flatten)] Box<ServeSettings>),
     /// Print a completion script for a shell.
@@ -55,13 +65,9 @@ fn main() -> ExitCode {
     isolate::run_if_isolated(&Registry::new());
     match Cli::parse().command {
         Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
-        Command::Config(settings) => match settings.resolve() {
-            Ok(config) => match config.to_toml() {
-                Ok(text) => print(text.as_bytes()),
-                Err(error) => exit::of_server(&Err(error.into())).into(),
-            },
-            Err(error) => exit::of_server(&Err(error.into())).into(),
-        },
+        Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
+        Command::Tracker(settings) => exit::of_server(&track(*settings)).into(),
+        Command::TrackerConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "rpc-server", &mut script);
@@ -82,6 +88,19 @@ fn serve(settings: ServeSettings) -> Result<StopReason, ServeError> {
     let config = settings.resolve()?;
     logging::init(&config.log_level, config.log_format);
     RpcServer::builder().config(config).build().run_blocking()
+}
+
+fn track(settings: TrackerSettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.log_level, config.log_format);
+    Tracker::run_blocking(&config)
+}
+
+fn print_config(config: Result<String, ConfigError>) -> ExitCode {
+    match config {
+        Ok(text) => print(text.as_bytes()),
+        Err(error) => exit::of_server(&Err(error.into())).into(),
+    }
 }
 
 fn print(bytes: &[u8]) -> ExitCode {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use rpc_core::Session;
-use rpc_transports::{Connector, DialOptions};
+use rpc_transports::{Address, Connector, DialOptions};
 
 use super::failure::Failure;
 use crate::config::Span;
@@ -35,8 +35,8 @@ pub(super) struct Globals {
     /// The named workspace for commands that touch files. It is kept at the server across sessions
     #[arg(long, global = true, env = "RPC_CLI_WORKSPACE", value_name = "NAME", default_value = "cli")]
     workspace: String,
-    /// How long it may take in all, such as 500ms or 30s; for ping and doctor, each step. Without it connecting has 10 s,
-    /// and the rest any time
+    /// How long it may take in all, such as 500ms or 30s; for ping, status and doctor, each step. Without it connecting has
+    /// 10 s, and the rest any time, waiting for a tracker's servers too
     #[arg(long, global = true, env = "RPC_CLI_TIMEOUT", value_name = "TIME")]
     timeout: Option<Span>,
     /// Print JSON, one document a line; errors too, on standard error
@@ -102,6 +102,10 @@ impl Globals {
             Files::Workspace => self.connector()?.workspace(&self.workspace),
             Files::None => self.connector()?,
         };
+        if self.timeout.is_none() && is_tracker(address) {
+            // Others may have all servers for hours, and whoever waits for one may be told how long.
+            return connector.connect(address).await.map_err(Failure::Connect);
+        }
         let limit = self.connect_limit();
         match tokio::time::timeout(limit, connector.connect(address)).await {
             Ok(outcome) => outcome.map_err(Failure::Connect),
@@ -124,6 +128,10 @@ impl Globals {
         close(&session).await;
         outcome
     }
+}
+
+fn is_tracker(address: &str) -> bool {
+    address.parse::<Address>().is_ok_and(|address| address.tracker_address().is_some())
 }
 
 /// Ends a session in good order, so that the server need not call it lost.

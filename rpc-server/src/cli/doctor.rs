@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use rpc_core::proto::{MAGIC, VERSION_MAX, VERSION_MIN};
-use rpc_core::{ErrorKind, RpcError, Session};
+use rpc_core::{ErrorKind, Pack, RpcError, Session};
+use rpc_transports::tracker::{Summary, functions};
 use rpc_transports::{Address, AddressKind, Channel, ConnectError, Connector, DialOptions, TransportError, dial};
 use serde::Serialize;
 use serde_json::json;
@@ -16,6 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::connect::{Globals, close};
 use super::failure::{Failure, connect_code, place};
+use super::missing::{Verdict, look_for};
 use super::output::Output;
 
 #[derive(Args, Debug)]
@@ -113,6 +115,14 @@ async fn examine(globals: &Globals, visit: &mut Visit<'_>, target: &str) -> Resu
     }
     visit.ok("parse", addresses.iter().map(describe).collect::<Vec<_>>().join(", then "));
 
+    // Of a tracker it is found out first whether it works itself.
+    let asked = addresses.last().filter(|address| address.tracker_address().is_some()).cloned();
+    let tracker = asked.as_ref().and_then(Address::tracker_address).map(Address::to_string);
+    if let (Some(last), Some(text), Some(address)) = (addresses.last_mut(), route.last_mut(), &tracker) {
+        *last = last.tracker_address().unwrap_or(last).clone();
+        *text = address;
+    }
+
     // The first server is the one that this machine talks to; the others are reached through it.
     let first = &addresses[0];
     resolve(visit, first, limit).await?;
@@ -133,12 +143,46 @@ async fn examine(globals: &Globals, visit: &mut Visit<'_>, target: &str) -> Resu
         session = through(visit, &route[..=hops], limit).await?;
     }
     echo(visit, &session, limit).await?;
+    if let Some(asked) = asked {
+        servers(visit, &session, asked.key(), limit).await?;
+    }
     close(&session).await;
     Ok(())
 }
 
+/// Looks which servers a tracker has to give.
+async fn servers(visit: &mut Visit<'_>, session: &Session, key: Option<&str>, limit: Duration) -> Result<(), u8> {
+    let ask = async {
+        let summary = session.function::<(), Pack<Summary>>(functions::SUMMARY).await?;
+        summary.call(()).await
+    };
+    let finding = match tokio::time::timeout(limit, ask).await {
+        Ok(Ok(Pack(summary))) => match look_for(&summary, key) {
+            Verdict::There(detail) => {
+                visit.ok("servers", detail);
+                return Ok(());
+            }
+            Verdict::Missing { detail, advice } => Finding::new(detail, advice, 69),
+        },
+        Ok(Err(error)) if error.kind() == ErrorKind::NotFound => {
+            let advice = "correct the address: write tcp:// for a server, or the address of the tracker";
+            Finding::new("a server answers there, and it is no tracker", advice, 76)
+        }
+        Ok(Err(error)) => {
+            let code = Failure::Remote(error.clone()).exit_code();
+            Finding::new(error.to_string(), "look at the tracker's log", code)
+        }
+        Err(_) => Finding::new(format!("no answer within {limit:?}"), "look at the tracker's log and load", 124),
+    };
+    Err(visit.failed("servers", finding))
+}
+
 fn describe(address: &Address) -> String {
     match address.kind() {
+        AddressKind::Tracker { at } => {
+            let of = address.key().map_or("a server".to_owned(), |key| format!("a server with the key '{key}'"));
+            format!("{of} of the tracker at {at}")
+        }
         AddressKind::Tcp { host, port } => format!("TCP port {port} of {host}"),
         AddressKind::Tls { host, port } => format!("TCP port {port} of {host}, encrypted by TLS"),
         AddressKind::Quic { host, port } => format!("UDP port {port} of {host}, in QUIC"),

@@ -18,10 +18,12 @@ use serde::{Deserialize, Serialize};
 use crate::logging::{LogFilter, LogFormat};
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
 
+pub use pool::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};
 pub use units::{ByteSize, HttpAddress, OtlpEndpoint, PortRange, Span, UnitError};
 
 macro_rules! settings {
     (
+        $settings:ident => $config:ident, $config_env:literal, $what:literal;
         settings {
             $($(#[doc = $doc:literal])+ $(#[arg($($arg:tt)*)])? $name:ident: $type:ty = $default:expr, $env:literal;)+
         }
@@ -29,15 +31,16 @@ macro_rules! settings {
             $($(#[doc = $odoc:literal])+ $(#[arg($($oarg:tt)*)])? $oname:ident: $otype:ty, $oenv:literal;)+
         }
     ) => {
-        /// Settings as one source gives them: the command line with the environment, or a file. Each may be absent.
+        #[doc = concat!("Settings of ", $what, " as one source gives them: the command line with the environment, or a file.")]
+        /// Each may be absent.
         ///
-        /// [`resolve`](Self::resolve) makes a [`ServeConfig`] of them.
+        #[doc = concat!("[`resolve`](Self::resolve) makes a [`", stringify!($config), "`] of them.")]
         #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
         #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
         #[non_exhaustive]
-        pub struct ServeSettings {
+        pub struct $settings {
             /// A file with settings, in TOML. Flags and environment variables count before it
-            #[arg(long, env = "RPC_SERVER_CONFIG", value_name = "FILE")]
+            #[arg(long, env = $config_env, value_name = "FILE")]
             #[serde(skip)]
             pub config: Option<PathBuf>,
             $(
@@ -54,10 +57,10 @@ macro_rules! settings {
             )+
         }
 
-        /// The settings of a server, complete. Make one from [`Default`], with `..`: there will be more fields.
+        #[doc = concat!("The settings of ", $what, ", complete. Make one from [`Default`], with `..`: there will be more fields.")]
         #[derive(Clone, Debug, PartialEq, Serialize)]
         #[serde(rename_all = "kebab-case")]
-        pub struct ServeConfig {
+        pub struct $config {
             $($(#[doc = $doc])+ pub $name: $type,)+
             $(
                 $(#[doc = $odoc])+
@@ -66,7 +69,26 @@ macro_rules! settings {
             )+
         }
 
-        impl ServeSettings {
+        impl $settings {
+            /// Reads settings from the text of a configuration file.
+            ///
+            /// # Errors
+            ///
+            /// [`ConfigError::Syntax`], which shows the place: not TOML, a key that is not a setting, or a value out of form.
+            pub fn from_toml(text: &str, file: &Path) -> Result<Self, ConfigError> {
+                toml::from_str(text)
+                    .map_err(|error| ConfigError::Syntax { file: file.to_owned(), source: Box::new(error) })
+            }
+
+            /// These settings, and where they are silent those of the configuration file that they name, if they do.
+            fn with_file(self) -> Result<Self, ConfigError> {
+                let Some(file) = &self.config else { return Ok(self) };
+                let text = fs::read_to_string(file)
+                    .map_err(|source| ConfigError::Read { file: file.clone(), source: Arc::new(source) })?;
+                let lower = Self::from_toml(&text, file)?;
+                Ok(self.or(lower))
+            }
+
             /// These settings, and where they are silent those of `lower`.
             #[must_use]
             pub fn or(self, lower: Self) -> Self {
@@ -77,8 +99,8 @@ macro_rules! settings {
                 }
             }
 
-            fn complete(self) -> ServeConfig {
-                ServeConfig {
+            fn complete(self) -> $config {
+                $config {
                     $($name: self.$name.unwrap_or_else(|| $default),)+
                     $($oname: self.$oname,)+
                 }
@@ -87,7 +109,11 @@ macro_rules! settings {
     };
 }
 
+// Behind the macro, which it uses.
+mod pool;
+
 settings! {
+    ServeSettings => ServeConfig, "RPC_SERVER_CONFIG", "a server";
     settings {
         /// An address to listen on, such as tcp://127.0.0.1:9090, quic://board.lan:9090, tls://0.0.0.0:0 or unix:/run/rpc.sock; may be
         /// repeated, or given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio
@@ -185,6 +211,23 @@ settings! {
         /// With --isolate process: files and sockets that the process of one session may have open
         #[arg(value_name = "NUMBER")]
         isolate_files: u64 = 1024, "RPC_SERVER_ISOLATE_FILES";
+        /// Trackers to register with, such as tcp://pool.lan:9190 or tls://pool.lan:9190; may be repeated, or given as a list with
+        /// commas. Clients then need a ticket from one of them. They are trusted by --forward-ca and --forward-token-file
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        tracker: Vec<TrackerAddress> = Vec::new(), "RPC_SERVER_TRACKER";
+        /// With --tracker: something that clients can ask for, such as arch=arm64; may be repeated, or given as a list with commas
+        #[arg(value_name = "NAME=VALUE", value_delimiter = ',')]
+        label: Vec<Label> = Vec::new(), "RPC_SERVER_LABEL";
+        /// With --tracker: the address that clients are sent to; hops to go through in front of it, with commas. Without it: the
+        /// first address that is listened on
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        advertise: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_ADVERTISE";
+        /// With --tracker: how many clients the server is given to at a time
+        #[arg(value_name = "NUMBER")]
+        capacity: u32 = 1, "RPC_SERVER_CAPACITY";
+        /// With --tracker: serve clients without a ticket, too. They take places that the tracker then does not give out
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        allow_direct: bool = false, "RPC_SERVER_ALLOW_DIRECT";
         /// Serve one session on standard input and output, and stop when it ends
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         stdio: bool = false, "RPC_SERVER_STDIO";
@@ -195,6 +238,8 @@ settings! {
     optional {
         /// The name that clients may ask for, so that they do not reach another server by mistake
         key: String, "RPC_SERVER_KEY";
+        /// With --tracker: what clients ask the tracker for. Without it: the same as --key
+        tracker_key: String, "RPC_SERVER_TRACKER_KEY";
         /// Ports to try when an address says port 0 or its port is in use, such as 9090-9199
         #[arg(value_name = "FIRST-LAST")]
         port_range: PortRange, "RPC_SERVER_PORT_RANGE";
@@ -254,31 +299,13 @@ settings! {
 }
 
 impl ServeSettings {
-    /// Reads settings from the text of a configuration file.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::Syntax`], which shows the place: not TOML, a key that is not a setting, or a value out of form.
-    pub fn from_toml(text: &str, file: &Path) -> Result<Self, ConfigError> {
-        toml::from_str(text).map_err(|error| ConfigError::Syntax { file: file.to_owned(), source: Box::new(error) })
-    }
-
     /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.
     ///
     /// # Errors
     ///
     /// What is wrong with the file, or with the settings as a whole.
     pub fn resolve(self) -> Result<ServeConfig, ConfigError> {
-        let settings = match &self.config {
-            Some(file) => {
-                let text = fs::read_to_string(file)
-                    .map_err(|source| ConfigError::Read { file: file.clone(), source: Arc::new(source) })?;
-                let lower = Self::from_toml(&text, file)?;
-                self.or(lower)
-            }
-            None => self,
-        };
-        let mut config = settings.complete();
+        let mut config = self.with_file()?.complete();
         if config.listen.is_empty() && !config.stdio {
             config.listen.push(default_address());
         }
@@ -308,6 +335,11 @@ impl ServeConfig {
         }
     }
 
+    /// What clients ask trackers for to get this server.
+    pub(crate) fn pool_key(&self) -> Option<&str> {
+        self.tracker_key.as_deref().or(self.key.as_deref())
+    }
+
     /// Device memory that all sessions together may hold: as it is set, or what the default comes to on this machine.
     pub fn total_memory(&self) -> ByteSize {
         match self.max_total_memory {
@@ -333,26 +365,22 @@ impl ServeConfig {
     ///
     /// [`ConfigError::Insecure`], [`ConfigError::InsecureMetrics`], [`ConfigError::NotListenable`], [`ConfigError::Key`],
     /// [`ConfigError::StdinTaken`], [`ConfigError::NoShare`], [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`],
-    /// [`ConfigError::NoOtel`], [`ConfigError::Zero`].
+    /// [`ConfigError::NoOtel`], [`ConfigError::NoTrackerKey`], [`ConfigError::NothingToAdvertise`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
-        let trust = self.trust();
-        for ListenAddress(address) in &self.listen {
-            if matches!(address.scheme(), "exec" | "local") || address.key().is_some() {
-                return Err(ConfigError::NotListenable { address: address.clone() });
+        check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        if !self.tracker.is_empty() {
+            if self.pool_key().is_none() {
+                return Err(ConfigError::NoTrackerKey);
             }
-            // A token that crosses a network in the clear proves who begins to speak, and not who goes on.
-            let secure = address.is_loopback() || (address.is_encrypted() && trust.demands());
-            if !secure && !self.insecure {
-                return Err(ConfigError::Insecure { address: address.clone() });
-            }
-            if address.is_encrypted() && !trust.shows() {
-                return Err(ConfigError::NoCertificate { address: address.clone() });
+            if self.advertise.is_empty() && self.listen.is_empty() {
+                return Err(ConfigError::NothingToAdvertise);
             }
         }
         let zero = [
             ("--max-sessions", self.max_sessions as u64),
             ("--max-sessions-per-peer", self.max_sessions_per_peer as u64),
             ("--max-threads", self.max_threads as u64),
+            ("--capacity", self.capacity.into()),
             ("--max-frame", self.max_frame.0),
             ("--max-handshakes", self.max_handshakes as u64),
             ("--max-requests", self.max_requests.into()),
@@ -373,7 +401,7 @@ impl ServeConfig {
         {
             return Err(ConfigError::InsecureMetrics { address });
         }
-        if let Some(key) = &self.key {
+        for key in [&self.key, &self.tracker_key].into_iter().flatten() {
             Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)))
                 .with_key(key)
                 .map_err(|source| ConfigError::Key { source })?;
@@ -441,6 +469,24 @@ impl fmt::Display for ListenAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
+}
+
+/// Looks whether a server may listen at these addresses.
+fn check_addresses(listen: &[ListenAddress], trust: &ServerTrust, insecure: bool) -> Result<(), ConfigError> {
+    for ListenAddress(address) in listen {
+        if matches!(address.scheme(), "exec" | "local" | "tracker") || address.key().is_some() {
+            return Err(ConfigError::NotListenable { address: address.clone() });
+        }
+        // A token that crosses a network in the clear proves who begins to speak, and not who goes on.
+        let secure = address.is_loopback() || (address.is_encrypted() && trust.demands());
+        if !secure && !insecure {
+            return Err(ConfigError::Insecure { address: address.clone() });
+        }
+        if address.is_encrypted() && !trust.shows() {
+            return Err(ConfigError::NoCertificate { address: address.clone() });
+        }
+    }
+    Ok(())
 }
 
 /// Where the sessions of a server run.
@@ -514,6 +560,12 @@ pub enum ConfigError {
         /// The address to be listened on.
         address: Address,
     },
+    /// Clients could not ask for the server.
+    #[error("a server with --tracker needs a key that clients ask for: give --tracker-key, or --key")]
+    NoTrackerKey,
+    /// Clients could not be sent to the server.
+    #[error("a server with --tracker needs an address that clients are sent to: give --listen, or --advertise")]
+    NothingToAdvertise,
     /// The key does not have the form of one.
     #[error("the key cannot be used")]
     Key {

@@ -71,6 +71,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
     }
     let config = ServeConfig {
         key: Some("board".to_owned()),
+        tracker_key: Some("rasp4".to_owned()),
         port_range: Some(PortRange(1..=2)),
         isolate_cpu_time: Some(seconds(60)),
         max_total_memory: Some(ByteSize(3 << 30)),
@@ -93,6 +94,35 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
     let mut keys: BTreeSet<_> = keys.keys().cloned().collect();
     keys.insert("config".to_owned());
     assert_eq!(keys, flags);
+}
+
+#[test]
+fn every_setting_of_a_tracker_too() {
+    let command = TrackerSettings::augment_args(clap::Command::new("test"));
+    let mut flags = BTreeSet::new();
+    for arg in command.get_arguments() {
+        let long = arg.get_long().unwrap();
+        let variable = format!("RPC_TRACKER_{}", long.replace('-', "_").to_uppercase());
+        assert_eq!(arg.get_env().unwrap(), variable.as_str());
+        assert!(arg.get_help().is_some(), "{long}");
+        flags.insert(long.to_owned());
+    }
+    let config = TrackerConfig {
+        cert: Some("server.pem".into()),
+        cert_key: Some("server.key".into()),
+        client_ca: Some("ca.pem".into()),
+        token_file: Some("tokens".into()),
+        forward_ca: Some("ca.pem".into()),
+        forward_token_file: Some("tokens".into()),
+        ready_file: Some("ready".into()),
+        ..TrackerConfig::default()
+    };
+    let text = config.to_toml().unwrap();
+    let keys: toml::Table = text.parse().unwrap();
+    let mut keys: BTreeSet<_> = keys.keys().cloned().collect();
+    keys.insert("config".to_owned());
+    assert_eq!(keys, flags);
+    assert_eq!(TrackerSettings::from_toml(&text, Path::new("test.toml")).unwrap().resolve().unwrap(), config);
 }
 
 #[test]

@@ -37,6 +37,7 @@ impl Shared {
             .limits(options.limits.clone())
             .key(&hello.key)
             .workspace(&hello.workspace)
+            .ticket(&hello.ticket)
             .on_the_way(path, identity);
         let next = connector.forward(&target.to_string(), further).await.map_err(|error| error.into_rpc_error())?;
         Ok(match &options.forward_policy {
@@ -55,7 +56,7 @@ impl Shared {
         let address = match target.address.kind() {
             AddressKind::Tls { .. } => target.address.clone().over_tcp(),
             AddressKind::Tcp { .. } | AddressKind::Unix { .. } | AddressKind::Memory { .. } => target.address.clone(),
-            AddressKind::Quic { .. } | AddressKind::Exec { .. } | AddressKind::Local => {
+            AddressKind::Quic { .. } | AddressKind::Exec { .. } | AddressKind::Local | AddressKind::Tracker { .. } => {
                 let text = format!("a tunnel cannot lead to '{}': it passes the bytes of a connection", target.address);
                 return Err(RpcError::new(ErrorKind::Unsupported, text));
             }

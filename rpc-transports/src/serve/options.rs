@@ -28,6 +28,8 @@ pub struct OpenRequest {
     pub key: Option<String>,
     /// The named workspace that the client wants; `None` for a private one.
     pub workspace: Option<String>,
+    /// What a tracker gave the client for this server, if it did.
+    pub ticket: Option<String>,
 }
 
 /// Opens the session that a client will have. Closures do, if they need not wait.

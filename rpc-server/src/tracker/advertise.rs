@@ -1,0 +1,180 @@
+//! The addresses that servers tell a tracker: which it believes, and whether it finds the servers there.
+//!
+//! A tracker sends clients to these addresses and tries them itself, so whoever registers could use it to look around in
+//! its network. So a server may tell its own IP address, which it comes from, and any other only if the operator says so.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, Result, RpcError};
+use rpc_transports::tracker::{Reach, TICKET_REFUSED};
+use rpc_transports::{Address, AddressKind, ConnectError, Connector, TransportError, matches_pattern};
+
+/// How long a server may take to answer.
+const PROBE_LIMIT: Duration = Duration::from_secs(5);
+
+/// No server takes this for a ticket, so that one which answers refuses it, and nobody's place is taken.
+const NO_TICKET: &str = "probe";
+
+/// The addresses as clients get them, if a server that comes from `peer` may tell them.
+///
+/// # Errors
+///
+/// [`ErrorKind::Refused`], which says what the operator could do, and [`ErrorKind::InvalidArgument`].
+pub(super) fn admit(told: &[String], peer: &str, allowed: &[String]) -> Result<Vec<String>> {
+    let from = machine(peer);
+    let last = told.len().saturating_sub(1);
+    let admit = |(at, text): (usize, &String)| {
+        let address: Address = text
+            .parse()
+            .map_err(|error| RpcError::invalid_argument(format!("the advertised address '{text}': {error}")))?;
+        let address = if at == last { with_host(address, from)? } else { address };
+        let dialable = !matches!(address.scheme(), "exec" | "local" | "tracker");
+        if dialable && (is_own(&address, from) || allowed.iter().any(|pattern| matches_pattern(pattern, &address))) {
+            return Ok(address.to_string());
+        }
+        let from = from.map_or("this machine".to_owned(), |ip| ip.to_string());
+        Err(RpcError::new(
+            ErrorKind::Refused,
+            format!(
+                "a server that comes from {from} may not advertise '{address}': write its own IP address, or have the \
+                 tracker's operator allow it (--allow-advertise)"
+            ),
+        ))
+    };
+    told.iter().enumerate().map(admit).collect()
+}
+
+/// Looks whether a server is at its address. Takes no place there.
+pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
+    let Some((target, hops)) = address.split_last() else { return Reach::Untried };
+    let connector = connector.clone().ticket(NO_TICKET).connect_timeout(PROBE_LIMIT).handshake_timeout(PROBE_LIMIT);
+    let connector = hops.iter().fold(connector, |connector, hop| connector.via(hop));
+    let outcome = tokio::time::timeout(2 * PROBE_LIMIT, connector.connect(target)).await;
+    let why = match outcome {
+        Ok(Ok(session)) => {
+            // It demands no tickets, as a server behind another tracker's back would not.
+            drop(session);
+            return Reach::Reached;
+        }
+        Ok(Err(ConnectError::Session(error))) => {
+            // Whoever wants to know who we are is there, too.
+            let is_there = error.application_kind() == Some(TICKET_REFUSED)
+                || matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::LimitExceeded);
+            if is_there {
+                return Reach::Reached;
+            }
+            error.message().to_owned()
+        }
+        Ok(Err(ConnectError::Transport(TransportError::Unsupported { .. } | TransportError::Insecure { .. }))) => {
+            // We have nothing to make sure of it by.
+            return Reach::Untried;
+        }
+        Ok(Err(error)) => error.into_rpc_error().message().to_owned(),
+        Err(_) => format!("no answer within {:?}", 2 * PROBE_LIMIT),
+    };
+    Reach::Unreachable { why }
+}
+
+/// The IP address that a peer comes from; `None` if it is on this machine.
+fn machine(peer: &str) -> Option<IpAddr> {
+    let address: Address = peer.parse().ok()?;
+    let (host, _) = address.host_and_port()?;
+    let ip: IpAddr = host.split('%').next()?.parse().ok()?;
+    let ip = ip.to_canonical();
+    (!ip.is_loopback()).then_some(ip)
+}
+
+/// Whether the address is on the machine that a peer comes from.
+fn is_own(address: &Address, from: Option<IpAddr>) -> bool {
+    match from {
+        None => address.is_loopback(),
+        Some(from) => ip_of(address).is_some_and(|ip| ip == from),
+    }
+}
+
+fn ip_of(address: &Address) -> Option<IpAddr> {
+    let (host, _) = address.host_and_port()?;
+    host.parse().ok().map(|ip: IpAddr| ip.to_canonical())
+}
+
+/// The address with the machine that it is on, where it only says "wherever I am".
+fn with_host(address: Address, from: Option<IpAddr>) -> Result<Address> {
+    if !ip_of(&address).is_some_and(|ip| ip.is_unspecified()) {
+        return Ok(address);
+    }
+    let host = from.map_or("127.0.0.1".to_owned(), |ip| ip.to_string());
+    let key = address.key().map(str::to_owned);
+    let with_host = match *address.kind() {
+        AddressKind::Tcp { port, .. } => Address::tcp(&host, port),
+        AddressKind::Tls { port, .. } => Address::tls(&host, port),
+        AddressKind::Quic { port, .. } => Address::quic(&host, port),
+        _ => return Ok(address),
+    };
+    let with_host = with_host.and_then(|address| match key {
+        Some(key) => address.with_key(&key),
+        None => Ok(address),
+    });
+    with_host.map_err(|error| RpcError::invalid_argument(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REMOTE: &str = "tcp://10.0.0.5:40000";
+    const HERE: &str = "tcp://127.0.0.1:40000";
+
+    fn admitted(told: &[&str], peer: &str, allowed: &[&str]) -> Result<Vec<String>> {
+        let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        admit(&owned(told), peer, &owned(allowed))
+    }
+
+    #[test]
+    fn a_server_may_tell_its_own_address_and_no_other() {
+        for (told, peer) in [
+            ("tcp://10.0.0.5:9090/board", REMOTE),
+            ("quic://10.0.0.5:9090", "tcp://[::ffff:10.0.0.5]:1"),
+            ("tcp://127.0.0.1:9090", HERE),
+            ("tcp://[::1]:9090", HERE),
+            ("unix:/run/rpc.sock", "unix:/run/tracker.sock"),
+            ("memory:board", "memory:tracker"),
+        ] {
+            assert_eq!(admitted(&[told], peer, &[]).unwrap(), [told], "{peer}");
+        }
+        for (told, peer) in [
+            ("tcp://10.0.0.6:9090", REMOTE),
+            ("tcp://127.0.0.1:9090", REMOTE),
+            ("unix:/run/docker.sock", REMOTE),
+            ("tcp://board.lan:9090", REMOTE),
+            ("tcp://10.0.0.5:9090", HERE),
+            ("exec:sh", HERE),
+            ("local:", HERE),
+            ("tracker://127.0.0.1:9190", HERE),
+        ] {
+            let error = admitted(&[told], peer, &[]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Refused, "{told} {peer}");
+            assert!(error.message().contains("--allow-advertise"), "{error}");
+        }
+        assert_eq!(admitted(&["nonsense"], HERE, &[]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn the_operator_may_allow_more_and_hops_count_too() {
+        let told = ["quic://gateway.lab:9190", "tcp://192.168.0.7:9090"];
+        assert!(admitted(&told, REMOTE, &["tcp://192.168.*"]).is_err());
+        assert_eq!(admitted(&told, REMOTE, &["tcp://192.168.*", "quic://gateway.lab:*"]).unwrap(), told);
+        assert!(admitted(&["exec:sh"], HERE, &["*"]).is_err());
+    }
+
+    #[test]
+    fn wherever_i_am_is_where_it_comes_from() {
+        for (told, peer, expected) in [
+            ("tcp://0.0.0.0:9090/board", REMOTE, "tcp://10.0.0.5:9090/board"),
+            ("tls://[::]:9090", REMOTE, "tls://10.0.0.5:9090"),
+            ("quic://0.0.0.0:9090", HERE, "quic://127.0.0.1:9090"),
+        ] {
+            assert_eq!(admitted(&[told], peer, &[]).unwrap(), [expected]);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! How large what a peer says may be. None of these depends on who says it; how often it may be said is the scheduler's affair.
+
+use std::collections::BTreeMap;
+
+use rpc_core::{Result, RpcError};
+use rpc_transports::Address;
+use rpc_transports::tracker::{DeviceOffer, Registration, ServerRequest, ServerStatus};
+
+/// Bytes of a name, a key, or either part of a label.
+const MAX_TEXT: usize = 128;
+/// Bytes of one address.
+const MAX_ADDRESS: usize = 1024;
+/// As many as a chain may have, and the server itself.
+const MAX_ADDRESSES: usize = 17;
+const MAX_LABELS: usize = 64;
+const MAX_DEVICES: usize = 64;
+const MAX_CAPACITY: u32 = 1 << 16;
+/// Sessions of one server, those without tickets too.
+const MAX_USES: usize = 1 << 16;
+/// Places that one request may be for.
+const MAX_COUNT: u32 = 1 << 12;
+
+/// Looks at the size of what a server says of itself.
+///
+/// # Errors
+///
+/// The limit that is passed, or what has not the form that it must have.
+pub(super) fn check_registration(registration: &Registration) -> Result<()> {
+    let Registration { name, key, labels, devices, capacity, address, status, .. } = registration;
+    text("length of a name", name)?;
+    check_key(key)?;
+    check_labels(labels)?;
+    check_devices(devices)?;
+    if *capacity == 0 {
+        return Err(RpcError::invalid_argument("a server with a capacity of 0 serves nobody"));
+    }
+    at_most("capacity", MAX_CAPACITY as usize, *capacity as usize)?;
+    if address.is_empty() {
+        return Err(RpcError::invalid_argument("a server without an address cannot be reached"));
+    }
+    at_most("addresses of a server", MAX_ADDRESSES, address.len())?;
+    address.iter().try_for_each(|address| at_most("length of an address", MAX_ADDRESS, address.len()))?;
+    check_status(status)
+}
+
+/// Looks at the size of what a server says of its use.
+///
+/// # Errors
+///
+/// The limit that is passed.
+pub(super) fn check_status(status: &ServerStatus) -> Result<()> {
+    at_most("sessions of a server", MAX_USES, status.uses.len())?;
+    at_most("spent tickets", MAX_USES, status.spent.len())
+}
+
+/// Looks at the size of what a client asks for.
+///
+/// # Errors
+///
+/// The limit that is passed, or what cannot be.
+pub(super) fn check_request(request: &ServerRequest) -> Result<()> {
+    if !request.key.is_empty() {
+        check_key(&request.key)?;
+    }
+    check_labels(&request.labels)?;
+    check_devices(&request.devices)?;
+    if request.count == 0 {
+        return Err(RpcError::invalid_argument("0 places are no request"));
+    }
+    at_most("places of a request", MAX_COUNT as usize, request.count as usize)
+}
+
+/// The beginning of something that a peer chose and that is only shown.
+pub(super) fn clip(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).take(MAX_TEXT).collect()
+}
+
+fn check_key(key: &str) -> Result<()> {
+    text("length of a key", key)?;
+    // As keys are in addresses, where clients write them.
+    let address = Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)));
+    address.with_key(key).map(drop).map_err(|error| RpcError::invalid_argument(error.to_string()))
+}
+
+fn check_labels(labels: &BTreeMap<String, String>) -> Result<()> {
+    at_most("labels", MAX_LABELS, labels.len())?;
+    labels.iter().try_for_each(|(name, value)| {
+        text("length of a label", name)?;
+        text("length of a label", value)
+    })
+}
+
+fn check_devices(devices: &[DeviceOffer]) -> Result<()> {
+    at_most("devices", MAX_DEVICES, devices.len())?;
+    devices.iter().try_for_each(|device| text("length of a device kind", &device.kind))
+}
+
+fn text(what: &str, text: &str) -> Result<()> {
+    at_most(what, MAX_TEXT, text.len())
+}
+
+fn at_most(what: &str, max: usize, got: usize) -> Result<()> {
+    if got <= max { Ok(()) } else { Err(RpcError::limit(what, max as u64, got as u64)) }
+}

@@ -1,0 +1,540 @@
+//! The tracker's functions, and what stands around the scheduler: its clock, its tickets, and who is told what.
+//!
+//! Registrations and places in the queue are objects of the sessions that made them. So a server is gone when its session
+//! is, and a client that goes gives up its place, without anybody having to say so.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rpc_core::proto::ANONYMOUS;
+use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
+use rpc_transports::tracker::{
+    Grant, Holder, HolderState, Loss, LossReason, QueueEntry, Reach, Registered, Registration, Renewed, Returned,
+    ServerRequest, ServerStatus, ServerSummary, Summary, Ticket, TicketKey, functions,
+};
+use rpc_transports::{Address, Connector, DialOptions};
+use tokio::sync::{Notify, Semaphore, watch};
+
+use super::advertise;
+use super::history::History;
+use super::limits::{check_registration, check_request, check_status, clip};
+use super::scheduler::{ClaimId, Event, HeldKind, Offer, Policy, Scheduler, ServerId, timed_out};
+use crate::session::Client;
+
+/// How much longer than its ticket is good a granted place is kept: for the server's word that it was used.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// How many losses are remembered.
+const MAX_LOSSES: usize = 256;
+
+/// How many servers are looked for at their addresses at a time.
+const PROBES: usize = 32;
+
+/// How long to wait before looking again for a server that was not found.
+const PROBE_INTERVAL: Duration = Duration::from_secs(30);
+
+/// How a tracker works.
+#[derive(Clone, Debug)]
+pub struct TrackerOptions {
+    /// How long a registration lasts without being renewed. 10 s.
+    pub lease: Duration,
+    /// How long a ticket is good: in this time a client has to reach its server. 20 s.
+    pub ticket_lifetime: Duration,
+    /// Servers at a time. 8,192.
+    pub max_servers: usize,
+    /// Servers at a time of one peer, who is known by what it has proven, or else by the address of its machine. 4,096.
+    pub max_servers_per_peer: usize,
+    /// Requests that wait. 16,384.
+    pub max_waiting: usize,
+    /// Requests of one client that wait. 1,024.
+    pub max_waiting_per_client: usize,
+    /// Which addresses servers may tell beside their own, as patterns. None.
+    pub allow_advertise: Vec<String>,
+    /// How servers are looked for at their addresses: whom the tracker trusts, and its tokens. Without either.
+    pub onward: DialOptions,
+}
+
+impl Default for TrackerOptions {
+    fn default() -> Self {
+        Self {
+            lease: Duration::from_secs(10),
+            ticket_lifetime: Duration::from_secs(20),
+            max_servers: 8192,
+            max_servers_per_peer: 4096,
+            max_waiting: 16384,
+            max_waiting_per_client: 1024,
+            allow_advertise: Vec::new(),
+            onward: DialOptions::default(),
+        }
+    }
+}
+
+/// A tracker. Its functions are in a registry, which any server can serve whose sessions have a [`Client`] among their
+/// extensions.
+#[derive(Debug)]
+pub struct Tracker {
+    options: TrackerOptions,
+    started: Instant,
+    state: Mutex<State>,
+    /// Told when the next timeout may be another.
+    changed: Arc<Notify>,
+    probes: Semaphore,
+}
+
+#[derive(Debug)]
+struct State {
+    scheduler: Scheduler,
+    servers: HashMap<ServerId, Entry>,
+    claims: HashMap<ClaimId, Open>,
+    /// The last one first.
+    losses: VecDeque<(Instant, Loss)>,
+    history: History,
+}
+
+/// What the scheduler need not know of a server.
+#[derive(Debug)]
+struct Entry {
+    name: String,
+    key: String,
+    address: Vec<String>,
+    peer: String,
+    ticket_key: TicketKey,
+    /// What the server's clock said, and when that was.
+    clock: (u64, Instant),
+    reach: Reach,
+    probed: Instant,
+}
+
+/// A request that waits, and whoever waits for it.
+#[derive(Debug)]
+struct Open {
+    key: String,
+    answer: watch::Sender<Answer>,
+}
+
+/// What became of a request; `None` while it waits.
+type Answer = Option<Result<Arc<Vec<Place>>>>;
+
+/// A place as it was granted.
+#[derive(Clone, Debug)]
+struct Place {
+    server: ServerId,
+    grant: Grant,
+}
+
+impl Tracker {
+    /// A tracker without servers. Needs a tokio runtime, on which it looks at the clock for as long as it lives.
+    pub fn new(options: TrackerOptions) -> Arc<Self> {
+        let now = Instant::now();
+        let policy = Policy {
+            lease: options.lease,
+            grant: options.ticket_lifetime + GRACE,
+            max_servers: options.max_servers,
+            max_servers_per_peer: options.max_servers_per_peer,
+            max_waiting: options.max_waiting,
+            max_waiting_per_client: options.max_waiting_per_client,
+        };
+        let state = State {
+            scheduler: Scheduler::new(policy),
+            servers: HashMap::new(),
+            claims: HashMap::new(),
+            losses: VecDeque::new(),
+            history: History::new(now),
+        };
+        let changed = Arc::new(Notify::new());
+        let this = Arc::new(Self {
+            options,
+            started: now,
+            state: Mutex::new(state),
+            changed: changed.clone(),
+            probes: Semaphore::new(PROBES),
+        });
+        tokio::spawn(watch_the_clock(Arc::downgrade(&this), changed));
+        this
+    }
+
+    /// Registers the tracker's functions.
+    pub fn register(self: &Arc<Self>, registry: &Registry) {
+        let this = self.clone();
+        registry.add_inline(functions::REGISTER, move |context: Context, Pack(registration): Pack<Registration>| {
+            let (server, registered) = this.add_server(&client_of(&context), registration)?;
+            Ok::<_, RpcError>((Shared(Arc::new(server)), Pack(registered)))
+        });
+        registry.add_inline(functions::RENEW, |server: Shared<ServerObject>, Pack(status): Pack<ServerStatus>| {
+            server.0.renew(&status).map(Pack)
+        });
+        let this = self.clone();
+        registry.add_inline(functions::REQUEST, move |context: Context, Pack(request): Pack<ServerRequest>| {
+            this.add_request(&client_of(&context), request).map(|claim| Shared(Arc::new(claim)))
+        });
+        registry.add_async(functions::WAIT, |claim: Shared<ClaimObject>| {
+            // The claim itself is not kept: its end is what ends the waiting.
+            let mut answer = claim.0.answer.clone();
+            drop(claim);
+            async move {
+                match answer.wait_for(Option::is_some).await.as_deref() {
+                    Ok(Some(Ok(places))) => {
+                        Ok(Pack(places.iter().map(|place| place.grant.clone()).collect::<Vec<_>>()))
+                    }
+                    Ok(Some(Err(error))) => Err(error.clone()),
+                    Ok(None) | Err(_) => Err(RpcError::new(ErrorKind::Cancelled, "the request was given up")),
+                }
+            }
+        });
+        registry.add_inline(functions::GIVE_BACK, |claim: Shared<ClaimObject>, Pack(returned): Pack<Vec<Returned>>| {
+            claim.0.give_back(&returned);
+        });
+        let this = self.clone();
+        registry.add_inline(functions::SUMMARY, move || Pack(this.summary()));
+    }
+
+    /// What there is to know.
+    pub fn summary(&self) -> Summary {
+        let now = Instant::now();
+        let ago = |then: Instant| millis(now.saturating_duration_since(then));
+        let mut state = self.lock();
+        let state = &mut *state;
+        let summarise = |(id, entry): (&ServerId, &Entry)| {
+            let server = state.scheduler.server(*id)?;
+            let holder = |held: super::scheduler::Held| Holder {
+                client: held.client,
+                for_ms: ago(held.since),
+                state: match held.kind {
+                    HeldKind::Granted => HolderState::Granted,
+                    HeldKind::InUse => HolderState::InUse,
+                    HeldKind::Direct => HolderState::Direct,
+                },
+            };
+            Some(ServerSummary {
+                name: entry.name.clone(),
+                key: server.offer.key.clone(),
+                labels: server.offer.labels.clone(),
+                devices: server.offer.devices.clone(),
+                capacity: server.offer.capacity,
+                free: server.free(),
+                address: entry.address.clone(),
+                peer: entry.peer.clone(),
+                reach: entry.reach.clone(),
+                registered_for_ms: ago(server.registered),
+                heard_ago_ms: ago(server.heard),
+                holders: server.holders().map(holder).collect(),
+            })
+        };
+        let mut servers: Vec<_> = state.servers.iter().filter_map(summarise).collect();
+        servers.sort_by(|a, b| (&a.key, &a.name, &a.address).cmp(&(&b.key, &b.name, &b.address)));
+        let queue = state.scheduler.waiting().map(|waiting| QueueEntry {
+            client: waiting.request.client.clone(),
+            key: waiting.request.key.clone(),
+            count: waiting.request.count,
+            labels: waiting.request.labels.clone(),
+            devices: waiting.request.devices.clone(),
+            priority: waiting.request.priority,
+            for_ms: ago(waiting.since),
+            possible: state.scheduler.possible(&waiting.request),
+        });
+        Summary {
+            uptime_ms: ago(self.started),
+            lease_ms: millis(self.options.lease),
+            servers,
+            queue: queue.collect(),
+            losses: state.losses.iter().map(|(when, loss)| Loss { ago_ms: ago(*when), ..loss.clone() }).collect(),
+            history: state.history.samples(now),
+        }
+    }
+
+    fn add_server(self: &Arc<Self>, client: &Client, registration: Registration) -> Result<(ServerObject, Registered)> {
+        let now = Instant::now();
+        let checked = check_registration(&registration)
+            .and_then(|()| advertise::admit(&registration.address, &client.peer, &self.options.allow_advertise));
+        let Registration { name, key, labels, devices, capacity, address: told, ticket_key, status } = registration;
+        let (name, shown_key) = (clip(&name), clip(&key));
+        let mut state = self.lock();
+        let offer = Offer { key, labels, devices, capacity };
+        let registered = checked.and_then(|address| {
+            let id = state.scheduler.register(now, &counted_as(client), offer, &status.uses)?;
+            Ok((id, address))
+        });
+        let (id, address) = match registered {
+            Ok(registered) => registered,
+            Err(error) => {
+                let loss = Loss {
+                    name,
+                    key: shown_key,
+                    address: told.iter().take(4).map(|address| clip(address)).collect(),
+                    peer: client.peer.clone(),
+                    ago_ms: 0,
+                    reason: LossReason::Refused { why: error.message().to_owned() },
+                };
+                tracing::warn!(name = loss.name, key = loss.key, peer = loss.peer, %error, "a server was not taken");
+                state.remember(now, loss);
+                return Err(error);
+            }
+        };
+        tracing::info!(name, key = shown_key, address = address.join(","), peer = client.peer, "a server has come");
+        state.forget_losses(&name, &shown_key);
+        let entry = Entry {
+            name,
+            key: shown_key,
+            address: address.clone(),
+            peer: client.peer.clone(),
+            ticket_key: TicketKey::from_bytes(ticket_key),
+            clock: (status.now_ms, now),
+            reach: Reach::Untried,
+            probed: now,
+        };
+        state.servers.insert(id, entry);
+        self.settle(state, now);
+        self.probe_later(id, address.clone());
+        let registered = Registered { lease_ms: millis(self.options.lease), address };
+        Ok((ServerObject { tracker: self.clone(), id }, registered))
+    }
+
+    fn add_request(self: &Arc<Self>, client: &Client, mut request: ServerRequest) -> Result<ClaimObject> {
+        check_request(&request)?;
+        let now = Instant::now();
+        let known_as = if client.identity == ANONYMOUS { &client.peer } else { &client.identity };
+        request.client = format!("{} ({known_as})", clip(&request.client));
+        let (sender, answer) = watch::channel(None);
+        let mut state = self.lock();
+        let key = request.key.clone();
+        let id = state.scheduler.request(now, &counted_as(client), request)?;
+        state.claims.insert(id, Open { key, answer: sender });
+        self.settle(state, now);
+        Ok(ClaimObject { tracker: self.clone(), id, answer })
+    }
+
+    /// Does what follows of a change, and lets go of the state.
+    fn settle(&self, mut state: MutexGuard<'_, State>, now: Instant) {
+        let state = &mut *state;
+        while let Some(event) = state.scheduler.poll_event() {
+            match event {
+                Event::Granted { claim, places } => {
+                    let places = places.into_iter().filter_map(|(id, serial)| self.place(state, now, id, serial));
+                    let places: Vec<_> = places.collect();
+                    state.answer(claim, |_| Ok(Arc::new(places)));
+                }
+                Event::TimedOut { claim, wanted, possible } => {
+                    state.answer(claim, |key| Err(timed_out(wanted, possible, key)));
+                }
+                Event::LeaseExpired { server } => state.lose(now, server, LossReason::LeaseExpired),
+            }
+        }
+        state.history.note(now, state.scheduler.totals());
+        self.changed.notify_one();
+    }
+
+    /// What a client is told of a place that it was granted.
+    fn place(&self, state: &State, now: Instant, id: ServerId, serial: u64) -> Option<Place> {
+        let (entry, server) = (state.servers.get(&id)?, state.scheduler.server(id)?);
+        let (theirs, ours) = entry.clock;
+        let lifetime = millis(self.options.ticket_lifetime);
+        // By the server's clock, which has gone on since.
+        let expires_ms = theirs.saturating_add(millis(now.saturating_duration_since(ours))).saturating_add(lifetime);
+        let grant = Grant {
+            serial,
+            ticket: entry.ticket_key.sign(Ticket { serial, expires_ms }),
+            good_for_ms: lifetime,
+            server: entry.name.clone(),
+            key: server.offer.key.clone(),
+            labels: server.offer.labels.clone(),
+            devices: server.offer.devices.clone(),
+            address: entry.address.clone(),
+        };
+        Some(Place { server: id, grant })
+    }
+
+    /// Looks for a server at its address.
+    fn probe_later(self: &Arc<Self>, id: ServerId, address: Vec<String>) {
+        let this = Arc::downgrade(self);
+        let connector = Connector::new().dial_options(self.options.onward.clone());
+        tokio::spawn(async move {
+            // A tracker that is gone wants to know no more.
+            let Some(tracker) = this.upgrade() else { return };
+            let Ok(_permit) = tracker.probes.acquire().await else { return };
+            let reach = advertise::probe(&connector, &address).await;
+            let mut state = tracker.lock();
+            let Some(entry) = state.servers.get_mut(&id) else { return };
+            if let Reach::Unreachable { why } = &reach {
+                tracing::warn!(
+                    name = entry.name,
+                    address = address.join(","),
+                    why,
+                    "a server is not found at its address"
+                );
+            }
+            let reachable = !matches!(reach, Reach::Unreachable { .. });
+            entry.reach = reach;
+            entry.probed = Instant::now();
+            state.scheduler.set_reachable(id, reachable);
+        });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic in the scheduler is our own bug; what it leaves is as consistent as each of its steps.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn answer(&mut self, claim: ClaimId, answer: impl FnOnce(&str) -> Result<Arc<Vec<Place>>>) {
+        if let Some(Open { key, answer: sender }) = self.claims.remove(&claim) {
+            let answer = answer(&key);
+            sender.send_replace(Some(answer));
+        }
+    }
+
+    /// A server is there no more.
+    fn lose(&mut self, now: Instant, id: ServerId, reason: LossReason) {
+        let Some(entry) = self.servers.remove(&id) else { return };
+        tracing::info!(name = entry.name, peer = entry.peer, ?reason, "a server is gone");
+        let Entry { name, key, address, peer, .. } = entry;
+        self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason });
+    }
+
+    fn remember(&mut self, now: Instant, loss: Loss) {
+        // One that tries again and again is one loss.
+        self.losses.retain(|(_, known)| (&known.name, &known.key, &known.peer) != (&loss.name, &loss.key, &loss.peer));
+        self.losses.truncate(MAX_LOSSES - 1);
+        self.losses.push_front((now, loss));
+    }
+
+    /// A server has come back.
+    fn forget_losses(&mut self, name: &str, key: &str) {
+        self.losses.retain(|(_, loss)| loss.name != name || loss.key != key);
+    }
+}
+
+/// Tells the scheduler what time it is, when something is due.
+async fn watch_the_clock(tracker: Weak<Tracker>, changed: Arc<Notify>) {
+    loop {
+        let due = {
+            let Some(tracker) = tracker.upgrade() else { return };
+            let mut state = tracker.lock();
+            let now = Instant::now();
+            let due = state.scheduler.next_timeout();
+            if due.is_some_and(|due| due <= now) {
+                state.scheduler.handle_timeout(now);
+                tracker.settle(state, now);
+                continue;
+            }
+            due
+        };
+        let sleep = async {
+            match due {
+                Some(due) => tokio::time::sleep_until(due.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = sleep => {}
+            () = changed.notified() => {}
+        }
+    }
+}
+
+impl Drop for Tracker {
+    fn drop(&mut self) {
+        self.changed.notify_one();
+    }
+}
+
+/// A registration: ends when the session does that made it, or frees it.
+struct ServerObject {
+    tracker: Arc<Tracker>,
+    id: ServerId,
+}
+
+impl ServerObject {
+    fn renew(&self, status: &ServerStatus) -> Result<Renewed> {
+        check_status(status)?;
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        if !state.scheduler.report(now, self.id, &status.uses, &status.spent) {
+            return Err(RpcError::not_found("the registration has expired: register again"));
+        }
+        let Some(entry) = state.servers.get_mut(&self.id) else {
+            return Err(RpcError::internal("a server is registered of which nothing is known"));
+        };
+        entry.clock = (status.now_ms, now);
+        let reach = entry.reach.clone();
+        let look_again = matches!(reach, Reach::Unreachable { .. }) && now > entry.probed + PROBE_INTERVAL;
+        let address = look_again.then(|| {
+            entry.probed = now;
+            entry.address.clone()
+        });
+        self.tracker.settle(state, now);
+        if let Some(address) = address {
+            self.tracker.probe_later(self.id, address);
+        }
+        Ok(Renewed { reach })
+    }
+}
+
+impl Drop for ServerObject {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        if state.scheduler.unregister(now, self.id) {
+            state.lose(now, self.id, LossReason::Gone);
+            self.tracker.settle(state, now);
+        }
+    }
+}
+
+/// A place in the queue: given up when the session ends that made it, or frees it. What was granted and not used by then
+/// expires.
+struct ClaimObject {
+    tracker: Arc<Tracker>,
+    id: ClaimId,
+    answer: watch::Receiver<Answer>,
+}
+
+impl ClaimObject {
+    fn give_back(&self, returned: &[Returned]) {
+        let Some(Ok(places)) = self.answer.borrow().clone() else { return };
+        let reasons: HashMap<u64, &str> =
+            returned.iter().map(|returned| (returned.serial, returned.why.as_str())).collect();
+        let back = places.iter().filter_map(|place| {
+            let why = clip(reasons.get(&place.grant.serial)?);
+            tracing::info!(name = place.grant.server, why, "a server is given back unused");
+            Some((place.server, place.grant.serial))
+        });
+        let back: Vec<_> = back.collect();
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        state.scheduler.give_back(now, self.id, &back);
+        self.tracker.settle(state, now);
+    }
+}
+
+impl Drop for ClaimObject {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        if state.claims.remove(&self.id).is_some() {
+            state.scheduler.cancel(now, self.id);
+            self.tracker.settle(state, now);
+        }
+    }
+}
+
+fn client_of(context: &Context) -> Arc<Client> {
+    context
+        .extension()
+        .unwrap_or_else(|| Arc::new(Client { peer: "local:".to_owned(), identity: ANONYMOUS.to_owned() }))
+}
+
+/// Whom a client counts as where there are limits for each.
+fn counted_as(client: &Client) -> String {
+    if client.identity != ANONYMOUS {
+        return format!("identity {}", client.identity);
+    }
+    let address = client.peer.parse::<Address>().ok();
+    let host = address.as_ref().and_then(Address::host_and_port).map(|(host, _)| host.to_owned());
+    host.unwrap_or_else(|| "this machine".to_owned())
+}
+
+pub(super) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,435 @@
+//! The client of a tracker: asks for servers, opens sessions with them, and tries again where that is of use.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, Fault, Pack, RemoteObject, Result, RpcError, Session};
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::TICKET_REFUSED;
+use super::messages::{Grant, Returned, ServerRequest, Summary, functions};
+use crate::address::Address;
+use crate::backoff::Backoff;
+use crate::connect::{ConnectError, Connector};
+use crate::runtime::run_in_background;
+
+/// How long a tracker may be away that was there before, unless the request's own time limit is shorter.
+const OUTAGE: Duration = Duration::from_secs(120);
+
+/// How many servers are tried, one after the other, that cannot be reached, for a request without a time limit.
+const ATTEMPTS: u32 = 8;
+
+/// How many dead servers `request_and_run` takes before it gives up.
+const RUNS: u32 = 5;
+
+/// The first and the longest pause between two attempts.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
+
+/// How much longer than the tracker we wait for the end of a time limit: it knows more about why.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A client of one tracker. Cheap to clone; clones share a session with it.
+///
+/// When the tracker goes away and comes back, as when it is restarted, requests that wait ask again by themselves.
+#[derive(Clone, Debug)]
+pub struct TrackerClient(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    /// With the hops and credentials for the tracker and for the servers.
+    connector: Connector,
+    address: Address,
+    session: Mutex<Option<Session>>,
+}
+
+impl TrackerClient {
+    /// Opens a session with the tracker at `address`: `tracker://host:port`, or the address of a server of any kind.
+    ///
+    /// # Errors
+    ///
+    /// A malformed address, a tracker that cannot be reached, and one that refuses, each saying why.
+    pub async fn connect(address: &str) -> Result<Self> {
+        Self::connect_with(Connector::new(), address).await
+    }
+
+    /// As [`connect`](Self::connect), through the hops of `connector` and with its credentials. The servers are reached in the
+    /// same way.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub async fn connect_with(connector: Connector, address: &str) -> Result<Self> {
+        let address: Address = address.parse().map_err(|error| ConnectError::Address(error).into_rpc_error())?;
+        let this = Self::new(connector, &address);
+        this.session().await?;
+        Ok(this)
+    }
+
+    /// As [`connect_with`](Self::connect_with), on a plain thread.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect); and [`ErrorKind::ApiMisuse`] inside of async code.
+    pub fn connect_blocking(connector: Connector, address: &str) -> Result<Self> {
+        let address = address.to_owned();
+        blocking(async move { Self::connect_with(connector, &address).await })
+    }
+
+    fn new(connector: Connector, address: &Address) -> Self {
+        let address = address.tracker_address().unwrap_or(address).clone();
+        Self(Arc::new(Inner { connector, address, session: Mutex::new(None) }))
+    }
+
+    /// Waits for a server, and opens a session with it. Where that fails it asks for another one, until the request's time is
+    /// over.
+    ///
+    /// Dropping the future gives up the place in the queue.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeadlineExceeded`] when the time is over; what the tracker refuses, such as a limit; and what the server
+    /// does that another one would do, too: it does not know us, or speaks another version.
+    pub async fn request(&self, request: &ServerRequest) -> Result<Loan> {
+        let mut loans = self.obtain(&request.clone().count(1)).await?;
+        loans.pop().ok_or_else(|| RpcError::new(ErrorKind::Protocol, "the tracker granted nothing"))
+    }
+
+    /// As [`request`](Self::request), for as many servers as the request says, all at once: either there is a session with each
+    /// of them, or none is kept.
+    ///
+    /// # Errors
+    ///
+    /// As [`request`](Self::request).
+    pub async fn request_many(&self, request: &ServerRequest) -> Result<Vec<Loan>> {
+        self.obtain(request).await
+    }
+
+    /// Runs `work` at a server, and gives the server back. If the server is lost meanwhile, `work` is run again at another
+    /// one, so that it may run more than once in part; errors of functions, and of `work` itself, are not repeated.
+    ///
+    /// # Errors
+    ///
+    /// As [`request`](Self::request); `work`'s own; and that of the last server, if too many were lost.
+    pub async fn request_and_run<T, F, W>(&self, request: &ServerRequest, mut work: W) -> Result<T>
+    where
+        W: FnMut(Session) -> F,
+        F: Future<Output = Result<T>>,
+    {
+        let mut runs = 0;
+        loop {
+            let loan = self.request(request).await?;
+            let outcome = work(loan.session().clone()).await;
+            runs += 1;
+            match outcome {
+                Err(error) if runs < RUNS && loan.has_died(&error).await => {
+                    let server = loan.grant().server.as_str();
+                    tracing::info!(server, %error, "a server was lost; running at another one");
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// What the tracker knows.
+    ///
+    /// # Errors
+    ///
+    /// If the tracker cannot be reached, or is none.
+    pub async fn summary(&self) -> Result<Summary> {
+        let session = self.session().await?;
+        let summary = async {
+            let summary = session.function::<(), Pack<Summary>>(functions::SUMMARY).await?;
+            summary.call(()).concurrent().await
+        };
+        match summary.await {
+            Ok(Pack(summary)) => Ok(summary),
+            Err(error) => Err(self.failed(&session, error).await),
+        }
+    }
+
+    /// As [`request`](Self::request), on a plain thread.
+    ///
+    /// # Errors
+    ///
+    /// As [`request`](Self::request); and [`ErrorKind::ApiMisuse`] inside of async code.
+    pub fn request_blocking(&self, request: &ServerRequest) -> Result<Loan> {
+        let (this, request) = (self.clone(), request.clone());
+        blocking(async move { this.request(&request).await })
+    }
+
+    /// As [`request_many`](Self::request_many), on a plain thread.
+    ///
+    /// # Errors
+    ///
+    /// As [`request_blocking`](Self::request_blocking).
+    pub fn request_many_blocking(&self, request: &ServerRequest) -> Result<Vec<Loan>> {
+        let (this, request) = (self.clone(), request.clone());
+        blocking(async move { this.request_many(&request).await })
+    }
+
+    /// As [`summary`](Self::summary), on a plain thread.
+    ///
+    /// # Errors
+    ///
+    /// As [`summary`](Self::summary); and [`ErrorKind::ApiMisuse`] inside of async code.
+    pub fn summary_blocking(&self) -> Result<Summary> {
+        let this = self.clone();
+        blocking(async move { this.summary().await })
+    }
+
+    async fn obtain(&self, request: &ServerRequest) -> Result<Vec<Loan>> {
+        let limit = Limit::of(request);
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut failures = 0;
+        loop {
+            let claim = self.granted(request, limit).await?;
+            let error = match self.open(&claim, limit).await {
+                Ok(loans) => return Ok(loans),
+                Err(error) => error,
+            };
+            failures += 1;
+            let pause = backoff.pause();
+            if !another_may_do(&error) || limit.is_over_in(pause) || (limit.0.is_none() && failures >= ATTEMPTS) {
+                return Err(error);
+            }
+            tracing::debug!(%error, "a server that was granted gave no session; asking again");
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Waits until the tracker has granted what is asked for, over its restarts too.
+    async fn granted(&self, request: &ServerRequest, limit: Limit) -> Result<Claim> {
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut outage = None;
+        loop {
+            let asked = Instant::now();
+            let error = match self.ask(request, limit).await {
+                Ok(claim) => return Ok(claim),
+                Err(error) => error,
+            };
+            if asked.elapsed() > PAUSES.1 {
+                // It was there meanwhile.
+                backoff.reset();
+                outage = None;
+            }
+            let outage = *outage.get_or_insert_with(Instant::now);
+            let pause = backoff.pause();
+            if !is_outage(&error) || limit.is_over_in(pause) || outage.elapsed() + pause > OUTAGE {
+                return Err(error);
+            }
+            tracing::debug!(%error, "the tracker is away; asking again");
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Asks once.
+    async fn ask(&self, request: &ServerRequest, limit: Limit) -> Result<Claim> {
+        let session = limit.within("the tracker", self.session()).await?;
+        let request = ServerRequest { timeout_ms: limit.left_ms(), ..request.clone() };
+        let asked = async {
+            let ask = session.function::<(Pack<ServerRequest>,), RemoteObject>(functions::REQUEST).await?;
+            let place = ask.call((Pack(request),)).concurrent().await?;
+            let wait = session.function::<(&RemoteObject,), Pack<Vec<Grant>>>(functions::WAIT).await?;
+            let Pack(grants) = wait.call((&place,)).concurrent().await?;
+            Ok(Claim { place, grants })
+        };
+        match limit.within("the tracker's answer", asked).await {
+            Ok(claim) => Ok(claim),
+            Err(error) => Err(self.failed(&session, error).await),
+        }
+    }
+
+    /// Opens sessions with all servers of a claim. If one fails, those that were not reached are given back.
+    async fn open(&self, claim: &Claim, limit: Limit) -> Result<Vec<Loan>> {
+        let mut attempts = JoinSet::new();
+        for (at, grant) in claim.grants.iter().cloned().enumerate() {
+            let connector = self.0.connector.clone();
+            attempts.spawn(async move {
+                let session = limit.within("the server", connect_to(connector, &grant)).await;
+                (at, grant, session)
+            });
+        }
+        let mut opened: Vec<Option<Loan>> = claim.grants.iter().map(|_| None).collect();
+        let (mut failure, mut returned) = (None, Vec::new());
+        while let Some(attempt) = attempts.join_next().await {
+            let (at, grant, session) =
+                attempt.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()));
+            match session {
+                Ok(session) => opened[at] = Some(Loan { session, grant }),
+                Err(error) => {
+                    // Where nothing is known of what has become of the ticket, it expires.
+                    if error.hop() > 0 || error.kind() == ErrorKind::PeerLost {
+                        returned.push(Returned { serial: grant.serial, why: error.to_string() });
+                    }
+                    failure = Some(error.with_peer(grant.address.join(",")));
+                }
+            }
+        }
+        let Some(failure) = failure else { return Ok(opened.into_iter().flatten().collect()) };
+        if !returned.is_empty() {
+            claim.give_back(returned).await;
+        }
+        Err(failure)
+    }
+
+    /// The session with the tracker, which is opened if there is none.
+    async fn session(&self) -> Result<Session> {
+        let mut current = self.0.session.lock().await;
+        if let Some(session) = &*current {
+            return Ok(session.clone());
+        }
+        let connector = self.0.connector.clone().key("").workspace("").ticket("");
+        let session = connector.connect_at(&self.0.address.to_string()).await.map_err(ConnectError::into_rpc_error)?;
+        *current = Some(session.clone());
+        Ok(session)
+    }
+
+    /// Forgets a session that is over. What it failed with comes back, and says so if the server is no tracker.
+    async fn failed(&self, session: &Session, error: RpcError) -> RpcError {
+        let mut current = self.0.session.lock().await;
+        let is_it = |current: &Session| Arc::ptr_eq(current.shared(), session.shared());
+        if (error.ends_session() || error.fault() == Fault::Link) && current.as_ref().is_some_and(is_it) {
+            *current = None;
+        }
+        if error.kind() == ErrorKind::NotFound {
+            return error.context(format_args!("{} is no tracker", self.0.address));
+        }
+        error
+    }
+}
+
+/// Opens a session with whichever server the tracker at `address` gives out: what [`Connector::connect`] does for
+/// `tracker://` addresses.
+pub(crate) async fn connect(
+    connector: &Connector,
+    address: &Address,
+    timeout: Option<Duration>,
+) -> Result<Session, ConnectError> {
+    let key = address.key().or_else(|| connector.asked_key()).unwrap_or_default();
+    let mut request = ServerRequest::new(key);
+    if let Some(timeout) = timeout {
+        request = request.timeout(timeout);
+    }
+    let tracker = TrackerClient::new(connector.clone(), address);
+    // One that has never been there is not waited for.
+    tracker.session().await?;
+    let loan = tracker.request(&request).await?;
+    Ok(loan.into_session())
+}
+
+async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
+    let Some((target, hops)) = grant.address.split_last() else {
+        return Err(RpcError::new(ErrorKind::Protocol, "the tracker granted a server without an address"));
+    };
+    // Which of the servers is meant is in its address.
+    let connector = connector.key("").ticket(&grant.ticket);
+    let connector = hops.iter().fold(connector, |connector, hop| connector.via(hop));
+    connector.connect_at(target).await.map_err(ConnectError::into_rpc_error)
+}
+
+/// A server that is ours. When this and all clones of the session are dropped, the session ends, and the server is free
+/// for the next client.
+#[derive(Clone, Debug)]
+pub struct Loan {
+    session: Session,
+    grant: Grant,
+}
+
+impl Loan {
+    /// The session with the server.
+    pub fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// The session alone.
+    pub fn into_session(self) -> Session {
+        self.session
+    }
+
+    /// What is known of the server. The ticket has been used.
+    pub fn grant(&self) -> &Grant {
+        &self.grant
+    }
+
+    /// Whether `error` came of the end of the server and not from what runs there.
+    async fn has_died(&self, error: &RpcError) -> bool {
+        // A function that lost a peer of its own says the same; but its session lives.
+        let lost = error.fault() == Fault::Link || error.kind() == ErrorKind::Closed;
+        lost && tokio::time::timeout(LAST_WORDS, self.session.ended()).await.is_ok()
+    }
+}
+
+/// What the tracker has granted. Dropping it lets go of what has not been used.
+struct Claim {
+    place: RemoteObject,
+    grants: Vec<Grant>,
+}
+
+impl Claim {
+    /// Says which servers were not taken. They come back by themselves if this fails, only later.
+    async fn give_back(&self, returned: Vec<Returned>) {
+        let session = self.place.session();
+        let give_back = async {
+            let give_back = session.function::<(&RemoteObject, Pack<Vec<Returned>>), ()>(functions::GIVE_BACK).await?;
+            give_back.call((&self.place, Pack(returned))).concurrent().await
+        };
+        match tokio::time::timeout(LAST_WORDS, give_back).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::debug!(%error, "servers could not be given back, and expire"),
+            Err(_) => tracing::debug!("the tracker does not answer; servers that were not used expire"),
+        }
+    }
+}
+
+/// When a request's time is over, if ever.
+#[derive(Clone, Copy)]
+struct Limit(Option<Instant>);
+
+impl Limit {
+    fn of(request: &ServerRequest) -> Self {
+        Self(request.timeout_ms.and_then(|millis| Instant::now().checked_add(Duration::from_millis(millis))))
+    }
+
+    fn left_ms(self) -> Option<u64> {
+        let left = self.0?.saturating_duration_since(Instant::now());
+        Some(u64::try_from(left.as_millis()).unwrap_or(u64::MAX))
+    }
+
+    fn is_over_in(self, pause: Duration) -> bool {
+        self.0.is_some_and(|end| Instant::now() + pause >= end)
+    }
+
+    async fn within<T>(self, whom: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let Some(end) = self.0 else { return work.await };
+        match tokio::time::timeout_at(end + LAST_WORDS, work).await {
+            Ok(outcome) => outcome,
+            Err(_) => Err(RpcError::new(
+                ErrorKind::DeadlineExceeded,
+                format!("the time for the request is over, and it has been waiting for {whom}"),
+            )),
+        }
+    }
+}
+
+/// Whether the tracker is away, and may come back.
+fn is_outage(error: &RpcError) -> bool {
+    // Something that closes the connection during the handshake may be a tracker that is about to stop.
+    let cut = error.kind() == ErrorKind::Refused && error.hop() == 0;
+    cut || error.fault() == Fault::Link || matches!(error.kind(), ErrorKind::Closed | ErrorKind::SessionTimeout)
+}
+
+/// Whether another server may give a session where this one has not.
+fn another_may_do(error: &RpcError) -> bool {
+    let ticket = error.application_kind() == Some(TICKET_REFUSED);
+    let cut = error.kind() == ErrorKind::Refused && error.hop() == 0;
+    let full = matches!(error.kind(), ErrorKind::LimitExceeded | ErrorKind::Busy);
+    ticket || cut || full || error.fault() == Fault::Link
+}
+
+/// Waits on this thread for what goes on in the background.
+fn blocking<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+    run_in_background(async move { work.await.map_err(ConnectError::Session) }).map_err(ConnectError::into_rpc_error)
+}

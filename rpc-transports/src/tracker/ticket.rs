@@ -1,0 +1,159 @@
+//! Tickets: what a tracker gives a client, and the server takes, without a word between the two of them.
+//!
+//! A ticket is the text `t1.SERIAL.EXPIRES.PROOF`: its number, when it stops being good by the clock of the server, in
+//! milliseconds, both in decimal, and an HMAC-SHA256 over these two in 64 hexadecimal digits. The key is made by the server
+//! for one registration. So a ticket is good at no other server, and not after the server has registered again. Whoever has
+//! a ticket may use it, once.
+
+use std::fmt;
+
+use ring::hmac;
+use ring::rand::{SecureRandom, SystemRandom};
+use rpc_core::{ErrorKind, RpcError};
+
+/// What is in front of the facts under the proof, so that a proof of something else is none of these.
+const LABEL: &str = "rpc ticket";
+
+/// The first part of the text.
+const FORM: &str = "t1";
+
+/// What the tickets of one registration are made and verified with.
+#[derive(Clone)]
+pub struct TicketKey([u8; 32]);
+
+/// What a ticket says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    /// Its number, which no other of the registration has.
+    pub serial: u64,
+    /// When it stops being good, by the clock of the server.
+    pub expires_ms: u64,
+}
+
+/// Why a text is no ticket for this server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TicketError {
+    /// Not of the form of one.
+    #[error("it does not have the form of one")]
+    Malformed,
+    /// Not made with the key of this registration.
+    #[error("it is for another server, or for an earlier registration of this one")]
+    Foreign,
+}
+
+impl TicketKey {
+    /// A new one.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Internal`]: the system gives no random numbers.
+    pub fn generate() -> rpc_core::Result<Self> {
+        let mut key = [0; 32];
+        let filled = SystemRandom::new().fill(&mut key);
+        filled.map_err(|_| RpcError::new(ErrorKind::Internal, "the system gives no random numbers"))?;
+        Ok(Self(key))
+    }
+
+    /// The one that [`to_bytes`](Self::to_bytes) gave.
+    pub fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// For the tracker, and nobody else.
+    pub fn to_bytes(&self) -> [u8; 32] {
+        self.0
+    }
+
+    /// Makes a ticket.
+    pub fn sign(&self, ticket: Ticket) -> String {
+        let Ticket { serial, expires_ms } = ticket;
+        let proof = hmac::sign(&self.hmac(), subject(ticket).as_bytes());
+        let mut text = format!("{FORM}.{serial}.{expires_ms}.");
+        for byte in proof.as_ref() {
+            text += &format!("{byte:02x}");
+        }
+        text
+    }
+
+    /// Reads a ticket that was made with this key. Whether its time is over, and whether it was used before, is for the
+    /// caller to say.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with it.
+    pub fn verify(&self, text: &str) -> Result<Ticket, TicketError> {
+        let parts: Vec<&str> = text.split('.').collect();
+        let [FORM, serial, expires_ms, proof] = parts[..] else { return Err(TicketError::Malformed) };
+        let ticket = Ticket { serial: number(serial)?, expires_ms: number(expires_ms)? };
+        let proof = from_hex(proof).ok_or(TicketError::Malformed)?;
+        // In a time that does not depend on where the two differ.
+        hmac::verify(&self.hmac(), subject(ticket).as_bytes(), &proof).map_err(|_| TicketError::Foreign)?;
+        Ok(ticket)
+    }
+
+    fn hmac(&self) -> hmac::Key {
+        hmac::Key::new(hmac::HMAC_SHA256, &self.0)
+    }
+}
+
+impl fmt::Debug for TicketKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TicketKey")
+    }
+}
+
+fn subject(Ticket { serial, expires_ms }: Ticket) -> String {
+    format!("{LABEL} {FORM} {serial} {expires_ms}")
+}
+
+/// A number as it is written by `format!`, and no other way.
+fn number(text: &str) -> Result<u64, TicketError> {
+    let number: u64 = text.parse().map_err(|_| TicketError::Malformed)?;
+    if number.to_string() == text { Ok(number) } else { Err(TicketError::Malformed) }
+}
+
+fn from_hex(text: &str) -> Option<Vec<u8>> {
+    if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    (0..32).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TICKET: Ticket = Ticket { serial: 7, expires_ms: 123_456 };
+
+    #[test]
+    fn a_ticket_is_good_under_its_key_alone() {
+        let (key, other) = (TicketKey::generate().unwrap(), TicketKey::generate().unwrap());
+        let text = key.sign(TICKET);
+        assert_eq!(key.verify(&text), Ok(TICKET));
+        assert_eq!(TicketKey::from_bytes(key.to_bytes()).verify(&text), Ok(TICKET));
+        assert_eq!(other.verify(&text), Err(TicketError::Foreign));
+    }
+
+    /// Someone could write a server from the description above.
+    #[test]
+    fn the_text_of_a_ticket_is_as_described() {
+        let text = TicketKey::from_bytes([0x0b; 32]).sign(TICKET);
+        assert_eq!(text, "t1.7.123456.aae3cfd88aab2f67394fa0e668b5762329be79b06d7d698e08de858117b3abd4");
+    }
+
+    #[test]
+    fn no_character_of_a_ticket_can_be_changed() {
+        let key = TicketKey::generate().unwrap();
+        let text = key.sign(TICKET);
+        for at in 0..text.len() {
+            for other in ["0", "1", "f", ".", "+", " ", "ü", ""] {
+                let changed = format!("{}{other}{}", &text[..at], &text[at + 1..]);
+                assert!(changed == text || key.verify(&changed).is_err(), "{changed}");
+            }
+        }
+        for text in ["", "t1", "t1...", "t2.7.1.00", "t1.7.99999999999999999999.00"] {
+            assert_eq!(key.verify(text), Err(TicketError::Malformed), "{text}");
+        }
+    }
+}
