@@ -1,4 +1,5 @@
-//! Collectives on host memory: between [threads] of a process, and between the processes of a machine through a [segment](Offer).
+//! Collectives on host memory: between [threads] of a process, between the processes of a machine through a [segment](Offer), and
+//! between machines over [sockets](Listener).
 //!
 //! The algorithm follows from a static table by launch kind, operation and size, and all of them fold every element once, in the order of
 //! ranks: results are the same bits whichever is used.
@@ -7,6 +8,7 @@
 //! | --- | --- | --- |
 //! | threads | inputs travel with the announcements | each rank reduces its share of everybody's buffers, into everybody's buffers |
 //! | processes | the same | the same, in chunks of 256 KiB through the segment, a few under way at a time |
+//! | sockets | the same | everybody sends each rank its share, and each rank sends its reduced share to everybody |
 
 mod agreement;
 mod check;
@@ -21,6 +23,8 @@ mod processes;
 mod segment;
 #[allow(unsafe_code)]
 mod shared;
+#[allow(unsafe_code)]
+mod stream;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,6 +33,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 #[cfg(target_os = "linux")]
 pub use processes::{Offer, Ticket};
+pub use stream::{Address, Listener, SessionKey};
 
 use self::memory::Memory;
 use self::segment::Segment;

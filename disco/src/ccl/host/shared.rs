@@ -296,19 +296,20 @@ impl Ccl for SharedCcl {
             return Err(self.broken());
         }
         let lent = check::lend(&collective, &data, self.rank(), self.size());
-        let sequence = match check::transfer(&collective, self.rank(), self.size()) {
-            Some(peer) => match collective.operation {
-                Operation::Send { .. } => self.sent[peer].next(),
-                _ => self.received[peer].next(),
-            },
-            None => {
+        let peer = check::transfer(&collective, self.rank(), self.size());
+        let sequence = match (peer, collective.operation) {
+            (Some(peer), Operation::Send { .. }) => self.sent[peer].next(),
+            (Some(peer), _) => self.received[peer].next(),
+            // Nobody else will hear of it.
+            (None, Operation::Send { .. } | Operation::Recv { .. }) => 0,
+            (None, _) => {
                 self.sequence += 1;
                 self.sequence
             }
         };
         self.word(Word::Since).store(wall_millis(), Ordering::Relaxed);
         self.recorder.enter(sequence, collective);
-        let result = match (collective.operation, check::transfer(&collective, self.rank(), self.size())) {
+        let result = match (collective.operation, peer) {
             (Operation::Send { .. }, Some(peer)) => self.send(peer, collective, lent),
             (Operation::Recv { .. }, Some(peer)) => self.receive(peer, collective, lent),
             (Operation::Send { .. } | Operation::Recv { .. }, None) => {

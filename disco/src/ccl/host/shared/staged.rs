@@ -143,7 +143,9 @@ impl SharedCcl {
                 }
                 self.publish(Word::Produced, count.wrapping_add(1));
             }
-            let Some(chunk) = round.checked_sub(1).filter(|_| !receives.is_empty()) else { continue };
+            // A rank alone receives nothing, and still has its own contribution.
+            let takes_part = !receives.is_empty() || operation.reduce_op().is_some();
+            let Some(chunk) = round.checked_sub(1).filter(|_| takes_part) else { continue };
             let (begin, len) = piece(chunk);
             for &(from, to) in &receives {
                 self.wait(self.segment.word(from, Word::Produced), count, from, Phase::Progress)?;
