@@ -190,6 +190,62 @@ impl Drop for ServerPeer {
     }
 }
 
+/// A tracker in a process of its own. It is killed when this is dropped.
+pub struct TrackerPeer {
+    child: Child,
+    address: String,
+    page: Option<String>,
+}
+
+impl TrackerPeer {
+    /// One that listens on TCP, with these flags.
+    pub fn start(flags: &[&str]) -> Self {
+        Self::at("tcp://127.0.0.1:0", flags)
+    }
+
+    /// One at this address, which may be that of another one before it.
+    pub fn at(address: &str, flags: &[&str]) -> Self {
+        let mut command = Command::new(PROGRAM);
+        command.args(["tracker", "--listen", address, "--log-level", "error"]).args(flags);
+        command.arg("--exit-with-stdin").stdin(Stdio::piped());
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap());
+        let mut line = |what: &str| {
+            let mut line = String::new();
+            said.read_line(&mut line).unwrap();
+            line.trim().strip_prefix(what).expect("it says where it is").to_owned()
+        };
+        let address = line("listening on ");
+        let page = flags.contains(&"--http").then(|| line("status page on "));
+        Self { child, address, page }
+    }
+
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Where its page is, if it has one.
+    pub fn page(&self) -> Option<&str> {
+        self.page.as_deref()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for TrackerPeer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 /// A client in a process of its own, which holds so many objects and a tensor of so many bytes. It is killed when this is
 /// dropped.
 pub struct ClientPeer {
