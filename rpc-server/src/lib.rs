@@ -22,6 +22,7 @@ mod otel;
 #[path = "otel/absent.rs"]
 mod otel;
 pub mod pki;
+pub mod relay;
 pub mod server;
 pub mod session;
 pub mod spawn;

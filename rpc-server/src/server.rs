@@ -39,15 +39,15 @@ use async_trait::async_trait;
 use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::tracker::DeviceOffer;
 use rpc_transports::{
-    Access, Address, Connector, DialOptions, FunctionPatterns, ListenOptions, OpenRequest, RequestPolicy, ServeOptions,
-    Server, ServerTls, SessionFactory, TokioSpawner, WireLimits, child,
+    Access, Address, Connector, DialOptions, FunctionPatterns, ListenOptions, OpenRequest, ParkOptions, RequestPolicy,
+    ServeOptions, Server, ServerTls, SessionFactory, TokioSpawner, WireLimits, child,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use self::ready::ReadyFile;
 use self::signals::Signals;
-use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
+use crate::config::{Isolate, ListenAddress, RelayAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
 use crate::monitor::{Monitoring, Phase};
 use crate::otel::Spans;
@@ -72,6 +72,7 @@ pub struct ServerBuilder {
     registry: Registry,
     devices: Devices,
     config: ServeConfig,
+    relay: bool,
 }
 
 impl ServerBuilder {
@@ -96,10 +97,23 @@ impl ServerBuilder {
         self
     }
 
+    /// Makes it a relay, which opens no sessions: see [`ServeOptions::relay`].
+    #[must_use]
+    pub(crate) fn relay(mut self) -> Self {
+        self.relay = true;
+        self
+    }
+
     /// Makes the server, which does nothing until it is started.
     pub fn build(self) -> RpcServer {
         builtins::register(&self.registry);
-        RpcServer { registry: self.registry, devices: self.devices, config: self.config, also: Vec::new() }
+        RpcServer {
+            registry: self.registry,
+            devices: self.devices,
+            config: self.config,
+            relay: self.relay,
+            also: Vec::new(),
+        }
     }
 }
 
@@ -109,6 +123,7 @@ pub struct RpcServer {
     registry: Registry,
     devices: Devices,
     config: ServeConfig,
+    relay: bool,
     /// Lines to be announced after the addresses.
     also: Vec<String>,
 }
@@ -116,7 +131,12 @@ pub struct RpcServer {
 impl RpcServer {
     /// A server to be configured.
     pub fn builder() -> ServerBuilder {
-        ServerBuilder { registry: Registry::new(), devices: Devices::new(), config: ServeConfig::default() }
+        ServerBuilder {
+            registry: Registry::new(),
+            devices: Devices::new(),
+            config: ServeConfig::default(),
+            relay: false,
+        }
     }
 
     /// Prints this, too, when it serves.
@@ -133,7 +153,7 @@ impl RpcServer {
     /// The configuration, an address that cannot be listened on, the folder for workspaces, the address for metrics, the ready
     /// file.
     pub async fn start(self) -> Result<Running, ServeError> {
-        let Self { registry, devices, config, also: _ } = self;
+        let Self { registry, devices, config, relay, also: _ } = self;
         config.check()?;
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
@@ -169,6 +189,7 @@ impl RpcServer {
             (Factory::Local(factory), None)
         };
         let mut options = serve_options(&config, credentials.access, dial.clone());
+        options.relay = relay;
         let factory: Arc<dyn SessionFactory> = match &monitoring {
             Some(monitoring) => {
                 options.observer = Some(monitoring.observer());
@@ -219,9 +240,19 @@ impl RpcServer {
         if let Some(ready) = &running.ready {
             ready.write(&running.addresses)?;
         }
+        let relays = relays(&config);
+        for relay in &relays {
+            let options = ParkOptions {
+                key: relay.key().unwrap_or_default().to_owned(),
+                capacity: config.capacity as usize,
+                handshake_timeout: config.handshake_timeout.0,
+            };
+            tracing::info!(%relay, "clients may come by way of the relay");
+            running.server.park(relay, &options);
+        }
         if let Some(gate) = &gate {
             let trackers: Vec<_> = config.tracker.iter().map(|TrackerAddress(address)| address.clone()).collect();
-            let told = told(&config, &running.addresses, offered);
+            let told = told(&config, &running.addresses, &relays, offered);
             running.registrar = Some(Registrar::start(&trackers, &connector, gate, &told));
         }
         running.enter(Phase::Ready);
@@ -519,14 +550,33 @@ async fn offered_devices(devices: Devices) -> Vec<DeviceOffer> {
     counted.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
+/// The relays, each with the name that clients ask it for. A tracker gives out one server and no other with the same key, so
+/// that the name says which one it is.
+fn relays(config: &ServeConfig) -> Vec<Address> {
+    // Without random numbers, what tells the servers of one machine apart has to do.
+    let random = getrandom::u32().unwrap_or_else(|_| std::process::id());
+    let key = config.pool_key().unwrap_or_default();
+    let unique = format!("{key}-{random:08x}");
+    let name = if config.tracker.is_empty() { key } else { &unique };
+    let named = |RelayAddress(address): &RelayAddress| match address.key() {
+        Some(_) => address.clone(),
+        // The configuration was checked.
+        None => address.clone().with_key(name).unwrap_or_else(|_| address.clone()),
+    };
+    config.relay.iter().map(named).collect()
+}
+
 /// What trackers are told of a server that listens on `addresses`.
-fn told(config: &ServeConfig, addresses: &[Address], devices: Vec<DeviceOffer>) -> Told {
+fn told(config: &ServeConfig, addresses: &[Address], relays: &[Address], devices: Vec<DeviceOffer>) -> Told {
     let advertised = config.advertise.iter().map(|ListenAddress(address)| address.to_string());
     let mut address: Vec<String> = advertised.collect();
     if let ([], Some(first)) = (&address[..], addresses.first()) {
         // With its key, so that clients cannot take another server for it.
         let with_key = config.key.as_deref().and_then(|key| first.clone().with_key(key).ok());
         address.push(with_key.unwrap_or_else(|| first.clone()).to_string());
+    }
+    if let ([], Some(relay)) = (&address[..], relays.first()) {
+        address.push(relay.to_string());
     }
     Told {
         name: rustix::system::uname().nodename().to_string_lossy().into_owned(),

@@ -21,31 +21,25 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 /// How a server offers itself at a relay.
 #[derive(Clone, Debug)]
 pub struct ParkOptions {
-    /// The key that clients ask for.
+    /// The key that clients ask the relay for, and then this server: for them it is the server's, whatever other clients know it
+    /// by.
     pub key: String,
     /// How many clients may be served by way of the relay at one time: each has a channel of its own, which waits there.
     pub capacity: usize,
-    /// How the relay is dialled: its trust, and the proof of this server's identity.
-    pub dial: DialOptions,
     /// How long the handshake with the relay may take, before the waiting begins. 10 s.
     pub handshake_timeout: Duration,
 }
 
 impl Default for ParkOptions {
     fn default() -> Self {
-        Self {
-            key: String::new(),
-            capacity: 8,
-            dial: DialOptions::default(),
-            handshake_timeout: Duration::from_secs(10),
-        }
+        Self { key: String::new(), capacity: 8, handshake_timeout: Duration::from_secs(10) }
     }
 }
 
 impl Server {
     /// Serves clients that come by way of the relay at `relay`, until this server drains or stops. Reconnects by itself.
     ///
-    /// Behind the relay the handshake is between client and server, so that the client proves itself to this server, and the
+    /// The relay is dialled by what [`ServeOptions::onward`](crate::ServeOptions::onward) says at the time. Behind the relay the handshake is between client and server, so that the client proves itself to this server, and the
     /// other way about. For limits on peers all of them come from the relay's machine.
     pub fn park(&self, relay: &Address, options: &ParkOptions) {
         for _ in 0..options.capacity {
@@ -66,14 +60,14 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     let mut lost = false;
     loop {
-        match wait_at(relay, options).await {
+        match wait_at(relay, options, &server.onward()).await {
             Ok(channel) => {
                 if std::mem::take(&mut lost) {
                     tracing::info!(%relay, "back at the relay");
                 }
                 backoff.reset();
                 // One that panicked has ended, too.
-                let _ = server.start(channel).await;
+                let _ = server.start(channel, Some(options.key.clone())).await;
             }
             Err(error) => {
                 let error = error.into_rpc_error();
@@ -87,11 +81,11 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
 }
 
 /// Waits at a relay for one client. The channel leads to that one, who will speak first.
-async fn wait_at(relay: &Address, options: &ParkOptions) -> Result<Channel, ConnectError> {
-    let mut channel = dial(&relay.clone().without_key(), &options.dial).await?;
+async fn wait_at(relay: &Address, options: &ParkOptions, onward: &DialOptions) -> Result<Channel, ConnectError> {
+    let mut channel = dial(&relay.clone().without_key(), onward).await?;
     let mut hello = Hello::new(Role::Server);
     hello.key.clone_from(&options.key);
-    let identities = of_dialler(&options.dial.tokens, channel.security());
+    let identities = of_dialler(&onward.tokens, channel.security());
     let config = HandshakeConfig { hello, identities, hold: false, timeout: options.handshake_timeout };
     let (_, input) = dial_hands_patiently(&mut channel, config).await?;
     if !input.is_empty() {

@@ -139,11 +139,11 @@ impl Server {
 
     /// Serves one client at the far end of `channel`, who dialled.
     pub fn serve_channel(&self, channel: Channel) {
-        drop(self.start(channel));
+        drop(self.start(channel, None));
     }
 
-    /// As [`serve_channel`](Self::serve_channel); the task ends with the session.
-    pub(crate) fn start(&self, channel: Channel) -> JoinHandle<()> {
+    /// As [`serve_channel`](Self::serve_channel), by the name of `key` if there is one; the task ends with the session.
+    pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<()> {
         let handshake = self.0.handshakes.begin(machine_of(channel.peer()));
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
@@ -151,7 +151,8 @@ impl Server {
         let shared = self.0.clone();
         tokio::spawn(async move {
             let registered = Arc::new(Registered { shared: shared.clone(), id });
-            serve_connection(&shared, channel, mailbox, handshake, registered).await;
+            let key = key.unwrap_or_else(|| shared.options.key.clone());
+            serve_connection(&shared, channel, key, mailbox, handshake, registered).await;
         })
     }
 
@@ -164,6 +165,11 @@ impl Server {
         if !self.0.draining.load(Ordering::Acquire) {
             closing.await;
         }
+    }
+
+    /// How others are dialled at present.
+    pub(crate) fn onward(&self) -> DialOptions {
+        self.0.onward()
     }
 
     /// How many servers wait here for clients, by key: at a [relay](ServeOptions::relay).
@@ -264,6 +270,7 @@ impl Drop for Registered {
 async fn serve_connection(
     shared: &Arc<Shared>,
     mut channel: Channel,
+    key: String,
     mailbox: Arc<Mailbox>,
     handshake: InProgress,
     registered: Arc<Registered>,
@@ -304,7 +311,7 @@ async fn serve_connection(
     let (rules, access) = shared.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let identities = of_acceptor(&access, rules, channel.security());
     let mut hello = Hello::new(Role::Server);
-    hello.key.clone_from(&options.key);
+    hello.key.clone_from(&key);
     hello.relay = options.relay;
     hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
     options.limits.apply(&mut hello);
@@ -319,7 +326,7 @@ async fn serve_connection(
     };
     let open = async |hello: &Hello, identity: &str| {
         // Behind a hop it is the key that the client asks for: the server there makes sure that it has it.
-        let key = if hello.forward.is_empty() { &options.key } else { &hello.key };
+        let key = if hello.forward.is_empty() { &key } else { &hello.key };
         security.may_use(identity, key)?;
         let identity = &shared.on_whose_behalf(hello, identity);
         let place = shared.places.take(&peer, identity)?;

@@ -82,8 +82,11 @@ async fn a_server_behind_a_relay_is_found_by_its_key_and_knows_its_client() {
         let address = listen(&relay, &format!("{scheme}://127.0.0.1:0"), Some(tls.clone())).await;
         let trust = ClientTls::new(pem.as_bytes(), None).unwrap();
         let dial = DialOptions { tokens: tokens.clone(), tls: Some(trust), ..DialOptions::default() };
-        let server = server(|options| options.access = by_token.clone());
-        server.park(&address, &ParkOptions { dial: dial.clone(), ..board(2) });
+        let server = server(|options| {
+            options.access = by_token.clone();
+            options.onward = dial.clone();
+        });
+        server.park(&address, &board(2));
         waiting(&relay, 2).await;
         let connector = Connector::new().dial_options(dial);
         let target = format!("{address}/board");

@@ -6,7 +6,8 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_core::Registry;
-use rpc_server::config::{ConfigError, ServeError, ServeSettings, TrackerSettings};
+use rpc_server::config::{ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings};
+use rpc_server::relay::Relay;
 use rpc_server::server::{RpcServer, StopReason};
 use rpc_server::tracker::Tracker;
 use rpc_server::{exit, isolate, logging};
@@ -45,6 +46,15 @@ enum Command {
     /// restart, from the servers and from the clients that wait; sessions that run are not touched.
     #[command(after_help = EXIT_CODES)]
     Tracker(#[command(flatten)] Box<TrackerSettings>),
+    /// Bring servers that nobody can dial together with their clients, until SIGTERM or SIGINT.
+    ///
+    /// Servers come by themselves ("serve --relay ADDRESS/NAME") and wait, and clients reach them as ADDRESS/NAME. The relay passes
+    /// bytes; who is who is settled between client and server. Prints "listening on ADDRESS" for each address on standard output; all
+    /// else goes to standard error.
+    #[command(after_help = EXIT_CODES)]
+    Relay(#[command(flatten)] Box<RelaySettings>),
+    /// Print the configuration that "relay" would use with these flags, this environment and this file, as TOML.
+    RelayConfig(#[command(flatten)] Box<RelaySettings>),
     /// Print the configuration that "tracker" would use with these flags, this environment and this file, as TOML.
     TrackerConfig(#[command(flatten)] Box<TrackerSettings>),
     /// Print the configuration that "serve" would use with these flags, this environment and this file, as TOML.
@@ -66,6 +76,8 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
+        Command::Relay(settings) => exit::of_server(&relay(*settings)).into(),
+        Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Tracker(settings) => exit::of_server(&track(*settings)).into(),
         Command::TrackerConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Completions { shell } => {
@@ -88,6 +100,12 @@ fn serve(settings: ServeSettings) -> Result<StopReason, ServeError> {
     let config = settings.resolve()?;
     logging::init(&config.log_level, config.log_format);
     RpcServer::builder().config(config).build().run_blocking()
+}
+
+fn relay(settings: RelaySettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.log_level, config.log_format);
+    Relay::new(&config)?.run_blocking()
 }
 
 fn track(settings: TrackerSettings) -> Result<StopReason, ServeError> {

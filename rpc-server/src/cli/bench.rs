@@ -35,7 +35,7 @@ Cases:
   copy_to_*, copy_from_*  64B, 4KiB, 1MiB, 64MiB, 256MiB to and from a tensor; warm buffers; 1 GB is 10^9 bytes
   connect                 from nothing to a session; over QUIC another session on the connection that there is
   object_churn            remote objects made and dropped, 64 in flight
-  *_1hop                  with --hop: through a server of our own that forwards
+  *_1hop                  with --hop: through a server of our own that forwards; *_2hop with --hop=2, and so on
 
 Output:
   median, p99             of all samples; p99 is the slow end: 99% of the samples were as good or better
@@ -86,9 +86,10 @@ pub(super) struct BenchArgs {
     /// Measure bare sockets on the same transport as well, and print the ratio
     #[arg(long, env = "RPC_CLI_BASELINE")]
     baseline: bool,
-    /// Measure through one server that forwards as well
-    #[arg(long, env = "RPC_CLI_HOP")]
-    hop: bool,
+    /// Measure through servers that forward as well: one, or as many as are given
+    #[arg(long, env = "RPC_CLI_HOP", value_name = "NUMBER", num_args = 0..=1, require_equals = true, default_value_t = 0)]
+    #[arg(default_missing_value = "1", value_parser = clap::value_parser!(u8).range(0..=8))]
+    hop: u8,
     /// Which cores client and servers run on; the servers are single-threaded if this is not none
     #[arg(long, env = "RPC_CLI_PIN", default_value = "none")]
     pin: Pin,
@@ -146,21 +147,21 @@ fn check(globals: &Globals, args: &BenchArgs) -> Result<(), Failure> {
             "--baseline compares with sockets of this machine: the address must be a loopback port or a Unix socket",
         );
     }
-    if args.hop && !globals.jump().is_empty() {
+    if args.hop > 0 && !globals.jump().is_empty() {
         return usage("--hop and --jump do not go together");
     }
     Ok(())
 }
 
 /// The names of the cases that were asked for, in their order.
-fn select(wanted: &[String], hop: bool) -> Result<Vec<String>, Failure> {
-    let all = cases::names(hop);
+fn select(wanted: &[String], hops: u8) -> Result<Vec<String>, Failure> {
+    let all = cases::names(hops);
     if wanted.is_empty() {
         return Ok(all);
     }
     for pattern in wanted {
         if !all.iter().any(|name| matches(pattern, name)) {
-            let hint = if pattern.contains("1hop") && !hop { "; it needs --hop" } else { "" };
+            let hint = if pattern.contains("hop") { "; it needs --hop, or --hop=2 for two of them" } else { "" };
             return Err(Failure::Usage(format!("there is no case '{pattern}'{hint}; there are {}", all.join(", "))));
         }
     }
@@ -194,7 +195,7 @@ impl Table {
         if args.baseline {
             header.extend(["bare", "ours/bare"]);
         }
-        if args.hop {
+        if args.hop > 0 {
             header.extend(["direct", "ours/direct"]);
         }
         let mut table = comfy_table::Table::new();
@@ -204,7 +205,7 @@ impl Table {
                 column.set_cell_alignment(comfy_table::CellAlignment::Right);
             }
         }
-        Self { table, baseline: args.baseline, direct: args.hop }
+        Self { table, baseline: args.baseline, direct: args.hop > 0 }
     }
 
     fn add(&mut self, line: &Line) {
@@ -233,7 +234,8 @@ mod tests {
     fn patterns_choose_cases() {
         assert!(matches("copy_*_64MiB", "copy_to_64MiB") && !matches("copy_*_64MiB", "copy_to_64MiB_1hop"));
         assert!(matches("*", "call") && matches("call*", "call") && !matches("call", "call_1hop"));
-        assert_eq!(select(&["call".to_owned()], false).unwrap(), ["call"]);
-        assert!(select(&["call_1hop".to_owned()], false).is_err());
+        assert_eq!(select(&["call".to_owned()], 0).unwrap(), ["call"]);
+        assert!(select(&["call_1hop".to_owned()], 0).is_err());
+        assert_eq!(select(&["copy_to_64MiB_2hop".to_owned()], 2).unwrap(), ["copy_to_64MiB_2hop"]);
     }
 }

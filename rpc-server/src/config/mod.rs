@@ -19,6 +19,7 @@ use crate::logging::{LogFilter, LogFormat};
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
 
 pub use pool::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};
+pub use relay::{RelayAddress, RelayConfig, RelaySettings};
 pub use units::{ByteSize, HttpAddress, OtlpEndpoint, PortRange, Span, UnitError};
 
 macro_rules! settings {
@@ -111,12 +112,13 @@ macro_rules! settings {
 
 // Behind the macro, which it uses.
 mod pool;
+mod relay;
 
 settings! {
     ServeSettings => ServeConfig, "RPC_SERVER_CONFIG", "a server";
     settings {
         /// An address to listen on, such as tcp://127.0.0.1:9090, quic://board.lan:9090, tls://0.0.0.0:0 or unix:/run/rpc.sock; may be
-        /// repeated, or given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio
+        /// repeated, or given as a list with commas. Without it: tcp://127.0.0.1:9090, or nothing with --stdio or --relay
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         listen: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_LISTEN";
         /// The folder for the files of sessions. Named workspaces are kept in it
@@ -215,14 +217,19 @@ settings! {
         /// commas. Clients then need a ticket from one of them. They are trusted by --forward-ca and --forward-token-file
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         tracker: Vec<TrackerAddress> = Vec::new(), "RPC_SERVER_TRACKER";
+        /// Relays to wait at for clients, for a server that clients cannot dial, such as tls://gateway.lan:9290/NAME; may be repeated, or
+        /// given as a list with commas. Clients connect to the same address. NAME is what they ask for; without it --key, which
+        /// --tracker makes unique. Relays are trusted by --forward-ca and --forward-token-file
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        relay: Vec<RelayAddress> = Vec::new(), "RPC_SERVER_RELAY";
         /// With --tracker: something that clients can ask for, such as arch=arm64; may be repeated, or given as a list with commas
         #[arg(value_name = "NAME=VALUE", value_delimiter = ',')]
         label: Vec<Label> = Vec::new(), "RPC_SERVER_LABEL";
         /// With --tracker: the address that clients are sent to; hops to go through in front of it, with commas. Without it: the
-        /// first address that is listened on
+        /// first address that is listened on, or else the first relay
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         advertise: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_ADVERTISE";
-        /// With --tracker: how many clients the server is given to at a time
+        /// With --tracker or --relay: how many clients the server is given to at a time
         #[arg(value_name = "NUMBER")]
         capacity: u32 = 1, "RPC_SERVER_CAPACITY";
         /// With --tracker: serve clients without a ticket, too. They take places that the tracker then does not give out
@@ -306,7 +313,7 @@ impl ServeSettings {
     /// What is wrong with the file, or with the settings as a whole.
     pub fn resolve(self) -> Result<ServeConfig, ConfigError> {
         let mut config = self.with_file()?.complete();
-        if config.listen.is_empty() && !config.stdio {
+        if config.listen.is_empty() && !config.stdio && config.relay.is_empty() {
             config.listen.push(default_address());
         }
         config.check()?;
@@ -365,15 +372,26 @@ impl ServeConfig {
     ///
     /// [`ConfigError::Insecure`], [`ConfigError::InsecureMetrics`], [`ConfigError::NotListenable`], [`ConfigError::Key`],
     /// [`ConfigError::StdinTaken`], [`ConfigError::NoShare`], [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`],
-    /// [`ConfigError::NoOtel`], [`ConfigError::NoTrackerKey`], [`ConfigError::NothingToAdvertise`], [`ConfigError::Zero`].
+    /// [`ConfigError::NoOtel`], [`ConfigError::NoTrackerKey`], [`ConfigError::NothingToAdvertise`],
+    /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
         check_addresses(&self.listen, &self.trust(), self.insecure)?;
         if !self.tracker.is_empty() {
             if self.pool_key().is_none() {
                 return Err(ConfigError::NoTrackerKey);
             }
-            if self.advertise.is_empty() && self.listen.is_empty() {
+            if self.advertise.is_empty() && self.listen.is_empty() && self.relay.is_empty() {
                 return Err(ConfigError::NothingToAdvertise);
+            }
+        }
+        for RelayAddress(address) in &self.relay {
+            // Whoever reaches the relay reaches this server, and only a token proves anything from end to end.
+            let secure = address.is_loopback() || (address.is_encrypted() && self.token_file.is_some());
+            if !secure && !self.insecure {
+                return Err(ConfigError::InsecureRelay { address: address.clone() });
+            }
+            if address.key().is_none() && self.pool_key().is_none() {
+                return Err(ConfigError::NoRelayName { address: address.clone() });
             }
         }
         let zero = [
@@ -575,6 +593,23 @@ pub enum ConfigError {
     /// Clients could not be sent to the server.
     #[error("a server with --tracker needs an address that clients are sent to: give --listen, or --advertise")]
     NothingToAdvertise,
+    /// Others could use the server by way of a relay.
+    #[error(
+        "{address} is a relay that other machines may reach, and they would not have to prove who they are: use tls:// or quic:// and \
+         --token-file, or --insecure"
+    )]
+    InsecureRelay {
+        /// The relay.
+        address: Address,
+    },
+    /// Nobody could ask the relay for the server.
+    #[error(
+        "{address} is a relay, where clients ask for a name: write it behind the address, as in {address}/NAME, or give --key"
+    )]
+    NoRelayName {
+        /// The relay.
+        address: Address,
+    },
     /// The key does not have the form of one.
     #[error("the key cannot be used")]
     Key {

@@ -107,7 +107,7 @@ impl Shared {
         Ok((hop, further))
     }
 
-    fn onward(&self) -> crate::transport::DialOptions {
+    pub(super) fn onward(&self) -> crate::transport::DialOptions {
         self.onward.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

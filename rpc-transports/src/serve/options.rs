@@ -126,7 +126,8 @@ pub struct ServeOptions {
     /// Whether this is a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and clients are brought
     /// together with them by key. A relay opens no sessions itself; the factory is not asked. No.
     pub relay: bool,
-    /// How the server opens the sessions that it forwards to: its own tokens, and whom it trusts. Without either.
+    /// How the server opens the sessions that it forwards to, and reaches relays: its own tokens, and whom it trusts. Without
+    /// either.
     pub onward: DialOptions,
     /// Hears of what the sessions' factory does not see. Nobody.
     pub observer: Option<Arc<dyn ServeObserver>>,

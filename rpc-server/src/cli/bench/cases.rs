@@ -41,19 +41,18 @@ const SIZES: [(&str, usize); 5] =
 const HOP_SIZE: (&str, usize) = SIZES[3];
 
 /// The names of all cases, in the order in which they are measured.
-pub(super) fn names(hop: bool) -> Vec<String> {
+pub(super) fn names(hops: u8) -> Vec<String> {
     let mut names: Vec<String> =
         ["call", "call_blocking_client", "call_blocking_fn", "call_pipelined_64"].map(str::to_owned).into();
     for direction in ["copy_to", "copy_from"] {
         names.extend(SIZES.map(|(size, _)| format!("{direction}_{size}")));
     }
     names.extend(["connect", "object_churn"].map(str::to_owned));
-    if hop {
-        names.extend([
-            "call_1hop".to_owned(),
-            format!("copy_to_{}_1hop", HOP_SIZE.0),
-            format!("copy_from_{}_1hop", HOP_SIZE.0),
-        ]);
+    if hops > 0 {
+        names.extend(["call", "copy_to", "copy_from"].map(|kind| match kind {
+            "call" => format!("call_{hops}hop"),
+            copy => format!("{copy}_{}_{hops}hop", HOP_SIZE.0),
+        }));
     }
     names
 }
@@ -121,7 +120,7 @@ pub(super) struct Lab {
     data: Bytes,
     bare: Option<Bare>,
     _ours: Option<ServerProcess>,
-    _hop: Option<ServerProcess>,
+    _hops: Vec<ServerProcess>,
     _nursery: Nursery,
 }
 
@@ -130,8 +129,24 @@ struct Bare {
     tokio: ServerProcess,
     /// None for transports without sockets that a thread can block on.
     std: Option<ServerProcess>,
+    /// The one that is dialled.
     relay: Option<ServerProcess>,
+    _relays: Vec<ServerProcess>,
     dialler: Dialler,
+}
+
+/// Starts so many, each to pass on to the one before it, and the first to `to`.
+fn chain(
+    count: u8,
+    to: &str,
+    start: impl Fn(&str) -> Result<ServerProcess, Failure>,
+) -> Result<Vec<ServerProcess>, Failure> {
+    let mut chain: Vec<ServerProcess> = Vec::new();
+    for _ in 0..count {
+        let next = start(chain.last().map_or(to, ServerProcess::address))?;
+        chain.push(next);
+    }
+    Ok(chain)
 }
 
 impl Lab {
@@ -158,13 +173,15 @@ impl Lab {
             connector = connector.tls(certificates.trust()?);
         }
         let session = runtime.block_on(connector.connect(&address)).map_err(Failure::Connect)?;
-        let (mut hop, mut hop_session) = (None, None);
-        if args.hop {
-            let process = nursery.start(Part::Server, Some(&parse(&address)?.without_key().to_string()), pins.hop)?;
-            let via = connector.clone().via(process.address());
-            hop_session = Some(runtime.block_on(via.connect(&address)).map_err(Failure::Connect)?);
-            hop = Some(process);
-        }
+        let hops = chain(args.hop, &parse(&address)?.without_key().to_string(), |next| {
+            nursery.start(Part::Server, Some(next), pins.hop)
+        })?;
+        // The last that was started is the first on the way.
+        let via = hops.iter().rev().fold(connector.clone(), |connector, hop| connector.via(hop.address()));
+        let hop_session = match args.hop {
+            0 => None,
+            _ => Some(runtime.block_on(via.connect(&address)).map_err(Failure::Connect)?),
+        };
         let bare = if args.baseline {
             let tokio = nursery.start(Part::Tokio, None, pins.server)?;
             // There are no sockets to block on.
@@ -172,12 +189,10 @@ impl Lab {
                 Some(_) => None,
                 None => Some(nursery.start(Part::Std, None, pins.server)?),
             };
-            let relay = match args.hop {
-                true => Some(nursery.start(Part::Relay, Some(tokio.address()), pins.hop)?),
-                false => None,
-            };
+            let mut relays = chain(args.hop, tokio.address(), |next| nursery.start(Part::Relay, Some(next), pins.hop))?;
+            let relay = relays.pop();
             let dialler = runtime.block_on(async { Dialler::new(scheme, nursery.certificates()) })?;
-            Some(Bare { tokio, std, relay, dialler })
+            Some(Bare { tokio, std, relay, _relays: relays, dialler })
         } else {
             None
         };
@@ -194,7 +209,7 @@ impl Lab {
             data,
             bare,
             _ours: server,
-            _hop: hop,
+            _hops: hops,
             _nursery: nursery,
         })
     }
@@ -231,7 +246,7 @@ impl Lab {
                 ours::object_churn(runtime, session, batch)?,
                 self.bare_pipeline(batch)?,
             ),
-            "call_1hop" => Case {
+            call if call.starts_with("call_") => Case {
                 direct: Some(ours::calls(runtime, session, "rpc.echo")?),
                 ..case(
                     Unit::Micros,
@@ -245,8 +260,8 @@ impl Lab {
     }
 
     fn copy_case(&self, name: &str) -> Result<Case, Failure> {
-        let (kind, hop) = match name.strip_suffix("_1hop") {
-            Some(kind) => (kind, true),
+        let (kind, hop) = match name.strip_suffix("hop").and_then(|name| name.rsplit_once('_')) {
+            Some((kind, _)) => (kind, true),
             None => (name, false),
         };
         let unknown = || Failure::Usage(format!("there is no case '{name}'"));
