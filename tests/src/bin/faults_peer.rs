@@ -1,5 +1,5 @@
-//! The other process of tests that kill and stop processes, and of those that measure one: a server, a tracker, or a client
-//! that holds things.
+//! The other process of tests that kill and stop processes, and of those that measure one: a server, a relay, a
+//! tracker, or a client that holds things.
 
 // It serves tests: whatever goes wrong is a reason to panic.
 #![allow(clippy::unwrap_used)]
@@ -10,8 +10,9 @@ use std::thread;
 
 use clap::Parser;
 use rpc_core::{DataType, Device, Lane, Registry, RemoteObject, Session, Shared};
-use rpc_server::config::{ServeSettings, TrackerSettings};
+use rpc_server::config::{RelaySettings, ServeSettings, TrackerSettings};
 use rpc_server::isolate;
+use rpc_server::relay::Relay;
 use rpc_server::server::RpcServer;
 use rpc_server::tracker::Tracker;
 use rpc_tests::functions;
@@ -26,12 +27,13 @@ fn main() {
     match args.first().map(String::as_str) {
         Some("serve") => serve(registry, Program::parse_from(args)),
         Some("tracker") => track(Program::parse_from(args)),
+        Some("relay") => relay(Program::parse_from(args)),
         Some("client") => client(Client::parse_from(args)),
         _ => panic!("unknown arguments {args:?}"),
     }
 }
 
-/// A server or a tracker, with the flags that `rpc-server` has for it.
+/// A server, a relay or a tracker, with the flags that `rpc-server` has for it.
 #[derive(Parser)]
 struct Program<S: clap::Args> {
     #[command(flatten)]
@@ -78,6 +80,11 @@ fn serve(registry: Registry, program: Program<ServeSettings>) {
 fn track(program: Program<TrackerSettings>) {
     let reason = Tracker::run_blocking(&program.settings.resolve().unwrap()).unwrap();
     std::process::exit(reason.exit_code().into());
+}
+
+fn relay(program: Program<RelaySettings>) {
+    let relay = Relay::new(&program.settings.resolve().unwrap()).unwrap();
+    std::process::exit(relay.run_blocking().unwrap().exit_code().into());
 }
 
 /// Connects, takes hold of so much, says what the server's process is, and waits for a line; then says how the session has

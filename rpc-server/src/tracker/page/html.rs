@@ -116,7 +116,7 @@ fn servers(to: &mut String, servers: &[ServerSummary]) -> fmt::Result {
             _ => "part",
         };
         write!(to, "<td>{}</td><td>{}</td>", Text(&server.key), Text(&server.name))?;
-        write!(to, "<td class=\"number {use_is}\">{}/{}</td><td>", server.free, server.capacity)?;
+        write!(to, "<td class=\"number {use_is}\">{}/{}</td><td class=\"holders\">", server.free, server.capacity)?;
         for held in &server.holders {
             write!(to, "<div>{}</div>", Text(holder(held)))?;
         }
@@ -133,7 +133,8 @@ fn queue(to: &mut String, queue: &[QueueEntry]) -> fmt::Result {
     let header = ["#Waiting", "Client", "Wants", "#Priority", "#There are"];
     table(to, "queue-table", "Queue", &header, "Nobody waits.", queue, |to, entry| {
         let never = if entry.possible < u64::from(entry.count) { " bad" } else { "" };
-        write!(to, "<td class=\"number\">{}</td><td>{}</td>", for_people(entry.for_ms), Text(&entry.client))?;
+        write!(to, "<td class=\"number\">{}</td>", for_people(entry.for_ms))?;
+        write!(to, "<td class=\"client\">{}</td>", Text(&entry.client))?;
         write!(to, "<td>{}</td><td class=\"number\">{}</td>", Text(wanted(entry)), entry.priority)?;
         write!(to, "<td class=\"number{never}\">{}</td>", entry.possible)
     })
