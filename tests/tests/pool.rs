@@ -31,6 +31,8 @@ enum Victim {
     Server,
     Relay,
     Hop,
+    /// The server behind a hop that lives.
+    Origin,
     Tracker,
 }
 
@@ -64,6 +66,7 @@ each_victim! {
     a_killed_server_is_replaced: Server Tcp as tcp Quic as quic Unix as unix;
     a_killed_relay_is_come_back_to: Relay Tcp as tcp Quic as quic;
     a_killed_hop_is_named: Hop Tcp as tcp Quic as quic Unix as unix;
+    a_killed_server_behind_a_hop_is_named: Origin Tcp as tcp Quic as quic Unix as unix;
     a_killed_tracker_disturbs_no_session: Tracker Tcp as tcp Quic as quic Unix as unix;
 }
 
@@ -84,7 +87,7 @@ impl Pool {
     async fn new(victim: Victim, transport: Transport) -> Self {
         let tracker = TrackerPeer::start(&TRACKER);
         let relay = (victim == Victim::Relay).then(|| ServerPeer::relay(transport, None));
-        let hop = (victim == Victim::Hop).then(|| ServerPeer::quick(transport));
+        let hop = matches!(victim, Victim::Hop | Victim::Origin).then(|| ServerPeer::quick(transport));
         let server = serve(transport, tracker.address(), relay.as_ref());
         let pool = Self { victim, transport, tracker, server, relay, hop };
         pool.is_whole().await;
@@ -156,7 +159,7 @@ impl Pool {
     fn replace(&mut self) {
         match self.victim {
             Victim::Client => {}
-            Victim::Server => self.server = serve(self.transport, self.tracker.address(), None),
+            Victim::Server | Victim::Origin => self.server = serve(self.transport, self.tracker.address(), None),
             Victim::Hop => self.hop = Some(ServerPeer::quick(self.transport)),
             Victim::Relay => {
                 let address = self.relay.as_ref().unwrap().address().to_owned();
@@ -281,7 +284,7 @@ async fn dies_in_a_session(pool: &mut Pool, moment: Moment) {
     }
     for error in errors {
         assert!([ErrorKind::PeerLost, ErrorKind::PeerSilent].contains(&error.kind()), "{error}");
-        assert_eq!(error.hop(), 0, "the first one on the way is lost: {error}");
+        assert_eq!(error.hop(), u16::from(pool.victim == Victim::Origin), "the hop that was lost: {error}");
         assert!(error.peer().is_some(), "{error}");
     }
     println!("known after {took:?}");

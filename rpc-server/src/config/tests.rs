@@ -192,6 +192,23 @@ fn metrics_that_others_can_read_are_refused_unless_insecure_says_so() {
 }
 
 #[test]
+fn a_page_that_others_can_see_is_refused_unless_insecure_says_so() {
+    let tracker = |address: &str, insecure| TrackerConfig {
+        http: Some(address.parse().unwrap()),
+        insecure,
+        ..TrackerConfig::default()
+    };
+    for address in ["0.0.0.0:9191", "[::]:9191", "10.0.0.5:0"] {
+        let error = tracker(address, false).check().unwrap_err();
+        assert!(matches!(error, ConfigError::InsecurePage { .. }), "{error:?}");
+        tracker(address, true).check().unwrap();
+    }
+    for address in ["127.0.0.1:9191", "localhost:0", "[::1]:9191"] {
+        tracker(address, false).check().unwrap();
+    }
+}
+
+#[test]
 fn spans_are_exported_by_those_that_can() {
     let resolved = flags(&["--otlp-endpoint", "http://127.0.0.1:4318"]).resolve();
     if cfg!(feature = "otel") {
