@@ -26,7 +26,8 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{Pack, RemoteFunction, RemoteObject, Result, Session, TypedFunction};
 use rpc_transports::tracker::{
-    DeviceOffer, Grant, Registered, Registration, Renewed, ServerRequest, ServerStatus, TrackerClient, Use, functions,
+    DeviceOffer, Grant, Reach, Registered, Registration, Renewed, ServerRequest, ServerStatus, TrackerClient, Use,
+    functions,
 };
 use rpc_transports::{Connector, ListenOptions, OpenRequest, ServeOptions, Server};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -83,6 +84,11 @@ async fn bench(json: bool) {
         println!("{line}");
     } else {
         println!("{SERVERS} servers registered in {registered:.2?}; memory {}", mebibytes(memory));
+    }
+    // The tracker looks for each of them at its address; this is not about that.
+    let client = TrackerClient::connect(tracker.address()).await.unwrap();
+    while client.summary().await.unwrap().servers.iter().any(|server| server.reach == Reach::Untried) {
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
     let kept = Kept::open(tracker.address(), CLIENTS).await;
     for (case, how, duration) in [

@@ -115,6 +115,7 @@ fn every_setting_of_a_tracker_too() {
         forward_ca: Some("ca.pem".into()),
         forward_token_file: Some("tokens".into()),
         ready_file: Some("ready".into()),
+        http: Some("127.0.0.1:9191".parse().unwrap()),
         ..TrackerConfig::default()
     };
     let text = config.to_toml().unwrap();

@@ -60,7 +60,7 @@ pub(super) fn write(to: &mut String, history: &[Sample]) -> fmt::Result {
         let when = if back == 0 { "now".to_owned() } else { format!("{back} min ago") };
         writeln!(to, "<title>{when}: {busy} of {capacity} in use, {waiting} waiting, {granted} granted</title></g>")?;
         let y = up(capacity);
-        write!(line, "{} {},{y:.1} {x},{y:.1}", if back == 0 { "" } else { " " }, x + STEP)?;
+        write!(line, "{},{y:.1} {x},{y:.1} ", x + STEP)?;
     }
     write!(
         to,
