@@ -97,6 +97,7 @@ async fn bench(json: bool) {
     ] {
         report(json, case, load(&pool, how, duration).await);
     }
+    assert_eq!(client.summary().await.unwrap().servers.len(), SERVERS, "no server was lost");
     let peak = peers::memory(tracker.pid(), "VmHWM");
     if json {
         let line = serde_json::json!({
@@ -350,7 +351,10 @@ impl Member {
         loop {
             tokio::time::sleep(interval).await;
             let uses = self.uses.lock().await;
-            self.report(&uses, Vec::new()).await.unwrap();
+            if self.report(&uses, Vec::new()).await.is_err() {
+                // The tracker has ended with the bench. Before that no server may be missing, which is looked at.
+                return;
+            }
         }
     }
 
