@@ -23,7 +23,10 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
             report(error);
             match error {
                 ServeError::Trust(_) | ServeError::Config(_) => CONFIG,
-                ServeError::Listen(_) | ServeError::Workdir { .. } | ServeError::Metrics { .. } => UNAVAILABLE,
+                ServeError::Listen(_)
+                | ServeError::Workdir { .. }
+                | ServeError::Metrics { .. }
+                | ServeError::Page { .. } => UNAVAILABLE,
                 ServeError::ReadyFile { .. }
                 | ServeError::Otlp { .. }
                 | ServeError::Signals(_)

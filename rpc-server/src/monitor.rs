@@ -36,10 +36,11 @@ use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use rpc_core::{ErrorKind, Registry};
 use rpc_transports::{Address, ServeObserver, SessionFactory};
+use tokio::task::JoinSet;
 
-use self::http::MonitorServer;
 use self::metered::MeteredFactory;
 use crate::config::ServeError;
+use crate::http::HttpServer;
 use crate::session::ServerState;
 
 /// How many functions have metrics of their own. Each costs about twenty lines of output.
@@ -73,7 +74,9 @@ const START_TIME: &str = "rpc_start_time_seconds";
 #[derive(Debug)]
 pub(crate) struct Monitoring {
     monitor: Arc<Monitor>,
-    server: MonitorServer,
+    server: HttpServer,
+    /// Ends when this is dropped.
+    _upkeep: JoinSet<()>,
 }
 
 impl Monitoring {
@@ -84,10 +87,13 @@ impl Monitoring {
         state: Arc<ServerState>,
     ) -> Result<Self, ServeError> {
         let monitor = Monitor::new(registry, state);
-        let server = MonitorServer::start(address, monitor.clone()).await;
+        let server = HttpServer::start(address, monitor.clone()).await;
         let server = server.map_err(|source| ServeError::Metrics { address, source })?;
         tracing::info!(address = %server.address(), "serving metrics");
-        Ok(Self { monitor, server })
+        let mut upkeep = JoinSet::new();
+        let kept = monitor.clone();
+        upkeep.spawn(async move { kept.upkeep().await });
+        Ok(Self { monitor, server, _upkeep: upkeep })
     }
 
     /// Opens sessions with `factory`, and measures them.

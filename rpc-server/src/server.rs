@@ -107,7 +107,13 @@ impl ServerBuilder {
     /// Makes the server, which does nothing until it is started.
     pub fn build(self) -> RpcServer {
         builtins::register(&self.registry);
-        RpcServer { registry: self.registry, devices: self.devices, config: self.config, relay: self.relay }
+        RpcServer {
+            registry: self.registry,
+            devices: self.devices,
+            config: self.config,
+            relay: self.relay,
+            also: Vec::new(),
+        }
     }
 }
 
@@ -118,6 +124,8 @@ pub struct RpcServer {
     devices: Devices,
     config: ServeConfig,
     relay: bool,
+    /// Lines to be announced after the addresses.
+    also: Vec<String>,
 }
 
 impl RpcServer {
@@ -131,6 +139,11 @@ impl RpcServer {
         }
     }
 
+    /// Prints this, too, when it serves.
+    pub(crate) fn announce_also(&mut self, line: String) {
+        self.also.push(line);
+    }
+
     /// Starts to serve. Needs a tokio runtime with I/O and time, on which asynchronous functions run too.
     ///
     /// When this returns all addresses are bound, and the ready file is written.
@@ -140,7 +153,7 @@ impl RpcServer {
     /// The configuration, an address that cannot be listened on, the folder for workspaces, the address for metrics, the ready
     /// file.
     pub async fn start(self) -> Result<Running, ServeError> {
-        let Self { registry, devices, config, relay } = self;
+        let Self { registry, devices, config, relay, also: _ } = self;
         config.check()?;
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
@@ -255,11 +268,12 @@ impl RpcServer {
     /// # Errors
     ///
     /// As [`start`](Self::start).
-    pub async fn run_until_signal(self) -> Result<StopReason, ServeError> {
+    pub async fn run_until_signal(mut self) -> Result<StopReason, ServeError> {
         let mut signals = Signals::install().map_err(ServeError::Signals)?;
         let (stdio, watch_stdin) = (self.config.stdio, self.config.exit_with_stdin);
+        let also = std::mem::take(&mut self.also);
         let running = self.start().await?;
-        announce(&running);
+        announce(&running, &also);
         let stdin_end = async { if watch_stdin { stdin_end().await } else { std::future::pending().await } };
         let only_session_ended = async { if stdio { running.idle().await } else { std::future::pending().await } };
         tokio::select! {
@@ -648,7 +662,7 @@ async fn expire(workspaces: WorkspaceRoot) {
     }
 }
 
-fn announce(running: &Running) {
+fn announce(running: &Running, also: &[String]) {
     let mut stdout = io::stdout().lock();
     for address in &running.addresses {
         // Nobody may be reading, and that is no reason to stop.
@@ -656,6 +670,9 @@ fn announce(running: &Running) {
     }
     if let Some(address) = running.metrics_address() {
         let _ = writeln!(stdout, "metrics on http://{address}");
+    }
+    for line in also {
+        let _ = writeln!(stdout, "{line}");
     }
     let _ = stdout.flush();
 }

@@ -1,16 +1,18 @@
 //! The tracker: who has which server, and who gets one next. And the other side of it, at the servers that it gives out.
 //!
 //! `scheduler` decides, `service` puts functions around it, `advertise` looks at the addresses that servers tell, `history`
-//! remembers the last hour, `serve` makes a server of it. At a server, `gate` lets in who has a ticket, and `registrar` tells the tracker who is there.
+//! remembers the last hour, `serve` makes a server of it, `page` shows it to browsers in the `words` of `rpc-cli status`. At a server, `gate` lets in who has a ticket, and `registrar` tells the tracker who is there.
 
 mod advertise;
 mod gate;
 mod history;
 mod limits;
+mod page;
 mod registrar;
 mod scheduler;
 mod serve;
 mod service;
+pub(crate) mod words;
 
 pub use self::serve::RunningTracker;
 pub use self::service::{Tracker, TrackerOptions};

@@ -288,7 +288,8 @@ async fn serve_connection(
     let secured = tokio::select! {
         biased;
         () = eviction.notified() => return evicted(),
-        secured = tokio::time::timeout_at(deadline.into(), channel.secure()) => secured,
+        // What is over when the session begins is on the heap until then: the task of an idle session should be small.
+        secured = tokio::time::timeout_at(deadline.into(), Box::pin(channel.secure())) => secured,
     };
     match secured {
         Ok(Ok(())) => {}
@@ -351,7 +352,7 @@ async fn serve_connection(
     let hands = tokio::select! {
         biased;
         () = eviction.notified() => return evicted(),
-        hands = accept_hands(&mut channel, hands, &patience, open) => hands,
+        hands = Box::pin(accept_hands(&mut channel, hands, &patience, open)) => hands,
     };
     match hands {
         Ok((negotiated, input, (opened, _place))) => {
@@ -362,10 +363,10 @@ async fn serve_connection(
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
             let session = match opened {
                 Opened::Session(session) => session,
-                Opened::Way(to) => return shared.run_tunnel(channel.io_mut(), to, input, &mailbox).await,
+                Opened::Way(to) => return Box::pin(shared.run_tunnel(channel.io_mut(), to, input, &mailbox)).await,
                 Opened::Met(parked) if parked.input.is_empty() => {
                     let Parked { channel: to, _place, _registered, .. } = parked;
-                    return shared.run_tunnel(channel.io_mut(), to, input, &mailbox).await;
+                    return Box::pin(shared.run_tunnel(channel.io_mut(), to, input, &mailbox)).await;
                 }
                 // It spoke before it was spoken to.
                 Opened::Met(_) => return,

@@ -2,7 +2,7 @@
 
 use rpc_transports::tracker::{LossReason, Reach, ServerSummary, Summary};
 
-use super::status::{for_people, lost};
+use crate::tracker::words::{for_people, lost};
 
 /// What is found out about a key.
 #[derive(Debug, PartialEq, Eq)]

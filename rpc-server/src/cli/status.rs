@@ -5,14 +5,13 @@ use std::time::Duration;
 
 use clap::Args;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
-use rpc_transports::tracker::{
-    DeviceOffer, Holder, HolderState, LossReason, Reach, ServerSummary, Summary, TrackerClient,
-};
+use rpc_transports::tracker::{Reach, ServerSummary, Summary, TrackerClient};
 
 use super::connect::Globals;
 use super::failure::Failure;
 use super::output::Output;
 use crate::config::Span;
+use crate::tracker::words::{for_people, has, holder, lost, wanted};
 
 #[derive(Args, Debug)]
 pub(super) struct StatusArgs {
@@ -91,13 +90,10 @@ fn text(summary: &Summary) -> Vec<String> {
     if !summary.queue.is_empty() {
         let mut table = table(&["waiting", "client", "wants", "priority", "there are"]);
         for entry in &summary.queue {
-            let key = if entry.key.is_empty() { "any server" } else { &entry.key };
-            let labels = entry.labels.iter().map(|(name, value)| format!(" {name}={value}")).collect::<String>();
-            let devices = devices(&entry.devices).map(|device| format!(" {device}")).collect::<String>();
             table.add_row([
                 for_people(entry.for_ms),
                 entry.client.clone(),
-                format!("{} × {key}{labels}{devices}", entry.count),
+                wanted(entry),
                 entry.priority.to_string(),
                 entry.possible.to_string(),
             ]);
@@ -127,62 +123,10 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-fn holder(Holder { client, for_ms, state }: &Holder) -> String {
-    let how = match state {
-        HolderState::Granted => ", on its way",
-        HolderState::Direct => ", without a ticket",
-        _ => "",
-    };
-    format!("{client} for {}{how}", for_people(*for_ms))
-}
-
-fn has(server: &ServerSummary) -> String {
-    let labels = server.labels.iter().map(|(name, value)| format!("{name}={value}"));
-    labels.chain(devices(&server.devices)).collect::<Vec<_>>().join(" ")
-}
-
-fn devices(devices: &[DeviceOffer]) -> impl Iterator<Item = String> {
-    devices.iter().map(|device| format!("{}×{}", device.count, device.kind))
-}
-
 fn address(server: &ServerSummary) -> String {
     let address = server.address.join(", ");
     match &server.reach {
         Reach::Unreachable { why } => format!("{address}\nnot found there: {why}"),
         _ => address,
-    }
-}
-
-/// Why a server is lost.
-pub(super) fn lost(reason: &LossReason) -> String {
-    match reason {
-        LossReason::Gone => "it left, or its connection broke".to_owned(),
-        LossReason::LeaseExpired => "it was not heard of for the length of its lease".to_owned(),
-        LossReason::Refused { why } => format!("refused: {why}"),
-        other => format!("{other:?}"),
-    }
-}
-
-/// A length of time with its largest unit and the next one.
-pub(super) fn for_people(millis: u64) -> String {
-    let seconds = millis / 1000;
-    match (seconds / 86400, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60) {
-        (0, 0, 0, seconds) => format!("{seconds}s"),
-        (0, 0, minutes, seconds) => format!("{minutes}m{seconds:02}s"),
-        (0, hours, minutes, _) => format!("{hours}h{minutes:02}m"),
-        (days, hours, ..) => format!("{days}d{hours:02}h"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::for_people;
-
-    #[test]
-    fn times_have_two_units() {
-        assert_eq!(
-            [999, 61_000, 3_600_000, 90_000_000].map(for_people),
-            ["0s", "1m01s", "1h00m", "1d01h"].map(str::to_owned)
-        );
     }
 }

@@ -557,6 +557,15 @@ pub enum ConfigError {
         /// Where they should be served.
         address: SocketAddr,
     },
+    /// Other machines could see the tracker's page, which nobody has to prove anything for.
+    #[error(
+        "the status page on {address} could be seen from other machines; serve it on 127.0.0.1:PORT, or say --insecure if \
+         the network is trusted"
+    )]
+    InsecurePage {
+        /// Where it should be served.
+        address: SocketAddr,
+    },
     /// There is no certificate to show.
     #[error("{address} needs a certificate: give --cert and --cert-key (rpc-cli cert makes them), or --token-file")]
     NoCertificate {
@@ -674,6 +683,14 @@ pub enum ServeError {
     /// Metrics cannot be served at their address.
     #[error("cannot serve metrics on {address}")]
     Metrics {
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The tracker's page cannot be served at its address.
+    #[error("cannot serve the status page on {address}")]
+    Page {
         /// The address.
         address: SocketAddr,
         /// What the system said.

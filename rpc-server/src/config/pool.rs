@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rpc_transports::{Address, AddressError};
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, ConfigError, ListenAddress, ServeConfig, Span, check_addresses, seconds};
+use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, seconds};
 use crate::logging::{LogFilter, LogFormat};
 use crate::tracker::TrackerOptions;
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
@@ -86,6 +86,10 @@ settings! {
         /// A file that is written when the tracker is ready, with one address a line, and removed when it stops
         #[arg(value_name = "FILE")]
         ready_file: PathBuf, "RPC_TRACKER_READY_FILE";
+        /// Serve a page for browsers at this address, such as 127.0.0.1:9191: servers, queue and the last hour, as they are now.
+        /// Off without it. Whoever connects may see it, so it must be an address of this machine alone, or --insecure be given
+        #[arg(value_name = "ADDRESS")]
+        http: HttpAddress, "RPC_TRACKER_HTTP";
     }
 }
 
@@ -110,9 +114,16 @@ impl TrackerConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
+    /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`],
+    /// [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
         check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        if let Some(HttpAddress(address)) = self.http
+            && !address.ip().to_canonical().is_loopback()
+            && !self.insecure
+        {
+            return Err(ConfigError::InsecurePage { address });
+        }
         let zero = [
             ("--lease", u64::from(!self.lease.0.is_zero())),
             ("--ticket-lifetime", u64::from(!self.ticket_lifetime.0.is_zero())),

@@ -115,6 +115,7 @@ fn every_setting_of_a_tracker_too() {
         forward_ca: Some("ca.pem".into()),
         forward_token_file: Some("tokens".into()),
         ready_file: Some("ready".into()),
+        http: Some("127.0.0.1:9191".parse().unwrap()),
         ..TrackerConfig::default()
     };
     let text = config.to_toml().unwrap();
@@ -188,6 +189,23 @@ fn metrics_that_others_can_read_are_refused_unless_insecure_says_so() {
     }
     for address in ["127.0.0.1:9464", "localhost:0", "[::1]:0"] {
         flags(&["--metrics", address]).resolve().unwrap();
+    }
+}
+
+#[test]
+fn a_page_that_others_can_see_is_refused_unless_insecure_says_so() {
+    let tracker = |address: &str, insecure| TrackerConfig {
+        http: Some(address.parse().unwrap()),
+        insecure,
+        ..TrackerConfig::default()
+    };
+    for address in ["0.0.0.0:9191", "[::]:9191", "10.0.0.5:0"] {
+        let error = tracker(address, false).check().unwrap_err();
+        assert!(matches!(error, ConfigError::InsecurePage { .. }), "{error:?}");
+        tracker(address, true).check().unwrap();
+    }
+    for address in ["127.0.0.1:9191", "localhost:0", "[::1]:9191"] {
+        tracker(address, false).check().unwrap();
     }
 }
 

@@ -1,11 +1,14 @@
 //! A tracker as a server: what `rpc-server tracker` runs.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rpc_core::Registry;
 
+use super::page;
 use super::service::Tracker;
-use crate::config::{ServeError, TrackerConfig};
+use crate::config::{HttpAddress, ServeError, TrackerConfig};
+use crate::http::HttpServer;
 use crate::server::{RpcServer, Running, StopReason};
 
 /// A tracker that serves. Dropping it stops it now.
@@ -15,6 +18,14 @@ pub struct RunningTracker {
     pub server: Running,
     /// What it knows.
     pub tracker: Arc<Tracker>,
+    page: Option<HttpServer>,
+}
+
+impl RunningTracker {
+    /// Where its page is served, with the port that was chosen, if it is.
+    pub fn page_address(&self) -> Option<SocketAddr> {
+        self.page.as_ref().map(HttpServer::address)
+    }
 }
 
 impl Tracker {
@@ -22,22 +33,28 @@ impl Tracker {
     ///
     /// # Errors
     ///
-    /// As [`RpcServer::start`].
+    /// As [`RpcServer::start`]; and [`ServeError::Page`].
     pub async fn start(config: &TrackerConfig) -> Result<RunningTracker, ServeError> {
         let (tracker, server) = build(config)?;
-        Ok(RunningTracker { server: server.start().await?, tracker })
+        let page = serve_page(config, &tracker).await?;
+        Ok(RunningTracker { server: server.start().await?, tracker, page })
     }
 
-    /// As [`start`](Self::start), until a signal says to stop, as [`RpcServer::run_until_signal`]. Blocks, on a runtime of its own.
+    /// As [`start`](Self::start), until a signal says to stop, as [`RpcServer::run_until_signal`], which also prints `status page
+    /// on URL` if there is one. Blocks, on a runtime of its own.
     ///
     /// # Errors
     ///
-    /// As [`RpcServer::run_blocking`].
+    /// As [`RpcServer::run_blocking`]; and [`ServeError::Page`].
     pub fn run_blocking(config: &TrackerConfig) -> Result<StopReason, ServeError> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("rpc-tracker").build();
         let runtime = runtime.map_err(ServeError::Runtime)?;
         let reason = runtime.block_on(async {
-            let (_tracker, server) = build(config)?;
+            let (tracker, mut server) = build(config)?;
+            let page = serve_page(config, &tracker).await?;
+            if let Some(page) = &page {
+                server.announce_also(format!("status page on http://{}", page.address()));
+            }
             server.run_until_signal().await
         });
         runtime.shutdown_background();
@@ -51,4 +68,11 @@ fn build(config: &TrackerConfig) -> Result<(Arc<Tracker>, RpcServer), ServeError
     let registry = Registry::new();
     tracker.register(&registry);
     Ok((tracker, RpcServer::builder().registry(registry).config(config.serve_config()).build()))
+}
+
+async fn serve_page(config: &TrackerConfig, tracker: &Arc<Tracker>) -> Result<Option<HttpServer>, ServeError> {
+    let Some(HttpAddress(address)) = config.http else { return Ok(None) };
+    let server = page::serve(address, tracker).await.map_err(|source| ServeError::Page { address, source })?;
+    tracing::info!(address = %server.address(), "serving the status page");
+    Ok(Some(server))
 }

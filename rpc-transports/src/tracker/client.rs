@@ -426,7 +426,9 @@ fn another_may_do(error: &RpcError) -> bool {
     let ticket = error.application_kind() == Some(TICKET_REFUSED);
     let cut = error.kind() == ErrorKind::Refused && error.hop() == 0;
     let full = matches!(error.kind(), ErrorKind::LimitExceeded | ErrorKind::Busy);
-    ticket || cut || full || error.fault() == Fault::Link
+    // A relay that has begun anew, and which the server has not come back to yet.
+    let away = error.kind() == ErrorKind::NotFound && error.hop() > 0;
+    ticket || cut || full || away || error.fault() == Fault::Link
 }
 
 /// Waits on this thread for what goes on in the background.

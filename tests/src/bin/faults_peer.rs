@@ -1,5 +1,5 @@
-//! The other process of tests that kill and stop processes, and of those that measure one: a server, or a client that holds
-//! things.
+//! The other process of tests that kill and stop processes, and of those that measure one: a server, a relay, a
+//! tracker, or a client that holds things.
 
 // It serves tests: whatever goes wrong is a reason to panic.
 #![allow(clippy::unwrap_used)]
@@ -10,9 +10,11 @@ use std::thread;
 
 use clap::Parser;
 use rpc_core::{DataType, Device, Lane, Registry, RemoteObject, Session, Shared};
-use rpc_server::config::ServeSettings;
+use rpc_server::config::{RelaySettings, ServeSettings, TrackerSettings};
 use rpc_server::isolate;
+use rpc_server::relay::Relay;
 use rpc_server::server::RpcServer;
+use rpc_server::tracker::Tracker;
 use rpc_tests::functions;
 use rpc_transports::{ClientTls, Connector};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -24,16 +26,18 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match args.first().map(String::as_str) {
         Some("serve") => serve(registry, Program::parse_from(args)),
+        Some("tracker") => track(Program::parse_from(args)),
+        Some("relay") => relay(Program::parse_from(args)),
         Some("client") => client(Client::parse_from(args)),
         _ => panic!("unknown arguments {args:?}"),
     }
 }
 
-/// A server, with the flags of `rpc-server serve`.
+/// A server, a relay or a tracker, with the flags that `rpc-server` has for it.
 #[derive(Parser)]
-struct Program {
+struct Program<S: clap::Args> {
     #[command(flatten)]
-    settings: ServeSettings,
+    settings: S,
 }
 
 /// A client that holds things.
@@ -67,10 +71,20 @@ fn registry() -> Registry {
     registry
 }
 
-fn serve(registry: Registry, program: Program) {
+fn serve(registry: Registry, program: Program<ServeSettings>) {
     let config = program.settings.resolve().unwrap();
     let reason = RpcServer::builder().registry(registry).config(config).build().run_blocking().unwrap();
     std::process::exit(reason.exit_code().into());
+}
+
+fn track(program: Program<TrackerSettings>) {
+    let reason = Tracker::run_blocking(&program.settings.resolve().unwrap()).unwrap();
+    std::process::exit(reason.exit_code().into());
+}
+
+fn relay(program: Program<RelaySettings>) {
+    let relay = Relay::new(&program.settings.resolve().unwrap()).unwrap();
+    std::process::exit(relay.run_blocking().unwrap().exit_code().into());
 }
 
 /// Connects, takes hold of so much, says what the server's process is, and waits for a line; then says how the session has

@@ -127,30 +127,40 @@ impl ServerPeer {
 
     /// A server with these flags.
     pub fn with(transport: Transport, flags: &[&str]) -> Self {
+        Self::spawn("serve", transport, None, flags)
+    }
+
+    /// A relay that notices silence after [`DEAD`]: anywhere, or where another one was before.
+    pub fn relay(transport: Transport, address: Option<&str>) -> Self {
+        Self::spawn("relay", transport, address, &["--keep-alive", &format!("{}ms", KEEP_ALIVE.as_millis())])
+    }
+
+    fn spawn(role: &str, transport: Transport, address: Option<&str>, flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let address = match transport {
-            Transport::Unix => format!("unix:{}", folder.path().join("socket").display()),
-            other => format!("{}://127.0.0.1:0", other.scheme()),
+        let address = match (address, transport) {
+            (Some(address), _) => address.to_owned(),
+            (None, Transport::Unix) => format!("unix:{}", folder.path().join("socket").display()),
+            (None, other) => format!("{}://127.0.0.1:0", other.scheme()),
         };
         let mut command = Command::new(PROGRAM);
-        command.args(["serve", "--listen", &address, "--log-level", "error"]).args(flags);
-        command.args(["--allow-forward", "*,unix:*,exec:*", "--workdir"]).arg(folder.path().join("work"));
+        command.args([role, "--listen", &address, "--log-level", "error"]).args(flags);
         let (certificate, key) = &*CERTIFICATE;
-        for (name, content, flags) in
-            [("cert.pem", certificate, &["--cert", "--forward-ca"][..]), ("key.pem", key, &["--cert-key"])]
-        {
+        let mut files = vec![("cert.pem", certificate, "--cert"), ("key.pem", key, "--cert-key")];
+        if role == "serve" {
+            command.args(["--allow-forward", "*,unix:*,exec:*", "--workdir"]).arg(folder.path().join("work"));
+            files.push(("cert.pem", certificate, "--forward-ca"));
+        }
+        for (name, content, flag) in files {
             let file = folder.path().join(name);
             fs::write(&file, content).unwrap();
-            for flag in flags {
-                command.arg(flag).arg(&file);
-            }
+            command.arg(flag).arg(&file);
         }
         // A test that dies takes it with it.
         command.arg("--exit-with-stdin").stdin(Stdio::piped());
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let address = line.trim().strip_prefix("listening on ").expect("the server says where it listens").to_owned();
+        let address = line.trim().strip_prefix("listening on ").expect("it says where it listens").to_owned();
         Self { child, address, _folder: folder }
     }
 
@@ -164,6 +174,11 @@ impl ServerPeer {
 
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
+    }
+
+    /// Returns when the system has taken back everything of a process that was killed, its port too.
+    pub fn exit(&mut self) {
+        self.child.wait().unwrap();
     }
 
     pub fn signal(&self, with: Signal) {
@@ -190,6 +205,62 @@ impl Drop for ServerPeer {
     }
 }
 
+/// A tracker in a process of its own. It is killed when this is dropped.
+pub struct TrackerPeer {
+    child: Child,
+    address: String,
+    page: Option<String>,
+}
+
+impl TrackerPeer {
+    /// One that listens on TCP, with these flags.
+    pub fn start(flags: &[&str]) -> Self {
+        Self::at("tcp://127.0.0.1:0", flags)
+    }
+
+    /// One at this address, which may be that of another one before it.
+    pub fn at(address: &str, flags: &[&str]) -> Self {
+        let mut command = Command::new(PROGRAM);
+        command.args(["tracker", "--listen", address, "--log-level", "error"]).args(flags);
+        command.arg("--exit-with-stdin").stdin(Stdio::piped());
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap());
+        let mut line = |what: &str| {
+            let mut line = String::new();
+            said.read_line(&mut line).unwrap();
+            line.trim().strip_prefix(what).expect("it says where it is").to_owned()
+        };
+        let address = line("listening on ");
+        let page = flags.contains(&"--http").then(|| line("status page on "));
+        Self { child, address, page }
+    }
+
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Where its page is, if it has one.
+    pub fn page(&self) -> Option<&str> {
+        self.page.as_deref()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for TrackerPeer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 /// A client in a process of its own, which holds so many objects and a tensor of so many bytes. It is killed when this is
 /// dropped.
 pub struct ClientPeer {
@@ -210,6 +281,11 @@ impl ClientPeer {
         Self::with(form, address, objects, bytes, &["--busy", tag])
     }
 
+    /// One that has not said yet who serves it.
+    pub fn connecting(address: &str) -> Self {
+        Self::spawn("async", address, 0, 0, &[])
+    }
+
     /// On a machine that is very busy its server may give it up before it has begun, which is not what is tested.
     fn with(form: &str, address: &str, objects: u64, bytes: u64, flags: &[&str]) -> Self {
         let mut attempts = (0..5).map(|_| Self::try_with(form, address, objects, bytes, flags));
@@ -217,13 +293,17 @@ impl ClientPeer {
     }
 
     fn try_with(form: &str, address: &str, objects: u64, bytes: u64, flags: &[&str]) -> Option<Self> {
+        let mut this = Self::spawn(form, address, objects, bytes, flags);
+        this.server = this.line().parse().ok()?;
+        Some(this)
+    }
+
+    fn spawn(form: &str, address: &str, objects: u64, bytes: u64, flags: &[&str]) -> Self {
         let mut command = Command::new(PROGRAM);
         command.args(["client", form, address, &objects.to_string(), &bytes.to_string(), &CERTIFICATE.0]).args(flags);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (stdin, stdout) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        let mut this = Self { child, stdin, stdout, server: 0 };
-        this.server = this.line().parse().ok()?;
-        Some(this)
+        Self { child, stdin, stdout, server: 0 }
     }
 
     fn line(&mut self) -> String {

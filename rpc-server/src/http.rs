@@ -1,0 +1,128 @@
+//! A small HTTP/1.1 listener for what people and scrapers look at: metrics, health, the status page.
+//!
+//! Who asks is on the same machine, and asks a few times a minute, or a second. So each connection serves one request, within a
+//! few seconds, and there are only a few at a time: whatever comes here cannot take much from the server. Nothing can be
+//! changed here: only GET and HEAD are answered.
+
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, X_CONTENT_TYPE_OPTIONS};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
+
+/// Connections at a time; others wait.
+const MAX_CONNECTIONS: usize = 16;
+
+/// How long one may take in all.
+const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long to wait after a connection could not be accepted, which is most often for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+const PLAIN: &str = "text/plain; charset=utf-8";
+
+/// What is shown: answers GET and HEAD.
+pub(crate) trait Site: Send + Sync + 'static {
+    fn respond(&self, request: &Request<Incoming>) -> Response<Full<Bytes>>;
+}
+
+/// A listener that answers until this is dropped.
+#[derive(Debug)]
+pub(crate) struct HttpServer {
+    address: SocketAddr,
+    task: JoinHandle<()>,
+}
+
+impl HttpServer {
+    pub(crate) async fn start(address: SocketAddr, site: Arc<dyn Site>) -> io::Result<Self> {
+        let listener = TcpListener::bind(address).await?;
+        let address = listener.local_addr()?;
+        Ok(Self { address, task: tokio::spawn(accept(listener, site)) })
+    }
+
+    /// Where it listens, with the port that was chosen.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for HttpServer {
+    fn drop(&mut self) {
+        // Its connections are dropped with it.
+        self.task.abort();
+    }
+}
+
+pub(crate) fn plain(status: StatusCode, text: &'static str) -> Response<Full<Bytes>> {
+    response(status, PLAIN, text)
+}
+
+pub(crate) fn response(
+    status: StatusCode,
+    content_type: &'static str,
+    body: impl Into<Bytes>,
+) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(body.into()));
+    *response.status_mut() = status;
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
+async fn accept(listener: TcpListener, site: Arc<dyn Site>) {
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut connections = JoinSet::new();
+    loop {
+        // Never closed.
+        let Ok(place) = room.clone().acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let site = site.clone();
+                connections.spawn(async move {
+                    let _place = place;
+                    let _ = tokio::time::timeout(CONNECTION_LIMIT, serve(stream, site)).await;
+                });
+            }
+            Err(error) => {
+                tracing::debug!(%error, "cannot accept a connection over HTTP");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+        while connections.try_join_next().is_some() {}
+    }
+}
+
+async fn serve(stream: TcpStream, site: Arc<dyn Site>) {
+    let respond = service_fn(|request: Request<Incoming>| {
+        let response = match *request.method() {
+            Method::GET | Method::HEAD => site.respond(&request),
+            _ => not_allowed(),
+        };
+        async { Ok::<_, Infallible>(response) }
+    });
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).keep_alive(false);
+    if let Err(error) = builder.serve_connection(TokioIo::new(stream), respond).await {
+        tracing::debug!(%error, "a connection over HTTP failed");
+    }
+}
+
+fn not_allowed() -> Response<Full<Bytes>> {
+    let mut response = plain(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are answered here\n");
+    response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+    response
+}

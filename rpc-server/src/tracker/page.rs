@@ -1,0 +1,130 @@
+//! The tracker's status page: the table of `rpc-cli status` for a browser on the same machine, as it is now.
+//!
+//! | path | what it is |
+//! | --- | --- |
+//! | `/` | the page; it is complete as it comes, and its script fetches it again every second and changes what has changed |
+//! | `/status.json` | what `rpc-cli status --json` prints |
+//! | `/page.css`, `/page.js` | what the page needs; nothing comes from elsewhere |
+//!
+//! Much of what is shown was written by servers and clients. All of it is escaped where it is written, and the page's policy lets
+//! nothing run that is not the script above. On a loopback address only requests for this machine by name or number are
+//! answered: what a browser has loaded from elsewhere cannot read the page through a name that points here.
+
+mod chart;
+mod html;
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::header::{CONTENT_SECURITY_POLICY, HOST, HeaderValue, REFERRER_POLICY, X_FRAME_OPTIONS};
+use hyper::http::uri::Authority;
+use hyper::{Request, Response, StatusCode};
+
+use super::service::Tracker;
+use crate::http::{HttpServer, Site, plain, response};
+
+/// For how long an answer is given again: so many people may look as like to.
+const FRESH: Duration = Duration::from_millis(250);
+
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; \
+                      form-action 'none'; frame-ancestors 'none'";
+
+/// Serves the page of a tracker, until the result is dropped.
+pub(super) async fn serve(address: SocketAddr, tracker: &Arc<Tracker>) -> io::Result<HttpServer> {
+    let page = Page {
+        tracker: Arc::downgrade(tracker),
+        loopback: address.ip().to_canonical().is_loopback(),
+        page: Mutex::default(),
+        json: Mutex::default(),
+    };
+    HttpServer::start(address, Arc::new(page)).await
+}
+
+struct Page {
+    /// The page does not keep the tracker.
+    tracker: Weak<Tracker>,
+    loopback: bool,
+    page: Mutex<Option<Answer>>,
+    json: Mutex<Option<Answer>>,
+}
+
+/// An answer, and when it was made.
+type Answer = (Instant, Bytes);
+
+impl Site for Page {
+    fn respond(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+        let mut response = self.answer(request);
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+        headers.insert(REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
+        headers.insert(X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
+        headers.insert("cross-origin-resource-policy", HeaderValue::from_static("same-origin"));
+        response
+    }
+}
+
+impl Page {
+    fn answer(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+        let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
+        if self.loopback && !host.is_some_and(means_this_machine) {
+            return plain(StatusCode::MISDIRECTED_REQUEST, "this page is at localhost or 127.0.0.1 only\n");
+        }
+        match request.uri().path() {
+            "/" => self.fresh(&self.page, "text/html; charset=utf-8", |tracker| html::page(&tracker.summary())),
+            "/status.json" => self.fresh(&self.json, "application/json", |tracker| {
+                // Maps of text and numbers can always be written.
+                serde_json::to_string(&tracker.summary()).unwrap_or_default()
+            }),
+            "/page.css" => response(StatusCode::OK, "text/css; charset=utf-8", include_str!("page/page.css")),
+            "/page.js" => response(StatusCode::OK, "text/javascript; charset=utf-8", include_str!("page/page.js")),
+            _ => plain(StatusCode::NOT_FOUND, "there are / and /status.json\n"),
+        }
+    }
+
+    fn fresh(
+        &self,
+        last: &Mutex<Option<Answer>>,
+        content_type: &'static str,
+        make: impl FnOnce(&Tracker) -> String,
+    ) -> Response<Full<Bytes>> {
+        // Held while it is made: whoever asks meanwhile gets the same.
+        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, body)) = last.as_ref().filter(|(made, _)| made.elapsed() < FRESH) {
+            return response(StatusCode::OK, content_type, body.clone());
+        }
+        let Some(tracker) = self.tracker.upgrade() else {
+            return plain(StatusCode::SERVICE_UNAVAILABLE, "the tracker stops\n");
+        };
+        let body = Bytes::from(make(&tracker));
+        *last = Some((Instant::now(), body.clone()));
+        response(StatusCode::OK, content_type, body)
+    }
+}
+
+/// Whether a `Host` is `localhost` or an IP address: none of the names that somebody else may let point here.
+fn means_this_machine(host: &str) -> bool {
+    let Ok(authority) = host.parse::<Authority>() else { return false };
+    let name = authority.host();
+    let number = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
+    name.eq_ignore_ascii_case("localhost") || number.parse::<IpAddr>().is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::means_this_machine;
+
+    #[test]
+    fn the_page_is_at_this_machine() {
+        for host in ["localhost", "LOCALHOST:9191", "127.0.0.1", "127.0.0.1:9191", "[::1]:9191"] {
+            assert!(means_this_machine(host), "{host}");
+        }
+        for host in ["", "evil.example", "localhost.evil.example:80", "127.0.0.1.evil.example", "a b"] {
+            assert!(!means_this_machine(host), "{host}");
+        }
+    }
+}

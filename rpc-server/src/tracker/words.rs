@@ -1,0 +1,65 @@
+//! What a tracker knows, in words: for the table of `rpc-cli status` and the status page alike.
+
+use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, LossReason, QueueEntry, ServerSummary};
+
+/// Who has a place, and how.
+pub(crate) fn holder(Holder { client, for_ms, state }: &Holder) -> String {
+    let how = match state {
+        HolderState::Granted => ", on its way",
+        HolderState::Direct => ", without a ticket",
+        _ => "",
+    };
+    format!("{client} for {}{how}", for_people(*for_ms))
+}
+
+/// The labels and devices of a server.
+pub(crate) fn has(server: &ServerSummary) -> String {
+    let labels = server.labels.iter().map(|(name, value)| format!("{name}={value}"));
+    labels.chain(devices(&server.devices)).collect::<Vec<_>>().join(" ")
+}
+
+/// What a request asks for.
+pub(crate) fn wanted(entry: &QueueEntry) -> String {
+    let key = if entry.key.is_empty() { "any server" } else { &entry.key };
+    let labels = entry.labels.iter().map(|(name, value)| format!(" {name}={value}")).collect::<String>();
+    let devices = devices(&entry.devices).map(|device| format!(" {device}")).collect::<String>();
+    format!("{} × {key}{labels}{devices}", entry.count)
+}
+
+fn devices(devices: &[DeviceOffer]) -> impl Iterator<Item = String> {
+    devices.iter().map(|device| format!("{}×{}", device.count, device.kind))
+}
+
+/// Why a server is lost.
+pub(crate) fn lost(reason: &LossReason) -> String {
+    match reason {
+        LossReason::Gone => "it left, or its connection broke".to_owned(),
+        LossReason::LeaseExpired => "it was not heard of for the length of its lease".to_owned(),
+        LossReason::Refused { why } => format!("refused: {why}"),
+        other => format!("{other:?}"),
+    }
+}
+
+/// A length of time with its largest unit and the next one.
+pub(crate) fn for_people(millis: u64) -> String {
+    let seconds = millis / 1000;
+    match (seconds / 86400, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60) {
+        (0, 0, 0, seconds) => format!("{seconds}s"),
+        (0, 0, minutes, seconds) => format!("{minutes}m{seconds:02}s"),
+        (0, hours, minutes, _) => format!("{hours}h{minutes:02}m"),
+        (days, hours, ..) => format!("{days}d{hours:02}h"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::for_people;
+
+    #[test]
+    fn times_have_two_units() {
+        assert_eq!(
+            [999, 61_000, 3_600_000, 90_000_000].map(for_people),
+            ["0s", "1m01s", "1h00m", "1d01h"].map(str::to_owned)
+        );
+    }
+}
