@@ -1,6 +1,6 @@
 //! SPMD over sessions: one controller drives N workers, each behind any session of `rpc-core`.
 //!
-//! **This crate is empty for now.** It keeps the name and the place in the workspace for what is planned:
+//! Of this, the collectives are here: [`ccl`]. What is planned:
 //!
 //! * A controller issues commands (call a function, create or copy a tensor, run a collective) that every worker executes in
 //!   the same order. A register named once stands for one value on each worker.
@@ -8,3 +8,7 @@
 //!   devices behind a chain of hops, by changing addresses and nothing else.
 //! * Collectives move data between the workers directly, and not through the controller.
 //! * A worker's death is an error to everybody who waits, and not a hang.
+
+#![deny(unsafe_code)]
+
+pub mod ccl;

@@ -1,0 +1,187 @@
+//! How long collectives take among 2 and 4 ranks, as threads and as processes: medians.
+//!
+//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes] [--ranks N] [--op NAME] [--bytes N]`
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use disco::ccl::{Buffers, Ccl, Rank, ReduceOp, host};
+use rpc_core::DataType;
+
+/// One line of the table: what is measured, and over how many bytes.
+#[derive(Clone, Copy)]
+struct Case {
+    operation: &'static str,
+    bytes: usize,
+    /// How many calls are timed together.
+    batch: usize,
+    batches: usize,
+}
+
+const CASES: [Case; 9] = [
+    Case { operation: "barrier", bytes: 0, batch: 1000, batches: 21 },
+    Case { operation: "allreduce", bytes: 4 << 10, batch: 1000, batches: 21 },
+    Case { operation: "allreduce", bytes: 1 << 20, batch: 10, batches: 41 },
+    Case { operation: "allreduce", bytes: 64 << 20, batch: 1, batches: 21 },
+    Case { operation: "broadcast", bytes: 4 << 10, batch: 1000, batches: 21 },
+    Case { operation: "broadcast", bytes: 1 << 20, batch: 10, batches: 41 },
+    Case { operation: "broadcast", bytes: 64 << 20, batch: 1, batches: 21 },
+    Case { operation: "allgather", bytes: 64 << 20, batch: 1, batches: 11 },
+    Case { operation: "reduce_scatter", bytes: 64 << 20, batch: 1, batches: 11 },
+];
+
+/// The variable that tells a child which rank it is.
+const CHILD: &str = "DISCO_CCL_BENCH_RANK";
+
+struct Arguments {
+    json: bool,
+    over: Option<String>,
+    ranks: Option<usize>,
+    operation: Option<String>,
+    bytes: Option<usize>,
+}
+
+impl Arguments {
+    fn parse() -> Self {
+        let mut this = Self { json: false, over: None, ranks: None, operation: None, bytes: None };
+        let mut words = std::env::args().skip(1);
+        while let Some(word) = words.next() {
+            let mut value = || words.next().unwrap_or_else(|| panic!("{word} needs a value"));
+            match word.as_str() {
+                "--json" => this.json = true,
+                "--over" => this.over = Some(value()),
+                "--ranks" => this.ranks = Some(value().parse().expect("a number of ranks")),
+                "--op" => this.operation = Some(value()),
+                "--bytes" => this.bytes = Some(value().parse().expect("a number of bytes")),
+                // Cargo's own.
+                "--bench" => {}
+                other => panic!("unknown argument {other}"),
+            }
+        }
+        this
+    }
+
+    fn cases(&self) -> impl Iterator<Item = Case> + '_ {
+        CASES.into_iter().filter(|case| {
+            self.operation.as_ref().is_none_or(|name| name == case.operation)
+                && self.bytes.is_none_or(|bytes| bytes == case.bytes)
+        })
+    }
+}
+
+fn main() {
+    let arguments = Arguments::parse();
+    if let Ok(text) = std::env::var(CHILD) {
+        let (rank, ticket) = text.split_once(' ').expect("rank and ticket");
+        let ticket: host::Ticket = serde_json::from_str(ticket).expect("a ticket");
+        let mut ccl = ticket.join(Rank(rank.parse().expect("a rank")), &host::Options::default()).expect("to join");
+        for case in arguments.cases() {
+            measure(&mut *ccl, case);
+        }
+        return;
+    }
+    if !arguments.json {
+        println!("{:<10} {:>5}  {:<15} {:>9} {:>12} {:>9}", "over", "ranks", "operation", "bytes", "median", "GB/s");
+    }
+    for over in
+        ["threads", "processes"].into_iter().filter(|over| arguments.over.as_ref().is_none_or(|one| one == over))
+    {
+        for ranks in [2, 4].into_iter().filter(|ranks| arguments.ranks.is_none_or(|one| one == *ranks)) {
+            run(&arguments, over, ranks);
+        }
+    }
+}
+
+/// Runs all cases; rank 0 measures in this process.
+fn run(arguments: &Arguments, over: &str, ranks: usize) {
+    let report = |ccl: &mut dyn Ccl| {
+        for case in arguments.cases() {
+            print(arguments, over, ranks, case, measure(ccl, case));
+        }
+    };
+    if over == "threads" {
+        let mut group = host::threads(ranks, &host::Options::default()).expect("a group");
+        let others = group.split_off(1);
+        std::thread::scope(|scope| {
+            for mut ccl in others {
+                scope.spawn(move || {
+                    for case in arguments.cases() {
+                        measure(&mut *ccl, case);
+                    }
+                });
+            }
+            report(&mut *group[0]);
+        });
+        return;
+    }
+    let offer = host::Offer::new(ranks, &host::Options::default()).expect("a segment");
+    let ticket = serde_json::to_string(&offer.ticket()).expect("a ticket");
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe().expect("this binary"))
+            .args(std::env::args().skip(1))
+            .env(CHILD, format!("{rank} {ticket}"))
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("this binary again")
+    };
+    let children: Vec<_> = (1..ranks).map(start).collect();
+    report(&mut *offer.ticket().join(Rank(0), &host::Options::default()).expect("to join"));
+    for mut child in children {
+        assert!(child.wait().expect("a child").success());
+    }
+}
+
+/// The median time of one call.
+fn measure(ccl: &mut dyn Ccl, case: Case) -> Duration {
+    let size = ccl.size();
+    let (input_len, output_len) = match case.operation {
+        "allgather" => (case.bytes / size, case.bytes),
+        "reduce_scatter" => (case.bytes, case.bytes / size),
+        _ => (case.bytes, case.bytes),
+    };
+    let input: Vec<u8> = (0..input_len / 4).flat_map(|at| (at as f32).to_ne_bytes()).collect();
+    let mut output = vec![1_u8; output_len];
+    let mut call = |ccl: &mut dyn Ccl| {
+        let buffers = Buffers::new(&input, &mut output);
+        match case.operation {
+            "barrier" => ccl.barrier(),
+            "allreduce" => ccl.allreduce(ReduceOp::Sum, DataType::F32, case.bytes / 4, buffers.into()),
+            "broadcast" if ccl.rank() == Rank(0) => {
+                ccl.broadcast(Rank(0), DataType::F32, case.bytes / 4, Buffers::input(&input).into())
+            }
+            "broadcast" => ccl.broadcast(Rank(0), DataType::F32, case.bytes / 4, buffers.into()),
+            "allgather" => ccl.allgather(DataType::F32, case.bytes / 4 / size, buffers.into()),
+            "reduce_scatter" => ccl.reduce_scatter(ReduceOp::Sum, DataType::F32, case.bytes / 4 / size, buffers.into()),
+            other => panic!("no operation {other}"),
+        }
+        .expect("a collective");
+    };
+    for _ in 0..2 {
+        call(ccl);
+    }
+    let mut times: Vec<Duration> = (0..case.batches)
+        .map(|_| {
+            ccl.barrier().expect("a barrier");
+            let began = Instant::now();
+            for _ in 0..case.batch {
+                call(ccl);
+            }
+            // The time until all have it, and not only this rank.
+            ccl.barrier().expect("a barrier");
+            began.elapsed() / case.batch as u32
+        })
+        .collect();
+    times.sort();
+    times[times.len() / 2]
+}
+
+fn print(arguments: &Arguments, over: &str, ranks: usize, case: Case, median: Duration) {
+    let micros = median.as_secs_f64() * 1e6;
+    let rate = case.bytes as f64 / median.as_secs_f64() / 1e9;
+    let Case { operation, bytes, .. } = case;
+    if arguments.json {
+        println!(r#"{{"over":"{over}","ranks":{ranks},"op":"{operation}","bytes":{bytes},"median_us":{micros:.2}}}"#);
+    } else {
+        println!("{over:<10} {ranks:>5}  {operation:<15} {bytes:>9} {micros:>9.1} µs {rate:>9.2}");
+    }
+}

@@ -1,0 +1,270 @@
+//! The memory that one rank brings to a collective: where its input is, and where its output goes.
+
+use std::marker::PhantomData;
+
+use rpc_core::{Device, DeviceType, RpcError};
+
+use super::{Collective, Operation, Rank};
+
+/// The buffers of one call, lent to it until it returns.
+///
+/// Input and output either do not overlap at all, or are [one buffer](Self::in_place).
+#[derive(Debug)]
+pub struct Buffers<'a> {
+    input: Option<Span>,
+    output: Option<Span>,
+    in_place: bool,
+    device: Device,
+    lent: PhantomData<&'a mut [u8]>,
+}
+
+/// Bytes somewhere.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a span stands for a slice that was borrowed for `'a`, and slices of bytes may be sent to another thread; `from_raw`
+// had its caller promise the same.
+unsafe impl Send for Buffers<'_> {}
+
+impl<'a> Buffers<'a> {
+    /// An input and an output.
+    #[must_use]
+    pub fn new(input: &'a [u8], output: &'a mut [u8]) -> Self {
+        Self { input: Some(Span::of(input)), output: Some(Span::of_mut(output)), ..Self::none() }
+    }
+
+    /// One buffer for both. Where one of the two is longer than the other, the shorter one is this rank's share of the
+    /// longer: an allgather, for example, finds its input at `rank × count` of the buffer.
+    #[must_use]
+    pub fn in_place(buffer: &'a mut [u8]) -> Self {
+        let span = Some(Span::of_mut(buffer));
+        Self { input: span, output: span, in_place: true, ..Self::none() }
+    }
+
+    /// An input alone: to send, to gather elsewhere, or to broadcast from.
+    #[must_use]
+    pub fn input(input: &'a [u8]) -> Self {
+        Self { input: Some(Span::of(input)), ..Self::none() }
+    }
+
+    /// An output alone: to receive, or to take part in another rank's broadcast or scatter.
+    #[must_use]
+    pub fn output(output: &'a mut [u8]) -> Self {
+        Self { output: Some(Span::of_mut(output)), ..Self::none() }
+    }
+
+    /// Nothing, for a barrier.
+    #[must_use]
+    pub fn none() -> Self {
+        Self { input: None, output: None, in_place: false, device: Device::cpu(), lent: PhantomData }
+    }
+
+    /// Buffers by address and length, for memory of `device` that no slice can stand for. The same address twice, where the lengths are those that
+    /// [`in_place`](Self::in_place) would use or equal, is the way to alias them. The `host` backend takes host memory only.
+    ///
+    /// # Errors
+    ///
+    /// [`rpc_core::ErrorKind::InvalidArgument`]: the two overlap in another way.
+    ///
+    /// # Safety
+    ///
+    /// For `'a` the input must be valid for reads and the output for reads and writes, on that device and from any thread, and nobody else may write to
+    /// the one or touch the other.
+    pub unsafe fn from_raw(
+        device: Device,
+        input: Option<(*const u8, usize)>,
+        output: Option<(*mut u8, usize)>,
+    ) -> Result<Self, RpcError> {
+        let input = input.map(|(start, len)| Span { start: start.cast_mut(), len });
+        let output = output.map(|(start, len)| Span { start, len });
+        let mut in_place = false;
+        if let (Some(a), Some(b)) = (input, output)
+            && a.overlaps(b)
+        {
+            if a.start != b.start || a.len != b.len {
+                return Err(RpcError::invalid_argument(format!(
+                    "input ({} bytes at {:p}) and output ({} bytes at {:p}) overlap in part; they may be the same or apart",
+                    a.len, a.start, b.len, b.start
+                )));
+            }
+            in_place = true;
+        }
+        Ok(Self { input, output, in_place, device, lent: PhantomData })
+    }
+
+    /// Where the memory is.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// The buffers as `collective` needs them on `rank` of `size`.
+    ///
+    /// # Errors
+    ///
+    /// A buffer is missing, has the wrong length, or is not in host memory.
+    pub(crate) fn lend(&self, collective: &Collective, rank: Rank, size: usize) -> Result<Lent, RpcError> {
+        if !matches!(self.device.kind, DeviceType::CPU | DeviceType::CUDA_HOST | DeviceType::ROCM_HOST) {
+            return Err(RpcError::unsupported(format!("the host backend has no access to memory of {}", self.device)));
+        }
+        let (needs_input, needs_output) = Needs::of(collective, rank, size)?.both();
+        let longer = needs_input.unwrap_or(0).max(needs_output.unwrap_or(0));
+        let find = |what: &str, given: Option<Span>, needed: Option<usize>| match (given, needed) {
+            (_, None) => Ok(Span::EMPTY),
+            (None, Some(0)) => Ok(Span::EMPTY),
+            (None, Some(needed)) => Err(RpcError::invalid_argument(format!(
+                "{collective} needs an {what} of {needed} bytes on rank {rank}"
+            ))),
+            (Some(span), Some(needed)) if self.in_place => {
+                if span.len != longer {
+                    return Err(RpcError::invalid_argument(format!(
+                        "{collective} in place needs a buffer of {longer} bytes on rank {rank}, and it has {}",
+                        span.len
+                    )));
+                }
+                let skipped = if needed == longer { 0 } else { needed * rank.index() };
+                Ok(Span { start: span.start.wrapping_add(skipped), len: needed })
+            }
+            (Some(span), Some(needed)) if span.len == needed => Ok(span),
+            (Some(span), Some(needed)) => Err(RpcError::invalid_argument(format!(
+                "{collective} needs an {what} of {needed} bytes on rank {rank}, and it has {}",
+                span.len
+            ))),
+        };
+        // The root of a broadcast has its result already.
+        let is_root = collective.operation == Operation::Broadcast { root: rank };
+        let output = match self.output {
+            None if is_root => Span::EMPTY,
+            given => find("output", given, needs_output)?,
+        };
+        let input = find("input", self.input, needs_input)?;
+        Ok(Lent {
+            input: input.start,
+            output: output.start,
+            has_output: output.len > 0,
+            in_place: self.in_place && needs_input.is_some() && needs_output.is_some(),
+        })
+    }
+}
+
+impl Span {
+    const EMPTY: Self = Self { start: std::ptr::dangling_mut(), len: 0 };
+
+    fn of(bytes: &[u8]) -> Self {
+        Self { start: bytes.as_ptr().cast_mut(), len: bytes.len() }
+    }
+
+    fn of_mut(bytes: &mut [u8]) -> Self {
+        Self { start: bytes.as_mut_ptr(), len: bytes.len() }
+    }
+
+    fn overlaps(self, other: Self) -> bool {
+        let (a, b) = (self.start.addr(), other.start.addr());
+        self.len > 0 && other.len > 0 && a < b.saturating_add(other.len) && b < a.saturating_add(self.len)
+    }
+}
+
+/// How many bytes a rank brings and takes; `None` where it has no part.
+struct Needs {
+    input: Option<usize>,
+    output: Option<usize>,
+}
+
+impl Needs {
+    fn of(collective: &Collective, rank: Rank, size: usize) -> Result<Self, RpcError> {
+        let too_large = || RpcError::invalid_argument(format!("{collective}: not a size that memory can have"));
+        let one = collective.bytes().ok_or_else(too_large)?;
+        let all = one.checked_mul(size).filter(|all| *all <= isize::MAX as usize).ok_or_else(too_large)?;
+        let at_root = |bytes| collective.operation.root().is_none_or(|root| root == rank).then_some(bytes);
+        let (input, output) = match collective.operation {
+            Operation::Allreduce(_) => (Some(one), Some(one)),
+            Operation::ReduceScatter(_) => (Some(all), Some(one)),
+            Operation::Allgather => (Some(one), Some(all)),
+            Operation::Broadcast { .. } => (at_root(one), Some(one)),
+            Operation::Scatter { .. } => (at_root(all), Some(one)),
+            Operation::Gather { .. } => (Some(one), at_root(all)),
+            Operation::AllToAll => (Some(all), Some(all)),
+            Operation::Send { .. } => (Some(one), None),
+            Operation::Recv { .. } => (None, Some(one)),
+            Operation::Barrier => (None, None),
+        };
+        Ok(Self { input, output })
+    }
+
+    fn both(self) -> (Option<usize>, Option<usize>) {
+        (self.input, self.output)
+    }
+}
+
+/// Buffers of the right lengths, for as long as the call lasts. The pointers dangle where nothing is needed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lent {
+    pub(crate) input: *const u8,
+    pub(crate) output: *mut u8,
+    /// Whether there is anywhere to put a result.
+    pub(crate) has_output: bool,
+    /// Whether this rank's input is (in) its output.
+    pub(crate) in_place: bool,
+}
+
+/// What a rank brings to a collective: its buffers, or the reason why it has none.
+#[derive(Debug)]
+pub enum CollectiveInput<'a> {
+    /// Its buffers.
+    Ready(Buffers<'a>),
+    /// What should have made the input failed with this. The rank takes part nevertheless, so that nobody waits for it; of
+    /// the call only the operation has to agree with that of the others.
+    Poisoned(RpcError),
+}
+
+impl<'a> From<Buffers<'a>> for CollectiveInput<'a> {
+    fn from(buffers: Buffers<'a>) -> Self {
+        Self::Ready(buffers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::DataType;
+
+    use super::*;
+
+    #[test]
+    fn partial_overlap_is_refused_and_exact_aliasing_is_not() {
+        let mut bytes = [0_u8; 16];
+        let start = bytes.as_mut_ptr();
+        let cpu = Device::cpu();
+        // SAFETY: all ranges lie in `bytes`, which nobody else touches.
+        unsafe {
+            assert!(Buffers::from_raw(cpu, Some((start, 8)), Some((start, 8))).unwrap().in_place);
+            assert!(!Buffers::from_raw(cpu, Some((start, 8)), Some((start.add(8), 8))).unwrap().in_place);
+            Buffers::from_raw(cpu, Some((start, 8)), Some((start.add(4), 8))).unwrap_err();
+            Buffers::from_raw(cpu, Some((start, 8)), Some((start, 4))).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn the_shorter_side_in_place_is_the_ranks_share() {
+        let mut bytes = [0_u8; 24];
+        let start = bytes.as_mut_ptr();
+        let gather = Collective::new(Operation::Allgather, DataType::F32, 2);
+        let lent = Buffers::in_place(&mut bytes).lend(&gather, Rank(1), 3).unwrap();
+        assert_eq!((lent.input, lent.output), (start.wrapping_add(8).cast_const(), start));
+        let error = Buffers::in_place(&mut bytes[..8]).lend(&gather, Rank(1), 3).unwrap_err();
+        assert!(error.message().contains("24 bytes on rank 1"), "{error}");
+    }
+
+    #[test]
+    fn lengths_are_checked_and_what_is_not_needed_is_not() {
+        let scatter = Collective::new(Operation::Scatter { root: Rank(0) }, DataType::F32, 1);
+        let mut out = [0_u8; 4];
+        Buffers::new(&[1], &mut out).lend(&scatter, Rank(1), 2).unwrap();
+        let error = Buffers::new(&[1], &mut out).lend(&scatter, Rank(0), 2).unwrap_err();
+        assert!(error.message().contains("input of 8 bytes on rank 0, and it has 1"), "{error}");
+        let huge = Collective::new(Operation::Allgather, DataType::F64, usize::MAX / 16);
+        Buffers::none().lend(&huge, Rank(0), 4).unwrap_err();
+    }
+}

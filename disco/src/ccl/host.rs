@@ -1,0 +1,99 @@
+//! Collectives on host memory: between [threads] of a process, between the processes of a machine through a [segment](Offer), and
+//! between machines over [sockets](Listener).
+//!
+//! The algorithm follows from a static table by launch kind, operation and size, and all of them fold every element once, in the order of
+//! ranks: results are the same bits whichever is used.
+//!
+//! | | up to 16 KiB of input | more |
+//! | --- | --- | --- |
+//! | threads | inputs travel with the announcements | each rank reduces its share of everybody's buffers, into everybody's buffers |
+//! | processes | the same | the same, in chunks of 256 KiB through the segment, a few under way at a time |
+//! | sockets | the same | everybody sends each rank its share, and each rank sends its reduced share to everybody |
+
+mod agreement;
+mod check;
+#[allow(unsafe_code)]
+mod kernel;
+#[allow(unsafe_code)]
+mod memory;
+mod plan;
+#[cfg(target_os = "linux")]
+mod processes;
+#[allow(unsafe_code)]
+mod segment;
+#[allow(unsafe_code)]
+mod shared;
+#[allow(unsafe_code)]
+mod stream;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, RpcError};
+
+#[cfg(target_os = "linux")]
+pub use processes::{Offer, Ticket};
+pub use stream::{Address, Listener, SessionKey};
+
+use self::memory::Memory;
+use self::segment::Segment;
+use self::shared::SharedCcl;
+use super::Ccl;
+
+/// The most ranks of a group that shares memory.
+pub const MAX_SHARED_RANKS: usize = 256;
+
+/// Settings of the `host` backend. All ranks of a group should have the same.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Options {
+    /// How long a rank waits for others to enter a collective that it is in; `None` for ever. A worker that computes for longer than this between two
+    /// collectives breaks its group. Default: 5 minutes.
+    pub entry_timeout: Option<Duration>,
+    /// How long a rank waits, within a collective that all have entered, for another one that makes no progress. Default: 15 seconds.
+    pub stall_timeout: Duration,
+    /// How long making a group waits for all ranks. Default: 30 seconds.
+    pub join_timeout: Duration,
+    /// How many ranks, of all groups together, run on this machine's cores, so that ranks that have to take turns do not spin. Default: as many as the
+    /// group has.
+    pub ranks_on_machine: Option<usize>,
+    /// The number of this making of the group. Default: 0.
+    pub epoch: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            entry_timeout: Some(Duration::from_secs(300)),
+            stall_timeout: Duration::from_secs(15),
+            join_timeout: Duration::from_secs(30),
+            ranks_on_machine: None,
+            epoch: 0,
+        }
+    }
+}
+
+/// A group of `size` threads of this process: a communicator for each, in the order of ranks.
+///
+/// Each rank works directly on the others' buffers, so that large data moves once. Nothing is read or written there after a call has
+/// returned, however it has ended.
+///
+/// # Errors
+///
+/// A size of 0 or above [`MAX_SHARED_RANKS`]; no memory.
+pub fn threads(size: usize, options: &Options) -> Result<Vec<Box<dyn Ccl>>, RpcError> {
+    let memory = Memory::heap(segment_bytes(size)?)
+        .ok_or_else(|| RpcError::new(ErrorKind::OutOfMemory, "no memory for a group of collectives"))?;
+    let segment = Arc::new(Segment::create(memory, size, options.epoch, [0; 16]));
+    let rank = |rank| SharedCcl::new(Arc::clone(&segment), rank, options.clone(), true, Vec::new());
+    Ok((0..size).map(|number| Box::new(rank(number)) as Box<dyn Ccl>).collect())
+}
+
+/// The bytes of the segment of a group.
+fn segment_bytes(size: usize) -> Result<usize, RpcError> {
+    if size == 0 || size > MAX_SHARED_RANKS {
+        let text = format!("a group that shares memory has 1 to {MAX_SHARED_RANKS} ranks, not {size}");
+        return Err(RpcError::invalid_argument(text));
+    }
+    Segment::bytes(size).ok_or_else(|| RpcError::invalid_argument("a group of collectives that no memory holds"))
+}

@@ -1,0 +1,43 @@
+//! What can be said of a call before any other rank is asked.
+
+use rpc_core::RpcError;
+
+use super::kernel::Numeric;
+use crate::ccl::{CclError, Collective, CollectiveInput, Lent, Rank};
+
+/// This rank's buffers, or why it has none: poisoned, or called wrongly.
+pub(super) fn lend(
+    collective: &Collective,
+    data: &CollectiveInput<'_>,
+    rank: Rank,
+    size: usize,
+) -> Result<Lent, RpcError> {
+    match data {
+        CollectiveInput::Poisoned(cause) => Err(cause.clone()),
+        CollectiveInput::Ready(buffers) => {
+            if collective.operation.reduce_op().is_some() && Numeric::of(collective.dtype).is_none() {
+                return Err(RpcError::unsupported(format!("{collective}: {} cannot be reduced", collective.dtype)));
+            }
+            if let Some(root) = collective.operation.root().filter(|root| root.index() >= size) {
+                return Err(RpcError::invalid_argument(format!("{collective}: no rank {root} among {size}")));
+            }
+            buffers.lend(collective, rank, size)
+        }
+    }
+}
+
+/// The other end of a transfer between two ranks, if there is such a rank.
+pub(super) fn transfer(collective: &Collective, rank: Rank, size: usize) -> Option<usize> {
+    collective.operation.peer().filter(|peer| peer.index() < size && *peer != rank).map(Rank::index)
+}
+
+/// The answer to a transfer that [`transfer`] finds no other end for. Nobody else knows of the call.
+pub(super) fn no_such_peer(collective: &Collective, rank: Rank, sequence: u64) -> Result<(), CclError> {
+    let cause = RpcError::invalid_argument(format!("{collective} on rank {rank}: there is no such other rank"));
+    Err(CclError::Poisoned { sequence, rank, cause })
+}
+
+/// How elements of a reduction are folded. The type was checked by [`lend`] on every rank, or the ranks would not have agreed.
+pub(super) fn numeric(collective: &Collective) -> Numeric {
+    Numeric::of(collective.dtype).unwrap_or(Numeric::U8)
+}

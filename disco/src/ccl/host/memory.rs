@@ -1,0 +1,105 @@
+//! Memory that ranks share: a block of the heap between threads, a sealed memory file between processes.
+
+use std::ptr::NonNull;
+
+/// Zeroed bytes that begin on a page's boundary and live until this is dropped.
+pub(super) struct Memory {
+    start: NonNull<u8>,
+    len: usize,
+    kind: Kind,
+}
+
+enum Kind {
+    Heap,
+    #[cfg(target_os = "linux")]
+    Mapped,
+}
+
+// SAFETY: what is done with the bytes is up to those who take pointers to them; this only tells where they are.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+const PAGE: usize = 4096;
+
+impl Memory {
+    /// For the threads of this process. Its pages take no room before they are touched.
+    pub(super) fn heap(len: usize) -> Option<Self> {
+        let layout = std::alloc::Layout::from_size_align(len.max(PAGE), PAGE).ok()?;
+        // SAFETY: the layout is not empty.
+        let start = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
+        Some(Self { start, len: layout.size(), kind: Kind::Heap })
+    }
+
+    pub(super) fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        match self.kind {
+            Kind::Heap => {
+                if let Ok(layout) = std::alloc::Layout::from_size_align(self.len, PAGE) {
+                    // SAFETY: it came from `alloc_zeroed` with this layout, and is freed once.
+                    unsafe { std::alloc::dealloc(self.start.as_ptr(), layout) }
+                }
+            }
+            #[cfg(target_os = "linux")]
+            Kind::Mapped => {
+                // SAFETY: these pages are ours alone, and are unmapped once. A failure leaves them mapped, which harms nobody.
+                _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+            }
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod file {
+    use std::fs::File;
+    use std::io;
+    use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+    use std::path::Path;
+
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+
+    use super::{Kind, Memory, NonNull};
+
+    impl Memory {
+        /// A new memory file. It has no name in any folder, so that nothing is left of it when its last process ends, and can neither shrink nor
+        /// grow, so that no process can take pages away from another.
+        pub(crate) fn create(len: usize) -> io::Result<(Self, OwnedFd)> {
+            let file = memfd_create("disco-ccl", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+            ftruncate(&file, len as u64)?;
+            fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+            Ok((Self::map(file.as_fd(), len)?, file))
+        }
+
+        /// The memory file that another process has open, which `path` leads to.
+        pub(crate) fn open(path: &Path, len: usize) -> io::Result<Self> {
+            let file = File::options().read(true).write(true).open(path)?;
+            let found = fstat(&file)?.st_size;
+            if u64::try_from(found) != Ok(len as u64) || !fcntl_get_seals(&file)?.contains(SealFlags::SHRINK) {
+                return Err(io::Error::other(format!(
+                    "{} is no segment of {len} bytes ({found} bytes, or not sealed)",
+                    path.display()
+                )));
+            }
+            Self::map(file.as_fd(), len)
+        }
+
+        fn map(file: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
+            // SAFETY: a new mapping at an address of the kernel's choice disturbs nobody.
+            let start = unsafe {
+                mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)?
+            };
+            let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("the kernel mapped address 0"))?;
+            Ok(Self { start, len, kind: Kind::Mapped })
+        }
+    }
+}

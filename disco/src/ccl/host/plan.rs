@@ -1,0 +1,114 @@
+//! Which bytes of whose input go to which bytes of whose output, and by which algorithm: the static table.
+
+use std::ops::Range;
+
+use super::segment::INLINE;
+use crate::ccl::{Collective, Operation};
+
+/// From how many bytes of output on, a rank writes around its caches: they would not hold the result anyway.
+const BYPASS: usize = 4 << 20;
+
+/// How a collective is done in shared memory. Only the launch kind, the call, and whether buffers alias decide, all of which every rank knows of every
+/// other; and since all algorithms fold in the order of ranks, not even the bits of the result depend on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Algorithm {
+    /// Inputs travel with the announcements, and every rank does the whole work for itself: one step.
+    Small,
+    /// Ranks of one address space read each other's inputs and write each other's outputs: data moves once.
+    Direct,
+    /// In chunks through the segment, several under way at a time.
+    Staged,
+}
+
+impl Algorithm {
+    /// For `collective`, of `bytes`, among `size` ranks.
+    pub(super) fn of(
+        collective: &Collective,
+        bytes: usize,
+        size: usize,
+        same_process: bool,
+        any_in_place: bool,
+    ) -> Self {
+        if travels_inline(collective.operation, bytes, size) {
+            return Self::Small;
+        }
+        // Two ranks that exchange in place would each overwrite what the other has yet to read.
+        let exchanges_in_place = collective.operation == Operation::AllToAll && any_in_place;
+        if same_process && !exchanges_in_place { Self::Direct } else { Self::Staged }
+    }
+}
+
+/// Whether the inputs of such a collective travel with the announcements.
+pub(super) fn travels_inline(operation: Operation, bytes: usize, size: usize) -> bool {
+    input_bytes(operation, bytes, size) <= INLINE
+}
+
+/// What a rank that has an input brings.
+pub(super) fn input_bytes(operation: Operation, bytes: usize, size: usize) -> usize {
+    match operation {
+        Operation::ReduceScatter(_) | Operation::Scatter { .. } | Operation::AllToAll => bytes.saturating_mul(size),
+        Operation::Barrier => 0,
+        _ => bytes,
+    }
+}
+
+/// Whether `rank` has an input that others need.
+pub(super) fn has_input(operation: Operation, rank: usize) -> bool {
+    match operation {
+        Operation::Broadcast { root } | Operation::Scatter { root } => root.index() == rank,
+        Operation::Barrier => false,
+        _ => true,
+    }
+}
+
+/// Whether results so large bypass the caches.
+pub(super) fn bypasses(bytes: usize) -> bool {
+    bytes >= BYPASS
+}
+
+/// Where the `bytes` that `from` has for `to` begin in the input of the one and, unless they are reduced, in the output of the other; `None` if it has
+/// none for it.
+pub(super) fn route(operation: Operation, bytes: usize, from: usize, to: usize) -> Option<(usize, usize)> {
+    match operation {
+        Operation::Allgather => Some((0, from * bytes)),
+        Operation::Broadcast { root } => (root.index() == from).then_some((0, 0)),
+        Operation::Scatter { root } => (root.index() == from).then_some((to * bytes, 0)),
+        Operation::Gather { root } => (root.index() == to).then_some((0, from * bytes)),
+        Operation::AllToAll => Some((to * bytes, from * bytes)),
+        Operation::ReduceScatter(_) => Some((to * bytes, 0)),
+        Operation::Allreduce(_) | Operation::Barrier | Operation::Send { .. } | Operation::Recv { .. } => None,
+    }
+}
+
+/// Whether a rank has other bytes for each rank, rather than the same ones for all that get any.
+pub(super) fn is_personal(operation: Operation) -> bool {
+    matches!(operation, Operation::Scatter { .. } | Operation::AllToAll | Operation::ReduceScatter(_))
+}
+
+/// The part of an allreduce of `bytes` that `rank` reduces for all: whole cache lines, and about as many for each.
+pub(super) fn share(bytes: usize, rank: usize, size: usize) -> Range<usize> {
+    let per_rank = bytes.div_ceil(size).next_multiple_of(64);
+    let at = |rank: usize| rank.saturating_mul(per_rank).min(bytes);
+    at(rank)..at(rank + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_cover_everything_once_in_whole_lines() {
+        for bytes in [0, 8, 64, 100 * 8, 4096, 1 << 20, (1 << 20) + 8] {
+            for size in 1..9 {
+                let mut at = 0;
+                for rank in 0..size {
+                    let share = share(bytes, rank, size);
+                    assert_eq!(share.start, at);
+                    assert!(share.end == bytes || share.end.is_multiple_of(64));
+                    at = share.end;
+                }
+                assert_eq!(at, bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! A segment between processes: how it is offered, and how ranks join.
+//!
+//! The offering process makes a memory file without a name, and the ticket says where that process has it open. Whoever may open the files of that
+//! process, which is its own user, and knows the nonce can join.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ring::rand::{SecureRandom, SystemRandom};
+use rpc_core::{ErrorKind, RpcError};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde::{Deserialize, Serialize};
+
+use super::memory::Memory;
+use super::segment::{Segment, Word};
+use super::shared::SharedCcl;
+use super::{Options, segment_bytes};
+use crate::ccl::{Ccl, Rank};
+
+/// A segment for a group of processes of this machine. It can be joined while this lives; ranks that have joined keep what they have.
+#[derive(Debug)]
+pub struct Offer {
+    ticket: Ticket,
+    /// What the ticket's path leads to.
+    _file: OwnedFd,
+}
+
+/// What a rank needs to join: for whoever starts the ranks to hand to each. It has a form for `serde`, and is a secret of the group.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Ticket {
+    path: PathBuf,
+    nonce: [u8; 16],
+    size: u32,
+    epoch: u64,
+}
+
+impl std::fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ticket").field("path", &self.path).field("size", &self.size).finish_non_exhaustive()
+    }
+}
+
+impl Offer {
+    /// A segment for `size` ranks.
+    ///
+    /// # Errors
+    ///
+    /// A size of 0 or above [`MAX_SHARED_RANKS`](super::MAX_SHARED_RANKS); no memory, or no such files on this system.
+    pub fn new(size: usize, options: &Options) -> Result<Self, RpcError> {
+        let (memory, file) = Memory::create(segment_bytes(size)?)?;
+        let mut nonce = [0; 16];
+        let random = SystemRandom::new().fill(&mut nonce);
+        random.map_err(|_| RpcError::internal("the system gives no random numbers"))?;
+        drop(Segment::create(memory, size, options.epoch, nonce));
+        let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()));
+        Ok(Self { ticket: Ticket { path, nonce, size: size as u32, epoch: options.epoch }, _file: file })
+    }
+
+    /// For every rank.
+    #[must_use]
+    pub fn ticket(&self) -> Ticket {
+        self.ticket.clone()
+    }
+}
+
+impl Ticket {
+    /// Joins the group as `rank`, and waits until all ranks have. Of the options, the epoch is the ticket's.
+    ///
+    /// # Errors
+    ///
+    /// * [`ErrorKind::NotFound`]: the offer is gone, or belongs to another user or another machine (or container).
+    /// * [`ErrorKind::Refused`]: it is another group's; or the rank has been taken.
+    /// * [`ErrorKind::DeadlineExceeded`]: some ranks did not come within [`Options::join_timeout`]; the message names them.
+    pub fn join(&self, rank: Rank, options: &Options) -> Result<Box<dyn Ccl>, RpcError> {
+        let size = self.size as usize;
+        if rank.index() >= size {
+            return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {size}")));
+        }
+        let memory = Memory::open(&self.path, segment_bytes(size)?).map_err(|error| {
+            RpcError::new(
+                ErrorKind::NotFound,
+                format!("cannot open the group's segment {}: {error}", self.path.display()),
+            )
+        })?;
+        let segment = Segment::open(memory, size, self.epoch, self.nonce);
+        let segment = Arc::new(segment.map_err(|text| RpcError::new(ErrorKind::Refused, text))?);
+        let own = rank.index();
+        let joined = segment.word(own, Word::Joined);
+        if joined.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            return Err(RpcError::new(ErrorKind::Refused, format!("rank {rank} has joined already")));
+        }
+        segment.word(own, Word::Pid).store(std::process::id(), Ordering::Relaxed);
+        segment.publish(joined, 2, own);
+        // From here on the others find a rank that has left, if this one gives up.
+        let options = Options { epoch: self.epoch, ..options.clone() };
+        let timeout = options.join_timeout;
+        let began = Instant::now();
+        let has_joined = |peer: usize| segment.word(peer, Word::Joined).load(Ordering::Acquire) == 2;
+        while let Some(missing) = (0..size).find(|peer| !has_joined(*peer)) {
+            if began.elapsed() >= timeout {
+                segment.publish(segment.word(own, Word::Left), 1, own);
+                let missing: Vec<String> =
+                    (missing..size).filter(|peer| !has_joined(*peer)).map(|peer| peer.to_string()).collect();
+                let text = format!("rank {} did not join within {timeout:?}", missing.join(", "));
+                return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+            }
+            segment.sleep(own, Duration::from_millis(50), || has_joined(missing));
+        }
+        let processes = (0..size).map(|peer| process(segment.word(peer, Word::Pid).load(Ordering::Relaxed))).collect();
+        Ok(Box::new(SharedCcl::new(segment, own, options, false, processes)))
+    }
+}
+
+/// A file that becomes readable when the process ends. `None` where the system has none, or hides the process (as between
+/// containers): then its death shows as silence.
+fn process(id: u32) -> Option<OwnedFd> {
+    pidfd_open(Pid::from_raw(i32::try_from(id).ok()?)?, PidfdFlags::empty()).ok()
+}

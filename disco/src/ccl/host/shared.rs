@@ -1,0 +1,412 @@
+//! The communicator of ranks that share memory: threads of one process, or processes of one machine.
+//!
+//! A collective begins with an announcement in each rank's slot, to which small inputs are attached. A rank goes on when it has seen those of
+//! all. Slots are used in turn: a rank writes into one again only after everybody has announced the collective in between, and with that
+//! has finished the one that the slot was for. So a small collective is one step, and needs no second word.
+//!
+//! Whoever waits looks for the end of the group too: it is one word in the segment, and breaking it wakes everybody.
+
+mod direct;
+mod pair;
+mod small;
+mod staged;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use rpc_core::RpcError;
+
+use super::agreement::{Announcement, MAX_POISON, agree};
+use super::plan::{Algorithm, has_input, input_bytes, travels_inline};
+use super::segment::{Segment, Word, reached, wall_millis};
+use super::{Options, check, kernel};
+use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
+use crate::ccl::{
+    BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation, Rank, Recorder,
+};
+
+/// How long a rank yields before it sleeps: longer than a collective takes, and no longer than is worth a wake-up.
+const YIELD: Duration = Duration::from_millis(2);
+
+/// The longest sleep between two looks at whether the other rank is alive.
+const SLEEP: Duration = Duration::from_millis(50);
+
+/// How often a rank looks for a word before it begins to yield.
+const SPINS: u32 = 2000;
+
+/// One rank of a group that shares a segment.
+pub(super) struct SharedCcl {
+    segment: Arc<Segment>,
+    rank: usize,
+    options: Options,
+    /// Whether all ranks are threads of this process.
+    same_process: bool,
+    /// To see the other ranks' processes die.
+    processes: Vec<Option<OwnedFd>>,
+    recorder: Arc<Recorder>,
+    spins: u32,
+    /// The number of the last collective.
+    sequence: u64,
+    /// The chunks that have gone through everybody's staging so far: the same number on all ranks.
+    chunks: u32,
+    /// For each other rank, the number of the last transfer to it and from it, and of chunks that have gone through the box.
+    sent: Vec<pair::Count>,
+    received: Vec<pair::Count>,
+    /// Of the collective that is running.
+    announcements: Vec<Announcement>,
+}
+
+/// What a rank waits for.
+#[derive(Clone, Copy)]
+enum Phase {
+    /// That the other one comes.
+    Entry,
+    /// That the other one, which has come, goes on.
+    Progress,
+}
+
+impl SharedCcl {
+    pub(super) fn new(
+        segment: Arc<Segment>,
+        rank: usize,
+        options: Options,
+        same_process: bool,
+        processes: Vec<Option<OwnedFd>>,
+    ) -> Self {
+        let size = segment.size();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // Where ranks have to take turns on a core, spinning only keeps the one from it that is waited for.
+        let spins = if options.ranks_on_machine.unwrap_or(size).max(size) > cores { 0 } else { SPINS };
+        Self {
+            segment,
+            rank,
+            options,
+            same_process,
+            processes,
+            recorder: Arc::default(),
+            spins,
+            sequence: 0,
+            chunks: 0,
+            sent: vec![pair::Count::default(); size],
+            received: vec![pair::Count::default(); size],
+            announcements: Vec::with_capacity(size),
+        }
+    }
+
+    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let rank = self.rank;
+        (0..self.segment.size()).filter(move |peer| *peer != rank)
+    }
+
+    fn word(&self, word: Word) -> &AtomicU32 {
+        self.segment.word(self.rank, word)
+    }
+
+    fn publish(&self, word: Word, value: u32) {
+        self.segment.publish(self.word(word), value, self.rank);
+    }
+
+    /// A collective of all ranks, with this rank's buffers or the reason why it has none.
+    fn collective(&mut self, collective: Collective, lent: Result<Lent, RpcError>) -> Result<(), CclError> {
+        let size = self.segment.size();
+        let bytes = collective.bytes().unwrap_or(0);
+        let sequence = self.sequence;
+        let slot = self.segment.slot(self.rank, sequence);
+        let (lent, poison) = match lent {
+            Ok(lent) => (Some(lent), Vec::new()),
+            Err(cause) => (None, poison_to_bytes(&cause, MAX_POISON)),
+        };
+        let announcement = Announcement {
+            collective,
+            sequence,
+            in_place: lent.is_some_and(|lent| lent.in_place),
+            has_output: lent.is_some_and(|lent| lent.has_output),
+            poison: if lent.is_some() { 0 } else { poison.len().max(1) as u32 },
+            input: lent.map_or(0, |lent| lent.input.addr() as u64),
+            output: lent.map_or(0, |lent| lent.output.addr() as u64),
+        };
+        self.segment.announce(slot, &announcement, &poison);
+        if let Some(lent) = lent
+            && has_input(collective.operation, self.rank)
+            && travels_inline(collective.operation, bytes, size)
+        {
+            let len = input_bytes(collective.operation, bytes, size);
+            // SAFETY: `lent` has that many bytes, and the slot has room for them; nobody reads the slot before `Entered` says so.
+            unsafe { kernel::copy(lent.input, self.segment.inline(self.rank, sequence), len, false) };
+        }
+        self.publish(Word::Entered, sequence as u32);
+        for peer in self.peers() {
+            self.wait(self.segment.word(peer, Word::Entered), sequence as u32, peer, Phase::Entry)?;
+        }
+        self.announcements.clear();
+        for rank in 0..size {
+            let announcement = self.segment.announcement(self.segment.slot(rank, sequence));
+            match announcement.filter(|announcement| announcement.sequence == sequence) {
+                Some(announcement) => self.announcements.push(announcement),
+                None => {
+                    let text = format!("its announcement of #{sequence} makes no sense");
+                    return Err(self.break_up(BreakCause::Protocol(text), rank));
+                }
+            }
+        }
+        agree(sequence, &self.announcements, |rank| {
+            let len = self.announcements[rank.index()].poison;
+            poison_from_bytes(&self.segment.poison(self.segment.slot(rank.index(), sequence), len))
+        })?;
+        let Some(lent) = lent else { return Err(self.broken()) };
+        let any_in_place = self.announcements.iter().any(|one| one.in_place);
+        match Algorithm::of(&collective, bytes, size, self.same_process, any_in_place) {
+            Algorithm::Small => self.small(collective, bytes, lent),
+            Algorithm::Direct => return self.direct(collective, bytes, lent),
+            Algorithm::Staged => self.staged(collective, bytes, lent)?,
+        }
+        Ok(())
+    }
+
+    /// Waits until `word`, which `peer` writes, has come to `target`.
+    ///
+    /// # Errors
+    ///
+    /// The group is broken; by this call, if the peer has left or died, or if its time is up.
+    fn wait(&self, word: &AtomicU32, target: u32, peer: usize, phase: Phase) -> Result<(), CclError> {
+        let ready = || reached(word.load(Ordering::Acquire), target);
+        for _ in 0..=self.spins {
+            if ready() {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        let began = Instant::now();
+        while began.elapsed() < YIELD {
+            for _ in 0..16 {
+                std::thread::yield_now();
+                if ready() {
+                    return Ok(());
+                }
+            }
+            if self.segment.is_broken() {
+                return Err(self.broken());
+            }
+        }
+        loop {
+            self.segment.sleep(self.rank, SLEEP, ready);
+            if ready() {
+                return Ok(());
+            }
+            if self.segment.is_broken() {
+                return Err(self.broken());
+            }
+            let (limit, late) = match phase {
+                Phase::Entry => (self.options.entry_timeout, BreakCause::NeverEntered),
+                Phase::Progress => (Some(self.options.stall_timeout), BreakCause::Silent),
+            };
+            let gone = if self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0 {
+                Some(BreakCause::Left)
+            } else if self.is_dead(peer) {
+                Some(BreakCause::Died)
+            } else {
+                limit.is_some_and(|limit| began.elapsed() >= limit).then_some(late)
+            };
+            // What it did last, it may have done since we looked.
+            if let Some(cause) = gone
+                && !ready()
+            {
+                return Err(self.break_up(cause, peer));
+            }
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn is_dead(&self, peer: usize) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+        let Some(Some(process)) = self.processes.get(peer) else { return false };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn is_dead(&self, _: usize) -> bool {
+        false
+    }
+
+    /// Breaks the group because of what happened to `rank`.
+    fn break_up(&self, cause: BreakCause, rank: usize) -> CclError {
+        let breakdown = Breakdown {
+            cause,
+            rank: Rank::of(rank),
+            noticed_by: Rank::of(self.rank),
+            during: during(&self.recorder),
+            flights: describe(&self.segment, self.rank, &self.recorder),
+        };
+        tracing::error!(rank = self.rank, %breakdown, "a group of collectives is broken");
+        self.segment.break_up(&breakdown);
+        self.broken()
+    }
+
+    /// Why the group is broken.
+    fn broken(&self) -> CclError {
+        // Between the word that breaks the group and the breakdown lie some microseconds, unless that process was killed there.
+        let began = Instant::now();
+        loop {
+            if let Some(breakdown) = self.segment.breakdown() {
+                return CclError::Broken(Arc::new(breakdown));
+            }
+            if began.elapsed() > Duration::from_secs(1) {
+                return CclError::Broken(Arc::new(Breakdown {
+                    cause: BreakCause::Aborted("the rank that broke the group died while it wrote why".to_owned()),
+                    rank: Rank::of(self.rank),
+                    noticed_by: Rank::of(self.rank),
+                    during: during(&self.recorder),
+                    flights: String::new(),
+                }));
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Waits until no other thread has this rank's buffers in its hands. The group is broken: whoever has begun since sees that and does not touch
+    /// them, and whoever began before looks after each piece, so that this takes microseconds.
+    fn take_back_buffers(&self) {
+        for peer in self.peers() {
+            while self.same_process && self.segment.word(peer, Word::Busy).load(Ordering::SeqCst) != 0 {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+impl Ccl for SharedCcl {
+    fn rank(&self) -> Rank {
+        Rank::of(self.rank)
+    }
+
+    fn size(&self) -> usize {
+        self.segment.size()
+    }
+
+    fn epoch(&self) -> u64 {
+        self.segment.epoch()
+    }
+
+    fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
+        if self.segment.is_broken() {
+            return Err(self.broken());
+        }
+        let lent = check::lend(&collective, &data, self.rank(), self.size());
+        let peer = check::transfer(&collective, self.rank(), self.size());
+        let sequence = match (peer, collective.operation) {
+            (Some(peer), Operation::Send { .. }) => self.sent[peer].next(),
+            (Some(peer), _) => self.received[peer].next(),
+            // Nobody else will hear of it.
+            (None, Operation::Send { .. } | Operation::Recv { .. }) => 0,
+            (None, _) => {
+                self.sequence += 1;
+                self.sequence
+            }
+        };
+        self.word(Word::Since).store(wall_millis(), Ordering::Relaxed);
+        self.recorder.enter(sequence, collective);
+        let result = match (collective.operation, peer) {
+            (Operation::Send { .. }, Some(peer)) => self.send(peer, collective, lent),
+            (Operation::Recv { .. }, Some(peer)) => self.receive(peer, collective, lent),
+            (Operation::Send { .. } | Operation::Recv { .. }, None) => {
+                check::no_such_peer(&collective, self.rank(), sequence)
+            }
+            _ => self.collective(collective, lent),
+        };
+        if result.as_ref().is_err_and(CclError::is_broken) {
+            self.take_back_buffers();
+        } else if collective.operation.peer().is_none() {
+            self.word(Word::Finished).store(sequence as u32, Ordering::Release);
+        }
+        self.recorder.leave(&result);
+        result
+    }
+
+    fn control(&self) -> Arc<dyn Control> {
+        Arc::new(SharedControl {
+            segment: Arc::clone(&self.segment),
+            rank: self.rank,
+            recorder: Arc::clone(&self.recorder),
+        })
+    }
+}
+
+impl Drop for SharedCcl {
+    fn drop(&mut self) {
+        self.publish(Word::Left, 1);
+    }
+}
+
+struct SharedControl {
+    segment: Arc<Segment>,
+    rank: usize,
+    recorder: Arc<Recorder>,
+}
+
+impl Control for SharedControl {
+    fn abort(&self, reason: &str) {
+        self.segment.break_up(&Breakdown {
+            cause: BreakCause::Aborted(reason.to_owned()),
+            rank: Rank::of(self.rank),
+            noticed_by: Rank::of(self.rank),
+            during: during(&self.recorder),
+            flights: describe(&self.segment, self.rank, &self.recorder),
+        });
+    }
+
+    fn broken(&self) -> Option<Arc<Breakdown>> {
+        self.segment.breakdown().map(Arc::new)
+    }
+
+    fn flights(&self) -> Vec<Flight> {
+        self.recorder.flights()
+    }
+
+    fn describe(&self) -> String {
+        describe(&self.segment, self.rank, &self.recorder)
+    }
+}
+
+/// The call that this rank is in, if it is in one.
+fn during(recorder: &Recorder) -> String {
+    let flight = recorder.last().filter(|flight| flight.took.is_none());
+    flight.map_or_else(String::new, |flight| format!("{} #{}", flight.collective, flight.sequence))
+}
+
+/// What every rank is known to be doing. Words of others are read while they may change: good enough for people.
+fn describe(segment: &Segment, own: usize, recorder: &Recorder) -> String {
+    use std::fmt::Write as _;
+
+    let mut text = String::new();
+    let ahead = (0..segment.size()).map(|rank| segment.word(rank, Word::Entered).load(Ordering::Acquire));
+    let ahead = ahead.reduce(|a, b| if reached(a, b) { a } else { b }).unwrap_or(0);
+    for rank in 0..segment.size() {
+        let load = |word| segment.word(rank, word).load(Ordering::Acquire);
+        let (entered, finished) = (load(Word::Entered), load(Word::Finished));
+        let since = Duration::from_millis(wall_millis().wrapping_sub(load(Word::Since)).into());
+        let call = segment.announcement(segment.slot(rank, entered.into())).map(|one| one.collective.to_string());
+        let call = call.filter(|_| entered != 0).unwrap_or_else(|| "nothing".to_owned());
+        _ = write!(text, "rank {rank}: ");
+        _ = match load(Word::Transfer) {
+            _ if load(Word::Left) != 0 => write!(text, "left the group"),
+            0 if finished != entered => write!(text, "in {call} #{entered} for {since:.1?}"),
+            0 if entered != ahead => {
+                write!(text, "never entered #{ahead}; its last call was {call} #{entered}, {since:.1?} ago")
+            }
+            0 => write!(text, "in no collective; its last one was {call} #{entered}"),
+            transfer if transfer & 1 != 0 => write!(text, "sends to rank {} for {since:.1?}", transfer / 2 - 1),
+            transfer => write!(text, "receives from rank {} for {since:.1?}", transfer / 2 - 1),
+        };
+        if rank == own
+            && let Some(flight) = recorder.last()
+        {
+            _ = write!(text, " ({flight})");
+        }
+        text.push('\n');
+    }
+    text
+}

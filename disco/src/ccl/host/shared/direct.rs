@@ -1,0 +1,126 @@
+//! Large collectives between threads: each works on the others' buffers, whose addresses came with the announcements.
+//!
+//! A rank's buffers are lent to all from its announcement until its call returns. It returns with success only once everybody has
+//! finished, and with an error only once the group is broken and nobody is [`Word::Busy`].
+
+use std::sync::atomic::Ordering;
+
+use super::{Phase, SharedCcl};
+use crate::ccl::host::plan::{bypasses, route, share};
+use crate::ccl::host::segment::{Segment, Word};
+use crate::ccl::host::{check, kernel};
+use crate::ccl::{CclError, Collective, Lent, Operation};
+
+/// How many bytes of each buffer are worked on between two looks at whether the group is broken.
+const PIECE: usize = 256 * 1024;
+
+/// While it lives, the rank may touch the buffers of others.
+pub(super) struct Busy<'a>(&'a Segment, usize);
+
+impl<'a> Busy<'a> {
+    /// `None` if the group is broken, and the buffers may be gone.
+    pub(super) fn begin(segment: &'a Segment, rank: usize) -> Option<Self> {
+        // In one order with breaking the group and looking at this word: whoever breaks it sees that we are busy, or we see that it is broken.
+        segment.word(rank, Word::Busy).store(1, Ordering::SeqCst);
+        let this = Self(segment, rank);
+        (!segment.is_broken()).then_some(this)
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.word(self.1, Word::Busy).store(0, Ordering::SeqCst);
+    }
+}
+
+impl SharedCcl {
+    pub(super) fn direct(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<(), CclError> {
+        let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
+        // SAFETY: the ranks are threads of this process and agree on the call, so that the addresses are those of buffers that the call's needs were
+        // checked against; and `busy` keeps them lent.
+        unsafe {
+            match collective.operation {
+                Operation::Allreduce(_) => {
+                    let share = share(bytes, self.rank, self.segment.size());
+                    let outputs = self.announcements.iter().map(|one| one.output as usize as *mut u8);
+                    let outputs: Vec<*mut u8> = outputs.map(|output| output.wrapping_add(share.start)).collect();
+                    self.reduce(collective, share.start, share.len(), &outputs)?;
+                }
+                Operation::ReduceScatter(_) => self.reduce(collective, self.rank * bytes, bytes, &[lent.output])?,
+                operation => {
+                    for from in 0..self.segment.size() {
+                        if let Some((at, to)) = route(operation, bytes, from, self.rank)
+                            && lent.has_output
+                        {
+                            let input = self.announcements[from].input as usize as *const u8;
+                            self.pull(input.wrapping_add(at), lent.output.wrapping_add(to), bytes)?;
+                        }
+                    }
+                }
+            }
+        }
+        drop(busy);
+        let sequence = self.sequence as u32;
+        self.publish(Word::Finished, sequence);
+        for peer in self.peers() {
+            self.wait(self.segment.word(peer, Word::Finished), sequence, peer, Phase::Progress)?;
+        }
+        Ok(())
+    }
+
+    /// Reduces `len` bytes from `at` on of everybody's input, to all `outputs`.
+    ///
+    /// # Safety
+    ///
+    /// The buffers are lent, and no other rank works on these parts of them.
+    unsafe fn reduce(
+        &self,
+        collective: Collective,
+        at: usize,
+        len: usize,
+        outputs: &[*mut u8],
+    ) -> Result<(), CclError> {
+        let Some(op) = collective.operation.reduce_op() else { return Ok(()) };
+        let inputs: Vec<*const u8> = self.announcements.iter().map(|one| one.input as usize as *const u8).collect();
+        let bypass = bypasses(len);
+        let mut sources = inputs.clone();
+        for done in (0..len).step_by(PIECE) {
+            for (source, input) in sources.iter_mut().zip(&inputs) {
+                *source = input.wrapping_add(at + done);
+            }
+            let piece = PIECE.min(len - done);
+            // SAFETY: the caller promises it. An output may be an input: what is written lies where all have been read.
+            unsafe {
+                kernel::reduce(check::numeric(&collective), op, &sources, piece, &mut |offset, block| {
+                    for output in outputs {
+                        kernel::copy(block.as_ptr(), output.add(done + offset), block.len(), bypass);
+                    }
+                });
+            }
+            if self.segment.is_broken() {
+                return Err(self.broken());
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies `len` bytes from another rank's buffer, or from this one's.
+    ///
+    /// # Safety
+    ///
+    /// As [`reduce`](Self::reduce).
+    pub(super) unsafe fn pull(&self, from: *const u8, to: *mut u8, len: usize) -> Result<(), CclError> {
+        // In place, it is there already.
+        if from == to.cast_const() {
+            return Ok(());
+        }
+        for done in (0..len).step_by(PIECE) {
+            // SAFETY: the caller promises it.
+            unsafe { kernel::copy(from.add(done), to.add(done), PIECE.min(len - done), bypasses(len)) };
+            if self.segment.is_broken() {
+                return Err(self.broken());
+            }
+        }
+        Ok(())
+    }
+}

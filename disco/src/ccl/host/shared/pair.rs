@@ -1,0 +1,168 @@
+//! Transfers between two ranks, through the box that the sender has for the receiver.
+//!
+//! The sender offers, the receiver answers, and both see from the two announcements whether they agree. Then the bytes move: in one go between
+//! threads, in chunks through the box between processes.
+
+use std::sync::atomic::Ordering;
+
+use rpc_core::RpcError;
+
+use super::direct::Busy;
+use super::{Phase, SharedCcl};
+use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
+use crate::ccl::host::agreement::{Announcement, MAX_POISON, agree_pair};
+use crate::ccl::host::kernel;
+use crate::ccl::host::plan::bypasses;
+use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
+use crate::ccl::{BreakCause, CclError, Collective, Lent, Rank};
+
+/// What has gone from one rank to another.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Count {
+    transfers: u64,
+    chunks: u32,
+}
+
+impl Count {
+    /// The number of the next transfer.
+    pub(super) fn next(&mut self) -> u64 {
+        self.transfers += 1;
+        self.transfers
+    }
+}
+
+impl SharedCcl {
+    pub(super) fn send(
+        &mut self,
+        to: usize,
+        collective: Collective,
+        lent: Result<Lent, RpcError>,
+    ) -> Result<(), CclError> {
+        self.word(Word::Transfer).store(2 * (to as u32 + 1) + 1, Ordering::Relaxed);
+        let result = self.send_inner(to, collective, lent);
+        self.word(Word::Transfer).store(0, Ordering::Relaxed);
+        result
+    }
+
+    pub(super) fn receive(
+        &mut self,
+        from: usize,
+        collective: Collective,
+        lent: Result<Lent, RpcError>,
+    ) -> Result<(), CclError> {
+        self.word(Word::Transfer).store(2 * (from as u32 + 1), Ordering::Relaxed);
+        let result = self.receive_inner(from, collective, lent);
+        self.word(Word::Transfer).store(0, Ordering::Relaxed);
+        result
+    }
+
+    fn send_inner(&mut self, to: usize, collective: Collective, lent: Result<Lent, RpcError>) -> Result<(), CclError> {
+        let Count { transfers: sequence, chunks: before } = self.sent[to];
+        self.note(self.rank, to, true, collective, sequence, &lent);
+        self.publish_in_box(self.rank, to, BoxWord::Offered, sequence as u32);
+        let answered = self.segment.box_word(self.rank, to, BoxWord::Answered);
+        self.wait(answered, sequence as u32, to, Phase::Entry)?;
+        self.compare(self.rank, to, sequence)?;
+        let (Ok(lent), Some(bytes)) = (lent, collective.bytes()) else { return Err(self.broken()) };
+        let consumed = self.segment.box_word(self.rank, to, BoxWord::Consumed);
+        if self.same_process {
+            self.sent[to].chunks = before.wrapping_add(1);
+            return self.wait(consumed, before.wrapping_add(1), to, Phase::Progress);
+        }
+        let chunks = bytes.div_ceil(PARCEL) as u32;
+        for chunk in 0..chunks {
+            let count = before.wrapping_add(chunk);
+            self.wait(consumed, count.wrapping_add(1).wrapping_sub(PARCELS as u32), to, Phase::Progress)?;
+            let begin = chunk as usize * PARCEL;
+            let len = PARCEL.min(bytes - begin);
+            // SAFETY: in the input; and the receiver has consumed what was in the box before.
+            unsafe { kernel::copy(lent.input.add(begin), self.segment.parcel(self.rank, to, count), len, false) };
+            self.publish_in_box(self.rank, to, BoxWord::Produced, count.wrapping_add(1));
+        }
+        self.sent[to].chunks = before.wrapping_add(chunks);
+        Ok(())
+    }
+
+    fn receive_inner(
+        &mut self,
+        from: usize,
+        collective: Collective,
+        lent: Result<Lent, RpcError>,
+    ) -> Result<(), CclError> {
+        let Count { transfers: sequence, chunks: before } = self.received[from];
+        let offered = self.segment.box_word(from, self.rank, BoxWord::Offered);
+        self.wait(offered, sequence as u32, from, Phase::Entry)?;
+        // The sender waits for our answer, and reads our note then. Its own it keeps until it has.
+        self.note(from, self.rank, false, collective, sequence, &lent);
+        let agreed = self.compare(from, self.rank, sequence);
+        let offer = self.segment.announcement(self.segment.note(from, self.rank, true));
+        self.publish_in_box(from, self.rank, BoxWord::Answered, sequence as u32);
+        agreed?;
+        let (Ok(lent), Some(bytes), Some(offer)) = (lent, collective.bytes(), offer) else { return Err(self.broken()) };
+        if self.same_process {
+            let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
+            // SAFETY: both are threads of this process and agree on the size, and `busy` keeps the sender's buffer lent.
+            unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes)? };
+            drop(busy);
+            self.received[from].chunks = before.wrapping_add(1);
+            self.publish_in_box(from, self.rank, BoxWord::Consumed, before.wrapping_add(1));
+            return Ok(());
+        }
+        let chunks = bytes.div_ceil(PARCEL) as u32;
+        for chunk in 0..chunks {
+            let count = before.wrapping_add(chunk);
+            let produced = self.segment.box_word(from, self.rank, BoxWord::Produced);
+            self.wait(produced, count.wrapping_add(1), from, Phase::Progress)?;
+            let begin = chunk as usize * PARCEL;
+            let len = PARCEL.min(bytes - begin);
+            let parcel = self.segment.parcel(from, self.rank, count);
+            // SAFETY: the sender keeps the box as it is until this rank has consumed it; and the output has room.
+            unsafe { kernel::copy(parcel, lent.output.add(begin), len, bypasses(bytes)) };
+            self.publish_in_box(from, self.rank, BoxWord::Consumed, count.wrapping_add(1));
+        }
+        self.received[from].chunks = before.wrapping_add(chunks);
+        Ok(())
+    }
+
+    /// Writes this rank's announcement into the box.
+    fn note(
+        &self,
+        from: usize,
+        to: usize,
+        by_sender: bool,
+        collective: Collective,
+        sequence: u64,
+        lent: &Result<Lent, RpcError>,
+    ) {
+        let poison = lent.as_ref().err().map_or_else(Vec::new, |cause| poison_to_bytes(cause, MAX_POISON));
+        let poison_len = if lent.is_ok() { 0 } else { poison.len().max(1) as u32 };
+        let announcement = Announcement {
+            collective,
+            sequence,
+            in_place: false,
+            has_output: !by_sender,
+            poison: poison_len,
+            input: lent.as_ref().map_or(0, |lent| lent.input.addr() as u64),
+            output: 0,
+        };
+        self.segment.announce(self.segment.note(from, to, by_sender), &announcement, &poison);
+    }
+
+    /// Whether the two announcements in the box agree.
+    fn compare(&self, from: usize, to: usize, sequence: u64) -> Result<(), CclError> {
+        let places = [true, false].map(|by_sender| self.segment.note(from, to, by_sender));
+        let [Some(sender), Some(receiver)] = places.map(|place| self.segment.announcement(place)) else {
+            let peer = if from == self.rank { to } else { from };
+            return Err(self.break_up(BreakCause::Protocol("its announcement makes no sense".to_owned()), peer));
+        };
+        agree_pair(sequence, (Rank::of(from), &sender), (Rank::of(to), &receiver), |rank| {
+            let (place, len) =
+                if rank.index() == from { (places[0], sender.poison) } else { (places[1], receiver.poison) };
+            poison_from_bytes(&self.segment.poison(place, len))
+        })
+    }
+
+    fn publish_in_box(&self, from: usize, to: usize, word: BoxWord, value: u32) {
+        self.segment.publish(self.segment.box_word(from, to, word), value, self.rank);
+    }
+}

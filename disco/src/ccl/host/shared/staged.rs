@@ -1,0 +1,176 @@
+//! Large collectives between processes: in chunks through the segment, so that a chunk is still in the caches when it is read.
+//!
+//! Every rank counts the chunks that it has produced, reduced and consumed, since the group began and the same number in each collective, so that no
+//! collective has to wait for the end of the one before. Work on a chunk is spread over rounds, one for each step, so that
+//! what a rank waits for is what its peers did a round ago.
+
+use super::{Phase, SharedCcl};
+use crate::ccl::host::plan::{bypasses, is_personal, route, share};
+use crate::ccl::host::segment::{STAGE, STAGES, Word};
+use crate::ccl::host::{check, kernel};
+use crate::ccl::{CclError, Collective, Lent, Operation};
+
+impl SharedCcl {
+    pub(super) fn staged(&mut self, collective: Collective, bytes: usize, lent: Lent) -> Result<(), CclError> {
+        let chunks = match collective.operation {
+            Operation::Allreduce(_) => self.staged_allreduce(collective, bytes, lent),
+            _ => self.staged_exchange(collective, bytes, lent),
+        }?;
+        self.chunks = self.chunks.wrapping_add(chunks);
+        Ok(())
+    }
+
+    /// Waits until all others have come to `target`.
+    fn wait_for_all(&self, word: Word, target: u32) -> Result<(), CclError> {
+        for peer in self.peers() {
+            self.wait(self.segment.word(peer, word), target, peer, Phase::Progress)?;
+        }
+        Ok(())
+    }
+
+    /// Each rank reduces its share of each chunk, for all.
+    fn staged_allreduce(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
+        let size = self.segment.size();
+        let Some(op) = collective.operation.reduce_op() else { return Ok(0) };
+        // Each stage has a part for each rank. The owner's stays free for its result.
+        let part = STAGE / size / 64 * 64;
+        let chunks = share(bytes, 0, size).len().div_ceil(part) as u32;
+        // Where the chunk of a rank's share begins, and how long it is.
+        let piece = |owner: usize, chunk: u32| {
+            let share = share(bytes, owner, size);
+            let begin = (share.start + chunk as usize * part).min(share.end);
+            (begin, part.min(share.end - begin))
+        };
+        let stage = |rank: usize, chunk: u32, owner: usize| {
+            self.segment.stage(rank, self.chunks.wrapping_add(chunk)).wrapping_add(owner * part)
+        };
+        let bypass = bypasses(bytes);
+        let mut sources = vec![std::ptr::null(); size];
+        for round in 0..chunks + 2 {
+            let count = self.chunks.wrapping_add(round);
+            if round < chunks {
+                self.wait_for_all(Word::Consumed, count.wrapping_add(1).wrapping_sub(STAGES as u32))?;
+                for owner in self.peers() {
+                    let (begin, len) = piece(owner, round);
+                    // SAFETY: `begin..begin + len` lies in the input, and the stage is this rank's to write, because everybody has consumed what was
+                    // in it before.
+                    unsafe { kernel::copy(lent.input.add(begin), stage(self.rank, round, owner), len, false) };
+                }
+                self.publish(Word::Produced, count.wrapping_add(1));
+            }
+            if let Some(chunk) = round.checked_sub(1).filter(|chunk| *chunk < chunks) {
+                self.wait_for_all(Word::Produced, count)?;
+                let (begin, len) = piece(self.rank, chunk);
+                for (rank, source) in sources.iter_mut().enumerate() {
+                    *source = stage(rank, chunk, self.rank).cast_const();
+                }
+                sources[self.rank] = lent.input.wrapping_add(begin);
+                let result = stage(self.rank, chunk, self.rank);
+                // SAFETY: the others' parts were produced, the result's part is nobody's source, and the output is this rank's. It may be its input: what
+                // is written lies where it was read.
+                unsafe {
+                    kernel::reduce(check::numeric(&collective), op, &sources, len, &mut |at, block| {
+                        kernel::copy(block.as_ptr(), result.add(at), block.len(), false);
+                        kernel::copy(block.as_ptr(), lent.output.add(begin + at), block.len(), bypass);
+                    });
+                }
+                self.publish(Word::Reduced, count);
+            }
+            if let Some(chunk) = round.checked_sub(2) {
+                for owner in self.peers() {
+                    let (begin, len) = piece(owner, chunk);
+                    let reduced = self.segment.word(owner, Word::Reduced);
+                    self.wait(reduced, count.wrapping_sub(1), owner, Phase::Progress)?;
+                    // SAFETY: the owner has put its result there and keeps it until this rank has consumed it; and in place, this
+                    // part of the input was produced two rounds ago.
+                    unsafe { kernel::copy(stage(owner, chunk, owner), lent.output.add(begin), len, bypass) };
+                }
+                self.publish(Word::Consumed, count.wrapping_sub(1));
+            }
+        }
+        Ok(chunks)
+    }
+
+    /// Everything else: each rank puts what others need into its stages, and takes what it needs from theirs.
+    fn staged_exchange(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
+        let size = self.segment.size();
+        let operation = collective.operation;
+        let personal = is_personal(operation);
+        let part = if personal { STAGE / size / 64 * 64 } else { STAGE };
+        let chunks = bytes.div_ceil(part) as u32;
+        let piece = |chunk: u32| {
+            let begin = chunk as usize * part;
+            (begin, part.min(bytes - begin))
+        };
+        let stage = |rank: usize, chunk: u32, to: usize| {
+            let stage = self.segment.stage(rank, self.chunks.wrapping_add(chunk));
+            if personal { stage.wrapping_add(to * part) } else { stage }
+        };
+        // The others' parts of this rank's input, each once.
+        let mut sends: Vec<(usize, usize)> =
+            self.peers().filter_map(|to| Some((to, route(operation, bytes, self.rank, to)?.0))).collect();
+        if !personal {
+            sends.truncate(1);
+        }
+        let receives: Vec<(usize, usize)> =
+            self.peers().filter_map(|from| Some((from, route(operation, bytes, from, self.rank)?.1))).collect();
+        let end = self.chunks.wrapping_add(chunks);
+        if sends.is_empty() {
+            self.publish(Word::Produced, end);
+        }
+        if receives.is_empty() {
+            self.publish(Word::Consumed, end);
+        }
+        self.publish(Word::Reduced, end);
+        let bypass = bypasses(bytes);
+        let own = route(operation, bytes, self.rank, self.rank).filter(|_| lent.has_output);
+        if let (Some((at, to)), None) = (own, operation.reduce_op()) {
+            let (from, to) = (lent.input.wrapping_add(at), lent.output.wrapping_add(to));
+            if from != to.cast_const() {
+                // SAFETY: both are this rank's, and do not overlap.
+                unsafe { kernel::copy(from, to, bytes, bypass) };
+            }
+        }
+        let mut sources = vec![std::ptr::null(); size];
+        for round in 0..=chunks {
+            let count = self.chunks.wrapping_add(round);
+            if round < chunks && !sends.is_empty() {
+                self.wait_for_all(Word::Consumed, count.wrapping_add(1).wrapping_sub(STAGES as u32))?;
+                let (begin, len) = piece(round);
+                for &(to, at) in &sends {
+                    // SAFETY: as in an allreduce.
+                    unsafe { kernel::copy(lent.input.add(at + begin), stage(self.rank, round, to), len, false) };
+                }
+                self.publish(Word::Produced, count.wrapping_add(1));
+            }
+            // A rank alone receives nothing, and still has its own contribution.
+            let takes_part = !receives.is_empty() || operation.reduce_op().is_some();
+            let Some(chunk) = round.checked_sub(1).filter(|_| takes_part) else { continue };
+            let (begin, len) = piece(chunk);
+            for &(from, to) in &receives {
+                self.wait(self.segment.word(from, Word::Produced), count, from, Phase::Progress)?;
+                if operation.reduce_op().is_none() && lent.has_output {
+                    // SAFETY: the sender keeps its stage until this rank has consumed it; and in place, this part of the input was
+                    // produced a round ago.
+                    unsafe {
+                        kernel::copy(stage(from, chunk, self.rank), lent.output.add(to + begin), len, bypass);
+                    }
+                }
+            }
+            if let Some(op) = operation.reduce_op() {
+                for (rank, source) in sources.iter_mut().enumerate() {
+                    *source = stage(rank, chunk, self.rank).cast_const();
+                }
+                sources[self.rank] = lent.input.wrapping_add(self.rank * bytes + begin);
+                // SAFETY: as above; in place, the output is this rank's part of the input, which nobody else needs.
+                unsafe {
+                    kernel::reduce(check::numeric(&collective), op, &sources, len, &mut |at, block| {
+                        kernel::copy(block.as_ptr(), lent.output.add(begin + at), block.len(), bypass);
+                    });
+                }
+            }
+            self.publish(Word::Consumed, count);
+        }
+        Ok(chunks)
+    }
+}

@@ -1,0 +1,523 @@
+//! The communicator of ranks that are connected by sockets, each with each.
+//!
+//! A collective begins with an announcement to everybody, to which small inputs are attached, as in shared memory. Large data follows straight from and into
+//! the buffers. An allreduce sends each rank the others' contributions to its share, and each rank sends its reduced share to all: the bytes
+//! of a ring, in two steps rather than `2 × (n − 1)`, and with one rounding. A broadcast goes in shares too, which those who get them pass on.
+
+mod flow;
+mod join;
+mod link;
+
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use rpc_core::RpcError;
+
+pub use self::join::{Address, Listener, SessionKey};
+use self::link::{FrameKind, Link};
+use super::agreement::{Announcement, LEN, MAX_POISON, agree, agree_pair};
+use super::plan::{has_input, input_bytes, route, travels_inline};
+use super::{Options, check, kernel};
+use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
+use crate::ccl::{
+    BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation, Rank, Recorder,
+};
+
+/// The longest sleep between two looks at the clock.
+const SLEEP: Duration = Duration::from_millis(100);
+
+/// How often a rank looks at its sockets before it sleeps.
+const LOOKS: u32 = 60;
+
+/// The longest breakdown that is sent, in bytes.
+const BREAKDOWN_ROOM: usize = 4096;
+
+/// How long a rank that breaks the group tries to tell the others.
+const FAREWELL: Duration = Duration::from_millis(300);
+
+/// One rank of a group over sockets.
+struct StreamCcl {
+    rank: usize,
+    size: usize,
+    options: Options,
+    shared: Arc<Shared>,
+    looks: u32,
+    sequence: u64,
+    sent: Vec<u64>,
+    received: Vec<u64>,
+}
+
+/// What the communicator shares with its [`Control`].
+struct Shared {
+    rank: usize,
+    /// Held by the communicator during a call, and else by whoever aborts.
+    links: Mutex<Links>,
+    broken: OnceLock<Arc<Breakdown>>,
+    recorder: Recorder,
+    /// The last collective that each rank has announced to this one.
+    announced: Vec<AtomicU64>,
+    /// A byte in it wakes the communicator.
+    waker: UnixStream,
+}
+
+/// The connections of one rank.
+struct Links {
+    /// In the order of ranks; `None` at this rank's own place.
+    peers: Vec<Option<Link>>,
+    wake: UnixStream,
+}
+
+impl Links {
+    fn each(&mut self) -> impl Iterator<Item = (usize, &mut Link)> {
+        self.peers.iter_mut().enumerate().filter_map(|(rank, link)| Some((rank, link.as_mut()?)))
+    }
+
+    /// Sleeps until a socket is ready for what its link wants, somebody wakes the rank, or for [`SLEEP`].
+    fn sleep(&mut self) {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+        let links = self.peers.iter().flatten().filter_map(|link| {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, link.wants_input());
+            flags.set(PollFlags::OUT, link.wants_output());
+            (!flags.is_empty()).then(|| PollFd::from_borrowed_fd(link.socket(), flags))
+        });
+        let mut files: Vec<_> = links.chain([PollFd::new(&self.wake, PollFlags::IN)]).collect();
+        let at_most = Timespec { tv_sec: 0, tv_nsec: SLEEP.subsec_nanos().into() };
+        // Interrupted or not, the caller looks for itself.
+        _ = poll(&mut files, Some(&at_most));
+    }
+
+    /// Tells everybody that the group is broken, as far as that is possible now.
+    fn bid_farewell(&mut self, breakdown: &Breakdown) {
+        let bytes = breakdown.to_bytes(BREAKDOWN_ROOM);
+        for (_, link) in self.each() {
+            link.say_last(FrameKind::Abort, &bytes);
+        }
+        let began = Instant::now();
+        loop {
+            for (_, link) in self.each() {
+                link.write();
+            }
+            if !self.peers.iter().flatten().any(Link::wants_output) || began.elapsed() >= FAREWELL {
+                return;
+            }
+            self.sleep();
+        }
+    }
+}
+
+impl Shared {
+    /// Breaks the group, unless it is broken, and says how it is.
+    fn break_up(&self, links: &mut Links, cause: BreakCause, rank: usize) -> CclError {
+        let breakdown = Arc::new(self.breakdown(cause, rank));
+        if self.broken.set(Arc::clone(&breakdown)).is_ok() {
+            tracing::error!(rank = self.rank, %breakdown, "a group of collectives is broken");
+        }
+        self.end(links)
+    }
+
+    /// Tells the others, if they have not been told, and gives the error. The group is broken.
+    fn end(&self, links: &mut Links) -> CclError {
+        let breakdown = self.broken.get_or_init(|| Arc::new(self.breakdown(BreakCause::Left, self.rank)));
+        links.bid_farewell(breakdown);
+        CclError::Broken(Arc::clone(breakdown))
+    }
+
+    fn breakdown(&self, cause: BreakCause, rank: usize) -> Breakdown {
+        let flight = self.recorder.last().filter(|flight| flight.took.is_none());
+        Breakdown {
+            cause,
+            rank: Rank::of(rank),
+            noticed_by: Rank::of(self.rank),
+            during: flight.map_or_else(String::new, |flight| format!("{} #{}", flight.collective, flight.sequence)),
+            flights: self.describe(),
+        }
+    }
+
+    fn describe(&self) -> String {
+        use std::fmt::Write as _;
+
+        let announced: Vec<u64> = self.announced.iter().map(|one| one.load(Ordering::Relaxed)).collect();
+        let ahead = announced.iter().copied().max().unwrap_or(0);
+        let mut text = String::new();
+        for (rank, announced) in announced.into_iter().enumerate() {
+            _ = match self.recorder.last().filter(|_| rank == self.rank) {
+                Some(flight) => writeln!(text, "rank {rank}: {flight}"),
+                None if announced == ahead => writeln!(text, "rank {rank}: has entered #{announced}"),
+                None => writeln!(text, "rank {rank}: never entered #{ahead}; its last one was #{announced}"),
+            };
+        }
+        text
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Links> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl StreamCcl {
+    fn new(rank: usize, peers: Vec<Option<Link>>, options: Options) -> Result<Self, RpcError> {
+        let size = peers.len();
+        let (waker, wake) = UnixStream::pair()?;
+        waker.set_nonblocking(true)?;
+        wake.set_nonblocking(true)?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let crowded = options.ranks_on_machine.unwrap_or(size) > cores;
+        Ok(Self {
+            rank,
+            size,
+            looks: if crowded { LOOKS / 4 } else { LOOKS },
+            options,
+            shared: Arc::new(Shared {
+                rank,
+                links: Mutex::new(Links { peers, wake }),
+                broken: OnceLock::new(),
+                recorder: Recorder::default(),
+                announced: (0..size).map(|_| AtomicU64::new(0)).collect(),
+                waker,
+            }),
+            sequence: 0,
+            sent: vec![0; size],
+            received: vec![0; size],
+        })
+    }
+
+    /// Moves bytes until `step` says that it is done. `step` is called after each movement, and says which rank it waits for and whether that one has
+    /// entered the call.
+    fn drive(
+        &self,
+        links: &mut Links,
+        mut step: impl FnMut(&mut Links) -> Result<Step, Fault>,
+    ) -> Result<(), CclError> {
+        let mut looks = 0;
+        let mut since = Instant::now();
+        loop {
+            let mut moved = false;
+            for (rank, link) in links.each() {
+                // A peer's last word before anything that would fail because it has gone.
+                moved |= link.read();
+                moved |= link.write();
+                if let Some(bytes) = link.abort() {
+                    let told = Breakdown::from_bytes(bytes);
+                    let told = told.unwrap_or_else(|| self.shared.breakdown(BreakCause::Left, rank));
+                    _ = self.shared.broken.set(Arc::new(told));
+                }
+            }
+            let (waits_for, has_entered) = match step(links) {
+                // Even if the group is broken by now: this call has all that it needs.
+                Ok(Step::Done) => return Ok(()),
+                Ok(Step::Moved) => {
+                    (looks, since) = (0, Instant::now());
+                    continue;
+                }
+                _ if self.shared.broken.get().is_some() => return Err(self.shared.end(links)),
+                Ok(Step::Waits { peer, has_entered }) => (peer, has_entered),
+                Err(Fault(cause, rank)) => return Err(self.shared.break_up(links, cause, rank)),
+            };
+            if moved {
+                (looks, since) = (0, Instant::now());
+                continue;
+            }
+            if let Some(text) = links.peers[waits_for].as_ref().and_then(Link::gone) {
+                let cause = if text.is_empty() { BreakCause::Left } else { BreakCause::Link(text.to_owned()) };
+                return Err(self.shared.break_up(links, cause, waits_for));
+            }
+            if looks < self.looks {
+                looks += 1;
+                std::thread::yield_now();
+                continue;
+            }
+            links.sleep();
+            let (limit, late) = if has_entered {
+                (Some(self.options.stall_timeout), BreakCause::Silent)
+            } else {
+                (self.options.entry_timeout, BreakCause::NeverEntered)
+            };
+            if limit.is_some_and(|limit| since.elapsed() >= limit) {
+                return Err(self.shared.break_up(links, late, waits_for));
+            }
+        }
+    }
+
+    /// A collective of all ranks.
+    fn collective(
+        &self,
+        links: &mut Links,
+        collective: Collective,
+        lent: Result<Lent, RpcError>,
+    ) -> Result<(), CclError> {
+        let bytes = collective.bytes().unwrap_or(0);
+        let inline = travels_inline(collective.operation, bytes, self.size);
+        let input_len = input_bytes(collective.operation, bytes, self.size);
+        let mut own = announcement(collective, self.sequence, &lent);
+        if let Ok(lent) = &lent
+            && inline
+            && has_input(collective.operation, self.rank)
+        {
+            // SAFETY: `lent` has that many bytes, and nobody writes to them during the call.
+            own.extend_from_slice(unsafe { std::slice::from_raw_parts(lent.input, input_len) });
+        }
+        for (_, link) in links.each() {
+            link.say(FrameKind::Announcement, &own);
+        }
+        let mut notes: Vec<Option<Vec<u8>>> = vec![None; self.size];
+        notes[self.rank] = Some(own);
+        self.shared.announced[self.rank].store(self.sequence, Ordering::Relaxed);
+        self.drive(links, |links| {
+            for (rank, link) in links.each() {
+                if notes[rank].is_some() {
+                    continue;
+                }
+                match link.take_note() {
+                    Some((FrameKind::Announcement, note)) => {
+                        self.shared.announced[rank].store(self.sequence, Ordering::Relaxed);
+                        notes[rank] = Some(note);
+                    }
+                    Some((_, note)) => return Err(out_of_order(rank, &note, self.rank, collective)),
+                    None => {}
+                }
+            }
+            let missing = notes.iter().position(Option::is_none);
+            // What is said has to be on its way too, before this rank goes away to compute.
+            let unsaid = links.each().find(|(_, link)| link.wants_output() && link.gone().is_none());
+            Ok(match (missing, unsaid) {
+                (Some(peer), _) => Step::Waits { peer, has_entered: false },
+                (None, Some((peer, _))) => Step::Waits { peer, has_entered: true },
+                (None, None) => Step::Done,
+            })
+        })?;
+        let notes: Vec<Vec<u8>> = notes.into_iter().flatten().collect();
+        let mut announcements = Vec::with_capacity(self.size);
+        for (rank, note) in notes.iter().enumerate() {
+            match parse(note).filter(|one| one.sequence == self.sequence) {
+                Some(announcement) => announcements.push(announcement),
+                None => {
+                    let cause = BreakCause::Protocol("its announcement makes no sense".to_owned());
+                    return Err(self.shared.break_up(links, cause, rank));
+                }
+            }
+        }
+        agree(self.sequence, &announcements, |rank| poison_of(&notes[rank.index()]))?;
+        let Ok(lent) = lent else { return Err(self.shared.end(links)) };
+        if inline {
+            // All are in this same call, and so have as much to bring.
+            let is_short = |rank: usize| has_input(collective.operation, rank) && notes[rank].len() != LEN + input_len;
+            if let Some(rank) = (0..self.size).find(|rank| is_short(*rank)) {
+                let cause = BreakCause::Protocol("its input is not as long as it should be".to_owned());
+                return Err(self.shared.break_up(links, cause, rank));
+            }
+            self.small(collective, bytes, lent, &notes);
+            Ok(())
+        } else {
+            self.large(links, collective, bytes, lent)
+        }
+    }
+
+    /// Every rank does all the work for itself.
+    fn small(&self, collective: Collective, bytes: usize, lent: Lent, notes: &[Vec<u8>]) {
+        // Nobody is poisoned, so that inputs follow the announcements at once.
+        let input = |rank: usize| notes[rank][LEN..].as_ptr();
+        let skipped = match collective.operation {
+            Operation::ReduceScatter(_) => self.rank * bytes,
+            _ => 0,
+        };
+        match collective.operation.reduce_op() {
+            Some(op) => {
+                let sources: Vec<*const u8> = (0..self.size).map(|rank| input(rank).wrapping_add(skipped)).collect();
+                // SAFETY: every note was found to hold its whole input; results go to `lent` alone.
+                unsafe {
+                    kernel::reduce(check::numeric(&collective), op, &sources, bytes, &mut |at, block| {
+                        kernel::copy(block.as_ptr(), lent.output.add(at), block.len(), false);
+                    });
+                }
+            }
+            None => {
+                for from in 0..self.size {
+                    if let Some((at, to)) = route(collective.operation, bytes, from, self.rank)
+                        && lent.has_output
+                    {
+                        // SAFETY: as above.
+                        unsafe { kernel::copy(input(from).add(at), lent.output.add(to), bytes, false) };
+                    }
+                }
+            }
+        }
+    }
+
+    /// A transfer between two ranks: an offer, an answer, the bytes.
+    fn transfer(
+        &self,
+        links: &mut Links,
+        peer: usize,
+        collective: Collective,
+        sequence: u64,
+        lent: Result<Lent, RpcError>,
+    ) -> Result<(), CclError> {
+        let is_send = matches!(collective.operation, Operation::Send { .. });
+        let own = announcement(collective, sequence, &lent);
+        let (ours, theirs) =
+            if is_send { (FrameKind::Offer, FrameKind::Answer) } else { (FrameKind::Answer, FrameKind::Offer) };
+        if let Some(link) = &mut links.peers[peer] {
+            link.say(ours, &own);
+        }
+        let mut note = None;
+        self.drive(links, |links| {
+            let Some(link) = &mut links.peers[peer] else { return Ok(Step::Done) };
+            if note.is_none() {
+                note = match link.take_note() {
+                    Some((kind, note)) if kind == theirs => Some(note),
+                    Some((_, note)) => return Err(out_of_order(peer, &note, self.rank, collective)),
+                    None => None,
+                };
+            }
+            let done = note.is_some() && !link.wants_output();
+            Ok(if done { Step::Done } else { Step::Waits { peer, has_entered: note.is_some() } })
+        })?;
+        let note = note.unwrap_or_default();
+        let Some((ours, theirs)) = parse(&own).zip(parse(&note)) else {
+            let cause = BreakCause::Protocol("its announcement makes no sense".to_owned());
+            return Err(self.shared.break_up(links, cause, peer));
+        };
+        let (us, them) = ((Rank::of(self.rank), &ours), (Rank::of(peer), &theirs));
+        let (sender, receiver) = if is_send { (us, them) } else { (them, us) };
+        agree_pair(sequence, sender, receiver, |rank| poison_of(if rank.index() == self.rank { &own } else { &note }))?;
+        let (Ok(lent), Some(bytes)) = (lent, collective.bytes()) else { return Err(self.shared.end(links)) };
+        self.move_between_two(links, peer, is_send, bytes, lent)
+    }
+}
+
+/// What a step of a call has come to.
+enum Step {
+    Done,
+    /// There is more to do at once.
+    Moved,
+    Waits {
+        peer: usize,
+        has_entered: bool,
+    },
+}
+
+/// What a rank did that breaks the group.
+struct Fault(BreakCause, usize);
+
+/// A rank is in another kind of call than this one can agree or disagree with: it has no place for the other's word.
+fn out_of_order(rank: usize, note: &[u8], own: usize, collective: Collective) -> Fault {
+    let theirs = parse(note).map_or_else(|| "something else".to_owned(), |one| one.collective.to_string());
+    Fault(BreakCause::Protocol(format!("it is in {theirs}, and rank {own} is in {collective}")), rank)
+}
+
+/// The announcement of a call, followed by the cause of poison, if there is one.
+fn announcement(collective: Collective, sequence: u64, lent: &Result<Lent, RpcError>) -> Vec<u8> {
+    let poison = lent.as_ref().err().map_or_else(Vec::new, |cause| poison_to_bytes(cause, MAX_POISON));
+    let announcement = Announcement {
+        collective,
+        sequence,
+        in_place: lent.as_ref().is_ok_and(|lent| lent.in_place),
+        has_output: lent.as_ref().is_ok_and(|lent| lent.has_output),
+        poison: if lent.is_ok() { 0 } else { poison.len().max(1) as u32 },
+        input: 0,
+        output: 0,
+    };
+    let mut bytes = announcement.to_bytes().to_vec();
+    bytes.extend_from_slice(&poison);
+    bytes
+}
+
+fn parse(note: &[u8]) -> Option<Announcement> {
+    Announcement::from_bytes(note.first_chunk::<LEN>()?)
+}
+
+fn poison_of(note: &[u8]) -> RpcError {
+    poison_from_bytes(&note[LEN..])
+}
+
+impl Ccl for StreamCcl {
+    fn rank(&self) -> Rank {
+        Rank::of(self.rank)
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn epoch(&self) -> u64 {
+        self.options.epoch
+    }
+
+    fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
+        if let Some(breakdown) = self.shared.broken.get() {
+            return Err(CclError::Broken(Arc::clone(breakdown)));
+        }
+        let lent = check::lend(&collective, &data, self.rank(), self.size);
+        let peer = check::transfer(&collective, self.rank(), self.size);
+        let sequence = match (peer, collective.operation) {
+            (Some(peer), Operation::Send { .. }) => &mut self.sent[peer],
+            (Some(peer), _) => &mut self.received[peer],
+            (None, Operation::Send { .. } | Operation::Recv { .. }) => &mut 0,
+            (None, _) => &mut self.sequence,
+        };
+        *sequence += 1;
+        let sequence = *sequence;
+        let shared = Arc::clone(&self.shared);
+        shared.recorder.enter(sequence, collective);
+        let mut links = shared.lock();
+        let result = match (peer, collective.operation) {
+            (Some(peer), _) => self.transfer(&mut links, peer, collective, sequence, lent),
+            (None, Operation::Send { .. } | Operation::Recv { .. }) => {
+                check::no_such_peer(&collective, self.rank(), sequence)
+            }
+            (None, _) => self.collective(&mut links, collective, lent),
+        };
+        if result.as_ref().is_err_and(CclError::is_broken) {
+            links.each().for_each(|(_, link)| link.forget_buffers());
+        }
+        drop(links);
+        shared.recorder.leave(&result);
+        result
+    }
+
+    fn control(&self) -> Arc<dyn Control> {
+        Arc::clone(&self.shared) as Arc<dyn Control>
+    }
+}
+
+impl Drop for StreamCcl {
+    fn drop(&mut self) {
+        let mut links = self.shared.lock();
+        for (_, link) in links.each() {
+            link.say_last(FrameKind::Leave, &[]);
+            link.write();
+        }
+        links.peers.clear();
+    }
+}
+
+impl Control for Shared {
+    fn abort(&self, reason: &str) {
+        let breakdown = self.breakdown(BreakCause::Aborted(reason.to_owned()), self.rank);
+        if self.broken.set(Arc::new(breakdown)).is_err() {
+            return;
+        }
+        match self.links.try_lock() {
+            Ok(mut links) => _ = self.end(&mut links),
+            Err(TryLockError::Poisoned(links)) => _ = self.end(&mut links.into_inner()),
+            // The communicator is in a call, and tells the others itself. If the byte does not fit, there are some there already.
+            Err(TryLockError::WouldBlock) => _ = std::io::Write::write(&mut &self.waker, &[1]),
+        }
+    }
+
+    fn broken(&self) -> Option<Arc<Breakdown>> {
+        self.broken.get().cloned()
+    }
+
+    fn flights(&self) -> Vec<Flight> {
+        self.recorder.flights()
+    }
+
+    fn describe(&self) -> String {
+        Self::describe(self)
+    }
+}

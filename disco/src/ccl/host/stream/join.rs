@@ -1,0 +1,445 @@
+//! How ranks find and recognise each other: addresses, the session's key, and the handshake of a data connection.
+//!
+//! The higher rank dials the lower one. All integers are little-endian.
+//!
+//! | who | what |
+//! | --- | --- |
+//! | dialler | `"DCCL"`, version `u16`, zero `u16`, size `u32`, dialler `u32`, acceptor `u32`, epoch `u64`, nonce (32 bytes) |
+//! | acceptor | status `u8` (0 go on, 1 another epoch, 2 another group), nonce (32 bytes) |
+//! | dialler | HMAC-SHA-256 under the session's key over `"disco data 1: dialler"`, the hello and the acceptor's nonce |
+//! | acceptor | status `u8` (0 welcome, 3 not proven), HMAC likewise over `"disco data 1: acceptor"` and the same |
+//!
+//! A connection thus proves the session (whose key it is), the epoch and both ranks, in both directions; what another epoch left behind cannot
+//! be taken for this one's. It is neither encrypted nor protected after that.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use ring::hmac;
+use ring::rand::{SecureRandom, SystemRandom};
+use rpc_core::{ErrorKind, RpcError};
+use serde::{Deserialize, Serialize};
+
+use super::link::{Link, Socket};
+use super::{Options, StreamCcl};
+use crate::ccl::{Ccl, Rank};
+
+const HELLO: usize = 60;
+const NONCE: usize = 32;
+const VERSION: u16 = 1;
+/// How long the other side of a handshake may take for a message.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Between two attempts to reach a rank that is not there yet.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Handshakes at a time. More connections wait in the listener's queue.
+const MAX_HANDSHAKES: usize = 64;
+
+const GO_ON: u8 = 0;
+const OTHER_EPOCH: u8 = 1;
+const OTHER_GROUP: u8 = 2;
+const NOT_PROVEN: u8 = 3;
+
+/// Where a rank listens for the data of others.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Address {
+    /// A TCP address.
+    Tcp(SocketAddr),
+    /// The path of a Unix socket.
+    Unix(PathBuf),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => write!(f, "tcp://{address}"),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// What the ranks of one session know and nobody else: their data connections are made under it. `Debug` does not show it.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct SessionKey([u8; 32]);
+
+impl SessionKey {
+    /// 256 random bits.
+    ///
+    /// # Errors
+    ///
+    /// The system has no random numbers.
+    pub fn generate() -> Result<Self, RpcError> {
+        random().map(Self)
+    }
+}
+
+impl fmt::Debug for SessionKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SessionKey(..)")
+    }
+}
+
+/// Where one rank can be reached, before the group is made and each time that it is made anew.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Bound,
+    address: Address,
+}
+
+#[derive(Debug)]
+enum Bound {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+impl Listener {
+    /// Listens at `address`. Port 0 becomes a free one; a Unix socket's path must not exist, and is removed when this is dropped.
+    ///
+    /// # Errors
+    ///
+    /// Those of the system.
+    pub fn bind(address: &Address) -> Result<Self, RpcError> {
+        let named = |error: io::Error| RpcError::from(error).context(format!("cannot listen at {address}"));
+        let (socket, address) = match address {
+            Address::Tcp(wanted) => {
+                let socket = TcpListener::bind(wanted).map_err(named)?;
+                socket.set_nonblocking(true)?;
+                let address = Address::Tcp(socket.local_addr()?);
+                (Bound::Tcp(socket), address)
+            }
+            Address::Unix(path) => {
+                let socket = UnixListener::bind(path).map_err(named)?;
+                socket.set_nonblocking(true)?;
+                (Bound::Unix(socket), address.clone())
+            }
+        };
+        Ok(Self { socket, address })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Makes the group: connects with every other rank, and waits until all have. `addresses` are those of all ranks, in their order; this rank's
+    /// own is not used. All ranks give the same key, [`Options::epoch`] and number of addresses; connections that do not are refused.
+    ///
+    /// # Errors
+    ///
+    /// * [`ErrorKind::DeadlineExceeded`]: some ranks were not there within [`Options::join_timeout`]; the message names them.
+    /// * [`ErrorKind::Unauthenticated`]: a rank has another key.
+    pub fn join(
+        &self,
+        rank: Rank,
+        addresses: &[Address],
+        key: &SessionKey,
+        options: &Options,
+    ) -> Result<Box<dyn Ccl>, RpcError> {
+        if rank.index() >= addresses.len() {
+            return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {}", addresses.len())));
+        }
+        let group = Group { rank: rank.0, size: addresses.len() as u32, epoch: options.epoch, key };
+        let until = Instant::now() + options.join_timeout;
+        let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
+        let (below, above) = links.split_at_mut(rank.index());
+        std::thread::scope(|scope| {
+            // Others dial us while we dial others, so that nobody waits in a circle.
+            let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until));
+            let dialling = below.iter_mut().zip(addresses).enumerate().try_for_each(|(peer, (link, address))| {
+                *link = Some(group.dial(peer as u32, address, until)?);
+                Ok::<_, RpcError>(())
+            });
+            let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            dialling.and(accepted)
+        })?;
+        Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone())?))
+    }
+
+    /// Takes one connection from each rank above this one. Each handshake has a thread, so that a stranger who says nothing holds up nobody.
+    fn accept_all(&self, group: &Group<'_>, links: &mut [Option<Link>], until: Instant) -> Result<(), RpcError> {
+        std::thread::scope(|scope| {
+            let (sender, receiver) = mpsc::channel();
+            let mut handshakes = 0;
+            while let Some(missing) = links.iter().position(Option::is_none) {
+                while let Ok(finished) = receiver.try_recv() {
+                    handshakes -= 1;
+                    let Some((peer, link)) = finished else { continue };
+                    let place: Option<&mut Option<Link>> = links.get_mut((peer - group.rank - 1) as usize);
+                    if let Some(place) = place.filter(|place| place.is_none()) {
+                        *place = Some(link);
+                    }
+                }
+                let accepted = if handshakes < MAX_HANDSHAKES { self.accept()? } else { None };
+                if let Some(stream) = accepted {
+                    handshakes += 1;
+                    let sender = sender.clone();
+                    scope.spawn(move || {
+                        let welcomed = group.welcome(stream);
+                        if let Err(error) = &welcomed {
+                            tracing::warn!(rank = group.rank, %error, "a data connection was refused");
+                        }
+                        // Nobody listens any more when all others have come.
+                        _ = sender.send(welcomed.ok());
+                    });
+                    continue;
+                }
+                if Instant::now() >= until {
+                    let missing: Vec<String> = (missing..links.len())
+                        .filter(|at| links[*at].is_none())
+                        .map(|at| (group.rank as usize + 1 + at).to_string())
+                        .collect();
+                    let text = format!("rank {} did not connect to rank {}", missing.join(", "), group.rank);
+                    return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+                }
+                if links.iter().any(Option::is_none) {
+                    self.await_connection(if handshakes > 0 { Duration::from_millis(1) } else { PAUSE });
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn accept(&self) -> io::Result<Option<Stream>> {
+        let accepted = match &self.socket {
+            Bound::Tcp(socket) => socket.accept().map(|(stream, _)| Stream::Tcp(stream)),
+            Bound::Unix(socket) => socket.accept().map(|(stream, _)| Stream::Unix(stream)),
+        };
+        match accepted {
+            Ok(stream) => Ok(Some(stream)),
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn await_connection(&self, at_most: Duration) {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+        let file = match &self.socket {
+            Bound::Tcp(socket) => PollFd::new(socket, PollFlags::IN),
+            Bound::Unix(socket) => PollFd::new(socket, PollFlags::IN),
+        };
+        let at_most = Timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
+        _ = poll(&mut [file], Some(&at_most));
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Address::Unix(path) = &self.address {
+            _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// What both sides of a handshake have to agree on.
+struct Group<'a> {
+    rank: u32,
+    size: u32,
+    epoch: u64,
+    key: &'a SessionKey,
+}
+
+/// Why an attempt to connect has failed.
+enum Failure {
+    /// The rank may be there later.
+    Transient(String),
+    Final(RpcError),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Transient(error.to_string())
+    }
+}
+
+impl Group<'_> {
+    /// Connects to `peer`, however often that takes.
+    fn dial(&self, peer: u32, address: &Address, until: Instant) -> Result<Link, RpcError> {
+        loop {
+            let text = match self.try_dial(peer, address) {
+                Ok(link) => return Ok(link),
+                Err(Failure::Final(error)) => return Err(error),
+                Err(Failure::Transient(text)) => text,
+            };
+            if Instant::now() >= until {
+                let text = format!("rank {} cannot reach rank {peer} at {address}: {text}", self.rank);
+                return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn try_dial(&self, peer: u32, address: &Address) -> Result<Link, Failure> {
+        let mut stream = match address {
+            Address::Tcp(address) => Stream::Tcp(TcpStream::connect_timeout(address, PATIENCE)?),
+            Address::Unix(path) => Stream::Unix(UnixStream::connect(path)?),
+        };
+        stream.set_patience(Some(PATIENCE))?;
+        let hello = self.hello(peer, &random().map_err(Failure::Final)?);
+        stream.write_all(&hello)?;
+        let mut answer = [0; 1 + NONCE];
+        stream.read_exact(&mut answer)?;
+        match answer[0] {
+            GO_ON => {}
+            OTHER_EPOCH => return Err(Failure::Transient("it is in another epoch".to_owned())),
+            _ => return Err(Failure::Final(self.refused(peer, "it is in another group"))),
+        }
+        stream.write_all(self.prove(BY_DIALLER, &hello, &answer[1..]).as_ref())?;
+        let mut welcome = [0; 1 + 32];
+        stream.read_exact(&mut welcome)?;
+        if welcome[0] != GO_ON || !self.proves(BY_ACCEPTOR, &hello, &answer[1..], &welcome[1..]) {
+            return Err(Failure::Final(self.refused(peer, "one of the two has another key")));
+        }
+        Ok(stream.into_link()?)
+    }
+
+    fn refused(&self, peer: u32, why: &str) -> RpcError {
+        RpcError::new(ErrorKind::Unauthenticated, format!("rank {} is not accepted by rank {peer}: {why}", self.rank))
+    }
+
+    /// The accepting side's part of the handshake.
+    fn welcome(&self, mut stream: Stream) -> Result<(u32, Link), RpcError> {
+        stream.set_patience(Some(PATIENCE))?;
+        let mut hello = [0; HELLO];
+        stream.read_exact(&mut hello)?;
+        let u32_at = |at: usize| u32::from_le_bytes([hello[at], hello[at + 1], hello[at + 2], hello[at + 3]]);
+        let peer = u32_at(12);
+        let mut nonce = [0; NONCE];
+        nonce.copy_from_slice(&hello[28..]);
+        // What the hello would be, if it were right.
+        let of_peer = Group { rank: peer, ..*self };
+        let expected = of_peer.hello(self.rank, &nonce);
+        let status = match hello == expected {
+            _ if hello[..20] != expected[..20] || peer <= self.rank || peer >= self.size => OTHER_GROUP,
+            true => GO_ON,
+            false => OTHER_EPOCH,
+        };
+        let challenge = random()?;
+        let mut answer = vec![status];
+        answer.extend_from_slice(&challenge);
+        stream.write_all(&answer)?;
+        if status != GO_ON {
+            let text = if status == OTHER_EPOCH { "it is of another epoch" } else { "it is of another group" };
+            return Err(RpcError::new(ErrorKind::Refused, text));
+        }
+        let mut proof = [0; 32];
+        stream.read_exact(&mut proof)?;
+        if !self.proves(BY_DIALLER, &hello, &challenge, &proof) {
+            stream.write_all(&[NOT_PROVEN; 33])?;
+            return Err(RpcError::new(ErrorKind::Unauthenticated, "it does not know the session's key"));
+        }
+        let mut welcome = vec![GO_ON];
+        welcome.extend_from_slice(self.prove(BY_ACCEPTOR, &hello, &challenge).as_ref());
+        stream.write_all(&welcome)?;
+        Ok((peer, stream.into_link()?))
+    }
+
+    /// This rank's hello to `peer`.
+    fn hello(&self, peer: u32, nonce: &[u8; NONCE]) -> [u8; HELLO] {
+        let mut hello = [0; HELLO];
+        hello[..4].copy_from_slice(b"DCCL");
+        hello[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        hello[8..12].copy_from_slice(&self.size.to_le_bytes());
+        hello[12..16].copy_from_slice(&self.rank.to_le_bytes());
+        hello[16..20].copy_from_slice(&peer.to_le_bytes());
+        hello[20..28].copy_from_slice(&self.epoch.to_le_bytes());
+        hello[28..].copy_from_slice(nonce);
+        hello
+    }
+
+    fn prove(&self, label: &[u8], hello: &[u8; HELLO], challenge: &[u8]) -> hmac::Tag {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.key.0);
+        hmac::sign(&key, &[label, hello, challenge].concat())
+    }
+
+    fn proves(&self, label: &[u8], hello: &[u8; HELLO], challenge: &[u8], proof: &[u8]) -> bool {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.key.0);
+        hmac::verify(&key, &[label, hello, challenge].concat(), proof).is_ok()
+    }
+}
+
+const BY_DIALLER: &[u8] = b"disco data 1: dialler";
+const BY_ACCEPTOR: &[u8] = b"disco data 1: acceptor";
+
+fn random() -> Result<[u8; 32], RpcError> {
+    let mut bytes = [0; 32];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| RpcError::internal("the system gives no random numbers"))?;
+    Ok(bytes)
+}
+
+/// A connection while it is made.
+enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+impl Stream {
+    /// Blocks for `at_most` in each of the reads and writes to come.
+    fn set_patience(&self, at_most: Option<Duration>) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => {
+                stream.set_nonblocking(false)?;
+                stream.set_read_timeout(at_most)?;
+                stream.set_write_timeout(at_most)
+            }
+            Self::Unix(stream) => {
+                stream.set_nonblocking(false)?;
+                stream.set_read_timeout(at_most)?;
+                stream.set_write_timeout(at_most)
+            }
+        }
+    }
+
+    /// From here on it does not block; and the kernel looks whether a machine that says nothing is still there.
+    fn into_link(self) -> io::Result<Link> {
+        let socket: Box<dyn Socket> = match self {
+            Self::Tcp(stream) => {
+                stream.set_nodelay(true)?;
+                stream.set_nonblocking(true)?;
+                let keepalive = socket2::TcpKeepalive::new()
+                    .with_time(Duration::from_secs(5))
+                    .with_interval(Duration::from_secs(5))
+                    .with_retries(2);
+                socket2::SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
+                #[cfg(target_os = "linux")]
+                socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(Duration::from_secs(15)))?;
+                Box::new(stream)
+            }
+            Self::Unix(stream) => {
+                stream.set_nonblocking(true)?;
+                Box::new(stream)
+            }
+        };
+        Ok(Link::new(socket))
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.read(bytes),
+            Self::Unix(stream) => stream.read(bytes),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.write(bytes),
+            Self::Unix(stream) => stream.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

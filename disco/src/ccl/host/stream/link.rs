@@ -1,0 +1,387 @@
+//! One connection between two ranks: frames out, frames in, and bytes straight from and into buffers.
+//!
+//! A frame is a head of eight bytes (kind `u8`, three zeros, length `u32`, little-endian) and as many bytes. Data goes in frames of up to
+//! [`MAX_DATA`], so that word of the end of the group is never far behind.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+
+use super::super::agreement::{LEN, MAX_POISON};
+use super::super::segment::INLINE;
+
+const HEAD: usize = 8;
+/// The longest frame of data, in bytes.
+const MAX_DATA: usize = 256 * 1024;
+/// The longest frame of another kind.
+const MAX_NOTE: usize = LEN + MAX_POISON + INLINE + 4096;
+/// Reads of at least this many bytes of data go straight into place.
+const STRAIGHT: usize = 8 * 1024;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum FrameKind {
+    /// The announcement of a collective.
+    Announcement = 1,
+    /// The announcement of the sending side of a transfer.
+    Offer = 2,
+    /// That of the receiving side.
+    Answer = 3,
+    /// Bytes of the call that both have agreed on.
+    Data = 4,
+    /// The group is broken.
+    Abort = 5,
+    /// The rank goes, with everything done.
+    Leave = 6,
+}
+
+impl FrameKind {
+    fn of(code: u8) -> Option<Self> {
+        [Self::Announcement, Self::Offer, Self::Answer, Self::Data, Self::Abort, Self::Leave]
+            .into_iter()
+            .find(|kind| *kind as u8 == code)
+    }
+}
+
+/// A socket, of whichever kind, that does not block.
+pub(super) trait Socket: Read + Write + AsFd + Send {}
+
+impl<T: Read + Write + AsFd + Send> Socket for T {}
+
+/// Bytes of a call to send: a stretch of a buffer of which so much is there.
+#[derive(Clone, Copy)]
+pub(super) struct Outgoing {
+    pub(super) start: *const u8,
+    pub(super) len: usize,
+    /// How much of it may be sent by now.
+    pub(super) ready: usize,
+    pub(super) sent: usize,
+}
+
+/// Room for bytes of a call to receive: a stretch of a buffer, or a ring of `room` bytes that are used again.
+#[derive(Clone, Copy)]
+pub(super) struct Incoming {
+    pub(super) start: *mut u8,
+    pub(super) len: usize,
+    pub(super) room: usize,
+    pub(super) received: usize,
+    /// How much of it is needed no more.
+    pub(super) released: usize,
+    /// Whether it stays when all has come, until who reduces from it takes it away.
+    pub(super) stays: bool,
+}
+
+impl Incoming {
+    /// Where the next bytes go, and how many fit there.
+    fn place(&self) -> (*mut u8, usize) {
+        let at = self.received % self.room.max(1);
+        let free = (self.released + self.room).min(self.len) - self.received;
+        (self.start.wrapping_add(at), free.min(self.room - at))
+    }
+}
+
+// SAFETY: the pointers are those of buffers that the call at hand was lent, which may be used from any thread; between calls there are none.
+unsafe impl Send for Outgoing {}
+// SAFETY: as above.
+unsafe impl Send for Incoming {}
+
+pub(super) struct Link {
+    socket: Box<dyn Socket>,
+    /// Whole frames that are to be sent before any data, and how much of the first one is.
+    said: VecDeque<Vec<u8>>,
+    said_bytes: usize,
+    /// Data to send, one stretch after the other, and the frame of it that is being sent: its head, and how much is left of head and data.
+    pub(super) outgoing: VecDeque<Outgoing>,
+    head: [u8; HEAD],
+    head_left: usize,
+    data_left: usize,
+    /// The peer takes nothing more.
+    mute: bool,
+    /// No more is said after what is in `said`.
+    last_said: bool,
+    /// What was read and not yet looked at.
+    buffer: Box<[u8]>,
+    filled: std::ops::Range<usize>,
+    /// The frame that is being read: its kind and how much is left.
+    frame: Option<(FrameKind, usize)>,
+    /// A frame that is not data, while it comes in.
+    partial: Vec<u8>,
+    note: Option<(FrameKind, Vec<u8>)>,
+    pub(super) incoming: VecDeque<Incoming>,
+    abort: Option<Vec<u8>>,
+    /// Why there is no more to come; empty if the peer has left.
+    gone: Option<String>,
+}
+
+impl Link {
+    /// Over a connected socket that does not block.
+    pub(super) fn new(socket: Box<dyn Socket>) -> Self {
+        Self {
+            socket,
+            said: VecDeque::new(),
+            said_bytes: 0,
+            outgoing: VecDeque::new(),
+            head: [0; HEAD],
+            head_left: 0,
+            data_left: 0,
+            mute: false,
+            last_said: false,
+            buffer: vec![0; 32 * 1024].into(),
+            filled: 0..0,
+            frame: None,
+            partial: Vec::new(),
+            note: None,
+            incoming: VecDeque::new(),
+            abort: None,
+            gone: None,
+        }
+    }
+
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Queues a frame.
+    pub(super) fn say(&mut self, kind: FrameKind, bytes: &[u8]) {
+        let mut frame = Vec::with_capacity(HEAD + bytes.len());
+        frame.extend_from_slice(&head(kind, bytes.len()));
+        frame.extend_from_slice(bytes);
+        self.said.push_back(frame);
+    }
+
+    /// Queues a frame, and nothing after it: of data only what has been begun is finished.
+    pub(super) fn say_last(&mut self, kind: FrameKind, bytes: &[u8]) {
+        if !self.last_said {
+            self.say(kind, bytes);
+            self.last_said = true;
+        }
+    }
+
+    /// The next frame that is not data, if it has come. Until it is taken, nothing behind it is read.
+    pub(super) fn take_note(&mut self) -> Option<(FrameKind, Vec<u8>)> {
+        self.note.take()
+    }
+
+    /// The breakdown that the peer has sent.
+    pub(super) fn abort(&self) -> Option<&[u8]> {
+        self.abort.as_deref()
+    }
+
+    /// Why nothing more comes from the peer, once that is so and all that it sent has been taken; empty if it has left.
+    pub(super) fn gone(&self) -> Option<&str> {
+        self.gone.as_deref()
+    }
+
+    /// Whether there is anything to write now.
+    pub(super) fn wants_output(&self) -> bool {
+        if self.gone.is_some() || self.mute {
+            return false;
+        }
+        let ready = self.outgoing.front().is_some_and(|one| one.sent < one.ready);
+        !self.said.is_empty() || self.head_left + self.data_left > 0 || (ready && !self.last_said)
+    }
+
+    /// Whether there is room for anything that the peer may send now.
+    pub(super) fn wants_input(&self) -> bool {
+        if self.gone.is_some() || self.abort.is_some() {
+            return false;
+        }
+        match self.frame {
+            Some((FrameKind::Data, _)) => self.incoming.front().is_some_and(|one| one.place().1 > 0),
+            _ => self.note.is_none(),
+        }
+    }
+
+    /// Lets go of the buffers of a call that has failed. The connection is of no more use.
+    pub(super) fn forget_buffers(&mut self) {
+        self.outgoing.clear();
+        self.incoming.clear();
+        self.gone.get_or_insert_with(|| "the group is broken".to_owned());
+    }
+
+    /// Writes as much as the socket takes; says whether that was anything.
+    pub(super) fn write(&mut self) -> bool {
+        let mut moved = false;
+        while self.wants_output() {
+            let in_frame = self.head_left + self.data_left > 0;
+            if !in_frame && self.said.is_empty() {
+                let Some(next) = self.outgoing.front() else { break };
+                self.data_left = (next.ready - next.sent).min(MAX_DATA);
+                self.head = head(FrameKind::Data, self.data_left);
+                self.head_left = HEAD;
+            }
+            let result = if self.head_left + self.data_left > 0 {
+                let data = match self.outgoing.front() {
+                    // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it does not change.
+                    Some(next) => unsafe { std::slice::from_raw_parts(next.start.add(next.sent), self.data_left) },
+                    None => &[],
+                };
+                let head = &self.head[HEAD - self.head_left..];
+                self.socket.write_vectored(&[IoSlice::new(head), IoSlice::new(data)])
+            } else {
+                let Some(frame) = self.said.front() else { break };
+                self.socket.write(&frame[self.said_bytes..])
+            };
+            match result {
+                Ok(0) => self.mute = true,
+                Ok(written) => {
+                    moved = true;
+                    self.has_written(written);
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // What it sent before, its word on why it went, may still be there to read; after that the end is.
+                Err(_) => self.mute = true,
+            }
+        }
+        moved
+    }
+
+    fn has_written(&mut self, written: usize) {
+        if self.head_left + self.data_left == 0 {
+            self.said_bytes += written;
+            if self.said.front().is_some_and(|frame| frame.len() == self.said_bytes) {
+                self.said.pop_front();
+                self.said_bytes = 0;
+            }
+            return;
+        }
+        let of_head = written.min(self.head_left);
+        self.head_left -= of_head;
+        self.data_left -= written - of_head;
+        if let Some(next) = self.outgoing.front_mut() {
+            next.sent += written - of_head;
+            if next.sent == next.len && self.head_left == 0 {
+                self.outgoing.pop_front();
+            }
+        }
+    }
+
+    /// Reads as much as has come and there is room for; says whether that was anything.
+    pub(super) fn read(&mut self) -> bool {
+        let mut moved = false;
+        while self.wants_input() {
+            if self.consume() {
+                moved = true;
+                continue;
+            }
+            // Either the buffer is empty, or it holds a part of a head.
+            let straight = match (self.frame, self.incoming.front()) {
+                (Some((FrameKind::Data, left)), Some(incoming)) => {
+                    let (place, room) = incoming.place();
+                    Some((place, room.min(left))).filter(|(_, len)| *len >= STRAIGHT)
+                }
+                _ => None,
+            };
+            let result = match straight {
+                Some((place, len)) => {
+                    // SAFETY: room in a buffer that the call was lent, which nobody else touches there.
+                    self.socket.read(unsafe { std::slice::from_raw_parts_mut(place, len) })
+                }
+                None => {
+                    self.buffer.copy_within(self.filled.clone(), 0);
+                    self.filled = 0..self.filled.len();
+                    self.socket.read(&mut self.buffer[self.filled.end..])
+                }
+            };
+            match result {
+                Ok(0) => self.lose("the connection ended"),
+                Ok(read) => {
+                    moved = true;
+                    if straight.is_some() {
+                        self.has_received(read);
+                    } else {
+                        self.filled.end += read;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => self.lose(&error.to_string()),
+            }
+        }
+        moved
+    }
+
+    /// Takes what it can from the buffer; says whether that was anything.
+    fn consume(&mut self) -> bool {
+        let filled = &self.buffer[self.filled.clone()];
+        match self.frame {
+            None => {
+                let Some(head) = filled.first_chunk::<HEAD>() else { return false };
+                let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
+                match FrameKind::of(head[0]) {
+                    Some(FrameKind::Data) if len > 0 && len <= MAX_DATA => self.frame = Some((FrameKind::Data, len)),
+                    Some(kind) if kind != FrameKind::Data && len <= MAX_NOTE => self.frame = Some((kind, len)),
+                    _ => {
+                        self.lose("it sent no frame of this protocol");
+                        return false;
+                    }
+                }
+                self.filled.start += HEAD;
+                self.finish_note();
+                true
+            }
+            Some((FrameKind::Data, left)) => {
+                let Some(incoming) = self.incoming.front() else { return false };
+                let (place, room) = incoming.place();
+                let len = filled.len().min(left).min(room);
+                if len == 0 {
+                    return false;
+                }
+                // SAFETY: room in a buffer that the call was lent, which nobody else touches there.
+                unsafe { std::ptr::copy_nonoverlapping(filled.as_ptr(), place, len) };
+                self.filled.start += len;
+                self.has_received(len);
+                true
+            }
+            Some((kind, left)) => {
+                let len = filled.len().min(left);
+                if len == 0 {
+                    return false;
+                }
+                self.partial.extend_from_slice(&filled[..len]);
+                self.filled.start += len;
+                self.frame = Some((kind, left - len));
+                self.finish_note();
+                true
+            }
+        }
+    }
+
+    /// Data has gone into place.
+    fn has_received(&mut self, len: usize) {
+        if let Some((FrameKind::Data, left)) = self.frame {
+            self.frame = (left > len).then_some((FrameKind::Data, left - len));
+        }
+        if let Some(incoming) = self.incoming.front_mut() {
+            incoming.received += len;
+            if incoming.received == incoming.len && !incoming.stays {
+                self.incoming.pop_front();
+            }
+        }
+    }
+
+    /// If the frame that is no data is whole, puts it where it belongs.
+    fn finish_note(&mut self) {
+        let Some((kind, 0)) = self.frame else { return };
+        let bytes = std::mem::take(&mut self.partial);
+        self.frame = None;
+        match kind {
+            FrameKind::Abort => self.abort = Some(bytes),
+            FrameKind::Leave => self.lose(""),
+            FrameKind::Data => {}
+            FrameKind::Announcement | FrameKind::Offer | FrameKind::Answer => self.note = Some((kind, bytes)),
+        }
+    }
+
+    fn lose(&mut self, why: &str) {
+        self.gone.get_or_insert_with(|| why.to_owned());
+    }
+}
+
+fn head(kind: FrameKind, len: usize) -> [u8; HEAD] {
+    let mut head = [0; HEAD];
+    head[0] = kind as u8;
+    head[4..].copy_from_slice(&(len as u32).to_le_bytes());
+    head
+}

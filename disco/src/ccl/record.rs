@@ -1,0 +1,89 @@
+//! The flight recorder: the last calls of a rank, with what is still in the air.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{CclError, Collective};
+
+/// How many calls are kept.
+const KEPT: usize = 64;
+
+/// One call of a rank.
+#[derive(Clone, Debug)]
+pub struct Flight {
+    /// Its number. Collectives of a group count together, from 1; transfers between two ranks have a count of their own on each pair and
+    /// direction.
+    pub sequence: u64,
+    /// The call.
+    pub collective: Collective,
+    /// When this rank entered it.
+    pub entered: Instant,
+    /// How long it took; `None` while it runs.
+    pub took: Option<Duration>,
+    /// How it ended.
+    pub outcome: Outcome,
+}
+
+/// How a call ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// It has not.
+    Outstanding,
+    /// With a result.
+    Done,
+    /// With an error for this call alone: ranks disagreed, or one had no input.
+    Failed,
+    /// With the end of the group.
+    Broken,
+}
+
+impl fmt::Display for Flight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} #{}: ", self.collective, self.sequence)?;
+        match (self.outcome, self.took) {
+            (Outcome::Done, Some(took)) => write!(f, "done in {took:.1?}"),
+            (Outcome::Failed, Some(took)) => write!(f, "failed after {took:.1?}"),
+            (Outcome::Broken, Some(took)) => write!(f, "broken after {took:.1?}"),
+            _ => write!(f, "entered {:.1?} ago", self.entered.elapsed()),
+        }
+    }
+}
+
+/// Keeps the last flights of one rank.
+#[derive(Debug, Default)]
+pub(crate) struct Recorder(Mutex<VecDeque<Flight>>);
+
+impl Recorder {
+    pub(crate) fn enter(&self, sequence: u64, collective: Collective) {
+        let mut flights = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if flights.len() == KEPT {
+            flights.pop_front();
+        }
+        let entered = Instant::now();
+        flights.push_back(Flight { sequence, collective, entered, took: None, outcome: Outcome::Outstanding });
+    }
+
+    pub(crate) fn leave(&self, result: &Result<(), CclError>) {
+        let mut flights = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(flight) = flights.back_mut() {
+            flight.took = Some(flight.entered.elapsed());
+            flight.outcome = match result {
+                Ok(()) => Outcome::Done,
+                Err(CclError::Broken(_)) => Outcome::Broken,
+                Err(_) => Outcome::Failed,
+            };
+        }
+    }
+
+    pub(crate) fn flights(&self) -> Vec<Flight> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+    }
+
+    /// The call that is in the air, or else the last one.
+    pub(crate) fn last(&self) -> Option<Flight> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).back().cloned()
+    }
+}
