@@ -33,8 +33,9 @@ const YIELD: Duration = Duration::from_millis(2);
 /// The longest sleep between two looks at whether the other rank is alive.
 const SLEEP: Duration = Duration::from_millis(50);
 
-/// How often a rank looks for a word before it begins to yield.
-const SPINS: u32 = 2000;
+/// How often a rank looks for a word before it begins to yield: for some microseconds. Longer only pays where nothing else wants the core; where something does,
+/// the rank that is waited for may be what waits for it.
+const SPINS: u32 = 100;
 
 /// One rank of a group that shares a segment.
 pub(super) struct SharedCcl {

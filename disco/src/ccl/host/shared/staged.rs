@@ -32,9 +32,14 @@ impl SharedCcl {
     fn staged_allreduce(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
         let size = self.segment.size();
         let Some(op) = collective.operation.reduce_op() else { return Ok(0) };
-        // Each stage has a part for each rank. The owner's stays free for its result.
-        let part = STAGE / size / 64 * 64;
-        let chunks = share(bytes, 0, size).len().div_ceil(part) as u32;
+        let longest = share(bytes, 0, size).len();
+        // What fits all stages together goes as one chunk: then there are fewer words to wait for, and too little data for more to pay.
+        let whole = STAGES * STAGE / size / 64 * 64;
+        let (part, stages_each) = if longest <= whole { (whole, STAGES as u32) } else { (STAGE / size / 64 * 64, 1) };
+        // Each chunk has a part for each rank. The owner's stays free for its result.
+        let chunks = longest.div_ceil(part) as u32;
+        // The counters when so many chunks are through.
+        let count_at = |chunk: u32| self.chunks.wrapping_add(chunk * stages_each);
         // Where the chunk of a rank's share begins, and how long it is.
         let piece = |owner: usize, chunk: u32| {
             let share = share(bytes, owner, size);
@@ -42,24 +47,24 @@ impl SharedCcl {
             (begin, part.min(share.end - begin))
         };
         let stage = |rank: usize, chunk: u32, owner: usize| {
-            self.segment.stage(rank, self.chunks.wrapping_add(chunk)).wrapping_add(owner * part)
+            let first = if stages_each == 1 { self.chunks.wrapping_add(chunk) } else { 0 };
+            self.segment.stage(rank, first).wrapping_add(owner * part)
         };
         let bypass = bypasses(bytes);
         let mut sources = vec![std::ptr::null(); size];
         for round in 0..chunks + 2 {
-            let count = self.chunks.wrapping_add(round);
             if round < chunks {
-                self.wait_for_all(Word::Consumed, count.wrapping_add(1).wrapping_sub(STAGES as u32))?;
+                self.wait_for_all(Word::Consumed, count_at(round + 1).wrapping_sub(STAGES as u32))?;
                 for owner in self.peers() {
                     let (begin, len) = piece(owner, round);
                     // SAFETY: `begin..begin + len` lies in the input, and the stage is this rank's to write, because everybody has consumed what was
                     // in it before.
                     unsafe { kernel::copy(lent.input.add(begin), stage(self.rank, round, owner), len, false) };
                 }
-                self.publish(Word::Produced, count.wrapping_add(1));
+                self.publish(Word::Produced, count_at(round + 1));
             }
             if let Some(chunk) = round.checked_sub(1).filter(|chunk| *chunk < chunks) {
-                self.wait_for_all(Word::Produced, count)?;
+                self.wait_for_all(Word::Produced, count_at(round))?;
                 let (begin, len) = piece(self.rank, chunk);
                 for (rank, source) in sources.iter_mut().enumerate() {
                     *source = stage(rank, chunk, self.rank).cast_const();
@@ -74,21 +79,21 @@ impl SharedCcl {
                         kernel::copy(block.as_ptr(), lent.output.add(begin + at), block.len(), bypass);
                     });
                 }
-                self.publish(Word::Reduced, count);
+                self.publish(Word::Reduced, count_at(round));
             }
             if let Some(chunk) = round.checked_sub(2) {
                 for owner in self.peers() {
                     let (begin, len) = piece(owner, chunk);
                     let reduced = self.segment.word(owner, Word::Reduced);
-                    self.wait(reduced, count.wrapping_sub(1), owner, Phase::Progress)?;
+                    self.wait(reduced, count_at(round - 1), owner, Phase::Progress)?;
                     // SAFETY: the owner has put its result there and keeps it until this rank has consumed it; and in place, this
                     // part of the input was produced two rounds ago.
                     unsafe { kernel::copy(stage(owner, chunk, owner), lent.output.add(begin), len, bypass) };
                 }
-                self.publish(Word::Consumed, count.wrapping_sub(1));
+                self.publish(Word::Consumed, count_at(round - 1));
             }
         }
-        Ok(chunks)
+        Ok(chunks * stages_each)
     }
 
     /// Everything else: each rank puts what others need into its stages, and takes what it needs from theirs.
