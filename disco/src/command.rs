@@ -77,24 +77,83 @@ pub(crate) enum Kind {
 pub(crate) enum Command {
     /// Stands in the place of a command that is for others.
     Nothing,
-    KillReg { registers: Vec<Register> },
-    GetGlobalFunc { to: Register, name: String },
-    CallPacked { to: Register, function: Register, args: Vec<Value<Operand>> },
-    LoadModule { to: Register, path: String, device: Option<Device> },
-    ModuleFunction { to: Register, module: Register, name: String },
-    Empty { to: Register, device: Option<Device>, dtype: DataType, shape: Vec<i64>, on: On },
+    KillReg {
+        registers: Vec<Register>,
+    },
+    GetGlobalFunc {
+        to: Register,
+        name: String,
+    },
+    CallPacked {
+        to: Register,
+        function: Register,
+        args: Vec<Value<Operand>>,
+    },
+    LoadModule {
+        to: Register,
+        path: String,
+        device: Option<Device>,
+    },
+    ModuleFunction {
+        to: Register,
+        module: Register,
+        name: String,
+    },
+    Empty {
+        to: Register,
+        device: Option<Device>,
+        dtype: DataType,
+        shape: Vec<i64>,
+        on: On,
+    },
     /// One piece of a copy. The first one makes the tensor, unless it is to go into one that is there.
-    CopyToWorker0 { to: Register, fresh: bool, dtype: DataType, shape: Vec<i64>, offset: u64, data: Bytes, on: On },
-    CopyFromWorker0 { ticket: u64, from: Register },
-    DebugGetFromRemote { ticket: u64, worker: u32, from: Register },
-    DebugSetRegister { worker: u32, to: Register, value: Value<Operand> },
-    Collective { kind: Kind, scope: Scope, from: Register, to: Register, fresh: bool },
-    SendRecv { from: Register, to: Register, pairs: Vec<(u32, u32)> },
+    CopyToWorker0 {
+        to: Register,
+        fresh: bool,
+        dtype: DataType,
+        shape: Vec<i64>,
+        offset: u64,
+        data: Bytes,
+        on: On,
+    },
+    CopyFromWorker0 {
+        ticket: u64,
+        from: Register,
+    },
+    DebugGetFromRemote {
+        ticket: u64,
+        worker: u32,
+        from: Register,
+    },
+    DebugSetRegister {
+        worker: u32,
+        to: Register,
+        value: Value<Operand>,
+    },
+    Collective {
+        kind: Kind,
+        scope: Scope,
+        from: Register,
+        to: Register,
+        fresh: bool,
+    },
+    SendRecv {
+        from: Register,
+        to: Register,
+        pairs: Vec<(u32, u32)>,
+    },
     /// Without a worker it is for all.
-    SyncWorker { ticket: u64, worker: Option<u32> },
+    SyncWorker {
+        ticket: u64,
+        worker: Option<u32>,
+    },
     /// The content is a [`crate::plane::Plan`].
-    InitCcl { plan: Packed },
-    Shutdown { ticket: u64 },
+    InitCcl {
+        plan: Packed,
+    },
+    Shutdown {
+        ticket: u64,
+    },
 }
 
 impl Command {
@@ -303,14 +362,10 @@ impl Command {
                 data: bulk.next().ok_or_else(malformed)?,
             },
             8 => Self::CopyFromWorker0 { ticket: fields.ticket()?, from: fields.number()? },
-            9 => Self::DebugGetFromRemote {
-                ticket: fields.ticket()?,
-                worker: fields.number()?,
-                from: fields.number()?,
-            },
-            10 => {
-                Self::DebugSetRegister { worker: fields.number()?, to: fields.number()?, value: fields.operand()? }
+            9 => {
+                Self::DebugGetFromRemote { ticket: fields.ticket()?, worker: fields.number()?, from: fields.number()? }
             }
+            10 => Self::DebugSetRegister { worker: fields.number()?, to: fields.number()?, value: fields.operand()? },
             11 => {
                 let (code, op) = (fields.int()?, fields.int()?);
                 let kind = kind(code, op).ok_or_else(malformed)?;

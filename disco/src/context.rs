@@ -445,12 +445,7 @@ fn describe(tensor: &Tensor) -> String {
 
 /// Borrows both tensors for as long as `run` takes. Where they are of one storage they must be the same, the one this rank's share of the other, or
 /// apart.
-fn lend<R>(
-    from: Option<&Tensor>,
-    to: Option<&Tensor>,
-    rank: Rank,
-    run: impl FnOnce(Buffers<'_>) -> R,
-) -> Result<R> {
+fn lend<R>(from: Option<&Tensor>, to: Option<&Tensor>, rank: Rank, run: impl FnOnce(Buffers<'_>) -> R) -> Result<R> {
     match (from, to) {
         (None, None) => Ok(run(Buffers::none())),
         (Some(from), None) => Ok(run(Buffers::input(from.read()?.bytes()?))),

@@ -97,14 +97,7 @@ impl Controller {
             room: Vec::new(),
         };
         let encodes = links.iter().any(Link::is_remote);
-        Arc::new_cyclic(|this| Self {
-            this: this.clone(),
-            layout,
-            options,
-            links,
-            encodes,
-            state: Mutex::new(state),
-        })
+        Arc::new_cyclic(|this| Self { this: this.clone(), layout, options, links, encodes, state: Mutex::new(state) })
     }
 
     /// Begins to talk to the hosts, and tells the workers how they meet.
@@ -301,7 +294,8 @@ impl Controller {
         }
         Completion::new(async move {
             poll_fn(|cx| guard.controller.poll_ticket(guard.ticket, cx)).await?;
-            let content = guard.controller.lock().tickets.get_mut(&guard.ticket).and_then(|ticket| ticket.content.take());
+            let content =
+                guard.controller.lock().tickets.get_mut(&guard.ticket).and_then(|ticket| ticket.content.take());
             match content {
                 Some(Ok(value)) => Ok(value),
                 Some(Err(failure)) => Err(DiscoError::Workers(vec![failure])),
@@ -387,7 +381,8 @@ impl Controller {
     pub(crate) fn lose(&self, link: usize, error: RpcError) {
         let link = &self.links[link];
         let text = format!("{} at {} was lost: {}", link.workers(), link.name, error.message());
-        let kind = if error.ends_session() && error.kind() != ErrorKind::Closed { error.kind() } else { ErrorKind::PeerLost };
+        let kind =
+            if error.ends_session() && error.kind() != ErrorKind::Closed { error.kind() } else { ErrorKind::PeerLost };
         self.end(RpcError::new(kind, text).may_have_run(true));
     }
 
@@ -425,7 +420,9 @@ impl Controller {
                             Ok(outcome) => outcome,
                             Err(_) => Err(RpcError::new(
                                 ErrorKind::DeadlineExceeded,
-                                format!("some workers were still busy {PATIENCE:?} after the shutdown, and were left behind"),
+                                format!(
+                                    "some workers were still busy {PATIENCE:?} after the shutdown, and were left behind"
+                                ),
                             )
                             .into()),
                         }
@@ -437,7 +434,9 @@ impl Controller {
         });
         Completion::new(async move {
             match stopping {
-                Ok(stopping) => stopping.await.unwrap_or_else(|_| Err(RpcError::internal("a shutdown panicked").into())),
+                Ok(stopping) => {
+                    stopping.await.unwrap_or_else(|_| Err(RpcError::internal("a shutdown panicked").into()))
+                }
                 Err(error) => Err(error.into()),
             }
         })

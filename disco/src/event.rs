@@ -180,7 +180,8 @@ impl EventQueue {
             }
             let count = state.events.len().min(MAX_EVENTS);
             let events: Vec<Event> = state.events.drain(..count).collect();
-            let taken = events.iter().map(|event| if let Event::TensorBytes { bytes, .. } = event { bytes.len() } else { 0 });
+            let taken =
+                events.iter().map(|event| if let Event::TensorBytes { bytes, .. } = event { bytes.len() } else { 0 });
             state.tensor_bytes -= taken.sum::<usize>();
             Poll::Ready(events)
         })
@@ -299,6 +300,8 @@ mod tests {
         let Value::List(events) = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap() else { panic!() };
         assert_eq!(events.len(), 1);
         queue.close();
-        assert!(matches!(rpc_core::blocking::block_on(queue.next()).unwrap().unwrap(), Value::List(events) if events.is_empty()));
+        assert!(
+            matches!(rpc_core::blocking::block_on(queue.next()).unwrap().unwrap(), Value::List(events) if events.is_empty())
+        );
     }
 }

@@ -57,9 +57,8 @@ pub fn register(registry: &Registry) {
         })
         .add("disco.offer", |host: SharedObject<WorkerHost>, epoch: u64| -> Result<_> { host.0.offer(epoch) })
         .add("disco.listen", |host: SharedObject<WorkerHost>, address: String| -> Result<_> {
-            let address = address
-                .parse()
-                .map_err(|_| RpcError::invalid_argument(format!("'{address}' is no IP address")))?;
+            let address =
+                address.parse().map_err(|_| RpcError::invalid_argument(format!("'{address}' is no IP address")))?;
             let set_up = &host.0.set_up;
             host.0.shared.place.listen(set_up.layout, set_up.first, set_up.count, address).map(Pack)
         })
@@ -159,8 +158,7 @@ impl WorkerHost {
             place: MeetingPlace::default(),
             modules: Mutex::default(),
         });
-        let mut host =
-            Self { set_up: set_up.clone(), shared, events, workers: Vec::new(), next: Mutex::new(1) };
+        let mut host = Self { set_up: set_up.clone(), shared, events, workers: Vec::new(), next: Mutex::new(1) };
         for id in set_up.first..set_up.first + set_up.count {
             let queue = Arc::new(Queue::default());
             let (shared, context) = (Arc::clone(&host.shared), context.detached());
@@ -251,4 +249,3 @@ fn put_host(number: u64, host: &Arc<WorkerHost>) {
         meeting.host = Arc::downgrade(host);
     }
 }
-

@@ -4,8 +4,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{LocalSession, Registry, RpcError, Session};
-use rpc_transports::{Address, Connector};
+use rpc_core::{LocalSession, Registry, RpcError, Session, SharedSession};
+use rpc_transports::{Address, Connector, OpenRequest, ServeOptions, Server, TokioSpawner};
 
 use crate::completion::Completion;
 use crate::controller::Controller;
@@ -71,26 +71,83 @@ impl ThreadedSession {
     }
 }
 
+/// The first argument of a program that is started as its own worker.
+const WORKER: &str = "--disco-worker";
+
+/// Serves the functions of `registry`, and disco's own, as a worker process and exits, if this process was started as one: with the first argument
+/// `--disco-worker`. Otherwise returns at once.
+///
+/// A program that calls this first thing in `main`, before anything is printed, is its own worker: see [`ProcessSession`].
+pub fn serve_if_worker(registry: &Registry) {
+    if std::env::args().nth(1).as_deref() != Some(WORKER) {
+        return;
+    }
+    register(registry);
+    let code = match serve_stdio(registry) {
+        Ok(()) => 0,
+        Err(error) => {
+            tracing::error!(%error, "a worker process cannot serve");
+            1
+        }
+    };
+    std::process::exit(code);
+}
+
+/// Serves one session over standard input and output until that ends.
+fn serve_stdio(registry: &Registry) -> rpc_core::Result<()> {
+    let runtime = crate::runtime::runtime()?;
+    runtime.block_on(async {
+        let channel = rpc_transports::child::stdio_channel().await;
+        let channel = channel.map_err(|error| rpc_transports::ConnectError::from(error).into_rpc_error())?;
+        let registry = registry.clone();
+        let open = move |_: &OpenRequest| -> rpc_core::Result<SharedSession> {
+            let spawner = Arc::new(TokioSpawner::current());
+            Ok(Arc::new(LocalSession::builder(registry.clone()).spawner(spawner).build()))
+        };
+        let server = Server::new(Arc::new(open), ServeOptions::default());
+        server.serve_channel(channel);
+        server.idle().await;
+        Ok(())
+    })
+}
+
 /// A session whose workers are child processes of this one.
+///
+/// ```no_run
+/// use disco::ProcessSession;
+/// use rpc_core::Registry;
+///
+/// fn main() -> Result<(), disco::DiscoError> {
+///     let registry = Registry::new();
+///     registry.add("pid", || i64::from(std::process::id()));
+///     disco::serve_if_worker(&registry); // does not return in a worker
+///
+///     let session = ProcessSession::new(4, 1).start().wait()?;
+///     session.get_global_func("pid")?.call(())?;
+///     session.sync_all().wait()?;
+///     session.shutdown().wait()
+/// }
+/// ```
 #[derive(Debug)]
 pub struct ProcessSession {
     layout: Layout,
-    command: Vec<String>,
+    /// `None` is this program.
+    command: Option<Vec<String>>,
     options: Options,
 }
 
 impl ProcessSession {
-    /// So many workers, in so many groups of equal size. Each is a process that runs `rpc-server serve --stdio`, as it is found in the search path.
+    /// So many workers, in so many groups of equal size. Each is this program again, which has to call [`serve_if_worker`].
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
-        let command = ["rpc-server", "serve", "--stdio"].map(str::to_owned).to_vec();
-        Self { layout: Layout { world_size: num_workers, num_groups }, command, options: Options::default() }
+        let layout = Layout { world_size: num_workers, num_groups };
+        Self { layout, command: None, options: Options::default() }
     }
 
-    /// The program of a worker and its arguments: it serves a registry with disco's functions over its standard input and output.
+    /// Another program as worker, and its arguments: it serves a registry with [disco's functions](register) over its standard input and output.
     #[must_use]
     pub fn command<S: Into<String>>(mut self, argv: impl IntoIterator<Item = S>) -> Self {
-        self.command = argv.into_iter().map(Into::into).collect();
+        self.command = Some(argv.into_iter().map(Into::into).collect());
         self
     }
 
@@ -105,13 +162,22 @@ impl ProcessSession {
     ///
     /// Its errors are a program that cannot be started, or is no node.
     pub fn start(self) -> Completion<DiscoSession> {
-        let address = match Address::exec(self.command) {
+        let this_program = || {
+            let program = std::env::current_exe().ok()?;
+            Some(vec![program.to_str()?.to_owned(), WORKER.to_owned()])
+        };
+        let Some(command) = self.command.or_else(this_program) else {
+            return Completion::failed(DiscoError::invalid(
+                "where this program lies is not known: name it as the command",
+            ));
+        };
+        let address = match Address::exec(command) {
             Ok(address) => address.to_string(),
             Err(error) => return Completion::failed(DiscoError::invalid(error.to_string())),
         };
         // The kernel tells of a child's death at once; what is stopped shows by its silence alone.
         let connector = Connector::new().keep_alive(Duration::from_millis(200));
-        let node = || (1, Source::Address(connector.clone(), address.clone()));
+        let node = || (1, Source::Address(Box::new(connector.clone()), address.clone()));
         let nodes = (0..self.layout.world_size).map(|_| node()).collect();
         launch(self.layout, nodes, self.options)
     }
@@ -161,7 +227,7 @@ impl SocketSession {
     pub fn start(self) -> Completion<DiscoSession> {
         let per_node = self.workers_per_node;
         let nodes: Vec<_> = (self.addresses.into_iter())
-            .map(|address| (per_node, Source::Address(self.connector.clone(), address)))
+            .map(|address| (per_node, Source::Address(Box::new(self.connector.clone()), address)))
             .collect();
         match u32::try_from(nodes.len()).ok().and_then(|count| count.checked_mul(per_node)) {
             Some(world_size) => launch(Layout { world_size, num_groups: self.num_groups }, nodes, self.options),
@@ -192,7 +258,7 @@ impl DiscoSession {
 /// Where the session to a node comes from.
 enum Source {
     Ready(Session, String),
-    Address(Connector, String),
+    Address(Box<Connector>, String),
 }
 
 impl Source {

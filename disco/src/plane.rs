@@ -102,8 +102,7 @@ impl MeetingPlace {
     /// Makes segments for the whole session, which stay until others are made.
     #[cfg(target_os = "linux")]
     pub(crate) fn offer(&self, layout: Layout, epoch: u64) -> Result<Vec<host::Ticket>> {
-        let mut options = host::Options::default();
-        options.epoch = epoch;
+        let options = host::Options { epoch, ..host::Options::default() };
         let groups = if layout.has_groups() { layout.num_groups as usize } else { 0 };
         let sizes = [layout.world_size].into_iter().chain(std::iter::repeat_n(layout.group_size(), groups));
         let offers = sizes.map(|size| host::Offer::new(size as usize, &options)).collect::<Result<Vec<_>>>()?;
@@ -113,13 +112,7 @@ impl MeetingPlace {
     }
 
     /// Listens for the workers from `first` on at an address of this machine that the others can reach.
-    pub(crate) fn listen(
-        &self,
-        layout: Layout,
-        first: u32,
-        count: u32,
-        address: IpAddr,
-    ) -> Result<Vec<Listening>> {
+    pub(crate) fn listen(&self, layout: Layout, first: u32, count: u32, address: IpAddr) -> Result<Vec<Listening>> {
         let mut all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         let bind = || Listener::bind(&Address::Tcp(SocketAddr::new(address, 0)));
         (first..first + count)
@@ -138,15 +131,15 @@ impl MeetingPlace {
 
     /// Joins the session's communicators as `worker`, and waits until all workers have.
     pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, here: usize) -> Result<Membership> {
-        let mut options = host::Options::default();
-        options.epoch = plan.epoch;
+        let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
         match &plan.way {
             Way::Threads => self.take_thread(layout, worker, &options),
             #[cfg(target_os = "linux")]
             Way::Segments(tickets) => {
                 options.ranks_on_machine = Some(layout.world_size as usize);
-                let (world, groups) = tickets.split_first().ok_or_else(|| RpcError::internal("a plan without tickets"))?;
+                let (world, groups) =
+                    tickets.split_first().ok_or_else(|| RpcError::internal("a plan without tickets"))?;
                 let world = world.join(rank, &options)?;
                 let group = groups.get(layout.group(worker) as usize);
                 let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;

@@ -108,7 +108,13 @@ impl DiscoSession {
     /// # Errors
     ///
     /// The session has ended.
-    pub fn empty_on_worker0(&self, shape: &[i64], dtype: DataType, device: Option<Device>, scope: Scope) -> Result<DRef> {
+    pub fn empty_on_worker0(
+        &self,
+        shape: &[i64],
+        dtype: DataType,
+        device: Option<Device>,
+        scope: Scope,
+    ) -> Result<DRef> {
         self.fresh(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: first_of(scope) })
     }
 

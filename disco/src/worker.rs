@@ -382,9 +382,7 @@ impl Worker {
         Ok(match arg {
             Value::Object(Operand::Register(register)) => self.value(*register)?,
             Value::Object(Operand::Tensor(tensor)) => Value::Object(Object::Tensor(self.receive(tensor)?)),
-            Value::List(values) => {
-                Value::List(values.iter().map(|value| self.resolve(value)).collect::<Outcome<_>>()?)
-            }
+            Value::List(values) => Value::List(values.iter().map(|value| self.resolve(value)).collect::<Outcome<_>>()?),
             plain => plain.clone().try_map(&mut |_: Operand| Err(RpcError::internal("an operand in a plain value")))?,
         })
     }
@@ -457,11 +455,7 @@ impl Worker {
             other => {
                 let mut objects = 0;
                 other.for_each_object(&mut |_| objects += 1);
-                if objects == 0 {
-                    Ok(value)
-                } else {
-                    Err(self.unexpected("a value or a tensor", other).into())
-                }
+                if objects == 0 { Ok(value) } else { Err(self.unexpected("a value or a tensor", other).into()) }
             }
         });
         let content = content.map_err(|fault| match fault {
@@ -494,7 +488,8 @@ impl Worker {
             Kind::Barrier => return self.take_part(command, scope, Operation::Barrier, Ok((None, None))),
         };
         let one_sided = matches!(kind, Kind::Broadcast | Kind::Scatter);
-        let source = if one_sided && !is_root { Ok(None) } else { self.tensor(from).and_then(|found| self.present(found)) };
+        let source =
+            if one_sided && !is_root { Ok(None) } else { self.tensor(from).and_then(|found| self.present(found)) };
         let target = if fresh {
             // Only the root of a broadcast or scatter knows what the others have to expect.
             let layout = match &source {
@@ -569,10 +564,10 @@ impl Worker {
             Err(Fault::Own(error)) => (None, Err(error)),
             // What failed elsewhere is told with where that was.
             Err(Fault::Inherited(failure)) => {
-                let cause = failure.cause.clone().context(format_args!(
-                    "worker {}: {} (#{})",
-                    failure.worker, failure.command, failure.sequence
-                ));
+                let cause = failure
+                    .cause
+                    .clone()
+                    .context(format_args!("worker {}: {} (#{})", failure.worker, failure.command, failure.sequence));
                 (Some(failure), Err(cause))
             }
         };
@@ -672,9 +667,10 @@ pub(crate) fn start(
 ) -> rpc_core::Result<WorkerContext> {
     let this = WorkerContext::new(id, layout, context);
     let worker = Worker::new(this.clone(), layout, shared, queue);
-    std::thread::Builder::new().name(format!("disco-{id}")).spawn(move || worker.run()).map_err(|error| {
-        RpcError::new(ErrorKind::LimitExceeded, format!("no thread for worker {id}: {error}"))
-    })?;
+    std::thread::Builder::new()
+        .name(format!("disco-{id}"))
+        .spawn(move || worker.run())
+        .map_err(|error| RpcError::new(ErrorKind::LimitExceeded, format!("no thread for worker {id}: {error}")))?;
     Ok(this)
 }
 
