@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use disco::{DiscoSession, Options, ProcessSession, ReduceOp, Scope, SocketSession, ThreadedSession, WorkerContext};
-use rpc_core::{
-    ErrorKind, LocalSession, Registry, Result, RpcError, SharedSession, Tensor, TensorView, TensorViewMut,
-};
+use rpc_core::{ErrorKind, LocalSession, Registry, Result, RpcError, SharedSession, Tensor, TensorView, TensorViewMut};
 use rpc_transports::{ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
 use tokio::runtime::Runtime;
 
@@ -98,7 +96,14 @@ pub enum Launch {
 pub struct Fixture {
     /// The session.
     pub session: DiscoSession,
-    _servers: Option<(Vec<Server>, Runtime)>,
+    servers: Option<(Vec<Server>, Runtime)>,
+}
+
+impl Fixture {
+    /// How many sessions the servers have that the workers are at.
+    pub fn sessions(&self) -> usize {
+        self.servers.iter().flat_map(|(servers, _)| servers).map(Server::sessions).sum()
+    }
 }
 
 impl Launch {
@@ -116,7 +121,9 @@ impl Launch {
         let mut options = Options::default();
         let (session, servers) = match self {
             Self::Threads => (ThreadedSession::new(num_workers, num_groups).registry(registry()).start(), None),
-            Self::Processes(program) => (ProcessSession::new(num_workers, num_groups).command([program]).start(), None),
+            Self::Processes(program) => {
+                (ProcessSession::new(num_workers, num_groups).command([program, "--disco-worker"]).start(), None)
+            }
             Self::Tcp { per_node, data_over_tcp } => {
                 let nodes = num_workers / per_node;
                 if data_over_tcp {
@@ -130,17 +137,15 @@ impl Launch {
             Self::Chain => {
                 let runtime = runtime();
                 let (addresses, mut servers) = serve(&runtime, num_workers);
-                let (gateway, server) = listen(&runtime, ServeOptions {
-                    allow_forward: vec!["*".to_owned()],
-                    ..ServeOptions::default()
-                });
+                let (gateway, server) =
+                    listen(&runtime, ServeOptions { allow_forward: vec!["*".to_owned()], ..ServeOptions::default() });
                 servers.push(server);
                 let connector = rpc_transports::Connector::new().via(&gateway);
                 let session = SocketSession::new(addresses, 1, num_groups).connector(connector).start();
                 (session, Some((servers, runtime)))
             }
         };
-        Ok(Fixture { session: session.wait()?, _servers: servers })
+        Ok(Fixture { session: session.wait()?, servers })
     }
 }
 
