@@ -45,7 +45,8 @@ struct Shared {
     layout: Layout,
     context: Context,
     device: Mutex<Device>,
-    membership: Mutex<Option<Membership>>,
+    /// Or why there is none.
+    membership: Mutex<Result<Membership>>,
     /// Those of the membership, to be reached while it is in use.
     controls: Mutex<Vec<Arc<dyn Control>>>,
 }
@@ -78,7 +79,7 @@ impl WorkerContext {
             layout,
             context,
             device: Mutex::new(Device::cpu()),
-            membership: Mutex::new(None),
+            membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
         }))
     }
@@ -280,7 +281,7 @@ impl WorkerContext {
     }
 
     /// Becomes a member of new communicators, and leaves those it was in.
-    pub(crate) fn set_membership(&self, membership: Option<Membership>) {
+    pub(crate) fn set_membership(&self, membership: Result<Membership>) {
         *lock(&self.0.controls) = membership.as_ref().map(Membership::controls).unwrap_or_default();
         let old = std::mem::replace(&mut *lock(&self.0.membership), membership);
         drop(old);
@@ -317,11 +318,12 @@ impl WorkerContext {
     ) -> Result<(), CollectiveError> {
         let (rank, size) = self.rank(scope);
         let mut membership = lock(&self.0.membership);
-        let Some(membership) = membership.as_mut() else {
-            return Err(CollectiveError::Own(RpcError::new(
-                ErrorKind::Unsupported,
-                format!("worker {} has no data plane, so that it cannot take part in {operation}", self.0.id),
-            )));
+        let membership = match membership.as_mut() {
+            Ok(membership) => membership,
+            Err(error) => {
+                let context = format_args!("worker {} cannot take part in {operation}", self.0.id);
+                return Err(CollectiveError::Own(error.clone().context(context)));
+            }
         };
         let ccl: &mut dyn Ccl = match (scope, &mut membership.group) {
             (Scope::Group, Some(group)) => &mut **group,

@@ -12,7 +12,7 @@ use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
 use crate::event::{Event, EventSink};
 use crate::host::Shared;
-use crate::plane::{Layout, Plan};
+use crate::plane::{Layout, Plan, Way};
 
 /// Commands on their way to a worker.
 #[derive(Default)]
@@ -176,7 +176,7 @@ impl Worker {
             }
         }
         farewell.expected = true;
-        self.this.set_membership(None);
+        self.this.set_membership(Err(RpcError::new(ErrorKind::Closed, "the worker has ended")));
     }
 
     fn report(&mut self) {
@@ -289,13 +289,15 @@ impl Worker {
             Command::SendRecv { from, to, pairs } => self.send_recv(command, *from, *to, pairs)?,
             Command::InitCcl { plan } => {
                 // The old communicators go first, so that nobody waits in them.
-                self.this.set_membership(None);
+                self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
                 let plan: Plan = plan.decode()?;
-                let membership = self.shared.place().join(&plan, self.layout, self.id, self.shared.count());
-                if let crate::plane::Way::Apart { .. } = plan.way {
-                    return Ok(());
+                let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.count());
+                let failed = joined.as_ref().err().cloned();
+                self.this.set_membership(joined);
+                // Without a way to each other only collectives fail.
+                if let Some(error) = failed.filter(|_| !matches!(plan.way, Way::Apart { .. })) {
+                    return Err(error.into());
                 }
-                self.this.set_membership(Some(membership?));
                 if self.queue.is_aborted() {
                     self.this.abort_collectives("the session has ended");
                 }

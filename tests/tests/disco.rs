@@ -503,6 +503,22 @@ fn shutdown_returns_though_a_worker_is_busy() {
 }
 
 #[test]
+fn workers_without_a_way_to_each_other_do_all_else() {
+    let mut options = disco::Options::default();
+    // One address for two nodes.
+    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into()];
+    let sessions = (0..2).map(|_| rpc_core::Session::new(rpc_core::LocalSession::new(rpc_tests::spmd::registry())));
+    let session = DiscoSession::over(sessions, 1, 1, options).wait().unwrap();
+    let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+    assert_eq!(value(&session, &id, 1), Value::Int(1));
+    session.sync_all().wait().unwrap();
+    session.barrier(Scope::World).unwrap();
+    let error = session.sync_all().wait().unwrap_err();
+    assert!(error.to_string().contains("the data addresses of 1 of 2 nodes are known"), "{error}");
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
 fn launches_that_cannot_be_are_refused() {
     let refused = |launch: Launch, workers, groups| match launch.try_start(workers, groups) {
         Ok(_) => panic!("a session"),
