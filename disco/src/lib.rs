@@ -1,14 +1,90 @@
 //! SPMD over sessions: one controller drives N workers, each behind any session of `rpc-core`.
 //!
-//! Of this, the collectives are here: [`ccl`]. What is planned:
+//! A program is written once, as a controller, and runs on workers that are threads, child processes, servers on other machines, or devices behind
+//! a chain of hops: one constructor says which. The controller issues commands (call a function, make or copy a tensor, run a collective), and every worker
+//! executes them in the same order. A [`DRef`] stands for one value on each worker. Tensors move between the workers directly, and not through the
+//! controller.
 //!
-//! * A controller issues commands (call a function, create or copy a tensor, run a collective) that every worker executes in
-//!   the same order. A register named once stands for one value on each worker.
-//! * The link to a worker is an `RpcSession`, so that workers may be threads, child processes, nodes over a network, or
-//!   devices behind a chain of hops, by changing addresses and nothing else.
-//! * Collectives move data between the workers directly, and not through the controller.
-//! * A worker's death is an error to everybody who waits, and not a hang.
+//! ```
+//! use disco::{ReduceOp, Scope, ThreadedSession, WorkerContext};
+//! use rpc_core::{Registry, Tensor, TensorViewMut};
+//!
+//! let registry = Registry::new();
+//! registry.add("add_my_id", |worker: WorkerContext, mut x: TensorViewMut| -> rpc_core::Result<()> {
+//!     x.as_mut_slice::<f32>()?.iter_mut().for_each(|x| *x += worker.worker_id().0 as f32);
+//!     Ok(())
+//! });
+//!
+//! let session = ThreadedSession::new(4, 1).registry(registry).start().wait()?;
+//! let x = session.broadcast(&Tensor::from_slice([2], &[1.0_f32, 10.0])?, None, Scope::World)?;
+//! session.get_global_func("add_my_id")?.call((&x,))?;
+//! session.allreduce(&x, Some(&x), ReduceOp::Sum, Scope::World)?;
+//! let sums = session.copy_from_worker_0(&x).wait()?;
+//! assert_eq!(sums.read()?.as_slice::<f32>()?, [10.0, 46.0]);
+//! session.sync_all().wait()?; // tells what has failed on workers
+//! session.shutdown().wait()?;
+//! # Ok::<(), disco::DiscoError>(())
+//! ```
+//!
+//! # What follows TVM, and under which name
+//!
+//! | TVM's Disco | here |
+//! | --- | --- |
+//! | `ThreadedSession`, `ProcessSession`, `SocketSession` | [`ThreadedSession`], [`ProcessSession`], [`SocketSession`]; and [`DiscoSession::over`] any sessions |
+//! | `Session.num_workers`, `GetNumWorkers` | [`DiscoSession::num_workers`] |
+//! | `get_global_func`, `GetGlobalFunc` | [`DiscoSession::get_global_func`] |
+//! | `call_packed`, `CallPacked`, `CallWithPacked` | [`DPackedFunc::call`] and [`DiscoSession::call_packed`], with a tuple or with a list of [`Argument`]s |
+//! | `empty` (`worker0_only`, `in_group`) | [`DiscoSession::empty`], [`DiscoSession::empty_on_worker0`] with a [`Scope`] |
+//! | `load_vm_module` | [`DiscoSession::load_module`], [`DModule::function`] |
+//! | `copy_to_worker_0`, `copy_from_worker_0` | [`DiscoSession::copy_to_worker_0`], [`DiscoSession::copy_from_worker_0`] |
+//! | `broadcast`, `scatter` | [`DiscoSession::broadcast`], [`DiscoSession::scatter`] |
+//! | `broadcast_from_worker0`, `scatter_from_worker0`, `gather_to_worker0` | [`DiscoSession::broadcast_from_worker0`], [`DiscoSession::scatter_from_worker0`], [`DiscoSession::gather_to_worker0`] |
+//! | `allreduce`, `allgather` (`in_group`) | [`DiscoSession::allreduce`], [`DiscoSession::allgather`] with a [`Scope`] |
+//! | `init_ccl` | [`DiscoSession::init_ccl`]; the `host` backend is there without it |
+//! | `_sync_worker`, `SyncWorker` | [`DiscoSession::sync_worker`], [`DiscoSession::sync_all`] |
+//! | `DRef.debug_get_from_remote`, `debug_copy_from` | [`DiscoSession::debug_get_from_remote`], [`DiscoSession::debug_set_register`] |
+//! | `Shutdown` | [`DiscoSession::shutdown`] |
+//! | `DRef`, `DPackedFunc`, `DModule` | [`DRef`], [`DPackedFunc`], [`DModule`] |
+//! | `DiscoWorker`, worker-side collectives | [`WorkerContext`] |
+//! | `import_python_module` | nothing: workers run the functions that their program registers |
+//!
+//! Besides: [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
+//! [`DiscoSession::reinit_ccl`].
+//!
+//! # When things break
+//!
+//! * What fails on a worker poisons the result there, and all that is made of it. [`DiscoSession::sync_worker`] and
+//!   [`DiscoSession::sync_all`] tell each failure once, with worker, command and cause; the session lives.
+//! * In a collective the failure of one worker poisons the outputs of all.
+//! * When a worker dies, or its link breaks, the session ends: everybody who waits, and every later operation, gets the cause. Child processes end
+//!   with it.
+//!
+//! Read first [`session`](DiscoSession), then `command`, `controller` and `worker`; [`ccl`] has the collectives themselves.
 
 #![deny(unsafe_code)]
 
 pub mod ccl;
+mod command;
+mod completion;
+mod context;
+mod controller;
+mod dref;
+mod error;
+mod event;
+mod host;
+mod launch;
+mod link;
+mod plane;
+mod runtime;
+mod session;
+mod worker;
+
+pub use ccl::{Rank, ReduceOp};
+pub use command::Scope;
+pub use completion::Completion;
+pub use context::WorkerContext;
+pub use dref::{Argument, DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand};
+pub use error::{DiscoError, Failure, Result, WorkerId};
+pub use host::register;
+pub use launch::{Options, ProcessSession, SocketSession, ThreadedSession, serve_if_worker};
+pub use session::{Content, DiscoSession};

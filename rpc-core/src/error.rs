@@ -177,7 +177,10 @@ impl<'de> Deserialize<'de> for ErrorKind {
 /// An error of a session, at whichever hop it arose.
 ///
 /// It is one pointer wide and cheap to clone, because the end of a session is reported to every pending call.
-#[derive(Clone, PartialEq)]
+///
+/// Its `serde` form is the one on the wire: a map that keeps all facts.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct RpcError(Box<Facts>);
 
 /// The facts of an [`RpcError`], and its form on the wire: a map, so that fields can be added.

@@ -13,6 +13,7 @@ use std::time::Instant;
 use crate::device::Devices;
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::module::LoadRequest;
 use crate::reply::Responder;
 use crate::session::Lane;
 use crate::tensor::{Access, Borrow, Tensor};
@@ -287,6 +288,13 @@ pub trait Host: Send + Sync {
     /// All registered functions, by name.
     fn functions(&self) -> Vec<(String, Signature)>;
 
+    /// Loads a module with the loader of that name, or else with the first that accepts the path.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`] if no loader takes it, and the loader's own.
+    fn load_module(&self, loader: Option<&str>, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>>;
+
     /// The session's folder, if it has one.
     fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>>;
 
@@ -337,9 +345,25 @@ impl Context {
         Self { host, lane, deadline, trace, responder }
     }
 
+    /// A context for work that goes on after the call has returned, such as that of a thread which it has started: it is of
+    /// the same session, and has neither deadline nor caller.
+    #[must_use]
+    pub fn detached(&self) -> Self {
+        Self { host: self.host.clone(), lane: self.lane, deadline: None, trace: None, responder: None }
+    }
+
     /// The devices of the session.
     pub fn devices(&self) -> &Devices {
         self.host.devices()
+    }
+
+    /// Loads a module with the loader of that name, or else with the first that accepts the path. It may block.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`] if no loader takes it, and the loader's own.
+    pub fn load_module(&self, path: &str, loader: Option<&str>) -> Result<Arc<dyn Module>> {
+        self.host.load_module(loader, &LoadRequest { path, context: self })
     }
 
     /// The function registered under `name`.

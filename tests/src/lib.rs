@@ -12,3 +12,4 @@ pub mod fixture;
 pub mod forwarder;
 pub mod functions;
 pub mod scene;
+pub mod spmd;

@@ -35,7 +35,8 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::{Handle, HandleQuota, HandleTable};
 use crate::module::LoadRequest;
 use crate::object::{
-    CatchPanic, Context, Function, Host, Invocation, LocalValue, Object, Signature, Started, Usage, WorkspaceFiles,
+    CatchPanic, Context, Function, Host, Invocation, LocalValue, Module, Object, Signature, Started, Usage,
+    WorkspaceFiles,
 };
 use crate::panics::drop_each;
 use crate::quota::MemoryQuota;
@@ -1208,6 +1209,10 @@ impl Host for Shared {
 
     fn functions(&self) -> Vec<(String, Signature)> {
         self.registry.functions()
+    }
+
+    fn load_module(&self, loader: Option<&str>, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        self.registry.load_module(loader, request)
     }
 
     fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>> {

@@ -1,0 +1,49 @@
+//! What is under way in a session: awaited, or waited for on a plain thread.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use rpc_core::blocking;
+
+use crate::error::{DiscoError, Result};
+
+/// Something that was asked for, and has its place in the order of commands already. Await it, or [`wait`](Self::wait) for it.
+///
+/// Dropping it gives up the result and cancels nothing.
+#[must_use = "what was asked for may fail; await it or wait for it"]
+pub struct Completion<T>(Pin<Box<dyn Future<Output = Result<T>> + Send>>);
+
+impl<T: Send + 'static> Completion<T> {
+    pub(crate) fn new(future: impl Future<Output = Result<T>> + Send + 'static) -> Self {
+        Self(Box::pin(future))
+    }
+
+    pub(crate) fn failed(error: DiscoError) -> Self {
+        Self::new(std::future::ready(Err(error)))
+    }
+
+    /// Waits on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// Those of what was asked for; and [`ApiMisuse`](rpc_core::ErrorKind::ApiMisuse) inside an async runtime.
+    pub fn wait(self) -> Result<T> {
+        blocking::block_on(self.0)?
+    }
+}
+
+impl<T> Future for Completion<T> {
+    type Output = Result<T>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.0.as_mut().poll(cx)
+    }
+}
+
+impl<T> fmt::Debug for Completion<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Completion")
+    }
+}

@@ -1,0 +1,497 @@
+//! What a function sees of the worker that it runs on, and the collectives that it can take part in.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rpc_core::function::FromCall;
+use rpc_core::object::Invocation;
+use rpc_core::tensor::Access;
+use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor};
+
+use crate::ccl::{Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp};
+use crate::command::Scope;
+use crate::error::WorkerId;
+use crate::plane::{Layout, Membership};
+
+/// The worker that runs the calling function. A parameter of this type takes no argument.
+///
+/// ```
+/// use disco::{Content, ReduceOp, Scope, ThreadedSession, WorkerContext, WorkerId};
+/// use rpc_core::{Registry, Tensor};
+///
+/// let registry = Registry::new();
+/// registry.add("sum_of_ids", |worker: WorkerContext| -> rpc_core::Result<f32> {
+///     let sum = Tensor::from_slice([1], &[worker.worker_id().0 as f32])?;
+///     worker.allreduce(ReduceOp::Sum, &sum, &sum, Scope::World)?;
+///     Ok(sum.read()?.as_slice::<f32>()?[0])
+/// });
+/// let session = ThreadedSession::new(3, 1).registry(registry).start().wait()?;
+/// let sum = session.get_global_func("sum_of_ids")?.call(())?;
+/// let Content::Value(sum) = session.debug_get_from_remote(&sum, WorkerId(2)).wait()? else { panic!("no tensor") };
+/// assert_eq!(sum, 3.0.into());
+/// # Ok::<(), disco::DiscoError>(())
+/// ```
+///
+/// Collectives have to be entered by all workers of their scope, in the same order. Tensors in them must be densely packed and in host memory; they
+/// are borrowed while the call lasts, so that a function takes them as [`Tensor`] and not as views. Source and destination may be the same
+/// tensor, and must not overlap otherwise.
+#[derive(Clone)]
+pub struct WorkerContext(Arc<Shared>);
+
+struct Shared {
+    id: WorkerId,
+    layout: Layout,
+    context: Context,
+    device: Mutex<Device>,
+    /// Or why there is none.
+    membership: Mutex<Result<Membership>>,
+    /// Those of the membership, to be reached while it is in use.
+    controls: Mutex<Vec<Arc<dyn Control>>>,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<WorkerContext>> = const { RefCell::new(None) };
+}
+
+/// Why a collective gave nothing.
+pub(crate) enum CollectiveError {
+    /// By what this worker did, or because ranks disagreed, or the group is broken.
+    Own(RpcError),
+    /// Because another worker had no input.
+    Inherited(WorkerId, RpcError),
+}
+
+impl From<CollectiveError> for RpcError {
+    fn from(error: CollectiveError) -> Self {
+        match error {
+            CollectiveError::Own(error) => error,
+            CollectiveError::Inherited(worker, error) => error.context(format_args!("worker {worker}")),
+        }
+    }
+}
+
+impl WorkerContext {
+    pub(crate) fn new(id: WorkerId, layout: Layout, context: Context) -> Self {
+        Self(Arc::new(Shared {
+            id,
+            layout,
+            context,
+            device: Mutex::new(Device::cpu()),
+            membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
+            controls: Mutex::default(),
+        }))
+    }
+
+    /// Makes this the worker of the calling thread.
+    pub(crate) fn enter(&self) {
+        CURRENT.with_borrow_mut(|current| *current = Some(self.clone()));
+    }
+
+    /// The worker of the calling thread, if it is one.
+    pub fn current() -> Option<Self> {
+        CURRENT.with_borrow(Clone::clone)
+    }
+
+    /// The number of this worker in its session.
+    pub fn worker_id(&self) -> WorkerId {
+        self.0.id
+    }
+
+    /// How many workers the session has.
+    pub fn world_size(&self) -> u32 {
+        self.0.layout.world_size
+    }
+
+    /// How many groups they are in.
+    pub fn num_groups(&self) -> u32 {
+        self.0.layout.num_groups
+    }
+
+    /// How many workers are in each group.
+    pub fn group_size(&self) -> u32 {
+        self.0.layout.group_size()
+    }
+
+    /// The number of this worker's group.
+    pub fn group(&self) -> u32 {
+        self.0.layout.group(self.0.id)
+    }
+
+    /// The number of this worker in its group.
+    pub fn rank_in_group(&self) -> Rank {
+        self.0.layout.rank_in_group(self.0.id)
+    }
+
+    /// Where tensors go for which no device is named.
+    pub fn device(&self) -> Device {
+        *lock(&self.0.device)
+    }
+
+    /// The session of the process that the worker is in: its devices, its functions, its folder.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// Allocates a zeroed, densely packed tensor on the worker's device.
+    ///
+    /// # Errors
+    ///
+    /// The device's, and a limit that is reached.
+    pub fn allocate(&self, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
+        self.0.context.allocate(self.device(), dtype, shape)
+    }
+
+    /// Reduces the elements of all workers' `from` into everybody's `to`.
+    ///
+    /// # Errors
+    ///
+    /// This worker's arguments do not fit; another worker's input failed; workers disagree; or the data plane is broken.
+    pub fn allreduce(&self, op: ReduceOp, from: &Tensor, to: &Tensor, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::Allreduce(op), Ok((Some(from), Some(to))))?)
+    }
+
+    /// Reduces the elements of all workers' `from`, of which each worker gets its share in `to`.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn reduce_scatter(&self, op: ReduceOp, from: &Tensor, to: &Tensor, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::ReduceScatter(op), Ok((Some(from), Some(to))))?)
+    }
+
+    /// Puts all workers' `from` behind each other in everybody's `to`.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn allgather(&self, from: &Tensor, to: &Tensor, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::Allgather, Ok((Some(from), Some(to))))?)
+    }
+
+    /// Gives everybody the elements of the first worker's `from`, which nobody else needs.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn broadcast_from_worker0(&self, from: Option<&Tensor>, to: &Tensor, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::Broadcast { root: Rank(0) }, Ok((from, Some(to))))?)
+    }
+
+    /// Gives everybody a share of the first worker's `from`, which nobody else needs.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn scatter_from_worker0(&self, from: Option<&Tensor>, to: &Tensor, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::Scatter { root: Rank(0) }, Ok((from, Some(to))))?)
+    }
+
+    /// Puts all workers' `from` behind each other in the first worker's `to`, which nobody else needs.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn gather_to_worker0(&self, from: &Tensor, to: Option<&Tensor>, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::Gather { root: Rank(0) }, Ok((Some(from), to)))?)
+    }
+
+    /// Sends every worker its share of `from`, and gathers what they send in `to`.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn all_to_all(&self, from: &Tensor, to: &Tensor, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::AllToAll, Ok((Some(from), Some(to))))?)
+    }
+
+    /// Waits until all workers have come here.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn barrier(&self, scope: Scope) -> Result<()> {
+        Ok(self.run(scope, Operation::Barrier, Ok((None, None)))?)
+    }
+
+    /// Sends a tensor to another worker, which receives it with [`recv_from_worker`](Self::recv_from_worker).
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn send_to_worker(&self, tensor: &Tensor, to: WorkerId) -> Result<()> {
+        self.check_peer(to)?;
+        Ok(self.run(Scope::World, Operation::Send { to: Rank(to.0) }, Ok((Some(tensor), None)))?)
+    }
+
+    /// Receives a tensor from another worker, which sends it with [`send_to_worker`](Self::send_to_worker).
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn recv_from_worker(&self, tensor: &Tensor, from: WorkerId) -> Result<()> {
+        self.check_peer(from)?;
+        Ok(self.run(Scope::World, Operation::Recv { from: Rank(from.0) }, Ok((None, Some(tensor))))?)
+    }
+
+    /// Receives a tensor that worker 0 sends with [`send_to_worker`](Self::send_to_worker).
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce).
+    pub fn recv_from_worker0(&self, tensor: &Tensor) -> Result<()> {
+        self.recv_from_worker(tensor, WorkerId(0))
+    }
+
+    /// Sends a tensor to the worker with the same number in the next group.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce); and there is no next group.
+    pub fn send_to_next_group(&self, tensor: &Tensor) -> Result<()> {
+        let to = WorkerId(self.0.id.0 + self.group_size());
+        if to.0 >= self.world_size() {
+            return Err(RpcError::invalid_argument(format!("worker {} is in the last group", self.0.id)));
+        }
+        self.send_to_worker(tensor, to)
+    }
+
+    /// Receives a tensor from the worker with the same number in the group before this one.
+    ///
+    /// # Errors
+    ///
+    /// As [`allreduce`](Self::allreduce); and there is no such group.
+    pub fn recv_from_prev_group(&self, tensor: &Tensor) -> Result<()> {
+        let from = self.0.id.0.checked_sub(self.group_size());
+        let from =
+            from.ok_or_else(|| RpcError::invalid_argument(format!("worker {} is in the first group", self.0.id)))?;
+        self.recv_from_worker(tensor, WorkerId(from))
+    }
+
+    fn check_peer(&self, peer: WorkerId) -> Result<()> {
+        if peer.0 < self.world_size() && peer != self.0.id {
+            return Ok(());
+        }
+        Err(RpcError::invalid_argument(format!(
+            "worker {} cannot exchange tensors with worker {peer} in a session of {}",
+            self.0.id,
+            self.world_size()
+        )))
+    }
+
+    /// Becomes a member of new communicators, and leaves those it was in.
+    pub(crate) fn set_membership(&self, membership: Result<Membership>) {
+        *lock(&self.0.controls) = membership.as_ref().map(Membership::controls).unwrap_or_default();
+        let old = std::mem::replace(&mut *lock(&self.0.membership), membership);
+        drop(old);
+    }
+
+    /// Ends the collective that the worker is in, and all later ones.
+    pub(crate) fn abort_collectives(&self, reason: &str) {
+        let controls = lock(&self.0.controls).clone();
+        controls.iter().for_each(|control| control.abort(reason));
+    }
+
+    /// This worker's number among those of `scope`, and their number.
+    pub(crate) fn rank(&self, scope: Scope) -> (Rank, u32) {
+        match scope {
+            Scope::World => (Rank(self.0.id.0), self.world_size()),
+            Scope::Group => (self.rank_in_group(), self.group_size()),
+        }
+    }
+
+    /// The worker that is `rank` in `scope`.
+    fn worker_of(&self, scope: Scope, rank: Rank) -> WorkerId {
+        match scope {
+            Scope::World => WorkerId(rank.0),
+            Scope::Group => WorkerId(self.group() * self.group_size() + rank.0),
+        }
+    }
+
+    /// Takes part in a collective with a source and a destination, where it needs them; or, where it has none because of an error, with that.
+    pub(crate) fn run(
+        &self,
+        scope: Scope,
+        operation: Operation,
+        tensors: Result<(Option<&Tensor>, Option<&Tensor>), RpcError>,
+    ) -> Result<(), CollectiveError> {
+        let (rank, size) = self.rank(scope);
+        let mut membership = lock(&self.0.membership);
+        let membership = match membership.as_mut() {
+            Ok(membership) => membership,
+            Err(error) => {
+                let context = format_args!("worker {} cannot take part in {operation}", self.0.id);
+                return Err(CollectiveError::Own(error.clone().context(context)));
+            }
+        };
+        let ccl: &mut dyn Ccl = match (scope, &mut membership.group) {
+            (Scope::Group, Some(group)) => &mut **group,
+            _ => &mut *membership.world,
+        };
+        let checked = tensors.and_then(|(from, to)| {
+            let (collective, from, to) = fit(operation, rank, size, from, to)?;
+            Ok((collective, lend(from, to, rank, |buffers| ccl.run(collective, buffers.into()))?))
+        });
+        match checked {
+            Ok((_, Ok(()))) => Ok(()),
+            Ok((_, Err(CclError::Poisoned { rank: origin, cause, .. }))) if origin != rank => {
+                let worker = match operation {
+                    Operation::Send { .. } | Operation::Recv { .. } => WorkerId(origin.0),
+                    _ => self.worker_of(scope, origin),
+                };
+                Err(CollectiveError::Inherited(worker, cause))
+            }
+            Ok((_, Err(error))) => Err(CollectiveError::Own(error.into())),
+            Err(error) => {
+                let empty = Collective::new(operation, DataType::U8, 0);
+                // It says nothing new but where the group is broken.
+                match ccl.run(empty, CollectiveInput::Poisoned(error.clone())) {
+                    Err(broken @ CclError::Broken(_)) => Err(CollectiveError::Own(broken.into())),
+                    _ => Err(CollectiveError::Own(error)),
+                }
+            }
+        }
+    }
+}
+
+impl FromCall for WorkerContext {
+    fn describe() -> Option<(std::borrow::Cow<'static, str>, Option<Access>)> {
+        None
+    }
+
+    fn from_call(_: &mut Invocation) -> Result<Self> {
+        Self::current().ok_or_else(|| {
+            RpcError::new(ErrorKind::ApiMisuse, "the function can only be called on a worker of a disco session")
+        })
+    }
+}
+
+impl fmt::Debug for WorkerContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WorkerContext({} of {})", self.0.id, self.world_size())
+    }
+}
+
+/// The call that fits the tensors, and those of them that it needs.
+fn fit<'t>(
+    operation: Operation,
+    rank: Rank,
+    size: u32,
+    from: Option<&'t Tensor>,
+    to: Option<&'t Tensor>,
+) -> Result<(Collective, Option<&'t Tensor>, Option<&'t Tensor>)> {
+    let n = u64::from(size);
+    let is_root = operation_root(operation).is_none_or(|root| root == rank);
+    let (needs_from, needs_to) = match operation {
+        Operation::Broadcast { .. } | Operation::Scatter { .. } => (is_root, true),
+        Operation::Gather { .. } => (true, is_root),
+        Operation::Send { .. } => (true, false),
+        Operation::Recv { .. } => (false, true),
+        Operation::Barrier => (false, false),
+        _ => (true, true),
+    };
+    let (from, to) = (from.filter(|_| needs_from), to.filter(|_| needs_to));
+    if needs_from && from.is_none() || needs_to && to.is_none() {
+        let what = if needs_from && from.is_none() { "source" } else { "destination" };
+        return Err(RpcError::invalid_argument(format!("{operation} needs a {what} that is a tensor")));
+    }
+    if let (Some(from), Some(to)) = (from, to)
+        && from.dtype() != to.dtype()
+    {
+        return Err(mismatch(operation, size, from, to));
+    }
+    // How many times as many elements as the call counts the two have.
+    let (from_times, to_times) = match operation {
+        Operation::ReduceScatter(_) | Operation::Scatter { .. } => (n, 1),
+        Operation::Allgather | Operation::Gather { .. } => (1, n),
+        Operation::AllToAll => (n, n),
+        _ => (1, 1),
+    };
+    let counts = [from.map(|tensor| (tensor, from_times)), to.map(|tensor| (tensor, to_times))];
+    let mut count = None;
+    for (tensor, times) in counts.into_iter().flatten() {
+        let elements = tensor.element_count();
+        let one = elements / times;
+        if elements % times != 0 || count.is_some_and(|count| count != one) {
+            return Err(match (from, to) {
+                (Some(from), Some(to)) => mismatch(operation, size, from, to),
+                _ => RpcError::invalid_argument(format!(
+                    "{operation} among {size} workers: {} does not divide by {size}",
+                    describe(tensor)
+                )),
+            });
+        }
+        count = Some(one);
+    }
+    let dtype = from.or(to).map_or(DataType::U8, Tensor::dtype);
+    let count = usize::try_from(count.unwrap_or(0)).map_err(|_| RpcError::invalid_argument("too many elements"))?;
+    Ok((Collective::new(operation, dtype, count), from, to))
+}
+
+fn operation_root(operation: Operation) -> Option<Rank> {
+    match operation {
+        Operation::Broadcast { root } | Operation::Scatter { root } | Operation::Gather { root } => Some(root),
+        _ => None,
+    }
+}
+
+fn mismatch(operation: Operation, size: u32, from: &Tensor, to: &Tensor) -> RpcError {
+    let (from, to) = (describe(from), describe(to));
+    RpcError::invalid_argument(format!("{operation} among {size} workers: the source is {from}, the destination {to}"))
+}
+
+fn describe(tensor: &Tensor) -> String {
+    format!("{} {:?}", tensor.dtype(), tensor.shape())
+}
+
+/// Borrows both tensors for as long as `run` takes. Where they are of one storage they must be the same, the one this rank's share of the other, or
+/// apart.
+fn lend<R>(from: Option<&Tensor>, to: Option<&Tensor>, rank: Rank, run: impl FnOnce(Buffers<'_>) -> R) -> Result<R> {
+    match (from, to) {
+        (None, None) => Ok(run(Buffers::none())),
+        (Some(from), None) => Ok(run(Buffers::input(from.read()?.bytes()?))),
+        (None, Some(to)) => Ok(run(Buffers::output(to.write()?.bytes_mut()?))),
+        (Some(from), Some(to)) if !Arc::ptr_eq(from.storage(), to.storage()) => {
+            let view = from.read()?;
+            Ok(run(Buffers::new(view.bytes()?, to.write()?.bytes_mut()?)))
+        }
+        (Some(from), Some(to)) => {
+            let (source, target) = (range(from)?, range(to)?);
+            let (_, mut borrow) = to.write()?.into_parts();
+            let bytes = borrow.bytes_mut().ok_or_else(|| {
+                RpcError::unsupported(format!("expected tensors in host memory, got one on {}", to.device()))
+            })?;
+            let longer = if source.len() > target.len() { source.clone() } else { target.clone() };
+            let shorter = if source.len() > target.len() { &target } else { &source };
+            let share = longer.start + if shorter.len() == longer.len() { 0 } else { shorter.len() * rank.0 as usize };
+            if shorter.start == share && share + shorter.len() <= longer.end {
+                return Ok(run(Buffers::in_place(&mut bytes[longer])));
+            }
+            if source.end <= target.start {
+                let (low, high) = bytes.split_at_mut(target.start);
+                let len = target.len();
+                Ok(run(Buffers::new(&low[source], &mut high[..len])))
+            } else if target.end <= source.start {
+                let (low, high) = bytes.split_at_mut(source.start);
+                let len = source.len();
+                Ok(run(Buffers::new(&high[..len], &mut low[target])))
+            } else {
+                Err(RpcError::invalid_argument(format!(
+                    "source and destination overlap in part (bytes {source:?} and {target:?} of one storage); they may be the same or apart"
+                )))
+            }
+        }
+    }
+}
+
+/// Where a dense tensor lies in its storage.
+fn range(tensor: &Tensor) -> Result<Range<usize>> {
+    let range = tensor.byte_range(0, tensor.size_bytes())?;
+    // Those of host memory fit, and others are refused.
+    Ok(range.start as usize..range.end as usize)
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,469 @@
+//! The controller: gives commands their numbers, passes each to all links or to none, and knows what the workers have said.
+
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::Bytes;
+use rpc_core::object::Object;
+use rpc_core::{ErrorKind, LocalValue, Pack, Packed, RpcError, Tensor, Value, blocking};
+
+use crate::ccl::host::SessionKey;
+use crate::command::{Command, On, Queued, Register};
+use crate::completion::Completion;
+use crate::error::{DiscoError, Failure, Result, WorkerId};
+use crate::event::{Event, LocalContent};
+use crate::launch::Options;
+use crate::link::Link;
+use crate::plane::{Layout, Listening, Plan, Way};
+
+/// How long workers may take to come to the end of their queues at a shutdown.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// One session, seen from its controller.
+pub(crate) struct Controller {
+    this: Weak<Self>,
+    pub(crate) layout: Layout,
+    options: Options,
+    links: Vec<Link>,
+    /// Whether commands have to be encoded.
+    encodes: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// The number of the last command.
+    sequence: u64,
+    /// The credit that all commands have taken so far.
+    issued: u64,
+    /// Of that, what each worker has executed, as far as is known.
+    executed: Vec<u64>,
+    registers: Registers,
+    last_ticket: u64,
+    tickets: HashMap<u64, Ticket>,
+    /// Failures that nobody has been told of, in the order in which they came.
+    failures: Vec<Failure>,
+    epoch: u64,
+    ended: Option<RpcError>,
+    /// Who waits for credit.
+    room: Vec<Waker>,
+}
+
+/// The numbers of registers.
+#[derive(Default)]
+struct Registers {
+    next: Register,
+    /// Those whose kill has been issued: it comes before whatever uses them next.
+    free: Vec<Register>,
+}
+
+/// Something that somebody waits for.
+struct Ticket {
+    /// How many workers have still to say so.
+    waiting: u32,
+    /// A tensor whose bytes are coming.
+    incoming: Option<Tensor>,
+    content: Option<std::result::Result<LocalValue, Failure>>,
+    waker: Option<Waker>,
+}
+
+/// Takes a ticket back when nobody waits for it any more.
+struct TicketGuard {
+    controller: Arc<Controller>,
+    ticket: u64,
+}
+
+impl Drop for TicketGuard {
+    fn drop(&mut self) {
+        let ticket = self.controller.lock().tickets.remove(&self.ticket);
+        drop(ticket);
+    }
+}
+
+impl Controller {
+    pub(crate) fn new(layout: Layout, options: Options, links: Vec<Link>) -> Arc<Self> {
+        let state = State {
+            sequence: 0,
+            issued: 0,
+            executed: vec![0; layout.world_size as usize],
+            registers: Registers::default(),
+            last_ticket: 0,
+            tickets: HashMap::new(),
+            failures: Vec::new(),
+            epoch: 0,
+            ended: None,
+            room: Vec::new(),
+        };
+        let encodes = links.iter().any(Link::is_remote);
+        Arc::new_cyclic(|this| Self { this: this.clone(), layout, options, links, encodes, state: Mutex::new(state) })
+    }
+
+    /// Begins to talk to the hosts, and tells the workers how they meet.
+    pub(crate) async fn start(&self) -> Result<()> {
+        for (number, link) in self.links.iter().enumerate() {
+            link.start(number, &self.this).await?;
+        }
+        self.meet(0).await
+    }
+
+    /// Tells the workers how they meet in this epoch.
+    async fn meet(&self, epoch: u64) -> Result<()> {
+        let way = self.plan(epoch).await?;
+        let plan = Packed::encode(&Plan { epoch, way })?;
+        self.push(Command::InitCcl { plan }).map(drop)
+    }
+
+    async fn plan(&self, epoch: u64) -> Result<Way> {
+        if self.links.len() == 1 {
+            return Ok(Way::Threads);
+        }
+        let machine = &self.links[0].info.machine;
+        let together = !machine.is_empty() && self.links.iter().all(|link| link.info.machine == *machine);
+        #[cfg(target_os = "linux")]
+        if together
+            && self.options.data_addresses.is_empty()
+            && self.layout.world_size as usize <= crate::ccl::host::MAX_SHARED_RANKS
+        {
+            let (session, host) = self.far_end(0)?;
+            let offer = session.get_function("disco.offer").await?;
+            let tickets: Pack<Vec<crate::ccl::host::Ticket>> = offer.call((&host, epoch)).await?;
+            return Ok(Way::Segments(tickets.0));
+        }
+        let mut addresses = self.options.data_addresses.clone();
+        if addresses.is_empty() && together {
+            addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); self.links.len()];
+        }
+        if addresses.len() != self.links.len() {
+            let why = format!(
+                "they are on several machines, and the data addresses of {} of {} nodes are known",
+                addresses.len(),
+                self.links.len()
+            );
+            return Ok(Way::Apart { why });
+        }
+        let (mut world, mut groups) = (Vec::new(), Vec::new());
+        for (number, address) in addresses.into_iter().enumerate() {
+            let (session, host) = self.far_end(number)?;
+            let listen = session.get_function("disco.listen").await?;
+            let listening: Pack<Vec<Listening>> = listen.call((&host, address.to_string())).await?;
+            for one in listening.0 {
+                world.push(one.world);
+                groups.extend(one.group);
+            }
+        }
+        Ok(Way::Sockets { key: SessionKey::generate()?, world, groups })
+    }
+
+    fn far_end(&self, link: usize) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
+        self.links[link].far_end().ok_or_else(|| DiscoError::Session(self.end_error()))
+    }
+
+    /// Makes the data plane anew, behind all that has been issued.
+    pub(crate) fn reinit(self: &Arc<Self>) -> Completion<()> {
+        let this = Arc::clone(self);
+        let epoch = {
+            let mut state = this.lock();
+            state.epoch += 1;
+            state.epoch
+        };
+        Completion::new(async move {
+            this.meet(epoch).await?;
+            this.sync(None).await
+        })
+    }
+
+    /// A register that nothing uses.
+    pub(crate) fn take_register(&self) -> Register {
+        let mut state = self.lock();
+        state.registers.free.pop().unwrap_or_else(|| {
+            state.registers.next += 1;
+            state.registers.next - 1
+        })
+    }
+
+    /// Frees a register on all workers, behind all that uses it. Never waits.
+    pub(crate) fn kill(&self, register: Register) {
+        // Without a session there is nothing to free; encoding so little cannot fail.
+        if self.push(Command::KillReg { registers: vec![register] }).is_ok() {
+            self.lock().registers.free.push(register);
+        }
+    }
+
+    /// Issues a command to all workers. Waits for credit on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended; the command is too large; or credit is used up inside an async runtime.
+    pub(crate) fn issue(&self, command: Command) -> Result<()> {
+        if !self.has_room() {
+            let waited = blocking::block_on(self.room());
+            waited.map_err(|error| error.context("the workers are behind by all that they may be; await room()"))??;
+        }
+        self.push(command).map(drop)
+    }
+
+    /// Resolves when commands can be issued without waiting.
+    pub(crate) async fn room(&self) -> Result<()> {
+        poll_fn(|cx| {
+            let mut state = self.lock();
+            if let Some(error) = &state.ended {
+                return Poll::Ready(Err(error.clone().into()));
+            }
+            if self.fits(&state) {
+                return Poll::Ready(Ok(()));
+            }
+            state.room.push(cx.waker().clone());
+            Poll::Pending
+        })
+        .await
+    }
+
+    fn has_room(&self) -> bool {
+        let state = self.lock();
+        state.ended.is_some() || self.fits(&state)
+    }
+
+    fn fits(&self, state: &State) -> bool {
+        let slowest = state.executed.iter().copied().min().unwrap_or(0);
+        state.issued - slowest < self.options.window
+    }
+
+    /// Issues a command, whether there is credit or not.
+    fn push(&self, command: Command) -> Result<u64> {
+        let encoded = if self.encodes { Some(command.encode()?) } else { None };
+        let on = command.on();
+        let queued = Queued { cost: command.cost(), command: Arc::new(command) };
+        let mut state = self.lock();
+        if let Some(error) = &state.ended {
+            return Err(error.clone().into());
+        }
+        state.sequence += 1;
+        state.issued += queued.cost;
+        // Under the lock, so that all links have all commands in one order.
+        for link in &self.links {
+            link.push(state.sequence, &queued, encoded.as_ref(), self.is_for(on, link));
+        }
+        Ok(state.sequence)
+    }
+
+    fn is_for(&self, on: On, link: &Link) -> bool {
+        let mut workers = link.first..link.first + link.count;
+        match on {
+            On::All => true,
+            On::Worker0 => workers.contains(&0),
+            On::FirstOfGroups => workers.any(|worker| worker % self.layout.group_size() == 0),
+        }
+    }
+
+    fn open_ticket(self: &Arc<Self>, waiting: u32) -> TicketGuard {
+        let mut state = self.lock();
+        state.last_ticket += 1;
+        let ticket = state.last_ticket;
+        state.tickets.insert(ticket, Ticket { waiting, incoming: None, content: None, waker: None });
+        drop(state);
+        TicketGuard { controller: Arc::clone(self), ticket }
+    }
+
+    /// Asks one worker, or all, to say when they have come here; then gives the failures that nobody has been told of.
+    pub(crate) fn sync(self: &Arc<Self>, worker: Option<WorkerId>) -> Completion<()> {
+        let guard = self.open_ticket(if worker.is_some() { 1 } else { self.layout.world_size });
+        let command = Command::SyncWorker { ticket: guard.ticket, worker: worker.map(|worker| worker.0) };
+        if let Err(error) = self.push(command) {
+            return Completion::failed(error);
+        }
+        Completion::new(async move {
+            poll_fn(|cx| guard.controller.poll_ticket(guard.ticket, cx)).await?;
+            let mut state = guard.controller.lock();
+            let all = std::mem::take(&mut state.failures);
+            let (told, kept) = all.into_iter().partition(|one| worker.is_none_or(|worker| worker == one.worker));
+            state.failures = kept;
+            drop(state);
+            let mut told: Vec<Failure> = told;
+            told.sort_by_key(|failure| (failure.sequence, failure.worker));
+            if told.is_empty() { Ok(()) } else { Err(DiscoError::Workers(told)) }
+        })
+    }
+
+    /// Asks one worker for what a register holds. `command` is told the ticket.
+    pub(crate) fn fetch(self: &Arc<Self>, command: impl FnOnce(u64) -> Command) -> Completion<LocalValue> {
+        let guard = self.open_ticket(1);
+        if let Err(error) = self.issue(command(guard.ticket)) {
+            return Completion::failed(error);
+        }
+        Completion::new(async move {
+            poll_fn(|cx| guard.controller.poll_ticket(guard.ticket, cx)).await?;
+            let content =
+                guard.controller.lock().tickets.get_mut(&guard.ticket).and_then(|ticket| ticket.content.take());
+            match content {
+                Some(Ok(value)) => Ok(value),
+                Some(Err(failure)) => Err(DiscoError::Workers(vec![failure])),
+                None => Err(RpcError::internal("a worker said nothing").into()),
+            }
+        })
+    }
+
+    fn poll_ticket(&self, ticket: u64, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        let mut state = self.lock();
+        let ended = state.ended.clone();
+        match state.tickets.get_mut(&ticket) {
+            Some(ticket) if ticket.waiting > 0 => match ended {
+                Some(error) => Poll::Ready(Err(error.into())),
+                None => {
+                    ticket.waker = Some(cx.waker().clone());
+                    Poll::Pending
+                }
+            },
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+
+    /// Takes what a worker has said.
+    pub(crate) fn handle(&self, event: Event) {
+        match event {
+            Event::Progress { worker, cost, .. } => {
+                let mut state = self.lock();
+                if let Some(executed) = state.executed.get_mut(worker.index()) {
+                    *executed = cost.max(*executed);
+                }
+                let wakers = if self.fits(&state) { std::mem::take(&mut state.room) } else { Vec::new() };
+                drop(state);
+                wakers.into_iter().for_each(Waker::wake);
+            }
+            Event::Reached { ticket } => self.settle(ticket, None),
+            Event::Fetched { ticket, value } => self.settle(ticket, Some(value)),
+            Event::TensorBegins { ticket, dtype, shape } => {
+                // Without memory for it the bytes are let go, and the last event says so.
+                let tensor = Tensor::zeros(shape, dtype).ok();
+                if let Some(ticket) = self.lock().tickets.get_mut(&ticket) {
+                    ticket.incoming = tensor;
+                }
+            }
+            Event::TensorBytes { ticket, offset, bytes } => {
+                let tensor = self.lock().tickets.get(&ticket).and_then(|ticket| ticket.incoming.clone());
+                if let Some(tensor) = tensor {
+                    fill(&tensor, offset, &bytes);
+                }
+            }
+            Event::Failed(failure) => self.lock().failures.push(failure),
+            Event::Lost { worker, error } => self.end(error.context(format_args!("worker {worker} was lost"))),
+        }
+    }
+
+    fn settle(&self, ticket: u64, content: Option<std::result::Result<LocalContent, Failure>>) {
+        let mut state = self.lock();
+        // Nobody waits for it any more, perhaps.
+        let Some(ticket) = state.tickets.get_mut(&ticket) else { return };
+        ticket.waiting = ticket.waiting.saturating_sub(1);
+        ticket.content = content.map(|content| {
+            content.and_then(|content| match content {
+                LocalContent::Value(value) => Ok(value),
+                LocalContent::TensorComplete => match ticket.incoming.take() {
+                    Some(tensor) => Ok(Value::Object(Object::Tensor(tensor))),
+                    None => Err(Failure {
+                        worker: WorkerId(0),
+                        sequence: 0,
+                        command: "copy".to_owned(),
+                        cause: RpcError::new(ErrorKind::OutOfMemory, "no memory at the controller for the tensor"),
+                    }),
+                },
+            })
+        });
+        let waker = if ticket.waiting == 0 { ticket.waker.take() } else { None };
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// A link is of no more use: that ends the session.
+    pub(crate) fn lose(&self, link: usize, error: RpcError) {
+        let link = &self.links[link];
+        let text = format!("{} at {} was lost: {}", link.workers(), link.name, error.message());
+        let kind =
+            if error.ends_session() && error.kind() != ErrorKind::Closed { error.kind() } else { ErrorKind::PeerLost };
+        self.end(RpcError::new(kind, text).may_have_run(true));
+    }
+
+    /// Ends the session: the first reason counts, and everybody who waits hears of it.
+    pub(crate) fn end(&self, error: RpcError) {
+        let mut state = self.lock();
+        if state.ended.is_some() {
+            return;
+        }
+        if error.kind() != ErrorKind::Closed {
+            tracing::error!(%error, "a disco session has ended");
+        }
+        state.ended = Some(error);
+        let mut wakers = std::mem::take(&mut state.room);
+        wakers.extend(state.tickets.values_mut().filter_map(|ticket| ticket.waker.take()));
+        drop(state);
+        wakers.into_iter().for_each(Waker::wake);
+        self.links.iter().for_each(Link::close);
+    }
+
+    /// Ends the session in good order, if the workers come to the end of their queues in time.
+    pub(crate) fn shut_down(self: &Arc<Self>) -> Completion<()> {
+        let guard = self.open_ticket(self.layout.world_size);
+        let issued = self.push(Command::Shutdown { ticket: guard.ticket });
+        let runtime = crate::runtime::runtime();
+        let stopping = runtime.map(|runtime| {
+            runtime.spawn(async move {
+                let controller = Arc::clone(&guard.controller);
+                let outcome = match issued {
+                    // It has ended before, which is no failure of a shutdown.
+                    Err(_) => Ok(()),
+                    Ok(_) => {
+                        let reached = poll_fn(|cx| controller.poll_ticket(guard.ticket, cx));
+                        match tokio::time::timeout(PATIENCE, reached).await {
+                            Ok(outcome) => outcome,
+                            Err(_) => Err(RpcError::new(
+                                ErrorKind::DeadlineExceeded,
+                                format!(
+                                    "some workers were still busy {PATIENCE:?} after the shutdown, and were left behind"
+                                ),
+                            )
+                            .into()),
+                        }
+                    }
+                };
+                controller.end(RpcError::new(ErrorKind::Closed, "the session was shut down"));
+                outcome
+            })
+        });
+        Completion::new(async move {
+            match stopping {
+                Ok(stopping) => {
+                    stopping.await.unwrap_or_else(|_| Err(RpcError::internal("a shutdown panicked").into()))
+                }
+                Err(error) => Err(error.into()),
+            }
+        })
+    }
+
+    fn end_error(&self) -> RpcError {
+        let ended = self.lock().ended.clone();
+        ended.unwrap_or_else(|| RpcError::new(ErrorKind::Closed, "the session is ending"))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        self.links.iter().for_each(Link::close);
+    }
+}
+
+fn fill(tensor: &Tensor, offset: u64, bytes: &Bytes) {
+    let filled = tensor.byte_range(offset, bytes.len() as u64).and_then(|range| {
+        let (_, mut borrow) = tensor.write()?.into_parts();
+        borrow.copy_in(range.start, bytes)
+    });
+    if let Err(error) = filled {
+        tracing::error!(%error, "a worker sent bytes that do not fit its tensor");
+    }
+}

@@ -1,0 +1,280 @@
+//! References to registers: what the controller has of values that live on the workers.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rpc_core::{DataType, Device, Pack, Packed, Shape, Tensor, Value};
+use serde::Serialize;
+
+use crate::command::{self, Command, HostTensor, MAX_INLINE_TENSOR, Register};
+use crate::controller::Controller;
+use crate::error::{DiscoError, Result};
+
+/// One register: a value on every worker, each with its own. Cheap to clone.
+///
+/// Dropping the last clone frees the values, behind all commands that use them. It never blocks.
+#[derive(Clone)]
+pub struct DRef(Arc<Held>);
+
+struct Held {
+    controller: Arc<Controller>,
+    register: Register,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.controller.kill(self.register);
+    }
+}
+
+impl DRef {
+    /// A fresh register, which no worker has set.
+    pub(crate) fn fresh(controller: &Arc<Controller>) -> Self {
+        Self(Arc::new(Held { controller: Arc::clone(controller), register: controller.take_register() }))
+    }
+
+    pub(crate) fn controller(&self) -> &Arc<Controller> {
+        &self.0.controller
+    }
+
+    /// The number of the register, if it is one of `controller`'s session.
+    pub(crate) fn register_in(&self, controller: &Arc<Controller>) -> Result<Register> {
+        if Arc::ptr_eq(&self.0.controller, controller) {
+            Ok(self.0.register)
+        } else {
+            Err(DiscoError::invalid("the reference belongs to another session"))
+        }
+    }
+
+    /// The number of the register, the same on every worker. It is used for another value once this one is freed.
+    pub fn register(&self) -> u32 {
+        self.0.register
+    }
+}
+
+impl fmt::Debug for DRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DRef({})", self.0.register)
+    }
+}
+
+/// A function on every worker.
+#[derive(Clone, Debug)]
+pub struct DPackedFunc(pub(crate) DRef);
+
+impl DPackedFunc {
+    /// Calls the function on all workers, and gives the results without waiting for them. Arguments are a tuple of values and references, or a
+    /// list of [`Argument`]s.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended, or an argument cannot be sent. What the function itself does wrong is told by
+    /// [`sync_all`](crate::DiscoSession::sync_all).
+    pub fn call(&self, args: impl IntoArguments) -> Result<DRef> {
+        let controller = self.0.controller();
+        let args = args.into_arguments()?;
+        let args = args.into_iter().map(|arg| resolve(arg, controller)).collect::<Result<_>>()?;
+        let result = DRef::fresh(controller);
+        let (to, function) = (result.register(), self.0.register());
+        controller.issue(Command::CallPacked { to, function, args })?;
+        Ok(result)
+    }
+
+    /// The function as a value, to be passed to others.
+    pub fn reference(&self) -> &DRef {
+        &self.0
+    }
+}
+
+impl From<DRef> for DPackedFunc {
+    /// Takes a value for a function. If it is none, calls say so.
+    fn from(reference: DRef) -> Self {
+        Self(reference)
+    }
+}
+
+/// A module on every worker.
+#[derive(Clone, Debug)]
+pub struct DModule(pub(crate) DRef);
+
+impl DModule {
+    /// The function `name` of the module.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended. Where a worker's module has no such function, its uses fail there.
+    pub fn function(&self, name: &str) -> Result<DPackedFunc> {
+        let controller = self.0.controller();
+        let function = DRef::fresh(controller);
+        let (to, module) = (function.register(), self.0.register());
+        controller.issue(Command::ModuleFunction { to, module, name: name.to_owned() })?;
+        Ok(DPackedFunc(function))
+    }
+
+    /// The module as a value, to be passed to functions.
+    pub fn reference(&self) -> &DRef {
+        &self.0
+    }
+}
+
+/// What an argument holds that is no plain value.
+#[derive(Clone, Debug)]
+pub enum Operand {
+    /// Each worker's own value.
+    Reference(DRef),
+    /// A small tensor of the controller's, of which each worker gets a copy: up to 64 KiB.
+    Tensor(Tensor),
+}
+
+/// One argument of a call.
+pub type Argument = Value<Operand>;
+
+/// A type that can be an argument.
+pub trait IntoArgument {
+    /// Converts the argument.
+    ///
+    /// # Errors
+    ///
+    /// A number that is out of range, or a value that cannot be packed.
+    fn into_argument(self) -> Result<Argument>;
+}
+
+/// A tuple of arguments, or a list of them.
+pub trait IntoArguments {
+    /// Converts the arguments.
+    ///
+    /// # Errors
+    ///
+    /// As [`IntoArgument::into_argument`].
+    fn into_arguments(self) -> Result<Vec<Argument>>;
+}
+
+/// The argument as commands have it.
+pub(crate) fn resolve(argument: Argument, controller: &Arc<Controller>) -> Result<Value<command::Operand>> {
+    argument.try_map(&mut |operand| {
+        Ok(match operand {
+            Operand::Reference(reference) => command::Operand::Register(reference.register_in(controller)?),
+            Operand::Tensor(tensor) => command::Operand::Tensor(inline(&tensor)?),
+        })
+    })
+}
+
+fn inline(tensor: &Tensor) -> Result<HostTensor> {
+    if tensor.size_bytes() > MAX_INLINE_TENSOR as u64 {
+        return Err(DiscoError::invalid(format!(
+            "a tensor of {} bytes among the arguments of a call, where {MAX_INLINE_TENSOR} are allowed: broadcast it first",
+            tensor.size_bytes()
+        )));
+    }
+    let view = tensor.read()?;
+    let bytes = Bytes::copy_from_slice(view.bytes()?);
+    Ok(HostTensor { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes })
+}
+
+macro_rules! plain {
+    ($($rust:ty)*) => {
+        $(impl IntoArgument for $rust {
+            fn into_argument(self) -> Result<Argument> {
+                Ok(self.into())
+            }
+        })*
+    };
+}
+
+plain!(() bool i8 i16 i32 i64 u8 u16 u32 f32 f64 &str String Bytes DataType Device Packed);
+
+macro_rules! wide {
+    ($($rust:ty)*) => {
+        $(impl IntoArgument for $rust {
+            fn into_argument(self) -> Result<Argument> {
+                let int = i64::try_from(self);
+                int.map(Value::Int).map_err(|_| DiscoError::invalid(format!("{self} is out of range for int")))
+            }
+        })*
+    };
+}
+
+wide!(isize u64 usize);
+
+impl IntoArgument for Argument {
+    fn into_argument(self) -> Result<Argument> {
+        Ok(self)
+    }
+}
+
+impl IntoArgument for Shape {
+    fn into_argument(self) -> Result<Argument> {
+        Ok(Value::Shape(self.0))
+    }
+}
+
+impl<T: Serialize> IntoArgument for Pack<T> {
+    fn into_argument(self) -> Result<Argument> {
+        Ok(Packed::encode(&self.0)?.into())
+    }
+}
+
+impl IntoArgument for &DRef {
+    fn into_argument(self) -> Result<Argument> {
+        Ok(Value::Object(Operand::Reference(self.clone())))
+    }
+}
+
+impl IntoArgument for &DPackedFunc {
+    fn into_argument(self) -> Result<Argument> {
+        (&self.0).into_argument()
+    }
+}
+
+impl IntoArgument for &DModule {
+    fn into_argument(self) -> Result<Argument> {
+        (&self.0).into_argument()
+    }
+}
+
+impl IntoArgument for &Tensor {
+    fn into_argument(self) -> Result<Argument> {
+        Ok(Value::Object(Operand::Tensor(self.clone())))
+    }
+}
+
+impl<T: IntoArgument> IntoArgument for Option<T> {
+    fn into_argument(self) -> Result<Argument> {
+        self.map_or(Ok(Value::Null), T::into_argument)
+    }
+}
+
+impl<T: IntoArgument> IntoArgument for Vec<T> {
+    fn into_argument(self) -> Result<Argument> {
+        self.into_iter().map(T::into_argument).collect::<Result<_>>().map(Value::List)
+    }
+}
+
+impl IntoArguments for Vec<Argument> {
+    fn into_arguments(self) -> Result<Vec<Argument>> {
+        Ok(self)
+    }
+}
+
+macro_rules! tuples {
+    ($($item:ident)*) => {
+        #[allow(non_snake_case)]
+        impl<$($item: IntoArgument),*> IntoArguments for ($($item,)*) {
+            fn into_arguments(self) -> Result<Vec<Argument>> {
+                let ($($item,)*) = self;
+                Ok(vec![$($item.into_argument()?),*])
+            }
+        }
+    };
+}
+
+tuples!();
+tuples!(A1);
+tuples!(A1 A2);
+tuples!(A1 A2 A3);
+tuples!(A1 A2 A3 A4);
+tuples!(A1 A2 A3 A4 A5);
+tuples!(A1 A2 A3 A4 A5 A6);
+tuples!(A1 A2 A3 A4 A5 A6 A7);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8);

@@ -1,0 +1,100 @@
+//! What goes wrong in a Disco session: with commands on workers, or with the session.
+
+use std::fmt;
+
+use rpc_core::RpcError;
+use serde::{Deserialize, Serialize};
+
+/// The result of an operation of a Disco session.
+pub type Result<T, E = DiscoError> = std::result::Result<T, E>;
+
+/// The number of a worker in its session, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct WorkerId(pub u32);
+
+impl WorkerId {
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for WorkerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A command that failed on a worker. The registers that it should have set are poisoned with this.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Failure {
+    /// Where.
+    pub worker: WorkerId,
+    /// The number of the command in its session, from 1.
+    pub sequence: u64,
+    /// What the command was: the name of the function, or of the operation.
+    pub command: String,
+    /// What went wrong.
+    pub cause: RpcError,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "worker {}: {} (#{}): {}", self.worker, self.command, self.sequence, self.cause.message())
+    }
+}
+
+/// Why an operation of a Disco session failed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DiscoError {
+    /// Commands failed on workers. The session lives; what they should have made is poisoned.
+    #[error("{}", join(.0))]
+    Workers(Vec<Failure>),
+    /// The session has ended, or refuses what it was asked for.
+    #[error(transparent)]
+    Session(#[from] RpcError),
+}
+
+impl DiscoError {
+    /// The failures of workers, if that is what it is.
+    pub fn failures(&self) -> &[Failure] {
+        match self {
+            Self::Workers(failures) => failures,
+            Self::Session(_) => &[],
+        }
+    }
+
+    /// The error itself, or that of the first failure.
+    pub fn cause(&self) -> &RpcError {
+        match self {
+            Self::Session(error) => error,
+            // Never made of nothing.
+            Self::Workers(failures) => &failures[0].cause,
+        }
+    }
+
+    pub(crate) fn invalid(message: impl Into<std::borrow::Cow<'static, str>>) -> Self {
+        Self::Session(RpcError::invalid_argument(message))
+    }
+}
+
+impl From<DiscoError> for RpcError {
+    /// Of several failures the first one counts.
+    fn from(error: DiscoError) -> Self {
+        match error {
+            DiscoError::Session(error) => error,
+            DiscoError::Workers(failures) => {
+                let text = join(&failures);
+                failures.into_iter().next().map_or_else(
+                    || Self::internal("a failure of no worker"),
+                    |first| Self::new(first.cause.kind(), text).may_have_run(true),
+                )
+            }
+        }
+    }
+}
+
+fn join(failures: &[Failure]) -> String {
+    failures.iter().map(Failure::to_string).collect::<Vec<_>>().join("; ")
+}

@@ -1,0 +1,307 @@
+//! Events: what workers tell the controller, and the values that say so over a link.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+use bytes::Bytes;
+use rpc_core::object::Object;
+use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value};
+
+use crate::error::{Failure, WorkerId};
+
+/// Something that has happened on a worker. Those of one worker arrive in their order.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Event {
+    /// The worker has executed all up to here, which took so much credit in all.
+    Progress { worker: WorkerId, sequence: u64, cost: u64 },
+    /// The worker has come to a command that somebody waits for.
+    Reached { ticket: u64 },
+    /// What somebody waits for, or why there is none.
+    Fetched { ticket: u64, value: std::result::Result<LocalContent, Failure> },
+    /// What somebody waits for is a tensor, whose bytes follow.
+    TensorBegins { ticket: u64, dtype: DataType, shape: Vec<i64> },
+    /// The next bytes of the tensor.
+    TensorBytes { ticket: u64, offset: u64, bytes: Bytes },
+    /// A command has failed.
+    Failed(Failure),
+    /// The worker executes nothing any more.
+    Lost { worker: WorkerId, error: RpcError },
+}
+
+/// The content of a register at the controller.
+#[derive(Clone, Debug)]
+pub(crate) enum LocalContent {
+    Value(LocalValue),
+    /// The tensor whose bytes have come.
+    TensorComplete,
+}
+
+impl PartialEq for LocalContent {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            // Of objects only tensors are ever sent, and those in another way.
+            (Self::Value(a), Self::Value(b)) => format!("{a:?}") == format!("{b:?}"),
+            (a, b) => std::mem::discriminant(a) == std::mem::discriminant(b),
+        }
+    }
+}
+
+impl Event {
+    fn into_value(self) -> Result<LocalValue> {
+        let number = |number: u64| Value::Int(number as i64);
+        Ok(Value::List(match self {
+            Self::Progress { worker, sequence, cost } => {
+                vec![Value::Int(0), worker.0.into(), number(sequence), number(cost)]
+            }
+            Self::Reached { ticket } => vec![Value::Int(1), number(ticket)],
+            Self::Fetched { ticket, value: Ok(LocalContent::Value(value)) } => {
+                vec![Value::Int(2), number(ticket), value]
+            }
+            Self::TensorBegins { ticket, dtype, shape } => {
+                vec![Value::Int(3), number(ticket), dtype.into(), Value::Shape(shape)]
+            }
+            Self::TensorBytes { ticket, offset, bytes } => {
+                vec![Value::Int(4), number(ticket), number(offset), bytes.into()]
+            }
+            Self::Fetched { ticket, value: Ok(LocalContent::TensorComplete) } => vec![Value::Int(5), number(ticket)],
+            Self::Fetched { ticket, value: Err(failure) } => {
+                vec![Value::Int(6), number(ticket), Packed::encode(&failure)?.into()]
+            }
+            Self::Failed(failure) => vec![Value::Int(7), Packed::encode(&failure)?.into()],
+            Self::Lost { worker, error } => vec![Value::Int(8), worker.0.into(), Packed::encode(&error)?.into()],
+        }))
+    }
+
+    fn from_value(value: Value) -> Result<Self> {
+        let Value::List(fields) = value else { return Err(malformed()) };
+        let mut fields = fields.into_iter();
+        let number = |value: Option<Value>| match value {
+            Some(Value::Int(number)) => u64::try_from(number).map_err(|_| malformed()),
+            _ => Err(malformed()),
+        };
+        let worker = |number: u64| u32::try_from(number).map(WorkerId).map_err(|_| malformed());
+        let packed = |value: Option<Value>| match value {
+            Some(Value::Packed(packed)) => Ok(packed),
+            _ => Err(malformed()),
+        };
+        Ok(match number(fields.next())? {
+            0 => Self::Progress {
+                worker: worker(number(fields.next())?)?,
+                sequence: number(fields.next())?,
+                cost: number(fields.next())?,
+            },
+            1 => Self::Reached { ticket: number(fields.next())? },
+            2 => {
+                let ticket = number(fields.next())?;
+                let value = fields.next().ok_or_else(malformed)?.try_map(&mut |_| Err(malformed()))?;
+                Self::Fetched { ticket, value: Ok(LocalContent::Value(value)) }
+            }
+            3 => {
+                let ticket = number(fields.next())?;
+                match (fields.next(), fields.next()) {
+                    (Some(Value::DataType(dtype)), Some(Value::Shape(shape))) => {
+                        Self::TensorBegins { ticket, dtype, shape }
+                    }
+                    _ => return Err(malformed()),
+                }
+            }
+            4 => {
+                let (ticket, offset) = (number(fields.next())?, number(fields.next())?);
+                let Some(Value::Bytes(bytes)) = fields.next() else { return Err(malformed()) };
+                Self::TensorBytes { ticket, offset, bytes }
+            }
+            5 => Self::Fetched { ticket: number(fields.next())?, value: Ok(LocalContent::TensorComplete) },
+            6 => {
+                let ticket = number(fields.next())?;
+                Self::Fetched { ticket, value: Err(packed(fields.next())?.decode()?) }
+            }
+            7 => Self::Failed(packed(fields.next())?.decode()?),
+            8 => {
+                let worker = worker(number(fields.next())?)?;
+                Self::Lost { worker, error: packed(fields.next())?.decode()? }
+            }
+            _ => return Err(malformed()),
+        })
+    }
+}
+
+fn malformed() -> RpcError {
+    RpcError::new(ErrorKind::Protocol, "a malformed event")
+}
+
+/// Reads the reply of `disco.events`.
+pub(crate) fn decode_events(value: Value) -> Result<Vec<Event>> {
+    let Value::List(events) = value else { return Err(malformed()) };
+    events.into_iter().map(Event::from_value).collect()
+}
+
+/// Where the workers of a host say what has happened.
+pub(crate) trait EventSink: Send + Sync {
+    /// Passes the event on. Only a [`Event::TensorBytes`] may wait for room.
+    fn send(&self, event: Event);
+
+    /// Passes on what a register holds.
+    fn send_content(&self, ticket: u64, content: std::result::Result<LocalValue, Failure>);
+}
+
+/// How many bytes of a tensor travel in one event.
+const CHUNK: usize = 1 << 20;
+
+/// How many events travel together.
+const MAX_EVENTS: usize = 4096;
+
+/// How many bytes of tensors wait to be fetched before their worker does.
+const MAX_WAITING: usize = 4 << 20;
+
+/// Events that wait for the controller to fetch them.
+#[derive(Default)]
+pub(crate) struct EventQueue {
+    state: Mutex<Queue>,
+    room: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    events: VecDeque<Event>,
+    tensor_bytes: usize,
+    closed: bool,
+    waker: Option<Waker>,
+}
+
+impl EventQueue {
+    /// What has happened since this was last asked, once that is anything. An empty list says that nothing will any more.
+    pub(crate) async fn next(&self) -> Result<LocalValue> {
+        let events = std::future::poll_fn(|cx| {
+            let mut state = self.lock();
+            if state.events.is_empty() && !state.closed {
+                state.waker = Some(cx.waker().clone());
+                return Poll::Pending;
+            }
+            let count = state.events.len().min(MAX_EVENTS);
+            let events: Vec<Event> = state.events.drain(..count).collect();
+            let taken =
+                events.iter().map(|event| if let Event::TensorBytes { bytes, .. } = event { bytes.len() } else { 0 });
+            state.tensor_bytes -= taken.sum::<usize>();
+            Poll::Ready(events)
+        })
+        .await;
+        self.room.notify_all();
+        events.into_iter().map(Event::into_value).collect::<Result<_>>().map(Value::List)
+    }
+
+    /// Nobody fetches any more.
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        let waker = state.waker.take();
+        drop(state);
+        self.room.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl EventSink for EventQueue {
+    fn send(&self, event: Event) {
+        let mut state = self.lock();
+        if let Event::TensorBytes { bytes, .. } = &event {
+            while state.tensor_bytes >= MAX_WAITING && !state.closed {
+                state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            state.tensor_bytes += bytes.len();
+        }
+        if state.closed {
+            return;
+        }
+        // Of progress only the latest counts.
+        if let (Event::Progress { worker, .. }, Some(Event::Progress { worker: last, .. })) =
+            (&event, state.events.back())
+            && worker == last
+        {
+            state.events.pop_back();
+        }
+        state.events.push_back(event);
+        let waker = state.waker.take();
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    fn send_content(&self, ticket: u64, content: std::result::Result<LocalValue, Failure>) {
+        let value = match content {
+            Ok(Value::Object(Object::Tensor(tensor))) => match self.send_tensor(ticket, &tensor) {
+                Ok(()) => Ok(LocalContent::TensorComplete),
+                // The register was read before, so that only memory can fail.
+                Err(cause) => Err(Failure { worker: WorkerId(0), sequence: 0, command: "copy".to_owned(), cause }),
+            },
+            content => content.map(LocalContent::Value),
+        };
+        self.send(Event::Fetched { ticket, value });
+    }
+}
+
+impl EventQueue {
+    fn send_tensor(&self, ticket: u64, tensor: &Tensor) -> Result<()> {
+        let view = tensor.read()?;
+        let bytes = view.bytes()?;
+        self.send(Event::TensorBegins { ticket, dtype: tensor.dtype(), shape: tensor.shape().to_vec() });
+        for (number, chunk) in bytes.chunks(CHUNK).enumerate() {
+            let offset = (number * CHUNK) as u64;
+            self.send(Event::TensorBytes { ticket, offset, bytes: Bytes::copy_from_slice(chunk) });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_survive_the_link() {
+        let failure = Failure {
+            worker: WorkerId(3),
+            sequence: 1 << 40,
+            command: "f".to_owned(),
+            cause: RpcError::new(ErrorKind::Application, "no").with_application_kind("E").with_backtrace("b"),
+        };
+        let events = [
+            Event::Progress { worker: WorkerId(1), sequence: 2, cost: 3 },
+            Event::Reached { ticket: 4 },
+            Event::Fetched { ticket: 5, value: Ok(LocalContent::Value(Value::List(vec![Value::Float(0.5)]))) },
+            Event::Fetched { ticket: 5, value: Ok(LocalContent::TensorComplete) },
+            Event::Fetched { ticket: 5, value: Err(failure.clone()) },
+            Event::TensorBegins { ticket: 6, dtype: DataType::BF16, shape: vec![1, 2] },
+            Event::TensorBytes { ticket: 6, offset: 1 << 33, bytes: Bytes::from_static(b"abc") },
+            Event::Failed(failure),
+            Event::Lost { worker: WorkerId(0), error: RpcError::internal("gone") },
+        ];
+        for event in events {
+            let value = event.clone().into_value().unwrap();
+            let value = value.try_map(&mut |_| Err::<rpc_core::Reference, _>(())).unwrap();
+            assert_eq!(Event::from_value(value).unwrap(), event);
+        }
+        Event::from_value(Value::List(vec![Value::Int(99)])).unwrap_err();
+    }
+
+    #[test]
+    fn progress_is_told_once() {
+        let queue = EventQueue::default();
+        for sequence in 1..=3 {
+            queue.send(Event::Progress { worker: WorkerId(0), sequence, cost: sequence });
+        }
+        let Value::List(events) = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap() else { panic!() };
+        assert_eq!(events.len(), 1);
+        queue.close();
+        assert!(
+            matches!(rpc_core::blocking::block_on(queue.next()).unwrap().unwrap(), Value::List(events) if events.is_empty())
+        );
+    }
+}

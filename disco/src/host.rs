@@ -1,0 +1,251 @@
+//! The workers of one process: what a controller opens over a session, and what it tells them.
+//!
+//! These functions are registered under names that begin with `disco.`:
+//!
+//! | name | parameters | result |
+//! | --- | --- | --- |
+//! | `disco.open` | set-up, packed | the host of some workers, and what is known of it, packed |
+//! | `disco.submit` | host, number of the first command, commands, list of bulk | null; inline |
+//! | `disco.events` | host | what has happened, once that is anything; an empty list after the end |
+//! | `disco.offer` | host, epoch | tickets to segments for the whole session, packed |
+//! | `disco.listen` | host, IP address | where its workers listen for each other, packed |
+//! | `disco.abort` | host | null; inline: passes everything that is queued |
+//!
+//! A host ends with the session that it was opened in, or when its controller lets go of it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+
+use bytes::Bytes;
+use rpc_core::{Context, Device, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
+use serde::{Deserialize, Serialize};
+
+use crate::command::{Queued, decode_batch};
+use crate::context::WorkerContext;
+use crate::error::WorkerId;
+use crate::event::{EventQueue, EventSink};
+use crate::plane::{Layout, MeetingPlace, machine};
+use crate::worker::{self, ModuleKey, Queue};
+
+/// The most workers of one host.
+const MAX_WORKERS: u32 = 1024;
+
+/// Adds what workers are created and driven by to `registry`, whose functions they call.
+///
+/// A program that registers this and serves its registry can be a node of any Disco session: as a child process, over a network, behind a chain of
+/// hops.
+pub fn register(registry: &Registry) {
+    registry
+        .add("disco.open", |context: Context, set_up: Pack<SetUp>| -> Result<_> {
+            let (host, info) = WorkerHost::open(&context, &set_up.0)?;
+            Ok((SharedObject(host), Pack(info)))
+        })
+        .add_inline("disco.submit", |host: SharedObject<WorkerHost>, first: u64, heads: Bytes, bulk: Vec<Bytes>| {
+            host.0.submit(first, decode_batch(heads, bulk)?)
+        })
+        .add_async("disco.events", |host: SharedObject<WorkerHost>| {
+            let events = host.0.events.clone();
+            // The host itself may go while somebody waits.
+            drop(host);
+            async move {
+                match events {
+                    Some(events) => events.next().await,
+                    None => Err(RpcError::new(ErrorKind::ApiMisuse, "the controller of this host is in its process")),
+                }
+            }
+        })
+        .add("disco.offer", |host: SharedObject<WorkerHost>, epoch: u64| -> Result<_> { host.0.offer(epoch) })
+        .add("disco.listen", |host: SharedObject<WorkerHost>, address: String| -> Result<_> {
+            let address =
+                address.parse().map_err(|_| RpcError::invalid_argument(format!("'{address}' is no IP address")))?;
+            let set_up = &host.0.set_up;
+            host.0.shared.place.listen(set_up.layout, set_up.first, set_up.count, address).map(Pack)
+        })
+        .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
+}
+
+/// What a host is to be.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SetUp {
+    pub(crate) layout: Layout,
+    /// The first of its workers.
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+    /// How much executed credit is worth a report, in bytes.
+    pub(crate) report_every: u64,
+    /// Set by controllers that hope to be in the same process.
+    pub(crate) local: u64,
+}
+
+/// What a controller learns of a host.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct HostInfo {
+    /// Equal where processes can share memory; empty where that is not known.
+    pub(crate) machine: String,
+    pub(crate) process: u32,
+}
+
+/// What the workers of one process share.
+pub(crate) struct Shared {
+    sink: Arc<dyn EventSink>,
+    report_every: u64,
+    count: usize,
+    place: MeetingPlace,
+    modules: Mutex<HashMap<ModuleKey, Arc<dyn Module>>>,
+}
+
+impl Shared {
+    pub(crate) fn sink(&self) -> Arc<dyn EventSink> {
+        Arc::clone(&self.sink)
+    }
+
+    pub(crate) fn report_every(&self) -> u64 {
+        self.report_every
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    pub(crate) fn place(&self) -> &MeetingPlace {
+        &self.place
+    }
+
+    /// Loads a module, or finds it where another worker of this process has.
+    pub(crate) fn load_module(&self, context: &Context, path: &str, device: Option<Device>) -> Result<Arc<dyn Module>> {
+        // Held while it loads, so that it is loaded once.
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (path.to_owned(), device);
+        if let Some(module) = modules.get(&key) {
+            return Ok(Arc::clone(module));
+        }
+        let module = context.load_module(path, None)?;
+        modules.insert(key, Arc::clone(&module));
+        Ok(module)
+    }
+}
+
+/// Some workers of a session, as threads of this process.
+pub(crate) struct WorkerHost {
+    set_up: SetUp,
+    shared: Arc<Shared>,
+    /// For a controller in another process.
+    events: Option<Arc<EventQueue>>,
+    workers: Vec<(Arc<Queue>, WorkerContext)>,
+    /// The number of the next command. Held while commands are passed on, so that every worker gets them in order.
+    next: Mutex<u64>,
+}
+
+impl WorkerHost {
+    fn open(context: &Context, set_up: &SetUp) -> Result<(Arc<Self>, HostInfo)> {
+        let Layout { world_size, num_groups } = set_up.layout;
+        let fits = num_groups > 0
+            && world_size > 0
+            && world_size % num_groups == 0
+            && (1..=MAX_WORKERS).contains(&set_up.count)
+            && set_up.first.checked_add(set_up.count).is_some_and(|end| end <= world_size);
+        if !fits {
+            return Err(RpcError::invalid_argument(format!("no workers can be made of {set_up:?}")));
+        }
+        let local = take_sink(set_up.local);
+        let events = local.is_none().then(|| Arc::new(EventQueue::default()));
+        let sink = local.or_else(|| events.clone().map(|events| events as Arc<dyn EventSink>));
+        let shared = Arc::new(Shared {
+            sink: sink.ok_or_else(|| RpcError::internal("a host without events"))?,
+            report_every: set_up.report_every,
+            count: set_up.count as usize,
+            place: MeetingPlace::default(),
+            modules: Mutex::default(),
+        });
+        let mut host = Self { set_up: set_up.clone(), shared, events, workers: Vec::new(), next: Mutex::new(1) };
+        for id in set_up.first..set_up.first + set_up.count {
+            let queue = Arc::new(Queue::default());
+            let (shared, context) = (Arc::clone(&host.shared), context.detached());
+            // If there is no thread for one, dropping the host ends the others.
+            let worker = worker::start(WorkerId(id), set_up.layout, context, shared, Arc::clone(&queue))?;
+            host.workers.push((queue, worker));
+        }
+        let host = Arc::new(host);
+        put_host(set_up.local, &host);
+        Ok((host, HostInfo { machine: machine(), process: std::process::id() }))
+    }
+
+    /// Passes commands to all workers.
+    pub(crate) fn submit(&self, first: u64, commands: Vec<Queued>) -> Result<()> {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if *next != first {
+            return Err(RpcError::new(
+                ErrorKind::Protocol,
+                format!("command {first} came where command {next} was expected"),
+            ));
+        }
+        *next += commands.len() as u64;
+        for (queue, _) in &self.workers {
+            queue.push(first, commands.iter().cloned());
+        }
+        Ok(())
+    }
+
+    /// Ends all workers after what they are doing, and their collectives now.
+    pub(crate) fn abort(&self) {
+        for (queue, worker) in &self.workers {
+            queue.abort();
+            worker.abort_collectives("the session has ended");
+        }
+        if let Some(events) = &self.events {
+            events.close();
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
+        self.shared.place.offer(self.set_up.layout, epoch).map(Pack)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn offer(&self, _: u64) -> Result<()> {
+        Err(RpcError::unsupported("processes share no memory on this system"))
+    }
+}
+
+impl Drop for WorkerHost {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+impl fmt::Debug for WorkerHost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorkerHost").field("set_up", &self.set_up).finish_non_exhaustive()
+    }
+}
+
+/// How a controller and a host of one process find each other, though there is a session between them: by a number that nobody else
+/// knows.
+static HERE: LazyLock<Mutex<HashMap<u64, Meeting>>> = LazyLock::new(Mutex::default);
+
+struct Meeting {
+    sink: Arc<dyn EventSink>,
+    host: Weak<WorkerHost>,
+}
+
+/// Offers to take the events of a host that may be in this process.
+pub(crate) fn expect_host(number: u64, sink: Arc<dyn EventSink>) {
+    HERE.lock().unwrap_or_else(PoisonError::into_inner).insert(number, Meeting { sink, host: Weak::new() });
+}
+
+/// The host that has come, if it is in this process.
+pub(crate) fn meet_host(number: u64) -> Option<Arc<WorkerHost>> {
+    HERE.lock().unwrap_or_else(PoisonError::into_inner).remove(&number)?.host.upgrade()
+}
+
+fn take_sink(number: u64) -> Option<Arc<dyn EventSink>> {
+    HERE.lock().unwrap_or_else(PoisonError::into_inner).get(&number).map(|meeting| Arc::clone(&meeting.sink))
+}
+
+fn put_host(number: u64, host: &Arc<WorkerHost>) {
+    if let Some(meeting) = HERE.lock().unwrap_or_else(PoisonError::into_inner).get_mut(&number) {
+        meeting.host = Arc::downgrade(host);
+    }
+}

@@ -1,0 +1,332 @@
+//! Links: how commands get to the workers of one host and events come back, in this process and over a session.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use bytes::{Bytes, BytesMut};
+use rpc_core::object::Object;
+use rpc_core::reply::{Outcome, ReplySink};
+use rpc_core::tensor::Access;
+use rpc_core::{
+    ErrorKind, Lane, LocalValue, Operation, Pack, Reference, RemoteFunction, RemoteObject, Request, RpcError,
+    RpcSession, Session, Tensor, Value,
+};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
+use crate::command::{Encoded, Queued};
+use crate::controller::Controller;
+use crate::error::Failure;
+use crate::event::{Event, EventSink, LocalContent, decode_events};
+use crate::host::{HostInfo, SetUp, WorkerHost, expect_host, meet_host};
+
+/// Commands have a lane of their own at each host, and so have events.
+const COMMANDS: Lane = Lane(1);
+const EVENTS: Lane = Lane(2);
+
+/// How many bytes of commands are put into one message, if there are several.
+const MAX_BATCH: usize = 4 << 20;
+
+/// The link to one host, whose workers have consecutive numbers.
+pub(crate) struct Link {
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+    pub(crate) info: HostInfo,
+    /// How people call what is at the other end.
+    pub(crate) name: String,
+    way: Way,
+    /// What holds the other end. Taken when the session ends.
+    held: Mutex<Option<Held>>,
+}
+
+enum Way {
+    /// The host is in this process, and takes commands as they are.
+    Local(Weak<WorkerHost>),
+    /// What is to be sent.
+    Remote(Arc<Outbox>),
+}
+
+struct Held {
+    session: Session,
+    host: RemoteObject,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Link {
+    /// Opens a host at the other end of `session`.
+    ///
+    /// # Errors
+    ///
+    /// The session's; [`ErrorKind::NotFound`] where the other end is no node.
+    pub(crate) async fn open(
+        session: Session,
+        name: String,
+        mut set_up: SetUp,
+        inbox: &Arc<Inbox>,
+    ) -> rpc_core::Result<Self> {
+        let named = |error: RpcError| error.context(&name);
+        if session.is_local() {
+            set_up.local = crate::runtime::random()?;
+            expect_host(set_up.local, Arc::clone(inbox) as Arc<dyn EventSink>);
+        }
+        let opened = Self::open_host(&session, &set_up).await;
+        let local = meet_host(set_up.local);
+        let (host, info) = opened.map_err(named)?;
+        let way = match local {
+            Some(local) => Way::Local(Arc::downgrade(&local)),
+            None => Way::Remote(Arc::default()),
+        };
+        let held = Mutex::new(Some(Held { session, host, tasks: Vec::new() }));
+        Ok(Self { first: set_up.first, count: set_up.count, info, name, way, held })
+    }
+
+    async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, HostInfo)> {
+        let open = session.get_function("disco.open").await.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => error.context("it is no node: its program does not register disco's functions"),
+            _ => error,
+        })?;
+        let (host, info): (RemoteObject, Pack<HostInfo>) = open.call((Pack(set_up.clone()),)).await?;
+        Ok((host, info.0))
+    }
+
+    /// Begins to send commands and to take events.
+    pub(crate) async fn start(&self, number: usize, controller: &Weak<Controller>) -> rpc_core::Result<()> {
+        let Way::Remote(outbox) = &self.way else { return Ok(()) };
+        let Some((session, host)) = self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone())) else {
+            return Ok(());
+        };
+        let submit = session.get_function("disco.submit").await?;
+        let events = session.get_function("disco.events").await?;
+        let runtime = crate::runtime::runtime()?;
+        let sender = Sender {
+            outbox: Arc::clone(outbox),
+            session: session.clone(),
+            submit,
+            host: host.clone(),
+            lost: Arc::new(Lost { controller: controller.clone(), number }),
+        };
+        let lost = Arc::clone(&sender.lost);
+        let tasks = vec![
+            runtime.spawn(sender.run()),
+            runtime.spawn(take_events(events, host, Arc::clone(&lost))),
+            runtime.spawn(async move { lost.report(session.ended().await) }),
+        ];
+        match self.lock().as_mut() {
+            Some(held) => held.tasks = tasks,
+            // The session has ended meanwhile.
+            None => tasks.iter().for_each(JoinHandle::abort),
+        }
+        Ok(())
+    }
+
+    pub(crate) fn is_remote(&self) -> bool {
+        matches!(self.way, Way::Remote(_))
+    }
+
+    /// The session and the host, until the end.
+    pub(crate) fn far_end(&self) -> Option<(Session, RemoteObject)> {
+        self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone()))
+    }
+
+    /// Which workers are there, in words.
+    pub(crate) fn workers(&self) -> String {
+        match self.count {
+            1 => format!("worker {}", self.first),
+            count => format!("workers {} to {}", self.first, self.first + count - 1),
+        }
+    }
+
+    /// Appends a command. `encoded` is there if any link of the session needs it; `bulk` says whether its bulk is for this link.
+    pub(crate) fn push(&self, sequence: u64, queued: &Queued, encoded: Option<&Encoded>, bulk: bool) {
+        match &self.way {
+            Way::Local(host) => {
+                // Gone only when the session ends.
+                if let Some(host) = host.upgrade()
+                    && let Err(error) = host.submit(sequence, vec![queued.clone()])
+                {
+                    tracing::error!(%error, "a host of this process refused a command");
+                }
+            }
+            Way::Remote(outbox) => {
+                if let Some(encoded) = encoded {
+                    let mut encoded = encoded.clone();
+                    if !bulk && encoded.bulk.is_some() {
+                        encoded.bulk = Some(Bytes::new());
+                    }
+                    outbox.push(encoded);
+                }
+            }
+        }
+    }
+
+    /// Lets go of the other end: its workers end after what they are doing.
+    pub(crate) fn close(&self) {
+        let Some(held) = self.lock().take() else { return };
+        held.tasks.iter().for_each(JoinHandle::abort);
+        if let Way::Local(host) = &self.way
+            && let Some(host) = host.upgrade()
+        {
+            host.abort();
+        }
+        // References that are dropped are freed there, and the last one closes the session.
+        drop(held);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Commands that wait to be sent. Credit bounds them.
+#[derive(Default)]
+struct Outbox {
+    commands: Mutex<VecDeque<Encoded>>,
+    more: Notify,
+}
+
+impl Outbox {
+    fn push(&self, encoded: Encoded) {
+        let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
+        commands.push_back(encoded);
+        let first = commands.len() == 1;
+        drop(commands);
+        if first {
+            self.more.notify_one();
+        }
+    }
+
+    /// The next commands, once there are any.
+    async fn take(&self) -> Vec<Encoded> {
+        loop {
+            {
+                let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut bytes = 0;
+                let mut count = 0;
+                for encoded in &*commands {
+                    bytes += encoded.head.len() + encoded.bulk.as_ref().map_or(0, Bytes::len);
+                    if count > 0 && bytes > MAX_BATCH {
+                        break;
+                    }
+                    count += 1;
+                }
+                if count > 0 {
+                    return commands.drain(..count).collect();
+                }
+            }
+            self.more.notified().await;
+        }
+    }
+}
+
+/// Sends commands over a session, many to a message.
+struct Sender {
+    outbox: Arc<Outbox>,
+    session: Session,
+    submit: RemoteFunction,
+    host: RemoteObject,
+    lost: Arc<Lost>,
+}
+
+impl Sender {
+    async fn run(self) {
+        let mut next: u64 = 1;
+        loop {
+            let batch = self.outbox.take().await;
+            let first = next;
+            next += batch.len() as u64;
+            let heads = match &batch[..] {
+                [one] => one.head.clone(),
+                several => {
+                    let mut heads = BytesMut::with_capacity(several.iter().map(|one| one.head.len()).sum());
+                    several.iter().for_each(|one| heads.extend_from_slice(&one.head));
+                    heads.freeze()
+                }
+            };
+            let bulk = batch.into_iter().filter_map(|one| one.bulk).map(Value::Bytes).collect();
+            let host = Value::Object(Reference::Object(self.host.handle()));
+            let args = vec![host, Value::Int(first as i64), Value::Bytes(heads), Value::List(bulk)];
+            let call = Request::new(Operation::Call { function: self.submit.handle(), args }).on(COMMANDS);
+            match self.session.submit(call).await {
+                Ok(reply) => {
+                    reply.deliver_to(Arc::clone(&self.lost) as Arc<dyn ReplySink>, first);
+                }
+                Err(error) => return self.lost.report(error),
+            }
+        }
+    }
+}
+
+/// Takes what the host says, until it says that there is no more.
+async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>) {
+    loop {
+        let taken = events.call::<Value>((&host,)).lane(EVENTS).await;
+        match taken.and_then(decode_events) {
+            Ok(events) if events.is_empty() => return,
+            Ok(events) => {
+                let Some(controller) = lost.controller.upgrade() else { return };
+                events.into_iter().for_each(|event| controller.handle(event));
+            }
+            Err(error) => return lost.report(error),
+        }
+    }
+}
+
+/// Tells the controller that a link is of no more use.
+struct Lost {
+    controller: Weak<Controller>,
+    number: usize,
+}
+
+impl Lost {
+    fn report(&self, error: RpcError) {
+        if let Some(controller) = self.controller.upgrade() {
+            controller.lose(self.number, error);
+        }
+    }
+}
+
+impl ReplySink for Lost {
+    fn deliver(&self, _: u64, outcome: Outcome) {
+        if let Err(error) = outcome {
+            self.report(error);
+        }
+    }
+}
+
+/// Where hosts of this process say what has happened.
+#[derive(Default)]
+pub(crate) struct Inbox(pub(crate) OnceLock<Weak<Controller>>);
+
+impl EventSink for Inbox {
+    fn send(&self, event: Event) {
+        if let Some(controller) = self.0.get().and_then(Weak::upgrade) {
+            controller.handle(event);
+        }
+    }
+
+    fn send_content(&self, ticket: u64, content: Result<LocalValue, Failure>) {
+        let value = content.and_then(|value| match value {
+            // The controller has a tensor of its own, as it has over any link.
+            Value::Object(Object::Tensor(tensor)) => copy(&tensor).map_err(|cause| Failure {
+                worker: crate::WorkerId(0),
+                sequence: 0,
+                command: "copy".to_owned(),
+                cause,
+            }),
+            value => Ok(value),
+        });
+        self.send(Event::Fetched { ticket, value: value.map(LocalContent::Value) });
+    }
+}
+
+fn copy(tensor: &Tensor) -> rpc_core::Result<LocalValue> {
+    let made = Tensor::zeros(tensor.shape(), tensor.dtype())?;
+    let range = tensor.byte_range(0, tensor.size_bytes())?;
+    let source = tensor.storage().try_borrow(Access::Read).ok_or_else(|| {
+        RpcError::new(ErrorKind::Busy, "the tensor is being written by something that runs beside the worker")
+    })?;
+    let mut view = made.write()?;
+    source.copy_out(range.start, view.bytes_mut()?)?;
+    drop(view);
+    Ok(Value::Object(Object::Tensor(made)))
+}

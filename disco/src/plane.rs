@@ -1,0 +1,205 @@
+//! The data plane of a session: how its workers are to meet for collectives, and the communicators that come of it.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rpc_core::{ErrorKind, Result, RpcError};
+use serde::{Deserialize, Serialize};
+
+use crate::ccl::host::{self, Address, Listener, SessionKey};
+use crate::ccl::{Ccl, Control, Rank};
+use crate::error::WorkerId;
+
+/// The shape of a session: how many workers, in how many groups of equal size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Layout {
+    pub(crate) world_size: u32,
+    pub(crate) num_groups: u32,
+}
+
+impl Layout {
+    pub(crate) fn group_size(self) -> u32 {
+        self.world_size / self.num_groups
+    }
+
+    pub(crate) fn group(self, worker: WorkerId) -> u32 {
+        worker.0 / self.group_size()
+    }
+
+    pub(crate) fn rank_in_group(self, worker: WorkerId) -> Rank {
+        Rank(worker.0 % self.group_size())
+    }
+
+    /// Whether groups need communicators of their own.
+    pub(crate) fn has_groups(self) -> bool {
+        self.num_groups > 1
+    }
+}
+
+/// How all workers of a session meet.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Plan {
+    pub(crate) epoch: u64,
+    pub(crate) way: Way,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Way {
+    /// All are threads of one process.
+    Threads,
+    /// All are on one machine. First the world's, then those of the groups if there are several.
+    #[cfg(target_os = "linux")]
+    Segments(Vec<host::Ticket>),
+    /// Each worker's address for the world, and for its group if there are several.
+    Sockets { key: SessionKey, world: Vec<Address>, groups: Vec<Address> },
+    /// They do not.
+    Apart { why: String },
+}
+
+/// What the workers of one process share to meet.
+#[derive(Default)]
+pub(crate) struct MeetingPlace {
+    threads: Mutex<Option<Threads>>,
+    #[cfg(target_os = "linux")]
+    offers: Mutex<Vec<host::Offer>>,
+    listeners: Mutex<HashMap<WorkerId, Arc<Listeners>>>,
+}
+
+/// The communicators of threads that have not been taken yet.
+struct Threads {
+    epoch: u64,
+    world: Vec<Option<Box<dyn Ccl>>>,
+    groups: Vec<Option<Box<dyn Ccl>>>,
+}
+
+struct Listeners {
+    world: Listener,
+    group: Option<Listener>,
+}
+
+/// The communicators of one worker.
+pub(crate) struct Membership {
+    pub(crate) world: Box<dyn Ccl>,
+    /// `None` where the world is the one group.
+    pub(crate) group: Option<Box<dyn Ccl>>,
+}
+
+impl Membership {
+    pub(crate) fn controls(&self) -> Vec<Arc<dyn Control>> {
+        [Some(&self.world), self.group.as_ref()].into_iter().flatten().map(|ccl| ccl.control()).collect()
+    }
+}
+
+/// What `disco.listen` replies for one worker.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Listening {
+    pub(crate) world: Address,
+    pub(crate) group: Option<Address>,
+}
+
+impl MeetingPlace {
+    /// Makes segments for the whole session, which stay until others are made.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn offer(&self, layout: Layout, epoch: u64) -> Result<Vec<host::Ticket>> {
+        let options = host::Options { epoch, ..host::Options::default() };
+        let groups = if layout.has_groups() { layout.num_groups as usize } else { 0 };
+        let sizes = [layout.world_size].into_iter().chain(std::iter::repeat_n(layout.group_size(), groups));
+        let offers = sizes.map(|size| host::Offer::new(size as usize, &options)).collect::<Result<Vec<_>>>()?;
+        let tickets = offers.iter().map(host::Offer::ticket).collect();
+        *self.offers.lock().unwrap_or_else(PoisonError::into_inner) = offers;
+        Ok(tickets)
+    }
+
+    /// Listens for the workers from `first` on at an address of this machine that the others can reach.
+    pub(crate) fn listen(&self, layout: Layout, first: u32, count: u32, address: IpAddr) -> Result<Vec<Listening>> {
+        let mut all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        let bind = || Listener::bind(&Address::Tcp(SocketAddr::new(address, 0)));
+        (first..first + count)
+            .map(|worker| {
+                let group = layout.has_groups().then(bind).transpose()?;
+                let listeners = Arc::new(Listeners { world: bind()?, group });
+                let listening = Listening {
+                    world: listeners.world.address().clone(),
+                    group: listeners.group.as_ref().map(|listener| listener.address().clone()),
+                };
+                all.insert(WorkerId(worker), listeners);
+                Ok(listening)
+            })
+            .collect()
+    }
+
+    /// Joins the session's communicators as `worker`, and waits until all workers have.
+    pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, here: usize) -> Result<Membership> {
+        let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
+        let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
+        match &plan.way {
+            Way::Threads => self.take_thread(layout, worker, &options),
+            #[cfg(target_os = "linux")]
+            Way::Segments(tickets) => {
+                options.ranks_on_machine = Some(layout.world_size as usize);
+                let (world, groups) =
+                    tickets.split_first().ok_or_else(|| RpcError::internal("a plan without tickets"))?;
+                let world = world.join(rank, &options)?;
+                let group = groups.get(layout.group(worker) as usize);
+                let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
+                Ok(Membership { world, group })
+            }
+            Way::Sockets { key, world, groups } => {
+                options.ranks_on_machine = Some(here);
+                let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner).get(&worker).cloned();
+                let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
+                let joined = listeners.world.join(rank, world, key, &options)?;
+                let group = match &listeners.group {
+                    Some(listener) => {
+                        let size = layout.group_size() as usize;
+                        let first = layout.group(worker) as usize * size;
+                        let members = groups.get(first..first + size);
+                        let members = members.ok_or_else(|| RpcError::internal("a plan without all addresses"))?;
+                        Some(listener.join(rank_in_group, members, key, &options)?)
+                    }
+                    None => None,
+                };
+                Ok(Membership { world: joined, group })
+            }
+            Way::Apart { why } => Err(RpcError::new(
+                ErrorKind::Unsupported,
+                format!("the workers of this session have no way to each other: {why}"),
+            )),
+        }
+    }
+
+    fn take_thread(&self, layout: Layout, worker: WorkerId, options: &host::Options) -> Result<Membership> {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        if threads.as_ref().is_none_or(|threads| threads.epoch != options.epoch) {
+            let mut options = options.clone();
+            options.ranks_on_machine = Some(layout.world_size as usize);
+            let world = host::threads(layout.world_size as usize, &options)?.into_iter().map(Some).collect();
+            let mut groups = Vec::new();
+            if layout.has_groups() {
+                for _ in 0..layout.num_groups {
+                    groups.extend(host::threads(layout.group_size() as usize, &options)?.into_iter().map(Some));
+                }
+            }
+            *threads = Some(Threads { epoch: options.epoch, world, groups });
+        }
+        let taken = threads.as_mut().and_then(|threads| {
+            let world = threads.world.get_mut(worker.index())?.take()?;
+            Some(Membership { world, group: threads.groups.get_mut(worker.index()).and_then(Option::take) })
+        });
+        taken.ok_or_else(|| RpcError::internal(format!("worker {worker} has joined already")))
+    }
+}
+
+/// What processes that can share memory have in common: the machine since it was booted, the view of its processes, the user. Empty where that is
+/// not known.
+pub(crate) fn machine() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let processes = std::fs::read_link("/proc/self/ns/pid").map(|path| path.display().to_string());
+    match processes {
+        Ok(processes) if !boot.is_empty() => {
+            format!("{} {processes} {}", boot.trim(), rustix::process::geteuid().as_raw())
+        }
+        _ => String::new(),
+    }
+}

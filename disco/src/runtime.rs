@@ -1,0 +1,31 @@
+//! The runtime on which links do their input and output, and where numbers come from that nobody can guess.
+
+use std::io;
+use std::sync::OnceLock;
+
+use ring::rand::{SecureRandom, SystemRandom};
+use rpc_core::{Result, RpcError};
+use tokio::runtime::{Builder, Runtime};
+
+/// One for the process, with two threads, made at the first use: controllers work the same inside of async programs and outside.
+pub(crate) fn runtime() -> Result<&'static Runtime> {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    if let Some(runtime) = RUNTIME.get() {
+        return Ok(runtime);
+    }
+    let made = Builder::new_multi_thread().worker_threads(2).thread_name("disco-io").enable_all().build();
+    let made = made.map_err(|error: io::Error| RpcError::from(error).context("the threads of links"))?;
+    let mut made = Some(made);
+    let runtime = RUNTIME.get_or_init(|| made.take().expect("taken at most once"));
+    if let Some(superfluous) = made {
+        superfluous.shutdown_background();
+    }
+    Ok(runtime)
+}
+
+/// A random number other than zero.
+pub(crate) fn random() -> Result<u64> {
+    let mut bytes = [0; 8];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| RpcError::internal("the system gives no random numbers"))?;
+    Ok(u64::from_le_bytes(bytes).max(1))
+}

@@ -1,0 +1,429 @@
+//! The session: all operations that a controller has on its workers.
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rpc_core::object::Object;
+use rpc_core::tensor::Access;
+use rpc_core::{DataType, Device, ErrorKind, RpcError, Tensor, Value};
+
+use crate::ccl::ReduceOp;
+use crate::command::{Command, Kind, On, Scope};
+use crate::completion::Completion;
+use crate::controller::Controller;
+use crate::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, resolve};
+use crate::error::{DiscoError, Result, WorkerId};
+
+/// How many bytes of a copy travel in one command.
+const CHUNK: usize = 1 << 20;
+
+/// Copies of up to so many bytes are taken at once; from larger tensors the bytes go as they are, and the tensor stays borrowed until then.
+const COPIED: u64 = 64 << 10;
+
+/// A controller and its workers. Cheap to clone; clones are the same session.
+///
+/// Operations give their results without waiting for the workers, which execute all commands in the order in which they were issued. Issuing
+/// blocks only while the workers are behind by a whole window ([`Options::window`](crate::Options::window)); async code awaits
+/// [`room`](Self::room) now and then. What fails on a worker poisons its results and is told by [`sync_worker`](Self::sync_worker) and
+/// [`sync_all`](Self::sync_all).
+///
+/// When the last clone and all references are gone, the session ends as it is: what has not been executed is not. Use
+/// [`shutdown`](Self::shutdown) to end it in good order.
+#[derive(Clone)]
+pub struct DiscoSession(Arc<Controller>);
+
+/// What a register holds, brought to the controller.
+#[derive(Clone, Debug)]
+pub enum Content {
+    /// A plain value: it names no objects.
+    Value(Value),
+    /// A copy of a tensor, in the controller's memory.
+    Tensor(Tensor),
+}
+
+impl DiscoSession {
+    pub(crate) fn new(controller: Arc<Controller>) -> Self {
+        Self(controller)
+    }
+
+    /// How many workers there are.
+    pub fn num_workers(&self) -> u32 {
+        self.0.layout.world_size
+    }
+
+    /// How many groups they are in.
+    pub fn num_groups(&self) -> u32 {
+        self.0.layout.num_groups
+    }
+
+    /// Resolves when a command can be issued without waiting.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended.
+    pub async fn room(&self) -> Result<()> {
+        self.0.room().await
+    }
+
+    /// The function registered under `name` on every worker.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended. Where a worker has no such function, its uses fail there.
+    pub fn get_global_func(&self, name: &str) -> Result<DPackedFunc> {
+        self.fresh(|to| Command::GetGlobalFunc { to, name: name.to_owned() }).map(DPackedFunc)
+    }
+
+    /// Calls a function on all workers, as [`DPackedFunc::call`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn call_packed(&self, function: &DPackedFunc, args: impl IntoArguments) -> Result<DRef> {
+        function.0.register_in(&self.0)?;
+        function.call(args)
+    }
+
+    /// Loads a module on every worker, once in each process. `path` is what a loader there takes: a name, or a path in the workspace.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended. Where a worker has no such module, its uses fail there.
+    pub fn load_module(&self, path: &str, device: Option<Device>) -> Result<DModule> {
+        self.fresh(|to| Command::LoadModule { to, path: path.to_owned(), device }).map(DModule)
+    }
+
+    /// Allocates a zeroed tensor on every worker, on its default device if none is named.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended.
+    pub fn empty(&self, shape: &[i64], dtype: DataType, device: Option<Device>) -> Result<DRef> {
+        self.fresh(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: On::All })
+    }
+
+    /// Allocates a zeroed tensor on the first worker of each group, or on worker 0 alone. The others have null.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended.
+    pub fn empty_on_worker0(
+        &self,
+        shape: &[i64],
+        dtype: DataType,
+        device: Option<Device>,
+        scope: Scope,
+    ) -> Result<DRef> {
+        self.fresh(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: first_of(scope) })
+    }
+
+    /// Copies a tensor of the controller to worker 0: into `to`, which must have the same type and as many elements there, or into a new tensor.
+    /// The other workers have null then.
+    ///
+    /// It does not wait: above 64 KiB the tensor is borrowed for reading until its bytes have left.
+    ///
+    /// # Errors
+    ///
+    /// The tensor is not densely packed in host memory, or is being written; the session has ended.
+    pub fn copy_to_worker_0(&self, tensor: &Tensor, to: Option<&DRef>) -> Result<DRef> {
+        self.copy_to(tensor, to, On::Worker0)
+    }
+
+    /// Copies worker 0's tensor to the controller, as it is when worker 0 has executed all that was issued before.
+    pub fn copy_from_worker_0(&self, from: &DRef) -> Completion<Tensor> {
+        let from = match from.register_in(&self.0) {
+            Ok(from) => from,
+            Err(error) => return Completion::failed(error),
+        };
+        let content = self.0.fetch(|ticket| Command::CopyFromWorker0 { ticket, from });
+        Completion::new(async move {
+            match content.await? {
+                Value::Object(Object::Tensor(tensor)) => Ok(tensor),
+                other => Err(RpcError::internal(format!("worker 0 sent {} for a tensor", other.type_name())).into()),
+            }
+        })
+    }
+
+    /// Gives every worker a copy of a tensor of the controller: in `to`, or in a new tensor.
+    ///
+    /// The data goes to worker 0, or within groups to the first worker of each, which pass it on.
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_to_worker_0`](Self::copy_to_worker_0).
+    pub fn broadcast(&self, tensor: &Tensor, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
+        let from = self.copy_to(tensor, None, first_of(scope))?;
+        self.broadcast_from_worker0(&from, to, scope)
+    }
+
+    /// Gives each worker its part of a tensor of the controller, whose first dimension counts the workers of a group, or all of them: in `to`, or in
+    /// a new tensor, which has the other dimensions.
+    ///
+    /// The data goes to worker 0, or within groups to the first worker of each, which pass it on.
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_to_worker_0`](Self::copy_to_worker_0); and another first dimension.
+    pub fn scatter(&self, tensor: &Tensor, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
+        let size = match scope {
+            Scope::Group => self.0.layout.group_size(),
+            Scope::World => self.0.layout.world_size,
+        };
+        if tensor.shape().first() != Some(&i64::from(size)) {
+            return Err(DiscoError::invalid(format!(
+                "scatter of {} {:?} among {size} workers: the first dimension must be {size}",
+                tensor.dtype(),
+                tensor.shape()
+            )));
+        }
+        let from = self.copy_to(tensor, None, first_of(scope))?;
+        self.scatter_from_worker0(&from, to, scope)
+    }
+
+    /// Gives every worker the first one's `from`, in `to` or in a new tensor.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended. What does not fit on a worker is told by [`sync_all`](Self::sync_all).
+    pub fn broadcast_from_worker0(&self, from: &DRef, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
+        self.collective(Kind::Broadcast, scope, from, to)
+    }
+
+    /// Gives each worker its part of the first one's `from`, in `to` or in a new tensor, which has all dimensions but the first.
+    ///
+    /// # Errors
+    ///
+    /// As [`broadcast_from_worker0`](Self::broadcast_from_worker0).
+    pub fn scatter_from_worker0(&self, from: &DRef, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
+        self.collective(Kind::Scatter, scope, from, to)
+    }
+
+    /// Puts all workers' `from` behind each other on the first one: in `to`, which the others need not have, or in a new tensor with one more
+    /// dimension in front.
+    ///
+    /// # Errors
+    ///
+    /// As [`broadcast_from_worker0`](Self::broadcast_from_worker0).
+    pub fn gather_to_worker0(&self, from: &DRef, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
+        self.collective(Kind::Gather, scope, from, to)
+    }
+
+    /// Reduces all workers' `from`, element by element, into everybody's `to` or a new tensor. Both may be the same.
+    ///
+    /// # Errors
+    ///
+    /// As [`broadcast_from_worker0`](Self::broadcast_from_worker0).
+    pub fn allreduce(&self, from: &DRef, to: Option<&DRef>, op: ReduceOp, scope: Scope) -> Result<DRef> {
+        self.collective(Kind::Allreduce(op), scope, from, to)
+    }
+
+    /// Puts all workers' `from` behind each other in everybody's `to`, or in a new tensor with one more dimension in front.
+    ///
+    /// # Errors
+    ///
+    /// As [`broadcast_from_worker0`](Self::broadcast_from_worker0).
+    pub fn allgather(&self, from: &DRef, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
+        self.collective(Kind::Allgather, scope, from, to)
+    }
+
+    /// Reduces all workers' `from`, of which each worker gets its share: in `to`, or in a new tensor, which has all dimensions but the first.
+    ///
+    /// # Errors
+    ///
+    /// As [`broadcast_from_worker0`](Self::broadcast_from_worker0).
+    pub fn reduce_scatter(&self, from: &DRef, to: Option<&DRef>, op: ReduceOp, scope: Scope) -> Result<DRef> {
+        self.collective(Kind::ReduceScatter(op), scope, from, to)
+    }
+
+    /// Sends every worker its share of every worker's `from`: in `to`, or in a new tensor of the same shape.
+    ///
+    /// # Errors
+    ///
+    /// As [`broadcast_from_worker0`](Self::broadcast_from_worker0).
+    pub fn all_to_all(&self, from: &DRef, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
+        self.collective(Kind::AllToAll, scope, from, to)
+    }
+
+    /// No worker goes on before all have come here. The controller does not wait.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended.
+    pub fn barrier(&self, scope: Scope) -> Result<()> {
+        self.0.issue(Command::Collective { kind: Kind::Barrier, scope, from: 0, to: 0, fresh: false })
+    }
+
+    /// Sends the tensor `from` of the first of each pair to the tensor `to` of the second, one pair after the other. Where `to` is set by nobody it
+    /// stays as it is.
+    ///
+    /// # Errors
+    ///
+    /// A pair of workers that there are not, or of one with itself; the session has ended.
+    pub fn send_recv(&self, from: &DRef, to: &DRef, pairs: &[(WorkerId, WorkerId)]) -> Result<()> {
+        let size = self.num_workers();
+        let (from, to) = (from.register_in(&self.0)?, to.register_in(&self.0)?);
+        for (sender, receiver) in pairs {
+            if sender.0 >= size || receiver.0 >= size || sender == receiver {
+                return Err(DiscoError::invalid(format!(
+                    "no transfer from worker {sender} to worker {receiver} in a session of {size}"
+                )));
+            }
+        }
+        let pairs = pairs.iter().map(|(sender, receiver)| (sender.0, receiver.0)).collect();
+        self.0.issue(Command::SendRecv { from, to, pairs })
+    }
+
+    /// Chooses the backend of collectives, with a device for each worker. `host`, which needs no devices, is there without this call.
+    pub fn init_ccl(&self, name: &str, device_ids: &[i32]) -> Completion<()> {
+        let per_worker = device_ids.is_empty() || device_ids.len() == self.num_workers() as usize;
+        let error = match name {
+            "host" if per_worker => return self.0.reinit(),
+            "host" => RpcError::invalid_argument(format!(
+                "{} device ids for {} workers: give one for each, or none",
+                device_ids.len(),
+                self.num_workers()
+            )),
+            _ => RpcError::unsupported(format!("there is no backend of collectives called '{name}'; there is: host")),
+        };
+        Completion::failed(error.into())
+    }
+
+    /// Makes the data plane anew after it has broken, behind all that has been issued. What is left of the old one is not taken for the new one's.
+    pub fn reinit_ccl(&self) -> Completion<()> {
+        self.0.reinit()
+    }
+
+    /// Resolves when the worker has executed all that was issued before.
+    ///
+    /// Its errors are the worker's failures that nobody has been told of; and what ends the session.
+    pub fn sync_worker(&self, worker: WorkerId) -> Completion<()> {
+        match self.check(worker) {
+            Ok(()) => self.0.sync(Some(worker)),
+            Err(error) => Completion::failed(error),
+        }
+    }
+
+    /// Resolves when all workers have executed all that was issued before.
+    ///
+    /// Its errors are all failures that nobody has been told of, in the order of commands; and what ends the session.
+    pub fn sync_all(&self) -> Completion<()> {
+        self.0.sync(None)
+    }
+
+    /// What a register holds on a worker, when it has executed all that was issued before: a value without objects, or a tensor.
+    pub fn debug_get_from_remote(&self, from: &DRef, worker: WorkerId) -> Completion<Content> {
+        let from = match self.check(worker).and_then(|()| from.register_in(&self.0)) {
+            Ok(from) => from,
+            Err(error) => return Completion::failed(error),
+        };
+        let content = self.0.fetch(|ticket| Command::DebugGetFromRemote { ticket, worker: worker.0, from });
+        Completion::new(async move {
+            match content.await? {
+                Value::Object(Object::Tensor(tensor)) => Ok(Content::Tensor(tensor)),
+                value => {
+                    let refuse = |_: Object| Err(RpcError::internal("a worker sent an object"));
+                    Ok(Content::Value(value.try_map(&mut { refuse })?))
+                }
+            }
+        })
+    }
+
+    /// Sets a register on one worker. A tensor (of up to 64 KiB) that meets one of the same type and shape is copied into it; all else replaces what
+    /// was there.
+    ///
+    /// # Errors
+    ///
+    /// No such worker; a tensor that is too large; the session has ended.
+    pub fn debug_set_register(&self, to: &DRef, worker: WorkerId, value: impl IntoArgument) -> Result<()> {
+        self.check(worker)?;
+        let value = resolve(value.into_argument()?, &self.0)?;
+        self.0.issue(Command::DebugSetRegister { worker: worker.0, to: to.register_in(&self.0)?, value })
+    }
+
+    /// Ends the session in good order: the workers execute all that was issued, for up to five seconds. In any case the session has ended then, and
+    /// what was started for it is gone or going.
+    ///
+    /// Its error says that workers were left behind, or what had ended the session meanwhile; that it had ended before is none.
+    pub fn shutdown(&self) -> Completion<()> {
+        self.0.shut_down()
+    }
+
+    fn check(&self, worker: WorkerId) -> Result<()> {
+        if worker.0 < self.num_workers() {
+            return Ok(());
+        }
+        let error = format!("there is no worker {worker} in a session of {}", self.num_workers());
+        Err(RpcError::new(ErrorKind::InvalidArgument, error).into())
+    }
+
+    fn fresh(&self, command: impl FnOnce(u32) -> Command) -> Result<DRef> {
+        let made = DRef::fresh(&self.0);
+        self.0.issue(command(made.register()))?;
+        Ok(made)
+    }
+
+    fn collective(&self, kind: Kind, scope: Scope, from: &DRef, to: Option<&DRef>) -> Result<DRef> {
+        let from = from.register_in(&self.0)?;
+        let (target, fresh) = match to {
+            Some(to) => (to.clone(), false),
+            None => (DRef::fresh(&self.0), true),
+        };
+        let to = target.register_in(&self.0)?;
+        self.0.issue(Command::Collective { kind, scope, from, to, fresh })?;
+        Ok(target)
+    }
+
+    fn copy_to(&self, tensor: &Tensor, to: Option<&DRef>, on: On) -> Result<DRef> {
+        let bytes = bytes_of(tensor)?;
+        let (target, fresh) = match to {
+            Some(to) => (to.clone(), false),
+            None => (DRef::fresh(&self.0), true),
+        };
+        let to = target.register_in(&self.0)?;
+        let mut offset = 0;
+        loop {
+            let data = bytes.slice(offset..bytes.len().min(offset + CHUNK));
+            let end = offset + data.len();
+            self.0.issue(Command::CopyToWorker0 {
+                to,
+                fresh,
+                dtype: tensor.dtype(),
+                shape: tensor.shape().to_vec(),
+                offset: offset as u64,
+                data,
+                on,
+            })?;
+            offset = end;
+            if offset >= bytes.len() {
+                return Ok(target);
+            }
+        }
+    }
+}
+
+fn first_of(scope: Scope) -> On {
+    match scope {
+        Scope::Group => On::FirstOfGroups,
+        Scope::World => On::Worker0,
+    }
+}
+
+/// The bytes of a dense tensor in host memory: copied if they are few, else borrowed.
+fn bytes_of(tensor: &Tensor) -> Result<Bytes> {
+    let range = tensor.byte_range(0, tensor.size_bytes())?;
+    let view = tensor.read()?;
+    let bytes = view.bytes()?;
+    if tensor.size_bytes() <= COPIED {
+        return Ok(Bytes::copy_from_slice(bytes));
+    }
+    let (_, borrow) = view.into_parts();
+    debug_assert_eq!(borrow.access(), Access::Read);
+    borrow.into_bytes(range).ok_or_else(|| RpcError::internal("a tensor without bytes").into())
+}
+
+impl fmt::Debug for DiscoSession {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DiscoSession({} workers in {} groups)", self.num_workers(), self.num_groups())
+    }
+}

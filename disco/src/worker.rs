@@ -1,0 +1,680 @@
+//! A worker: a register file, and the thread that executes commands on it in the order of their sequence numbers.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use rpc_core::object::{Function, FunctionKind, Object};
+use rpc_core::{Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, blocking};
+
+use crate::ccl::{Operation, Rank};
+use crate::command::{Command, HostTensor, Kind, On, Operand, Queued, Register, Scope};
+use crate::context::{CollectiveError, WorkerContext};
+use crate::error::{Failure, WorkerId};
+use crate::event::{Event, EventSink};
+use crate::host::Shared;
+use crate::plane::{Layout, Plan, Way};
+
+/// Commands on their way to a worker.
+#[derive(Default)]
+pub(crate) struct Queue {
+    state: Mutex<Waiting>,
+    ready: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    commands: VecDeque<(u64, Queued)>,
+    aborted: bool,
+    /// The worker sleeps.
+    idle: bool,
+}
+
+impl Queue {
+    /// Appends commands with consecutive numbers.
+    pub(crate) fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>) {
+        let mut state = self.lock();
+        let numbered = commands.into_iter().enumerate().map(|(at, queued)| (first + at as u64, queued));
+        state.commands.extend(numbered);
+        let idle = std::mem::take(&mut state.idle);
+        drop(state);
+        if idle {
+            self.ready.notify_one();
+        }
+    }
+
+    /// Forgets what has not begun. The worker ends after what it is doing.
+    pub(crate) fn abort(&self) {
+        let mut state = self.lock();
+        state.aborted = true;
+        let forgotten = std::mem::take(&mut state.commands);
+        drop(state);
+        self.ready.notify_one();
+        drop(forgotten);
+    }
+
+    fn is_aborted(&self) -> bool {
+        self.lock().aborted
+    }
+
+    /// All that waits, once that is anything; nothing at the end. `taken` is empty, and keeps its memory.
+    fn take(&self, taken: &mut VecDeque<(u64, Queued)>) {
+        let mut state = self.lock();
+        while state.commands.is_empty() && !state.aborted {
+            state.idle = true;
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        std::mem::swap(&mut state.commands, taken);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What a register holds.
+#[derive(Clone, Default)]
+enum Slot {
+    #[default]
+    Empty,
+    Value(LocalValue),
+    /// What should have set it failed.
+    Poisoned(Arc<Failure>),
+}
+
+/// Why a command has no result.
+enum Fault {
+    /// It failed here.
+    Own(RpcError),
+    /// It depends on something that failed.
+    Inherited(Arc<Failure>),
+}
+
+impl From<RpcError> for Fault {
+    fn from(error: RpcError) -> Self {
+        Self::Own(error)
+    }
+}
+
+type Outcome<T = ()> = Result<T, Fault>;
+
+/// One worker, on a thread of its own.
+pub(crate) struct Worker {
+    id: WorkerId,
+    layout: Layout,
+    this: WorkerContext,
+    /// What all workers of the process share.
+    shared: Arc<Shared>,
+    queue: Arc<Queue>,
+    sink: Arc<dyn EventSink>,
+    registers: Vec<Slot>,
+    /// What functions in registers are called.
+    names: HashMap<Register, Arc<str>>,
+    sequence: u64,
+    executed: u64,
+    reported: u64,
+    /// Progress is reported when so much more credit has come free.
+    report_every: u64,
+    shut_down: bool,
+}
+
+/// Says that the worker is gone, unless that was in order.
+struct Farewell {
+    id: WorkerId,
+    sink: Arc<dyn EventSink>,
+    expected: bool,
+}
+
+impl Drop for Farewell {
+    fn drop(&mut self) {
+        if !self.expected {
+            let error = RpcError::internal(format!("the thread of worker {} has ended", self.id));
+            self.sink.send(Event::Lost { worker: self.id, error });
+        }
+    }
+}
+
+impl Worker {
+    pub(crate) fn new(this: WorkerContext, layout: Layout, shared: Arc<Shared>, queue: Arc<Queue>) -> Self {
+        Self {
+            id: this.worker_id(),
+            layout,
+            this,
+            sink: shared.sink(),
+            report_every: shared.report_every(),
+            shared,
+            queue,
+            registers: Vec::new(),
+            names: HashMap::new(),
+            sequence: 0,
+            executed: 0,
+            reported: 0,
+            shut_down: false,
+        }
+    }
+
+    /// Executes commands until the end.
+    pub(crate) fn run(mut self) {
+        self.this.enter();
+        let mut farewell = Farewell { id: self.id, sink: Arc::clone(&self.sink), expected: false };
+        let mut taken = VecDeque::new();
+        'all: loop {
+            self.queue.take(&mut taken);
+            if taken.is_empty() {
+                break;
+            }
+            for (sequence, queued) in taken.drain(..) {
+                self.sequence = sequence;
+                self.perform(&queued.command);
+                self.executed += queued.cost;
+                if self.executed - self.reported >= self.report_every {
+                    self.report();
+                }
+                self.acknowledge(&queued.command);
+                if self.shut_down || self.queue.is_aborted() {
+                    break 'all;
+                }
+            }
+        }
+        farewell.expected = true;
+        self.this.set_membership(Err(RpcError::new(ErrorKind::Closed, "the worker has ended")));
+    }
+
+    fn report(&mut self) {
+        self.reported = self.executed;
+        self.sink.send(Event::Progress { worker: self.id, sequence: self.sequence, cost: self.executed });
+    }
+
+    /// Says that a command has been executed, where somebody waits for that.
+    fn acknowledge(&mut self, command: &Command) {
+        let ticket = match command {
+            Command::SyncWorker { ticket, worker } if worker.is_none_or(|worker| worker == self.id.0) => *ticket,
+            Command::Shutdown { ticket } => {
+                self.shut_down = true;
+                *ticket
+            }
+            _ => return,
+        };
+        self.report();
+        self.sink.send(Event::Reached { ticket });
+    }
+
+    /// Executes one command; what fails poisons what it should have set.
+    fn perform(&mut self, command: &Command) {
+        if let Command::CopyFromWorker0 { ticket, from } = command {
+            if self.id.0 == 0 {
+                self.fetch(*ticket, *from, true, command);
+            }
+            return;
+        }
+        if let Command::DebugGetFromRemote { ticket, worker, from } = command {
+            if *worker == self.id.0 {
+                self.fetch(*ticket, *from, false, command);
+            }
+            return;
+        }
+        let Err(fault) = self.execute(command) else { return };
+        let failure = match fault {
+            Fault::Inherited(failure) => failure,
+            Fault::Own(cause) => {
+                let failure = self.failure(command, cause);
+                tracing::debug!(%failure, "a command failed");
+                self.sink.send(Event::Failed(failure.clone()));
+                Arc::new(failure)
+            }
+        };
+        if let Some(register) = command.outputs() {
+            self.set(register, Slot::Poisoned(failure));
+        }
+    }
+
+    fn failure(&self, command: &Command, cause: RpcError) -> Failure {
+        let name = match command {
+            Command::CallPacked { function, .. } => self.names.get(function).map(|name| name.to_string()),
+            _ => None,
+        };
+        let command = name.unwrap_or_else(|| command.name().to_owned());
+        Failure { worker: self.id, sequence: self.sequence, command, cause }
+    }
+
+    fn execute(&mut self, command: &Command) -> Outcome {
+        match command {
+            Command::KillReg { registers } => {
+                for register in registers {
+                    self.set(*register, Slot::Empty);
+                    self.names.remove(register);
+                }
+            }
+            Command::GetGlobalFunc { to, name } => {
+                let function = self.this.context().function(name)?;
+                self.names.insert(*to, name.as_str().into());
+                self.set_object(*to, Object::Function(function));
+            }
+            Command::CallPacked { to, function, args } => {
+                let result = self.call(*function, args)?;
+                self.set(*to, Slot::Value(result));
+            }
+            Command::LoadModule { to, path, device } => {
+                let module = self.shared.load_module(self.this.context(), path, *device)?;
+                self.set_object(*to, Object::Module(module));
+            }
+            Command::ModuleFunction { to, module, name } => {
+                let function = self.module(*module)?.function(name)?;
+                self.names.insert(*to, name.as_str().into());
+                self.set_object(*to, Object::Function(function));
+            }
+            Command::Empty { to, device, dtype, shape, on } => {
+                let value = if self.is_meant(*on) {
+                    let device = device.unwrap_or_else(|| self.this.device());
+                    Value::Object(Object::Tensor(self.this.context().allocate(device, *dtype, shape)?))
+                } else {
+                    Value::Null
+                };
+                self.set(*to, Slot::Value(value));
+            }
+            Command::CopyToWorker0 { to, fresh, dtype, shape, offset, data, on } => {
+                if self.is_meant(*on) {
+                    self.copy_in(*to, *fresh && *offset == 0, (*dtype, shape), *offset, data)?;
+                } else if *fresh {
+                    self.set(*to, Slot::Value(Value::Null));
+                }
+            }
+            Command::DebugSetRegister { worker, to, value } => {
+                if *worker == self.id.0 {
+                    self.set_by_value(*to, value)?;
+                }
+            }
+            Command::Collective { kind, scope, from, to, fresh } => {
+                self.collective(command, *kind, *scope, *from, (*to, *fresh))?;
+            }
+            Command::SendRecv { from, to, pairs } => self.send_recv(command, *from, *to, pairs)?,
+            Command::InitCcl { plan } => {
+                // The old communicators go first, so that nobody waits in them.
+                self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
+                let plan: Plan = plan.decode()?;
+                let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.count());
+                let failed = joined.as_ref().err().cloned();
+                self.this.set_membership(joined);
+                // Without a way to each other only collectives fail.
+                if let Some(error) = failed.filter(|_| !matches!(plan.way, Way::Apart { .. })) {
+                    return Err(error.into());
+                }
+                if self.queue.is_aborted() {
+                    self.this.abort_collectives("the session has ended");
+                }
+            }
+            Command::Nothing
+            | Command::SyncWorker { .. }
+            | Command::Shutdown { .. }
+            | Command::CopyFromWorker0 { .. }
+            | Command::DebugGetFromRemote { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn is_meant(&self, on: On) -> bool {
+        match on {
+            On::All => true,
+            On::Worker0 => self.id.0 == 0,
+            On::FirstOfGroups => self.layout.rank_in_group(self.id) == Rank(0),
+        }
+    }
+
+    fn set(&mut self, register: Register, slot: Slot) {
+        let at = register as usize;
+        if at >= self.registers.len() {
+            self.registers.resize(at + 1, Slot::Empty);
+        }
+        self.registers[at] = slot;
+    }
+
+    fn set_object(&mut self, register: Register, object: Object) {
+        self.set(register, Slot::Value(Value::Object(object)));
+    }
+
+    fn value(&self, register: Register) -> Outcome<LocalValue> {
+        match self.registers.get(register as usize) {
+            Some(Slot::Value(value)) => Ok(value.clone()),
+            Some(Slot::Poisoned(failure)) => Err(Fault::Inherited(Arc::clone(failure))),
+            Some(Slot::Empty) | None => {
+                Err(RpcError::internal(format!("register {register} of worker {} is empty", self.id)).into())
+            }
+        }
+    }
+
+    /// The tensor in a register; `None` for null.
+    fn tensor(&self, register: Register) -> Outcome<Option<Tensor>> {
+        match self.value(register)? {
+            Value::Object(Object::Tensor(tensor)) => Ok(Some(tensor)),
+            Value::Null => Ok(None),
+            other => Err(self.unexpected("a tensor", &other).into()),
+        }
+    }
+
+    fn function(&self, register: Register) -> Outcome<Function> {
+        match self.value(register)? {
+            Value::Object(Object::Function(function)) => Ok(function),
+            other => Err(self.unexpected("a function", &other).into()),
+        }
+    }
+
+    fn module(&self, register: Register) -> Outcome<Arc<dyn Module>> {
+        match self.value(register)? {
+            Value::Object(Object::Module(module)) => Ok(module),
+            other => Err(self.unexpected("a module", &other).into()),
+        }
+    }
+
+    fn unexpected(&self, expected: &str, value: &LocalValue) -> RpcError {
+        let found = if let Value::Object(object) = value { object.type_name() } else { value.type_name() };
+        RpcError::invalid_argument(format!("expected {expected} on worker {}, found {found}", self.id))
+    }
+
+    fn call(&mut self, function: Register, args: &[Value<Operand>]) -> Outcome<LocalValue> {
+        let function = self.function(function)?;
+        let args = args.iter().map(|arg| self.resolve(arg)).collect::<Outcome<Vec<_>>>()?;
+        let context = self.this.context();
+        let result = match function.kind() {
+            FunctionKind::Async => blocking::block_on(context.call_async(&function, args))?,
+            FunctionKind::Blocking | FunctionKind::Inline => context.call(&function, args),
+        };
+        Ok(result?)
+    }
+
+    fn resolve(&self, arg: &Value<Operand>) -> Outcome<LocalValue> {
+        Ok(match arg {
+            Value::Object(Operand::Register(register)) => self.value(*register)?,
+            Value::Object(Operand::Tensor(tensor)) => Value::Object(Object::Tensor(self.receive(tensor)?)),
+            Value::List(values) => Value::List(values.iter().map(|value| self.resolve(value)).collect::<Outcome<_>>()?),
+            plain => plain.clone().try_map(&mut |_: Operand| Err(RpcError::internal("an operand in a plain value")))?,
+        })
+    }
+
+    /// A tensor of this worker with the content of one that came with a command.
+    fn receive(&self, tensor: &HostTensor) -> Outcome<Tensor> {
+        let made = self.this.allocate(tensor.dtype, &tensor.shape)?;
+        let (_, mut borrow) = made.write()?.into_parts();
+        borrow.copy_in(0, &tensor.bytes)?;
+        Ok(made)
+    }
+
+    fn copy_in(
+        &mut self,
+        to: Register,
+        make: bool,
+        (dtype, shape): (DataType, &[i64]),
+        offset: u64,
+        data: &[u8],
+    ) -> Outcome {
+        if make {
+            let tensor = self.this.allocate(dtype, shape)?;
+            self.set_object(to, Object::Tensor(tensor));
+        }
+        let Some(tensor) = self.tensor(to)? else {
+            return Err(self.unexpected("a tensor", &Value::Null).into());
+        };
+        let elements = rpc_core::dlpack::element_count(shape)?;
+        if tensor.dtype() != dtype || tensor.element_count() != elements {
+            return Err(RpcError::invalid_argument(format!(
+                "a copy of {dtype} {shape:?} into {} {:?} on worker {}: dtype and number of elements must be the same",
+                tensor.dtype(),
+                tensor.shape(),
+                self.id
+            ))
+            .into());
+        }
+        let range = tensor.byte_range(offset, data.len() as u64)?;
+        let (_, mut borrow) = tensor.write()?.into_parts();
+        Ok(borrow.copy_in(range.start, data)?)
+    }
+
+    /// Sets a register; between tensors of the same type and number of elements that copies in place.
+    fn set_by_value(&mut self, to: Register, value: &Value<Operand>) -> Outcome {
+        if let Value::Object(Operand::Tensor(new)) = value
+            && let Ok(Some(old)) = self.tensor(to)
+            && old.dtype() == new.dtype
+            && old.shape() == new.shape
+            && old.is_dense()
+        {
+            let start = old.byte_range(0, new.bytes.len() as u64)?.start;
+            let (_, mut borrow) = old.write()?.into_parts();
+            return Ok(borrow.copy_in(start, &new.bytes)?);
+        }
+        let value = self.resolve(value)?;
+        self.set(to, Slot::Value(value));
+        Ok(())
+    }
+
+    /// Sends what a register holds to the controller.
+    fn fetch(&mut self, ticket: u64, from: Register, tensor_only: bool, command: &Command) {
+        self.report();
+        let content = self.value(from).and_then(|value| match &value {
+            Value::Object(Object::Tensor(tensor)) => {
+                tensor.byte_range(0, tensor.size_bytes())?;
+                drop(tensor.read()?);
+                Ok(value)
+            }
+            other if tensor_only => Err(self.unexpected("a tensor", other).into()),
+            other => {
+                let mut objects = 0;
+                other.for_each_object(&mut |_| objects += 1);
+                if objects == 0 { Ok(value) } else { Err(self.unexpected("a value or a tensor", other).into()) }
+            }
+        });
+        let content = content.map_err(|fault| match fault {
+            Fault::Own(cause) => self.failure(command, cause),
+            Fault::Inherited(failure) => Failure::clone(&failure),
+        });
+        self.sink.send_content(ticket, content);
+    }
+
+    /// Takes part in a collective on registers. Whatever is wrong here, the other workers must hear of it by this one's taking part.
+    fn collective(
+        &mut self,
+        command: &Command,
+        kind: Kind,
+        scope: Scope,
+        from: Register,
+        (to, fresh): (Register, bool),
+    ) -> Outcome {
+        let (rank, size) = self.this.rank(scope);
+        let root = Rank(0);
+        let is_root = rank == root;
+        let operation = match kind {
+            Kind::Allreduce(op) => Operation::Allreduce(op),
+            Kind::ReduceScatter(op) => Operation::ReduceScatter(op),
+            Kind::Allgather => Operation::Allgather,
+            Kind::Broadcast => Operation::Broadcast { root },
+            Kind::Scatter => Operation::Scatter { root },
+            Kind::Gather => Operation::Gather { root },
+            Kind::AllToAll => Operation::AllToAll,
+            Kind::Barrier => return self.take_part(command, scope, Operation::Barrier, Ok((None, None))),
+        };
+        let one_sided = matches!(kind, Kind::Broadcast | Kind::Scatter);
+        let source =
+            if one_sided && !is_root { Ok(None) } else { self.tensor(from).and_then(|found| self.present(found)) };
+        let target = if fresh {
+            // Only the root of a broadcast or scatter knows what the others have to expect.
+            let layout = match &source {
+                _ if one_sided => Some(self.announce(command, scope, kind, size, &source)?),
+                Ok(Some(tensor)) => result_layout(kind, tensor, size).map_err(Fault::Own).transpose(),
+                Ok(None) => None,
+                Err(Fault::Own(error)) => Some(Err(Fault::Own(error.clone()))),
+                Err(Fault::Inherited(failure)) => Some(Err(Fault::Inherited(Arc::clone(failure)))),
+            };
+            match layout {
+                Some(Ok((dtype, shape))) if kind != Kind::Gather || is_root => {
+                    self.this.allocate(dtype, &shape).map(Some).map_err(Fault::Own)
+                }
+                Some(Err(fault)) => Err(fault),
+                _ => Ok(None),
+            }
+        } else if kind == Kind::Gather && !is_root {
+            Ok(None)
+        } else {
+            self.tensor(to).and_then(|found| self.present(found))
+        };
+        let tensors = source.and_then(|source| Ok((source, target?)));
+        let target = tensors.as_ref().ok().and_then(|(_, target)| target.clone());
+        self.take_part(command, scope, operation, tensors)?;
+        if fresh {
+            self.set(to, Slot::Value(target.map_or(Value::Null, |tensor| Value::Object(Object::Tensor(tensor)))));
+        }
+        Ok(())
+    }
+
+    fn present(&self, tensor: Option<Tensor>) -> Outcome<Option<Tensor>> {
+        match tensor {
+            Some(tensor) => Ok(Some(tensor)),
+            None => Err(self.unexpected("a tensor", &Value::Null).into()),
+        }
+    }
+
+    /// Tells everybody what the first worker's tensor will give them, before its data.
+    fn announce(
+        &self,
+        command: &Command,
+        scope: Scope,
+        kind: Kind,
+        size: u32,
+        source: &Outcome<Option<Tensor>>,
+    ) -> Outcome<Outcome<(DataType, Vec<i64>)>> {
+        let header = Tensor::zeros([HEADER], DataType::U8)?;
+        let described = match source {
+            Ok(Some(tensor)) => result_layout(kind, tensor, size).map_err(Fault::Own).and_then(|layout| {
+                let (dtype, shape) = layout.ok_or_else(|| RpcError::internal("a result without layout"))?;
+                write_layout(&header, dtype, &shape)?;
+                Ok(())
+            }),
+            Ok(None) => Ok(()),
+            Err(Fault::Own(error)) => Err(Fault::Own(error.clone())),
+            Err(Fault::Inherited(failure)) => Err(Fault::Inherited(Arc::clone(failure))),
+        };
+        let tensors = described.map(|()| (Some(header.clone()), Some(header.clone())));
+        self.take_part(command, scope, Operation::Broadcast { root: Rank(0) }, tensors)?;
+        Ok(Ok(read_layout(&header)?))
+    }
+
+    fn take_part(
+        &self,
+        command: &Command,
+        scope: Scope,
+        operation: Operation,
+        tensors: Outcome<(Option<Tensor>, Option<Tensor>)>,
+    ) -> Outcome {
+        let (inherited, tensors) = match tensors {
+            Ok(tensors) => (None, Ok(tensors)),
+            Err(Fault::Own(error)) => (None, Err(error)),
+            // What failed elsewhere is told with where that was.
+            Err(Fault::Inherited(failure)) => {
+                let cause = failure
+                    .cause
+                    .clone()
+                    .context(format_args!("worker {}: {} (#{})", failure.worker, failure.command, failure.sequence));
+                (Some(failure), Err(cause))
+            }
+        };
+        let borrowed = tensors.as_ref().map(|(from, to)| (from.as_ref(), to.as_ref())).map_err(RpcError::clone);
+        match (self.this.run(scope, operation, borrowed), inherited) {
+            (Ok(()), _) => Ok(()),
+            (Err(_), Some(failure)) => Err(Fault::Inherited(failure)),
+            (Err(CollectiveError::Own(error)), None) => Err(Fault::Own(error)),
+            (Err(CollectiveError::Inherited(worker, cause)), None) => Err(Fault::Inherited(Arc::new(Failure {
+                worker,
+                sequence: self.sequence,
+                command: command.name().to_owned(),
+                cause,
+            }))),
+        }
+    }
+
+    /// Sends and receives by pairs. All workers go through them in one order, so that nobody waits in a circle.
+    fn send_recv(&mut self, command: &Command, from: Register, to: Register, pairs: &[(u32, u32)]) -> Outcome {
+        let mut outcome = Ok(());
+        for (sender, receiver) in pairs {
+            let (operation, tensors) = if *sender == self.id.0 {
+                let tensor = self.tensor(from).and_then(|found| self.present(found));
+                (Operation::Send { to: Rank(*receiver) }, tensor.map(|tensor| (tensor, None)))
+            } else if *receiver == self.id.0 {
+                let tensor = self.tensor(to).and_then(|found| self.present(found));
+                (Operation::Recv { from: Rank(*sender) }, tensor.map(|tensor| (None, tensor)))
+            } else {
+                continue;
+            };
+            // The other ends of the pairs to come wait all the same.
+            let this = self.take_part(command, Scope::World, operation, tensors);
+            outcome = outcome.and(this);
+        }
+        outcome
+    }
+}
+
+/// The bytes of an announced layout: dtype (4), dimensions (4), and 32 times 8 of shape.
+const HEADER: i64 = 8 + 8 * rpc_core::tensor::MAX_DIMENSIONS as i64;
+
+fn write_layout(header: &Tensor, dtype: DataType, shape: &[i64]) -> rpc_core::Result<()> {
+    let mut view = header.write()?;
+    let bytes = view.bytes_mut()?;
+    bytes[0] = dtype.code.0;
+    bytes[1] = dtype.bits;
+    bytes[2..4].copy_from_slice(&dtype.lanes.to_le_bytes());
+    bytes[4] = shape.len() as u8;
+    for (place, dimension) in bytes[8..].chunks_exact_mut(8).zip(shape) {
+        place.copy_from_slice(&dimension.to_le_bytes());
+    }
+    Ok(())
+}
+
+fn read_layout(header: &Tensor) -> rpc_core::Result<(DataType, Vec<i64>)> {
+    let view = header.read()?;
+    let bytes = view.bytes()?;
+    let code = rpc_core::DataTypeCode(bytes[0]);
+    let dtype = DataType { code, bits: bytes[1], lanes: u16::from_le_bytes([bytes[2], bytes[3]]) };
+    let shape = bytes[8..].chunks_exact(8).take(bytes[4].into());
+    let shape = shape.map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap_or_default())).collect();
+    Ok((dtype, shape))
+}
+
+/// What a collective makes of a source, where it makes the destination itself. `None` where it makes none.
+fn result_layout(kind: Kind, from: &Tensor, size: u32) -> rpc_core::Result<Option<(DataType, Vec<i64>)>> {
+    let n = i64::from(size);
+    let shape = from.shape();
+    let shape = match kind {
+        Kind::Allreduce(_) | Kind::Broadcast | Kind::AllToAll => shape.to_vec(),
+        Kind::Allgather | Kind::Gather => [&[n], shape].concat(),
+        Kind::Scatter | Kind::ReduceScatter(_) => match shape.split_first() {
+            Some((first, rest)) if *first == n => rest.to_vec(),
+            _ => {
+                return Err(RpcError::invalid_argument(format!(
+                    "a source of {} {shape:?} among {size} workers: without a destination the first dimension must be {size}",
+                    from.dtype()
+                )));
+            }
+        },
+        Kind::Barrier => return Ok(None),
+    };
+    Ok(Some((from.dtype(), shape)))
+}
+
+/// Starts a worker's thread.
+///
+/// # Errors
+///
+/// The system has no thread.
+pub(crate) fn start(
+    id: WorkerId,
+    layout: Layout,
+    context: Context,
+    shared: Arc<Shared>,
+    queue: Arc<Queue>,
+) -> rpc_core::Result<WorkerContext> {
+    let this = WorkerContext::new(id, layout, context);
+    let worker = Worker::new(this.clone(), layout, shared, queue);
+    std::thread::Builder::new()
+        .name(format!("disco-{id}"))
+        .spawn(move || worker.run())
+        .map_err(|error| RpcError::new(ErrorKind::LimitExceeded, format!("no thread for worker {id}: {error}")))?;
+    Ok(this)
+}
+
+/// What modules are loaded for: a path, and a device.
+pub(crate) type ModuleKey = (String, Option<Device>);

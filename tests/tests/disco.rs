@@ -1,0 +1,533 @@
+//! One suite for Disco sessions over every kind of launch: operations against what a sequential program would compute, failures, and ends.
+
+// A test that panics has failed.
+#![allow(clippy::unwrap_used)]
+
+use std::time::{Duration, Instant};
+
+use disco::{Argument, Content, DRef, DiscoError, DiscoSession, Operand, ReduceOp, Scope, WorkerId};
+use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
+use rpc_tests::spmd::Launch;
+
+const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
+
+const ALL: [Launch; 5] = [
+    Launch::Threads,
+    Launch::Processes(NODE),
+    Launch::Tcp { per_node: 2, data_over_tcp: false },
+    Launch::Tcp { per_node: 1, data_over_tcp: true },
+    Launch::Chain,
+];
+
+/// Runs `test` for each launch, number of workers and number of groups.
+fn everywhere(shapes: &[(u32, u32)], test: impl Fn(&DiscoSession)) {
+    for launch in ALL {
+        for (workers, groups) in shapes {
+            if let Launch::Tcp { per_node, .. } = launch
+                && workers % per_node != 0
+            {
+                continue;
+            }
+            eprintln!("{launch:?}, {workers} workers in {groups} groups");
+            let fixture = launch.start(*workers, *groups);
+            test(&fixture.session);
+            fixture.session.sync_all().wait().unwrap();
+            fixture.session.shutdown().wait().unwrap();
+        }
+    }
+}
+
+fn value(session: &DiscoSession, register: &DRef, worker: u32) -> Value {
+    match session.debug_get_from_remote(register, WorkerId(worker)).wait().unwrap() {
+        Content::Value(value) => value,
+        other => panic!("expected a value, got {other:?}"),
+    }
+}
+
+fn tensor(session: &DiscoSession, register: &DRef, worker: u32) -> (Vec<i64>, Vec<f32>) {
+    match session.debug_get_from_remote(register, WorkerId(worker)).wait().unwrap() {
+        Content::Tensor(tensor) => (tensor.shape().to_vec(), elements(&tensor)),
+        other => panic!("expected a tensor, got {other:?}"),
+    }
+}
+
+fn elements<T: Element>(tensor: &Tensor) -> Vec<T> {
+    tensor.read().unwrap().as_slice::<T>().unwrap().to_vec()
+}
+
+fn f32s(shape: &[i64], elements: impl IntoIterator<Item = f32>) -> Tensor {
+    Tensor::from_slice(shape, &elements.into_iter().collect::<Vec<_>>()).unwrap()
+}
+
+/// Each worker's tensor of `len` elements: worker `w` has `100 w + i`.
+fn by_worker(session: &DiscoSession, shape: &[i64]) -> DRef {
+    let len: i64 = shape.iter().product();
+    let x = session.empty(shape, DataType::F32, None).unwrap();
+    for worker in 0..session.num_workers() {
+        let own = f32s(shape, (0..len).map(|i| (100 * worker) as f32 + i as f32));
+        session.debug_set_register(&x, WorkerId(worker), &own).unwrap();
+    }
+    x
+}
+
+fn own(worker: u32, len: u32) -> Vec<f32> {
+    (0..len).map(|i| (100 * worker + i) as f32).collect()
+}
+
+/// The workers that run a collective with `worker`.
+fn peers(session: &DiscoSession, scope: Scope, worker: u32) -> Vec<u32> {
+    match scope {
+        Scope::World => (0..session.num_workers()).collect(),
+        Scope::Group => {
+            let size = session.num_workers() / session.num_groups();
+            let first = worker / size * size;
+            (first..first + size).collect()
+        }
+    }
+}
+
+#[test]
+fn calls_values_and_registers() {
+    everywhere(&[(1, 1), (2, 1), (4, 2)], |session| {
+        let n = session.num_workers();
+        let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+        let place = session.get_global_func("where").unwrap().call(()).unwrap();
+        let add = session.get_global_func("add").unwrap();
+        let sum = add.call((&id, 0.5)).unwrap();
+        let sum = session.call_packed(&add, (&sum, 1)).unwrap();
+        let later = session.get_global_func("later").unwrap().call((41,)).unwrap();
+        for worker in 0..n {
+            assert_eq!(value(session, &id, worker), Value::from(worker));
+            assert_eq!(value(session, &sum, worker), Value::Float(f64::from(worker) + 1.5));
+            assert_eq!(value(session, &later, worker), Value::Int(42));
+            let size = n / session.num_groups();
+            let expected = [n, session.num_groups(), worker / size, worker % size];
+            assert_eq!(value(session, &place, worker), Value::List(expected.map(Value::from).to_vec()));
+        }
+        // Everything that is an argument comes back as it was.
+        let echo = session.get_global_func("echo").unwrap();
+        let packed = Value::from(rpc_core::Packed::encode(&("text", 7)).unwrap());
+        let values = [
+            Value::Null,
+            Value::Bool(true),
+            Value::Int(-1 << 40),
+            Value::Float(0.1),
+            Value::Str("ä\0".to_owned()),
+            Value::Bytes(vec![0, 255].into()),
+            Value::Shape(vec![1, -1]),
+            Value::DataType(DataType::BF16),
+            Value::Device(Device::cuda(3)),
+            Value::List(vec![Value::Int(1), Value::List(vec![])]),
+            packed,
+        ];
+        for expected in values {
+            let dynamic: Argument = expected.clone().try_map(&mut |_| Err::<Operand, ()>(())).unwrap();
+            let back = echo.call(vec![dynamic]).unwrap();
+            assert_eq!(value(session, &back, n - 1), expected);
+        }
+        let back = echo.call((Pack((1, "x")),)).unwrap();
+        let Value::Packed(packed) = value(session, &back, 0) else { panic!() };
+        assert_eq!(packed.decode::<(i32, String)>().unwrap(), (1, "x".to_owned()));
+        // A small tensor is an argument, a large one is told the way.
+        let small = echo.call((&f32s(&[2], [1.0, 2.0]),)).unwrap();
+        assert_eq!(tensor(session, &small, n - 1), (vec![2], vec![1.0, 2.0]));
+        let large = Tensor::zeros([20_000], DataType::F32).unwrap();
+        let error = echo.call((&large,)).unwrap_err();
+        assert!(error.to_string().contains("broadcast"), "{error}");
+        // A function is a value, too, and cannot be brought here.
+        let error = session.debug_get_from_remote(echo.reference(), WorkerId(0)).wait().unwrap_err();
+        assert!(error.to_string().contains("function"), "{error}");
+        session.debug_set_register(&back, WorkerId(n - 1), "new").unwrap();
+        assert_eq!(value(session, &back, n - 1), Value::from("new"));
+    });
+}
+
+#[test]
+fn copies_broadcast_and_scatter() {
+    everywhere(&[(1, 1), (2, 1), (4, 2)], |session| {
+        let n = session.num_workers();
+        // Of several chunks, and of none.
+        for len in [0_i64, 5, 700_000] {
+            let host = f32s(&[len], (0..len).map(|i| i as f32));
+            let remote = session.copy_to_worker_0(&host, None).unwrap();
+            let back = session.copy_from_worker_0(&remote).wait().unwrap();
+            assert_eq!((back.shape(), elements::<f32>(&back)), (&[len][..], elements(&host)));
+            if n > 1 {
+                assert_eq!(value(session, &remote, n - 1), Value::Null);
+            }
+            // Into what is there already, of another shape.
+            let to = session.empty(&[1, len], DataType::F32, None).unwrap();
+            session.copy_to_worker_0(&host, Some(&to)).unwrap();
+            assert_eq!(session.copy_from_worker_0(&to).wait().unwrap().shape(), [1, len]);
+            for scope in [Scope::World, Scope::Group] {
+                let all = session.broadcast(&host, None, scope).unwrap();
+                let to = session.empty(&[len, 1], DataType::F32, None).unwrap();
+                session.broadcast(&host, Some(&to), scope).unwrap();
+                for worker in 0..n {
+                    assert_eq!(tensor(session, &all, worker), (vec![len], elements(&host)));
+                    assert_eq!(tensor(session, &to, worker), (vec![len, 1], elements(&host)));
+                }
+            }
+        }
+        for scope in [Scope::World, Scope::Group] {
+            let size = peers(session, scope, 0).len() as i64;
+            let host = f32s(&[size, 3], (0..3 * size).map(|i| i as f32));
+            let parts = session.scatter(&host, None, scope).unwrap();
+            let to = session.empty(&[3], DataType::F32, None).unwrap();
+            session.scatter(&host, Some(&to), scope).unwrap();
+            for worker in 0..n {
+                let rank = peers(session, scope, worker).iter().position(|peer| *peer == worker).unwrap();
+                let expected: Vec<f32> = (3 * rank..3 * rank + 3).map(|i| i as f32).collect();
+                assert_eq!(tensor(session, &parts, worker), (vec![3], expected.clone()));
+                assert_eq!(tensor(session, &to, worker).1, expected);
+            }
+            let error = session.scatter(&f32s(&[size + 1], vec![0.0; size as usize + 1]), None, scope).unwrap_err();
+            assert!(error.to_string().contains(&format!("must be {size}")), "{error}");
+            let first = session.empty_on_worker0(&[1], DataType::F32, None, scope).unwrap();
+            for worker in 0..n {
+                let has = matches!(
+                    session.debug_get_from_remote(&first, WorkerId(worker)).wait().unwrap(),
+                    Content::Tensor(_)
+                );
+                assert_eq!(has, peers(session, scope, worker)[0] == worker);
+            }
+        }
+    });
+}
+
+#[test]
+fn collectives() {
+    everywhere(&[(1, 1), (2, 1), (4, 1), (4, 2)], |session| {
+        let n = session.num_workers();
+        for scope in [Scope::World, Scope::Group] {
+            let size = peers(session, scope, 0).len() as u32;
+            let x = by_worker(session, &[size.into(), 2]);
+            let len = 2 * size;
+            let sums = session.allreduce(&x, None, ReduceOp::Sum, scope).unwrap();
+            let max = session.allreduce(&x, Some(&by_worker(session, &[len.into()])), ReduceOp::Max, scope).unwrap();
+            let avg = by_worker(session, &[len.into()]);
+            session.allreduce(&avg, Some(&avg), ReduceOp::Avg, scope).unwrap();
+            let gathered = session.allgather(&x, None, scope).unwrap();
+            let part = session.reduce_scatter(&x, None, ReduceOp::Sum, scope).unwrap();
+            let exchanged = session.all_to_all(&x, None, scope).unwrap();
+            let at_first = session.gather_to_worker0(&x, None, scope).unwrap();
+            let from_first = session.broadcast_from_worker0(&x, None, scope).unwrap();
+            let shares = session.scatter_from_worker0(&x, None, scope).unwrap();
+            session.barrier(scope).unwrap();
+            session.sync_all().wait().unwrap();
+            for worker in 0..n {
+                let peers = peers(session, scope, worker);
+                let rank = peers.iter().position(|peer| *peer == worker).unwrap();
+                let all: Vec<Vec<f32>> = peers.iter().map(|peer| own(*peer, len)).collect();
+                let summed: Vec<f32> = (0..len as usize).map(|i| all.iter().map(|one| one[i]).sum()).collect();
+                let shape = vec![i64::from(size), 2];
+                assert_eq!(tensor(session, &sums, worker), (shape.clone(), summed.clone()));
+                assert_eq!(tensor(session, &max, worker), (vec![len.into()], all[all.len() - 1].clone()));
+                let average: Vec<f32> = summed.iter().map(|sum| sum / size as f32).collect();
+                assert_eq!(tensor(session, &avg, worker).1, average);
+                assert_eq!(tensor(session, &gathered, worker), (vec![size.into(), size.into(), 2], all.concat()));
+                assert_eq!(tensor(session, &part, worker), (vec![2], summed[2 * rank..2 * rank + 2].to_vec()));
+                let mine: Vec<f32> = all.iter().flat_map(|one| one[2 * rank..2 * rank + 2].to_vec()).collect();
+                assert_eq!(tensor(session, &exchanged, worker), (shape.clone(), mine));
+                if rank == 0 {
+                    assert_eq!(tensor(session, &at_first, worker).1, all.concat());
+                } else {
+                    assert_eq!(value(session, &at_first, worker), Value::Null);
+                }
+                assert_eq!(tensor(session, &from_first, worker), (shape, all[0].clone()));
+                assert_eq!(tensor(session, &shares, worker), (vec![2], all[0][2 * rank..2 * rank + 2].to_vec()));
+            }
+        }
+        // Functions call collectives themselves.
+        let sum = session.get_global_func("sum_of_ids").unwrap().call((10,)).unwrap();
+        let passed = session.get_global_func("pass_to_next_group").unwrap().call(()).unwrap();
+        let size = n / session.num_groups();
+        for worker in 0..n {
+            assert_eq!(value(session, &sum, worker), Value::Float((0..n).sum::<u32>().into()));
+            let from = if worker >= size { worker - size } else { worker };
+            assert_eq!(value(session, &passed, worker), Value::Float(from.into()));
+        }
+        // Around a ring, which would be a deadlock if everybody sent first.
+        if n > 1 {
+            let (x, y) = (by_worker(session, &[3]), by_worker(session, &[3]));
+            let ring: Vec<_> = (0..n).map(|worker| (WorkerId(worker), WorkerId((worker + 1) % n))).collect();
+            session.send_recv(&x, &y, &ring).unwrap();
+            for worker in 0..n {
+                assert_eq!(tensor(session, &y, worker).1, own((worker + n - 1) % n, 3));
+            }
+        }
+        session.reinit_ccl().wait().unwrap();
+        let sum = session.get_global_func("sum_of_ids").unwrap().call((1,)).unwrap();
+        assert_eq!(value(session, &sum, n - 1), Value::Float((0..n).sum::<u32>().into()));
+        session.init_ccl("host", &[]).wait().unwrap();
+        let error = session.init_ccl("nccl", &[]).wait().unwrap_err();
+        assert_eq!(error.cause().kind(), ErrorKind::Unsupported);
+    });
+}
+
+#[test]
+fn failures_poison_and_are_told_once() {
+    everywhere(&[(2, 1), (4, 2)], |session| {
+        let n = session.num_workers();
+        let fails = session.get_global_func("fail_on").unwrap();
+        let bad = fails.call((1,)).unwrap();
+        let add = session.get_global_func("add").unwrap();
+        let worse = add.call((&bad, 1.0)).unwrap();
+        let fine = add.call((1.0, 1.0)).unwrap();
+        session.sync_worker(WorkerId(0)).wait().unwrap();
+        let error = session.sync_worker(WorkerId(1)).wait().unwrap_err();
+        let [failure] = error.failures() else { panic!("{error}") };
+        assert_eq!((failure.worker, failure.command.as_str()), (WorkerId(1), "fail_on"));
+        assert_eq!((failure.cause.kind(), failure.cause.message()), (ErrorKind::Application, "told to fail"));
+        session.sync_all().wait().unwrap();
+        // Poison stays, with its cause; the others have their results.
+        for register in [&bad, &worse] {
+            let poison = session.debug_get_from_remote(register, WorkerId(1)).wait().unwrap_err();
+            assert_eq!(poison.failures(), error.failures());
+        }
+        assert_eq!(value(session, &worse, 0), Value::Float(2.0));
+        assert_eq!(value(session, &fine, 1), Value::Float(2.0));
+
+        // One worker without input: nobody has an output, and the group goes on.
+        let x = session.get_global_func("tensor_unless").unwrap().call((1,)).unwrap();
+        let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.failures().len(), 1, "{error}");
+        for worker in 0..n {
+            let poison = session.debug_get_from_remote(&sum, WorkerId(worker)).wait().unwrap_err();
+            assert!(poison.to_string().contains("no tensor here"), "{poison}");
+        }
+        let healthy = by_worker(session, &[2]);
+        session.allreduce(&healthy, None, ReduceOp::Sum, Scope::World).unwrap();
+        session.sync_all().wait().unwrap();
+
+        // All at once, by a panic on one, by a name that nobody knows, and by tensors that do not fit.
+        session.get_global_func("panic_on").unwrap().call((0,)).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.cause().kind(), ErrorKind::Panic);
+        let unknown = session.get_global_func("no such function").unwrap();
+        unknown.call(()).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.failures().len(), n as usize, "{error}");
+        let small = session.empty(&[1], DataType::F32, None).unwrap();
+        session.allreduce(&healthy, Some(&small), ReduceOp::Sum, Scope::World).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.failures().len(), n as usize);
+        assert!(error.to_string().contains("the source is float32 [2], the destination float32 [1]"), "{error}");
+        assert_eq!(error.failures()[1].worker, WorkerId(1));
+        // Misuse is told at once.
+        let error = session.sync_worker(WorkerId(n)).wait().unwrap_err();
+        assert!(error.to_string().contains("there is no worker"), "{error}");
+    });
+}
+
+#[test]
+fn registers_come_back_in_order_under_random_drops() {
+    everywhere(&[(2, 1)], |session| {
+        let echo = session.get_global_func("echo").unwrap();
+        let mut random = 0x2545_f491_4f6c_dd1d_u64;
+        let mut live: Vec<(DRef, i64)> = Vec::new();
+        let mut highest = 0;
+        for step in 0..3000_i64 {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            if live.len() > 20 || (random.is_multiple_of(3) && !live.is_empty()) {
+                let at = random as usize / 3 % live.len();
+                live.swap_remove(at);
+            } else {
+                let made = echo.call((step,)).unwrap();
+                highest = highest.max(made.register());
+                live.push((made, step));
+            }
+            if step % 500 == 0 {
+                for (register, expected) in &live {
+                    assert_eq!(value(session, register, 1), Value::Int(*expected));
+                }
+            }
+        }
+        assert!(highest < 64, "registers are used again, and {highest} was reached");
+    });
+}
+
+#[test]
+fn a_small_window_holds_the_controller_back_and_nothing_is_lost() {
+    let mut options = disco::Options::default();
+    options.window = 4096;
+    let session = disco::ThreadedSession::new(2, 1).registry(rpc_tests::spmd::registry()).options(options);
+    let session = session.start().wait().unwrap();
+    let x = session.empty(&[1], DataType::F32, None).unwrap();
+    let add = session.get_global_func("add_to").unwrap();
+    for _ in 0..2000 {
+        add.call((&x, 1.0)).unwrap();
+    }
+    assert_eq!(tensor(&session, &x, 1).1, [2000.0]);
+    session.shutdown().wait().unwrap();
+    // A session that has ended says so, and ends again without complaint.
+    let error = add.call((&x, 1.0)).unwrap_err();
+    assert!(matches!(&error, DiscoError::Session(error) if error.kind() == ErrorKind::Closed), "{error}");
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn async_programs_await() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let session = disco::ThreadedSession::new(2, 1).registry(rpc_tests::spmd::registry()).start().await.unwrap();
+        session.room().await.unwrap();
+        let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+        assert!(matches!(
+            session.debug_get_from_remote(&id, WorkerId(1)).await.unwrap(),
+            Content::Value(Value::Int(1))
+        ));
+        session.sync_all().await.unwrap();
+        session.shutdown().await.unwrap();
+    });
+}
+
+/// Waits for the end of a process of ours.
+fn has_gone(pid: i64) -> bool {
+    let began = Instant::now();
+    while std::path::Path::new(&format!("/proc/{pid}/stat")).exists() {
+        if began.elapsed() > Duration::from_secs(60) {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
+}
+
+fn pids(session: &DiscoSession) -> Vec<i64> {
+    let pid = session.get_global_func("pid").unwrap().call(()).unwrap();
+    (0..session.num_workers())
+        .map(|worker| match value(session, &pid, worker) {
+            Value::Int(pid) => pid,
+            other => panic!("{other:?}"),
+        })
+        .collect()
+}
+
+#[test]
+fn no_process_is_left_after_a_shutdown_or_without_one() {
+    for shut_down in [true, false] {
+        let fixture = Launch::Processes(NODE).start(2, 1);
+        let pids = pids(&fixture.session);
+        if shut_down {
+            fixture.session.shutdown().wait().unwrap();
+        }
+        drop(fixture);
+        assert!(pids.iter().all(|pid| has_gone(*pid)));
+    }
+}
+
+#[test]
+fn a_dead_worker_ends_the_session_for_everybody() {
+    for in_collective in [false, true] {
+        let fixture = Launch::Processes(NODE).start(3, 1);
+        let session = &fixture.session;
+        let pids = pids(session);
+        let x = by_worker(session, &[4]);
+        session.get_global_func("die_on").unwrap().call((1,)).unwrap();
+        if in_collective {
+            session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+        }
+        let error = session.sync_all().wait().unwrap_err();
+        let lost =
+            |error: &DiscoError| matches!(error, DiscoError::Session(error) if error.kind() == ErrorKind::PeerLost);
+        assert!(lost(&error), "{error}");
+        assert!(error.to_string().contains("worker 1 at "), "{error}");
+        // Later operations get the same.
+        assert_eq!(session.copy_from_worker_0(&x).wait().unwrap_err(), error);
+        assert_eq!(session.empty(&[1], DataType::F32, None).unwrap_err(), error);
+        session.shutdown().wait().unwrap();
+        assert!(pids.iter().all(|pid| has_gone(*pid)));
+    }
+}
+
+#[test]
+fn a_worker_that_is_stopped_ends_the_session_and_is_killed() {
+    let fixture = Launch::Processes(NODE).start(2, 1);
+    let session = &fixture.session;
+    let pids = pids(session);
+    let stopped = rustix::process::Pid::from_raw(pids[1] as i32).unwrap();
+    rustix::process::kill_process(stopped, rustix::process::Signal::STOP).unwrap();
+    let error = session.sync_all().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::PeerSilent, "{error}");
+    session.shutdown().wait().unwrap();
+    assert!(pids.iter().all(|pid| has_gone(*pid)));
+}
+
+#[test]
+fn servers_are_free_again_after_a_session() {
+    for shut_down in [true, false] {
+        let mut fixture = Launch::Tcp { per_node: 1, data_over_tcp: false }.start(2, 1);
+        assert_eq!(fixture.sessions(), 2);
+        let other = Launch::Threads.start(1, 1).session;
+        let session = std::mem::replace(&mut fixture.session, other);
+        if shut_down {
+            session.shutdown().wait().unwrap();
+        }
+        drop(session);
+        let began = Instant::now();
+        while fixture.sessions() > 0 {
+            assert!(began.elapsed() < Duration::from_secs(60), "the servers still have sessions");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+#[test]
+fn references_of_one_session_are_refused_by_another() {
+    let (one, two) = (Launch::Threads.start(1, 1).session, Launch::Threads.start(1, 1).session);
+    let x = one.empty(&[1], DataType::F32, None).unwrap();
+    let echo = two.get_global_func("echo").unwrap();
+    let errors = [
+        echo.call((&x,)).unwrap_err(),
+        one.call_packed(&echo, ()).unwrap_err(),
+        two.barrier(Scope::World).and(two.allreduce(&x, None, ReduceOp::Sum, Scope::World)).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(error.to_string().contains("belongs to another session"), "{error}");
+    }
+}
+
+#[test]
+fn shutdown_returns_though_a_worker_is_busy() {
+    let fixture = Launch::Threads.start(2, 1);
+    let session = &fixture.session;
+    session.get_global_func("sleep_on").unwrap().call((1, 20_000)).unwrap();
+    let error = session.shutdown().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::DeadlineExceeded);
+    let error = session.sync_all().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::Closed);
+}
+
+#[test]
+fn workers_without_a_way_to_each_other_do_all_else() {
+    let mut options = disco::Options::default();
+    // One address for two nodes.
+    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into()];
+    let sessions = (0..2).map(|_| rpc_core::Session::new(rpc_core::LocalSession::new(rpc_tests::spmd::registry())));
+    let session = DiscoSession::over(sessions, 1, 1, options).wait().unwrap();
+    let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+    assert_eq!(value(&session, &id, 1), Value::Int(1));
+    session.sync_all().wait().unwrap();
+    session.barrier(Scope::World).unwrap();
+    let error = session.sync_all().wait().unwrap_err();
+    assert!(error.to_string().contains("the data addresses of 1 of 2 nodes are known"), "{error}");
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn launches_that_cannot_be_are_refused() {
+    let refused = |launch: Launch, workers, groups| match launch.try_start(workers, groups) {
+        Ok(_) => panic!("a session"),
+        Err(error) => error.to_string(),
+    };
+    assert!(refused(Launch::Threads, 3, 2).contains("3 workers cannot be in 2 groups"));
+    assert!(refused(Launch::Threads, 0, 1).contains("0 workers"));
+    assert!(refused(Launch::Processes("/nowhere/at/all"), 2, 1).contains("/nowhere/at/all"));
+    let session = rpc_core::Session::new(rpc_core::LocalSession::new(rpc_core::Registry::new()));
+    let error = DiscoSession::over([session], 1, 1, disco::Options::default()).wait().unwrap_err();
+    assert!(error.to_string().contains("it is no node"), "{error}");
+}
