@@ -294,9 +294,21 @@ async fn wait_with_peer<T>(
         }
         let output = handshake.take_output();
         if !output.is_empty() {
-            io.write_all(&output).await.map_err(lost)?;
-            io.flush().await.map_err(lost)?;
+            let write = async {
+                io.write_all(&output).await?;
+                io.flush().await
+            };
+            soon(patience, write).await?;
         }
+    }
+}
+
+/// Input or output of a peer that has no end of its handshake to keep to any more: it may take as long as it may be silent.
+async fn soon<T>(patience: &OnceLock<Duration>, exchange: impl Future<Output = io::Result<T>>) -> Result<T, RpcError> {
+    let Some(interval) = patience.get() else { return exchange.await.map_err(lost) };
+    match tokio::time::timeout(interval.saturating_mul(SILENT_INTERVALS), exchange).await {
+        Ok(outcome) => outcome.map_err(lost),
+        Err(_) => Err(RpcError::new(ErrorKind::PeerSilent, "the peer does not answer")),
     }
 }
 
@@ -351,7 +363,7 @@ async fn shake_hands<S>(
             {
                 return Err(lost(error));
             }
-            if io.read_buf(&mut input).await.map_err(lost)? == 0 {
+            if soon(patience, io.read_buf(&mut input)).await? == 0 {
                 return Err(handshake.end_of_stream());
             }
         }

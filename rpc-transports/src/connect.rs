@@ -339,6 +339,10 @@ impl Connector {
     /// Opens a session with a server, at the end of a way that leads there if there is one.
     async fn open(&self, plan: Plan, way: Option<Channel>) -> Result<SharedSession, ConnectError> {
         if *plan.address.kind() == AddressKind::Local {
+            if way.is_some() || !self.behind.0.is_empty() {
+                let text = "'local:' is the process that connects, and nothing that others are brought to";
+                return Err(RpcError::new(ErrorKind::Refused, text).into());
+            }
             let registry = self.local.clone().unwrap_or_default();
             return Ok(std::sync::Arc::new(LocalSession::new(registry)));
         }
@@ -436,10 +440,8 @@ impl Connector {
             return Err(leads_nowhere(&target.to_string()).into());
         }
         let key = target.address.key().map_or_else(|| self.key.clone(), str::to_owned);
-        let mut forward = further.to_vec();
-        if let Some(last) = forward.last_mut() {
-            *last = target.without_key().to_string();
-        }
+        let forward = further.iter().map(|hop| Ok(hop.parse::<Hop>()?.without_key().to_string()));
+        let forward = forward.collect::<Result<_, AddressError>>()?;
         Ok(Plan { address: address.without_key(), tunnel, key, forward })
     }
 

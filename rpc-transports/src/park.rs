@@ -18,6 +18,9 @@ use crate::transport::{Channel, DialOptions};
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
+/// From one client of a channel to the next there is this time at least.
+const SHORTEST: Duration = Duration::from_millis(50);
+
 /// How a server offers itself at a relay.
 #[derive(Clone, Debug)]
 pub struct ParkOptions {
@@ -67,7 +70,10 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
                 }
                 backoff.reset();
                 // One that panicked has ended, too.
+                let begun = tokio::time::Instant::now();
                 let _ = server.start(channel, Some(options.key.clone())).await;
+                // A relay that accepts and closes at once is not dialled without end.
+                tokio::time::sleep_until(begun + SHORTEST).await;
             }
             Err(error) => {
                 let error = error.into_rpc_error();

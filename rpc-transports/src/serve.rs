@@ -325,11 +325,16 @@ async fn serve_connection(
         drop(handshake.lock().unwrap_or_else(PoisonError::into_inner).take());
     };
     let open = async |hello: &Hello, identity: &str| {
-        // Behind a hop it is the key that the client asks for: the server there makes sure that it has it.
-        let key = if hello.forward.is_empty() { &key } else { &hello.key };
+        let key = match () {
+            // Nobody says what is at the end of it.
+            () if hello.tunnel => "",
+            // Elsewhere it is the key that the client asks for: the server there makes sure that it has it.
+            () if options.relay || !hello.forward.is_empty() => &hello.key,
+            () => &key,
+        };
         security.may_use(identity, key)?;
-        let identity = &shared.on_whose_behalf(hello, identity);
-        let place = shared.places.take(&peer, identity)?;
+        let known_as = &shared.on_whose_behalf(hello, identity);
+        let place = shared.places.take(&peer, known_as)?;
         if hello.role == Role::Server {
             // Its handshake is over, but for the end of it.
             known();
@@ -345,7 +350,7 @@ async fn serve_connection(
             };
             return Ok((Opened::Parked(handover), place));
         }
-        shared.open(&peer, hello, identity).await.map(|opened| (opened, place))
+        shared.open(&peer, hello, known_as).await.map(|opened| (opened, place))
     };
     let hands = Handshake::accept(config, Instant::now());
     let hands = if options.relay { hands.take_servers() } else { hands };

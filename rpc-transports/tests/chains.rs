@@ -4,13 +4,16 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::BytesMut;
+use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
 use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Access, Address, Certificate, ClientTls, ConnectError, Connector, DialOptions, FunctionPatterns, ListenOptions,
-    OpenRequest, ServeOptions, Server, ServerTls, Tokens,
+    Access, Address, Certificate, Channel, ClientTls, ConnectError, Connector, DialOptions, FunctionPatterns,
+    ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, Tokens,
 };
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Long enough for anything that is going to happen.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -168,6 +171,64 @@ async fn a_tunnel_leads_where_the_operator_allows_and_nowhere_else() {
     let silent = format!("tcp://{}", silent.local_addr().unwrap());
     let connector = tunnel(&open).handshake_timeout(Duration::from_millis(300));
     assert_eq!(refusal(connector.connect(&silent).await).kind(), ErrorKind::Refused);
+}
+
+#[tokio::test]
+async fn behind_a_tunnel_a_hop_goes_no_further_than_its_operator_allows() {
+    let (target, gateway) = (server(|_| {}), server(|_| {}));
+    let (address, gateway) = (listen(&target).await, listen(&gateway).await);
+    // It may go to the gateway, and the gateway may go anywhere.
+    let hop = server(|options| options.allow_forward = vec![gateway.clone()]);
+    let hop = listen(&hop).await;
+    let connector = Connector::new().via(&hop).via(&format!("tunnel:{gateway}"));
+    for target in [address.as_str(), "local:"] {
+        let error = refusal(connector.connect(target).await);
+        assert_eq!((error.kind(), error.hop()), (ErrorKind::Refused, 1), "{target}: {error}");
+        assert!(error.message().contains("--allow-forward"), "{error}");
+    }
+    // With everything allowed there is still no way into the process of a hop.
+    let open = server(|options| options.allow_forward.push("local:".into()));
+    let connector = Connector::new().via(&listen(&open).await);
+    assert_eq!(refusal(connector.connect("local:").await).kind(), ErrorKind::Refused);
+}
+
+#[tokio::test]
+async fn where_functions_are_limited_there_are_no_tunnels() {
+    let target = server(|_| {});
+    let policy = FunctionPatterns::new(["who*".to_owned()]);
+    let hop = server(|options| options.forward_policy = Some(Arc::new(policy)));
+    let (first, address) = (listen(&hop).await, listen(&target).await);
+    let error = refusal(Connector::new().via(&format!("tunnel:{first}")).connect(&address).await);
+    assert!(error.kind() == ErrorKind::Refused && error.message().contains("--forward-functions"), "{error}");
+}
+
+/// The answer of a server to this hello.
+async fn answer_to(server: &Server, change: impl FnOnce(&mut Hello)) -> RpcError {
+    let (mut ours, theirs) = tokio::io::duplex(1 << 16);
+    server.serve_channel(Channel::new(theirs, "a client"));
+    let mut hello = Hello::new(Role::Client);
+    change(&mut hello);
+    let config = HandshakeConfig { hello, identities: vec![Box::new(Anonymous)], hold: false, timeout: LIMIT };
+    let mut handshake = Handshake::dial(config, Instant::now());
+    let mut input = BytesMut::new();
+    loop {
+        ours.write_all(&handshake.take_output()).await.unwrap();
+        assert!(ours.read_buf(&mut input).await.unwrap() > 0, "the server says nothing");
+        match handshake.handle_input(&mut input) {
+            Ok(None) => {}
+            Ok(Some(_)) => panic!("the server accepts"),
+            Err(error) => return error,
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_hello_that_says_a_key_twice_or_has_endless_lists_is_refused() {
+    let server = server(|_| {});
+    let error = answer_to(&server, |hello| hello.forward = vec!["tcp://127.0.0.1:1/other".into()]).await;
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    let error = answer_to(&server, |hello| hello.features = vec![String::new(); 60_000]).await;
+    assert!(error.kind() == ErrorKind::Protocol && error.message().contains("64 elements"), "{error}");
 }
 
 #[tokio::test]

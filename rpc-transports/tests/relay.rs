@@ -33,7 +33,7 @@ fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
 
 fn relay(change: impl FnOnce(&mut ServeOptions)) -> Server {
     let nothing = |_: &OpenRequest| -> Result<SharedSession, RpcError> { panic!("a relay opens no sessions") };
-    let mut options = ServeOptions { relay: true, keep_alive: Duration::from_millis(50), ..ServeOptions::default() };
+    let mut options = ServeOptions { relay: true, ..ServeOptions::default() };
     change(&mut options);
     Server::new(Arc::new(nothing), options)
 }
@@ -160,7 +160,7 @@ async fn a_server_waits_for_longer_than_a_handshake_may_take() {
 
 #[tokio::test]
 async fn a_server_that_is_gone_or_silent_waits_no_more() {
-    let relay = relay(|_| {});
+    let relay = relay(|options| options.keep_alive = Duration::from_millis(50));
     let hello = Hello { key: "board".into(), ..Hello::new(Role::Server) };
     let config = HandshakeConfig { hello, identities: vec![Box::new(Anonymous)], hold: false, timeout: LIMIT };
     let greeting = Handshake::dial(config, std::time::Instant::now()).take_output();

@@ -89,24 +89,27 @@ fn refuse(_: &OpenRequest) -> Result<SharedSession, RpcError> {
 /// What encrypted transports need: a certificate for this machine, and a token.
 struct Credentials {
     server: ServerTls,
-    dial: DialOptions,
+    pem: String,
 }
 
 static CREDENTIALS: LazyLock<Credentials> = LazyLock::new(|| {
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
     let pem = made.cert.pem();
     let certificate = Certificate::from_pem(pem.as_bytes(), made.signing_key.serialize_pem().as_bytes()).unwrap();
-    let dial = DialOptions {
-        tls: Some(ClientTls::new(pem.as_bytes(), None).unwrap()),
-        tokens: Tokens::parse("0123456789abcdef0123456789abcdef").unwrap(),
-        ..DialOptions::default()
-    };
-    Credentials { server: ServerTls::new(certificate, None).unwrap(), dial }
+    Credentials { server: ServerTls::new(certificate, None).unwrap(), pem }
 });
 
-/// The options with which servers on the way along `links` are dialled.
+/// The options with which servers on the way along `links` are dialled. Those of one session are its own: another one's
+/// connection may lead to a server that has gone, and whose port a new one has by now.
 fn dial_options(links: &[Transport]) -> DialOptions {
-    if links.iter().any(|link| link.is_encrypted()) { CREDENTIALS.dial.clone() } else { DialOptions::default() }
+    if !links.iter().any(|link| link.is_encrypted()) {
+        return DialOptions::default();
+    }
+    DialOptions {
+        tls: Some(ClientTls::new(CREDENTIALS.pem.as_bytes(), None).unwrap()),
+        tokens: Tokens::parse("0123456789abcdef0123456789abcdef").unwrap(),
+        ..DialOptions::default()
+    }
 }
 
 /// A server whose sessions, and whose links, have these limits.

@@ -13,7 +13,6 @@ conformance!(memory = Remote::direct(Transport::Memory));
 conformance!(memory_through_a_hop = Remote::through(1, Transport::Memory));
 conformance!(tcp = Remote::direct(Transport::Tcp));
 conformance!(tcp_through_a_hop = Remote::through(1, Transport::Tcp));
-conformance!(tcp_through_three_hops = Remote::through(3, Transport::Tcp));
 conformance!(tls = Remote::direct(Transport::Tls));
 conformance!(quic = Remote::direct(Transport::Quic));
 conformance!(quic_through_a_hop = Remote::through(1, Transport::Quic));

@@ -25,6 +25,9 @@ pub const VERSION_MAX: u16 = 1;
 /// The longest body of a frame during the handshake.
 const MAX_BODY: usize = 64 << 10;
 
+/// How many elements the lists of a hello may have: empty texts take little on the wire and much in memory.
+const MAX_LIST: usize = 64;
+
 /// How many rounds of proofs a method may take.
 const MAX_ROUNDS: u32 = 16;
 
@@ -467,6 +470,11 @@ impl Handshake {
     fn handle_hello(&mut self, body: &[u8]) -> Result<()> {
         let malformed = |error| RpcError::new(ErrorKind::Protocol, format!("malformed hello: {error}"));
         let theirs: Hello = crate::value::unpack(body).map_err(malformed)?;
+        let lists = [&theirs.features, &theirs.identities, &theirs.forward, &theirs.path];
+        if lists.iter().any(|list| list.len() > MAX_LIST) {
+            let text = format!("a list of the hello has more than {MAX_LIST} elements");
+            return Err(RpcError::new(ErrorKind::Protocol, text));
+        }
         let ours = &self.config.hello;
         self.theirs = Some(theirs.clone());
         if theirs.version_max < ours.version_min || theirs.version_min > ours.version_max {

@@ -11,7 +11,7 @@ use super::connect::Globals;
 use super::failure::Failure;
 use super::output::Output;
 use crate::config::Span;
-use crate::tracker::words::{for_people, has, holder, lost, wanted};
+use crate::tracker::words::{for_people, has, holder, lost, plain, wanted};
 
 #[derive(Args, Debug)]
 pub(super) struct StatusArgs {
@@ -75,7 +75,7 @@ fn text(summary: &Summary) -> Vec<String> {
         for server in &summary.servers {
             table.add_row([
                 server.key.clone(),
-                server.name.clone(),
+                plain(&server.name),
                 format!("{}/{}", server.free, server.capacity),
                 server.holders.iter().map(holder).collect::<Vec<_>>().join("\n"),
                 has(server),
@@ -92,7 +92,7 @@ fn text(summary: &Summary) -> Vec<String> {
         for entry in &summary.queue {
             table.add_row([
                 for_people(entry.for_ms),
-                entry.client.clone(),
+                plain(&entry.client),
                 wanted(entry),
                 entry.priority.to_string(),
                 entry.possible.to_string(),
@@ -106,7 +106,7 @@ fn text(summary: &Summary) -> Vec<String> {
             table.add_row([
                 format!("{} ago", for_people(loss.ago_ms)),
                 loss.key.clone(),
-                loss.name.clone(),
+                plain(&loss.name),
                 loss.peer.clone(),
                 lost(&loss.reason),
             ]);
@@ -124,9 +124,9 @@ fn table(header: &[&str]) -> Table {
 }
 
 fn address(server: &ServerSummary) -> String {
-    let address = server.address.join(", ");
+    let address = plain(&server.address.join(", "));
     match &server.reach {
-        Reach::Unreachable { why } => format!("{address}\nnot found there: {why}"),
+        Reach::Unreachable { why } => format!("{address}\nnot found there: {}", plain(why)),
         _ => address,
     }
 }

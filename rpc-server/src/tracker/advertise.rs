@@ -6,6 +6,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use super::limits::clip;
 use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_transports::tracker::{Reach, TICKET_REFUSED};
 use rpc_transports::{Address, AddressKind, ConnectError, Connector, TransportError, matches_pattern};
@@ -73,7 +74,8 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
         Ok(Err(error)) => error.into_rpc_error().message().to_owned(),
         Err(_) => format!("no answer within {:?}", 2 * PROBE_LIMIT),
     };
-    Reach::Unreachable { why }
+    // Some of it is what the other side has said.
+    Reach::Unreachable { why: clip(&why) }
 }
 
 /// The IP address that a peer comes from; `None` if it is on this machine.

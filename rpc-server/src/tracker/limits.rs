@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 
 use rpc_core::{Result, RpcError};
 use rpc_transports::Address;
-use rpc_transports::tracker::{DeviceOffer, Registration, ServerRequest, ServerStatus};
+use rpc_transports::tracker::{DeviceOffer, Registration, ServerRequest, ServerStatus, Use};
 
 /// Bytes of a name, a key, or either part of a label.
 const MAX_TEXT: usize = 128;
+/// Characters of what is only shown.
+const MAX_SHOWN: usize = 256;
 /// Bytes of one address.
 const MAX_ADDRESS: usize = 1024;
 /// As many as a chain may have, and the server itself.
@@ -72,7 +74,15 @@ pub(super) fn check_request(request: &ServerRequest) -> Result<()> {
 
 /// The beginning of something that a peer chose and that is only shown.
 pub(super) fn clip(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).take(MAX_TEXT).collect()
+    text.chars().filter(|c| !c.is_control()).take(MAX_SHOWN).collect()
+}
+
+/// What a server says of its sessions, with names of clients that can be shown.
+pub(super) fn clipped(mut uses: Vec<Use>) -> Vec<Use> {
+    for used in &mut uses {
+        used.client = clip(&used.client);
+    }
+    uses
 }
 
 fn check_key(key: &str) -> Result<()> {

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 
 use super::advertise;
 use super::history::History;
-use super::limits::{check_registration, check_request, check_status, clip};
+use super::limits::{check_registration, check_request, check_status, clip, clipped};
 use super::scheduler::{ClaimId, Event, HeldKind, Offer, Policy, Scheduler, ServerId, timed_out};
 use crate::session::Client;
 
@@ -162,7 +162,7 @@ impl Tracker {
             Ok::<_, RpcError>((Shared(Arc::new(server)), Pack(registered)))
         });
         registry.add_inline(functions::RENEW, |server: Shared<ServerObject>, Pack(status): Pack<ServerStatus>| {
-            server.0.renew(&status).map(Pack)
+            server.0.renew(status).map(Pack)
         });
         let this = self.clone();
         registry.add_inline(functions::REQUEST, move |context: Context, Pack(request): Pack<ServerRequest>| {
@@ -252,7 +252,7 @@ impl Tracker {
         let mut state = self.lock();
         let offer = Offer { key, labels, devices, capacity };
         let registered = checked.and_then(|address| {
-            let id = state.scheduler.register(now, &counted_as(client), offer, &status.uses)?;
+            let id = state.scheduler.register(now, &counted_as(client), offer, &clipped(status.uses))?;
             Ok((id, address))
         });
         let (id, address) = match registered {
@@ -352,6 +352,10 @@ impl Tracker {
             // A tracker that is gone wants to know no more.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
+            // Nobody waits for it any more.
+            if !tracker.lock().servers.contains_key(&id) {
+                return;
+            }
             let reach = advertise::probe(&connector, &address).await;
             let mut state = tracker.lock();
             let Some(entry) = state.servers.get_mut(&id) else { return };
@@ -446,11 +450,11 @@ struct ServerObject {
 }
 
 impl ServerObject {
-    fn renew(&self, status: &ServerStatus) -> Result<Renewed> {
-        check_status(status)?;
+    fn renew(&self, status: ServerStatus) -> Result<Renewed> {
+        check_status(&status)?;
         let now = Instant::now();
         let mut state = self.tracker.lock();
-        if !state.scheduler.report(now, self.id, &status.uses, &status.spent) {
+        if !state.scheduler.report(now, self.id, &clipped(status.uses), &status.spent) {
             return Err(RpcError::not_found("the registration has expired: register again"));
         }
         let Some(entry) = state.servers.get_mut(&self.id) else {

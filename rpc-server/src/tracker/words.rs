@@ -9,13 +9,13 @@ pub(crate) fn holder(Holder { client, for_ms, state }: &Holder) -> String {
         HolderState::Direct => ", without a ticket",
         _ => "",
     };
-    format!("{client} for {}{how}", for_people(*for_ms))
+    format!("{} for {}{how}", plain(client), for_people(*for_ms))
 }
 
 /// The labels and devices of a server.
 pub(crate) fn has(server: &ServerSummary) -> String {
     let labels = server.labels.iter().map(|(name, value)| format!("{name}={value}"));
-    labels.chain(devices(&server.devices)).collect::<Vec<_>>().join(" ")
+    plain(&labels.chain(devices(&server.devices)).collect::<Vec<_>>().join(" "))
 }
 
 /// What a request asks for.
@@ -23,7 +23,7 @@ pub(crate) fn wanted(entry: &QueueEntry) -> String {
     let key = if entry.key.is_empty() { "any server" } else { &entry.key };
     let labels = entry.labels.iter().map(|(name, value)| format!(" {name}={value}")).collect::<String>();
     let devices = devices(&entry.devices).map(|device| format!(" {device}")).collect::<String>();
-    format!("{} × {key}{labels}{devices}", entry.count)
+    plain(&format!("{} × {key}{labels}{devices}", entry.count))
 }
 
 fn devices(devices: &[DeviceOffer]) -> impl Iterator<Item = String> {
@@ -35,9 +35,17 @@ pub(crate) fn lost(reason: &LossReason) -> String {
     match reason {
         LossReason::Gone => "it left, or its connection broke".to_owned(),
         LossReason::LeaseExpired => "it was not heard of for the length of its lease".to_owned(),
-        LossReason::Refused { why } => format!("refused: {why}"),
+        LossReason::Refused { why } => plain(&format!("refused: {why}")),
         other => format!("{other:?}"),
     }
+}
+
+/// What a peer has said, without what would do something to a terminal or turn the text about.
+pub(crate) fn plain(text: &str) -> String {
+    let acts = |c: char| {
+        c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    text.chars().map(|c| if acts(c) { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
 /// A length of time with its largest unit and the next one.

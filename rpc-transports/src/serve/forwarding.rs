@@ -49,6 +49,10 @@ impl Shared {
     /// Opens the channel that a client's tunnel will lead to.
     pub(super) async fn open_way(&self, hello: &Hello) -> Result<Channel, RpcError> {
         let (target, further) = self.next_hop(hello)?;
+        if self.options.forward_policy.is_some() {
+            let text = "this server makes no tunnels: it limits what may be done through it (--forward-functions)";
+            return Err(RpcError::new(ErrorKind::Refused, text));
+        }
         if !further.is_empty() {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "a tunnel leads to one address"));
         }
@@ -92,19 +96,36 @@ impl Shared {
             let text = format!("the chain to '{next}' comes back to a server that it has passed");
             return Err(RpcError::new(ErrorKind::Refused, text));
         }
-        let hop: Hop = next.parse().map_err(|error: crate::AddressError| {
-            RpcError::new(ErrorKind::InvalidArgument, format!("cannot forward to '{next}': {error}"))
-        })?;
-        let allowed = &self.options.allow_forward;
-        if !allowed.iter().any(|pattern| matches_pattern(pattern, &hop.address)) {
-            return Err(RpcError::new(
-                ErrorKind::Refused,
-                format!(
-                    "this server may not be used to reach '{next}': its operator has to allow it (--allow-forward)"
-                ),
-            ));
+        let first = self.may_reach(next)?;
+        let mut tunnel = first.tunnel;
+        for next in further {
+            if !tunnel {
+                break;
+            }
+            // It is this server that goes on behind a tunnel.
+            tunnel = self.may_reach(next)?.tunnel;
         }
-        Ok((hop, further))
+        Ok((first, further))
+    }
+
+    /// The hop that `text` names, if clients may be brought there.
+    fn may_reach(&self, text: &str) -> Result<Hop, RpcError> {
+        let hop: Hop = text.parse().map_err(|error: crate::AddressError| {
+            RpcError::new(ErrorKind::InvalidArgument, format!("cannot forward to '{text}': {error}"))
+        })?;
+        if hop.address.key().is_some() {
+            // Who may ask for which key is looked at where it is said.
+            let text = format!("cannot forward to '{text}': the key of a server is told apart from its address");
+            return Err(RpcError::new(ErrorKind::InvalidArgument, text));
+        }
+        let allowed = &self.options.allow_forward;
+        if allowed.iter().any(|pattern| matches_pattern(pattern, &hop.address)) {
+            return Ok(hop);
+        }
+        Err(RpcError::new(
+            ErrorKind::Refused,
+            format!("this server may not be used to reach '{text}': its operator has to allow it (--allow-forward)"),
+        ))
     }
 
     pub(super) fn onward(&self) -> crate::transport::DialOptions {

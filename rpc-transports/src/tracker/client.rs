@@ -11,9 +11,9 @@ use tokio::time::Instant;
 
 use super::TICKET_REFUSED;
 use super::messages::{Grant, Returned, ServerRequest, Summary, functions};
-use crate::address::Address;
+use crate::address::{Address, AddressKind};
 use crate::backoff::Backoff;
-use crate::connect::{ConnectError, Connector};
+use crate::connect::{ConnectError, Connector, Hop};
 use crate::runtime::run_in_background;
 
 /// How long a tracker may be away that was there before, unless the request's own time limit is shorter.
@@ -324,6 +324,17 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
     let Some((target, hops)) = grant.address.split_last() else {
         return Err(RpcError::new(ErrorKind::Protocol, "the tracker granted a server without an address"));
     };
+    for stop in &grant.address {
+        let kind = stop.parse::<Hop>().map(|hop| hop.address.kind().clone());
+        let is_a_place = |kind: &AddressKind| {
+            !matches!(kind, AddressKind::Exec { .. } | AddressKind::Local | AddressKind::Tracker { .. })
+        };
+        // A tracker says where servers are. It is not to start programs here.
+        if !kind.as_ref().is_ok_and(is_a_place) {
+            let text = format!("the tracker granted '{stop}', which is not where a server is");
+            return Err(RpcError::new(ErrorKind::Protocol, text));
+        }
+    }
     // Which of the servers is meant is in its address.
     let connector = connector.key("").ticket(&grant.ticket);
     let connector = hops.iter().fold(connector, |connector, hop| connector.via(hop));
@@ -434,4 +445,34 @@ fn another_may_do(error: &RpcError) -> bool {
 /// Waits on this thread for what goes on in the background.
 fn blocking<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
     run_in_background(async move { work.await.map_err(ConnectError::Session) }).map_err(ConnectError::into_rpc_error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_tracker_does_not_make_its_clients_start_programs() {
+        let grant = |address: &[&str]| Grant {
+            serial: 1,
+            ticket: String::new(),
+            good_for_ms: 1000,
+            server: String::new(),
+            key: String::new(),
+            labels: std::collections::BTreeMap::new(),
+            devices: Vec::new(),
+            address: address.iter().map(ToString::to_string).collect(),
+        };
+        for address in [
+            &["exec:touch /tmp/started"][..],
+            &["local:"],
+            &["exec:touch /tmp/started", "tcp://127.0.0.1:1"],
+            &["tunnel:exec:touch /tmp/started", "tcp://127.0.0.1:1"],
+            &["tracker://127.0.0.1:1/key"],
+            &["nonsense"],
+        ] {
+            let error = connect_to(Connector::new(), &grant(address)).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Protocol, "{address:?}: {error}");
+        }
+    }
 }
