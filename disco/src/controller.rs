@@ -15,8 +15,8 @@ use crate::command::{Command, On, Queued, Register};
 use crate::completion::Completion;
 use crate::error::{DiscoError, Failure, Result, WorkerId};
 use crate::event::{Event, LocalContent};
-use crate::launch::Options;
 use crate::link::Link;
+use crate::options::Options;
 use crate::plane::{Layout, Listening, Plan, Way};
 
 /// How long workers may take to come to the end of their queues at a shutdown.

@@ -1,6 +1,5 @@
 //! Launching: where the workers of a session run.
 
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,25 +11,9 @@ use crate::controller::Controller;
 use crate::error::{DiscoError, Result};
 use crate::host::{SetUp, register};
 use crate::link::{Inbox, Link};
+use crate::options::Options;
 use crate::plane::Layout;
 use crate::session::DiscoSession;
-
-/// Settings of a session.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Options {
-    /// How many bytes of commands the workers may be behind before whoever issues more has to wait; a small command counts 128. Default: 16 MiB.
-    pub window: u64,
-    /// The address of each node at which its workers listen for the data of others, in the order of nodes. Needed where they are not all on one
-    /// machine; without this, workers of one machine share memory. Default: none.
-    pub data_addresses: Vec<IpAddr>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { window: 16 << 20, data_addresses: Vec::new() }
-    }
-}
 
 /// A session whose workers are threads of this process.
 #[derive(Debug)]
