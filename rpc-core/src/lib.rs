@@ -61,7 +61,9 @@ pub use error::{ErrorKind, Fault, Result, RpcError};
 pub use handle::{Handle, HandleQuota, HandleTable};
 pub use local::{Backlog, LocalSession, LocalSessionBuilder, SessionLimits, Spawner, ThreadQuota};
 pub use module::{FunctionModule, LoadRequest, ModuleLoader};
-pub use object::{Context, Function, FunctionKind, LocalValue, Module, Object, Signature, Usage, WorkspaceFiles};
+pub use object::{
+    Context, Function, FunctionKind, LocalValue, Module, Object, Signature, ThreadPlace, Usage, WorkspaceFiles,
+};
 pub use quota::MemoryQuota;
 pub use registry::Registry;
 pub use remote::{Action, Pending, RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, Session, TypedFunction};

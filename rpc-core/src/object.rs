@@ -308,8 +308,31 @@ pub trait Host: Send + Sync {
     /// The device's, and a limit that is reached.
     fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor>;
 
+    /// Counts one thread that a function starts for itself, until the place is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`].
+    fn reserve_thread(&self) -> Result<ThreadPlace>;
+
     /// What the session holds at present.
     fn usage(&self) -> Usage;
+}
+
+/// A thread that counts against the limits of its session, until this is dropped.
+pub struct ThreadPlace(#[allow(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>);
+
+impl ThreadPlace {
+    /// A place that is given back when `held` is dropped.
+    pub fn new(held: impl Any + Send + Sync) -> Self {
+        Self(Box::new(held))
+    }
+}
+
+impl std::fmt::Debug for ThreadPlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ThreadPlace")
+    }
 }
 
 /// What a session holds.
@@ -350,6 +373,16 @@ impl Context {
     #[must_use]
     pub fn detached(&self) -> Self {
         Self { host: self.host.clone(), lane: self.lane, deadline: None, trace: None, responder: None }
+    }
+
+    /// Counts one thread that the function starts for itself, for work that outlives the call, against what the session may
+    /// have. The thread keeps the place until it ends.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`].
+    pub fn reserve_thread(&self) -> Result<ThreadPlace> {
+        self.host.reserve_thread()
     }
 
     /// The devices of the session.

@@ -35,8 +35,8 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::{Handle, HandleQuota, HandleTable};
 use crate::module::LoadRequest;
 use crate::object::{
-    CatchPanic, Context, Function, Host, Invocation, LocalValue, Module, Object, Signature, Started, Usage,
-    WorkspaceFiles,
+    CatchPanic, Context, Function, Host, Invocation, LocalValue, Module, Object, Signature, Started, ThreadPlace,
+    Usage, WorkspaceFiles,
 };
 use crate::panics::drop_each;
 use crate::quota::MemoryQuota;
@@ -1232,8 +1232,31 @@ impl Host for Shared {
         Tensor::new(storage, 0, shape, None, dtype)
     }
 
+    fn reserve_thread(&self) -> Result<ThreadPlace> {
+        if !lock(&self.lanes).threads.reserve_for_function() {
+            return Err(RpcError::new(
+                ErrorKind::LimitExceeded,
+                "the session, or all sessions together, may have no more threads (max_threads, max_total_threads)",
+            ));
+        }
+        Ok(ThreadPlace::new(TakenThread(self.this.clone())))
+    }
+
     fn usage(&self) -> Usage {
         Usage { handles: lock(&self.table).len() as u64, memory_bytes: self.memory.used() }
+    }
+}
+
+/// A thread of a function's own, which counts until this is dropped.
+struct TakenThread(Weak<Shared>);
+
+impl Drop for TakenThread {
+    fn drop(&mut self) {
+        let Some(shared) = self.0.upgrade() else { return };
+        let lease = lock(&shared.lanes).threads.left();
+        drop(lease);
+        // Jobs of this session may have waited for its own limit, of which no quota tells.
+        shared.start_parked();
     }
 }
 

@@ -284,6 +284,31 @@ fn sessions_share_a_quota_of_threads_and_have_one_each_beside_it() {
 }
 
 #[test]
+fn threads_that_functions_start_count_until_they_end() {
+    let quota = ThreadQuota::new(8);
+    let registry = Registry::new();
+    let held: Arc<Mutex<Vec<ThreadPlace>>> = Arc::default();
+    let places = held.clone();
+    registry.add("reserve", move |context: Context| -> Result<()> {
+        let place = context.reserve_thread()?;
+        places.lock().unwrap().push(place);
+        Ok(())
+    });
+    let limits = SessionLimits { max_threads: 3, ..SessionLimits::default() };
+    let session = LocalSession::builder(registry).limits(limits).total_threads(quota.clone()).build();
+    let reserve = handle(&session, "reserve");
+    let call = || session.submit(concurrent(reserve)).reply().wait();
+    // One is the function's own thread.
+    call().unwrap();
+    call().unwrap();
+    assert_eq!(call().unwrap_err().kind(), ErrorKind::LimitExceeded);
+    assert_eq!((live_threads(&session), quota.used()), (3, 2));
+    held.lock().unwrap().clear();
+    assert_eq!((live_threads(&session), quota.used()), (1, 0));
+    call().unwrap();
+}
+
+#[test]
 fn a_session_that_waits_for_the_quota_is_told_of_a_thread_that_ends() {
     let (gate, quota) = (Arc::new(Gate::default()), ThreadQuota::new(1));
     let session = || {

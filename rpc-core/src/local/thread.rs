@@ -202,6 +202,11 @@ impl<W> Threads<W> {
         true
     }
 
+    /// Counts one more thread, which a function starts for itself, if there is room for it.
+    pub(super) fn reserve_for_function(&mut self) -> bool {
+        !self.ended && self.reserve()
+    }
+
     /// Counts one more thread, or has the quota tell when there is room, if that is what is in the way.
     fn reserve_or_wait(&mut self, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> bool {
         let Some(quota) = self.quota.as_ref().filter(|_| self.live < self.max && !self.awaits_quota) else {
