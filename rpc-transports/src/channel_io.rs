@@ -320,9 +320,10 @@ async fn shake_hands<S>(
 ) -> Result<(Negotiated, BytesMut, S), RpcError> {
     let deadline = handshake.deadline();
     let peer = channel.peer().to_owned();
+    let mut input = channel.take_unread();
     let io = channel.io_mut();
     let work = async {
-        let mut input = BytesMut::with_capacity(1024);
+        input.reserve(1024);
         let (mut open, mut opened) = (Some(open), None);
         loop {
             let mut outcome = handshake.handle_input(&mut input);

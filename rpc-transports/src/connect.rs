@@ -472,7 +472,7 @@ impl Connector {
 const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
 
 /// Makes sure that nothing came from somebody whom this side has to address first.
-fn spoken_to(input: &[u8], peer: &str) -> Result<(), RpcError> {
+pub(crate) fn spoken_to(input: &[u8], peer: &str) -> Result<(), RpcError> {
     if input.is_empty() {
         return Ok(());
     }

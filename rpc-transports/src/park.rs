@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use rpc_core::proto::{HandshakeConfig, Hello, Role};
-use rpc_core::{ErrorKind, RpcError};
 
 use crate::address::Address;
 use crate::backoff::Backoff;
@@ -56,6 +55,20 @@ impl Server {
             });
         }
     }
+
+    /// Waits at the relay at `relay` for one client, and serves that one. Returns when it has gone, or the relay has before anybody
+    /// came: whether there was a client.
+    ///
+    /// Dropping the future gives up the waiting; a client that is there already is served on.
+    ///
+    /// # Errors
+    ///
+    /// The relay cannot be reached, or refuses.
+    pub async fn park_once(&self, relay: &Address, options: &ParkOptions) -> Result<bool, ConnectError> {
+        let channel = wait_at(relay, options, &self.onward()).await?;
+        // One that panicked has ended, too.
+        Ok(self.start(channel, Some(options.key.clone())).await.unwrap_or(true))
+    }
 }
 
 /// One channel: it waits, serves, and waits again.
@@ -94,9 +107,7 @@ async fn wait_at(relay: &Address, options: &ParkOptions, onward: &DialOptions) -
     let identities = of_dialler(&onward.tokens, channel.security());
     let config = HandshakeConfig { hello, identities, hold: false, timeout: options.handshake_timeout };
     let (_, input) = dial_hands_patiently(&mut channel, config).await?;
-    if !input.is_empty() {
-        return Err(RpcError::new(ErrorKind::Protocol, "the relay spoke out of turn").into());
-    }
     let peer = channel.peer().to_owned();
-    Ok(channel.leading_to(peer))
+    // The client may have spoken already.
+    Ok(channel.leading_to(peer).after_reading(input))
 }

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Role};
-use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession, Spawner};
+use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession, Spawner};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -29,6 +29,7 @@ use self::parking::{Handover, Parked, Parking};
 use self::places::Places;
 use crate::address::{Address, machine_of};
 use crate::channel_io::accept_hands;
+use crate::connect::{ConnectError, Connector};
 use crate::dispatch::bind;
 use crate::handshakes::{Handshakes, InProgress};
 use crate::identity::{Access, of_acceptor};
@@ -142,17 +143,19 @@ impl Server {
         drop(self.start(channel, None));
     }
 
-    /// As [`serve_channel`](Self::serve_channel), by the name of `key` if there is one; the task ends with the session.
-    pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<()> {
+    /// As [`serve_channel`](Self::serve_channel), by the name of `key` if there is one; the task ends with the session, and says
+    /// whether there was one.
+    pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
         let handshake = self.0.handshakes.begin(machine_of(channel.peer()));
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());
         let shared = self.0.clone();
         tokio::spawn(async move {
-            let registered = Arc::new(Registered { shared: shared.clone(), id });
+            let registered = Arc::new(Registered { shared: shared.clone(), id, served: AtomicBool::new(false) });
             let key = key.unwrap_or_else(|| shared.options.key.clone());
-            serve_connection(&shared, channel, key, mailbox, handshake, registered).await;
+            serve_connection(&shared, channel, key, mailbox, handshake, registered.clone()).await;
+            registered.served.load(Ordering::Relaxed)
         })
     }
 
@@ -175,6 +178,32 @@ impl Server {
     /// How many servers wait here for clients, by key: at a [relay](ServeOptions::relay).
     pub fn parked(&self) -> Vec<(String, usize)> {
         self.0.parking.waiting()
+    }
+
+    /// Opens a session with a server that waits here, or with the first one to come, whose key is `wanted`: at a
+    /// [relay](ServeOptions::relay) that is itself the client. `connector` says how: with which tokens, limits and keep-alive. The
+    /// key comes with the session, and the server counts among those that this one has connections with until the session ends.
+    ///
+    /// # Errors
+    ///
+    /// [`Draining`](ErrorKind::Draining) once this server is told to stop; those of a handshake with the other, which is gone then.
+    /// Cancel-safe: a server that has been taken already comes back by itself if it [parks](Self::park).
+    pub async fn meet(
+        &self,
+        connector: &Connector,
+        wanted: impl Fn(&str) -> bool + Send + Sync,
+    ) -> Result<(String, Session), ConnectError> {
+        let closed = self.closed();
+        let (key, parked) = tokio::select! {
+            met = self.0.parking.meet(wanted) => met,
+            () = closed => return Err(RpcError::new(ErrorKind::Draining, "the server is going away").into()),
+        };
+        let Parked { channel, input, _place, _registered } = parked;
+        crate::connect::spoken_to(&input, channel.peer())?;
+        let peer = channel.peer().to_owned();
+        let channel = channel.leading_to(peer).holding((_place, _registered));
+        let session = connector.clone().key(&key).connect_channel(channel).await?;
+        Ok((key, session))
     }
 
     /// How many sessions there are.
@@ -258,6 +287,8 @@ impl Shared {
 pub(crate) struct Registered {
     shared: Arc<Shared>,
     id: u64,
+    /// There was a session.
+    served: AtomicBool,
 }
 
 impl Drop for Registered {
@@ -381,6 +412,7 @@ async fn serve_connection(
                     return;
                 }
             };
+            registered.served.store(true, Ordering::Relaxed);
             // Both the session and this task have to be over.
             let parts = Parts { session, mailbox, queued: shared.queued.clone(), registered: registered.clone() };
             let mut connection = Connection::new(channel, &negotiated, input, parts, options);

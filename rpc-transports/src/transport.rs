@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use bytes::BytesMut;
 use rustix::io::Errno;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
@@ -41,18 +42,43 @@ pub struct Channel {
     security: Security,
     securing: Option<Securing>,
     guard: Option<ChannelGuard>,
+    /// What was read of it by a handshake before the one to come.
+    unread: BytesMut,
 }
 
 impl Channel {
     /// A channel over `io`. `peer` is the text by which errors name the far side.
     pub fn new(io: impl ChannelIo + 'static, peer: impl Into<String>) -> Self {
-        Self { io: Box::new(io), peer: peer.into(), security: Security::default(), securing: None, guard: None }
+        Self {
+            io: Box::new(io),
+            peer: peer.into(),
+            security: Security::default(),
+            securing: None,
+            guard: None,
+            unread: BytesMut::new(),
+        }
     }
 
     /// The same channel, keeping `guard` alive for as long as itself.
     #[must_use]
     pub fn with_guard(self, guard: ChannelGuard) -> Self {
         Self { guard: Some(guard), ..self }
+    }
+
+    /// The same channel, keeping something else alive, too.
+    pub(crate) fn holding(mut self, other: impl Send + Sync + 'static) -> Self {
+        let guard = self.guard.take();
+        self.with_guard(Box::new((guard, other)))
+    }
+
+    /// The same channel, of which this has been read already: it is for the next handshake.
+    pub(crate) fn after_reading(self, unread: BytesMut) -> Self {
+        Self { unread, ..self }
+    }
+
+    /// What has been read already, once.
+    pub(crate) fn take_unread(&mut self) -> BytesMut {
+        std::mem::take(&mut self.unread)
     }
 
     /// The same bytes, where they lead on to somebody at `peer` of whom nothing is known yet.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::BytesMut;
 use rpc_core::{ErrorKind, RpcError};
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use super::Registered;
 use super::places::Place;
@@ -25,7 +25,11 @@ pub(super) type Handover = oneshot::Sender<Parked>;
 
 /// The servers that wait.
 #[derive(Default)]
-pub(super) struct Parking(Mutex<State>);
+pub(super) struct Parking {
+    state: Mutex<State>,
+    /// Told whenever a server has come.
+    arrived: Notify,
+}
 
 #[derive(Default)]
 struct State {
@@ -69,11 +73,33 @@ impl Parking {
         }
     }
 
+    /// The channel of the first server to come, or to be here, whose key is `wanted`, and that key. Cancel-safe.
+    pub(super) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, Parked) {
+        loop {
+            let arrived = self.arrived.notified();
+            let mut arrived = std::pin::pin!(arrived);
+            // Registered before looking, so that one that comes in between is not missed.
+            arrived.as_mut().enable();
+            let key = self.state().by_key.keys().find(|key| wanted(key)).cloned();
+            match key {
+                Some(key) => {
+                    // Gone again, if there is an error.
+                    if let Ok(parked) = self.claim(&key).await {
+                        return (key, parked);
+                    }
+                }
+                None => arrived.await,
+            }
+        }
+    }
+
     fn add(&self, key: &str, claim: oneshot::Sender<Handover>) -> Spot<'_> {
         let mut state = self.state();
         let id = state.next;
         state.next += 1;
         state.by_key.entry(key.to_owned()).or_default().push_back((id, claim));
+        drop(state);
+        self.arrived.notify_waiters();
         Spot { parking: self, key: key.to_owned(), id }
     }
 
@@ -93,7 +119,7 @@ impl Parking {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
