@@ -248,8 +248,12 @@ impl Command {
         head.put_u32_le(payload_len as u32);
         head.put_slice(&body);
         payload.iter().for_each(|bytes| head.put_slice(bytes));
-        let bulk = if let Self::CopyToWorker0 { data, .. } = self { Some(data.clone()) } else { None };
-        Ok(Encoded { head: head.freeze(), bulk })
+        Ok(Encoded { head: head.freeze(), bulk: self.bulk() })
+    }
+
+    /// What travels beside the command.
+    fn bulk(&self) -> Option<Bytes> {
+        if let Self::CopyToWorker0 { data, .. } = self { Some(data.clone()) } else { None }
     }
 
     fn write(&self, out: &mut Fields) {
@@ -393,6 +397,13 @@ pub(crate) struct Encoded {
     pub(crate) bulk: Option<Bytes>,
 }
 
+/// A command as it comes to a host: with the bytes that it came in, if it came over a link.
+#[derive(Clone, Debug)]
+pub(crate) struct Arrived {
+    pub(crate) queued: Queued,
+    pub(crate) encoded: Option<Encoded>,
+}
+
 /// A command on its way through a worker's queue.
 #[derive(Clone, Debug)]
 pub(crate) struct Queued {
@@ -405,10 +416,11 @@ pub(crate) struct Queued {
 /// # Errors
 ///
 /// Anything malformed.
-pub(crate) fn decode_batch(mut heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>> {
+pub(crate) fn decode_batch(mut heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Arrived>> {
     let mut bulk = bulk.into_iter();
     let mut commands = Vec::new();
     while !heads.is_empty() {
+        let all = heads.clone();
         if heads.len() < 16 {
             return Err(malformed());
         }
@@ -421,7 +433,10 @@ pub(crate) fn decode_batch(mut heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Que
         }
         let body = heads.split_to(body);
         let value = decode_value(&body, heads.split_to(payload))?;
-        commands.push(Queued { cost, command: Arc::new(Command::read(value, &mut bulk)?) });
+        let command = Command::read(value, &mut bulk)?;
+        let encoded = Encoded { head: all.slice(..all.len() - heads.len()), bulk: command.bulk() };
+        let queued = Queued { cost, command: Arc::new(command) };
+        commands.push(Arrived { queued, encoded: Some(encoded) });
     }
     if bulk.next().is_some() { Err(malformed()) } else { Ok(commands) }
 }
@@ -681,8 +696,11 @@ mod tests {
         }
         let decoded = decode_batch(heads.freeze(), bulk).unwrap();
         for (before, after) in all().iter().zip(&decoded) {
-            assert_eq!(*before, *after.command);
-            assert_eq!(before.cost(), after.cost);
+            assert_eq!(*before, *after.queued.command);
+            assert_eq!(before.cost(), after.queued.cost);
+            // It goes on as it came.
+            let (sent, found) = (before.encode().unwrap(), after.encoded.as_ref().unwrap());
+            assert_eq!((&sent.head, &sent.bulk), (&found.head, &found.bulk));
         }
         assert_eq!(decoded.len(), all().len());
     }

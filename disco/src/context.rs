@@ -13,6 +13,7 @@ use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor};
 use crate::ccl::{Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp};
 use crate::command::Scope;
 use crate::error::WorkerId;
+use crate::event::{Event, EventSink, LogLine};
 use crate::plane::{Layout, Membership};
 
 /// The worker that runs the calling function. A parameter of this type takes no argument.
@@ -44,6 +45,7 @@ struct Shared {
     id: WorkerId,
     layout: Layout,
     context: Context,
+    logs: Option<(u8, Arc<dyn EventSink>)>,
     device: Mutex<Device>,
     /// Or why there is none.
     membership: Mutex<Result<Membership>>,
@@ -73,11 +75,13 @@ impl From<CollectiveError> for RpcError {
 }
 
 impl WorkerContext {
-    pub(crate) fn new(id: WorkerId, layout: Layout, context: Context) -> Self {
+    /// `logs` says where what the worker logs goes, up to which level.
+    pub(crate) fn new(id: WorkerId, layout: Layout, context: Context, logs: Option<(u8, Arc<dyn EventSink>)>) -> Self {
         Self(Arc::new(Shared {
             id,
             layout,
             context,
+            logs,
             device: Mutex::new(Device::cpu()),
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
@@ -87,6 +91,18 @@ impl WorkerContext {
     /// Makes this the worker of the calling thread.
     pub(crate) fn enter(&self) {
         CURRENT.with_borrow_mut(|current| *current = Some(self.clone()));
+    }
+
+    /// Whether lines of this level are to go to the controller.
+    pub(crate) fn wants_logs(&self, level: u8) -> bool {
+        self.0.logs.as_ref().is_some_and(|(least, _)| level <= *least)
+    }
+
+    /// Sends a line to the controller.
+    pub(crate) fn log(&self, line: LogLine) {
+        if let Some((_, sink)) = &self.0.logs {
+            sink.send(Event::Logged { worker: self.0.id, line });
+        }
     }
 
     /// The worker of the calling thread, if it is one.

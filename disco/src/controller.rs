@@ -11,11 +11,13 @@ use rpc_core::object::Object;
 use rpc_core::{ErrorKind, LocalValue, Pack, Packed, RpcError, Tensor, Value, blocking};
 
 use crate::ccl::host::SessionKey;
-use crate::command::{Command, On, Queued, Register};
+use crate::command::{Command, Queued, Register};
 use crate::completion::Completion;
 use crate::error::{DiscoError, Failure, Result, WorkerId};
 use crate::event::{Event, LocalContent};
-use crate::link::Link;
+use crate::host::Leaf;
+use crate::link::{Link, Upstream};
+use crate::logs;
 use crate::options::Options;
 use crate::plane::{Layout, Listening, Plan, Way};
 
@@ -102,8 +104,9 @@ impl Controller {
 
     /// Begins to talk to the hosts, and tells the workers how they meet.
     pub(crate) async fn start(&self) -> Result<()> {
+        let this: Weak<dyn Upstream> = self.this.clone();
         for (number, link) in self.links.iter().enumerate() {
-            link.start(number, &self.this).await?;
+            link.start(number, &this).await?;
         }
         self.meet(0).await
     }
@@ -116,11 +119,12 @@ impl Controller {
     }
 
     async fn plan(&self, epoch: u64) -> Result<Way> {
-        if self.links.len() == 1 {
+        let leaves: Vec<&Leaf> = self.links.iter().flat_map(|link| &link.info.leaves).collect();
+        if let [_] = leaves[..] {
             return Ok(Way::Threads);
         }
-        let machine = &self.links[0].info.machine;
-        let together = !machine.is_empty() && self.links.iter().all(|link| link.info.machine == *machine);
+        let machine = leaves.first().map_or("", |leaf| &leaf.machine);
+        let together = !machine.is_empty() && leaves.iter().all(|leaf| leaf.machine == machine);
         #[cfg(target_os = "linux")]
         if together
             && self.options.data_addresses.is_empty()
@@ -153,7 +157,7 @@ impl Controller {
                 groups.extend(one.group);
             }
         }
-        Ok(Way::Sockets { key: SessionKey::generate()?, world, groups })
+        Ok(Way::Sockets { key: SessionKey::generate()?, world, groups, beside: beside(&leaves) })
     }
 
     fn far_end(&self, link: usize) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
@@ -243,18 +247,10 @@ impl Controller {
         state.issued += queued.cost;
         // Under the lock, so that all links have all commands in one order.
         for link in &self.links {
-            link.push(state.sequence, &queued, encoded.as_ref(), self.is_for(on, link));
+            let bulk = self.layout.concerns(on, link.workers());
+            link.push(state.sequence, &queued, encoded.as_ref(), bulk);
         }
         Ok(state.sequence)
-    }
-
-    fn is_for(&self, on: On, link: &Link) -> bool {
-        let mut workers = link.first..link.first + link.count;
-        match on {
-            On::All => true,
-            On::Worker0 => workers.contains(&0),
-            On::FirstOfGroups => workers.any(|worker| worker % self.layout.group_size() == 0),
-        }
     }
 
     fn open_ticket(self: &Arc<Self>, waiting: u32) -> TicketGuard {
@@ -319,38 +315,6 @@ impl Controller {
         }
     }
 
-    /// Takes what a worker has said.
-    pub(crate) fn handle(&self, event: Event) {
-        match event {
-            Event::Progress { worker, cost, .. } => {
-                let mut state = self.lock();
-                if let Some(executed) = state.executed.get_mut(worker.index()) {
-                    *executed = cost.max(*executed);
-                }
-                let wakers = if self.fits(&state) { std::mem::take(&mut state.room) } else { Vec::new() };
-                drop(state);
-                wakers.into_iter().for_each(Waker::wake);
-            }
-            Event::Reached { ticket } => self.settle(ticket, None),
-            Event::Fetched { ticket, value } => self.settle(ticket, Some(value)),
-            Event::TensorBegins { ticket, dtype, shape } => {
-                // Without memory for it the bytes are let go, and the last event says so.
-                let tensor = Tensor::zeros(shape, dtype).ok();
-                if let Some(ticket) = self.lock().tickets.get_mut(&ticket) {
-                    ticket.incoming = tensor;
-                }
-            }
-            Event::TensorBytes { ticket, offset, bytes } => {
-                let tensor = self.lock().tickets.get(&ticket).and_then(|ticket| ticket.incoming.clone());
-                if let Some(tensor) = tensor {
-                    fill(&tensor, offset, &bytes);
-                }
-            }
-            Event::Failed(failure) => self.lock().failures.push(failure),
-            Event::Lost { worker, error } => self.end(error.context(format_args!("worker {worker} was lost"))),
-        }
-    }
-
     fn settle(&self, ticket: u64, content: Option<std::result::Result<LocalContent, Failure>>) {
         let mut state = self.lock();
         // Nobody waits for it any more, perhaps.
@@ -375,15 +339,6 @@ impl Controller {
         if let Some(waker) = waker {
             waker.wake();
         }
-    }
-
-    /// A link is of no more use: that ends the session.
-    pub(crate) fn lose(&self, link: usize, error: RpcError) {
-        let link = &self.links[link];
-        let text = format!("{} at {} was lost: {}", link.workers(), link.name, error.message());
-        let kind =
-            if error.ends_session() && error.kind() != ErrorKind::Closed { error.kind() } else { ErrorKind::PeerLost };
-        self.end(RpcError::new(kind, text).may_have_run(true));
     }
 
     /// Ends the session: the first reason counts, and everybody who waits hears of it.
@@ -452,10 +407,64 @@ impl Controller {
     }
 }
 
+impl Upstream for Controller {
+    fn handle(&self, event: Event) {
+        match event {
+            Event::Progress { worker, cost, .. } => {
+                let mut state = self.lock();
+                if let Some(executed) = state.executed.get_mut(worker.index()) {
+                    *executed = cost.max(*executed);
+                }
+                let wakers = if self.fits(&state) { std::mem::take(&mut state.room) } else { Vec::new() };
+                drop(state);
+                wakers.into_iter().for_each(Waker::wake);
+            }
+            Event::Reached { ticket } => self.settle(ticket, None),
+            Event::Fetched { ticket, value } => self.settle(ticket, Some(value)),
+            Event::TensorBegins { ticket, dtype, shape } => {
+                // Without memory for it the bytes are let go, and the last event says so.
+                let tensor = Tensor::zeros(shape, dtype).ok();
+                if let Some(ticket) = self.lock().tickets.get_mut(&ticket) {
+                    ticket.incoming = tensor;
+                }
+            }
+            Event::TensorBytes { ticket, offset, bytes } => {
+                let tensor = self.lock().tickets.get(&ticket).and_then(|ticket| ticket.incoming.clone());
+                if let Some(tensor) = tensor {
+                    fill(&tensor, offset, &bytes);
+                }
+            }
+            Event::Failed(failure) => self.lock().failures.push(failure),
+            Event::Logged { worker, line } => logs::show(worker, &line),
+            Event::Lost { worker, error } => self.end(error.context(format_args!("worker {worker} was lost"))),
+        }
+    }
+
+    /// That ends the session.
+    fn lose(&self, link: usize, error: RpcError) {
+        let link = &self.links[link];
+        let text = format!("{} at {} was lost: {}", link.who(), link.name, error.message());
+        let kind =
+            if error.ends_session() && error.kind() != ErrorKind::Closed { error.kind() } else { ErrorKind::PeerLost };
+        self.end(RpcError::new(kind, text).may_have_run(true));
+    }
+}
+
 impl Drop for Controller {
     fn drop(&mut self) {
         self.links.iter().for_each(Link::close);
     }
+}
+
+/// How many workers are on the machine of each.
+fn beside(leaves: &[&Leaf]) -> Vec<u32> {
+    let on_machine = |leaf: &Leaf| -> u32 {
+        match &*leaf.machine {
+            "" => leaf.count,
+            machine => leaves.iter().filter(|other| other.machine == machine).map(|other| other.count).sum(),
+        }
+    };
+    leaves.iter().flat_map(|leaf| std::iter::repeat_n(on_machine(leaf), leaf.count as usize)).collect()
 }
 
 fn fill(tensor: &Tensor, offset: u64, bytes: &Bytes) {

@@ -1,12 +1,14 @@
 //! Events: what workers tell the controller, and the values that say so over a link.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::task::{Poll, Waker};
+use std::future::poll_fn;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use rpc_core::object::Object;
-use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value};
+use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value, blocking};
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Failure, WorkerId};
 
@@ -25,8 +27,21 @@ pub(crate) enum Event {
     TensorBytes { ticket: u64, offset: u64, bytes: Bytes },
     /// A command has failed.
     Failed(Failure),
+    /// A line of a worker's log.
+    Logged { worker: WorkerId, line: LogLine },
     /// The worker executes nothing any more.
     Lost { worker: WorkerId, error: RpcError },
+}
+
+/// A line of a log.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LogLine {
+    /// From 0, an error, to 4, a trace.
+    pub(crate) level: u8,
+    pub(crate) target: String,
+    pub(crate) text: String,
+    /// How many lines before this one were not told, because too many waited.
+    pub(crate) missing_before: u64,
 }
 
 /// The content of a register at the controller.
@@ -70,6 +85,7 @@ impl Event {
             }
             Self::Failed(failure) => vec![Value::Int(7), Packed::encode(&failure)?.into()],
             Self::Lost { worker, error } => vec![Value::Int(8), worker.0.into(), Packed::encode(&error)?.into()],
+            Self::Logged { worker, line } => vec![Value::Int(9), worker.0.into(), Packed::encode(&line)?.into()],
         }))
     }
 
@@ -121,6 +137,10 @@ impl Event {
                 let worker = worker(number(fields.next())?)?;
                 Self::Lost { worker, error: packed(fields.next())?.decode()? }
             }
+            9 => {
+                let worker = worker(number(fields.next())?)?;
+                Self::Logged { worker, line: packed(fields.next())?.decode()? }
+            }
             _ => return Err(malformed()),
         })
     }
@@ -138,8 +158,13 @@ pub(crate) fn decode_events(value: Value) -> Result<Vec<Event>> {
 
 /// Where the workers of a host say what has happened.
 pub(crate) trait EventSink: Send + Sync {
-    /// Passes the event on. Only a [`Event::TensorBytes`] may wait for room.
+    /// Passes the event on. Never waits.
     fn send(&self, event: Event);
+
+    /// Ready when more bytes of tensors can be taken. The task is woken.
+    fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
+        Poll::Ready(())
+    }
 
     /// Passes on what a register holds.
     fn send_content(&self, ticket: u64, content: std::result::Result<LocalValue, Failure>);
@@ -154,25 +179,37 @@ const MAX_EVENTS: usize = 4096;
 /// How many bytes of tensors wait to be fetched before their worker does.
 const MAX_WAITING: usize = 4 << 20;
 
+/// How many lines of logs wait to be fetched; more are not told.
+const MAX_LINES: usize = 4096;
+
 /// Events that wait for the controller to fetch them.
 #[derive(Default)]
-pub(crate) struct EventQueue {
-    state: Mutex<Queue>,
-    room: Condvar,
-}
+pub(crate) struct EventQueue(Mutex<Queue>);
 
 #[derive(Default)]
 struct Queue {
     events: VecDeque<Event>,
     tensor_bytes: usize,
+    lines: usize,
+    /// Lines that found no room, since the last one that did.
+    lost_lines: u64,
     closed: bool,
+    /// Who fetches.
     waker: Option<Waker>,
+    /// Who waits for room.
+    waiting: Vec<Waker>,
+}
+
+impl Queue {
+    fn has_room(&self) -> bool {
+        self.tensor_bytes < MAX_WAITING || self.closed
+    }
 }
 
 impl EventQueue {
     /// What has happened since this was last asked, once that is anything. An empty list says that nothing will any more.
     pub(crate) async fn next(&self) -> Result<LocalValue> {
-        let events = std::future::poll_fn(|cx| {
+        let events = poll_fn(|cx| {
             let mut state = self.lock();
             if state.events.is_empty() && !state.closed {
                 state.waker = Some(cx.waker().clone());
@@ -180,13 +217,19 @@ impl EventQueue {
             }
             let count = state.events.len().min(MAX_EVENTS);
             let events: Vec<Event> = state.events.drain(..count).collect();
-            let taken =
-                events.iter().map(|event| if let Event::TensorBytes { bytes, .. } = event { bytes.len() } else { 0 });
-            state.tensor_bytes -= taken.sum::<usize>();
+            for event in &events {
+                match event {
+                    Event::TensorBytes { bytes, .. } => state.tensor_bytes -= bytes.len(),
+                    Event::Logged { .. } => state.lines -= 1,
+                    _ => {}
+                }
+            }
+            let waiting = if state.has_room() { std::mem::take(&mut state.waiting) } else { Vec::new() };
+            drop(state);
+            waiting.into_iter().for_each(Waker::wake);
             Poll::Ready(events)
         })
         .await;
-        self.room.notify_all();
         events.into_iter().map(Event::into_value).collect::<Result<_>>().map(Value::List)
     }
 
@@ -194,30 +237,35 @@ impl EventQueue {
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
-        let waker = state.waker.take();
+        let mut wakers = std::mem::take(&mut state.waiting);
+        wakers.extend(state.waker.take());
         drop(state);
-        self.room.notify_all();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        wakers.into_iter().for_each(Waker::wake);
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl EventSink for EventQueue {
     fn send(&self, event: Event) {
         let mut state = self.lock();
-        if let Event::TensorBytes { bytes, .. } = &event {
-            while state.tensor_bytes >= MAX_WAITING && !state.closed {
-                state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
-            state.tensor_bytes += bytes.len();
-        }
         if state.closed {
             return;
+        }
+        let mut event = event;
+        match &mut event {
+            Event::TensorBytes { bytes, .. } => state.tensor_bytes += bytes.len(),
+            Event::Logged { .. } if state.lines >= MAX_LINES => {
+                state.lost_lines += 1;
+                return;
+            }
+            Event::Logged { line, .. } => {
+                line.missing_before = std::mem::take(&mut state.lost_lines);
+                state.lines += 1;
+            }
+            _ => {}
         }
         // Of progress only the latest counts.
         if let (Event::Progress { worker, .. }, Some(Event::Progress { worker: last, .. })) =
@@ -232,6 +280,17 @@ impl EventSink for EventQueue {
         if let Some(waker) = waker {
             waker.wake();
         }
+    }
+
+    fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut state = self.lock();
+        if state.has_room() {
+            return Poll::Ready(());
+        }
+        if !state.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+            state.waiting.push(cx.waker().clone());
+        }
+        Poll::Pending
     }
 
     fn send_content(&self, ticket: u64, content: std::result::Result<LocalValue, Failure>) {
@@ -254,6 +313,8 @@ impl EventQueue {
         self.send(Event::TensorBegins { ticket, dtype: tensor.dtype(), shape: tensor.shape().to_vec() });
         for (number, chunk) in bytes.chunks(CHUNK).enumerate() {
             let offset = (number * CHUNK) as u64;
+            // A worker has a thread of its own, which may wait.
+            blocking::block_on(poll_fn(|cx| self.poll_room(cx)))?;
             self.send(Event::TensorBytes { ticket, offset, bytes: Bytes::copy_from_slice(chunk) });
         }
         Ok(())
@@ -282,6 +343,10 @@ mod tests {
             Event::TensorBytes { ticket: 6, offset: 1 << 33, bytes: Bytes::from_static(b"abc") },
             Event::Failed(failure),
             Event::Lost { worker: WorkerId(0), error: RpcError::internal("gone") },
+            Event::Logged {
+                worker: WorkerId(2),
+                line: LogLine { level: 1, target: "t".to_owned(), text: "x=1".to_owned(), missing_before: 7 },
+            },
         ];
         for event in events {
             let value = event.clone().into_value().unwrap();
@@ -289,6 +354,20 @@ mod tests {
             assert_eq!(Event::from_value(value).unwrap(), event);
         }
         Event::from_value(Value::List(vec![Value::Int(99)])).unwrap_err();
+    }
+
+    #[test]
+    fn lines_that_find_no_room_are_counted() {
+        let queue = EventQueue::default();
+        let line = LogLine { level: 0, target: String::new(), text: String::new(), missing_before: 0 };
+        let log = || queue.send(Event::Logged { worker: WorkerId(0), line: line.clone() });
+        (0..MAX_LINES + 3).for_each(|_| log());
+        rpc_core::blocking::block_on(queue.next()).unwrap().unwrap();
+        log();
+        let last = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap();
+        let value = last.try_map(&mut |_| Err::<rpc_core::Reference, _>(())).unwrap();
+        let [Event::Logged { line, .. }] = &decode_events(value).unwrap()[..] else { panic!() };
+        assert_eq!(line.missing_before, 3);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The workers of one process: what a controller opens over a session, and what it tells them.
+//! The workers of one node: what a controller opens over a session, and what it tells them.
 //!
 //! These functions are registered under names that begin with `disco.`:
 //!
@@ -15,17 +15,20 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 
 use bytes::Bytes;
 use rpc_core::{Context, Device, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
 use serde::{Deserialize, Serialize};
 
-use crate::command::{Queued, decode_batch};
+use crate::branch::Branch;
+use crate::command::{Arrived, decode_batch};
 use crate::context::WorkerContext;
 use crate::error::WorkerId;
 use crate::event::{EventQueue, EventSink};
-use crate::plane::{Layout, MeetingPlace, machine};
+use crate::options::Hosting;
+use crate::plane::{Layout, Listening, MeetingPlace, machine};
 use crate::worker::{self, ModuleKey, Queue};
 
 /// The most workers of one host.
@@ -59,8 +62,7 @@ pub fn register(registry: &Registry) {
         .add("disco.listen", |host: SharedObject<WorkerHost>, address: String| -> Result<_> {
             let address =
                 address.parse().map_err(|_| RpcError::invalid_argument(format!("'{address}' is no IP address")))?;
-            let set_up = &host.0.set_up;
-            host.0.shared.place.listen(set_up.layout, set_up.first, set_up.count, address).map(Pack)
+            host.0.listen(address).map(Pack)
         })
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
 }
@@ -72,6 +74,10 @@ pub(crate) struct SetUp {
     /// The first of its workers.
     pub(crate) first: u32,
     pub(crate) count: u32,
+    pub(crate) hosting: Hosting,
+    pub(crate) pin: bool,
+    /// Up to which level the controller wants to see logs, if at all.
+    pub(crate) logs: Option<u8>,
     /// How much executed credit is worth a report, in bytes.
     pub(crate) report_every: u64,
     /// Set by controllers that hope to be in the same process.
@@ -81,16 +87,22 @@ pub(crate) struct SetUp {
 /// What a controller learns of a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct HostInfo {
+    /// Its processes, in the order of their workers.
+    pub(crate) leaves: Vec<Leaf>,
+}
+
+/// One process, and how many workers it has.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Leaf {
+    pub(crate) count: u32,
     /// Equal where processes can share memory; empty where that is not known.
     pub(crate) machine: String,
-    pub(crate) process: u32,
 }
 
 /// What the workers of one process share.
 pub(crate) struct Shared {
     sink: Arc<dyn EventSink>,
-    report_every: u64,
-    count: usize,
+    set_up: SetUp,
     place: MeetingPlace,
     modules: Mutex<HashMap<ModuleKey, Arc<dyn Module>>>,
 }
@@ -100,12 +112,8 @@ impl Shared {
         Arc::clone(&self.sink)
     }
 
-    pub(crate) fn report_every(&self) -> u64 {
-        self.report_every
-    }
-
-    pub(crate) fn count(&self) -> usize {
-        self.count
+    pub(crate) fn set_up(&self) -> &SetUp {
+        &self.set_up
     }
 
     pub(crate) fn place(&self) -> &MeetingPlace {
@@ -126,15 +134,18 @@ impl Shared {
     }
 }
 
-/// Some workers of a session, as threads of this process.
+/// Some workers of a session, at this node.
 pub(crate) struct WorkerHost {
-    set_up: SetUp,
-    shared: Arc<Shared>,
     /// For a controller in another process.
     events: Option<Arc<EventQueue>>,
-    workers: Vec<(Arc<Queue>, WorkerContext)>,
+    workers: Workers,
     /// The number of the next command. Held while commands are passed on, so that every worker gets them in order.
     next: Mutex<u64>,
+}
+
+enum Workers {
+    Threads(Arc<Shared>, Vec<(Arc<Queue>, WorkerContext)>),
+    Processes(Branch),
 }
 
 impl WorkerHost {
@@ -151,28 +162,24 @@ impl WorkerHost {
         let local = take_sink(set_up.local);
         let events = local.is_none().then(|| Arc::new(EventQueue::default()));
         let sink = local.or_else(|| events.clone().map(|events| events as Arc<dyn EventSink>));
-        let shared = Arc::new(Shared {
-            sink: sink.ok_or_else(|| RpcError::internal("a host without events"))?,
-            report_every: set_up.report_every,
-            count: set_up.count as usize,
-            place: MeetingPlace::default(),
-            modules: Mutex::default(),
-        });
-        let mut host = Self { set_up: set_up.clone(), shared, events, workers: Vec::new(), next: Mutex::new(1) };
-        for id in set_up.first..set_up.first + set_up.count {
-            let queue = Arc::new(Queue::default());
-            let (shared, context) = (Arc::clone(&host.shared), context.detached());
-            // If there is no thread for one, dropping the host ends the others.
-            let worker = worker::start(WorkerId(id), set_up.layout, context, shared, Arc::clone(&queue))?;
-            host.workers.push((queue, worker));
-        }
-        let host = Arc::new(host);
+        let sink = sink.ok_or_else(|| RpcError::internal("a host without events"))?;
+        let (workers, leaves) = match set_up.hosting {
+            Hosting::Threads => {
+                let leaf = Leaf { count: set_up.count, machine: machine() };
+                (start_threads(context, set_up, sink)?, vec![leaf])
+            }
+            Hosting::Processes => {
+                let (branch, leaves) = Branch::open(set_up, sink)?;
+                (Workers::Processes(branch), leaves)
+            }
+        };
+        let host = Arc::new(Self { events, workers, next: Mutex::new(1) });
         put_host(set_up.local, &host);
-        Ok((host, HostInfo { machine: machine(), process: std::process::id() }))
+        Ok((host, HostInfo { leaves }))
     }
 
     /// Passes commands to all workers.
-    pub(crate) fn submit(&self, first: u64, commands: Vec<Queued>) -> Result<()> {
+    pub(crate) fn submit(&self, first: u64, commands: Vec<Arrived>) -> Result<()> {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         if *next != first {
             return Err(RpcError::new(
@@ -181,17 +188,27 @@ impl WorkerHost {
             ));
         }
         *next += commands.len() as u64;
-        for (queue, _) in &self.workers {
-            queue.push(first, commands.iter().cloned());
+        match &self.workers {
+            Workers::Threads(_, workers) => {
+                for (queue, _) in workers {
+                    queue.push(first, commands.iter().map(|arrived| arrived.queued.clone()));
+                }
+                Ok(())
+            }
+            Workers::Processes(branch) => branch.pass_on(first, commands),
         }
-        Ok(())
     }
 
     /// Ends all workers after what they are doing, and their collectives now.
     pub(crate) fn abort(&self) {
-        for (queue, worker) in &self.workers {
-            queue.abort();
-            worker.abort_collectives("the session has ended");
+        match &self.workers {
+            Workers::Threads(_, workers) => {
+                for (queue, worker) in workers {
+                    queue.abort();
+                    worker.abort_collectives("the session has ended");
+                }
+            }
+            Workers::Processes(branch) => branch.close(),
         }
         if let Some(events) = &self.events {
             events.close();
@@ -200,13 +217,43 @@ impl WorkerHost {
 
     #[cfg(target_os = "linux")]
     fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
-        self.shared.place.offer(self.set_up.layout, epoch).map(Pack)
+        match &self.workers {
+            Workers::Threads(shared, _) => shared.place.offer(shared.set_up.layout, epoch).map(Pack),
+            Workers::Processes(branch) => branch.offer(epoch),
+        }
     }
 
     #[cfg(not(target_os = "linux"))]
     fn offer(&self, _: u64) -> Result<()> {
         Err(RpcError::unsupported("processes share no memory on this system"))
     }
+
+    fn listen(&self, address: IpAddr) -> Result<Vec<Listening>> {
+        match &self.workers {
+            Workers::Threads(shared, _) => {
+                let SetUp { layout, first, count, .. } = shared.set_up;
+                shared.place.listen(layout, first, count, address)
+            }
+            Workers::Processes(branch) => branch.listen(address),
+        }
+    }
+}
+
+fn start_threads(context: &Context, set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<Workers> {
+    let shared =
+        Arc::new(Shared { sink, set_up: set_up.clone(), place: MeetingPlace::default(), modules: Mutex::default() });
+    let mut workers = Vec::new();
+    for id in set_up.first..set_up.first + set_up.count {
+        let queue = Arc::new(Queue::default());
+        match worker::start(WorkerId(id), context.detached(), Arc::clone(&shared), Arc::clone(&queue)) {
+            Ok(worker) => workers.push((queue, worker)),
+            Err(error) => {
+                workers.iter().for_each(|(queue, _): &(Arc<Queue>, _)| queue.abort());
+                return Err(error);
+            }
+        }
+    }
+    Ok(Workers::Threads(shared, workers))
 }
 
 impl Drop for WorkerHost {
@@ -217,7 +264,7 @@ impl Drop for WorkerHost {
 
 impl fmt::Debug for WorkerHost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WorkerHost").field("set_up", &self.set_up).finish_non_exhaustive()
+        f.write_str("WorkerHost")
     }
 }
 

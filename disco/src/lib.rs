@@ -63,6 +63,7 @@
 
 #![deny(unsafe_code)]
 
+mod branch;
 pub mod ccl;
 mod command;
 mod completion;
@@ -74,6 +75,8 @@ mod event;
 mod host;
 mod launch;
 mod link;
+mod logs;
+mod node;
 mod options;
 mod plane;
 mod runtime;
@@ -87,6 +90,8 @@ pub use context::WorkerContext;
 pub use dref::{Argument, DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand};
 pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use host::register;
-pub use launch::{ProcessSession, SocketSession, ThreadedSession, serve_if_worker};
-pub use options::Options;
+pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
+pub use logs::WorkerLogLayer;
+pub use node::{JoinOptions, NodePlace, join, join_with, serve_if_worker};
+pub use options::{Hosting, Options};
 pub use session::{Content, DiscoSession};

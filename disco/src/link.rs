@@ -1,7 +1,10 @@
 //! Links: how commands get to the workers of one host and events come back, in this process and over a session.
 
 use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::task::{Context, Poll};
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::object::Object;
@@ -14,7 +17,7 @@ use rpc_core::{
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
-use crate::command::{Encoded, Queued};
+use crate::command::{Arrived, Encoded, Queued};
 use crate::controller::Controller;
 use crate::error::Failure;
 use crate::event::{Event, EventSink, LocalContent, decode_events};
@@ -26,6 +29,20 @@ const EVENTS: Lane = Lane(2);
 
 /// How many bytes of commands are put into one message, if there are several.
 const MAX_BATCH: usize = 4 << 20;
+
+/// Whom links tell what comes of them.
+pub(crate) trait Upstream: Send + Sync {
+    /// A worker has said something.
+    fn handle(&self, event: Event);
+
+    /// A link is of no more use.
+    fn lose(&self, link: usize, error: RpcError);
+
+    /// Ready when more bytes of tensors can be taken. The task is woken.
+    fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
+        Poll::Ready(())
+    }
+}
 
 /// The link to one host, whose workers have consecutive numbers.
 pub(crate) struct Link {
@@ -90,7 +107,7 @@ impl Link {
     }
 
     /// Begins to send commands and to take events.
-    pub(crate) async fn start(&self, number: usize, controller: &Weak<Controller>) -> rpc_core::Result<()> {
+    pub(crate) async fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
         let Way::Remote(outbox) = &self.way else { return Ok(()) };
         let Some((session, host)) = self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone())) else {
             return Ok(());
@@ -103,7 +120,7 @@ impl Link {
             session: session.clone(),
             submit,
             host: host.clone(),
-            lost: Arc::new(Lost { controller: controller.clone(), number }),
+            lost: Arc::new(Lost { upstream: upstream.clone(), number }),
         };
         let lost = Arc::clone(&sender.lost);
         let tasks = vec![
@@ -128,8 +145,13 @@ impl Link {
         self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone()))
     }
 
+    /// The numbers of the workers there.
+    pub(crate) fn workers(&self) -> Range<u32> {
+        self.first..self.first + self.count
+    }
+
     /// Which workers are there, in words.
-    pub(crate) fn workers(&self) -> String {
+    pub(crate) fn who(&self) -> String {
         match self.count {
             1 => format!("worker {}", self.first),
             count => format!("workers {} to {}", self.first, self.first + count - 1),
@@ -141,8 +163,9 @@ impl Link {
         match &self.way {
             Way::Local(host) => {
                 // Gone only when the session ends.
+                let arrived = Arrived { queued: queued.clone(), encoded: encoded.cloned() };
                 if let Some(host) = host.upgrade()
-                    && let Err(error) = host.submit(sequence, vec![queued.clone()])
+                    && let Err(error) = host.submit(sequence, vec![arrived])
                 {
                     tracing::error!(%error, "a host of this process refused a command");
                 }
@@ -263,24 +286,29 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>
         match taken.and_then(decode_events) {
             Ok(events) if events.is_empty() => return,
             Ok(events) => {
-                let Some(controller) = lost.controller.upgrade() else { return };
-                events.into_iter().for_each(|event| controller.handle(event));
+                for event in events {
+                    let Some(upstream) = lost.upstream.upgrade() else { return };
+                    if matches!(event, Event::TensorBytes { .. }) {
+                        poll_fn(|cx| upstream.poll_room(cx)).await;
+                    }
+                    upstream.handle(event);
+                }
             }
             Err(error) => return lost.report(error),
         }
     }
 }
 
-/// Tells the controller that a link is of no more use.
+/// Tells whoever is upstream that a link is of no more use.
 struct Lost {
-    controller: Weak<Controller>,
+    upstream: Weak<dyn Upstream>,
     number: usize,
 }
 
 impl Lost {
     fn report(&self, error: RpcError) {
-        if let Some(controller) = self.controller.upgrade() {
-            controller.lose(self.number, error);
+        if let Some(upstream) = self.upstream.upgrade() {
+            upstream.lose(self.number, error);
         }
     }
 }

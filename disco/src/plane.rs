@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rpc_core::{ErrorKind, Result, RpcError};
@@ -9,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ccl::host::{self, Address, Listener, SessionKey};
 use crate::ccl::{Ccl, Control, Rank};
+use crate::command::On;
 use crate::error::WorkerId;
 
 /// The shape of a session: how many workers, in how many groups of equal size.
@@ -29,6 +31,15 @@ impl Layout {
 
     pub(crate) fn rank_in_group(self, worker: WorkerId) -> Rank {
         Rank(worker.0 % self.group_size())
+    }
+
+    /// Whether a command that is `on` some workers is for any of these.
+    pub(crate) fn concerns(self, on: On, mut workers: Range<u32>) -> bool {
+        match on {
+            On::All => true,
+            On::Worker0 => workers.contains(&0),
+            On::FirstOfGroups => workers.any(|worker| worker % self.group_size() == 0),
+        }
     }
 
     /// Whether groups need communicators of their own.
@@ -52,7 +63,13 @@ pub(crate) enum Way {
     #[cfg(target_os = "linux")]
     Segments(Vec<host::Ticket>),
     /// Each worker's address for the world, and for its group if there are several.
-    Sockets { key: SessionKey, world: Vec<Address>, groups: Vec<Address> },
+    Sockets {
+        key: SessionKey,
+        world: Vec<Address>,
+        groups: Vec<Address>,
+        /// How many workers are on each one's machine.
+        beside: Vec<u32>,
+    },
     /// They do not.
     Apart { why: String },
 }
@@ -130,7 +147,7 @@ impl MeetingPlace {
     }
 
     /// Joins the session's communicators as `worker`, and waits until all workers have.
-    pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, here: usize) -> Result<Membership> {
+    pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId) -> Result<Membership> {
         let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
         match &plan.way {
@@ -145,8 +162,8 @@ impl MeetingPlace {
                 let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
                 Ok(Membership { world, group })
             }
-            Way::Sockets { key, world, groups } => {
-                options.ranks_on_machine = Some(here);
+            Way::Sockets { key, world, groups, beside } => {
+                options.ranks_on_machine = beside.get(worker.index()).map(|count| *count as usize);
                 let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner).get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
                 let joined = listeners.world.join(rank, world, key, &options)?;

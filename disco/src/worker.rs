@@ -11,7 +11,7 @@ use crate::command::{Command, HostTensor, Kind, On, Operand, Queued, Register, S
 use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
 use crate::event::{Event, EventSink};
-use crate::host::Shared;
+use crate::host::{SetUp, Shared};
 use crate::plane::{Layout, Plan, Way};
 
 /// Commands on their way to a worker.
@@ -134,13 +134,13 @@ impl Drop for Farewell {
 }
 
 impl Worker {
-    pub(crate) fn new(this: WorkerContext, layout: Layout, shared: Arc<Shared>, queue: Arc<Queue>) -> Self {
+    pub(crate) fn new(this: WorkerContext, shared: Arc<Shared>, queue: Arc<Queue>) -> Self {
         Self {
             id: this.worker_id(),
-            layout,
+            layout: shared.set_up().layout,
             this,
             sink: shared.sink(),
-            report_every: shared.report_every(),
+            report_every: shared.set_up().report_every,
             shared,
             queue,
             registers: Vec::new(),
@@ -291,7 +291,7 @@ impl Worker {
                 // The old communicators go first, so that nobody waits in them.
                 self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
                 let plan: Plan = plan.decode()?;
-                let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.count());
+                let joined = self.shared.place().join(&plan, self.layout, self.id);
                 let failed = joined.as_ref().err().cloned();
                 self.this.set_membership(joined);
                 // Without a way to each other only collectives fail.
@@ -659,21 +659,53 @@ fn result_layout(kind: Kind, from: &Tensor, size: u32) -> rpc_core::Result<Optio
 ///
 /// # Errors
 ///
-/// The system has no thread.
+/// The session may have no more threads, or the system has none.
 pub(crate) fn start(
     id: WorkerId,
-    layout: Layout,
     context: Context,
     shared: Arc<Shared>,
     queue: Arc<Queue>,
 ) -> rpc_core::Result<WorkerContext> {
-    let this = WorkerContext::new(id, layout, context);
-    let worker = Worker::new(this.clone(), layout, shared, queue);
+    let place = context.reserve_thread().map_err(|error| error.context(format_args!("worker {id}")))?;
+    let SetUp { layout, pin, logs, .. } = *shared.set_up();
+    let this = WorkerContext::new(id, layout, context, logs.map(|level| (level, shared.sink())));
+    let worker = Worker::new(this.clone(), shared, queue);
+    let run = move || {
+        // Until the thread ends.
+        let _place = place;
+        if pin {
+            pin_to_processor(id);
+        }
+        let _span = tracing::info_span!("worker", id = id.0).entered();
+        worker.run();
+    };
     std::thread::Builder::new()
         .name(format!("disco-{id}"))
-        .spawn(move || worker.run())
+        .spawn(run)
         .map_err(|error| RpcError::new(ErrorKind::LimitExceeded, format!("no thread for worker {id}: {error}")))?;
     Ok(this)
+}
+
+/// Keeps the calling thread on one of the processors that it may use now.
+#[cfg(target_os = "linux")]
+fn pin_to_processor(id: WorkerId) {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let pinned = sched_getaffinity(None).and_then(|allowed| {
+        let processors: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).collect();
+        let mut one = CpuSet::new();
+        if let Some(processor) = processors.get(id.index() % processors.len().max(1)) {
+            one.set(*processor);
+        }
+        sched_setaffinity(None, &one)
+    });
+    if let Err(error) = pinned {
+        tracing::warn!(%error, "a worker is not pinned to a processor");
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn pin_to_processor(_: WorkerId) {
+    tracing::warn!("workers cannot be pinned to processors on this system");
 }
 
 /// What modules are loaded for: a path, and a device.

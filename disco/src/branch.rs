@@ -1,0 +1,146 @@
+//! Workers in processes of their own at one node: it starts them, passes commands on to all of them, and what they say to the controller.
+
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use rpc_core::{Pack, Result, RpcError, blocking};
+use rpc_transports::{Address, Connector};
+
+use crate::command::Arrived;
+use crate::error::WorkerId;
+use crate::event::{Event, EventSink};
+use crate::host::{Leaf, SetUp};
+use crate::launch::{Source, WORKER, open_links};
+use crate::link::{Inbox, Link, Upstream};
+use crate::options::Hosting;
+use crate::plane::{Layout, Listening};
+
+/// Whether this program has said that it serves workers when it is started as one.
+static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
+
+/// This program can be started as a worker from now on.
+pub(crate) fn serves_workers() {
+    SERVES_WORKERS.store(true, Ordering::Relaxed);
+}
+
+/// The processes of one node, and the links to them.
+pub(crate) struct Branch {
+    layout: Layout,
+    above: Arc<Above>,
+}
+
+/// What is above the processes: their node's events, which the controller fetches.
+struct Above {
+    links: Vec<Link>,
+    sink: Arc<dyn EventSink>,
+}
+
+impl Branch {
+    /// Starts a process for each worker.
+    pub(crate) fn open(set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<(Self, Vec<Leaf>)> {
+        if !SERVES_WORKERS.load(Ordering::Relaxed) {
+            return Err(RpcError::unsupported(
+                "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
+            ));
+        }
+        let address = this_program_as_worker()?;
+        let children = (set_up.first..set_up.first + set_up.count).map(|first| {
+            let set_up = SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, ..set_up.clone() };
+            (set_up, Source::Address(Box::new(to_child()), address.clone()))
+        });
+        let children = children.collect();
+        let opening = crate::runtime::runtime()?.spawn(async move {
+            // No child is in this process.
+            let links = open_links(children, &Arc::default() as &Arc<Inbox>).await?;
+            let above = Arc::new(Above { links, sink });
+            let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
+            for (number, link) in above.links.iter().enumerate() {
+                link.start(number, &weak).await?;
+            }
+            Ok(above)
+        });
+        let opened = blocking::block_on(opening)?;
+        let above = opened.unwrap_or_else(|_| Err(RpcError::internal("starting the workers of a node panicked")))?;
+        let leaves = above.links.iter().flat_map(|link| link.info.leaves.clone()).collect();
+        Ok((Self { layout: set_up.layout, above }, leaves))
+    }
+
+    /// Passes commands with consecutive numbers on.
+    pub(crate) fn pass_on(&self, first: u64, commands: Vec<Arrived>) -> Result<()> {
+        for (sequence, arrived) in (first..).zip(commands) {
+            let Arrived { queued, encoded } = arrived;
+            let encoded = encoded.map_or_else(|| queued.command.encode(), Ok)?;
+            for link in &self.above.links {
+                let bulk = self.layout.concerns(queued.command.on(), link.workers());
+                link.push(sequence, &queued, Some(&encoded), bulk);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tickets to segments of the first process.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
+        let first = self.above.links.first().ok_or_else(|| RpcError::internal("a node without processes"))?;
+        let (session, host) = far_end(first)?;
+        blocking::block_on(async { session.get_function("disco.offer").await?.call((&host, epoch)).await })?
+    }
+
+    /// Where the workers listen for each other, in their order.
+    pub(crate) fn listen(&self, address: IpAddr) -> Result<Vec<Listening>> {
+        let mut all = Vec::new();
+        for link in &self.above.links {
+            let (session, host) = far_end(link)?;
+            let listening: Pack<Vec<Listening>> = blocking::block_on(async {
+                session.get_function("disco.listen").await?.call((&host, address.to_string())).await
+            })??;
+            all.extend(listening.0);
+        }
+        Ok(all)
+    }
+
+    /// Lets go of the processes: they end.
+    pub(crate) fn close(&self) {
+        self.above.links.iter().for_each(Link::close);
+    }
+}
+
+impl Upstream for Above {
+    fn handle(&self, event: Event) {
+        self.sink.send(event);
+    }
+
+    fn lose(&self, link: usize, error: RpcError) {
+        let worker = WorkerId(self.links[link].first);
+        self.sink.send(Event::Lost { worker, error });
+    }
+
+    fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.sink.poll_room(cx)
+    }
+}
+
+fn far_end(link: &Link) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
+    link.far_end().ok_or_else(|| RpcError::internal("the session has ended"))
+}
+
+/// This program as the address of a worker.
+///
+/// # Errors
+///
+/// Where it lies is not known.
+pub(crate) fn this_program_as_worker() -> Result<String> {
+    let program = std::env::current_exe().ok();
+    let program = program.as_ref().and_then(|path| path.to_str());
+    let program = program.ok_or_else(|| RpcError::unsupported("where this program lies is not known"))?;
+    let address = Address::exec([program, WORKER]).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
+    Ok(address.to_string())
+}
+
+/// How child processes are connected to: the kernel tells of a child's death at once; what is stopped shows by its silence alone.
+pub(crate) fn to_child() -> Connector {
+    Connector::new().keep_alive(Duration::from_millis(200))
+}

@@ -1,0 +1,148 @@
+//! Where nodes dial in.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, Result as RpcResult, RpcError, Session, SharedSession};
+use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use tokio::time::Instant;
+
+use crate::completion::Completion;
+use crate::error::DiscoError;
+use crate::node::NodePlace;
+
+/// An address at which nodes dial in and wait for a session that wants them: see
+/// [`SocketSession::dialled_by`](crate::SocketSession::dialled_by). Cheap to clone; when the last clone is gone nobody can dial in any more, and those
+/// that are in a session stay.
+#[derive(Clone, Debug)]
+pub struct NodeListener(Arc<Listening>);
+
+#[derive(Debug)]
+struct Listening {
+    server: Server,
+    address: Address,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.server.stop();
+    }
+}
+
+impl NodeListener {
+    /// Listens at `address`, for anybody who can reach it. Its error is an address that cannot be listened on.
+    pub fn bind(address: &str) -> Completion<Self> {
+        Self::bind_with(address, ListenOptions::default(), ServeOptions::default())
+    }
+
+    /// Listens at `address`. `listen` has the certificate for `tls://` and `quic://`; `serve` says who may dial in
+    /// ([`ServeOptions::access`]), how many at a time, and how often those that wait are asked whether they are there. Its error is an address that
+    /// cannot be listened on.
+    pub fn bind_with(address: &str, listen: ListenOptions, serve: ServeOptions) -> Completion<Self> {
+        let address: Address = match address.parse() {
+            Ok(address) => address,
+            Err(error) => return Completion::failed(DiscoError::invalid(format!("'{address}': {error}"))),
+        };
+        let runtime = match crate::runtime::runtime() {
+            Ok(runtime) => runtime,
+            Err(error) => return Completion::failed(error.into()),
+        };
+        // Nodes that dial in find what they would find at a relay, and the session takes them from there.
+        let serve = ServeOptions { relay: true, ..serve };
+        let binding = runtime.spawn(async move {
+            let server = Server::new(Arc::new(no_session), serve);
+            let bound = server.listen(&address, &listen).await;
+            let address = bound.map_err(|error| rpc_transports::ConnectError::from(error).into_rpc_error())?;
+            Ok(Self(Arc::new(Listening { server, address })))
+        });
+        Completion::new(async move {
+            let bound: RpcResult<Self> =
+                binding.await.unwrap_or_else(|_| Err(RpcError::internal("listening for nodes panicked")));
+            Ok(bound?)
+        })
+    }
+
+    /// Where it listens, with the port that was chosen.
+    pub fn address(&self) -> String {
+        self.0.address.to_string()
+    }
+
+    /// How many nodes have dialled in and wait for a session.
+    pub fn waiting(&self) -> usize {
+        self.0.server.parked().iter().filter(|(key, _)| NodePlace::of_key(key).is_some()).map(|(_, count)| count).sum()
+    }
+
+    /// Sessions with so many nodes, in their order, and what to call them.
+    pub(crate) async fn gather(
+        &self,
+        count: usize,
+        connector: &Connector,
+        patience: Duration,
+    ) -> RpcResult<Vec<(Session, String)>> {
+        let deadline = Instant::now() + patience;
+        let (mut placed, mut others): (HashMap<usize, Session>, Vec<Session>) = Default::default();
+        while placed.len() + others.len() < count {
+            let meeting = self.0.server.meet(connector, |key| NodePlace::of_key(key).is_some());
+            let (key, session) = match tokio::time::timeout_at(deadline, meeting).await {
+                Ok(Ok(met)) => met,
+                Ok(Err(error)) => {
+                    let error = error.into_rpc_error();
+                    if error.kind() == ErrorKind::Draining {
+                        return Err(error.context(format_args!("waiting for nodes at {}", self.0.address)));
+                    }
+                    tracing::warn!(%error, "a node that has dialled in is of no use");
+                    continue;
+                }
+                Err(_) => return Err(self.missing(count, &placed, others.len(), patience)),
+            };
+            let Some(place) = NodePlace::of_key(&key).flatten() else {
+                others.push(session);
+                continue;
+            };
+            let rank = place.rank as usize;
+            if place.nodes as usize != count || rank >= count {
+                return Err(RpcError::invalid_argument(format!(
+                    "a node that has dialled in says that it is number {rank} of {}, and the session is to have {count} nodes",
+                    place.nodes
+                )));
+            }
+            if let Some(earlier) = placed.insert(rank, session)
+                && !has_ended(&earlier).await
+            {
+                return Err(RpcError::invalid_argument(format!(
+                    "two nodes have dialled in and say that they are number {rank} of {count}"
+                )));
+            }
+        }
+        let mut others = others.into_iter();
+        let sessions = (0..count).filter_map(|rank| {
+            let session = placed.remove(&rank).or_else(|| others.next())?;
+            Some((session, format!("node {rank}")))
+        });
+        Ok(sessions.collect())
+    }
+
+    fn missing(&self, count: usize, placed: &HashMap<usize, Session>, others: usize, patience: Duration) -> RpcError {
+        let who = if others > 0 {
+            format!("{} of {count} nodes", count - placed.len() - others)
+        } else {
+            let ranks: Vec<_> =
+                (0..count).filter(|rank| !placed.contains_key(rank)).map(|rank| rank.to_string()).collect();
+            format!("nodes {} of {count}", ranks.join(", "))
+        };
+        let address = &self.0.address;
+        RpcError::new(
+            ErrorKind::DeadlineExceeded,
+            format!("{who} have not dialled in at {address} within {patience:?}"),
+        )
+    }
+}
+
+async fn has_ended(session: &Session) -> bool {
+    tokio::time::timeout(Duration::ZERO, session.ended()).await.is_ok()
+}
+
+fn no_session(_: &OpenRequest) -> RpcResult<SharedSession> {
+    Err(RpcError::unsupported("a controller waits here for its nodes"))
+}

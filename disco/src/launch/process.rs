@@ -1,0 +1,82 @@
+//! Workers as child processes of the controller.
+
+use rpc_transports::Address;
+
+use super::{Source, launch, layout_of};
+use crate::branch::{this_program_as_worker, to_child};
+use crate::completion::Completion;
+use crate::error::DiscoError;
+use crate::options::Options;
+use crate::session::DiscoSession;
+
+/// A session whose workers are child processes of this one.
+///
+/// ```no_run
+/// use disco::ProcessSession;
+/// use rpc_core::Registry;
+///
+/// fn main() -> Result<(), disco::DiscoError> {
+///     let registry = Registry::new();
+///     registry.add("pid", || i64::from(std::process::id()));
+///     disco::serve_if_worker(&registry); // does not return in a worker
+///
+///     let session = ProcessSession::new(4, 1).start().wait()?;
+///     session.get_global_func("pid")?.call(())?;
+///     session.sync_all().wait()?;
+///     session.shutdown().wait()
+/// }
+/// ```
+#[derive(Debug)]
+pub struct ProcessSession {
+    num_workers: u32,
+    num_groups: u32,
+    /// `None` is this program.
+    command: Option<Vec<String>>,
+    options: Options,
+}
+
+impl ProcessSession {
+    /// So many workers, in so many groups of equal size. Each is this program again, which has to call [`serve_if_worker`].
+    #[must_use]
+    pub fn new(num_workers: u32, num_groups: u32) -> Self {
+        Self { num_workers, num_groups, command: None, options: Options::default() }
+    }
+
+    /// Another program as worker, and its arguments: it serves a registry with [disco's functions](register) over its standard input and output.
+    #[must_use]
+    pub fn command<S: Into<String>>(mut self, argv: impl IntoIterator<Item = S>) -> Self {
+        self.command = Some(argv.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Settings of the session.
+    #[must_use]
+    pub fn options(mut self, options: Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Starts the processes and their workers.
+    ///
+    /// Its errors are a program that cannot be started, or is no node.
+    pub fn start(self) -> Completion<DiscoSession> {
+        let address = match self.command {
+            Some(command) => match Address::exec(command) {
+                Ok(address) => address.to_string(),
+                Err(error) => return Completion::failed(DiscoError::invalid(error.to_string())),
+            },
+            None => match this_program_as_worker() {
+                Ok(address) => address,
+                Err(error) => return Completion::failed(error.into()),
+            },
+        };
+        match layout_of(self.num_workers as usize, 1, self.num_groups) {
+            Ok(layout) => {
+                let node = move |_| Source::Address(Box::new(to_child()), address.clone());
+                let nodes = (0..self.num_workers).map(node).collect();
+                launch(layout, self.options, async { Ok(nodes) })
+            }
+            Err(error) => Completion::failed(error),
+        }
+    }
+}

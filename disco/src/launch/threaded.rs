@@ -1,0 +1,55 @@
+//! Workers as threads of the controller's process.
+
+use rpc_core::{LocalSession, Registry, Session, SessionLimits};
+
+use super::{Source, launch, layout_of};
+use crate::completion::Completion;
+use crate::host::register;
+use crate::options::Options;
+use crate::session::DiscoSession;
+
+/// A session whose workers are threads of this process.
+#[derive(Debug)]
+pub struct ThreadedSession {
+    num_workers: u32,
+    num_groups: u32,
+    registry: Registry,
+    options: Options,
+}
+
+impl ThreadedSession {
+    /// So many workers, in so many groups of equal size.
+    #[must_use]
+    pub fn new(num_workers: u32, num_groups: u32) -> Self {
+        Self { num_workers, num_groups, registry: Registry::new(), options: Options::default() }
+    }
+
+    /// The functions of the workers. Those of disco are added.
+    #[must_use]
+    pub fn registry(mut self, registry: Registry) -> Self {
+        self.registry = registry;
+        self
+    }
+
+    /// Settings of the session.
+    #[must_use]
+    pub fn options(mut self, options: Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Starts the workers.
+    ///
+    /// Its errors are groups that cannot be of equal size, and a system that has no more threads.
+    pub fn start(self) -> Completion<DiscoSession> {
+        let layout = match layout_of(1, self.num_workers, self.num_groups) {
+            Ok(layout) => layout,
+            Err(error) => return Completion::failed(error),
+        };
+        register(&self.registry);
+        let mut limits = SessionLimits::default();
+        limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
+        let session = Session::new(LocalSession::builder(self.registry).limits(limits).build());
+        launch(layout, self.options, async { Ok(vec![Source::Ready(session, "this process".to_owned())]) })
+    }
+}

@@ -1,0 +1,131 @@
+//! What workers log, on its way to the controller.
+//!
+//! A worker runs in a span that names it, so that a program which has its workers as threads sees who logs. Elsewhere a layer of the process's
+//! subscriber passes on what is logged on workers' threads, and the controller logs it again.
+
+use std::cell::Cell;
+use std::fmt::{self, Write};
+use std::io;
+
+use tracing::field::{Field, Visit};
+use tracing::{Event as LogEvent, Level, Subscriber};
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::layer::{Context, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
+
+use crate::context::WorkerContext;
+use crate::error::WorkerId;
+use crate::event::LogLine;
+
+/// The most bytes of one line.
+const MAX_LINE: usize = 16 << 10;
+
+/// Passes what workers of this process log on to their controllers, as far as these want it: see
+/// [`Options::worker_logs`](crate::Options::worker_logs). A layer for the subscriber of a program whose servers are nodes;
+/// [`serve_if_worker`](crate::serve_if_worker) sees to it by itself.
+///
+/// What is logged by another thread than the worker's is not passed on.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WorkerLogLayer;
+
+thread_local! {
+    /// The thread is passing a line on, which may be logged in turn.
+    static PASSING_ON: Cell<bool> = const { Cell::new(false) };
+}
+
+impl<S: Subscriber> Layer<S> for WorkerLogLayer {
+    fn on_event(&self, event: &LogEvent<'_>, _: Context<'_, S>) {
+        let level = number(*event.metadata().level());
+        let Some(worker) = WorkerContext::current().filter(|worker| worker.wants_logs(level)) else { return };
+        if PASSING_ON.replace(true) {
+            return;
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        let target = event.metadata().target().to_owned();
+        worker.log(LogLine { level, target, text: text.0, missing_before: 0 });
+        PASSING_ON.set(false);
+    }
+}
+
+/// The message, and behind it the other fields.
+struct Text(String);
+
+impl Text {
+    fn add(&mut self, field: &Field, value: fmt::Arguments<'_>) {
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => {
+                let fields = std::mem::take(&mut self.0);
+                write!(self.0, "{value}{fields}")
+            }
+            name => write!(self.0, " {name}={value}"),
+        };
+        if self.0.len() > MAX_LINE {
+            let end = (0..=MAX_LINE).rev().find(|at| self.0.is_char_boundary(*at)).unwrap_or(0);
+            self.0.truncate(end);
+        }
+    }
+}
+
+impl Visit for Text {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.add(field, format_args!("{value}"));
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.add(field, format_args!("{value:?}"));
+    }
+}
+
+/// Sees to it that what workers of this process log is passed on, if the program has no subscriber of its own. What other threads log goes to
+/// standard error, from warnings on.
+pub(crate) fn install() {
+    let elsewhere = tracing_subscriber::fmt::layer()
+        .with_writer(io::stderr)
+        .with_filter(filter_fn(|metadata| *metadata.level() <= Level::WARN && WorkerContext::current().is_none()));
+    // A subscriber that is there already was the program's own choice.
+    let _ = tracing_subscriber::registry().with(WorkerLogLayer).with(elsewhere).try_init();
+}
+
+/// The number of a level, 0 for errors.
+pub(crate) fn number(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 0,
+        Level::WARN => 1,
+        Level::INFO => 2,
+        Level::DEBUG => 3,
+        _ => 4,
+    }
+}
+
+/// Logs a line of a worker here: by this program's subscriber, or on standard error if it has none.
+pub(crate) fn show(worker: WorkerId, line: &LogLine) {
+    let LogLine { level, target, text, missing_before } = line;
+    let missing = match missing_before {
+        0 => String::new(),
+        count => format!(" ({count} lines before this one are missing)"),
+    };
+    macro_rules! log {
+        ($level:ident) => {
+            tracing::event!(target: "disco::worker", Level::$level, "[{worker}] {target}: {text}{missing}")
+        };
+    }
+    if !tracing::dispatcher::has_been_set() {
+        let level = ["ERROR", "WARN", "INFO", "DEBUG"].get(usize::from(*level)).unwrap_or(&"TRACE");
+        // Who has closed standard error does not want to know.
+        let _ = io::Write::write_fmt(
+            &mut io::stderr().lock(),
+            format_args!("[{worker}] {level} {target}: {text}{missing}\n"),
+        );
+        return;
+    }
+    match level {
+        0 => log!(ERROR),
+        1 => log!(WARN),
+        2 => log!(INFO),
+        3 => log!(DEBUG),
+        _ => log!(TRACE),
+    }
+}
