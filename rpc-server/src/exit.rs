@@ -26,7 +26,8 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
                 ServeError::Listen(_)
                 | ServeError::Workdir { .. }
                 | ServeError::Metrics { .. }
-                | ServeError::Page { .. } => UNAVAILABLE,
+                | ServeError::Page { .. }
+                | ServeError::Controller { .. } => UNAVAILABLE,
                 ServeError::ReadyFile { .. }
                 | ServeError::Otlp { .. }
                 | ServeError::Signals(_)

@@ -4,9 +4,11 @@ use std::io::{self, IsTerminal};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::ParseError;
 use tracing_subscriber::fmt::format::FmtSpan;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
 
 /// How log events are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
@@ -56,12 +58,13 @@ impl Default for LogFilter {
 
 /// Sends the events of this program to standard error. What is sent there already by an earlier call stays as it is.
 pub fn init(filter: &LogFilter, format: LogFormat) {
-    let filter = EnvFilter::new(&filter.0);
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_span_events(FmtSpan::NONE);
-    // A subscriber that is there already was the program's own choice.
-    let _ = match format {
-        LogFormat::Text => builder.with_ansi(io::stderr().is_terminal()).try_init(),
-        LogFormat::Json => builder.json().flatten_event(true).try_init(),
+    let lines = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_span_events(FmtSpan::NONE);
+    let lines = match format {
+        LogFormat::Text => lines.with_ansi(io::stderr().is_terminal()).boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).boxed(),
     };
+    let lines = lines.with_filter(EnvFilter::new(&filter.0));
+    // What workers log goes to their controllers, too, as far as those want it.
+    // A subscriber that is there already was the program's own choice.
+    let _ = tracing_subscriber::registry().with(lines).with(disco::WorkerLogLayer).try_init();
 }

@@ -50,6 +50,7 @@ use self::signals::Signals;
 use crate::config::{Isolate, ListenAddress, RelayAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
 use crate::monitor::{Monitoring, Phase};
+use crate::node::Join;
 use crate::otel::Spans;
 use crate::session::{Cleaner, Client, ServerState, SessionWorkspace, Source};
 use crate::tracker::{Gate, Registrar, Told};
@@ -107,12 +108,14 @@ impl ServerBuilder {
     /// Makes the server, which does nothing until it is started.
     pub fn build(self) -> RpcServer {
         builtins::register(&self.registry);
+        disco::register(&self.registry);
         RpcServer {
             registry: self.registry,
             devices: self.devices,
             config: self.config,
             relay: self.relay,
             also: Vec::new(),
+            join: None,
         }
     }
 }
@@ -126,6 +129,8 @@ pub struct RpcServer {
     relay: bool,
     /// Lines to be announced after the addresses.
     also: Vec<String>,
+    /// Whom to join.
+    join: Option<Join>,
 }
 
 impl RpcServer {
@@ -137,6 +142,11 @@ impl RpcServer {
             config: ServeConfig::default(),
             relay: false,
         }
+    }
+
+    /// Joins a controller when it serves, and stops when that one's session ends.
+    pub(crate) fn join(&mut self, join: Join) {
+        self.join = Some(join);
     }
 
     /// Prints this, too, when it serves.
@@ -153,7 +163,7 @@ impl RpcServer {
     /// The configuration, an address that cannot be listened on, the folder for workspaces, the address for metrics, the ready
     /// file.
     pub async fn start(self) -> Result<Running, ServeError> {
-        let Self { registry, devices, config, relay, also: _ } = self;
+        let Self { registry, devices, config, relay, also: _, join: _ } = self;
         config.check()?;
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
@@ -263,7 +273,7 @@ impl RpcServer {
     /// are any, and serves until SIGTERM or SIGINT. Then clients are told to go, and their sessions may end within the
     /// drain time-out; a second signal stops at once. SIGHUP has certificates and tokens read again.
     ///
-    /// With `stdio` it also stops when that session ends; with `exit_with_stdin`, when standard input ends.
+    /// With `stdio`, or for a controller that it has joined, it also stops when that session ends; with `exit_with_stdin`, when standard input ends.
     ///
     /// # Errors
     ///
@@ -271,9 +281,15 @@ impl RpcServer {
     pub async fn run_until_signal(mut self) -> Result<StopReason, ServeError> {
         let mut signals = Signals::install().map_err(ServeError::Signals)?;
         let (stdio, watch_stdin) = (self.config.stdio, self.config.exit_with_stdin);
-        let also = std::mem::take(&mut self.also);
+        let (also, join) = (std::mem::take(&mut self.also), self.join.take());
         let running = self.start().await?;
         announce(&running, &also);
+        let session_of_controller = async {
+            match &join {
+                Some(join) => join.run(&running.server).await,
+                None => std::future::pending().await,
+            }
+        };
         let stdin_end = async { if watch_stdin { stdin_end().await } else { std::future::pending().await } };
         let only_session_ended = async { if stdio { running.idle().await } else { std::future::pending().await } };
         tokio::select! {
@@ -281,6 +297,10 @@ impl RpcServer {
             () = stdin_end => {
                 running.end().await;
                 return Ok(StopReason::StdinEnded);
+            }
+            joined = session_of_controller => {
+                running.end().await;
+                return joined.map(|()| StopReason::SessionEnded);
             }
             () = only_session_ended => {
                 running.end().await;
@@ -320,7 +340,7 @@ pub enum StopReason {
     Drained,
     /// A second signal, by its number, stopped it at once.
     SecondSignal(i32),
-    /// The session on standard input and output ended.
+    /// The session on standard input and output ended, or that of the controller.
     SessionEnded,
     /// Standard input ended.
     StdinEnded,

@@ -162,9 +162,10 @@ impl Drop for ServerProcess {
 /// Call it first thing in `main`, before arguments are looked at and threads are started: the first argument
 /// `--serve-as-child` is what tells. The child serves until its standard input ends, which it does when its parent ends.
 ///
-/// It stands for [`run_if_isolated`](crate::isolate::run_if_isolated), too.
+/// It stands for [`run_if_isolated`](crate::isolate::run_if_isolated) and for [`disco::serve_if_worker`], too.
 pub fn run_as_child_if_asked(registry: &Registry) {
     crate::isolate::run_if_isolated(registry);
+    disco::serve_if_worker(registry);
     let mut args = env::args().skip(1);
     if args.next().as_deref() != Some(CHILD_ARGUMENT) {
         return;

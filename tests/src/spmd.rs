@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use disco::{DiscoSession, Options, ProcessSession, ReduceOp, Scope, SocketSession, ThreadedSession, WorkerContext};
+use disco::{
+    DiscoSession, Hosting, JoinOptions, NodeListener, NodePlace, Options, ProcessSession, ReduceOp, Scope,
+    SocketSession, ThreadedSession, WorkerContext,
+};
 use rpc_core::{ErrorKind, LocalSession, Registry, Result, RpcError, SharedSession, Tensor, TensorView, TensorViewMut};
-use rpc_transports::{ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
+use rpc_transports::{Address, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
 use tokio::runtime::Runtime;
 
 /// The functions of workers.
@@ -90,6 +93,10 @@ pub enum Launch {
     },
     /// As `Tcp`, behind a server that forwards.
     Chain,
+    /// Nodes of this process with one worker each, which dial in.
+    DialIn,
+    /// One node, which is this program, and has its workers in processes of their own.
+    NodeOfProcesses(&'static str),
 }
 
 /// A session, and what it stands on.
@@ -143,6 +150,29 @@ impl Launch {
                 let connector = rpc_transports::Connector::new().via(&gateway);
                 let session = SocketSession::new(addresses, 1, num_groups).connector(connector).start();
                 (session, Some((servers, runtime)))
+            }
+            Self::DialIn => {
+                let listener = NodeListener::bind("tcp://127.0.0.1:0").wait()?;
+                for rank in (0..num_workers).rev() {
+                    let mut options = JoinOptions::default();
+                    // One does not say which it is.
+                    options.place = (rank > 0).then_some(NodePlace { rank, nodes: num_workers });
+                    std::thread::spawn({
+                        let address = listener.address();
+                        move || {
+                            // If this fails the session says who is missing.
+                            if let Err(error) = disco::join(&registry(), &address, options).wait() {
+                                eprintln!("a node: {error}");
+                            }
+                        }
+                    });
+                }
+                (SocketSession::dialled_by(num_workers as usize, &listener, 1, num_groups).start(), None)
+            }
+            Self::NodeOfProcesses(program) => {
+                options.hosting = Hosting::Processes;
+                let node = Address::exec([program, "--disco-worker"]).expect("an address").to_string();
+                (SocketSession::new([node], num_workers, num_groups).options(options).start(), None)
             }
         };
         Ok(Fixture { session: session.wait()?, servers })

@@ -11,12 +11,14 @@ use rpc_tests::spmd::Launch;
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
-const ALL: [Launch; 5] = [
+const ALL: [Launch; 7] = [
     Launch::Threads,
     Launch::Processes(NODE),
     Launch::Tcp { per_node: 2, data_over_tcp: false },
     Launch::Tcp { per_node: 1, data_over_tcp: true },
     Launch::Chain,
+    Launch::DialIn,
+    Launch::NodeOfProcesses(NODE),
 ];
 
 /// Runs `test` for each launch, number of workers and number of groups.

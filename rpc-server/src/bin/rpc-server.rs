@@ -6,18 +6,18 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_core::Registry;
-use rpc_server::config::{ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings};
+use rpc_server::config::{ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings, WorkerSettings};
 use rpc_server::relay::Relay;
 use rpc_server::server::{RpcServer, StopReason};
 use rpc_server::tracker::Tracker;
-use rpc_server::{exit, isolate, logging};
+use rpc_server::{builtins, exit, isolate, logging, node};
 
 const EXIT_CODES: &str = "\
 Exit codes:
   0     stopped as it was told to, or there was nothing to do but print
   1     failed
   2     the command line is not right
-  69    an address, or the folder for the files of sessions, cannot be had
+  69    an address, the folder for the files of sessions, or a controller cannot be had
   78    the configuration cannot be used
   130   stopped at once by a second signal, the last one being SIGINT
   143   the same, the last one being SIGTERM";
@@ -53,6 +53,12 @@ enum Command {
     /// else goes to standard error.
     #[command(after_help = EXIT_CODES)]
     Relay(#[command(flatten)] Box<RelaySettings>),
+    /// Be a node of a Disco session, whose controller is dialled, until the session ends.
+    ///
+    /// For nodes that the controller cannot dial, and for launchers: started by mpirun, srun or torchrun each process is the node
+    /// that the launcher says. All else is as with "serve", and with --listen other clients are served, too.
+    #[command(after_help = EXIT_CODES)]
+    Worker(#[command(flatten)] Box<WorkerSettings>),
     /// Print the configuration that "relay" would use with these flags, this environment and this file, as TOML.
     RelayConfig(#[command(flatten)] Box<RelaySettings>),
     /// Print the configuration that "tracker" would use with these flags, this environment and this file, as TOML.
@@ -73,8 +79,12 @@ enum Command {
 
 fn main() -> ExitCode {
     isolate::run_if_isolated(&Registry::new());
+    let registry = Registry::new();
+    builtins::register(&registry);
+    disco::serve_if_worker(&registry);
     match Cli::parse().command {
         Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
+        Command::Worker(settings) => exit::of_server(&work(*settings)).into(),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Relay(settings) => exit::of_server(&relay(*settings)).into(),
         Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
@@ -112,6 +122,12 @@ fn track(settings: TrackerSettings) -> Result<StopReason, ServeError> {
     let config = settings.resolve()?;
     logging::init(&config.log_level, config.log_format);
     Tracker::run_blocking(&config)
+}
+
+fn work(settings: WorkerSettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.serve.log_level, config.serve.log_format);
+    node::run_blocking(config)
 }
 
 fn print_config(config: Result<String, ConfigError>) -> ExitCode {

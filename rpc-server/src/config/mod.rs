@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fmt, fs, io};
 
+use rpc_core::RpcError;
 use rpc_transports::{Address, AddressError, TransportError};
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +22,7 @@ use crate::trust::{ClientTrust, ServerTrust, TrustError};
 pub use pool::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};
 pub use relay::{RelayAddress, RelayConfig, RelaySettings};
 pub use units::{ByteSize, HttpAddress, OtlpEndpoint, PortRange, Span, UnitError};
+pub use worker::{WorkerConfig, WorkerSettings};
 
 macro_rules! settings {
     (
@@ -113,6 +115,7 @@ macro_rules! settings {
 // Behind the macro, which it uses.
 mod pool;
 mod relay;
+mod worker;
 
 settings! {
     ServeSettings => ServeConfig, "RPC_SERVER_CONFIG", "a server";
@@ -522,6 +525,20 @@ pub enum Isolate {
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
+    /// A controller that other machines could stand in for.
+    #[error(
+        "whoever answers at {address} drives this node: use tls:// or quic:// with --forward-ca or --forward-token-file, or say --insecure"
+    )]
+    InsecureController {
+        /// Where the controller is said to be.
+        address: Address,
+    },
+    /// Which node of a session this is cannot be told.
+    #[error("{problem}")]
+    NodePlace {
+        /// What is wrong.
+        problem: String,
+    },
     /// The configuration file cannot be read.
     #[error("cannot read the configuration file {}", file.display())]
     Read {
@@ -695,6 +712,14 @@ pub enum ServeError {
         address: SocketAddr,
         /// What the system said.
         source: io::Error,
+    },
+    /// The controller of a Disco session cannot be joined.
+    #[error("no session with the controller at {address}")]
+    Controller {
+        /// The controller.
+        address: Address,
+        /// Why.
+        source: RpcError,
     },
     /// The export of spans cannot be set up.
     #[error("cannot export spans to {endpoint}")]

@@ -57,6 +57,7 @@ fn serve(
     limit(&config)?;
     watch(connection.try_clone()?)?;
     builtins::register(registry);
+    disco::register(registry);
 
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // One to serve the connection, and one so that it is served while an asynchronous function blocks the other.
