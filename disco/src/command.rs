@@ -405,22 +405,20 @@ pub(crate) struct Queued {
 /// # Errors
 ///
 /// Anything malformed.
-pub(crate) fn decode_batch(mut heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>> {
+pub(crate) fn decode_batch(heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>> {
     let mut bulk = bulk.into_iter();
     let mut commands = Vec::new();
-    while !heads.is_empty() {
-        if heads.len() < 16 {
-            return Err(malformed());
-        }
-        let head = heads.split_to(16);
+    let mut rest = &heads[..];
+    while !rest.is_empty() {
+        let Some((head, behind)) = rest.split_first_chunk::<16>() else { return Err(malformed()) };
         let u32_at = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         let cost = u64::from(u32_at(0)) | u64::from(u32_at(4)) << 32;
-        let (body, payload) = (u32_at(8) as usize, u32_at(12) as usize);
-        if heads.len().checked_sub(body).is_none_or(|left| left < payload) {
-            return Err(malformed());
-        }
-        let body = heads.split_to(body);
-        let value = decode_value(&body, heads.split_to(payload))?;
+        let (body, behind) = behind.split_at_checked(u32_at(8) as usize).ok_or_else(malformed)?;
+        let (payload, behind) = behind.split_at_checked(u32_at(12) as usize).ok_or_else(malformed)?;
+        rest = behind;
+        // Most have none, and need no share of the batch.
+        let payload = if payload.is_empty() { Bytes::new() } else { heads.slice_ref(payload) };
+        let value = decode_value(body, payload)?;
         commands.push(Queued { cost, command: Arc::new(Command::read(value, &mut bulk)?) });
     }
     if bulk.next().is_some() { Err(malformed()) } else { Ok(commands) }

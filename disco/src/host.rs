@@ -25,8 +25,9 @@ use crate::command::{Queued, decode_batch};
 use crate::context::WorkerContext;
 use crate::error::WorkerId;
 use crate::event::{EventQueue, EventSink};
+use crate::feed::Feed;
 use crate::plane::{Layout, MeetingPlace, machine};
-use crate::worker::{self, ModuleKey, Queue};
+use crate::worker::{self, ModuleKey};
 
 /// The most workers of one host.
 const MAX_WORKERS: u32 = 1024;
@@ -132,9 +133,8 @@ pub(crate) struct WorkerHost {
     shared: Arc<Shared>,
     /// For a controller in another process.
     events: Option<Arc<EventQueue>>,
-    workers: Vec<(Arc<Queue>, WorkerContext)>,
-    /// The number of the next command. Held while commands are passed on, so that every worker gets them in order.
-    next: Mutex<u64>,
+    workers: Vec<WorkerContext>,
+    feed: Arc<Feed>,
 }
 
 impl WorkerHost {
@@ -158,13 +158,13 @@ impl WorkerHost {
             place: MeetingPlace::default(),
             modules: Mutex::default(),
         });
-        let mut host = Self { set_up: set_up.clone(), shared, events, workers: Vec::new(), next: Mutex::new(1) };
-        for id in set_up.first..set_up.first + set_up.count {
-            let queue = Arc::new(Queue::default());
+        let (feed, readers) = Feed::new(set_up.count as usize);
+        let mut host = Self { set_up: set_up.clone(), shared, events, workers: Vec::new(), feed };
+        for (id, reader) in (set_up.first..).zip(readers) {
             let (shared, context) = (Arc::clone(&host.shared), context.detached());
             // If there is no thread for one, dropping the host ends the others.
-            let worker = worker::start(WorkerId(id), set_up.layout, context, shared, Arc::clone(&queue))?;
-            host.workers.push((queue, worker));
+            let worker = worker::start(WorkerId(id), set_up.layout, context, shared, Arc::clone(&host.feed), reader)?;
+            host.workers.push(worker);
         }
         let host = Arc::new(host);
         put_host(set_up.local, &host);
@@ -172,25 +172,16 @@ impl WorkerHost {
     }
 
     /// Passes commands to all workers.
-    pub(crate) fn submit(&self, first: u64, commands: Vec<Queued>) -> Result<()> {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        if *next != first {
-            return Err(RpcError::new(
-                ErrorKind::Protocol,
-                format!("command {first} came where command {next} was expected"),
-            ));
-        }
-        *next += commands.len() as u64;
-        for (queue, _) in &self.workers {
-            queue.push(first, commands.iter().cloned());
-        }
-        Ok(())
+    pub(crate) fn submit(&self, first: u64, commands: impl IntoIterator<Item = Queued>) -> Result<()> {
+        self.feed.push(first, commands).map_err(|next| {
+            RpcError::new(ErrorKind::Protocol, format!("command {first} came where command {next} was expected"))
+        })
     }
 
     /// Ends all workers after what they are doing, and their collectives now.
     pub(crate) fn abort(&self) {
-        for (queue, worker) in &self.workers {
-            queue.abort();
+        self.feed.abort();
+        for worker in &self.workers {
             worker.abort_collectives("the session has ended");
         }
         if let Some(events) = &self.events {

@@ -71,6 +71,7 @@ mod controller;
 mod dref;
 mod error;
 mod event;
+mod feed;
 mod host;
 mod launch;
 mod link;
