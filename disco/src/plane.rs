@@ -52,7 +52,7 @@ pub(crate) enum Way {
     #[cfg(target_os = "linux")]
     Segments(Vec<host::Ticket>),
     /// Each worker's address for the world, and for its group if there are several.
-    Sockets { key: SessionKey, world: Vec<Address>, groups: Vec<Address> },
+    Sockets { key: SessionKey, encrypt: bool, world: Vec<Address>, groups: Vec<Address> },
     /// They do not.
     Apart { why: String },
 }
@@ -145,8 +145,9 @@ impl MeetingPlace {
                 let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
                 Ok(Membership { world, group })
             }
-            Way::Sockets { key, world, groups } => {
+            Way::Sockets { key, encrypt, world, groups } => {
                 options.ranks_on_machine = Some(here);
+                options.encrypt = *encrypt;
                 let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner).get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
                 let joined = listeners.world.join(rank, world, key, &options)?;
