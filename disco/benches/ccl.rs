@@ -1,8 +1,10 @@
-//! How long collectives take among 2 and 4 ranks, as threads and as processes: medians.
+//! How long collectives take among 2 and 4 ranks: threads, processes that read from each other's buffers, processes with a segment alone, and processes with
+//! TCP connections, in the clear and encrypted. Medians.
 //!
-//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes] [--ranks N] [--op NAME] [--bytes N]`
+//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes|segment|tcp|encrypted] [--ranks N] [--op NAME] [--bytes N]`
 
-use std::process::{Command, Stdio};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use disco::ccl::{Buffers, Ccl, Rank, ReduceOp, host};
@@ -72,9 +74,17 @@ impl Arguments {
 fn main() {
     let arguments = Arguments::parse();
     if let Ok(text) = std::env::var(CHILD) {
-        let (rank, ticket) = text.split_once(' ').expect("rank and ticket");
-        let ticket: host::Ticket = serde_json::from_str(ticket).expect("a ticket");
-        let mut ccl = ticket.join(Rank(rank.parse().expect("a rank")), &host::Options::default()).expect("to join");
+        let (rank, over) = text.split_once(' ').expect("a rank and the way");
+        let rank = Rank(rank.parse().expect("a rank"));
+        let mut ccl = if is_stream(over) {
+            let listener = listener();
+            println!("{}", serde_json::to_string(listener.address()).expect("an address"));
+            let (key, addresses): (host::SessionKey, Vec<host::Address>) = from_stdin();
+            listener.join(rank, &addresses, &key, &options(over)).expect("to join")
+        } else {
+            let ticket: host::Ticket = from_stdin();
+            ticket.join(rank, &options(over)).expect("to join")
+        };
         for case in arguments.cases() {
             measure(&mut *ccl, case);
         }
@@ -83,9 +93,8 @@ fn main() {
     if !arguments.json {
         println!("{:<10} {:>5}  {:<15} {:>9} {:>12} {:>9}", "over", "ranks", "operation", "bytes", "median", "GB/s");
     }
-    for over in
-        ["threads", "processes"].into_iter().filter(|over| arguments.over.as_ref().is_none_or(|one| one == over))
-    {
+    let all = ["threads", "processes", "segment", "tcp", "encrypted"];
+    for over in all.into_iter().filter(|over| arguments.over.as_ref().is_none_or(|one| one == over)) {
         for ranks in [2, 4].into_iter().filter(|ranks| arguments.ranks.is_none_or(|one| one == *ranks)) {
             run(&arguments, over, ranks);
         }
@@ -114,21 +123,64 @@ fn run(arguments: &Arguments, over: &str, ranks: usize) {
         });
         return;
     }
-    let offer = host::Offer::new(ranks, &host::Options::default()).expect("a segment");
-    let ticket = serde_json::to_string(&offer.ticket()).expect("a ticket");
-    let start = |rank: usize| {
-        Command::new(std::env::current_exe().expect("this binary"))
-            .args(std::env::args().skip(1))
-            .env(CHILD, format!("{rank} {ticket}"))
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("this binary again")
+    let mut children: Vec<Child> = (1..ranks).map(|rank| start(rank, over)).collect();
+    let mut ccl = if is_stream(over) {
+        let listener = listener();
+        let mut addresses = vec![listener.address().clone()];
+        for child in &mut children {
+            let mut line = String::new();
+            BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("an address");
+            addresses.push(serde_json::from_str(&line).expect("an address"));
+        }
+        let key = host::SessionKey::generate().expect("a key");
+        children.iter_mut().for_each(|child| to_stdin(child, &(&key, &addresses)));
+        listener.join(Rank(0), &addresses, &key, &options(over)).expect("to join")
+    } else {
+        let offer = host::Offer::new(ranks, &options(over)).expect("a segment");
+        children.iter_mut().for_each(|child| to_stdin(child, &offer.ticket()));
+        offer.ticket().join(Rank(0), &options(over)).expect("to join")
     };
-    let children: Vec<_> = (1..ranks).map(start).collect();
-    report(&mut *offer.ticket().join(Rank(0), &host::Options::default()).expect("to join"));
+    report(&mut *ccl);
     for mut child in children {
         assert!(child.wait().expect("a child").success());
     }
+}
+
+/// This program again, as a rank above 0.
+fn start(rank: usize, over: &str) -> Child {
+    Command::new(std::env::current_exe().expect("this binary"))
+        .args(std::env::args().skip(1))
+        .env(CHILD, format!("{rank} {over}"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("this binary again")
+}
+
+fn is_stream(over: &str) -> bool {
+    matches!(over, "tcp" | "encrypted")
+}
+
+fn options(over: &str) -> host::Options {
+    let mut options = host::Options::default();
+    options.read_peers = over != "segment";
+    options.encrypt = over == "encrypted";
+    options
+}
+
+fn listener() -> host::Listener {
+    host::Listener::bind(&host::Address::Tcp(([127, 0, 0, 1], 0).into())).expect("to listen")
+}
+
+fn to_stdin(child: &mut Child, what: &impl serde::Serialize) {
+    let line = serde_json::to_string(what).expect("what has a form");
+    writeln!(child.stdin.as_mut().expect("a pipe"), "{line}").expect("a child that reads");
+}
+
+fn from_stdin<T: serde::de::DeserializeOwned>() -> T {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).expect("a line");
+    serde_json::from_str(&line).expect("what has been sent")
 }
 
 /// The median time of one call.

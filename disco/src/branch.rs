@@ -2,17 +2,18 @@
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, blocking};
 use rpc_transports::{Address, Connector};
 
-use crate::command::Arrived;
+use crate::command::{Encoded, Queued};
 use crate::error::WorkerId;
 use crate::event::{Event, EventSink};
-use crate::host::{Leaf, SetUp};
+use crate::host::{Leaf, SetUp, out_of_order};
 use crate::launch::{Source, WORKER, open_links};
 use crate::link::{Inbox, Link, Upstream};
 use crate::options::Hosting;
@@ -30,6 +31,8 @@ pub(crate) fn serves_workers() {
 pub(crate) struct Branch {
     layout: Layout,
     above: Arc<Above>,
+    /// The number of the next command.
+    next: Mutex<u64>,
 }
 
 /// What is above the processes: their node's events, which the controller fetches.
@@ -65,18 +68,30 @@ impl Branch {
         let opened = blocking::block_on(opening)?;
         let above = opened.unwrap_or_else(|_| Err(RpcError::internal("starting the workers of a node panicked")))?;
         let leaves = above.links.iter().flat_map(|link| link.info.leaves.clone()).collect();
-        Ok((Self { layout: set_up.layout, above }, leaves))
+        Ok((Self { layout: set_up.layout, above, next: Mutex::new(1) }, leaves))
     }
 
-    /// Passes commands with consecutive numbers on.
-    pub(crate) fn pass_on(&self, first: u64, commands: Vec<Arrived>) -> Result<()> {
-        for (sequence, arrived) in (first..).zip(commands) {
-            let Arrived { queued, encoded } = arrived;
-            let encoded = encoded.map_or_else(|| queued.command.encode(), Ok)?;
+    /// Passes commands with consecutive numbers on, with the bytes that they came in, if they came so.
+    pub(crate) fn pass_on(
+        &self,
+        first: u64,
+        commands: impl IntoIterator<Item = (Queued, Option<Bytes>)>,
+    ) -> Result<()> {
+        // Held to the end, so that every process gets them in order.
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if *next != first {
+            return Err(out_of_order(first, *next));
+        }
+        for (queued, head) in commands {
+            let encoded = match head {
+                Some(head) => Encoded { head, bulk: queued.command.bulk() },
+                None => queued.command.encode()?,
+            };
             for link in &self.above.links {
                 let bulk = self.layout.concerns(queued.command.on(), link.workers());
-                link.push(sequence, &queued, Some(&encoded), bulk);
+                link.push(*next, &queued, Some(&encoded), bulk);
             }
+            *next += 1;
         }
         Ok(())
     }

@@ -252,7 +252,7 @@ impl Command {
     }
 
     /// What travels beside the command.
-    fn bulk(&self) -> Option<Bytes> {
+    pub(crate) fn bulk(&self) -> Option<Bytes> {
         if let Self::CopyToWorker0 { data, .. } = self { Some(data.clone()) } else { None }
     }
 
@@ -397,13 +397,6 @@ pub(crate) struct Encoded {
     pub(crate) bulk: Option<Bytes>,
 }
 
-/// A command as it comes to a host: with the bytes that it came in, if it came over a link.
-#[derive(Clone, Debug)]
-pub(crate) struct Arrived {
-    pub(crate) queued: Queued,
-    pub(crate) encoded: Option<Encoded>,
-}
-
 /// A command on its way through a worker's queue.
 #[derive(Clone, Debug)]
 pub(crate) struct Queued {
@@ -416,29 +409,33 @@ pub(crate) struct Queued {
 /// # Errors
 ///
 /// Anything malformed.
-pub(crate) fn decode_batch(mut heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Arrived>> {
+pub(crate) fn decode_batch(heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>> {
     let mut bulk = bulk.into_iter();
     let mut commands = Vec::new();
-    while !heads.is_empty() {
-        let all = heads.clone();
-        if heads.len() < 16 {
-            return Err(malformed());
-        }
-        let head = heads.split_to(16);
+    let mut rest = &heads[..];
+    while !rest.is_empty() {
+        let Some((head, behind)) = rest.split_first_chunk::<16>() else { return Err(malformed()) };
         let u32_at = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         let cost = u64::from(u32_at(0)) | u64::from(u32_at(4)) << 32;
-        let (body, payload) = (u32_at(8) as usize, u32_at(12) as usize);
-        if heads.len().checked_sub(body).is_none_or(|left| left < payload) {
-            return Err(malformed());
-        }
-        let body = heads.split_to(body);
-        let value = decode_value(&body, heads.split_to(payload))?;
-        let command = Command::read(value, &mut bulk)?;
-        let encoded = Encoded { head: all.slice(..all.len() - heads.len()), bulk: command.bulk() };
-        let queued = Queued { cost, command: Arc::new(command) };
-        commands.push(Arrived { queued, encoded: Some(encoded) });
+        let (body, behind) = behind.split_at_checked(u32_at(8) as usize).ok_or_else(malformed)?;
+        let (payload, behind) = behind.split_at_checked(u32_at(12) as usize).ok_or_else(malformed)?;
+        rest = behind;
+        // Most have none, and need no share of the batch.
+        let payload = if payload.is_empty() { Bytes::new() } else { heads.slice_ref(payload) };
+        let value = decode_value(body, payload)?;
+        commands.push(Queued { cost, command: Arc::new(Command::read(value, &mut bulk)?) });
     }
     if bulk.next().is_some() { Err(malformed()) } else { Ok(commands) }
+}
+
+/// The bytes of each command of a batch that [`decode_batch`] has read: its head and what follows that.
+pub(crate) fn split_batch(mut heads: Bytes) -> impl Iterator<Item = Bytes> {
+    std::iter::from_fn(move || {
+        let head = heads.first_chunk::<16>()?;
+        let u32_at = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]) as usize;
+        let len = u32_at(8).saturating_add(u32_at(12)).saturating_add(16);
+        Some(heads.split_to(len.min(heads.len())))
+    })
 }
 
 fn malformed() -> RpcError {
@@ -694,15 +691,16 @@ mod tests {
             heads.put_slice(&encoded.head);
             bulk.extend(encoded.bulk);
         }
-        let decoded = decode_batch(heads.freeze(), bulk).unwrap();
+        let heads = heads.freeze();
+        let decoded = decode_batch(heads.clone(), bulk).unwrap();
         for (before, after) in all().iter().zip(&decoded) {
-            assert_eq!(*before, *after.queued.command);
-            assert_eq!(before.cost(), after.queued.cost);
-            // It goes on as it came.
-            let (sent, found) = (before.encode().unwrap(), after.encoded.as_ref().unwrap());
-            assert_eq!((&sent.head, &sent.bulk), (&found.head, &found.bulk));
+            assert_eq!(*before, *after.command);
+            assert_eq!(before.cost(), after.cost);
         }
         assert_eq!(decoded.len(), all().len());
+        // They go on as they came.
+        let split: Vec<Bytes> = split_batch(heads).collect();
+        assert_eq!(split, all().iter().map(|command| command.encode().unwrap().head).collect::<Vec<_>>());
     }
 
     #[test]

@@ -157,7 +157,9 @@ impl Controller {
                 groups.extend(one.group);
             }
         }
-        Ok(Way::Sockets { key: SessionKey::generate()?, world, groups, beside: beside(&leaves) })
+        // Whoever could read or change the data could as well read or change the commands, where those are not encrypted.
+        let encrypt = self.links.iter().any(|link| link.is_encrypted);
+        Ok(Way::Sockets { key: SessionKey::generate()?, encrypt, world, groups, beside: beside(&leaves) })
     }
 
     fn far_end(&self, link: usize) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {

@@ -23,13 +23,14 @@ use rpc_core::{Context, Device, ErrorKind, Module, Pack, Registry, Result, RpcEr
 use serde::{Deserialize, Serialize};
 
 use crate::branch::Branch;
-use crate::command::{Arrived, decode_batch};
+use crate::command::{Queued, decode_batch, split_batch};
 use crate::context::WorkerContext;
 use crate::error::WorkerId;
 use crate::event::{EventQueue, EventSink};
+use crate::feed::Feed;
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening, MeetingPlace, machine};
-use crate::worker::{self, ModuleKey, Queue};
+use crate::worker::{self, ModuleKey};
 
 /// The most workers of one host.
 const MAX_WORKERS: u32 = 1024;
@@ -45,7 +46,7 @@ pub fn register(registry: &Registry) {
             Ok((SharedObject(host), Pack(info)))
         })
         .add_inline("disco.submit", |host: SharedObject<WorkerHost>, first: u64, heads: Bytes, bulk: Vec<Bytes>| {
-            host.0.submit(first, decode_batch(heads, bulk)?)
+            host.0.submit_batch(first, heads, bulk)
         })
         .add_async("disco.events", |host: SharedObject<WorkerHost>| {
             let events = host.0.events.clone();
@@ -139,13 +140,18 @@ pub(crate) struct WorkerHost {
     /// For a controller in another process.
     events: Option<Arc<EventQueue>>,
     workers: Workers,
-    /// The number of the next command. Held while commands are passed on, so that every worker gets them in order.
-    next: Mutex<u64>,
 }
 
 enum Workers {
-    Threads(Arc<Shared>, Vec<(Arc<Queue>, WorkerContext)>),
+    Threads(Threads),
     Processes(Branch),
+}
+
+/// Workers as threads of this process.
+struct Threads {
+    shared: Arc<Shared>,
+    workers: Vec<WorkerContext>,
+    feed: Arc<Feed>,
 }
 
 impl WorkerHost {
@@ -166,48 +172,39 @@ impl WorkerHost {
         let (workers, leaves) = match set_up.hosting {
             Hosting::Threads => {
                 let leaf = Leaf { count: set_up.count, machine: machine() };
-                (start_threads(context, set_up, sink)?, vec![leaf])
+                (Workers::Threads(Threads::start(context, set_up, sink)?), vec![leaf])
             }
             Hosting::Processes => {
                 let (branch, leaves) = Branch::open(set_up, sink)?;
                 (Workers::Processes(branch), leaves)
             }
         };
-        let host = Arc::new(Self { events, workers, next: Mutex::new(1) });
+        let host = Arc::new(Self { events, workers });
         put_host(set_up.local, &host);
         Ok((host, HostInfo { leaves }))
     }
 
-    /// Passes commands to all workers.
-    pub(crate) fn submit(&self, first: u64, commands: Vec<Arrived>) -> Result<()> {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        if *next != first {
-            return Err(RpcError::new(
-                ErrorKind::Protocol,
-                format!("command {first} came where command {next} was expected"),
-            ));
-        }
-        *next += commands.len() as u64;
+    /// Passes a command to all workers.
+    pub(crate) fn submit(&self, sequence: u64, queued: Queued) -> Result<()> {
         match &self.workers {
-            Workers::Threads(_, workers) => {
-                for (queue, _) in workers {
-                    queue.push(first, commands.iter().map(|arrived| arrived.queued.clone()));
-                }
-                Ok(())
-            }
-            Workers::Processes(branch) => branch.pass_on(first, commands),
+            Workers::Threads(threads) => threads.push(sequence, [queued]),
+            Workers::Processes(branch) => branch.pass_on(sequence, [(queued, None)]),
+        }
+    }
+
+    /// Passes a batch of them to all workers.
+    fn submit_batch(&self, first: u64, heads: Bytes, bulk: Vec<Bytes>) -> Result<()> {
+        let commands = decode_batch(heads.clone(), bulk)?;
+        match &self.workers {
+            Workers::Threads(threads) => threads.push(first, commands),
+            Workers::Processes(branch) => branch.pass_on(first, commands.into_iter().zip(split_batch(heads).map(Some))),
         }
     }
 
     /// Ends all workers after what they are doing, and their collectives now.
     pub(crate) fn abort(&self) {
         match &self.workers {
-            Workers::Threads(_, workers) => {
-                for (queue, worker) in workers {
-                    queue.abort();
-                    worker.abort_collectives("the session has ended");
-                }
-            }
+            Workers::Threads(threads) => threads.abort(),
             Workers::Processes(branch) => branch.close(),
         }
         if let Some(events) = &self.events {
@@ -218,7 +215,7 @@ impl WorkerHost {
     #[cfg(target_os = "linux")]
     fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
         match &self.workers {
-            Workers::Threads(shared, _) => shared.place.offer(shared.set_up.layout, epoch).map(Pack),
+            Workers::Threads(Threads { shared, .. }) => shared.place.offer(shared.set_up.layout, epoch).map(Pack),
             Workers::Processes(branch) => branch.offer(epoch),
         }
     }
@@ -230,7 +227,7 @@ impl WorkerHost {
 
     fn listen(&self, address: IpAddr) -> Result<Vec<Listening>> {
         match &self.workers {
-            Workers::Threads(shared, _) => {
+            Workers::Threads(Threads { shared, .. }) => {
                 let SetUp { layout, first, count, .. } = shared.set_up;
                 shared.place.listen(layout, first, count, address)
             }
@@ -239,21 +236,42 @@ impl WorkerHost {
     }
 }
 
-fn start_threads(context: &Context, set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<Workers> {
-    let shared =
-        Arc::new(Shared { sink, set_up: set_up.clone(), place: MeetingPlace::default(), modules: Mutex::default() });
-    let mut workers = Vec::new();
-    for id in set_up.first..set_up.first + set_up.count {
-        let queue = Arc::new(Queue::default());
-        match worker::start(WorkerId(id), context.detached(), Arc::clone(&shared), Arc::clone(&queue)) {
-            Ok(worker) => workers.push((queue, worker)),
-            Err(error) => {
-                workers.iter().for_each(|(queue, _): &(Arc<Queue>, _)| queue.abort());
-                return Err(error);
-            }
+impl Threads {
+    fn start(context: &Context, set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<Self> {
+        let (feed, readers) = Feed::new(set_up.count as usize);
+        let place = MeetingPlace::default();
+        let shared = Arc::new(Shared { sink, set_up: set_up.clone(), place, modules: Mutex::default() });
+        let mut threads = Self { shared, workers: Vec::new(), feed };
+        for (id, reader) in (set_up.first..).zip(readers) {
+            let (shared, feed) = (Arc::clone(&threads.shared), Arc::clone(&threads.feed));
+            // If there is no thread for one, dropping this ends the others.
+            let worker = worker::start(WorkerId(id), context.detached(), shared, feed, reader)?;
+            threads.workers.push(worker);
+        }
+        Ok(threads)
+    }
+
+    fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>) -> Result<()> {
+        self.feed.push(first, commands).map_err(|next| out_of_order(first, next))
+    }
+
+    fn abort(&self) {
+        self.feed.abort();
+        for worker in &self.workers {
+            worker.abort_collectives("the session has ended");
         }
     }
-    Ok(Workers::Threads(shared, workers))
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+/// What is said of commands that do not come where they should.
+pub(crate) fn out_of_order(first: u64, next: u64) -> RpcError {
+    RpcError::new(ErrorKind::Protocol, format!("command {first} came where command {next} was expected"))
 }
 
 impl Drop for WorkerHost {

@@ -72,6 +72,7 @@ mod controller;
 mod dref;
 mod error;
 mod event;
+mod feed;
 mod host;
 mod launch;
 mod link;

@@ -17,7 +17,7 @@ use rpc_core::{
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
-use crate::command::{Arrived, Encoded, Queued};
+use crate::command::{Encoded, Queued};
 use crate::controller::Controller;
 use crate::error::Failure;
 use crate::event::{Event, EventSink, LocalContent, decode_events};
@@ -51,6 +51,8 @@ pub(crate) struct Link {
     pub(crate) info: HostInfo,
     /// How people call what is at the other end.
     pub(crate) name: String,
+    /// Whether it is encrypted, as far as this process can tell.
+    pub(crate) is_encrypted: bool,
     way: Way,
     /// What holds the other end. Taken when the session ends.
     held: Mutex<Option<Held>>,
@@ -93,8 +95,9 @@ impl Link {
             Some(local) => Way::Local(Arc::downgrade(&local)),
             None => Way::Remote(Arc::default()),
         };
+        let is_encrypted = session.is_encrypted();
         let held = Mutex::new(Some(Held { session, host, tasks: Vec::new() }));
-        Ok(Self { first: set_up.first, count: set_up.count, info, name, way, held })
+        Ok(Self { first: set_up.first, count: set_up.count, info, name, is_encrypted, way, held })
     }
 
     async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, HostInfo)> {
@@ -163,9 +166,8 @@ impl Link {
         match &self.way {
             Way::Local(host) => {
                 // Gone only when the session ends.
-                let arrived = Arrived { queued: queued.clone(), encoded: encoded.cloned() };
                 if let Some(host) = host.upgrade()
-                    && let Err(error) = host.submit(sequence, vec![arrived])
+                    && let Err(error) = host.submit(sequence, queued.clone())
                 {
                     tracing::error!(%error, "a host of this process refused a command");
                 }

@@ -65,6 +65,7 @@ pub(crate) enum Way {
     /// Each worker's address for the world, and for its group if there are several.
     Sockets {
         key: SessionKey,
+        encrypt: bool,
         world: Vec<Address>,
         groups: Vec<Address>,
         /// How many workers are on each one's machine.
@@ -162,8 +163,9 @@ impl MeetingPlace {
                 let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
                 Ok(Membership { world, group })
             }
-            Way::Sockets { key, world, groups, beside } => {
+            Way::Sockets { key, encrypt, world, groups, beside } => {
                 options.ranks_on_machine = beside.get(worker.index()).map(|count| *count as usize);
+                options.encrypt = *encrypt;
                 let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner).get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
                 let joined = listeners.world.join(rank, world, key, &options)?;

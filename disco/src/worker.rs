@@ -1,75 +1,18 @@
 //! A worker: a register file, and the thread that executes commands on it in the order of their sequence numbers.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use rpc_core::object::{Function, FunctionKind, Object};
 use rpc_core::{Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, blocking};
 
 use crate::ccl::{Operation, Rank};
-use crate::command::{Command, HostTensor, Kind, On, Operand, Queued, Register, Scope};
+use crate::command::{Command, HostTensor, Kind, On, Operand, Register, Scope};
 use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
 use crate::event::{Event, EventSink};
+use crate::feed::{Feed, Reader};
 use crate::host::{SetUp, Shared};
 use crate::plane::{Layout, Plan, Way};
-
-/// Commands on their way to a worker.
-#[derive(Default)]
-pub(crate) struct Queue {
-    state: Mutex<Waiting>,
-    ready: Condvar,
-}
-
-#[derive(Default)]
-struct Waiting {
-    commands: VecDeque<(u64, Queued)>,
-    aborted: bool,
-    /// The worker sleeps.
-    idle: bool,
-}
-
-impl Queue {
-    /// Appends commands with consecutive numbers.
-    pub(crate) fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>) {
-        let mut state = self.lock();
-        let numbered = commands.into_iter().enumerate().map(|(at, queued)| (first + at as u64, queued));
-        state.commands.extend(numbered);
-        let idle = std::mem::take(&mut state.idle);
-        drop(state);
-        if idle {
-            self.ready.notify_one();
-        }
-    }
-
-    /// Forgets what has not begun. The worker ends after what it is doing.
-    pub(crate) fn abort(&self) {
-        let mut state = self.lock();
-        state.aborted = true;
-        let forgotten = std::mem::take(&mut state.commands);
-        drop(state);
-        self.ready.notify_one();
-        drop(forgotten);
-    }
-
-    fn is_aborted(&self) -> bool {
-        self.lock().aborted
-    }
-
-    /// All that waits, once that is anything; nothing at the end. `taken` is empty, and keeps its memory.
-    fn take(&self, taken: &mut VecDeque<(u64, Queued)>) {
-        let mut state = self.lock();
-        while state.commands.is_empty() && !state.aborted {
-            state.idle = true;
-            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        std::mem::swap(&mut state.commands, taken);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// What a register holds.
 #[derive(Clone, Default)]
@@ -104,11 +47,11 @@ pub(crate) struct Worker {
     this: WorkerContext,
     /// What all workers of the process share.
     shared: Arc<Shared>,
-    queue: Arc<Queue>,
+    feed: Arc<Feed>,
     sink: Arc<dyn EventSink>,
     registers: Vec<Slot>,
-    /// What functions in registers are called.
-    names: HashMap<Register, Arc<str>>,
+    /// What functions in registers are called, for failures.
+    names: Vec<Option<Arc<str>>>,
     sequence: u64,
     executed: u64,
     reported: u64,
@@ -134,7 +77,7 @@ impl Drop for Farewell {
 }
 
 impl Worker {
-    pub(crate) fn new(this: WorkerContext, shared: Arc<Shared>, queue: Arc<Queue>) -> Self {
+    pub(crate) fn new(this: WorkerContext, shared: Arc<Shared>, feed: Arc<Feed>) -> Self {
         Self {
             id: this.worker_id(),
             layout: shared.set_up().layout,
@@ -142,9 +85,9 @@ impl Worker {
             sink: shared.sink(),
             report_every: shared.set_up().report_every,
             shared,
-            queue,
+            feed,
             registers: Vec::new(),
-            names: HashMap::new(),
+            names: Vec::new(),
             sequence: 0,
             executed: 0,
             reported: 0,
@@ -153,16 +96,11 @@ impl Worker {
     }
 
     /// Executes commands until the end.
-    pub(crate) fn run(mut self) {
+    pub(crate) fn run(mut self, mut reader: Reader) {
         self.this.enter();
         let mut farewell = Farewell { id: self.id, sink: Arc::clone(&self.sink), expected: false };
-        let mut taken = VecDeque::new();
-        'all: loop {
-            self.queue.take(&mut taken);
-            if taken.is_empty() {
-                break;
-            }
-            for (sequence, queued) in taken.drain(..) {
+        while !self.shut_down {
+            let performed = reader.next(|sequence, queued| {
                 self.sequence = sequence;
                 self.perform(&queued.command);
                 self.executed += queued.cost;
@@ -170,9 +108,9 @@ impl Worker {
                     self.report();
                 }
                 self.acknowledge(&queued.command);
-                if self.shut_down || self.queue.is_aborted() {
-                    break 'all;
-                }
+            });
+            if performed.is_none() {
+                break;
             }
         }
         farewell.expected = true;
@@ -229,7 +167,9 @@ impl Worker {
 
     fn failure(&self, command: &Command, cause: RpcError) -> Failure {
         let name = match command {
-            Command::CallPacked { function, .. } => self.names.get(function).map(|name| name.to_string()),
+            Command::CallPacked { function, .. } => {
+                self.names.get(*function as usize).cloned().flatten().map(|name| name.to_string())
+            }
             _ => None,
         };
         let command = name.unwrap_or_else(|| command.name().to_owned());
@@ -241,12 +181,12 @@ impl Worker {
             Command::KillReg { registers } => {
                 for register in registers {
                     self.set(*register, Slot::Empty);
-                    self.names.remove(register);
+                    self.set_name(*register, None);
                 }
             }
             Command::GetGlobalFunc { to, name } => {
                 let function = self.this.context().function(name)?;
-                self.names.insert(*to, name.as_str().into());
+                self.set_name(*to, Some(name));
                 self.set_object(*to, Object::Function(function));
             }
             Command::CallPacked { to, function, args } => {
@@ -259,7 +199,7 @@ impl Worker {
             }
             Command::ModuleFunction { to, module, name } => {
                 let function = self.module(*module)?.function(name)?;
-                self.names.insert(*to, name.as_str().into());
+                self.set_name(*to, Some(name));
                 self.set_object(*to, Object::Function(function));
             }
             Command::Empty { to, device, dtype, shape, on } => {
@@ -298,7 +238,7 @@ impl Worker {
                 if let Some(error) = failed.filter(|_| !matches!(plan.way, Way::Apart { .. })) {
                     return Err(error.into());
                 }
-                if self.queue.is_aborted() {
+                if self.feed.is_aborted() {
                     self.this.abort_collectives("the session has ended");
                 }
             }
@@ -331,9 +271,23 @@ impl Worker {
         self.set(register, Slot::Value(Value::Object(object)));
     }
 
+    fn set_name(&mut self, register: Register, name: Option<&str>) {
+        let at = register as usize;
+        if name.is_some() && at >= self.names.len() {
+            self.names.resize(at + 1, None);
+        }
+        if let Some(place) = self.names.get_mut(at) {
+            *place = name.map(Arc::from);
+        }
+    }
+
     fn value(&self, register: Register) -> Outcome<LocalValue> {
+        self.held(register).cloned()
+    }
+
+    fn held(&self, register: Register) -> Outcome<&LocalValue> {
         match self.registers.get(register as usize) {
-            Some(Slot::Value(value)) => Ok(value.clone()),
+            Some(Slot::Value(value)) => Ok(value),
             Some(Slot::Poisoned(failure)) => Err(Fault::Inherited(Arc::clone(failure))),
             Some(Slot::Empty) | None => {
                 Err(RpcError::internal(format!("register {register} of worker {} is empty", self.id)).into())
@@ -350,10 +304,10 @@ impl Worker {
         }
     }
 
-    fn function(&self, register: Register) -> Outcome<Function> {
-        match self.value(register)? {
+    fn function(&self, register: Register) -> Outcome<&Function> {
+        match self.held(register)? {
             Value::Object(Object::Function(function)) => Ok(function),
-            other => Err(self.unexpected("a function", &other).into()),
+            other => Err(self.unexpected("a function", other).into()),
         }
     }
 
@@ -369,13 +323,13 @@ impl Worker {
         RpcError::invalid_argument(format!("expected {expected} on worker {}, found {found}", self.id))
     }
 
-    fn call(&mut self, function: Register, args: &[Value<Operand>]) -> Outcome<LocalValue> {
+    fn call(&self, function: Register, args: &[Value<Operand>]) -> Outcome<LocalValue> {
         let function = self.function(function)?;
         let args = args.iter().map(|arg| self.resolve(arg)).collect::<Outcome<Vec<_>>>()?;
         let context = self.this.context();
         let result = match function.kind() {
-            FunctionKind::Async => blocking::block_on(context.call_async(&function, args))?,
-            FunctionKind::Blocking | FunctionKind::Inline => context.call(&function, args),
+            FunctionKind::Async => blocking::block_on(context.call_async(function, args))?,
+            FunctionKind::Blocking | FunctionKind::Inline => context.call(function, args),
         };
         Ok(result?)
     }
@@ -664,12 +618,13 @@ pub(crate) fn start(
     id: WorkerId,
     context: Context,
     shared: Arc<Shared>,
-    queue: Arc<Queue>,
+    feed: Arc<Feed>,
+    reader: Reader,
 ) -> rpc_core::Result<WorkerContext> {
     let place = context.reserve_thread().map_err(|error| error.context(format_args!("worker {id}")))?;
     let SetUp { layout, pin, logs, .. } = *shared.set_up();
     let this = WorkerContext::new(id, layout, context, logs.map(|level| (level, shared.sink())));
-    let worker = Worker::new(this.clone(), shared, queue);
+    let worker = Worker::new(this.clone(), shared, feed);
     let run = move || {
         // Until the thread ends.
         let _place = place;
@@ -677,7 +632,7 @@ pub(crate) fn start(
             pin_to_processor(id);
         }
         let _span = tracing::info_span!("worker", id = id.0).entered();
-        worker.run();
+        worker.run(reader);
     };
     std::thread::Builder::new()
         .name(format!("disco-{id}"))

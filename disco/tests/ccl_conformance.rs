@@ -21,12 +21,22 @@ fn every_collective_matches_the_model_between_threads() {
 
 #[test]
 fn every_collective_matches_the_model_through_a_segment() {
+    [1, 2, 5].into_iter().for_each(|size| drop(on_threads(Launch::Segment, size, &patient(), |ccl| conformance(ccl))));
+}
+
+#[test]
+fn every_collective_matches_the_model_from_each_others_buffers() {
     (1..=5).for_each(|size| drop(on_threads(Launch::Processes, size, &patient(), |ccl| conformance(ccl))));
 }
 
 #[test]
 fn every_collective_matches_the_model_over_tcp() {
     (1..=5).for_each(|size| drop(on_threads(Launch::Tcp, size, &patient(), |ccl| conformance(ccl))));
+}
+
+#[test]
+fn every_collective_matches_the_model_over_encrypted_connections() {
+    [2, 4].into_iter().for_each(|size| drop(on_threads(Launch::Encrypted, size, &patient(), |ccl| conformance(ccl))));
 }
 
 #[test]

@@ -233,6 +233,12 @@ impl Session {
         self.0.is_local()
     }
 
+    /// Whether what passes between this process and the first peer on the way to the objects can be neither read nor changed by others, as over TLS
+    /// and QUIC. Of what is behind that peer this says nothing.
+    pub fn is_encrypted(&self) -> bool {
+        self.0.is_encrypted()
+    }
+
     /// Ends the session in good order: what was admitted before completes first.
     pub fn shutdown(&self) -> Action<()> {
         self.action(Operation::Shutdown)
@@ -300,6 +306,10 @@ impl RpcSession for Session {
 
     fn is_local(&self) -> bool {
         self.0.is_local()
+    }
+
+    fn is_encrypted(&self) -> bool {
+        self.0.is_encrypted()
     }
 
     fn write_in_place(

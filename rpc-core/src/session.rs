@@ -255,6 +255,12 @@ pub trait RpcSession: Send + Sync + 'static {
         false
     }
 
+    /// Whether what passes between this process and the first peer on the way to the objects can be neither read nor changed by others. Of what is
+    /// behind that peer this says nothing. By default it is not; a session around another one passes the question on.
+    fn is_encrypted(&self) -> bool {
+        false
+    }
+
     /// Offers memory to receive a [`Operation::Write`] in place, instead of taking the bytes: for servers that are about
     /// to read `len` bytes from a socket.
     ///
@@ -290,6 +296,10 @@ impl<S: RpcSession + ?Sized> RpcSession for Arc<S> {
 
     fn is_local(&self) -> bool {
         (**self).is_local()
+    }
+
+    fn is_encrypted(&self) -> bool {
+        (**self).is_encrypted()
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {

@@ -34,6 +34,8 @@ struct Shared {
     /// Any time at all, for those who do not look at it.
     begun: Instant,
     peer: String,
+    /// Whether the channel is encrypted, at least up to where it is passed on.
+    is_encrypted: bool,
     /// What requests hold of the session.
     control: Weak<Self>,
 }
@@ -49,6 +51,7 @@ impl ClientSession {
     /// The session behind a handshake, and its driver running as a task. `input` is what was read beyond the handshake.
     pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: LinkConfig) -> Self {
         let connection = channel.security().connection.clone();
+        let is_encrypted = channel.security().is_encrypted() || channel.security().encrypted_way;
         let (io, peer, guard) = channel.into_parts();
         let now = Instant::now();
         let endpoint = ClientEndpoint::new(negotiated, config, now);
@@ -57,6 +60,7 @@ impl ClientSession {
             next_id: AtomicU64::new(1),
             begun: Instant::now(),
             peer,
+            is_encrypted,
             control: control.clone(),
         });
         let alarm = Alarm::new();
@@ -86,6 +90,10 @@ impl std::fmt::Debug for ClientSession {
 }
 
 impl RpcSession for ClientSession {
+    fn is_encrypted(&self) -> bool {
+        self.0.0.is_encrypted
+    }
+
     fn submit(&self, request: Request) -> Submission {
         let shared = &self.0.0;
         match request.operation {

@@ -84,6 +84,10 @@ impl RpcSession for FilteredSession {
         }
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.next.is_encrypted()
+    }
+
     fn ended(&self) -> Submission {
         self.next.ended()
     }

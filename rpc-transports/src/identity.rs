@@ -174,6 +174,8 @@ pub enum TokenError {
 pub struct Security {
     /// A value that only the two ends of this TLS connection have.
     pub(crate) binding: Option<[u8; 32]>,
+    /// The channel is none of its own, but leads on over another one, the first part of which is encrypted.
+    pub(crate) encrypted_way: bool,
     /// The dialling side has checked the certificate of the other one.
     pub(crate) server_verified: bool,
     /// Whom the dialling side is known as by its certificate: at the side that was dialled.

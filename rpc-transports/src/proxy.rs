@@ -28,6 +28,10 @@ impl RpcSession for ProxySession {
         self.next.submit(request)
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.next.is_encrypted()
+    }
+
     fn ended(&self) -> Submission {
         self.next.ended()
     }

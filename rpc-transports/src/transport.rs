@@ -83,7 +83,9 @@ impl Channel {
 
     /// The same bytes, where they lead on to somebody at `peer` of whom nothing is known yet.
     pub(crate) fn leading_to(self, peer: impl Into<String>) -> Self {
-        Self { peer: peer.into(), security: Security::default(), securing: None, ..self }
+        let encrypted_way = self.security.is_encrypted() || self.security.encrypted_way;
+        let security = Security { encrypted_way, ..Security::default() };
+        Self { peer: peer.into(), security, securing: None, ..self }
     }
 
     /// The same channel, with something around its bytes, such as a recorder.

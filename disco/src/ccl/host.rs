@@ -7,7 +7,8 @@
 //! | | up to 16 KiB of input | more |
 //! | --- | --- | --- |
 //! | threads | inputs travel with the announcements | each rank reduces its share of everybody's buffers, into everybody's buffers |
-//! | processes | the same | the same, in chunks of 256 KiB through the segment, a few under way at a time |
+//! | processes that may read each other's memory | the same | each rank reads and reduces its share of everybody's buffers, and reads the results |
+//! | other processes | the same | the same, in chunks of 256 KiB through the segment, a few under way at a time |
 //! | sockets | the same | everybody sends each rank its share, and each rank sends its reduced share to everybody |
 
 mod agreement;
@@ -16,8 +17,11 @@ mod check;
 mod kernel;
 #[allow(unsafe_code)]
 mod memory;
+#[allow(unsafe_code)]
+mod peek;
 mod plan;
 #[cfg(target_os = "linux")]
+#[allow(unsafe_code)]
 mod processes;
 #[allow(unsafe_code)]
 mod segment;
@@ -36,6 +40,7 @@ pub use processes::{Offer, Ticket};
 pub use stream::{Address, Listener, SessionKey};
 
 use self::memory::Memory;
+use self::plan::Reach;
 use self::segment::Segment;
 use self::shared::SharedCcl;
 use super::Ccl;
@@ -59,6 +64,12 @@ pub struct Options {
     pub ranks_on_machine: Option<usize>,
     /// The number of this making of the group. Default: 0.
     pub epoch: u64,
+    /// Whether processes of one machine read from each other's buffers, if the system permits that to all of them, instead of passing large data through
+    /// their segment. Default: true.
+    pub read_peers: bool,
+    /// Whether what goes over connections between ranks can be neither read nor changed on the way, under keys that follow from the session's. Memory
+    /// that ranks share is not concerned. Default: false.
+    pub encrypt: bool,
 }
 
 impl Default for Options {
@@ -69,6 +80,8 @@ impl Default for Options {
             join_timeout: Duration::from_secs(30),
             ranks_on_machine: None,
             epoch: 0,
+            read_peers: true,
+            encrypt: false,
         }
     }
 }
@@ -85,7 +98,7 @@ pub fn threads(size: usize, options: &Options) -> Result<Vec<Box<dyn Ccl>>, RpcE
     let memory = Memory::heap(segment_bytes(size)?)
         .ok_or_else(|| RpcError::new(ErrorKind::OutOfMemory, "no memory for a group of collectives"))?;
     let segment = Arc::new(Segment::create(memory, size, options.epoch, [0; 16]));
-    let rank = |rank| SharedCcl::new(Arc::clone(&segment), rank, options.clone(), true, Vec::new());
+    let rank = |rank| SharedCcl::new(Arc::clone(&segment), rank, options.clone(), Reach::Addresses, Vec::new());
     Ok((0..size).map(|number| Box::new(rank(number)) as Box<dyn Ccl>).collect())
 }
 

@@ -10,13 +10,18 @@ use disco::ccl::{Ccl, Rank, host};
 pub(crate) enum Launch {
     /// The memory of one process.
     Threads,
-    /// A segment.
+    /// A segment, and each other's buffers where they may be read.
     Processes,
+    /// A segment alone.
+    Segment,
     Tcp,
+    /// TCP, encrypted.
+    Encrypted,
     Unix,
 }
 
-pub(crate) const ALL: [Launch; 4] = [Launch::Threads, Launch::Processes, Launch::Tcp, Launch::Unix];
+pub(crate) const ALL: [Launch; 6] =
+    [Launch::Threads, Launch::Processes, Launch::Segment, Launch::Tcp, Launch::Encrypted, Launch::Unix];
 
 /// Short limits for tests of what takes too long; long ones for all else, because the machine may be busy.
 pub(crate) fn options(entry: Duration, stall: Duration) -> host::Options {
@@ -57,12 +62,16 @@ pub(crate) fn group(launch: Launch, size: usize, options: &host::Options) -> Vec
     if launch == Launch::Threads {
         return host::threads(size, options).expect("a group");
     }
+    let mut options = options.clone();
+    options.encrypt = launch == Launch::Encrypted;
+    options.read_peers = launch != Launch::Segment;
+    let options = &options;
     let folder = tempfile::tempdir().expect("a folder");
     let offer = host::Offer::new(size, options).expect("a segment");
     let key = host::SessionKey::generate().expect("a key");
     let listeners: Vec<_> = (0..size)
         .map(|rank| match launch {
-            Launch::Tcp => host::Address::Tcp(([127, 0, 0, 1], 0).into()),
+            Launch::Tcp | Launch::Encrypted => host::Address::Tcp(([127, 0, 0, 1], 0).into()),
             _ => host::Address::Unix(folder.path().join(rank.to_string())),
         })
         .map(|address| host::Listener::bind(&address).expect("to listen"))
@@ -76,7 +85,7 @@ pub(crate) fn group(launch: Launch, size: usize, options: &host::Options) -> Vec
             .enumerate()
             .map(|(rank, listener)| {
                 scope.spawn(move || match launch {
-                    Launch::Processes => ticket.join(Rank(rank as u32), options).expect("to join"),
+                    Launch::Processes | Launch::Segment => ticket.join(Rank(rank as u32), options).expect("to join"),
                     _ => listener.join(Rank(rank as u32), addresses, key, options).expect("to join"),
                 })
             })

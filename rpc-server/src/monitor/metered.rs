@@ -96,6 +96,10 @@ impl RpcSession for MeteredSession {
         self.inner.is_local()
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.inner.is_encrypted()
+    }
+
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         let write = self.inner.write_in_place(lane, to, offset, len);
         if write.is_some() {

@@ -66,6 +66,10 @@ impl RpcSession for TracedSession {
         self.inner.is_local()
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.inner.is_encrypted()
+    }
+
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.inner.write_in_place(lane, to, offset, len)
     }

@@ -239,6 +239,10 @@ impl RpcSession for GuardedSession {
         self.session.is_local()
     }
 
+    fn is_encrypted(&self) -> bool {
+        self.session.is_encrypted()
+    }
+
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.session.write_in_place(lane, to, offset, len)
     }

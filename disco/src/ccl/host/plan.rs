@@ -16,25 +16,36 @@ pub(super) enum Algorithm {
     Small,
     /// Ranks of one address space read each other's inputs and write each other's outputs: data moves once.
     Direct,
+    /// Ranks read from each other's inputs and, for an allreduce, from each other's outputs.
+    Read,
     /// In chunks through the segment, several under way at a time.
     Staged,
 }
 
+/// How the ranks of a group get at each other's buffers: all in the same way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// By their addresses, as threads of one process.
+    Addresses,
+    /// By reading from each other's processes.
+    Reads,
+    /// Not at all: what is for others goes into the segment.
+    Segment,
+}
+
 impl Algorithm {
     /// For `collective`, of `bytes`, among `size` ranks.
-    pub(super) fn of(
-        collective: &Collective,
-        bytes: usize,
-        size: usize,
-        same_process: bool,
-        any_in_place: bool,
-    ) -> Self {
+    pub(super) fn of(collective: &Collective, bytes: usize, size: usize, reach: Reach, any_in_place: bool) -> Self {
         if travels_inline(collective.operation, bytes, size) {
             return Self::Small;
         }
         // Two ranks that exchange in place would each overwrite what the other has yet to read.
         let exchanges_in_place = collective.operation == Operation::AllToAll && any_in_place;
-        if same_process && !exchanges_in_place { Self::Direct } else { Self::Staged }
+        match reach {
+            Reach::Addresses if !exchanges_in_place => Self::Direct,
+            Reach::Reads if !exchanges_in_place => Self::Read,
+            _ => Self::Staged,
+        }
     }
 }
 

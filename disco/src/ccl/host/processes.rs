@@ -15,6 +15,8 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use super::memory::Memory;
+use super::peek;
+use super::plan::Reach;
 use super::segment::{Segment, Word};
 use super::shared::SharedCcl;
 use super::{Options, segment_bytes};
@@ -93,25 +95,60 @@ impl Ticket {
             return Err(RpcError::new(ErrorKind::Refused, format!("rank {rank} has joined already")));
         }
         segment.word(own, Word::Pid).store(std::process::id(), Ordering::Relaxed);
+        // At an address of its own, which stays until everybody has tried.
+        let probe = Box::new(self.nonce);
+        let address = probe.as_ptr().addr() as u64;
+        segment.word(own, Word::ProbeLow).store(address as u32, Ordering::Relaxed);
+        segment.word(own, Word::ProbeHigh).store((address >> 32) as u32, Ordering::Relaxed);
         segment.publish(joined, 2, own);
         // From here on the others find a rank that has left, if this one gives up.
         let options = Options { epoch: self.epoch, ..options.clone() };
-        let timeout = options.join_timeout;
-        let began = Instant::now();
-        let has_joined = |peer: usize| segment.word(peer, Word::Joined).load(Ordering::Acquire) == 2;
-        while let Some(missing) = (0..size).find(|peer| !has_joined(*peer)) {
-            if began.elapsed() >= timeout {
-                segment.publish(segment.word(own, Word::Left), 1, own);
-                let missing: Vec<String> =
-                    (missing..size).filter(|peer| !has_joined(*peer)).map(|peer| peer.to_string()).collect();
-                let text = format!("rank {} did not join within {timeout:?}", missing.join(", "));
-                return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
-            }
-            segment.sleep(own, Duration::from_millis(50), || has_joined(missing));
-        }
-        let processes = (0..size).map(|peer| process(segment.word(peer, Word::Pid).load(Ordering::Relaxed))).collect();
-        Ok(Box::new(SharedCcl::new(segment, own, options, false, processes)))
+        let until = Instant::now() + options.join_timeout;
+        await_all(&segment, own, until, &options, |peer| {
+            segment.word(peer, Word::Joined).load(Ordering::Acquire) == 2
+        })?;
+        let word = |peer: usize, word: Word| segment.word(peer, word).load(Ordering::Acquire);
+        let reads = options.read_peers && (0..size).all(|peer| can_read(&segment, peer, self.nonce));
+        segment.publish(segment.word(own, Word::Reads), if reads { 1 } else { 2 }, own);
+        await_all(&segment, own, until, &options, |peer| word(peer, Word::Reads) != 0)?;
+        drop(probe);
+        let all_read = (0..size).all(|peer| word(peer, Word::Reads) == 1);
+        let reach = if all_read { Reach::Reads } else { Reach::Segment };
+        let processes = (0..size).map(|peer| process(word(peer, Word::Pid))).collect();
+        Ok(Box::new(SharedCcl::new(segment, own, options, reach, processes)))
     }
+}
+
+/// Waits until all ranks are as `is_there` says.
+fn await_all(
+    segment: &Segment,
+    own: usize,
+    until: Instant,
+    options: &Options,
+    is_there: impl Fn(usize) -> bool,
+) -> Result<(), RpcError> {
+    let size = segment.size();
+    while let Some(missing) = (0..size).find(|peer| !is_there(*peer)) {
+        if Instant::now() >= until {
+            segment.publish(segment.word(own, Word::Left), 1, own);
+            let missing: Vec<String> =
+                (missing..size).filter(|peer| !is_there(*peer)).map(|peer| peer.to_string()).collect();
+            let text = format!("rank {} did not join within {:?}", missing.join(", "), options.join_timeout);
+            return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+        }
+        segment.sleep(own, Duration::from_millis(50), || is_there(missing));
+    }
+    Ok(())
+}
+
+/// Whether this process can read from that of `peer`, which has put the nonce somewhere.
+fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
+    let word = |word: Word| segment.word(peer, word).load(Ordering::Acquire);
+    let address = u64::from(word(Word::ProbeLow)) | u64::from(word(Word::ProbeHigh)) << 32;
+    let mut found = [0; 16];
+    // SAFETY: `found` is ours, and as long.
+    let read = unsafe { peek::read(word(Word::Pid), address, found.as_mut_ptr(), found.len()) };
+    read.is_ok() && found == nonce
 }
 
 /// A file that becomes readable when the process ends. `None` where the system has none, or hides the process (as between

@@ -28,7 +28,7 @@ pub(super) const PARCELS: usize = 2;
 pub(super) const PARCEL: usize = 128 * 1024;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"discoccl");
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEAD: usize = 8192;
 const BROKEN: usize = 64;
 const BROKEN_LEN: usize = 68;
@@ -72,6 +72,13 @@ pub(super) enum Word {
     Since = 36,
     /// The rank that it sends to or receives from, and which of the two: `2 × (rank + 1) + is_send`; 0 otherwise.
     Transfer = 40,
+    /// Whether it can read from everybody's process: 0 not known yet, 1 yes, 2 no.
+    Reads = 44,
+    /// Where in its process it has put the group's nonce, for others to try: the lower half and the upper half.
+    ProbeLow = 48,
+    ProbeHigh = 52,
+    /// The collective of which it has reduced its share last.
+    Halfway = 56,
     /// Changes when somebody wakes the rank. Written by the others.
     Bell = 64,
     /// 1 while the rank is about to sleep. Read by the others.

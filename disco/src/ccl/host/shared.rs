@@ -8,6 +8,7 @@
 
 mod direct;
 mod pair;
+mod read;
 mod small;
 mod staged;
 
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 use rpc_core::RpcError;
 
 use super::agreement::{Announcement, MAX_POISON, agree};
-use super::plan::{Algorithm, has_input, input_bytes, travels_inline};
+use super::plan::{Algorithm, Reach, has_input, input_bytes, travels_inline};
 use super::segment::{Segment, Word, reached, wall_millis};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
@@ -42,8 +43,7 @@ pub(super) struct SharedCcl {
     segment: Arc<Segment>,
     rank: usize,
     options: Options,
-    /// Whether all ranks are threads of this process.
-    same_process: bool,
+    reach: Reach,
     /// To see the other ranks' processes die.
     processes: Vec<Option<OwnedFd>>,
     recorder: Arc<Recorder>,
@@ -57,6 +57,8 @@ pub(super) struct SharedCcl {
     received: Vec<pair::Count>,
     /// Of the collective that is running.
     announcements: Vec<Announcement>,
+    /// Where contributions of others are read to.
+    scratch: Vec<u8>,
 }
 
 /// What a rank waits for.
@@ -73,7 +75,7 @@ impl SharedCcl {
         segment: Arc<Segment>,
         rank: usize,
         options: Options,
-        same_process: bool,
+        reach: Reach,
         processes: Vec<Option<OwnedFd>>,
     ) -> Self {
         let size = segment.size();
@@ -84,7 +86,7 @@ impl SharedCcl {
             segment,
             rank,
             options,
-            same_process,
+            reach,
             processes,
             recorder: Arc::default(),
             spins,
@@ -93,6 +95,7 @@ impl SharedCcl {
             sent: vec![pair::Count::default(); size],
             received: vec![pair::Count::default(); size],
             announcements: Vec::with_capacity(size),
+            scratch: Vec::new(),
         }
     }
 
@@ -158,9 +161,10 @@ impl SharedCcl {
         })?;
         let Some(lent) = lent else { return Err(self.broken()) };
         let any_in_place = self.announcements.iter().any(|one| one.in_place);
-        match Algorithm::of(&collective, bytes, size, self.same_process, any_in_place) {
+        match Algorithm::of(&collective, bytes, size, self.reach, any_in_place) {
             Algorithm::Small => self.small(collective, bytes, lent),
             Algorithm::Direct => return self.direct(collective, bytes, lent),
+            Algorithm::Read => return self.read_and_finish(collective, bytes, lent),
             Algorithm::Staged => self.staged(collective, bytes, lent)?,
         }
         Ok(())
@@ -272,7 +276,7 @@ impl SharedCcl {
     /// them, and whoever began before looks after each piece, so that this takes microseconds.
     fn take_back_buffers(&self) {
         for peer in self.peers() {
-            while self.same_process && self.segment.word(peer, Word::Busy).load(Ordering::SeqCst) != 0 {
+            while self.reach == Reach::Addresses && self.segment.word(peer, Word::Busy).load(Ordering::SeqCst) != 0 {
                 std::thread::yield_now();
             }
         }

@@ -7,6 +7,7 @@
 mod flow;
 mod join;
 mod link;
+mod secure;
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};

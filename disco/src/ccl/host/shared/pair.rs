@@ -12,7 +12,7 @@ use super::{Phase, SharedCcl};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
 use crate::ccl::host::agreement::{Announcement, MAX_POISON, agree_pair};
 use crate::ccl::host::kernel;
-use crate::ccl::host::plan::bypasses;
+use crate::ccl::host::plan::{Reach, bypasses};
 use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Rank};
 
@@ -65,7 +65,7 @@ impl SharedCcl {
         self.compare(self.rank, to, sequence)?;
         let (Ok(lent), Some(bytes)) = (lent, collective.bytes()) else { return Err(self.broken()) };
         let consumed = self.segment.box_word(self.rank, to, BoxWord::Consumed);
-        if self.same_process {
+        if self.is_taken(bytes) {
             self.sent[to].chunks = before.wrapping_add(1);
             return self.wait(consumed, before.wrapping_add(1), to, Phase::Progress);
         }
@@ -99,11 +99,15 @@ impl SharedCcl {
         self.publish_in_box(from, self.rank, BoxWord::Answered, sequence as u32);
         agreed?;
         let (Ok(lent), Some(bytes), Some(offer)) = (lent, collective.bytes(), offer) else { return Err(self.broken()) };
-        if self.same_process {
-            let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
-            // SAFETY: both are threads of this process and agree on the size, and `busy` keeps the sender's buffer lent.
-            unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes)? };
-            drop(busy);
+        if self.is_taken(bytes) {
+            if self.reach == Reach::Reads {
+                self.read(from, offer.input, lent.output, bytes)?;
+            } else {
+                let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
+                // SAFETY: both are threads of this process and agree on the size, and `busy` keeps the sender's buffer lent.
+                unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes)? };
+                drop(busy);
+            }
             self.received[from].chunks = before.wrapping_add(1);
             self.publish_in_box(from, self.rank, BoxWord::Consumed, before.wrapping_add(1));
             return Ok(());
@@ -122,6 +126,15 @@ impl SharedCcl {
         }
         self.received[from].chunks = before.wrapping_add(chunks);
         Ok(())
+    }
+
+    /// Whether the receiver takes so many bytes from the sender's buffer itself.
+    fn is_taken(&self, bytes: usize) -> bool {
+        match self.reach {
+            Reach::Addresses => true,
+            Reach::Reads => bytes > PARCEL,
+            Reach::Segment => false,
+        }
     }
 
     /// Writes this rank's announcement into the box.

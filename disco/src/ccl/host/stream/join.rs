@@ -4,13 +4,14 @@
 //!
 //! | who | what |
 //! | --- | --- |
-//! | dialler | `"DCCL"`, version `u16`, zero `u16`, size `u32`, dialler `u32`, acceptor `u32`, epoch `u64`, nonce (32 bytes) |
-//! | acceptor | status `u8` (0 go on, 1 another epoch, 2 another group), nonce (32 bytes) |
+//! | dialler | `"DCCL"`, version `u16`, flags `u16` (1 encrypted), size `u32`, dialler `u32`, acceptor `u32`, epoch `u64`, nonce (32 bytes) |
+//! | acceptor | status `u8` (0 go on, 1 another epoch, 2 another group, 4 not encrypted alike), nonce (32 bytes) |
 //! | dialler | HMAC-SHA-256 under the session's key over `"disco data 1: dialler"`, the hello and the acceptor's nonce |
 //! | acceptor | status `u8` (0 welcome, 3 not proven), HMAC likewise over `"disco data 1: acceptor"` and the same |
 //!
-//! A connection thus proves the session (whose key it is), the epoch and both ranks, in both directions; what another epoch left behind cannot
-//! be taken for this one's. It is neither encrypted nor protected after that.
+//! A connection thus proves the session (whose key it is), the epoch, both ranks and whether it is encrypted, in both directions; what another epoch
+//! left behind cannot be taken for this one's. If it is, all that follows is encrypted as [`super::secure`] says; if not, it is neither encrypted nor
+//! protected.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -26,6 +27,7 @@ use rpc_core::{ErrorKind, RpcError};
 use serde::{Deserialize, Serialize};
 
 use super::link::{Link, Socket};
+use super::secure::Secret;
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
 
@@ -43,6 +45,10 @@ const GO_ON: u8 = 0;
 const OTHER_EPOCH: u8 = 1;
 const OTHER_GROUP: u8 = 2;
 const NOT_PROVEN: u8 = 3;
+const OTHER_PROTECTION: u8 = 4;
+
+/// The flag of a hello whose sender encrypts what follows.
+const ENCRYPTED: u16 = 1;
 
 /// Where a rank listens for the data of others.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -133,7 +139,7 @@ impl Listener {
     /// # Errors
     ///
     /// * [`ErrorKind::DeadlineExceeded`]: some ranks were not there within [`Options::join_timeout`]; the message names them.
-    /// * [`ErrorKind::Unauthenticated`]: a rank has another key.
+    /// * [`ErrorKind::Unauthenticated`]: a rank has another key, or only one of two encrypts ([`Options::encrypt`]).
     pub fn join(
         &self,
         rank: Rank,
@@ -144,7 +150,8 @@ impl Listener {
         if rank.index() >= addresses.len() {
             return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {}", addresses.len())));
         }
-        let group = Group { rank: rank.0, size: addresses.len() as u32, epoch: options.epoch, key };
+        let (size, encrypt) = (addresses.len() as u32, options.encrypt);
+        let group = Group { rank: rank.0, size, epoch: options.epoch, key, encrypt };
         let until = Instant::now() + options.join_timeout;
         let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
         let (below, above) = links.split_at_mut(rank.index());
@@ -245,6 +252,7 @@ struct Group<'a> {
     size: u32,
     epoch: u64,
     key: &'a SessionKey,
+    encrypt: bool,
 }
 
 /// Why an attempt to connect has failed.
@@ -290,6 +298,7 @@ impl Group<'_> {
         match answer[0] {
             GO_ON => {}
             OTHER_EPOCH => return Err(Failure::Transient("it is in another epoch".to_owned())),
+            OTHER_PROTECTION => return Err(Failure::Final(self.refused(peer, ONE_ENCRYPTS))),
             _ => return Err(Failure::Final(self.refused(peer, "it is in another group"))),
         }
         stream.write_all(self.prove(BY_DIALLER, &hello, &answer[1..]).as_ref())?;
@@ -298,7 +307,7 @@ impl Group<'_> {
         if welcome[0] != GO_ON || !self.proves(BY_ACCEPTOR, &hello, &answer[1..], &welcome[1..]) {
             return Err(Failure::Final(self.refused(peer, "one of the two has another key")));
         }
-        Ok(stream.into_link()?)
+        Ok(stream.into_link(self.secret(&hello, &answer[1..], true))?)
     }
 
     fn refused(&self, peer: u32, why: &str) -> RpcError {
@@ -318,7 +327,9 @@ impl Group<'_> {
         let of_peer = Group { rank: peer, ..*self };
         let expected = of_peer.hello(self.rank, &nonce);
         let status = match hello == expected {
-            _ if hello[..20] != expected[..20] || peer <= self.rank || peer >= self.size => OTHER_GROUP,
+            _ if hello[..6] != expected[..6] || hello[8..20] != expected[8..20] => OTHER_GROUP,
+            _ if peer <= self.rank || peer >= self.size => OTHER_GROUP,
+            _ if hello[6..8] != expected[6..8] => OTHER_PROTECTION,
             true => GO_ON,
             false => OTHER_EPOCH,
         };
@@ -327,7 +338,11 @@ impl Group<'_> {
         answer.extend_from_slice(&challenge);
         stream.write_all(&answer)?;
         if status != GO_ON {
-            let text = if status == OTHER_EPOCH { "it is of another epoch" } else { "it is of another group" };
+            let text = match status {
+                OTHER_EPOCH => "it is of another epoch",
+                OTHER_PROTECTION => ONE_ENCRYPTS,
+                _ => "it is of another group",
+            };
             return Err(RpcError::new(ErrorKind::Refused, text));
         }
         let mut proof = [0; 32];
@@ -339,7 +354,7 @@ impl Group<'_> {
         let mut welcome = vec![GO_ON];
         welcome.extend_from_slice(self.prove(BY_ACCEPTOR, &hello, &challenge).as_ref());
         stream.write_all(&welcome)?;
-        Ok((peer, stream.into_link()?))
+        Ok((peer, stream.into_link(self.secret(&hello, &challenge, false))?))
     }
 
     /// This rank's hello to `peer`.
@@ -347,12 +362,18 @@ impl Group<'_> {
         let mut hello = [0; HELLO];
         hello[..4].copy_from_slice(b"DCCL");
         hello[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        hello[6..8].copy_from_slice(&if self.encrypt { ENCRYPTED } else { 0 }.to_le_bytes());
         hello[8..12].copy_from_slice(&self.size.to_le_bytes());
         hello[12..16].copy_from_slice(&self.rank.to_le_bytes());
         hello[16..20].copy_from_slice(&peer.to_le_bytes());
         hello[20..28].copy_from_slice(&self.epoch.to_le_bytes());
         hello[28..].copy_from_slice(nonce);
         hello
+    }
+
+    /// What the connection is encrypted with, if it is.
+    fn secret(&self, hello: &[u8; HELLO], challenge: &[u8], is_dialler: bool) -> Option<Secret> {
+        self.encrypt.then(|| Secret::derive(&self.key.0, hello, challenge, is_dialler))
     }
 
     fn prove(&self, label: &[u8], hello: &[u8; HELLO], challenge: &[u8]) -> hmac::Tag {
@@ -365,6 +386,8 @@ impl Group<'_> {
         hmac::verify(&key, &[label, hello, challenge].concat(), proof).is_ok()
     }
 }
+
+const ONE_ENCRYPTS: &str = "one of the two encrypts its connections, and the other does not";
 
 const BY_DIALLER: &[u8] = b"disco data 1: dialler";
 const BY_ACCEPTOR: &[u8] = b"disco data 1: acceptor";
@@ -399,7 +422,7 @@ impl Stream {
     }
 
     /// From here on it does not block; and the kernel looks whether a machine that says nothing is still there.
-    fn into_link(self) -> io::Result<Link> {
+    fn into_link(self, secret: Option<Secret>) -> io::Result<Link> {
         let socket: Box<dyn Socket> = match self {
             Self::Tcp(stream) => {
                 stream.set_nodelay(true)?;
@@ -411,14 +434,21 @@ impl Stream {
                 socket2::SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
                 #[cfg(target_os = "linux")]
                 socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(Duration::from_secs(15)))?;
-                Box::new(stream)
+                boxed(stream, secret)
             }
             Self::Unix(stream) => {
                 stream.set_nonblocking(true)?;
-                Box::new(stream)
+                boxed(stream, secret)
             }
         };
         Ok(Link::new(socket))
+    }
+}
+
+fn boxed(stream: impl Socket + 'static, secret: Option<Secret>) -> Box<dyn Socket> {
+    match secret {
+        Some(secret) => Box::new(secret.secure(stream)),
+        None => Box::new(stream),
     }
 }
 

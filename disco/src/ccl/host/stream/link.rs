@@ -5,7 +5,9 @@
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 
 use super::super::agreement::{LEN, MAX_POISON};
 use super::super::segment::INLINE;
@@ -44,9 +46,15 @@ impl FrameKind {
 }
 
 /// A socket, of whichever kind, that does not block.
-pub(super) trait Socket: Read + Write + AsFd + Send {}
+pub(super) trait Socket: Read + Write + AsFd + Send {
+    /// Whether something that it has taken has yet to leave, by a flush or the next write.
+    fn holds_back(&self) -> bool {
+        false
+    }
+}
 
-impl<T: Read + Write + AsFd + Send> Socket for T {}
+impl Socket for TcpStream {}
+impl Socket for UnixStream {}
 
 /// Bytes of a call to send: a stretch of a buffer of which so much is there.
 #[derive(Clone, Copy)]
@@ -178,7 +186,8 @@ impl Link {
             return false;
         }
         let ready = self.outgoing.front().is_some_and(|one| one.sent < one.ready);
-        !self.said.is_empty() || self.head_left + self.data_left > 0 || (ready && !self.last_said)
+        let begun = self.head_left + self.data_left > 0 || self.socket.holds_back();
+        !self.said.is_empty() || begun || (ready && !self.last_said)
     }
 
     /// Whether there is room for anything that the peer may send now.
@@ -204,27 +213,30 @@ impl Link {
         let mut moved = false;
         while self.wants_output() {
             let in_frame = self.head_left + self.data_left > 0;
-            if !in_frame && self.said.is_empty() {
+            if !in_frame && self.said.is_empty() && !self.socket.holds_back() {
                 let Some(next) = self.outgoing.front() else { break };
                 self.data_left = (next.ready - next.sent).min(MAX_DATA);
                 self.head = head(FrameKind::Data, self.data_left);
                 self.head_left = HEAD;
             }
-            let result = if self.head_left + self.data_left > 0 {
+            let result = if self.socket.holds_back() {
+                self.socket.flush().map(|()| None)
+            } else if self.head_left + self.data_left > 0 {
                 let data = match self.outgoing.front() {
                     // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it does not change.
                     Some(next) => unsafe { std::slice::from_raw_parts(next.start.add(next.sent), self.data_left) },
                     None => &[],
                 };
                 let head = &self.head[HEAD - self.head_left..];
-                self.socket.write_vectored(&[IoSlice::new(head), IoSlice::new(data)])
+                self.socket.write_vectored(&[IoSlice::new(head), IoSlice::new(data)]).map(Some)
             } else {
                 let Some(frame) = self.said.front() else { break };
-                self.socket.write(&frame[self.said_bytes..])
+                self.socket.write(&frame[self.said_bytes..]).map(Some)
             };
             match result {
-                Ok(0) => self.mute = true,
-                Ok(written) => {
+                Ok(None) => moved = true,
+                Ok(Some(0)) => self.mute = true,
+                Ok(Some(written)) => {
                     moved = true;
                     self.has_written(written);
                 }

@@ -1,0 +1,149 @@
+//! Large collectives between processes that may read each other's memory: each takes what it needs from the others' buffers, whose addresses came with
+//! the announcements. So data moves once, and ranks wait for each other once or twice, however much that is.
+//!
+//! Nobody writes to memory of others. A rank returns with success only once all who read from it have finished; with an error it returns at
+//! once, because what others then still read, right or wrong, is never used: the group is broken, and they find that out before they return.
+
+use super::{Phase, SharedCcl};
+use crate::ccl::host::plan::{bypasses, route, share};
+use crate::ccl::host::segment::Word;
+use crate::ccl::host::{check, kernel, peek};
+use crate::ccl::{BreakCause, CclError, Collective, Lent, Operation};
+
+/// How many bytes are read between two looks at whether the group is broken.
+const PIECE: usize = 256 * 1024;
+
+/// The contributions of all others that are reduced in one go, in bytes: what a second-level cache holds besides the result.
+const SCRATCH: usize = 256 * 1024;
+
+impl SharedCcl {
+    pub(super) fn read_and_finish(&mut self, collective: Collective, bytes: usize, lent: Lent) -> Result<(), CclError> {
+        let size = self.segment.size();
+        let sequence = self.sequence as u32;
+        match collective.operation {
+            Operation::Allreduce(_) => {
+                let own = share(bytes, self.rank, size);
+                let (input, output) = (lent.input.wrapping_add(own.start), lent.output.wrapping_add(own.start));
+                self.read_and_reduce(collective, own.start, own.len(), input, output)?;
+                self.publish(Word::Halfway, sequence);
+                let in_place = self.announcements.iter().any(|one| one.in_place);
+                let mut owners: Vec<usize> = (1..size).map(|step| (self.rank + step) % size).collect();
+                if in_place {
+                    // What is read now goes where others may have had to read.
+                    for &owner in &owners {
+                        self.wait(self.segment.word(owner, Word::Halfway), sequence, owner, Phase::Progress)?;
+                    }
+                } else {
+                    // Those who are there already come first.
+                    let is_there = |owner: &usize| {
+                        super::reached(
+                            self.segment.word(*owner, Word::Halfway).load(super::Ordering::Acquire),
+                            sequence,
+                        )
+                    };
+                    owners.sort_by_key(|owner| !is_there(owner));
+                }
+                for owner in owners {
+                    self.wait(self.segment.word(owner, Word::Halfway), sequence, owner, Phase::Progress)?;
+                    let theirs = share(bytes, owner, size);
+                    let from = self.announcements[owner].output.wrapping_add(theirs.start as u64);
+                    self.read(owner, from, lent.output.wrapping_add(theirs.start), theirs.len())?;
+                }
+            }
+            Operation::ReduceScatter(_) => {
+                let at = self.rank * bytes;
+                self.read_and_reduce(collective, at, bytes, lent.input.wrapping_add(at), lent.output)?;
+            }
+            operation if lent.has_output => {
+                for step in 0..size {
+                    let from = (self.rank + step) % size;
+                    let Some((at, to)) = route(operation, bytes, from, self.rank) else { continue };
+                    let to = lent.output.wrapping_add(to);
+                    if from == self.rank {
+                        let own = lent.input.wrapping_add(at);
+                        if own != to.cast_const() {
+                            // SAFETY: both are this rank's, and do not overlap.
+                            unsafe { kernel::copy(own, to, bytes, bypasses(bytes)) };
+                        }
+                    } else {
+                        self.read(from, self.announcements[from].input.wrapping_add(at as u64), to, bytes)?;
+                    }
+                }
+            }
+            _ => {}
+        }
+        self.publish(Word::Finished, sequence);
+        for peer in self.peers().filter(|peer| self.is_read_by(collective.operation, *peer)) {
+            self.wait(self.segment.word(peer, Word::Finished), sequence, peer, Phase::Progress)?;
+        }
+        Ok(())
+    }
+
+    /// Whether `peer` reads from this rank's buffers.
+    fn is_read_by(&self, operation: Operation, peer: usize) -> bool {
+        matches!(operation, Operation::Allreduce(_)) || route(operation, 1, self.rank, peer).is_some()
+    }
+
+    /// Reduces `len` bytes from `at` on of everybody's input, of which this rank's is at `input`, to `output`.
+    fn read_and_reduce(
+        &mut self,
+        collective: Collective,
+        at: usize,
+        len: usize,
+        input: *const u8,
+        output: *mut u8,
+    ) -> Result<(), CclError> {
+        let Some(op) = collective.operation.reduce_op() else { return Ok(()) };
+        let size = self.segment.size();
+        // Whole lines, so that no element is split.
+        let part = (SCRATCH / size.max(2).saturating_sub(1)).clamp(4096, 128 * 1024) / 64 * 64;
+        let mut scratch = std::mem::take(&mut self.scratch);
+        scratch.resize(part * size, 0);
+        let mut sources: Vec<*const u8> = vec![std::ptr::null(); size];
+        let bypass = bypasses(len);
+        for done in (0..len).step_by(part) {
+            let piece = part.min(len - done);
+            for (rank, source) in sources.iter_mut().enumerate() {
+                if rank == self.rank {
+                    *source = input.wrapping_add(done);
+                } else {
+                    let place = &mut scratch[rank * part..][..piece];
+                    let from = self.announcements[rank].input.wrapping_add((at + done) as u64);
+                    self.read(rank, from, place.as_mut_ptr(), piece)?;
+                    *source = place.as_ptr();
+                }
+            }
+            // SAFETY: the pieces in `scratch` have just been filled, and the others are this rank's own. Its output may be its input: what is written
+            // lies where it was read.
+            unsafe {
+                kernel::reduce(check::numeric(&collective), op, &sources, piece, &mut |offset, block| {
+                    kernel::copy(block.as_ptr(), output.add(done + offset), block.len(), bypass);
+                });
+            }
+        }
+        self.scratch = scratch;
+        Ok(())
+    }
+
+    /// Reads `len` bytes at the address `from` of another rank to `to`, which is this rank's.
+    pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize) -> Result<(), CclError> {
+        let process = self.segment.word(peer, Word::Pid).load(super::Ordering::Relaxed);
+        for done in (0..len).step_by(PIECE) {
+            let piece = PIECE.min(len - done);
+            // SAFETY: `to` has room for `len` bytes, which nobody else touches: a buffer that the call was lent, or scratch.
+            let read = unsafe { peek::read(process, from.wrapping_add(done as u64), to.wrapping_add(done), piece) };
+            if self.segment.is_broken() {
+                return Err(self.broken());
+            }
+            if let Err(error) = read {
+                let cause = if self.is_dead(peer) {
+                    BreakCause::Died
+                } else {
+                    BreakCause::Link(format!("its buffer cannot be read: {error}"))
+                };
+                return Err(self.break_up(cause, peer));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,280 @@
+//! The feed: commands on their way to the workers of a host, written once and read by each of them at its own pace.
+//!
+//! It is a chain of blocks. A worker holds the block that it reads and gives it up for the next one, so that a block goes when the slowest has read it.
+//! Commands are read where they lie: no lock is taken and no reference counted for a command.
+
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use crate::command::Queued;
+
+/// The commands of one block.
+const BLOCK: usize = 64;
+
+/// A block that holds so many bytes takes no more, so that large data goes as soon as all have read it, and not with its neighbours.
+const FULL: u64 = 64 << 10;
+
+/// How long a worker that has nothing to do yields its core before it sleeps: about what it costs to wake it.
+const YIELD: Duration = Duration::from_micros(50);
+
+struct Block {
+    commands: [OnceLock<Queued>; BLOCK],
+    /// Set when there will be no more in this one.
+    next: OnceLock<Arc<Self>>,
+}
+
+impl Block {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { commands: [const { OnceLock::new() }; BLOCK], next: OnceLock::new() })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // One after the other: a long chain has no place on the stack.
+        let mut next = self.next.take();
+        while let Some(mut block) = next.and_then(Arc::into_inner) {
+            next = block.next.take();
+        }
+    }
+}
+
+/// Commands for the workers of a host, which are to have a [`Reader`] each.
+pub(crate) struct Feed {
+    tail: Mutex<Tail>,
+    sleepers: Box<[Sleeper]>,
+    aborted: AtomicBool,
+}
+
+/// Where the next command goes.
+struct Tail {
+    block: Arc<Block>,
+    len: usize,
+    bytes: u64,
+    /// The number of the next command.
+    next: u64,
+}
+
+/// One reader, as whoever wakes it sees it.
+#[derive(Default)]
+struct Sleeper {
+    asleep: AtomicBool,
+    thread: OnceLock<Thread>,
+}
+
+impl Feed {
+    /// For so many workers, beginning with command 1. A reader for each; they are read on a thread each.
+    pub(crate) fn new(workers: usize) -> (Arc<Self>, Vec<Reader>) {
+        let block = Block::new();
+        let this = Arc::new(Self {
+            tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, bytes: 0, next: 1 }),
+            sleepers: (0..workers).map(|_| Sleeper::default()).collect(),
+            aborted: AtomicBool::new(false),
+        });
+        let reader = |worker| Reader { feed: Arc::clone(&this), worker, block: Arc::clone(&block), at: 0, sequence: 0 };
+        let readers = (0..workers).map(reader).collect();
+        (this, readers)
+    }
+
+    /// Appends commands, of which the first must have the number `first`.
+    ///
+    /// # Errors
+    ///
+    /// The number that it must have.
+    pub(crate) fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>) -> Result<(), u64> {
+        // Held to the end, so that readers see commands in their order.
+        let mut tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
+        if tail.next != first {
+            return Err(tail.next);
+        }
+        for queued in commands {
+            tail.bytes += queued.cost;
+            // Whoever writes has the lock, so that each is set once.
+            _ = tail.block.commands[tail.len].set(queued);
+            tail.len += 1;
+            tail.next += 1;
+            // At once, so that readers let go of a full block though nothing comes after it.
+            if tail.len == BLOCK || tail.bytes >= FULL {
+                let next = Block::new();
+                _ = tail.block.next.set(Arc::clone(&next));
+                (tail.block, tail.len, tail.bytes) = (next, 0, 0);
+            }
+        }
+        drop(tail);
+        self.wake();
+        Ok(())
+    }
+
+    /// Ends the feed: readers get no more, whatever is there.
+    pub(crate) fn abort(&self) {
+        self.aborted.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::Relaxed)
+    }
+
+    fn wake(&self) {
+        // In one order with the sleeper's own two steps: either it sees what is new, or we see that it sleeps.
+        fence(Ordering::SeqCst);
+        for sleeper in &self.sleepers {
+            if sleeper.asleep.load(Ordering::Relaxed)
+                && sleeper.asleep.swap(false, Ordering::Relaxed)
+                && let Some(thread) = sleeper.thread.get()
+            {
+                thread.unpark();
+            }
+        }
+    }
+}
+
+/// One worker's place in the feed.
+pub(crate) struct Reader {
+    feed: Arc<Feed>,
+    worker: usize,
+    block: Arc<Block>,
+    /// The place in the block that is read next.
+    at: usize,
+    /// The number of the command that was read last.
+    sequence: u64,
+}
+
+impl Reader {
+    /// Waits for the next command and gives it to `perform`, with its number. What that says, or `None` at the end.
+    pub(crate) fn next<R>(&mut self, perform: impl FnOnce(u64, &Queued) -> R) -> Option<R> {
+        self.wait();
+        if self.feed.is_aborted() {
+            return None;
+        }
+        let queued = self.block.commands.get(self.at)?.get()?;
+        self.sequence += 1;
+        let result = perform(self.sequence, queued);
+        self.at += 1;
+        Some(result)
+    }
+
+    /// Returns when there is a command, or the feed has ended.
+    fn wait(&mut self) {
+        if self.is_ready() {
+            return;
+        }
+        let began = Instant::now();
+        while began.elapsed() < YIELD {
+            for _ in 0..8 {
+                thread::yield_now();
+                if self.is_ready() {
+                    return;
+                }
+            }
+        }
+        let feed = Arc::clone(&self.feed);
+        let sleeper = &feed.sleepers[self.worker];
+        sleeper.thread.get_or_init(thread::current);
+        loop {
+            sleeper.asleep.store(true, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            if self.is_ready() {
+                sleeper.asleep.store(false, Ordering::Relaxed);
+                return;
+            }
+            while sleeper.asleep.load(Ordering::Relaxed) {
+                thread::park();
+            }
+        }
+    }
+
+    /// Whether there is a command, or the feed has ended. Goes on to the next block where this one is read.
+    fn is_ready(&mut self) -> bool {
+        loop {
+            // Looked for first: once it is there, nothing more comes into this block.
+            let next = self.block.next.get();
+            if self.block.commands.get(self.at).is_some_and(|command| command.get().is_some()) {
+                return true;
+            }
+            let Some(next) = next.cloned() else { return self.feed.is_aborted() };
+            (self.block, self.at) = (next, 0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::Command;
+
+    fn queued(ticket: u64, cost: u64) -> Queued {
+        Queued { command: Arc::new(Command::SyncWorker { ticket, worker: None }), cost }
+    }
+
+    fn ticket(queued: &Queued) -> u64 {
+        match &*queued.command {
+            Command::SyncWorker { ticket, .. } => *ticket,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Each reader sees all commands in their order, however they are pushed and however large they are.
+    #[test]
+    fn every_worker_reads_every_command_in_order() {
+        const COUNT: u64 = 20_000;
+        let (feed, readers) = Feed::new(3);
+        thread::scope(|scope| {
+            for mut reader in readers {
+                scope.spawn(move || {
+                    for expected in 1..=COUNT {
+                        let read = reader.next(|number, queued| (number, ticket(queued)));
+                        assert_eq!(read, Some((expected, expected)));
+                    }
+                    assert_eq!(reader.next(|_, _| ()), None);
+                });
+            }
+            let mut next = 1;
+            while next <= COUNT {
+                let end = (next + next % 150 + 1).min(COUNT + 1);
+                let cost = |number: u64| if number.is_multiple_of(50) { FULL } else { 128 };
+                feed.push(next, (next..end).map(|number| queued(number, cost(number)))).unwrap();
+                if next.is_multiple_of(40) {
+                    // Long enough for readers to fall asleep.
+                    thread::sleep(YIELD * 4);
+                }
+                next = end;
+            }
+            assert_eq!(feed.push(5, [queued(5, 1)]), Err(COUNT + 1));
+            // Everything has been pushed; the end is for those who have read all.
+            while Arc::strong_count(&feed.tail.lock().unwrap().block) < 4 {
+                thread::yield_now();
+            }
+            while !feed.sleepers.iter().all(|sleeper| sleeper.asleep.load(Ordering::SeqCst)) {
+                thread::yield_now();
+            }
+            feed.abort();
+        });
+    }
+
+    #[test]
+    fn an_aborted_feed_gives_nothing_that_has_not_begun() {
+        let (feed, mut readers) = Feed::new(1);
+        feed.push(1, (1..=200_000).map(|number| queued(number, 1))).unwrap();
+        assert_eq!(readers[0].next(|number, _| number), Some(1));
+        feed.abort();
+        assert_eq!(readers[0].next(|number, _| number), None);
+    }
+
+    #[test]
+    fn what_all_have_read_is_let_go() {
+        let (feed, mut readers) = Feed::new(2);
+        let first = queued(1, FULL);
+        let held = Arc::downgrade(&first.command);
+        feed.push(1, [first]).unwrap();
+        for reader in &mut readers {
+            assert!(held.upgrade().is_some());
+            reader.next(|_, _| ());
+            // As it is about to wait for the next one.
+            assert!(!reader.is_ready());
+        }
+        assert!(held.upgrade().is_none());
+    }
+}
