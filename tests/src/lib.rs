@@ -8,6 +8,8 @@
 #![allow(clippy::unwrap_used)]
 
 pub mod conformance;
+#[path = "../../disco/examples/digits/model.rs"]
+pub mod digits;
 pub mod fixture;
 pub mod forwarder;
 pub mod functions;

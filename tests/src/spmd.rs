@@ -14,6 +14,7 @@ use tokio::runtime::Runtime;
 pub fn registry() -> Registry {
     let registry = Registry::new();
     disco::register(&registry);
+    crate::digits::register(&registry);
     registry
         .add("worker_id", |worker: WorkerContext| worker.worker_id().0)
         .add("where", |worker: WorkerContext| {

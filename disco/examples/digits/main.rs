@@ -1,0 +1,129 @@
+//! Trains a classifier of handwritten digits on several workers at once: each computes a gradient from its share of the images, and allreduce averages
+//! them.
+//!
+//! The program is written once, in `model.rs`; `place.rs` says where the workers run, of which it knows nothing.
+
+#[allow(unreachable_pub, reason = "tests use the file as part of a library")]
+mod model;
+mod place;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use comfy_table::{CellAlignment, Table};
+use indicatif::{ProgressBar, ProgressStyle};
+use model::{CLASSES, Digits, EPOCHS, Score};
+use place::{Over, Place};
+use rpc_core::Registry;
+use rpc_core::blocking::block_on;
+use rpc_server::config::{ServeSettings, TrackerSettings};
+use rpc_server::{RpcServer, exit, isolate, logging, tracker};
+
+/// The least share of the test images that must be told right.
+const WANTED: f64 = 0.93;
+
+/// Trains a classifier of handwritten digits on several workers.
+#[derive(Parser)]
+#[command(args_conflicts_with_subcommands = true)]
+struct Args {
+    /// How many workers
+    #[arg(long, default_value_t = 4, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=64))]
+    workers: u32,
+    /// Where they run
+    #[arg(long, value_enum, default_value_t = Over::Processes)]
+    over: Over,
+    /// Use servers that "digits serve" has started elsewhere, with --workers at each; may be repeated
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "over")]
+    connect: Vec<String>,
+    /// Print the mean loss of each epoch, one a line
+    #[arg(long)]
+    losses: bool,
+    #[command(subcommand)]
+    role: Option<Role>,
+}
+
+/// What else the program can be, for itself or for one on another machine.
+#[derive(Subcommand)]
+enum Role {
+    /// Serve the functions of workers
+    Serve(#[command(flatten)] Box<ServeSettings>),
+    /// Hand out servers
+    Tracker(#[command(flatten)] Box<TrackerSettings>),
+}
+
+fn main() -> ExitCode {
+    let registry = Registry::new();
+    model::register(&registry);
+    isolate::run_if_isolated(&registry);
+    disco::serve_if_worker(&registry);
+
+    let args = Args::parse();
+    match args.role {
+        Some(Role::Serve(settings)) => exit::of_server(&settings.resolve().map_err(Into::into).and_then(|config| {
+            logging::init(&config.log_level, config.log_format);
+            RpcServer::builder().registry(registry).config(config).build().run_blocking()
+        }))
+        .into(),
+        Some(Role::Tracker(settings)) => exit::of_server(
+            &settings.resolve().map_err(Into::into).and_then(|config| tracker::Tracker::run_blocking(&config)),
+        )
+        .into(),
+        None => match run(args, registry) {
+            Ok(score) if score.accuracy() >= WANTED => ExitCode::SUCCESS,
+            Ok(_) => {
+                eprintln!("error: the accuracy is below {WANTED}");
+                ExitCode::FAILURE
+            }
+            Err(error) => {
+                exit::report(&*error);
+                ExitCode::FAILURE
+            }
+        },
+    }
+}
+
+fn run(args: Args, registry: Registry) -> Result<Score, Box<dyn std::error::Error>> {
+    let place = if args.connect.is_empty() {
+        Place::start(args.over, args.workers, registry)?
+    } else {
+        Place::at(args.connect, args.workers)?
+    };
+    let session = &place.session;
+
+    let digits = Digits::load()?;
+    let (train, total) = (digits.train_len(), digits.classes.len());
+    eprintln!("training on {train} of {total} images, shared out among {} workers", session.num_workers());
+    // It shows itself only on a terminal.
+    let bar =
+        ProgressBar::new(EPOCHS as u64).with_style(ProgressStyle::with_template("{bar:40} epoch {pos}/{len}  {msg}")?);
+    let mut losses = Vec::new();
+    let score = block_on(model::train(session, &digits, |epoch, loss| {
+        losses.push(loss);
+        bar.set_message(format!("loss {loss:.4}"));
+        bar.set_position(epoch as u64);
+    }))??;
+    bar.finish_and_clear();
+    session.shutdown().wait()?;
+
+    let mut stdout = io::stdout().lock();
+    if args.losses {
+        losses.iter().try_for_each(|loss| writeln!(stdout, "{loss:.9}"))?;
+    }
+    writeln!(stdout, "test accuracy: {:.4} on the last {} images", score.accuracy(), total - train)?;
+    writeln!(stdout, "{}", confusion(&score))?;
+    Ok(score)
+}
+
+fn confusion(score: &Score) -> Table {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::ASCII_BORDERS_ONLY_CONDENSED);
+    let header = std::iter::once("is \\ seen as".to_owned()).chain((0..CLASSES).map(|class| class.to_string()));
+    table.set_header(header);
+    for (class, row) in score.confusion.iter().enumerate() {
+        let counts = row.iter().map(|count| if *count == 0 { String::new() } else { count.to_string() });
+        table.add_row(std::iter::once(class.to_string()).chain(counts));
+    }
+    table.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    table
+}
