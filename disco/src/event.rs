@@ -8,6 +8,7 @@ use bytes::Bytes;
 use rpc_core::object::Object;
 use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value};
 
+use crate::ccl_state::Report;
 use crate::error::{Failure, WorkerId};
 
 /// Something that has happened on a worker. Those of one worker arrive in their order.
@@ -27,6 +28,8 @@ pub(crate) enum Event {
     Failed(Failure),
     /// The worker executes nothing any more.
     Lost { worker: WorkerId, error: RpcError },
+    /// The worker has found a communicator broken, or could not make it.
+    CclBroken { worker: WorkerId, report: Report },
 }
 
 /// The content of a register at the controller.
@@ -70,6 +73,7 @@ impl Event {
             }
             Self::Failed(failure) => vec![Value::Int(7), Packed::encode(&failure)?.into()],
             Self::Lost { worker, error } => vec![Value::Int(8), worker.0.into(), Packed::encode(&error)?.into()],
+            Self::CclBroken { worker, report } => vec![Value::Int(9), worker.0.into(), Packed::encode(&report)?.into()],
         }))
     }
 
@@ -120,6 +124,10 @@ impl Event {
             8 => {
                 let worker = worker(number(fields.next())?)?;
                 Self::Lost { worker, error: packed(fields.next())?.decode()? }
+            }
+            9 => {
+                let worker = worker(number(fields.next())?)?;
+                Self::CclBroken { worker, report: packed(fields.next())?.decode()? }
             }
             _ => return Err(malformed()),
         })
@@ -282,6 +290,14 @@ mod tests {
             Event::TensorBytes { ticket: 6, offset: 1 << 33, bytes: Bytes::from_static(b"abc") },
             Event::Failed(failure),
             Event::Lost { worker: WorkerId(0), error: RpcError::internal("gone") },
+            Event::CclBroken {
+                worker: WorkerId(4),
+                report: Report { epoch: 1 << 33, culprit: Some(WorkerId(5)), cause: RpcError::internal("broken") },
+            },
+            Event::CclBroken {
+                worker: WorkerId(4),
+                report: Report { epoch: 0, culprit: None, cause: RpcError::internal("broken") },
+            },
         ];
         for event in events {
             let value = event.clone().into_value().unwrap();

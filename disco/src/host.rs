@@ -9,6 +9,7 @@
 //! | `disco.events` | host | what has happened, once that is anything; an empty list after the end |
 //! | `disco.offer` | host, epoch | tickets to segments for the whole session, packed |
 //! | `disco.listen` | host, IP address | where its workers listen for each other, packed |
+//! | `disco.break_ccl` | host, epoch, reason | null; inline: ends the collectives of that epoch, also those that workers are in |
 //! | `disco.abort` | host | null; inline: passes everything that is queued |
 //!
 //! A host ends with the session that it was opened in, or when its controller lets go of it.
@@ -61,6 +62,9 @@ pub fn register(registry: &Registry) {
                 address.parse().map_err(|_| RpcError::invalid_argument(format!("'{address}' is no IP address")))?;
             let set_up = &host.0.set_up;
             host.0.shared.place.listen(set_up.layout, set_up.first, set_up.count, address).map(Pack)
+        })
+        .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, reason: String| {
+            host.0.break_collectives(epoch, &reason);
         })
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
 }
@@ -196,6 +200,11 @@ impl WorkerHost {
         if let Some(events) = &self.events {
             events.close();
         }
+    }
+
+    /// Ends the collectives of an epoch, and no command.
+    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+        self.workers.iter().for_each(|(_, worker)| worker.break_collectives(epoch, reason));
     }
 
     #[cfg(target_os = "linux")]

@@ -7,6 +7,7 @@ use rpc_core::object::{Function, FunctionKind, Object};
 use rpc_core::{Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, blocking};
 
 use crate::ccl::{Operation, Rank};
+use crate::ccl_state::Report;
 use crate::command::{Command, HostTensor, Kind, On, Operand, Queued, Register, Scope};
 use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
@@ -250,8 +251,13 @@ impl Worker {
                 self.set_object(*to, Object::Function(function));
             }
             Command::CallPacked { to, function, args } => {
-                let result = self.call(*function, args)?;
-                self.set(*to, Slot::Value(result));
+                self.this.begin_step(self.sequence);
+                let result = self.call(*function, args);
+                if result.is_err() {
+                    // Where it succeeds on others, they may wait for this worker in collectives of that function.
+                    self.this.leave_step();
+                }
+                self.set(*to, Slot::Value(result?));
             }
             Command::LoadModule { to, path, device } => {
                 let module = self.shared.load_module(self.this.context(), path, *device)?;
@@ -291,12 +297,19 @@ impl Worker {
                 // The old communicators go first, so that nobody waits in them.
                 self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
                 let plan: Plan = plan.decode()?;
+                if let Some(device) = plan.devices.get(self.id.index()) {
+                    self.this.set_device(*device);
+                }
                 let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.count());
                 let failed = joined.as_ref().err().cloned();
                 self.this.set_membership(joined);
-                // Without a way to each other only collectives fail.
-                if let Some(error) = failed.filter(|_| !matches!(plan.way, Way::Apart { .. })) {
-                    return Err(error.into());
+                if let Some(error) = failed {
+                    let cause = error.clone().context(format_args!("worker {} has no collectives", self.id));
+                    self.this.tell_broken(Report { epoch: plan.epoch, culprit: None, cause });
+                    // Without a way to each other only collectives fail.
+                    if !matches!(plan.way, Way::Apart { .. }) {
+                        return Err(error.into());
+                    }
                 }
                 if self.queue.is_aborted() {
                     self.this.abort_collectives("the session has ended");
@@ -476,6 +489,7 @@ impl Worker {
         from: Register,
         (to, fresh): (Register, bool),
     ) -> Outcome {
+        self.this.begin_step(self.sequence);
         let (rank, size) = self.this.rank(scope);
         let root = Rank(0);
         let is_root = rank == root;
@@ -589,6 +603,7 @@ impl Worker {
 
     /// Sends and receives by pairs. All workers go through them in one order, so that nobody waits in a circle.
     fn send_recv(&mut self, command: &Command, from: Register, to: Register, pairs: &[(u32, u32)]) -> Outcome {
+        self.this.begin_step(self.sequence);
         let mut outcome = Ok(());
         for (sender, receiver) in pairs {
             let (operation, tensors) = if *sender == self.id.0 {
@@ -667,7 +682,7 @@ pub(crate) fn start(
     shared: Arc<Shared>,
     queue: Arc<Queue>,
 ) -> rpc_core::Result<WorkerContext> {
-    let this = WorkerContext::new(id, layout, context);
+    let this = WorkerContext::new(id, layout, context, shared.sink());
     let worker = Worker::new(this.clone(), layout, shared, queue);
     std::thread::Builder::new()
         .name(format!("disco-{id}"))

@@ -72,6 +72,8 @@ pub(super) enum Word {
     Since = 36,
     /// The rank that it sends to or receives from, and which of the two: `2 × (rank + 1) + is_send`; 0 otherwise.
     Transfer = 40,
+    /// The last step, as its caller counts, that it is through with without having come to all collectives, perhaps.
+    LeftStep = 44,
     /// Changes when somebody wakes the rank. Written by the others.
     Bell = 64,
     /// 1 while the rank is about to sleep. Read by the others.
