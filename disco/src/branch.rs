@@ -117,6 +117,11 @@ impl Branch {
         Ok(all)
     }
 
+    /// Ends the collectives of an epoch, also those that workers are in. Never waits.
+    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+        self.above.links.iter().for_each(|link| link.break_collectives(epoch, reason));
+    }
+
     /// Lets go of the processes: they end.
     pub(crate) fn close(&self) {
         self.above.links.iter().for_each(Link::close);

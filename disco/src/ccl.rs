@@ -43,7 +43,7 @@
 //! 4. **Poison.** A rank that has no input, because what should have made it failed, takes part with [`CollectiveInput::Poisoned`]. Every rank,
 //!    that one too, gets [`CclError::Poisoned`] with the cause, all outputs are left as they were, and the group lives on.
 //!    An argument that is wrong on one rank alone, such as a buffer of the wrong length, is poison too.
-//! 5. **Breakage.** When a rank dies, leaves, is cut off or does not come, or when somebody calls [`Control::abort`], every other rank gets
+//! 5. **Breakage.** When a rank dies, leaves, is cut off, does not come or goes on without the others, or when somebody calls [`Control::abort`], every other rank gets
 //!    [`CclError::Broken`], which names the rank and the collective. Outputs are unspecified then. A broken group stays
 //!    broken: every later call returns the same error at once. It is made anew with the next epoch, and nothing that was
 //!    sent under the old one is taken under the new one.
@@ -294,6 +294,15 @@ pub trait Ccl: Send {
     ///
     /// See [`CclError`]. [`CclError::Broken`] is the only one after which the communicator is of no more use.
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError>;
+
+    /// Says what this rank does from now on, for callers that number that: upward, and the same on all ranks. Ranks that meet in a collective
+    /// under different numbers are out of step, which breaks the group ([`BreakCause::OutOfStep`]): what they have for each other is not what
+    /// they think.
+    fn set_step(&mut self, step: u64);
+
+    /// Says that this rank is through with its step and may have left out collectives of it: whoever waits for it in one of them breaks the group
+    /// instead of waiting. Does not block.
+    fn leave_step(&mut self);
 
     /// What other threads can do with the communicator while this one is in a call.
     fn control(&self) -> Arc<dyn Control>;

@@ -5,7 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use rpc_core::blocking;
+use rpc_core::{RpcError, blocking};
 
 use crate::error::{DiscoError, Result};
 
@@ -18,6 +18,20 @@ pub struct Completion<T>(Pin<Box<dyn Future<Output = Result<T>> + Send>>);
 impl<T: Send + 'static> Completion<T> {
     pub(crate) fn new(future: impl Future<Output = Result<T>> + Send + 'static) -> Self {
         Self(Box::pin(future))
+    }
+
+    /// Under way from now on, whether anybody waits for it or not.
+    pub(crate) fn spawn(future: impl Future<Output = Result<T>> + Send + 'static) -> Self {
+        match crate::runtime::runtime() {
+            Ok(runtime) => {
+                let task = runtime.spawn(future);
+                Self::new(async move {
+                    task.await
+                        .unwrap_or_else(|error| Err(RpcError::internal(format!("a task panicked: {error}")).into()))
+                })
+            }
+            Err(error) => Self::failed(error.into()),
+        }
     }
 
     pub(crate) fn failed(error: DiscoError) -> Self {

@@ -10,7 +10,10 @@ use rpc_core::object::Invocation;
 use rpc_core::tensor::Access;
 use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor};
 
-use crate::ccl::{Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp};
+use crate::ccl::{
+    BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
+};
+use crate::ccl_state::Report;
 use crate::command::Scope;
 use crate::error::WorkerId;
 use crate::event::{Event, EventSink, LogLine};
@@ -45,12 +48,25 @@ struct Shared {
     id: WorkerId,
     layout: Layout,
     context: Context,
-    logs: Option<(u8, Arc<dyn EventSink>)>,
+    logs: Option<u8>,
     device: Mutex<Device>,
+    /// To tell the controller what is logged, and of communicators that are broken.
+    sink: Arc<dyn EventSink>,
     /// Or why there is none.
     membership: Mutex<Result<Membership>>,
     /// Those of the membership, to be reached while it is in use.
-    controls: Mutex<Vec<Arc<dyn Control>>>,
+    controls: Mutex<Controls>,
+}
+
+/// What any thread can do with the communicators of a membership.
+#[derive(Default)]
+struct Controls {
+    epoch: u64,
+    all: Vec<Arc<dyn Control>>,
+    /// Whether the controller has been told that they are broken.
+    told: bool,
+    /// The last epoch whose collectives somebody else has ended, and why: that may come before they are there.
+    ended: Option<(u64, String)>,
 }
 
 thread_local! {
@@ -75,14 +91,21 @@ impl From<CollectiveError> for RpcError {
 }
 
 impl WorkerContext {
-    /// `logs` says where what the worker logs goes, up to which level.
-    pub(crate) fn new(id: WorkerId, layout: Layout, context: Context, logs: Option<(u8, Arc<dyn EventSink>)>) -> Self {
+    /// `logs` says up to which level the controller wants to see what the worker logs.
+    pub(crate) fn new(
+        id: WorkerId,
+        layout: Layout,
+        context: Context,
+        sink: Arc<dyn EventSink>,
+        logs: Option<u8>,
+    ) -> Self {
         Self(Arc::new(Shared {
             id,
             layout,
             context,
             logs,
             device: Mutex::new(Device::cpu()),
+            sink,
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
         }))
@@ -95,14 +118,12 @@ impl WorkerContext {
 
     /// Whether lines of this level are to go to the controller.
     pub(crate) fn wants_logs(&self, level: u8) -> bool {
-        self.0.logs.as_ref().is_some_and(|(least, _)| level <= *least)
+        self.0.logs.is_some_and(|least| level <= least)
     }
 
     /// Sends a line to the controller.
     pub(crate) fn log(&self, line: LogLine) {
-        if let Some((_, sink)) = &self.0.logs {
-            sink.send(Event::Logged { worker: self.0.id, line });
-        }
+        self.0.sink.send(Event::Logged { worker: self.0.id, line });
     }
 
     /// The worker of the calling thread, if it is one.
@@ -296,17 +317,86 @@ impl WorkerContext {
         )))
     }
 
+    /// Where tensors go from now on for which no device is named.
+    pub(crate) fn set_device(&self, device: Device) {
+        *lock(&self.0.device) = device;
+    }
+
     /// Becomes a member of new communicators, and leaves those it was in.
     pub(crate) fn set_membership(&self, membership: Result<Membership>) {
-        *lock(&self.0.controls) = membership.as_ref().map(Membership::controls).unwrap_or_default();
+        let mut controls = lock(&self.0.controls);
+        let ended = controls.ended.take();
+        *controls = match &membership {
+            Ok(membership) => {
+                Controls { epoch: membership.epoch, all: membership.controls(), told: false, ended: ended.clone() }
+            }
+            Err(_) => Controls { ended: ended.clone(), ..Controls::default() },
+        };
+        drop(controls);
+        if let (Ok(membership), Some((epoch, reason))) = (&membership, &ended)
+            && membership.epoch == *epoch
+        {
+            self.abort_collectives(reason);
+        }
         let old = std::mem::replace(&mut *lock(&self.0.membership), membership);
         drop(old);
     }
 
     /// Ends the collective that the worker is in, and all later ones.
     pub(crate) fn abort_collectives(&self, reason: &str) {
-        let controls = lock(&self.0.controls).clone();
+        let controls = lock(&self.0.controls).all.clone();
         controls.iter().for_each(|control| control.abort(reason));
+    }
+
+    /// As [`abort_collectives`](Self::abort_collectives), if they are still those of that epoch.
+    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+        let mut controls = lock(&self.0.controls);
+        controls.ended = Some((epoch, reason.to_owned()));
+        let concerned = controls.epoch == epoch;
+        drop(controls);
+        if concerned {
+            self.abort_collectives(reason);
+        }
+    }
+
+    /// Tells the controller, once, that the communicators of an epoch are broken, or cannot be made.
+    pub(crate) fn tell_broken(&self, report: Report) {
+        let mut controls = lock(&self.0.controls);
+        if controls.epoch == report.epoch && std::mem::replace(&mut controls.told, true) {
+            return;
+        }
+        drop(controls);
+        self.0.sink.send(Event::CclBroken { worker: self.0.id, report });
+    }
+
+    /// The error of a collective whose communicator is broken; the controller hears of it, too.
+    fn broken(&self, scope: Scope, epoch: u64, breakdown: &Arc<Breakdown>) -> RpcError {
+        let mut cause = RpcError::from(CclError::Broken(Arc::clone(breakdown)));
+        if scope == Scope::Group && self.num_groups() > 1 {
+            let group = self.group();
+            let first = group * self.group_size();
+            cause = cause.context(format_args!("in group {group}, whose rank 0 is worker {first}"));
+        }
+        let culprit = match breakdown.cause {
+            BreakCause::Aborted(_) => None,
+            _ => Some(self.worker_of(scope, breakdown.rank)),
+        };
+        self.tell_broken(Report { epoch, culprit, cause: cause.clone() });
+        cause
+    }
+
+    /// Says which command the worker executes from now on, so that collectives of different ones do not meet.
+    pub(crate) fn begin_step(&self, step: u64) {
+        if let Ok(membership) = lock(&self.0.membership).as_mut() {
+            membership.each().for_each(|ccl| ccl.set_step(step));
+        }
+    }
+
+    /// Says that the command has failed, before or after whichever collectives it should have come to.
+    pub(crate) fn leave_step(&self) {
+        if let Ok(membership) = lock(&self.0.membership).as_mut() {
+            membership.each().for_each(|ccl| ccl.leave_step());
+        }
     }
 
     /// This worker's number among those of `scope`, and their number.
@@ -341,6 +431,7 @@ impl WorkerContext {
                 return Err(CollectiveError::Own(error.clone().context(context)));
             }
         };
+        let epoch = membership.epoch;
         let ccl: &mut dyn Ccl = match (scope, &mut membership.group) {
             (Scope::Group, Some(group)) => &mut **group,
             _ => &mut *membership.world,
@@ -358,12 +449,17 @@ impl WorkerContext {
                 };
                 Err(CollectiveError::Inherited(worker, cause))
             }
+            Ok((_, Err(CclError::Broken(breakdown)))) => {
+                Err(CollectiveError::Own(self.broken(scope, epoch, &breakdown)))
+            }
             Ok((_, Err(error))) => Err(CollectiveError::Own(error.into())),
             Err(error) => {
                 let empty = Collective::new(operation, DataType::U8, 0);
                 // It says nothing new but where the group is broken.
                 match ccl.run(empty, CollectiveInput::Poisoned(error.clone())) {
-                    Err(broken @ CclError::Broken(_)) => Err(CollectiveError::Own(broken.into())),
+                    Err(CclError::Broken(breakdown)) => {
+                        Err(CollectiveError::Own(self.broken(scope, epoch, &breakdown)))
+                    }
                     _ => Err(CollectiveError::Own(error)),
                 }
             }

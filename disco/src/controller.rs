@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
 use bytes::Bytes;
 use rpc_core::object::Object;
-use rpc_core::{ErrorKind, LocalValue, Pack, Packed, RpcError, Tensor, Value, blocking};
+use rpc_core::{Device, ErrorKind, LocalValue, Pack, Packed, RpcError, Tensor, Value, blocking};
 
-use crate::ccl::host::SessionKey;
+use crate::ccl::host::{Address, SessionKey};
+use crate::ccl_state::{CclState, Collectives};
 use crate::command::{Command, Queued, Register};
 use crate::completion::Completion;
 use crate::error::{DiscoError, Failure, Result, WorkerId};
@@ -19,36 +19,35 @@ use crate::host::Leaf;
 use crate::link::{Link, Upstream};
 use crate::logs;
 use crate::options::Options;
-use crate::plane::{Layout, Listening, Plan, Way};
-
-/// How long workers may take to come to the end of their queues at a shutdown.
-const PATIENCE: Duration = Duration::from_secs(5);
+use crate::plane::{Layout, Limits, Listening, Plan, Way};
 
 /// One session, seen from its controller.
 pub(crate) struct Controller {
     this: Weak<Self>,
     pub(crate) layout: Layout,
-    options: Options,
-    links: Vec<Link>,
+    pub(crate) options: Options,
+    pub(crate) links: Vec<Link>,
     /// Whether commands have to be encoded.
     encodes: bool,
     state: Mutex<State>,
 }
 
-struct State {
+pub(crate) struct State {
     /// The number of the last command.
     sequence: u64,
     /// The credit that all commands have taken so far.
     issued: u64,
     /// Of that, what each worker has executed, as far as is known.
     executed: Vec<u64>,
+    /// The last command that each worker is known to have executed.
+    reached: Vec<u64>,
     registers: Registers,
     last_ticket: u64,
     tickets: HashMap<u64, Ticket>,
     /// Failures that nobody has been told of, in the order in which they came.
-    failures: Vec<Failure>,
-    epoch: u64,
-    ended: Option<RpcError>,
+    pub(crate) failures: Vec<Failure>,
+    pub(crate) collectives: Collectives,
+    pub(crate) ended: Option<RpcError>,
     /// Who waits for credit.
     room: Vec<Waker>,
 }
@@ -72,9 +71,15 @@ struct Ticket {
 }
 
 /// Takes a ticket back when nobody waits for it any more.
-struct TicketGuard {
+pub(crate) struct TicketGuard {
     controller: Arc<Controller>,
     ticket: u64,
+}
+
+impl TicketGuard {
+    pub(crate) fn ticket(&self) -> u64 {
+        self.ticket
+    }
 }
 
 impl Drop for TicketGuard {
@@ -90,11 +95,12 @@ impl Controller {
             sequence: 0,
             issued: 0,
             executed: vec![0; layout.world_size as usize],
+            reached: vec![0; layout.world_size as usize],
             registers: Registers::default(),
             last_ticket: 0,
             tickets: HashMap::new(),
             failures: Vec::new(),
-            epoch: 0,
+            collectives: Collectives::default(),
             ended: None,
             room: Vec::new(),
         };
@@ -108,14 +114,15 @@ impl Controller {
         for (number, link) in self.links.iter().enumerate() {
             link.start(number, &this).await?;
         }
-        self.meet(0).await
+        self.meet(0, Vec::new()).await.map(drop)
     }
 
-    /// Tells the workers how they meet in this epoch.
-    async fn meet(&self, epoch: u64) -> Result<()> {
+    /// Tells the workers how they meet in this epoch; gives the number of that command. Where there is an error they have not been told.
+    pub(crate) async fn meet(&self, epoch: u64, devices: Vec<Device>) -> Result<u64> {
         let way = self.plan(epoch).await?;
-        let plan = Packed::encode(&Plan { epoch, way })?;
-        self.push(Command::InitCcl { plan }).map(drop)
+        let plan = Packed::encode(&Plan { epoch, way, limits: Limits::of(&self.options), devices })?;
+        self.lock().collectives.advance(epoch);
+        self.push(Command::InitCcl { plan })
     }
 
     async fn plan(&self, epoch: u64) -> Result<Way> {
@@ -152,9 +159,10 @@ impl Controller {
             let (session, host) = self.far_end(number)?;
             let listen = session.get_function("disco.listen").await?;
             let listening: Pack<Vec<Listening>> = listen.call((&host, address.to_string())).await?;
-            for one in listening.0 {
-                world.push(one.world);
-                groups.extend(one.group);
+            let workers = self.links[number].first..;
+            for (worker, one) in workers.zip(listening.0) {
+                world.push(self.advertised(worker, one.world));
+                groups.extend(one.group.map(|group| self.advertised(worker, group)));
             }
         }
         // Whoever could read or change the data could as well read or change the commands, where those are not encrypted.
@@ -162,22 +170,16 @@ impl Controller {
         Ok(Way::Sockets { key: SessionKey::generate()?, encrypt, world, groups, beside: beside(&leaves) })
     }
 
-    fn far_end(&self, link: usize) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
-        self.links[link].far_end().ok_or_else(|| DiscoError::Session(self.end_error()))
+    /// Where others reach what a worker listens at.
+    fn advertised(&self, worker: u32, bound: Address) -> Address {
+        match (bound, &self.options.advertise) {
+            (Address::Tcp(bound), Some(advertise)) => Address::Tcp(advertise.address(WorkerId(worker), bound)),
+            (bound, _) => bound,
+        }
     }
 
-    /// Makes the data plane anew, behind all that has been issued.
-    pub(crate) fn reinit(self: &Arc<Self>) -> Completion<()> {
-        let this = Arc::clone(self);
-        let epoch = {
-            let mut state = this.lock();
-            state.epoch += 1;
-            state.epoch
-        };
-        Completion::new(async move {
-            this.meet(epoch).await?;
-            this.sync(None).await
-        })
+    fn far_end(&self, link: usize) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
+        self.links[link].far_end().ok_or_else(|| DiscoError::Session(self.end_error()))
     }
 
     /// A register that nothing uses.
@@ -237,7 +239,7 @@ impl Controller {
     }
 
     /// Issues a command, whether there is credit or not.
-    fn push(&self, command: Command) -> Result<u64> {
+    pub(crate) fn push(&self, command: Command) -> Result<u64> {
         let encoded = if self.encodes { Some(command.encode()?) } else { None };
         let on = command.on();
         let queued = Queued { cost: command.cost(), command: Arc::new(command) };
@@ -255,7 +257,7 @@ impl Controller {
         Ok(state.sequence)
     }
 
-    fn open_ticket(self: &Arc<Self>, waiting: u32) -> TicketGuard {
+    pub(crate) fn open_ticket(self: &Arc<Self>, waiting: u32) -> TicketGuard {
         let mut state = self.lock();
         state.last_ticket += 1;
         let ticket = state.last_ticket;
@@ -302,7 +304,7 @@ impl Controller {
         })
     }
 
-    fn poll_ticket(&self, ticket: u64, cx: &mut Context<'_>) -> Poll<Result<()>> {
+    pub(crate) fn poll_ticket(&self, ticket: u64, cx: &mut Context<'_>) -> Poll<Result<()>> {
         let mut state = self.lock();
         let ended = state.ended.clone();
         match state.tickets.get_mut(&ticket) {
@@ -364,39 +366,59 @@ impl Controller {
     pub(crate) fn shut_down(self: &Arc<Self>) -> Completion<()> {
         let guard = self.open_ticket(self.layout.world_size);
         let issued = self.push(Command::Shutdown { ticket: guard.ticket });
-        let runtime = crate::runtime::runtime();
-        let stopping = runtime.map(|runtime| {
-            runtime.spawn(async move {
-                let controller = Arc::clone(&guard.controller);
-                let outcome = match issued {
-                    // It has ended before, which is no failure of a shutdown.
-                    Err(_) => Ok(()),
-                    Ok(_) => {
-                        let reached = poll_fn(|cx| controller.poll_ticket(guard.ticket, cx));
-                        match tokio::time::timeout(PATIENCE, reached).await {
-                            Ok(outcome) => outcome,
-                            Err(_) => Err(RpcError::new(
-                                ErrorKind::DeadlineExceeded,
-                                format!(
-                                    "some workers were still busy {PATIENCE:?} after the shutdown, and were left behind"
-                                ),
-                            )
-                            .into()),
+        Completion::spawn(async move {
+            let controller = Arc::clone(&guard.controller);
+            let outcome = match issued {
+                // It has ended before, which is no failure of a shutdown.
+                Err(_) => Ok(()),
+                Ok(sequence) => {
+                    let limit = controller.options.shutdown_timeout;
+                    let reached = poll_fn(|cx| controller.poll_ticket(guard.ticket, cx));
+                    match tokio::time::timeout(limit, reached).await {
+                        Ok(outcome) => outcome,
+                        Err(_) => {
+                            let busy = controller.behind(sequence);
+                            let text = format!("{busy} still busy {limit:?} after the shutdown, and left behind");
+                            Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
                         }
                     }
-                };
-                controller.end(RpcError::new(ErrorKind::Closed, "the session was shut down"));
-                outcome
-            })
-        });
-        Completion::new(async move {
-            match stopping {
-                Ok(stopping) => {
-                    stopping.await.unwrap_or_else(|_| Err(RpcError::internal("a shutdown panicked").into()))
                 }
-                Err(error) => Err(error.into()),
-            }
+            };
+            controller.end(RpcError::new(ErrorKind::Closed, "the session was shut down"));
+            outcome
         })
+    }
+
+    /// The workers that have not executed a command yet, as the subject of a sentence about what was so.
+    pub(crate) fn behind(&self, sequence: u64) -> String {
+        let state = self.lock();
+        let late = state.reached.iter().enumerate().filter(|(_, reached)| **reached < sequence);
+        let late: Vec<String> = late.map(|(worker, _)| worker.to_string()).collect();
+        match &late[..] {
+            [one] => format!("worker {one} was"),
+            several => format!("workers {} were", several.join(", ")),
+        }
+    }
+
+    /// Breaks the collectives for everybody.
+    pub(crate) fn abort_ccl(&self, reason: &str) -> Result<()> {
+        let mut state = self.lock();
+        if let Some(error) = &state.ended {
+            return Err(error.clone().into());
+        }
+        let cause = RpcError::new(ErrorKind::Cancelled, format!("collectives were aborted: {reason}"));
+        let news = state.collectives.abort(cause).then(|| state.collectives.epoch());
+        drop(state);
+        if let Some(epoch) = news {
+            self.links.iter().for_each(|link| link.break_collectives(epoch, reason));
+        }
+        Ok(())
+    }
+
+    /// Whether the collectives run.
+    pub(crate) fn ccl_state(&self) -> CclState {
+        let state = self.lock();
+        state.ended.clone().map_or_else(|| state.collectives.state(), CclState::Ended)
     }
 
     fn end_error(&self) -> RpcError {
@@ -404,7 +426,7 @@ impl Controller {
         ended.unwrap_or_else(|| RpcError::new(ErrorKind::Closed, "the session is ending"))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -412,8 +434,11 @@ impl Controller {
 impl Upstream for Controller {
     fn handle(&self, event: Event) {
         match event {
-            Event::Progress { worker, cost, .. } => {
+            Event::Progress { worker, sequence, cost } => {
                 let mut state = self.lock();
+                if let Some(reached) = state.reached.get_mut(worker.index()) {
+                    *reached = sequence.max(*reached);
+                }
                 if let Some(executed) = state.executed.get_mut(worker.index()) {
                     *executed = cost.max(*executed);
                 }
@@ -437,8 +462,21 @@ impl Upstream for Controller {
                 }
             }
             Event::Failed(failure) => self.lock().failures.push(failure),
+            Event::CclBroken { worker, report } => {
+                let cause = report.cause.message().to_owned();
+                let mut state = self.lock();
+                let news = state.collectives.broke(worker, report).then(|| state.collectives.epoch());
+                drop(state);
+                if let Some(epoch) = news {
+                    self.links.iter().for_each(|link| link.break_collectives(epoch, &cause));
+                }
+            }
             Event::Logged { worker, line } => logs::show(worker, &line),
-            Event::Lost { worker, error } => self.end(error.context(format_args!("worker {worker} was lost"))),
+            Event::Lost { worker, error } => {
+                let link = self.links.iter().find(|link| link.workers().contains(&worker.0));
+                let place = link.map_or_else(String::new, |link| format!(" at {}", link.name));
+                self.end(error.context(format_args!("worker {worker}{place} was lost")));
+            }
         }
     }
 

@@ -10,6 +10,7 @@ use rpc_core::object::Object;
 use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value, blocking};
 use serde::{Deserialize, Serialize};
 
+use crate::ccl_state::Report;
 use crate::error::{Failure, WorkerId};
 
 /// Something that has happened on a worker. Those of one worker arrive in their order.
@@ -31,6 +32,8 @@ pub(crate) enum Event {
     Logged { worker: WorkerId, line: LogLine },
     /// The worker executes nothing any more.
     Lost { worker: WorkerId, error: RpcError },
+    /// The worker has found a communicator broken, or could not make it.
+    CclBroken { worker: WorkerId, report: Report },
 }
 
 /// A line of a log.
@@ -86,6 +89,9 @@ impl Event {
             Self::Failed(failure) => vec![Value::Int(7), Packed::encode(&failure)?.into()],
             Self::Lost { worker, error } => vec![Value::Int(8), worker.0.into(), Packed::encode(&error)?.into()],
             Self::Logged { worker, line } => vec![Value::Int(9), worker.0.into(), Packed::encode(&line)?.into()],
+            Self::CclBroken { worker, report } => {
+                vec![Value::Int(10), worker.0.into(), Packed::encode(&report)?.into()]
+            }
         }))
     }
 
@@ -140,6 +146,10 @@ impl Event {
             9 => {
                 let worker = worker(number(fields.next())?)?;
                 Self::Logged { worker, line: packed(fields.next())?.decode()? }
+            }
+            10 => {
+                let worker = worker(number(fields.next())?)?;
+                Self::CclBroken { worker, report: packed(fields.next())?.decode()? }
             }
             _ => return Err(malformed()),
         })
@@ -346,6 +356,14 @@ mod tests {
             Event::Logged {
                 worker: WorkerId(2),
                 line: LogLine { level: 1, target: "t".to_owned(), text: "x=1".to_owned(), missing_before: 7 },
+            },
+            Event::CclBroken {
+                worker: WorkerId(4),
+                report: Report { epoch: 1 << 33, culprit: Some(WorkerId(5)), cause: RpcError::internal("broken") },
+            },
+            Event::CclBroken {
+                worker: WorkerId(4),
+                report: Report { epoch: 0, culprit: None, cause: RpcError::internal("broken") },
             },
         ];
         for event in events {

@@ -9,6 +9,7 @@
 //! | `disco.events` | host | what has happened, once that is anything; an empty list after the end |
 //! | `disco.offer` | host, epoch | tickets to segments for the whole session, packed |
 //! | `disco.listen` | host, IP address | where its workers listen for each other, packed |
+//! | `disco.break_ccl` | host, epoch, reason | null; inline: ends the collectives of that epoch, also those that workers are in |
 //! | `disco.abort` | host | null; inline: passes everything that is queued |
 //!
 //! A host ends with the session that it was opened in, or when its controller lets go of it.
@@ -64,6 +65,9 @@ pub fn register(registry: &Registry) {
             let address =
                 address.parse().map_err(|_| RpcError::invalid_argument(format!("'{address}' is no IP address")))?;
             host.0.listen(address).map(Pack)
+        })
+        .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, reason: String| {
+            host.0.break_collectives(epoch, &reason);
         })
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
 }
@@ -209,6 +213,16 @@ impl WorkerHost {
         }
         if let Some(events) = &self.events {
             events.close();
+        }
+    }
+
+    /// Ends the collectives of an epoch, and no command.
+    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+        match &self.workers {
+            Workers::Threads(Threads { workers, .. }) => {
+                workers.iter().for_each(|worker| worker.break_collectives(epoch, reason));
+            }
+            Workers::Processes(branch) => branch.break_collectives(epoch, reason),
         }
     }
 

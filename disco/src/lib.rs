@@ -48,7 +48,7 @@
 //! | `DiscoWorker`, worker-side collectives | [`WorkerContext`] |
 //! | `import_python_module` | nothing: workers run the functions that their program registers |
 //!
-//! Besides: [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
+//! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
 //! [`DiscoSession::reinit_ccl`].
 //!
 //! # When things break
@@ -56,6 +56,9 @@
 //! * What fails on a worker poisons the result there, and all that is made of it. [`DiscoSession::sync_worker`] and
 //!   [`DiscoSession::sync_all`] tell each failure once, with worker, command and cause; the session lives.
 //! * In a collective the failure of one worker poisons the outputs of all.
+//! * When a worker that is there never comes to a collective, goes on without it because its function failed, or cannot be reached by the others,
+//!   the collectives are *broken*: they return the cause, which names rank and call, and all else works. [`DiscoSession::ccl_state`] tells,
+//!   [`DiscoSession::reinit_ccl`] makes them anew, [`DiscoSession::abort_ccl`] breaks them. [`Options`] has the time limits.
 //! * When a worker dies, or its link breaks, the session ends: everybody who waits, and every later operation, gets the cause. Child processes end
 //!   with it.
 //!
@@ -65,6 +68,7 @@
 
 mod branch;
 pub mod ccl;
+mod ccl_state;
 mod command;
 mod completion;
 mod context;
@@ -80,11 +84,13 @@ mod logs;
 mod node;
 mod options;
 mod plane;
+mod reinit;
 mod runtime;
 mod session;
 mod worker;
 
 pub use ccl::{Rank, ReduceOp};
+pub use ccl_state::{Breakage, CclState};
 pub use command::Scope;
 pub use completion::Completion;
 pub use context::WorkerContext;
@@ -94,5 +100,5 @@ pub use host::register;
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
 pub use logs::WorkerLogLayer;
 pub use node::{JoinOptions, NodePlace, join, join_with, serve_if_worker};
-pub use options::{Hosting, Options};
+pub use options::{Advertise, Hosting, Options};
 pub use session::{Content, DiscoSession};

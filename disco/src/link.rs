@@ -184,6 +184,26 @@ impl Link {
         }
     }
 
+    /// Ends the collectives of an epoch, also those that workers are in. Never waits: if the word does not arrive, the link will not last either.
+    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+        if let Way::Local(host) = &self.way {
+            if let Some(host) = host.upgrade() {
+                host.break_collectives(epoch, reason);
+            }
+            return;
+        }
+        let (Some((session, host)), Ok(runtime)) = (self.far_end(), crate::runtime::runtime()) else { return };
+        let (name, reason) = (self.name.clone(), reason.to_owned());
+        runtime.spawn(async move {
+            let told = async {
+                session.get_function("disco.break_ccl").await?.call::<()>((&host, epoch, reason.as_str())).await
+            };
+            if let Err(error) = told.await {
+                tracing::debug!(%name, %error, "a node was not told that collectives are broken");
+            }
+        });
+    }
+
     /// Lets go of the other end: its workers end after what they are doing.
     pub(crate) fn close(&self) {
         let Some(held) = self.lock().take() else { return };

@@ -1,9 +1,14 @@
 //! Settings of a session.
 
-use std::net::IpAddr;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tracing::Level;
+
+use crate::error::WorkerId;
 
 /// How the workers of one node run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -34,6 +39,19 @@ pub struct Options {
     /// The address of each node at which its workers listen for the data of others, in the order of nodes. Needed where they are not all on one
     /// machine; without this, workers of one machine share memory. Default: none.
     pub data_addresses: Vec<IpAddr>,
+    /// Where workers reach each other's data listeners, if that is not where those listen: nodes behind NAT or forwarded ports. Default: none.
+    pub advertise: Option<Advertise>,
+    /// How long a worker waits in a collective for others that are there and do not enter it; `None` for ever. When it passes, collectives are
+    /// broken, and the session goes on. A worker may so compute for as long between two collectives. Default: 5 minutes.
+    pub collective_timeout: Option<Duration>,
+    /// How long a worker waits, within a collective that all have entered, for one that makes no progress. When it passes, collectives are broken.
+    /// Default: 15 seconds.
+    pub stall_timeout: Duration,
+    /// How long making the collectives may take: to come to the end of what was issued before, and then until all workers have met. Default:
+    /// 30 seconds.
+    pub init_timeout: Duration,
+    /// How long workers may take at a shutdown to come to the end of what was issued. Those that take longer are left behind. Default: 5 seconds.
+    pub shutdown_timeout: Duration,
 }
 
 impl Default for Options {
@@ -44,6 +62,43 @@ impl Default for Options {
             pin_workers: false,
             worker_logs: Some(Level::INFO),
             data_addresses: Vec::new(),
+            advertise: None,
+            collective_timeout: Some(Duration::from_secs(300)),
+            stall_timeout: Duration::from_secs(15),
+            init_timeout: Duration::from_secs(30),
+            shutdown_timeout: Duration::from_secs(5),
         }
+    }
+}
+
+/// Tells under which address the others reach what a worker listens at.
+///
+/// ```
+/// use std::net::SocketAddr;
+///
+/// // Every node is behind a gateway that forwards the same ports.
+/// let gateways: [std::net::IpAddr; 2] = [[192, 0, 2, 1].into(), [192, 0, 2, 2].into()];
+/// let mut options = disco::Options::default();
+/// options.advertise = Some(disco::Advertise::new(move |worker, bound| {
+///     SocketAddr::new(gateways[worker.0 as usize], bound.port())
+/// }));
+/// ```
+#[derive(Clone)]
+pub struct Advertise(Arc<dyn Fn(WorkerId, SocketAddr) -> SocketAddr + Send + Sync>);
+
+impl Advertise {
+    /// With a function that is called for each listener, when collectives are made, with its worker and where it is bound. It must not block.
+    pub fn new(address: impl Fn(WorkerId, SocketAddr) -> SocketAddr + Send + Sync + 'static) -> Self {
+        Self(Arc::new(address))
+    }
+
+    pub(crate) fn address(&self, worker: WorkerId, bound: SocketAddr) -> SocketAddr {
+        (self.0)(worker, bound)
+    }
+}
+
+impl fmt::Debug for Advertise {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Advertise")
     }
 }

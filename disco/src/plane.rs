@@ -4,14 +4,16 @@ use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use rpc_core::{ErrorKind, Result, RpcError};
+use rpc_core::{Device, ErrorKind, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
 use crate::ccl::host::{self, Address, Listener, SessionKey};
 use crate::ccl::{Ccl, Control, Rank};
 use crate::command::On;
 use crate::error::WorkerId;
+use crate::options::Options;
 
 /// The shape of a session: how many workers, in how many groups of equal size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,6 +55,24 @@ impl Layout {
 pub(crate) struct Plan {
     pub(crate) epoch: u64,
     pub(crate) way: Way,
+    pub(crate) limits: Limits,
+    /// The default device of each worker; empty where those stay as they are.
+    pub(crate) devices: Vec<Device>,
+}
+
+/// How long workers wait for each other.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Limits {
+    pub(crate) entry: Option<Duration>,
+    pub(crate) stall: Duration,
+    pub(crate) join: Duration,
+}
+
+impl Limits {
+    pub(crate) fn of(options: &Options) -> Self {
+        let Options { collective_timeout, stall_timeout, init_timeout, .. } = options;
+        Self { entry: *collective_timeout, stall: *stall_timeout, join: *init_timeout }
+    }
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -98,12 +118,17 @@ struct Listeners {
 
 /// The communicators of one worker.
 pub(crate) struct Membership {
+    pub(crate) epoch: u64,
     pub(crate) world: Box<dyn Ccl>,
     /// `None` where the world is the one group.
     pub(crate) group: Option<Box<dyn Ccl>>,
 }
 
 impl Membership {
+    pub(crate) fn each(&mut self) -> impl Iterator<Item = &mut Box<dyn Ccl>> {
+        [Some(&mut self.world), self.group.as_mut()].into_iter().flatten()
+    }
+
     pub(crate) fn controls(&self) -> Vec<Arc<dyn Control>> {
         [Some(&self.world), self.group.as_ref()].into_iter().flatten().map(|ccl| ccl.control()).collect()
     }
@@ -149,7 +174,9 @@ impl MeetingPlace {
 
     /// Joins the session's communicators as `worker`, and waits until all workers have.
     pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId) -> Result<Membership> {
+        let Limits { entry, stall, join } = plan.limits;
         let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
+        (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
         match &plan.way {
             Way::Threads => self.take_thread(layout, worker, &options),
@@ -161,7 +188,7 @@ impl MeetingPlace {
                 let world = world.join(rank, &options)?;
                 let group = groups.get(layout.group(worker) as usize);
                 let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
-                Ok(Membership { world, group })
+                Ok(Membership { epoch: plan.epoch, world, group })
             }
             Way::Sockets { key, encrypt, world, groups, beside } => {
                 options.ranks_on_machine = beside.get(worker.index()).map(|count| *count as usize);
@@ -179,7 +206,7 @@ impl MeetingPlace {
                     }
                     None => None,
                 };
-                Ok(Membership { world: joined, group })
+                Ok(Membership { epoch: plan.epoch, world: joined, group })
             }
             Way::Apart { why } => Err(RpcError::new(
                 ErrorKind::Unsupported,
@@ -204,7 +231,8 @@ impl MeetingPlace {
         }
         let taken = threads.as_mut().and_then(|threads| {
             let world = threads.world.get_mut(worker.index())?.take()?;
-            Some(Membership { world, group: threads.groups.get_mut(worker.index()).and_then(Option::take) })
+            let group = threads.groups.get_mut(worker.index()).and_then(Option::take);
+            Some(Membership { epoch: threads.epoch, world, group })
         });
         taken.ok_or_else(|| RpcError::internal(format!("worker {worker} has joined already")))
     }

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 use rpc_core::object::Object;
 use rpc_core::tensor::Access;
-use rpc_core::{DataType, Device, ErrorKind, RpcError, Tensor, Value};
+use rpc_core::{DataType, Device, DeviceType, ErrorKind, RpcError, Tensor, Value};
 
 use crate::ccl::ReduceOp;
+use crate::ccl_state::CclState;
 use crate::command::{Command, Kind, On, Scope};
 use crate::completion::Completion;
 use crate::controller::Controller;
@@ -274,24 +275,57 @@ impl DiscoSession {
         self.0.issue(Command::SendRecv { from, to, pairs })
     }
 
-    /// Chooses the backend of collectives, with a device for each worker. `host`, which needs no devices, is there without this call.
+    /// Chooses the backend of collectives, and with it each worker's default device: that of the backend's kind with the worker's id. There
+    /// are as many ids as workers, or as many as each node has workers, which then count for every node.
+    ///
+    /// `host` is there without this call. It needs no ids; where some are given only their number matters, because a machine has one `cpu`. The
+    /// default devices are that one again.
+    ///
+    /// Its errors are another number of ids, an unknown backend, and those of [`reinit_ccl`](Self::reinit_ccl).
     pub fn init_ccl(&self, name: &str, device_ids: &[i32]) -> Completion<()> {
-        let per_worker = device_ids.is_empty() || device_ids.len() == self.num_workers() as usize;
-        let error = match name {
-            "host" if per_worker => return self.0.reinit(),
-            "host" => RpcError::invalid_argument(format!(
-                "{} device ids for {} workers: give one for each, or none",
-                device_ids.len(),
-                self.num_workers()
-            )),
-            _ => RpcError::unsupported(format!("there is no backend of collectives called '{name}'; there is: host")),
+        let kind = match name {
+            "host" => DeviceType::CPU,
+            _ => {
+                let text = format!("there is no backend of collectives called '{name}'; there is: host");
+                return Completion::failed(RpcError::unsupported(text).into());
+            }
         };
-        Completion::failed(error.into())
+        match self.0.devices(kind, device_ids) {
+            Ok(devices) => self.0.reinit(devices),
+            Err(error) => Completion::failed(error),
+        }
     }
 
-    /// Makes the data plane anew after it has broken, behind all that has been issued. What is left of the old one is not taken for the new one's.
+    /// Makes the collectives anew, after they have broken or to no purpose. It waits until the workers have executed all that was issued before, then they meet
+    /// under a new number, and what is left of the old collectives is refused. Issue other collectives when this has resolved: until then they
+    /// may still meet the old ones.
+    ///
+    /// In broken collectives nobody waits, so that a worker holds this up only by being busy with something else.
+    ///
+    /// Its errors, all of which name workers where they can:
+    ///
+    /// * [`DeadlineExceeded`](ErrorKind::DeadlineExceeded): workers are busy with what was issued before for longer than
+    ///   [`init_timeout`](crate::Options::init_timeout). The collectives stay as they were; try again when those workers are back.
+    /// * [`Busy`](ErrorKind::Busy): they are being made anew already.
+    /// * failures of workers that have not met the others: the collectives are broken.
+    /// * what has ended the session.
     pub fn reinit_ccl(&self) -> Completion<()> {
-        self.0.reinit()
+        self.0.reinit(Vec::new())
+    }
+
+    /// Whether the collectives run; if they are broken, by whom and how, as far as the controller has heard. Never waits.
+    pub fn ccl_state(&self) -> CclState {
+        self.0.ccl_state()
+    }
+
+    /// Breaks the collectives: whoever is in one, and all later ones, get an error with this reason, until [`reinit_ccl`](Self::reinit_ccl). Passes
+    /// all commands that wait, and never waits itself. Where the collectives are broken already it does nothing.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended.
+    pub fn abort_ccl(&self, reason: &str) -> Result<()> {
+        self.0.abort_ccl(reason)
     }
 
     /// Resolves when the worker has executed all that was issued before.
@@ -341,7 +375,8 @@ impl DiscoSession {
         self.0.issue(Command::DebugSetRegister { worker: worker.0, to: to.register_in(&self.0)?, value })
     }
 
-    /// Ends the session in good order: the workers execute all that was issued, for up to five seconds. In any case the session has ended then, and
+    /// Ends the session in good order: the workers execute all that was issued, for as long as
+    /// [`shutdown_timeout`](crate::Options::shutdown_timeout) allows. In any case the session has ended then, and
     /// what was started for it is gone or going.
     ///
     /// Its error says that workers were left behind, or what had ended the session meanwhile; that it had ended before is none.

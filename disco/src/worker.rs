@@ -6,6 +6,7 @@ use rpc_core::object::{Function, FunctionKind, Object};
 use rpc_core::{Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, blocking};
 
 use crate::ccl::{Operation, Rank};
+use crate::ccl_state::Report;
 use crate::command::{Command, HostTensor, Kind, On, Operand, Register, Scope};
 use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
@@ -190,8 +191,13 @@ impl Worker {
                 self.set_object(*to, Object::Function(function));
             }
             Command::CallPacked { to, function, args } => {
-                let result = self.call(*function, args)?;
-                self.set(*to, Slot::Value(result));
+                self.this.begin_step(self.sequence);
+                let result = self.call(*function, args);
+                if result.is_err() {
+                    // Where it succeeds on others, they may wait for this worker in collectives of that function.
+                    self.this.leave_step();
+                }
+                self.set(*to, Slot::Value(result?));
             }
             Command::LoadModule { to, path, device } => {
                 let module = self.shared.load_module(self.this.context(), path, *device)?;
@@ -231,12 +237,19 @@ impl Worker {
                 // The old communicators go first, so that nobody waits in them.
                 self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
                 let plan: Plan = plan.decode()?;
+                if let Some(device) = plan.devices.get(self.id.index()) {
+                    self.this.set_device(*device);
+                }
                 let joined = self.shared.place().join(&plan, self.layout, self.id);
                 let failed = joined.as_ref().err().cloned();
                 self.this.set_membership(joined);
-                // Without a way to each other only collectives fail.
-                if let Some(error) = failed.filter(|_| !matches!(plan.way, Way::Apart { .. })) {
-                    return Err(error.into());
+                if let Some(error) = failed {
+                    let cause = error.clone().context(format_args!("worker {} has no collectives", self.id));
+                    self.this.tell_broken(Report { epoch: plan.epoch, culprit: None, cause });
+                    // Without a way to each other only collectives fail.
+                    if !matches!(plan.way, Way::Apart { .. }) {
+                        return Err(error.into());
+                    }
                 }
                 if self.feed.is_aborted() {
                     self.this.abort_collectives("the session has ended");
@@ -430,6 +443,7 @@ impl Worker {
         from: Register,
         (to, fresh): (Register, bool),
     ) -> Outcome {
+        self.this.begin_step(self.sequence);
         let (rank, size) = self.this.rank(scope);
         let root = Rank(0);
         let is_root = rank == root;
@@ -543,6 +557,7 @@ impl Worker {
 
     /// Sends and receives by pairs. All workers go through them in one order, so that nobody waits in a circle.
     fn send_recv(&mut self, command: &Command, from: Register, to: Register, pairs: &[(u32, u32)]) -> Outcome {
+        self.this.begin_step(self.sequence);
         let mut outcome = Ok(());
         for (sender, receiver) in pairs {
             let (operation, tensors) = if *sender == self.id.0 {
@@ -623,7 +638,7 @@ pub(crate) fn start(
 ) -> rpc_core::Result<WorkerContext> {
     let place = context.reserve_thread().map_err(|error| error.context(format_args!("worker {id}")))?;
     let SetUp { layout, pin, logs, .. } = *shared.set_up();
-    let this = WorkerContext::new(id, layout, context, logs.map(|level| (level, shared.sink())));
+    let this = WorkerContext::new(id, layout, context, shared.sink(), logs);
     let worker = Worker::new(this.clone(), shared, feed);
     let run = move || {
         // Until the thread ends.

@@ -8,6 +8,7 @@ mod launch;
 mod model;
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use disco::ccl::{BreakCause, Breakdown, Buffers, Ccl, CclError, CollectiveInput, Outcome, Rank, ReduceOp, host};
@@ -170,6 +171,44 @@ fn a_rank_that_never_comes_is_named_and_the_group_stays_broken() {
             drop(held);
             let breakdown = late.join().unwrap();
             assert_eq!(breakdown.rank, Rank(2), "{launch:?}: {breakdown}");
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_went_on_is_named_at_once() {
+    for launch in ALL {
+        for (goes_on_to_another, size) in [(false, 10), (true, 10), (true, 100_000)] {
+            let given_up = AtomicUsize::new(0);
+            on_threads(launch, 3, &patient(), |ccl| {
+                ccl.set_step(7);
+                allreduce(ccl, 10).unwrap();
+                let rank = ccl.rank();
+                ccl.set_step(8);
+                if rank == Rank(1) {
+                    ccl.leave_step();
+                    // It may not come before the others have given up on it.
+                    while !goes_on_to_another && given_up.load(Ordering::Acquire) < 2 {
+                        std::thread::yield_now();
+                    }
+                    ccl.set_step(9);
+                }
+                let breakdown = breakdown(allreduce(ccl, size));
+                given_up.fetch_add(1, Ordering::AcqRel);
+                assert_eq!((breakdown.cause.clone(), breakdown.rank), (BreakCause::OutOfStep, Rank(1)), "{launch:?}");
+            });
+        }
+        // A step that all leave alike, as when a function fails everywhere, harms nobody.
+        on_threads(launch, 2, &patient(), |ccl| {
+            for step in 1..20 {
+                ccl.set_step(step);
+                if step % 3 == 0 {
+                    ccl.leave_step();
+                } else {
+                    allreduce(ccl, 1000 * step as usize).unwrap();
+                }
+            }
+            random_program(ccl, 3, 5);
         });
     }
 }

@@ -323,6 +323,7 @@ pub struct Pipe {
 /// Forwards the bytes of TCP connections to one server. It ends when it is dropped.
 pub struct ByteForwarder {
     address: SocketAddr,
+    server: Arc<Mutex<SocketAddr>>,
     silence: Arc<Silence>,
     _task: Task,
 }
@@ -355,8 +356,14 @@ impl ByteForwarder {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
         let address = listener.local_addr()?;
         let silence = Arc::<Silence>::default();
-        let accept = accept_streams(listener, server, pipe, silence.clone());
-        Ok(Self { address, silence, _task: Task::spawn(accept) })
+        let server = Arc::new(Mutex::new(server));
+        let accept = accept_streams(listener, server.clone(), pipe, silence.clone());
+        Ok(Self { address, server, silence, _task: Task::spawn(accept) })
+    }
+
+    /// Connections that are made from now on lead to another server.
+    pub fn lead_to(&self, server: SocketAddr) {
+        *lock(&self.server) = server;
     }
 
     /// What clients dial.
@@ -377,13 +384,14 @@ impl std::fmt::Debug for ByteForwarder {
     }
 }
 
-async fn accept_streams(listener: TcpListener, server: SocketAddr, pipe: Pipe, silence: Arc<Silence>) {
+async fn accept_streams(listener: TcpListener, server: Arc<Mutex<SocketAddr>>, pipe: Pipe, silence: Arc<Silence>) {
     // Dropped with this task, and its tasks with it.
     let mut streams = JoinSet::new();
     for number in 0.. {
         let Ok((near, _)) = listener.accept().await else { return };
         let silence = silence.clone();
         let seed = pipe.seed.wrapping_add(number);
+        let server = *lock(&server);
         streams.spawn(async move {
             let far = TcpStream::connect(server).await?;
             near.set_nodelay(true)?;

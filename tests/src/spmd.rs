@@ -1,13 +1,18 @@
 //! Disco sessions under test: the functions of their workers, and the ways in which workers are launched.
 
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use disco::{
     DiscoSession, Hosting, JoinOptions, NodeListener, NodePlace, Options, ProcessSession, ReduceOp, Scope,
     SocketSession, ThreadedSession, WorkerContext,
 };
-use rpc_core::{ErrorKind, LocalSession, Registry, Result, RpcError, SharedSession, Tensor, TensorView, TensorViewMut};
-use rpc_transports::{Address, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
+use rpc_core::{
+    ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, SharedSession, Tensor, TensorView,
+    TensorViewMut,
+};
+use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
 use tokio::runtime::Runtime;
 
 /// The functions of workers.
@@ -20,6 +25,7 @@ pub fn registry() -> Registry {
         .add("where", |worker: WorkerContext| {
             vec![worker.world_size(), worker.num_groups(), worker.group(), worker.rank_in_group().0]
         })
+        .add("device", |worker: WorkerContext| worker.device())
         .add("pid", || i64::from(std::process::id()))
         .add("echo", |value: rpc_core::LocalValue| value)
         .add("add", |a: f64, b: f64| a + b)
@@ -56,6 +62,29 @@ pub fn registry() -> Registry {
                 std::thread::sleep(std::time::Duration::from_millis(ms));
             }
         })
+        // Says that it is there by making the file `path-ID`, and stays on these workers until there is a file `path`.
+        .add("hold_on", |worker: WorkerContext, ids: Vec<u32>, path: String| -> Result<()> {
+            if ids.contains(&worker.worker_id().0) {
+                std::fs::write(format!("{path}-{}", worker.worker_id()), "")?;
+                while !std::path::Path::new(&path).exists() {
+                    std::thread::sleep(std::time::Duration::from_millis(2));
+                }
+            }
+            Ok(())
+        })
+        // The same in one collective after the other.
+        .add("hold_in_collectives", |worker: WorkerContext, path: String| -> Result<()> {
+            loop {
+                let free = f32::from(u8::from(std::path::Path::new(&path).exists()));
+                let sum = Tensor::from_slice([1], &[free])?;
+                worker.allreduce(ReduceOp::Sum, &sum, &sum, Scope::World)?;
+                if sum.read()?.as_slice::<f32>()?[0] > 0.0 {
+                    return Ok(());
+                }
+                std::fs::write(format!("{path}-{}", worker.worker_id()), "")?;
+            }
+        })
+        .add("fail", || -> Result<f64> { Err(RpcError::new(ErrorKind::Application, "told to fail")) })
         .add_async("later", |value: i64| async move { value + 1 })
         .add("sum_of_ids", |worker: WorkerContext, rounds: u32| -> Result<f32> {
             let x = Tensor::from_slice([1], &[worker.worker_id().0 as f32])?;
@@ -63,6 +92,14 @@ pub fn registry() -> Registry {
             for _ in 0..rounds {
                 worker.allreduce(ReduceOp::Sum, &x, &sum, Scope::World)?;
             }
+            Ok(sum.read()?.as_slice::<f32>()?[0])
+        })
+        .add("sum_unless", |worker: WorkerContext, id: u32| -> Result<f32> {
+            if worker.worker_id().0 == id {
+                return Err(RpcError::new(ErrorKind::Application, "told to fail"));
+            }
+            let sum = Tensor::from_slice([4], &[1.0_f32; 4])?;
+            worker.allreduce(ReduceOp::Sum, &sum, &sum, Scope::World)?;
             Ok(sum.read()?.as_slice::<f32>()?[0])
         })
         .add("pass_to_next_group", |worker: WorkerContext| -> Result<f32> {
@@ -75,6 +112,11 @@ pub fn registry() -> Registry {
             }
             Ok(mine.read()?.as_slice::<f32>()?[0])
         });
+    let module = FunctionModule::new("arithmetic")
+        .add("square", |x: f64| x * x)
+        .add("id_times", |worker: WorkerContext, x: f64| x * f64::from(worker.worker_id().0))
+        .add_async("negate", |x: f64| async move { -x });
+    registry.add_module(Arc::new(module));
     registry
 }
 
@@ -98,6 +140,15 @@ pub enum Launch {
     DialIn,
     /// One node, which is this program, and has its workers in processes of their own.
     NodeOfProcesses(&'static str),
+    /// A server in a process of its own for each worker, running this program, behind TCP.
+    Nodes {
+        /// The program.
+        program: &'static str,
+        /// Collectives over TCP, too, rather than through shared memory.
+        data_over_tcp: bool,
+        /// Behind a server of this process that forwards.
+        chain: bool,
+    },
 }
 
 /// A session, and what it stands on.
@@ -105,6 +156,52 @@ pub struct Fixture {
     /// The session.
     pub session: DiscoSession,
     servers: Option<(Vec<Server>, Runtime)>,
+    _nodes: Vec<Node>,
+}
+
+/// A server in a process of its own, which is killed with this.
+#[derive(Debug)]
+pub struct Node {
+    process: Child,
+    address: String,
+}
+
+impl Node {
+    /// Starts one.
+    pub fn start(program: &str) -> Self {
+        let mut process = Command::new(program)
+            .arg("serve")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let mut address = String::new();
+        let output = process.stdout.take().expect("a pipe");
+        BufReader::new(output).read_line(&mut address).expect("the program says where it listens");
+        Self { process, address: address.trim().to_owned() }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // It may have been killed already.
+        _ = self.process.kill();
+        _ = self.process.wait();
+    }
+}
+
+/// What the program of a [`Node`] does: serves the functions of workers, says where, and ends with its standard input.
+pub fn serve_node() {
+    let runtime = runtime();
+    let (address, _server) = listen(&runtime, attentive());
+    println!("{address}");
+    _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+    std::process::exit(0);
 }
 
 impl Fixture {
@@ -126,11 +223,40 @@ impl Launch {
     ///
     /// Those of the launch.
     pub fn try_start(self, num_workers: u32, num_groups: u32) -> disco::Result<Fixture> {
-        let mut options = Options::default();
+        self.try_start_with(num_workers, num_groups, Options::default())
+    }
+
+    /// As [`try_start`](Self::try_start), with these settings.
+    ///
+    /// # Errors
+    ///
+    /// Those of the launch.
+    pub fn try_start_with(self, num_workers: u32, num_groups: u32, mut options: Options) -> disco::Result<Fixture> {
+        let mut nodes = Vec::new();
         let (session, servers) = match self {
-            Self::Threads => (ThreadedSession::new(num_workers, num_groups).registry(registry()).start(), None),
+            Self::Threads => {
+                let session = ThreadedSession::new(num_workers, num_groups).registry(registry());
+                (session.options(options).start(), None)
+            }
             Self::Processes(program) => {
-                (ProcessSession::new(num_workers, num_groups).command([program, "--disco-worker"]).start(), None)
+                let session = ProcessSession::new(num_workers, num_groups).command([program, "--disco-worker"]);
+                (session.options(options).start(), None)
+            }
+            Self::Nodes { program, data_over_tcp, chain } => {
+                nodes = (0..num_workers).map(|_| Node::start(program)).collect();
+                let addresses: Vec<String> = nodes.iter().map(|node| node.address().to_owned()).collect();
+                if data_over_tcp {
+                    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); num_workers as usize];
+                }
+                let mut session = SocketSession::new(addresses, 1, num_groups).options(options);
+                let mut servers = None;
+                if chain {
+                    let runtime = runtime();
+                    let (gateway, server) = listen(&runtime, forwarding());
+                    session = session.connector(connector().via(&gateway));
+                    servers = Some((vec![server], runtime));
+                }
+                (session.start(), servers)
             }
             Self::Tcp { per_node, data_over_tcp } => {
                 let nodes = num_workers / per_node;
@@ -145,12 +271,10 @@ impl Launch {
             Self::Chain => {
                 let runtime = runtime();
                 let (addresses, mut servers) = serve(&runtime, num_workers);
-                let (gateway, server) =
-                    listen(&runtime, ServeOptions { allow_forward: vec!["*".to_owned()], ..ServeOptions::default() });
+                let (gateway, server) = listen(&runtime, forwarding());
                 servers.push(server);
-                let connector = rpc_transports::Connector::new().via(&gateway);
-                let session = SocketSession::new(addresses, 1, num_groups).connector(connector).start();
-                (session, Some((servers, runtime)))
+                let session = SocketSession::new(addresses, 1, num_groups).connector(connector().via(&gateway));
+                (session.options(options).start(), Some((servers, runtime)))
             }
             Self::DialIn => {
                 let listener = NodeListener::bind("tcp://127.0.0.1:0").wait()?;
@@ -176,16 +300,32 @@ impl Launch {
                 (SocketSession::new([node], num_workers, num_groups).options(options).start(), None)
             }
         };
-        Ok(Fixture { session: session.wait()?, servers })
+        Ok(Fixture { session: session.wait()?, servers, _nodes: nodes })
     }
 }
 
-fn runtime() -> Runtime {
+/// With the keep-alive that sessions of Disco have by themselves.
+pub fn connector() -> Connector {
+    Connector::new().keep_alive(std::time::Duration::from_millis(200))
+}
+
+fn forwarding() -> ServeOptions {
+    ServeOptions { allow_forward: vec!["*".to_owned()], ..attentive() }
+}
+
+/// A server that notices as soon as sessions of Disco do that nobody is there.
+fn attentive() -> ServeOptions {
+    ServeOptions { keep_alive: std::time::Duration::from_millis(200), ..ServeOptions::default() }
+}
+
+/// A runtime for servers of tests.
+pub fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
 }
 
-fn serve(runtime: &Runtime, count: u32) -> (Vec<String>, Vec<Server>) {
-    (0..count).map(|_| listen(runtime, ServeOptions::default())).unzip()
+/// So many servers of the functions of workers, and where they listen.
+pub fn serve(runtime: &Runtime, count: u32) -> (Vec<String>, Vec<Server>) {
+    (0..count).map(|_| listen(runtime, attentive())).unzip()
 }
 
 fn listen(runtime: &Runtime, options: ServeOptions) -> (String, Server) {

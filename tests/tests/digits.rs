@@ -9,10 +9,11 @@ use rpc_tests::spmd::Launch;
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
-fn losses_and_accuracy(launch: Launch, digits: &Digits) -> (Vec<f64>, f64) {
+fn losses_and_accuracy(launch: Launch, digits: &Digits, epochs: usize) -> (Vec<f64>, f64) {
     let fixture = launch.start(4, 1);
     let mut losses = Vec::new();
-    let score = block_on(train(&fixture.session, digits, |_, loss| losses.push(loss))).unwrap().unwrap();
+    let training = train(&fixture.session, digits, epochs, |_, loss| losses.push(loss));
+    let score = block_on(training).unwrap().unwrap();
     fixture.session.shutdown().wait().unwrap();
     let tested = score.confusion.iter().flatten().sum::<u32>() as usize;
     assert_eq!(tested, digits.classes.len() - digits.train_len());
@@ -20,13 +21,19 @@ fn losses_and_accuracy(launch: Launch, digits: &Digits) -> (Vec<f64>, f64) {
 }
 
 #[test]
-fn training_reaches_the_promised_accuracy_in_the_same_way_wherever_the_workers_are() {
+fn training_reaches_the_promised_accuracy() {
     let digits = Digits::load().unwrap();
     assert_eq!((digits.classes.len(), digits.images.len()), (1797, 1797 * 64));
-    let (expected, accuracy) = losses_and_accuracy(Launch::Threads, &digits);
-    assert_eq!(expected.len(), EPOCHS);
-    assert!(expected.last() < expected.first());
+    let (losses, accuracy) = losses_and_accuracy(Launch::Threads, &digits, EPOCHS);
+    assert_eq!(losses.len(), EPOCHS);
+    assert!(losses.last() < losses.first());
     assert!(accuracy >= 0.93, "{accuracy}");
+}
+
+#[test]
+fn training_is_the_same_wherever_the_workers_are() {
+    let digits = Digits::load().unwrap();
+    let (expected, accuracy) = losses_and_accuracy(Launch::Threads, &digits, 3);
     let others = [
         // Again, and exactly the same.
         Launch::Threads,
@@ -38,7 +45,7 @@ fn training_reaches_the_promised_accuracy_in_the_same_way_wherever_the_workers_a
         Launch::NodeOfProcesses(NODE),
     ];
     for launch in others {
-        let (losses, other) = losses_and_accuracy(launch, &digits);
+        let (losses, other) = losses_and_accuracy(launch, &digits, 3);
         // The order in which the workers' gradients are added may differ, and with it the last bits.
         let close = |(a, b): (&f64, &f64)| (a - b).abs() <= a.abs() * 1e-5;
         assert!(losses.iter().zip(&expected).all(close), "{launch:?}: {losses:?} instead of {expected:?}");

@@ -261,9 +261,77 @@ fn collectives() {
         session.reinit_ccl().wait().unwrap();
         let sum = session.get_global_func("sum_of_ids").unwrap().call((1,)).unwrap();
         assert_eq!(value(session, &sum, n - 1), Value::Float((0..n).sum::<u32>().into()));
+    });
+}
+
+#[test]
+fn backends_take_a_device_for_each_worker_or_for_each_of_a_node() {
+    everywhere(&[(2, 1), (4, 2)], |session| {
+        let n = session.num_workers() as usize;
         session.init_ccl("host", &[]).wait().unwrap();
-        let error = session.init_ccl("nccl", &[]).wait().unwrap_err();
+        session.init_ccl("host", &vec![0; n]).wait().unwrap();
+        let sum = session.get_global_func("sum_of_ids").unwrap().call((1,)).unwrap();
+        assert_eq!(value(session, &sum, 0), Value::Float((0..n as u32).sum::<u32>().into()));
+        // Host memory is one, whatever the ids.
+        session.init_ccl("host", &(0..n as i32).collect::<Vec<_>>()).wait().unwrap();
+        let device = session.get_global_func("device").unwrap().call(()).unwrap();
+        assert_eq!(value(session, &device, n as u32 - 1), Value::Device(Device::cpu()));
+        let error = session.init_ccl("host", &vec![0; n + 1]).wait().unwrap_err();
+        assert!(error.to_string().contains(&format!("{} device ids for {n} workers", n + 1)), "{error}");
+        let error = session.init_ccl("nothing", &[]).wait().unwrap_err();
         assert_eq!(error.cause().kind(), ErrorKind::Unsupported);
+    });
+    // By local id, at nodes with two workers each.
+    let fixture = Launch::Tcp { per_node: 2, data_over_tcp: false }.start(4, 1);
+    fixture.session.init_ccl("host", &[0, 0]).wait().unwrap();
+    let error = fixture.session.init_ccl("host", &[0]).wait().unwrap_err();
+    assert!(error.to_string().contains("one for each of the 2 of a node"), "{error}");
+    fixture.session.barrier(Scope::World).unwrap();
+    fixture.session.sync_all().wait().unwrap();
+}
+
+#[test]
+fn modules_are_loaded_on_every_worker() {
+    everywhere(&[(1, 1), (4, 2)], |session| {
+        let n = session.num_workers();
+        let module = session.load_module("arithmetic", None).unwrap();
+        let ninth = module.function("square").unwrap().call((3.0,)).unwrap();
+        let product = module.function("id_times").unwrap().call((&ninth,)).unwrap();
+        let negative = module.function("negate").unwrap().call((&product,)).unwrap();
+        // Again, with a device, and when the first reference has gone: functions stay.
+        let square = module.function("square").unwrap();
+        drop(module);
+        let again = session.load_module("arithmetic", Some(Device::cpu())).unwrap();
+        let sixteen = square.call((4.0,)).unwrap();
+        for worker in 0..n {
+            assert_eq!(value(session, &negative, worker), Value::Float(-9.0 * f64::from(worker)));
+            assert_eq!(value(session, &sixteen, worker), Value::Float(16.0));
+        }
+        session.sync_all().wait().unwrap();
+
+        // What there is not is told by every worker, once, and what is made of it is poisoned.
+        let cube = again.function("cube").unwrap();
+        let nothing = cube.call((2.0,)).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.failures().len(), n as usize, "{error}");
+        assert_eq!(
+            (error.cause().kind(), error.failures()[0].command.as_str()),
+            (ErrorKind::NotFound, "module_function")
+        );
+        assert!(error.to_string().contains("it has: id_times, negate, square"), "{error}");
+        let poison = session.debug_get_from_remote(&nothing, WorkerId(n - 1)).wait().unwrap_err();
+        assert_eq!(poison.failures()[0].command, "module_function");
+        let missing = session.load_module("geometry", None).unwrap();
+        missing.function("area").unwrap().call(()).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.failures().len(), n as usize, "{error}");
+        assert_eq!((error.cause().kind(), error.failures()[0].command.as_str()), (ErrorKind::NotFound, "load_module"));
+        assert!(error.to_string().contains("no module is called 'geometry'"), "{error}");
+        // A value is no module.
+        let function = disco::DPackedFunc::from(ninth);
+        function.call(()).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert!(error.to_string().contains("expected a function"), "{error}");
     });
 }
 

@@ -98,7 +98,7 @@ fn run(args: Args, registry: Registry) -> Result<Score, Box<dyn std::error::Erro
     let bar =
         ProgressBar::new(EPOCHS as u64).with_style(ProgressStyle::with_template("{bar:40} epoch {pos}/{len}  {msg}")?);
     let mut losses = Vec::new();
-    let score = block_on(model::train(session, &digits, |epoch, loss| {
+    let score = block_on(model::train(session, &digits, EPOCHS, |epoch, loss| {
         losses.push(loss);
         bar.set_message(format!("loss {loss:.4}"));
         bar.set_position(epoch as u64);

@@ -13,7 +13,7 @@ const PIXELS: usize = 64;
 const MODEL: usize = (PIXELS + 1) * CLASSES;
 /// How many images make one step, those of all workers together.
 const BATCH: usize = 32;
-/// How often all training images are used.
+/// How often all training images are used for the promised accuracy.
 pub const EPOCHS: usize = 40;
 const RATE: f64 = 0.3;
 const SEED: u64 = 0x5eed_0fd1_6175;
@@ -167,7 +167,7 @@ fn probabilities(image: &[f32; PIXELS], model: &[f32]) -> [f32; CLASSES] {
 }
 
 /// The controller's part: trains on the workers of `session`, each with its share of the images, and scores the result.
-/// `progress` is told each finished epoch and its mean loss.
+/// `progress` is told each finished epoch and its mean loss. Each epoch uses all training images once.
 ///
 /// # Errors
 ///
@@ -175,6 +175,7 @@ fn probabilities(image: &[f32; PIXELS], model: &[f32]) -> [f32; CLASSES] {
 pub async fn train(
     session: &DiscoSession,
     digits: &Digits,
+    epochs: usize,
     mut progress: impl FnMut(usize, f64),
 ) -> disco::Result<Score> {
     let workers = session.num_workers() as usize;
@@ -192,7 +193,7 @@ pub async fn train(
     let sum_of_losses = session.get_global_func("digits.loss")?;
     let mut order: Vec<usize> = (0..share).collect();
     let mut random = XorShift(SEED);
-    for epoch in 1..=EPOCHS {
+    for epoch in 1..=epochs {
         random.shuffle(&mut order);
         let batches = order.chunks((BATCH / workers).max(1));
         let count = batches.len();

@@ -57,6 +57,7 @@ impl From<CclError> for RpcError {
                     BreakCause::Silent => ErrorKind::PeerSilent,
                     BreakCause::NeverEntered => ErrorKind::DeadlineExceeded,
                     BreakCause::Aborted(_) => ErrorKind::Cancelled,
+                    BreakCause::OutOfStep => ErrorKind::Application,
                     BreakCause::Protocol(_) => ErrorKind::Protocol,
                 };
                 Self::new(kind, breakdown.to_string()).may_have_run(true)
@@ -92,6 +93,8 @@ pub enum BreakCause {
     Silent,
     /// The rank is there and did not come to the collective in time.
     NeverEntered,
+    /// The rank is there and went on without the collective: what should have brought it there failed, or took another way.
+    OutOfStep,
     /// [`Control::abort`](super::Control::abort) was called, for this reason.
     Aborted(String),
     /// The connection to the rank broke.
@@ -116,7 +119,11 @@ impl Breakdown {
                 BreakCause::Aborted(text) | BreakCause::Link(text) | BreakCause::Protocol(text) => {
                     *text = cut(text, room / 4)
                 }
-                BreakCause::Died | BreakCause::Left | BreakCause::Silent | BreakCause::NeverEntered => {}
+                BreakCause::Died
+                | BreakCause::Left
+                | BreakCause::Silent
+                | BreakCause::NeverEntered
+                | BreakCause::OutOfStep => {}
             }
         }
     }
@@ -138,6 +145,13 @@ impl fmt::Display for Breakdown {
             }
             BreakCause::Silent => write!(f, "rank {rank} stopped in the middle of {during}"),
             BreakCause::NeverEntered => write!(f, "rank {rank} never entered {during}"),
+            BreakCause::OutOfStep => {
+                let noticed_by = self.noticed_by;
+                write!(
+                    f,
+                    "rank {rank} went on without a collective that others wait in; noticed by rank {noticed_by} in {during}"
+                )
+            }
             BreakCause::Aborted(reason) => write!(f, "aborted by rank {rank} ({during}): {reason}"),
             BreakCause::Link(text) => {
                 write!(f, "rank {} lost its connection to rank {rank} in {during}: {text}", self.noticed_by)

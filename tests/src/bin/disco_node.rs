@@ -1,6 +1,9 @@
-//! A worker process of tests: serves the functions of workers over its standard input and output.
+//! A node of tests in a process of its own: a worker over its standard input and output, or, with the argument `serve`, a server behind TCP.
 
 fn main() {
     disco::serve_if_worker(&rpc_tests::spmd::registry());
-    panic!("this program is a worker, and was not started as one");
+    match std::env::args().nth(1).as_deref() {
+        Some("serve") => rpc_tests::spmd::serve_node(),
+        other => panic!("this program is a worker, and was started with {other:?}"),
+    }
 }

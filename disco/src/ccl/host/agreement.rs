@@ -8,7 +8,7 @@ use rpc_core::{DataType, DataTypeCode, RpcError};
 use crate::ccl::{CclError, Collective, Operation, Rank, ReduceOp};
 
 /// The bytes of an announcement in shared memory and on a connection.
-pub(super) const LEN: usize = 48;
+pub(super) const LEN: usize = 56;
 
 /// The longest cause of poison, in bytes.
 pub(super) const MAX_POISON: usize = 2048;
@@ -16,11 +16,13 @@ pub(super) const MAX_POISON: usize = 2048;
 /// One rank's word about the call that it has entered.
 ///
 /// Layout, little-endian: operation `u8`, reduction `u8`, dtype code `u8`, bits `u8`, lanes `u16`, flags `u16` (1 in place, 2 has output),
-/// root or peer `u32`, length of the cause of poison `u32` (0: none), count `u64`, address of input `u64`, of output `u64`, sequence `u64`.
+/// root or peer `u32`, length of the cause of poison `u32` (0: none), count `u64`, address of input `u64`, of output `u64`, sequence `u64`, step `u64`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Announcement {
     pub(super) collective: Collective,
     pub(super) sequence: u64,
+    /// What the rank does, as its caller counts; 0 where that is not counted.
+    pub(super) step: u64,
     pub(super) in_place: bool,
     pub(super) has_output: bool,
     pub(super) poison: u32,
@@ -46,6 +48,7 @@ impl Announcement {
         bytes[24..32].copy_from_slice(&self.input.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.output.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[48..56].copy_from_slice(&self.step.to_le_bytes());
         bytes
     }
 
@@ -77,6 +80,7 @@ impl Announcement {
             input: u64_at(24),
             output: u64_at(32),
             sequence: u64_at(40),
+            step: u64_at(48),
         })
     }
 }
@@ -110,6 +114,13 @@ fn reduce_op(code: u8) -> Option<ReduceOp> {
     [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg]
         .into_iter()
         .find(|op| reduce_code(*op) == code)
+}
+
+/// The first rank that is a step ahead of others: it went on without a collective that they are in.
+pub(super) fn ahead(announcements: &[Announcement]) -> Option<usize> {
+    let most = announcements.iter().map(|one| one.step).max()?;
+    let all_there = announcements.iter().all(|one| one.step == most);
+    if all_there { None } else { announcements.iter().position(|one| one.step == most) }
 }
 
 /// What follows from the announcements of all ranks, which come in the order of ranks. `poison` finds the cause that a rank gave.
@@ -176,6 +187,7 @@ mod tests {
         Announcement {
             collective: Collective::new(operation, DataType::BF16, count),
             sequence: 1 << 40,
+            step: 1 << 50,
             in_place: true,
             has_output: false,
             poison,
@@ -204,6 +216,14 @@ mod tests {
             assert_eq!(Announcement::from_bytes(&this.to_bytes()), Some(this));
         }
         assert_eq!(Announcement::from_bytes(&[0xff; LEN]), None);
+    }
+
+    #[test]
+    fn the_rank_that_went_on_is_ahead() {
+        let at = |step| Announcement { step, ..announcement(Operation::Barrier, 0, 0) };
+        assert_eq!(ahead(&[at(5), at(5)]), None);
+        assert_eq!(ahead(&[at(5), at(7), at(5), at(7)]), Some(1));
+        assert_eq!(ahead(&[]), None);
     }
 
     #[test]

@@ -79,6 +79,8 @@ pub(super) enum Word {
     ProbeHigh = 52,
     /// The collective of which it has reduced its share last.
     Halfway = 56,
+    /// The last step, as its caller counts, that it is through with without having come to all collectives, perhaps.
+    LeftStep = 60,
     /// Changes when somebody wakes the rank. Written by the others.
     Bell = 64,
     /// 1 while the rank is about to sleep. Read by the others.

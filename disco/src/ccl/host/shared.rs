@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use rpc_core::RpcError;
 
-use super::agreement::{Announcement, MAX_POISON, agree};
+use super::agreement::{Announcement, MAX_POISON, agree, ahead};
 use super::plan::{Algorithm, Reach, has_input, input_bytes, travels_inline};
 use super::segment::{Segment, Word, reached, wall_millis};
 use super::{Options, check, kernel};
@@ -50,6 +50,8 @@ pub(super) struct SharedCcl {
     spins: u32,
     /// The number of the last collective.
     sequence: u64,
+    /// What the rank does, as its caller counts.
+    step: u64,
     /// The chunks that have gone through everybody's staging so far: the same number on all ranks.
     chunks: u32,
     /// For each other rank, the number of the last transfer to it and from it, and of chunks that have gone through the box.
@@ -91,6 +93,7 @@ impl SharedCcl {
             recorder: Arc::default(),
             spins,
             sequence: 0,
+            step: 0,
             chunks: 0,
             sent: vec![pair::Count::default(); size],
             received: vec![pair::Count::default(); size],
@@ -125,6 +128,7 @@ impl SharedCcl {
         let announcement = Announcement {
             collective,
             sequence,
+            step: self.step,
             in_place: lent.is_some_and(|lent| lent.in_place),
             has_output: lent.is_some_and(|lent| lent.has_output),
             poison: if lent.is_some() { 0 } else { poison.len().max(1) as u32 },
@@ -154,6 +158,9 @@ impl SharedCcl {
                     return Err(self.break_up(BreakCause::Protocol(text), rank));
                 }
             }
+        }
+        if let Some(rank) = ahead(&self.announcements) {
+            return Err(self.break_up(BreakCause::OutOfStep, rank));
         }
         agree(sequence, &self.announcements, |rank| {
             let len = self.announcements[rank.index()].poison;
@@ -211,6 +218,8 @@ impl SharedCcl {
                 Some(BreakCause::Left)
             } else if self.is_dead(peer) {
                 Some(BreakCause::Died)
+            } else if matches!(phase, Phase::Entry) && self.has_left_step(peer) {
+                Some(BreakCause::OutOfStep)
             } else {
                 limit.is_some_and(|limit| began.elapsed() >= limit).then_some(late)
             };
@@ -235,6 +244,12 @@ impl SharedCcl {
     #[cfg(not(target_os = "linux"))]
     fn is_dead(&self, _: usize) -> bool {
         false
+    }
+
+    /// Whether the peer is through with what this rank is in.
+    fn has_left_step(&self, peer: usize) -> bool {
+        let left = self.segment.word(peer, Word::LeftStep).load(Ordering::Acquire);
+        left != 0 && reached(left, self.step as u32)
     }
 
     /// Breaks the group because of what happened to `rank`.
@@ -329,6 +344,14 @@ impl Ccl for SharedCcl {
         }
         self.recorder.leave(&result);
         result
+    }
+
+    fn set_step(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    fn leave_step(&mut self) {
+        self.publish(Word::LeftStep, self.step as u32);
     }
 
     fn control(&self) -> Arc<dyn Control> {

@@ -18,7 +18,7 @@ use rpc_core::RpcError;
 
 pub use self::join::{Address, Listener, SessionKey};
 use self::link::{FrameKind, Link};
-use super::agreement::{Announcement, LEN, MAX_POISON, agree, agree_pair};
+use super::agreement::{Announcement, LEN, MAX_POISON, agree, agree_pair, ahead};
 use super::plan::{has_input, input_bytes, route, travels_inline};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
@@ -46,6 +46,8 @@ struct StreamCcl {
     shared: Arc<Shared>,
     looks: u32,
     sequence: u64,
+    /// What the rank does, as its caller counts.
+    step: u64,
     sent: Vec<u64>,
     received: Vec<u64>,
 }
@@ -181,6 +183,7 @@ impl StreamCcl {
                 waker,
             }),
             sequence: 0,
+            step: 0,
             sent: vec![0; size],
             received: vec![0; size],
         })
@@ -226,6 +229,10 @@ impl StreamCcl {
                 let cause = if text.is_empty() { BreakCause::Left } else { BreakCause::Link(text.to_owned()) };
                 return Err(self.shared.break_up(links, cause, waits_for));
             }
+            let left = links.peers[waits_for].as_ref().map_or(0, Link::left_step);
+            if !has_entered && left != 0 && left >= self.step {
+                return Err(self.shared.break_up(links, BreakCause::OutOfStep, waits_for));
+            }
             if looks < self.looks {
                 looks += 1;
                 std::thread::yield_now();
@@ -253,7 +260,7 @@ impl StreamCcl {
         let bytes = collective.bytes().unwrap_or(0);
         let inline = travels_inline(collective.operation, bytes, self.size);
         let input_len = input_bytes(collective.operation, bytes, self.size);
-        let mut own = announcement(collective, self.sequence, &lent);
+        let mut own = announcement(collective, (self.sequence, self.step), &lent);
         if let Ok(lent) = &lent
             && inline
             && has_input(collective.operation, self.rank)
@@ -300,6 +307,9 @@ impl StreamCcl {
                     return Err(self.shared.break_up(links, cause, rank));
                 }
             }
+        }
+        if let Some(rank) = ahead(&announcements) {
+            return Err(self.shared.break_up(links, BreakCause::OutOfStep, rank));
         }
         agree(self.sequence, &announcements, |rank| poison_of(&notes[rank.index()]))?;
         let Ok(lent) = lent else { return Err(self.shared.end(links)) };
@@ -358,7 +368,7 @@ impl StreamCcl {
         lent: Result<Lent, RpcError>,
     ) -> Result<(), CclError> {
         let is_send = matches!(collective.operation, Operation::Send { .. });
-        let own = announcement(collective, sequence, &lent);
+        let own = announcement(collective, (sequence, self.step), &lent);
         let (ours, theirs) =
             if is_send { (FrameKind::Offer, FrameKind::Answer) } else { (FrameKind::Answer, FrameKind::Offer) };
         if let Some(link) = &mut links.peers[peer] {
@@ -384,6 +394,9 @@ impl StreamCcl {
         };
         let (us, them) = ((Rank::of(self.rank), &ours), (Rank::of(peer), &theirs));
         let (sender, receiver) = if is_send { (us, them) } else { (them, us) };
+        if let Some(at) = ahead(&[ours, theirs]) {
+            return Err(self.shared.break_up(links, BreakCause::OutOfStep, [self.rank, peer][at]));
+        }
         agree_pair(sequence, sender, receiver, |rank| poison_of(if rank.index() == self.rank { &own } else { &note }))?;
         let (Ok(lent), Some(bytes)) = (lent, collective.bytes()) else { return Err(self.shared.end(links)) };
         self.move_between_two(links, peer, is_send, bytes, lent)
@@ -411,11 +424,12 @@ fn out_of_order(rank: usize, note: &[u8], own: usize, collective: Collective) ->
 }
 
 /// The announcement of a call, followed by the cause of poison, if there is one.
-fn announcement(collective: Collective, sequence: u64, lent: &Result<Lent, RpcError>) -> Vec<u8> {
+fn announcement(collective: Collective, (sequence, step): (u64, u64), lent: &Result<Lent, RpcError>) -> Vec<u8> {
     let poison = lent.as_ref().err().map_or_else(Vec::new, |cause| poison_to_bytes(cause, MAX_POISON));
     let announcement = Announcement {
         collective,
         sequence,
+        step,
         in_place: lent.as_ref().is_ok_and(|lent| lent.in_place),
         has_output: lent.as_ref().is_ok_and(|lent| lent.has_output),
         poison: if lent.is_ok() { 0 } else { poison.len().max(1) as u32 },
@@ -478,6 +492,19 @@ impl Ccl for StreamCcl {
         drop(links);
         shared.recorder.leave(&result);
         result
+    }
+
+    fn set_step(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    fn leave_step(&mut self) {
+        let mut links = self.shared.lock();
+        for (_, link) in links.each() {
+            link.say(FrameKind::LeftStep, &self.step.to_le_bytes());
+            // What does not fit goes with the next call.
+            link.write();
+        }
     }
 
     fn control(&self) -> Arc<dyn Control> {

@@ -10,7 +10,7 @@ use rpc_core::RpcError;
 use super::direct::Busy;
 use super::{Phase, SharedCcl};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
-use crate::ccl::host::agreement::{Announcement, MAX_POISON, agree_pair};
+use crate::ccl::host::agreement::{Announcement, MAX_POISON, agree_pair, ahead};
 use crate::ccl::host::kernel;
 use crate::ccl::host::plan::{Reach, bypasses};
 use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
@@ -152,6 +152,7 @@ impl SharedCcl {
         let announcement = Announcement {
             collective,
             sequence,
+            step: self.step,
             in_place: false,
             has_output: !by_sender,
             poison: poison_len,
@@ -168,6 +169,9 @@ impl SharedCcl {
             let peer = if from == self.rank { to } else { from };
             return Err(self.break_up(BreakCause::Protocol("its announcement makes no sense".to_owned()), peer));
         };
+        if let Some(at) = ahead(&[sender, receiver]) {
+            return Err(self.break_up(BreakCause::OutOfStep, [from, to][at]));
+        }
         agree_pair(sequence, (Rank::of(from), &sender), (Rank::of(to), &receiver), |rank| {
             let (place, len) =
                 if rank.index() == from { (places[0], sender.poison) } else { (places[1], receiver.poison) };

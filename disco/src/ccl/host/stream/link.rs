@@ -35,13 +35,15 @@ pub(super) enum FrameKind {
     Abort = 5,
     /// The rank goes, with everything done.
     Leave = 6,
+    /// The rank is through with a step, and may have left out collectives of it: `u64`.
+    LeftStep = 7,
 }
 
 impl FrameKind {
     fn of(code: u8) -> Option<Self> {
-        [Self::Announcement, Self::Offer, Self::Answer, Self::Data, Self::Abort, Self::Leave]
-            .into_iter()
-            .find(|kind| *kind as u8 == code)
+        use FrameKind::{Abort, Announcement, Answer, Data, Leave, LeftStep, Offer};
+
+        [Announcement, Offer, Answer, Data, Abort, Leave, LeftStep].into_iter().find(|kind| *kind as u8 == code)
     }
 }
 
@@ -117,6 +119,7 @@ pub(super) struct Link {
     note: Option<(FrameKind, Vec<u8>)>,
     pub(super) incoming: VecDeque<Incoming>,
     abort: Option<Vec<u8>>,
+    left_step: u64,
     /// Why there is no more to come; empty if the peer has left.
     gone: Option<String>,
 }
@@ -141,6 +144,7 @@ impl Link {
             note: None,
             incoming: VecDeque::new(),
             abort: None,
+            left_step: 0,
             gone: None,
         }
     }
@@ -173,6 +177,11 @@ impl Link {
     /// The breakdown that the peer has sent.
     pub(super) fn abort(&self) -> Option<&[u8]> {
         self.abort.as_deref()
+    }
+
+    /// The last step that the peer is through with without having come to all collectives, perhaps. All that it announced before has been read.
+    pub(super) fn left_step(&self) -> u64 {
+        self.left_step
     }
 
     /// Why nothing more comes from the peer, once that is so and all that it sent has been taken; empty if it has left.
@@ -381,6 +390,10 @@ impl Link {
         match kind {
             FrameKind::Abort => self.abort = Some(bytes),
             FrameKind::Leave => self.lose(""),
+            FrameKind::LeftStep => match bytes.first_chunk() {
+                Some(step) => self.left_step = u64::from_le_bytes(*step),
+                None => self.lose("it sent no frame of this protocol"),
+            },
             FrameKind::Data => {}
             FrameKind::Announcement | FrameKind::Offer | FrameKind::Answer => self.note = Some((kind, bytes)),
         }

@@ -1,0 +1,178 @@
+//! Whether the collectives of a session run: the states that its data plane goes through, seen from the controller.
+//!
+//! ```text
+//!             a worker finds a communicator broken, or abort_ccl
+//!   Running ───────────────────────────────────────────────────► Broken
+//!      ▲ ▲                                                         │ ▲
+//!      │ └── reinit_ccl ──► Reinitialising ◄── reinit_ccl ─────────┘ │
+//!      │                       │       │                             │
+//!      └── all have joined ────┘       └── some did not come ────────┘
+//! ```
+//!
+//! Each making of the communicators has a number, its *epoch*; what is said of an earlier one is of no interest.
+
+use rpc_core::{ErrorKind, RpcError};
+use serde::{Deserialize, Serialize};
+
+use crate::error::WorkerId;
+
+/// Whether the collectives of a session run.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum CclState {
+    /// They do, as far as anybody knows.
+    Running,
+    /// They return the cause; all other commands run. [`reinit_ccl`](crate::DiscoSession::reinit_ccl) makes them anew.
+    Broken(Breakage),
+    /// They are being made anew.
+    Reinitialising,
+    /// The session has ended, because of this.
+    Ended(RpcError),
+}
+
+impl CclState {
+    /// How they broke, if they have.
+    pub fn breakage(&self) -> Option<&Breakage> {
+        if let Self::Broken(breakage) = self { Some(breakage) } else { None }
+    }
+}
+
+/// How the collectives of a session broke.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Breakage {
+    /// What happened, and what each rank was known to be doing then: the number, the operation, the type and the count of its call.
+    pub cause: RpcError,
+    /// The worker that it happened to: that died, fell silent or never came. `None` where it is nobody's fault or nobody knows.
+    pub culprit: Option<WorkerId>,
+    /// The workers that have found a communicator broken so far, in the order in which they said so.
+    pub noticed_by: Vec<WorkerId>,
+}
+
+/// What a worker says of a communicator that it found broken.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Report {
+    pub(crate) epoch: u64,
+    pub(crate) culprit: Option<WorkerId>,
+    pub(crate) cause: RpcError,
+}
+
+/// What a controller knows of the communicators of its workers.
+#[derive(Debug, Default)]
+pub(crate) struct Collectives {
+    /// Of those that are there, or are being made.
+    epoch: u64,
+    being_made: bool,
+    broken: Option<Breakage>,
+}
+
+impl Collectives {
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    pub(crate) fn state(&self) -> CclState {
+        match &self.broken {
+            _ if self.being_made => CclState::Reinitialising,
+            Some(breakage) => CclState::Broken(breakage.clone()),
+            None => CclState::Running,
+        }
+    }
+
+    /// Takes what a worker has found. Says whether that is news, which the others have to hear.
+    pub(crate) fn broke(&mut self, worker: WorkerId, report: Report) -> bool {
+        if report.epoch != self.epoch {
+            return false;
+        }
+        match &mut self.broken {
+            Some(breakage) => {
+                if !breakage.noticed_by.contains(&worker) {
+                    breakage.noticed_by.push(worker);
+                }
+                // Word of an abort may overtake that of its reason.
+                if breakage.culprit.is_none() && report.culprit.is_some() {
+                    breakage.culprit = report.culprit;
+                    breakage.cause = report.cause;
+                }
+                false
+            }
+            None => {
+                let Report { culprit, cause, .. } = report;
+                self.broken = Some(Breakage { cause, culprit, noticed_by: vec![worker] });
+                true
+            }
+        }
+    }
+
+    /// Breaks the collectives from here. Says whether they were not broken before.
+    pub(crate) fn abort(&mut self, cause: RpcError) -> bool {
+        let is_news = self.broken.is_none();
+        self.broken.get_or_insert(Breakage { cause, culprit: None, noticed_by: Vec::new() });
+        is_news
+    }
+
+    /// Begins to make them anew.
+    ///
+    /// # Errors
+    ///
+    /// Somebody else does already.
+    pub(crate) fn begin(&mut self) -> Result<(), RpcError> {
+        if std::mem::replace(&mut self.being_made, true) {
+            let text = "the collectives are being made anew already: wait for that before the next time";
+            return Err(RpcError::new(ErrorKind::Busy, text));
+        }
+        Ok(())
+    }
+
+    /// The workers leave the old ones for those of this epoch.
+    pub(crate) fn advance(&mut self, epoch: u64) {
+        self.epoch = epoch;
+        self.broken = None;
+    }
+
+    /// The attempt is over. What it has come to the workers have said.
+    pub(crate) fn finish(&mut self) {
+        self.being_made = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(epoch: u64, culprit: Option<u32>, text: &'static str) -> Report {
+        Report { epoch, culprit: culprit.map(WorkerId), cause: RpcError::internal(text) }
+    }
+
+    #[test]
+    fn the_first_report_counts_and_a_cause_replaces_an_abort() {
+        let mut collectives = Collectives::default();
+        assert_eq!(collectives.state(), CclState::Running);
+        assert!(collectives.broke(WorkerId(2), report(0, None, "aborted")));
+        assert!(!collectives.broke(WorkerId(0), report(0, Some(1), "died")));
+        assert!(!collectives.broke(WorkerId(0), report(0, Some(3), "later")));
+        let state = collectives.state();
+        let breakage = state.breakage().unwrap();
+        assert_eq!((breakage.culprit, breakage.cause.message()), (Some(WorkerId(1)), "died"));
+        assert_eq!(breakage.noticed_by, [WorkerId(2), WorkerId(0)]);
+        assert!(!collectives.abort(RpcError::internal("too late")));
+    }
+
+    #[test]
+    fn what_is_said_of_an_earlier_epoch_is_of_no_interest() {
+        let mut collectives = Collectives::default();
+        assert!(collectives.abort(RpcError::internal("enough")));
+        collectives.begin().unwrap();
+        assert_eq!(collectives.begin().unwrap_err().kind(), ErrorKind::Busy);
+        assert_eq!(collectives.state(), CclState::Reinitialising);
+        collectives.advance(1);
+        assert!(!collectives.broke(WorkerId(0), report(0, Some(1), "old")));
+        collectives.finish();
+        assert_eq!(collectives.state(), CclState::Running);
+        // One that cannot even begin leaves things as they were.
+        assert!(collectives.broke(WorkerId(0), report(1, Some(1), "new")));
+        collectives.begin().unwrap();
+        collectives.finish();
+        assert!(collectives.state().breakage().is_some());
+    }
+}

@@ -1,0 +1,106 @@
+//! Making the collectives of a session anew: drain, meet in the next epoch, and see that everybody has come.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+
+use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
+
+use crate::command::Command;
+use crate::completion::Completion;
+use crate::controller::Controller;
+use crate::error::{DiscoError, Failure, Result};
+
+impl Controller {
+    /// The default devices of all workers, of this kind and with these ids: one for each worker, or one for each worker of a node.
+    ///
+    /// # Errors
+    ///
+    /// Another number of ids.
+    pub(crate) fn devices(&self, kind: DeviceType, ids: &[i32]) -> Result<Vec<Device>> {
+        let world = self.layout.world_size;
+        let per_node = self.links.first().map(|link| link.count);
+        let per_node = per_node.filter(|count| self.links.iter().all(|link| link.count == *count));
+        let fits =
+            ids.is_empty() || ids.len() == world as usize || per_node.is_some_and(|count| ids.len() == count as usize);
+        if !fits {
+            let per_node = per_node.filter(|count| *count != world);
+            let per_node =
+                per_node.map_or_else(String::new, |count| format!(", one for each of the {count} of a node"));
+            return Err(DiscoError::invalid(format!(
+                "{} device ids for {world} workers: give one for each{per_node}, or none",
+                ids.len()
+            )));
+        }
+        // A machine has one host memory, and may have several of all else.
+        let device = |worker: u32| match ids {
+            [] => Device::new(kind, 0),
+            _ if kind == DeviceType::CPU => Device::cpu(),
+            ids => Device::new(kind, ids[worker as usize % ids.len()]),
+        };
+        Ok((0..world).map(device).collect())
+    }
+
+    /// Makes the collectives anew, behind all that has been issued, with these default devices for the workers, or those that they have.
+    pub(crate) fn reinit(self: &Arc<Self>, devices: Vec<Device>) -> Completion<()> {
+        let mut state = self.lock();
+        let begun = match &state.ended {
+            Some(error) => Err(error.clone()),
+            None => state.collectives.begin(),
+        };
+        drop(state);
+        if let Err(error) = begun {
+            return Completion::failed(error.into());
+        }
+        let this = Arc::clone(self);
+        Completion::spawn(async move {
+            let outcome = this.make_anew(devices).await;
+            this.lock().collectives.finish();
+            outcome
+        })
+    }
+
+    async fn make_anew(self: &Arc<Self>, devices: Vec<Device>) -> Result<()> {
+        self.drain().await?;
+        let epoch = self.lock().collectives.epoch() + 1;
+        let sequence = self.meet(epoch, devices).await?;
+        // The workers have a limit for this themselves.
+        self.all_reach().1.await?;
+        let mut state = self.lock();
+        let of_this = |failure: &Failure| failure.sequence == sequence;
+        let (failed, others) = std::mem::take(&mut state.failures).into_iter().partition(of_this);
+        // Those have been issued by others, who will ask for them.
+        state.failures = others;
+        let failed: Vec<Failure> = failed;
+        if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
+    }
+
+    /// Waits until all workers have executed what was issued. In broken collectives nobody waits, so that only a worker that does not come back
+    /// holds this up.
+    async fn drain(self: &Arc<Self>) -> Result<()> {
+        let limit = self.options.init_timeout;
+        let (sequence, reached) = self.all_reach();
+        match tokio::time::timeout(limit, reached).await {
+            Ok(outcome) => outcome,
+            Err(_) => {
+                let text = format!(
+                    "{} still busy with what was issued before, after {limit:?}: the collectives stay as they were",
+                    self.behind(sequence)
+                );
+                Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
+            }
+        }
+    }
+
+    /// Asks all workers to say when they have come here: the number of that command, and what resolves then.
+    fn all_reach(self: &Arc<Self>) -> (u64, impl Future<Output = Result<()>> + use<>) {
+        let guard = self.open_ticket(self.layout.world_size);
+        let issued = self.push(Command::SyncWorker { ticket: guard.ticket(), worker: None });
+        let this = Arc::clone(self);
+        let sequence = *issued.as_ref().unwrap_or(&0);
+        let reached = async move {
+            issued?;
+            poll_fn(|cx| this.poll_ticket(guard.ticket(), cx)).await
+        };
+        (sequence, reached)
+    }
+}

@@ -1,0 +1,41 @@
+//! A controller of Disco in a process of its own, to be killed.
+//!
+//! Its arguments: where its two workers run (`processes PROGRAM`, or `nodes` and an address for each), what they are doing (`idle`, `call` or
+//! `collective`), and the file by which they are let go. It says what processes the workers are in, and waits.
+
+// It serves tests: whatever goes wrong is a reason to panic.
+#![allow(clippy::unwrap_used)]
+
+use disco::{Content, DiscoSession, ProcessSession, SocketSession, WorkerId};
+use rpc_core::Value;
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let (doing, path, launch) = (args[0].as_str(), args[1].as_str(), &args[2..]);
+    let starting = match launch[0].as_str() {
+        "processes" => ProcessSession::new(2, 1).command([launch[1].as_str(), "--disco-worker"]).start(),
+        _ => SocketSession::new(&launch[1..], 1, 1).start(),
+    };
+    let session = starting.wait().unwrap();
+    let pids = pids(&session);
+    let held = match doing {
+        "call" => Some(session.get_global_func("hold_on").unwrap().call((vec![0_u32, 1], path)).unwrap()),
+        "collective" => Some(session.get_global_func("hold_in_collectives").unwrap().call((path,)).unwrap()),
+        _ => None,
+    };
+    println!("{} {}", pids[0], pids[1]);
+    loop {
+        std::thread::park();
+        // Nobody unparks it; the workers are held until it is killed.
+        let _ = &held;
+    }
+}
+
+fn pids(session: &DiscoSession) -> Vec<i64> {
+    let pid = session.get_global_func("pid").unwrap().call(()).unwrap();
+    let pid = |worker| match session.debug_get_from_remote(&pid, WorkerId(worker)).wait().unwrap() {
+        Content::Value(Value::Int(pid)) => pid,
+        other => panic!("{other:?}"),
+    };
+    (0..session.num_workers()).map(pid).collect()
+}
