@@ -47,7 +47,7 @@ use tokio::task::JoinHandle;
 
 use self::ready::ReadyFile;
 use self::signals::Signals;
-use crate::config::{Isolate, ListenAddress, RelayAddress, ServeConfig, ServeError, TrackerAddress};
+use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
 use crate::monitor::{Monitoring, Phase};
 use crate::otel::Spans;
@@ -558,7 +558,7 @@ fn relays(config: &ServeConfig) -> Vec<Address> {
     let key = config.pool_key().unwrap_or_default();
     let unique = format!("{key}-{random:08x}");
     let name = if config.tracker.is_empty() { key } else { &unique };
-    let named = |RelayAddress(address): &RelayAddress| match address.key() {
+    let named = |ListenAddress(address): &ListenAddress| match address.key() {
         Some(_) => address.clone(),
         // The configuration was checked.
         None => address.clone().with_key(name).unwrap_or_else(|_| address.clone()),

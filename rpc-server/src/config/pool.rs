@@ -9,7 +9,9 @@ use std::sync::Arc;
 use rpc_transports::{Address, AddressError};
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, seconds};
+use super::{
+    ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, loopback, seconds,
+};
 use crate::logging::{LogFilter, LogFormat};
 use crate::tracker::TrackerOptions;
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
@@ -93,22 +95,6 @@ settings! {
     }
 }
 
-impl TrackerSettings {
-    /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.
-    ///
-    /// # Errors
-    ///
-    /// What is wrong with the file, or with the settings as a whole.
-    pub fn resolve(self) -> Result<TrackerConfig, ConfigError> {
-        let mut config = self.with_file()?.complete();
-        if config.listen.is_empty() {
-            config.listen.push(default_address());
-        }
-        config.check()?;
-        Ok(config)
-    }
-}
-
 impl TrackerConfig {
     /// Looks for settings that do not go together.
     ///
@@ -138,13 +124,10 @@ impl TrackerConfig {
         }
     }
 
-    /// The configuration as a TOML file that gives the same one when it is read.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::NotText`]: a path is none that text could show.
-    pub fn to_toml(&self) -> Result<String, ConfigError> {
-        toml::to_string(self).map_err(|source| ConfigError::NotText { source: Box::new(source) })
+    fn listen_by_default(&mut self) {
+        if self.listen.is_empty() {
+            self.listen.push(loopback(DEFAULT_PORT));
+        }
     }
 
     /// How the tracker works. Reads files of certificates and tokens.
@@ -202,31 +185,10 @@ impl TrackerConfig {
             ..ServeConfig::default()
         }
     }
-
-    fn trust(&self) -> ServerTrust {
-        ServerTrust {
-            cert: self.cert.clone(),
-            cert_key: self.cert_key.clone(),
-            client_ca: self.client_ca.clone(),
-            token_file: self.token_file.clone(),
-        }
-    }
-}
-
-impl Default for TrackerConfig {
-    fn default() -> Self {
-        let mut config = TrackerSettings::default().complete();
-        config.listen.push(default_address());
-        config
-    }
 }
 
 /// Where other trackers of this kind usually are.
 const DEFAULT_PORT: u16 = 9190;
-
-fn default_address() -> ListenAddress {
-    ListenAddress(Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT))))
-}
 
 /// Where a tracker is, as a server that registers writes it: `tcp://host:port`, or `tracker://host:port`, which is the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
