@@ -14,8 +14,15 @@ mod serve;
 mod service;
 pub(crate) mod words;
 
+use std::time::Duration;
+
 pub use self::serve::RunningTracker;
 pub use self::service::{Tracker, TrackerOptions};
 
 pub(crate) use self::gate::Gate;
 pub(crate) use self::registrar::{Registrar, Told};
+
+/// As times are told: too long is as long as can be said.
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}

@@ -615,3 +615,33 @@ async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
         assert!(matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::Unsupported), "{error}");
     }
 }
+
+/// Once, each answer was made of a copy of all that the servers tell of themselves, however much that was.
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_that_tell_much_of_themselves_are_not_granted_in_any_number() {
+    let pool = Pool::new().await;
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let register = session.get_function(functions::REGISTER).await.unwrap();
+    let text = "x".repeat(100);
+    let registration = Registration {
+        name: "talkative".to_owned(),
+        key: "k".to_owned(),
+        labels: (0..60).map(|at| (format!("{text}{at}"), text.clone())).collect(),
+        devices: Vec::new(),
+        capacity: 4096,
+        address: vec!["memory:nowhere".to_owned()],
+        ticket_key: [7; 32],
+        status: ServerStatus::default(),
+    };
+    let (_registered, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
+    let ask = async |count| -> Result<usize, RpcError> {
+        let request = soon(ServerRequest::new("k").count(count));
+        let place: RemoteObject = session.get_function(functions::REQUEST).await?.call((Pack(request),)).await?;
+        let Pack(grants): Pack<Vec<Grant>> = session.get_function(functions::WAIT).await?.call((&place,)).await?;
+        Ok(grants.len())
+    };
+    assert_eq!(ask(100).await.unwrap(), 100);
+    let error = ask(3000).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.message().contains("ask for fewer servers"), "{error}");
+}
