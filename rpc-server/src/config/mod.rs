@@ -425,12 +425,7 @@ impl ServeConfig {
         if let Some((setting, _)) = zero.into_iter().find(|(_, value)| *value == 0) {
             return Err(ConfigError::Zero { setting });
         }
-        if let Some(HttpAddress(address)) = self.metrics
-            && !address.ip().to_canonical().is_loopback()
-            && !self.insecure
-        {
-            return Err(ConfigError::InsecureMetrics { address });
-        }
+        check_metrics(self.metrics, self.insecure)?;
         for key in [&self.key, &self.tracker_key].into_iter().flatten() {
             Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)))
                 .with_key(key)
@@ -509,6 +504,16 @@ fn check_addresses(listen: &[ListenAddress], trust: &ServerTrust, insecure: bool
         }
     }
     Ok(())
+}
+
+/// Looks whether metrics may be served at this address.
+fn check_metrics(metrics: Option<HttpAddress>, insecure: bool) -> Result<(), ConfigError> {
+    match metrics {
+        Some(HttpAddress(address)) if !address.ip().to_canonical().is_loopback() && !insecure => {
+            Err(ConfigError::InsecureMetrics { address })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Where the sessions of a server run.

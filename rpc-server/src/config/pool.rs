@@ -10,11 +10,12 @@ use rpc_transports::{Address, AddressError};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, loopback, seconds,
+    ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, check_metrics, loopback,
+    seconds,
 };
 use crate::logging::{LogFilter, LogFormat};
 use crate::tracker::TrackerOptions;
-use crate::trust::{ClientTrust, ServerTrust, TrustError};
+use crate::trust::{ServerTrust, TrustError};
 
 settings! {
     TrackerSettings => TrackerConfig, "RPC_TRACKER_CONFIG", "a tracker";
@@ -92,6 +93,10 @@ settings! {
         /// Off without it. Whoever connects may see it, so it must be an address of this machine alone, or --insecure be given
         #[arg(value_name = "ADDRESS")]
         http: HttpAddress, "RPC_TRACKER_HTTP";
+        /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address, such as 127.0.0.1:9192. Off without
+        /// it
+        #[arg(value_name = "ADDRESS")]
+        metrics: HttpAddress, "RPC_TRACKER_METRICS";
     }
 }
 
@@ -100,8 +105,8 @@ impl TrackerConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`],
-    /// [`ConfigError::Zero`].
+    /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::InsecureMetrics`],
+    /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
         check_addresses(&self.listen, &self.trust(), self.insecure)?;
         if let Some(HttpAddress(address)) = self.http
@@ -110,6 +115,7 @@ impl TrackerConfig {
         {
             return Err(ConfigError::InsecurePage { address });
         }
+        check_metrics(self.metrics, self.insecure)?;
         let zero = [
             ("--lease", u64::from(!self.lease.0.is_zero())),
             ("--ticket-lifetime", u64::from(!self.ticket_lifetime.0.is_zero())),
@@ -136,11 +142,6 @@ impl TrackerConfig {
     ///
     /// The file that cannot be read or used.
     pub fn options(&self) -> Result<TrackerOptions, TrustError> {
-        let onward = ClientTrust {
-            ca: self.forward_ca.clone(),
-            token_file: self.forward_token_file.clone(),
-            ..ClientTrust::default()
-        };
         Ok(TrackerOptions {
             lease: self.lease.0,
             ticket_lifetime: self.ticket_lifetime.0,
@@ -149,7 +150,7 @@ impl TrackerConfig {
             max_waiting: self.max_waiting,
             max_waiting_per_client: self.max_waiting_per_client,
             allow_advertise: self.allow_advertise.clone(),
-            onward: onward.dial_options()?,
+            onward: self.serve_config().onward().dial_options()?,
         })
     }
 
@@ -169,6 +170,10 @@ impl TrackerConfig {
             cert_key: self.cert_key.clone(),
             client_ca: self.client_ca.clone(),
             token_file: self.token_file.clone(),
+            // Nothing is forwarded. These are how servers are looked for, and are read again with the others.
+            forward_ca: self.forward_ca.clone(),
+            forward_token_file: self.forward_token_file.clone(),
+            metrics: self.metrics,
             ready_file: self.ready_file.clone(),
             // What follows is about what clients could do beside asking: a registration and a queue need few objects, no
             // device and no files. A request that waits has its place, and the functions that were asked for it.

@@ -20,7 +20,7 @@ use super::advertise;
 use super::history::History;
 use super::limits::{check_registration, check_request, check_status, clip, clipped};
 use super::millis;
-use super::scheduler::{ClaimId, Event, Held, HeldKind, Offer, Place, Policy, Scheduler, ServerId, timed_out};
+use super::scheduler::{ClaimId, Event, Held, HeldKind, Offer, Place, Policy, Scheduler, ServerId, Totals, timed_out};
 use crate::session::Client;
 
 /// How much one request may be told of the servers that it was granted, in bytes.
@@ -52,7 +52,8 @@ pub struct TrackerOptions {
     pub max_waiting_per_client: usize,
     /// Which addresses servers may tell beside their own, as patterns. None.
     pub allow_advertise: Vec<String>,
-    /// How servers are looked for at their addresses: whom the tracker trusts, and its tokens. Without either.
+    /// How servers are looked for at their addresses at first: whom the tracker trusts, and its tokens. Without either.
+    /// [`Tracker::set_onward`] changes it later.
     pub onward: DialOptions,
 }
 
@@ -76,6 +77,8 @@ impl Default for TrackerOptions {
 #[derive(Debug)]
 pub struct Tracker {
     options: TrackerOptions,
+    /// How servers are looked for at present.
+    onward: Mutex<DialOptions>,
     started: Instant,
     state: Mutex<State>,
     /// Told when the next timeout may be another.
@@ -152,6 +155,7 @@ impl Tracker {
         };
         let changed = Arc::new(Notify::new());
         let this = Arc::new(Self {
+            onward: Mutex::new(options.onward.clone()),
             options,
             started: now,
             state: Mutex::new(state),
@@ -195,6 +199,17 @@ impl Tracker {
         let this = self.clone();
         // On a thread: of a large pool there is much to say, and others are not to wait for it.
         registry.add(functions::SUMMARY, move || Pack(this.summary()));
+    }
+
+    /// Looks for servers by `onward` from now on.
+    pub fn set_onward(&self, onward: DialOptions) {
+        *self.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
+    }
+
+    /// How many servers there are, and the sums of everything.
+    pub(super) fn totals(&self) -> (u64, Totals) {
+        let state = self.lock();
+        (state.servers.len() as u64, state.scheduler.totals())
     }
 
     /// What there is to know.
@@ -351,11 +366,12 @@ impl Tracker {
     /// Looks for a server at its address.
     fn probe_later(self: &Arc<Self>, id: ServerId, address: Vec<String>) {
         let this = Arc::downgrade(self);
-        let connector = Connector::new().dial_options(self.options.onward.clone());
         tokio::spawn(async move {
             // A tracker that is gone wants to know no more.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
+            let onward = tracker.onward.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let connector = Connector::new().dial_options(onward);
             // Nobody waits for it any more.
             if !tracker.lock().servers.contains_key(&id) {
                 return;
