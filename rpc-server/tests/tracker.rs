@@ -616,6 +616,30 @@ async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
     }
 }
 
+/// What is behind the path of a socket is no key.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tracker_behind_a_socket_file_is_asked_for_a_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| listen(&format!("unix:{}", folder.path().join(name).display()));
+    let pool = Pool::with(|config| config.listen = vec![at("pool")]).await;
+    let change = |config: &mut ServeConfig| {
+        config.listen = vec![at("server")];
+        config.key = Some("seven".to_owned());
+    };
+    let server = pool.server("board", change).await;
+    let _other = pool.server("rasp4", |_| {}).await;
+    let ListenAddress(tracker) = at("pool");
+    let address = format!("tracker+{tracker}?key=board");
+    assert_eq!(address, pool.key("board"));
+    works(&Connector::new().connect(&address).await.unwrap()).await;
+    pool.until_free("board", 1).await;
+    let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    assert_eq!(loan.grant().address, [format!("{}?key=seven", server.addresses()[0])]);
+
+    let error = Connector::new().connect(&format!("tracker+{tracker}/board")).await.unwrap_err().into_rpc_error();
+    assert!(error.message().contains("?key=KEY"), "{error}");
+}
+
 /// Certificates for this machine by an authority of their own, in a folder.
 fn certificates(folder: &std::path::Path) {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
