@@ -17,6 +17,8 @@
 //! | `rpc_handles` | | objects that sessions hold |
 //! | `rpc_memory_bytes` | | device memory that sessions hold |
 //!
+//! A tracker has [more](crate::tracker): servers, places and requests.
+//!
 //! Sessions that clients are forwarded to count at the server that they end at, not here.
 //!
 //! An outcome is `ok` or the [name](ErrorKind::name) of an error's kind; so is a reason. A function is named if it is
@@ -67,6 +69,9 @@ const CALL_DURATION: &str = "rpc_call_duration_seconds";
 const TENSOR_BYTES: &str = "rpc_tensor_bytes_total";
 const HANDLES: &str = "rpc_handles";
 const MEMORY: &str = "rpc_memory_bytes";
+/// How the names of counters end.
+const TOTAL: &str = "_total";
+
 const BUILD_INFO: &str = "rpc_build_info";
 const START_TIME: &str = "rpc_start_time_seconds";
 
@@ -85,8 +90,9 @@ impl Monitoring {
         address: SocketAddr,
         registry: Registry,
         state: Arc<ServerState>,
+        gauges: Option<Arc<dyn Gauges>>,
     ) -> Result<Self, ServeError> {
-        let monitor = Monitor::new(registry, state);
+        let monitor = Monitor::new(registry, state, gauges);
         let server = HttpServer::start(address, monitor.clone()).await;
         let server = server.map_err(|source| ServeError::Metrics { address, source })?;
         tracing::info!(address = %server.address(), "serving metrics");
@@ -135,6 +141,17 @@ struct Monitor {
     bytes_out: Counter,
     handles: Gauge,
     memory: Gauge,
+    /// What else is shown.
+    further: Option<Arc<dyn Gauges>>,
+}
+
+/// Numbers that something else than sessions has to show.
+pub(crate) trait Gauges: Send + Sync {
+    /// What each of them is: its name, and what is said of it. Those that only grow end in `_total`.
+    fn described(&self) -> &'static [(&'static str, &'static str)];
+
+    /// How they are now, in the same order. Called for each scrape.
+    fn now(&self) -> Vec<u64>;
 }
 
 /// How far a server is.
@@ -162,11 +179,18 @@ impl ServeObserver for Monitor {
 }
 
 impl Monitor {
-    fn new(registry: Registry, state: Arc<ServerState>) -> Arc<Self> {
+    fn new(registry: Registry, state: Arc<ServerState>, further: Option<Arc<dyn Gauges>>) -> Arc<Self> {
         let builder = PrometheusBuilder::new().set_buckets(&BUCKETS);
         // Fails if there are no buckets.
         let recorder = builder.unwrap_or_else(|_| PrometheusBuilder::new()).build_recorder();
         describe(&recorder);
+        for (name, text) in further.iter().flat_map(|further| further.described()) {
+            if name.ends_with(TOTAL) {
+                recorder.describe_counter((*name).into(), None, (*text).into());
+            } else {
+                recorder.describe_gauge((*name).into(), None, (*text).into());
+            }
+        }
         gauge(&recorder, Key::from_parts(BUILD_INFO, vec![Label::new("version", env!("CARGO_PKG_VERSION"))])).set(1.0);
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let started = now.saturating_sub(state.started().elapsed());
@@ -189,6 +213,7 @@ impl Monitor {
             bytes_out: bytes("out"),
             handles: gauge(&recorder, Key::from_static_name(HANDLES)),
             memory: gauge(&recorder, Key::from_static_name(MEMORY)),
+            further,
             recorder,
         })
     }
@@ -211,6 +236,16 @@ impl Monitor {
         let totals = self.state.totals();
         self.handles.set(totals.handles as f64);
         self.memory.set(totals.memory_bytes as f64);
+        if let Some(further) = &self.further {
+            for ((name, _), value) in further.described().iter().zip(further.now()) {
+                let key = Key::from_static_name(name);
+                if name.ends_with(TOTAL) {
+                    self.recorder.register_counter(&key, &METADATA).absolute(value);
+                } else {
+                    gauge(&self.recorder, key).set(value as f64);
+                }
+            }
+        }
         self.output.render()
     }
 
@@ -316,7 +351,7 @@ mod tests {
     use super::*;
 
     fn monitor(registry: &Registry) -> Arc<Monitor> {
-        Monitor::new(registry.clone(), ServerState::new(None, u64::MAX, false))
+        Monitor::new(registry.clone(), ServerState::new(None, u64::MAX, false), None)
     }
 
     fn metered(registry: &Registry, monitor: &Arc<Monitor>) -> MeteredSession {

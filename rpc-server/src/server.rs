@@ -47,9 +47,9 @@ use tokio::task::JoinHandle;
 
 use self::ready::ReadyFile;
 use self::signals::Signals;
-use crate::config::{Isolate, ListenAddress, RelayAddress, ServeConfig, ServeError, TrackerAddress};
+use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
-use crate::monitor::{Monitoring, Phase};
+use crate::monitor::{Gauges, Monitoring, Phase};
 use crate::node::Join;
 use crate::otel::Spans;
 use crate::session::{Cleaner, Client, ServerState, SessionWorkspace, Source};
@@ -68,13 +68,17 @@ const CLEANING: Duration = Duration::from_secs(5);
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// Makes an [`RpcServer`].
-#[derive(Debug)]
 pub struct ServerBuilder {
     registry: Registry,
     devices: Devices,
     config: ServeConfig,
     relay: bool,
+    reloaded: Option<Reloaded>,
+    gauges: Option<Arc<dyn Gauges>>,
 }
+
+/// Is told how others are dialled from now on.
+type Reloaded = Box<dyn Fn(DialOptions) + Send + Sync>;
 
 impl ServerBuilder {
     /// The functions and module loaders. Those of [`builtins`] are added to it. Without this there are only those.
@@ -105,6 +109,20 @@ impl ServerBuilder {
         self
     }
 
+    /// Has `tell` know of the credentials for dialling others whenever they have been read again.
+    #[must_use]
+    pub(crate) fn on_reload(mut self, tell: impl Fn(DialOptions) + Send + Sync + 'static) -> Self {
+        self.reloaded = Some(Box::new(tell));
+        self
+    }
+
+    /// Shows these among the metrics, if there are any.
+    #[must_use]
+    pub(crate) fn gauges(mut self, gauges: Arc<dyn Gauges>) -> Self {
+        self.gauges = Some(gauges);
+        self
+    }
+
     /// Makes the server, which does nothing until it is started.
     pub fn build(self) -> RpcServer {
         builtins::register(&self.registry);
@@ -114,19 +132,28 @@ impl ServerBuilder {
             devices: self.devices,
             config: self.config,
             relay: self.relay,
+            reloaded: self.reloaded,
+            gauges: self.gauges,
             also: Vec::new(),
             join: None,
         }
     }
 }
 
+impl std::fmt::Debug for ServerBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ServerBuilder").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
 /// A server that has not been started.
-#[derive(Debug)]
 pub struct RpcServer {
     registry: Registry,
     devices: Devices,
     config: ServeConfig,
     relay: bool,
+    reloaded: Option<Reloaded>,
+    gauges: Option<Arc<dyn Gauges>>,
     /// Lines to be announced after the addresses.
     also: Vec<String>,
     /// Whom to join.
@@ -141,6 +168,8 @@ impl RpcServer {
             devices: Devices::new(),
             config: ServeConfig::default(),
             relay: false,
+            reloaded: None,
+            gauges: None,
         }
     }
 
@@ -163,7 +192,7 @@ impl RpcServer {
     /// The configuration, an address that cannot be listened on, the folder for workspaces, the address for metrics, the ready
     /// file.
     pub async fn start(self) -> Result<Running, ServeError> {
-        let Self { registry, devices, config, relay, also: _, join: _ } = self;
+        let Self { registry, devices, config, relay, reloaded, gauges, also: _, join: _ } = self;
         config.check()?;
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
@@ -175,7 +204,7 @@ impl RpcServer {
         let isolated = config.isolate == Isolate::Process;
         let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated);
         let monitoring = match &config.metrics {
-            Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone()).await?),
+            Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone(), gauges).await?),
             None => None,
         };
         let gate = (!config.tracker.is_empty()).then(|| Gate::new(config.allow_direct));
@@ -233,6 +262,7 @@ impl RpcServer {
             monitoring,
             spans,
             registrar: None,
+            reloaded,
         };
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
         let options = ListenOptions { port_range, tls: running.tls.clone(), ..ListenOptions::default() };
@@ -332,6 +362,12 @@ impl RpcServer {
     }
 }
 
+impl std::fmt::Debug for RpcServer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RpcServer").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
 /// Why a server has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -373,6 +409,7 @@ pub struct Running {
     monitoring: Option<Monitoring>,
     spans: Option<Spans>,
     registrar: Option<Registrar>,
+    reloaded: Option<Reloaded>,
 }
 
 impl Running {
@@ -397,6 +434,9 @@ impl Running {
         self.server.set_access(self.trust.reload(self.tls.as_ref())?);
         if let Some(registrar) = &self.registrar {
             registrar.set_dial_options(onward.clone());
+        }
+        if let Some(reloaded) = &self.reloaded {
+            reloaded(onward.clone());
         }
         self.server.set_onward(onward);
         Ok(())
@@ -578,7 +618,7 @@ fn relays(config: &ServeConfig) -> Vec<Address> {
     let key = config.pool_key().unwrap_or_default();
     let unique = format!("{key}-{random:08x}");
     let name = if config.tracker.is_empty() { key } else { &unique };
-    let named = |RelayAddress(address): &RelayAddress| match address.key() {
+    let named = |ListenAddress(address): &ListenAddress| match address.key() {
         Some(_) => address.clone(),
         // The configuration was checked.
         None => address.clone().with_key(name).unwrap_or_else(|_| address.clone()),

@@ -19,9 +19,11 @@ use clap::Parser;
 use rpc_core::files::Files;
 use rpc_core::{DataType, Device, ErrorKind, Pack, Registry, RemoteObject, RpcError, Session};
 use rpc_server::builtins::ServerInfo;
-use rpc_server::config::ServeSettings;
+use rpc_server::config::{ServeSettings, TrackerConfig};
+use rpc_server::tracker::Tracker;
 use rpc_server::{RpcServer, ServerProcess, isolate};
 use rpc_transports::Connector;
+use rpc_transports::tracker::{ServerRequest, TICKET_REFUSED, TrackerClient};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 macro_rules! tests {
@@ -58,6 +60,7 @@ fn main() -> ExitCode {
         a_dead_spare_process_is_no_loss
         sessions_over_unix_sockets_and_standard_input_are_isolated_too
         signals_to_the_whole_group_are_left_to_the_server
+        tickets_let_clients_in_and_a_crash_frees_the_place
     ];
     let listing = args.iter().any(|arg| arg == "--list");
     let filters: Vec<_> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
@@ -609,5 +612,27 @@ fn signals_to_the_whole_group_are_left_to_the_server() {
         kill_process(process, Signal::KILL).unwrap();
         let error = session.shared().ended().reply().await.unwrap_err();
         assert!(error.message().contains("SIGKILL"), "{error}");
+    });
+}
+
+/// The ticket is for the server, which has the session in another process.
+fn tickets_let_clients_in_and_a_crash_frees_the_place() {
+    run(async {
+        let at = vec!["tcp://127.0.0.1:0".parse().unwrap()];
+        let tracker = Tracker::start(&TrackerConfig { listen: at, ..TrackerConfig::default() }).await.unwrap();
+        let address = tracker.server.addresses()[0].to_string();
+        let fixture = Fixture::start(&["--tracker", &address, "--tracker-key", "board"]);
+        let client = TrackerClient::connect(&address).await.unwrap();
+        for _ in 0..3 {
+            // There is one place, and each of these waits for it.
+            let loan = client.request(&ServerRequest::new("board").timeout(PATIENCE)).await.unwrap();
+            let add = loan.session().function::<(i64, i64), i64>("add").await.unwrap();
+            assert_eq!(add.call((1, 2)).await.unwrap(), 3);
+            let holders = tracker.tracker.summary().servers.remove(0).holders;
+            assert_eq!(holders.len(), 1, "{holders:?}");
+            let error = Connector::new().connect(fixture.server.address()).await.unwrap_err().into_rpc_error();
+            assert_eq!(error.application_kind(), Some(TICKET_REFUSED), "{error}");
+            crash(loan.session(), "crash.segv").await;
+        }
     });
 }

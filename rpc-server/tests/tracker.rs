@@ -615,3 +615,124 @@ async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
         assert!(matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::Unsupported), "{error}");
     }
 }
+
+/// What is behind the path of a socket is no key.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tracker_behind_a_socket_file_is_asked_for_a_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| listen(&format!("unix:{}", folder.path().join(name).display()));
+    let pool = Pool::with(|config| config.listen = vec![at("pool")]).await;
+    let change = |config: &mut ServeConfig| {
+        config.listen = vec![at("server")];
+        config.key = Some("seven".to_owned());
+    };
+    let server = pool.server("board", change).await;
+    let _other = pool.server("rasp4", |_| {}).await;
+    let ListenAddress(tracker) = at("pool");
+    let address = format!("tracker+{tracker}?key=board");
+    assert_eq!(address, pool.key("board"));
+    works(&Connector::new().connect(&address).await.unwrap()).await;
+    pool.until_free("board", 1).await;
+    let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    assert_eq!(loan.grant().address, [format!("{}?key=seven", server.addresses()[0])]);
+
+    let error = Connector::new().connect(&format!("tracker+{tracker}/board")).await.unwrap_err().into_rpc_error();
+    assert!(error.message().contains("?key=KEY"), "{error}");
+}
+
+/// Certificates for this machine by an authority of their own, in a folder.
+fn certificates(folder: &std::path::Path) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+    command.env_clear().args(["cert", "--host", "127.0.0.1", "--out"]).arg(folder);
+    assert!(command.output().unwrap().status.success());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whom_a_tracker_trusts_at_the_addresses_of_servers_is_read_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ours, theirs) = (folder.path().join("ours"), folder.path().join("theirs"));
+    certificates(&ours);
+    certificates(&theirs);
+    let trusted = folder.path().join("trusted.pem");
+    std::fs::copy(theirs.join("ca.pem"), &trusted).unwrap();
+    let pool = Pool::with(|config| config.forward_ca = Some(trusted.clone())).await;
+    let serve = |config: &mut ServeConfig| {
+        config.listen = vec![listen("tls://127.0.0.1:0")];
+        (config.cert, config.cert_key) = (Some(ours.join("server.pem")), Some(ours.join("server.key")));
+    };
+    let _stranger = pool.server("stranger", serve).await;
+
+    std::fs::copy(ours.join("ca.pem"), &trusted).unwrap();
+    pool.running().server.reload().unwrap();
+    let _known = pool.server("known", serve).await;
+    let summary = pool.until(|summary| of_key(summary, "known").all(|server| server.reach == Reach::Reached)).await;
+    assert!(of_key(&summary, "stranger").all(|server| server.reach == Reach::Untried));
+    // A file that cannot be used changes nothing.
+    std::fs::write(&trusted, "nothing").unwrap();
+    pool.running().server.reload().unwrap_err();
+    let _another = pool.server("another", serve).await;
+    pool.until(|summary| of_key(summary, "another").all(|server| server.reach == Reach::Reached)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_scraper_sees_places_and_requests() {
+    let pool = Pool::with(|config| config.metrics = Some("127.0.0.1:0".parse().unwrap())).await;
+    let _server = pool.server("board", |config| config.capacity = 2).await;
+    let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    let client = pool.client().await;
+    let waits = tokio::spawn(async move { client.request(&soon(ServerRequest::new("rasp4"))).await });
+    pool.until(|summary| summary.queue.len() == 1).await;
+    let metrics = pool.running().server.metrics_address().unwrap();
+    let scrape = move || {
+        use std::io::{Read, Write};
+        let mut stream = std::net::TcpStream::connect(metrics).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    };
+    let text = tokio::task::spawn_blocking(scrape).await.unwrap();
+    for line in [
+        "rpc_tracker_servers 1",
+        "rpc_tracker_places 2",
+        "rpc_tracker_places_free 1",
+        "rpc_tracker_requests_waiting 1",
+        "# TYPE rpc_tracker_places_granted_total counter",
+        "rpc_tracker_places_granted_total 1",
+        "rpc_calls_total{function=\"tracker.register\",outcome=\"ok\"} 1",
+    ] {
+        assert!(text.lines().any(|other| other == line), "{line} in {text}");
+    }
+    waits.abort();
+    drop(loan);
+}
+
+/// Once, each answer was made of a copy of all that the servers tell of themselves, however much that was.
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_that_tell_much_of_themselves_are_not_granted_in_any_number() {
+    let pool = Pool::new().await;
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let register = session.get_function(functions::REGISTER).await.unwrap();
+    let text = "x".repeat(100);
+    let registration = Registration {
+        name: "talkative".to_owned(),
+        key: "k".to_owned(),
+        labels: (0..60).map(|at| (format!("{text}{at}"), text.clone())).collect(),
+        devices: Vec::new(),
+        capacity: 4096,
+        address: vec!["memory:nowhere".to_owned()],
+        ticket_key: [7; 32],
+        status: ServerStatus::default(),
+    };
+    let (_registered, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
+    let ask = async |count| -> Result<usize, RpcError> {
+        let request = soon(ServerRequest::new("k").count(count));
+        let place: RemoteObject = session.get_function(functions::REQUEST).await?.call((Pack(request),)).await?;
+        let Pack(grants): Pack<Vec<Grant>> = session.get_function(functions::WAIT).await?.call((&place,)).await?;
+        Ok(grants.len())
+    };
+    assert_eq!(ask(100).await.unwrap(), 100);
+    let error = ask(3000).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.message().contains("ask for fewer servers"), "{error}");
+}

@@ -10,7 +10,7 @@
 //! | `memory:NAME` | a listener inside this process |
 //! | `local:` | this process itself, without any channel |
 //! | `tracker://host:port/KEY` | whichever server the tracker at that TCP port gives out under that key |
-//! | `tracker+tls://…`, `tracker+quic://…`, `tracker+unix:…` | the same, where the tracker is reached otherwise |
+//! | `tracker+tls://…/KEY`, `tracker+quic://…/KEY`, `tracker+unix:/path?key=KEY` | the same, where the tracker is reached otherwise |
 //!
 //! A *key* names one of several servers that are reached through the same address. A command line is
 //! split into words as a shell would, but no shell runs: quotes and backslashes work, while `$`, `*`,

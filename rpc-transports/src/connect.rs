@@ -12,9 +12,9 @@ use crate::address::{Address, AddressError, AddressKind};
 use crate::blocking::{BlockingClientSession, dial_hands_blocking};
 #[cfg(feature = "tls")]
 use crate::certificates::ClientTls;
-use crate::channel_io::dial_hands;
 use crate::client::ClientSession;
 use crate::dispatch::{dial, dial_blocking, dial_through};
+use crate::hands::dial_hands;
 use crate::identity::{DIALLER, Security, Tokens, of_dialler};
 use crate::serve::WireLimits;
 use crate::transport::{Channel, DialOptions, TransportError};

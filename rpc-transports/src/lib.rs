@@ -45,6 +45,7 @@ mod client;
 mod connect;
 mod dispatch;
 mod filter;
+mod hands;
 mod handshakes;
 pub mod identity;
 pub mod memory;

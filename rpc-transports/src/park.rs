@@ -6,9 +6,9 @@ use rpc_core::proto::{HandshakeConfig, Hello, Role};
 
 use crate::address::Address;
 use crate::backoff::Backoff;
-use crate::channel_io::dial_hands_patiently;
 use crate::connect::ConnectError;
 use crate::dispatch::dial;
+use crate::hands::dial_hands_patiently;
 use crate::identity::of_dialler;
 use crate::serve::Server;
 use crate::transport::{Channel, DialOptions};

@@ -28,9 +28,9 @@ use self::mailbox::{GO_AWAY, Mailbox, STOP};
 use self::parking::{Handover, Parked, Parking};
 use self::places::Places;
 use crate::address::{Address, machine_of};
-use crate::channel_io::accept_hands;
 use crate::connect::{ConnectError, Connector};
 use crate::dispatch::bind;
+use crate::hands::shake_hands;
 use crate::handshakes::{Handshakes, InProgress};
 use crate::identity::{Access, of_acceptor};
 use crate::transport::{Channel, ChannelIo, DialOptions, ListenOptions, TransportError};
@@ -388,7 +388,7 @@ async fn serve_connection(
     let hands = tokio::select! {
         biased;
         () = eviction.notified() => return evicted(),
-        hands = Box::pin(accept_hands(&mut channel, hands, &patience, open)) => hands,
+        hands = Box::pin(shake_hands(&mut channel, hands, &patience, open)) => hands,
     };
     match hands {
         Ok((negotiated, input, (opened, _place))) => {

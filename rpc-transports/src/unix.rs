@@ -69,6 +69,9 @@ struct Attempts<'a> {
 /// Short against the time a server needs to accept a full backlog.
 const RETRY: Duration = Duration::from_millis(5);
 
+const BEHIND_A_FILE: &str =
+    "lead on behind a file, such as a socket; if a key is meant, write it as in unix:/run/rpc.sock?key=KEY";
+
 impl<'a> Attempts<'a> {
     fn new(address: &'a Address, options: &DialOptions) -> Result<Self, TransportError> {
         let limit = options.limit();
@@ -79,6 +82,9 @@ impl<'a> Attempts<'a> {
     fn connect(&mut self) -> Result<Option<Socket>, TransportError> {
         match connect(self.path) {
             Ok(socket) => Ok(Some(socket)),
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                Err(TransportError::unsupported(self.address, BEHIND_A_FILE))
+            }
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
                 Err(TransportError::from_io(self.address.to_string(), error))
             }

@@ -20,7 +20,7 @@ use crate::logging::{LogFilter, LogFormat};
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
 
 pub use pool::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};
-pub use relay::{RelayAddress, RelayConfig, RelaySettings};
+pub use relay::{RelayConfig, RelaySettings};
 pub use units::{ByteSize, HttpAddress, OtlpEndpoint, PortRange, Span, UnitError};
 pub use worker::{WorkerConfig, WorkerSettings};
 
@@ -102,11 +102,52 @@ macro_rules! settings {
                 }
             }
 
+            /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.
+            ///
+            /// # Errors
+            ///
+            /// What is wrong with the file, or with the settings as a whole.
+            pub fn resolve(self) -> Result<$config, ConfigError> {
+                let mut config = self.with_file()?.complete();
+                config.listen_by_default();
+                config.check()?;
+                Ok(config)
+            }
+
             fn complete(self) -> $config {
                 $config {
                     $($name: self.$name.unwrap_or_else(|| $default),)+
                     $($oname: self.$oname,)+
                 }
+            }
+        }
+
+        impl $config {
+            /// The configuration as a TOML file that gives the same one when it is read.
+            ///
+            /// # Errors
+            ///
+            /// [`ConfigError::NotText`]: a path is none that text could show.
+            pub fn to_toml(&self) -> Result<String, ConfigError> {
+                toml::to_string(self).map_err(|source| ConfigError::NotText { source: Box::new(source) })
+            }
+
+            /// The files by which clients are known, and this program is known to them.
+            pub fn trust(&self) -> ServerTrust {
+                ServerTrust {
+                    cert: self.cert.clone(),
+                    cert_key: self.cert_key.clone(),
+                    client_ca: self.client_ca.clone(),
+                    token_file: self.token_file.clone(),
+                }
+            }
+        }
+
+        impl Default for $config {
+            fn default() -> Self {
+                let mut config = $settings::default().complete();
+                config.listen_by_default();
+                config
             }
         }
     };
@@ -224,7 +265,7 @@ settings! {
         /// given as a list with commas. Clients connect to the same address. NAME is what they ask for; without it --key, which
         /// --tracker makes unique. Relays are trusted by --forward-ca and --forward-token-file
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
-        relay: Vec<RelayAddress> = Vec::new(), "RPC_SERVER_RELAY";
+        relay: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_RELAY";
         /// With --tracker: something that clients can ask for, such as arch=arm64; may be repeated, or given as a list with commas
         #[arg(value_name = "NAME=VALUE", value_delimiter = ',')]
         label: Vec<Label> = Vec::new(), "RPC_SERVER_LABEL";
@@ -308,30 +349,10 @@ settings! {
     }
 }
 
-impl ServeSettings {
-    /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.
-    ///
-    /// # Errors
-    ///
-    /// What is wrong with the file, or with the settings as a whole.
-    pub fn resolve(self) -> Result<ServeConfig, ConfigError> {
-        let mut config = self.with_file()?.complete();
-        if config.listen.is_empty() && !config.stdio && config.relay.is_empty() {
-            config.listen.push(default_address());
-        }
-        config.check()?;
-        Ok(config)
-    }
-}
-
 impl ServeConfig {
-    /// The files by which clients are known, and the server.
-    pub fn trust(&self) -> ServerTrust {
-        ServerTrust {
-            cert: self.cert.clone(),
-            cert_key: self.cert_key.clone(),
-            client_ca: self.client_ca.clone(),
-            token_file: self.token_file.clone(),
+    fn listen_by_default(&mut self) {
+        if self.listen.is_empty() && !self.stdio && self.relay.is_empty() {
+            self.listen.push(loopback(DEFAULT_PORT));
         }
     }
 
@@ -360,15 +381,6 @@ impl ServeConfig {
         }
     }
 
-    /// The configuration as a TOML file that gives the same one when it is read.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::NotText`]: a path is none that text could show.
-    pub fn to_toml(&self) -> Result<String, ConfigError> {
-        toml::to_string(self).map_err(|source| ConfigError::NotText { source: Box::new(source) })
-    }
-
     /// Looks for settings that do not go together.
     ///
     /// # Errors
@@ -387,7 +399,7 @@ impl ServeConfig {
                 return Err(ConfigError::NothingToAdvertise);
             }
         }
-        for RelayAddress(address) in &self.relay {
+        for ListenAddress(address) in &self.relay {
             // Whoever reaches the relay reaches this server, and only a token proves anything from end to end.
             let secure = address.is_loopback() || (address.is_encrypted() && self.token_file.is_some());
             if !secure && !self.insecure {
@@ -416,12 +428,7 @@ impl ServeConfig {
         if let Some((setting, _)) = zero.into_iter().find(|(_, value)| *value == 0) {
             return Err(ConfigError::Zero { setting });
         }
-        if let Some(HttpAddress(address)) = self.metrics
-            && !address.ip().to_canonical().is_loopback()
-            && !self.insecure
-        {
-            return Err(ConfigError::InsecureMetrics { address });
-        }
+        check_metrics(self.metrics, self.insecure)?;
         for key in [&self.key, &self.tracker_key].into_iter().flatten() {
             Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)))
                 .with_key(key)
@@ -445,15 +452,7 @@ impl ServeConfig {
     }
 }
 
-impl Default for ServeConfig {
-    fn default() -> Self {
-        let mut config = ServeSettings::default().complete();
-        config.listen.push(default_address());
-        config
-    }
-}
-
-/// An address as a setting.
+/// An address as a setting: to listen on, or where a relay is, with the name under which the server waits there as its key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ListenAddress(pub Address);
@@ -508,6 +507,16 @@ fn check_addresses(listen: &[ListenAddress], trust: &ServerTrust, insecure: bool
         }
     }
     Ok(())
+}
+
+/// Looks whether metrics may be served at this address.
+fn check_metrics(metrics: Option<HttpAddress>, insecure: bool) -> Result<(), ConfigError> {
+    match metrics {
+        Some(HttpAddress(address)) if !address.ip().to_canonical().is_loopback() && !insecure => {
+            Err(ConfigError::InsecureMetrics { address })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Where the sessions of a server run.
@@ -746,8 +755,9 @@ const MIN_FILES: u64 = 32;
 /// Where other servers of this kind usually are.
 const DEFAULT_PORT: u16 = 9090;
 
-fn default_address() -> ListenAddress {
-    ListenAddress(Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT))))
+/// A TCP port that only this machine can reach.
+fn loopback(port: u16) -> ListenAddress {
+    ListenAddress(Address::from(SocketAddr::from(([127, 0, 0, 1], port))))
 }
 
 fn seconds(seconds: u64) -> Span {

@@ -9,10 +9,13 @@ use std::sync::Arc;
 use rpc_transports::{Address, AddressError};
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, seconds};
+use super::{
+    ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, check_metrics, loopback,
+    seconds,
+};
 use crate::logging::{LogFilter, LogFormat};
 use crate::tracker::TrackerOptions;
-use crate::trust::{ClientTrust, ServerTrust, TrustError};
+use crate::trust::{ServerTrust, TrustError};
 
 settings! {
     TrackerSettings => TrackerConfig, "RPC_TRACKER_CONFIG", "a tracker";
@@ -90,22 +93,10 @@ settings! {
         /// Off without it. Whoever connects may see it, so it must be an address of this machine alone, or --insecure be given
         #[arg(value_name = "ADDRESS")]
         http: HttpAddress, "RPC_TRACKER_HTTP";
-    }
-}
-
-impl TrackerSettings {
-    /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.
-    ///
-    /// # Errors
-    ///
-    /// What is wrong with the file, or with the settings as a whole.
-    pub fn resolve(self) -> Result<TrackerConfig, ConfigError> {
-        let mut config = self.with_file()?.complete();
-        if config.listen.is_empty() {
-            config.listen.push(default_address());
-        }
-        config.check()?;
-        Ok(config)
+        /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address, such as 127.0.0.1:9192. Off without
+        /// it
+        #[arg(value_name = "ADDRESS")]
+        metrics: HttpAddress, "RPC_TRACKER_METRICS";
     }
 }
 
@@ -114,8 +105,8 @@ impl TrackerConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`],
-    /// [`ConfigError::Zero`].
+    /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::InsecureMetrics`],
+    /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
         check_addresses(&self.listen, &self.trust(), self.insecure)?;
         if let Some(HttpAddress(address)) = self.http
@@ -124,6 +115,7 @@ impl TrackerConfig {
         {
             return Err(ConfigError::InsecurePage { address });
         }
+        check_metrics(self.metrics, self.insecure)?;
         let zero = [
             ("--lease", u64::from(!self.lease.0.is_zero())),
             ("--ticket-lifetime", u64::from(!self.ticket_lifetime.0.is_zero())),
@@ -138,13 +130,10 @@ impl TrackerConfig {
         }
     }
 
-    /// The configuration as a TOML file that gives the same one when it is read.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::NotText`]: a path is none that text could show.
-    pub fn to_toml(&self) -> Result<String, ConfigError> {
-        toml::to_string(self).map_err(|source| ConfigError::NotText { source: Box::new(source) })
+    fn listen_by_default(&mut self) {
+        if self.listen.is_empty() {
+            self.listen.push(loopback(DEFAULT_PORT));
+        }
     }
 
     /// How the tracker works. Reads files of certificates and tokens.
@@ -153,11 +142,6 @@ impl TrackerConfig {
     ///
     /// The file that cannot be read or used.
     pub fn options(&self) -> Result<TrackerOptions, TrustError> {
-        let onward = ClientTrust {
-            ca: self.forward_ca.clone(),
-            token_file: self.forward_token_file.clone(),
-            ..ClientTrust::default()
-        };
         Ok(TrackerOptions {
             lease: self.lease.0,
             ticket_lifetime: self.ticket_lifetime.0,
@@ -166,7 +150,7 @@ impl TrackerConfig {
             max_waiting: self.max_waiting,
             max_waiting_per_client: self.max_waiting_per_client,
             allow_advertise: self.allow_advertise.clone(),
-            onward: onward.dial_options()?,
+            onward: self.serve_config().onward().dial_options()?,
         })
     }
 
@@ -186,6 +170,10 @@ impl TrackerConfig {
             cert_key: self.cert_key.clone(),
             client_ca: self.client_ca.clone(),
             token_file: self.token_file.clone(),
+            // Nothing is forwarded. These are how servers are looked for, and are read again with the others.
+            forward_ca: self.forward_ca.clone(),
+            forward_token_file: self.forward_token_file.clone(),
+            metrics: self.metrics,
             ready_file: self.ready_file.clone(),
             // What follows is about what clients could do beside asking: a registration and a queue need few objects, no
             // device and no files. A request that waits has its place, and the functions that were asked for it.
@@ -202,31 +190,10 @@ impl TrackerConfig {
             ..ServeConfig::default()
         }
     }
-
-    fn trust(&self) -> ServerTrust {
-        ServerTrust {
-            cert: self.cert.clone(),
-            cert_key: self.cert_key.clone(),
-            client_ca: self.client_ca.clone(),
-            token_file: self.token_file.clone(),
-        }
-    }
-}
-
-impl Default for TrackerConfig {
-    fn default() -> Self {
-        let mut config = TrackerSettings::default().complete();
-        config.listen.push(default_address());
-        config
-    }
 }
 
 /// Where other trackers of this kind usually are.
 const DEFAULT_PORT: u16 = 9190;
-
-fn default_address() -> ListenAddress {
-    ListenAddress(Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT))))
-}
 
 /// Where a tracker is, as a server that registers writes it: `tcp://host:port`, or `tracker://host:port`, which is the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

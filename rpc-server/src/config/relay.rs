@@ -1,14 +1,12 @@
-//! The settings of a relay; and how a server names one.
+//! The settings of a relay.
 
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
-use std::{fmt, fs};
 
-use rpc_transports::{Address, AddressError};
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, seconds};
+use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, loopback, seconds};
 use crate::logging::{LogFilter, LogFormat};
 use crate::trust::ServerTrust;
 
@@ -70,22 +68,6 @@ settings! {
     }
 }
 
-impl RelaySettings {
-    /// Reads the configuration file that these settings name, if they do, and completes them with it and the defaults.
-    ///
-    /// # Errors
-    ///
-    /// What is wrong with the file, or with the settings as a whole.
-    pub fn resolve(self) -> Result<RelayConfig, ConfigError> {
-        let mut config = self.with_file()?.complete();
-        if config.listen.is_empty() {
-            config.listen.push(default_address());
-        }
-        config.check()?;
-        Ok(config)
-    }
-}
-
 impl RelayConfig {
     /// Looks for settings that do not go together.
     ///
@@ -94,23 +76,14 @@ impl RelayConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], and those of
     /// [`ServeConfig::check`] for the settings that a relay shares with a server.
     pub fn check(&self) -> Result<(), ConfigError> {
-        let trust = ServerTrust {
-            cert: self.cert.clone(),
-            cert_key: self.cert_key.clone(),
-            client_ca: self.client_ca.clone(),
-            token_file: self.token_file.clone(),
-        };
-        check_addresses(&self.listen, &trust, self.insecure)?;
+        check_addresses(&self.listen, &self.trust(), self.insecure)?;
         self.serve_config().check()
     }
 
-    /// The configuration as a TOML file that gives the same one when it is read.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::NotText`]: a path is none that text could show.
-    pub fn to_toml(&self) -> Result<String, ConfigError> {
-        toml::to_string(self).map_err(|source| ConfigError::NotText { source: Box::new(source) })
+    fn listen_by_default(&mut self) {
+        if self.listen.is_empty() {
+            self.listen.push(loopback(DEFAULT_PORT));
+        }
     }
 
     /// What a relay has in common with a server.
@@ -140,50 +113,5 @@ impl RelayConfig {
     }
 }
 
-impl Default for RelayConfig {
-    fn default() -> Self {
-        let mut config = RelaySettings::default().complete();
-        config.listen.push(default_address());
-        config
-    }
-}
-
 /// Where other relays of this kind usually are.
 const DEFAULT_PORT: u16 = 9290;
-
-fn default_address() -> ListenAddress {
-    ListenAddress(Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT))))
-}
-
-/// Where a relay is, and perhaps the name under which a server waits there: `tls://gateway.lan:9290/board7`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct RelayAddress(pub Address);
-
-impl FromStr for RelayAddress {
-    type Err = AddressError;
-
-    fn from_str(text: &str) -> Result<Self, AddressError> {
-        text.parse().map(Self)
-    }
-}
-
-impl TryFrom<String> for RelayAddress {
-    type Error = AddressError;
-
-    fn try_from(text: String) -> Result<Self, AddressError> {
-        text.parse()
-    }
-}
-
-impl From<RelayAddress> for String {
-    fn from(address: RelayAddress) -> Self {
-        address.to_string()
-    }
-}
-
-impl fmt::Display for RelayAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}

@@ -116,6 +116,7 @@ fn every_setting_of_a_tracker_too() {
         forward_token_file: Some("tokens".into()),
         ready_file: Some("ready".into()),
         http: Some("127.0.0.1:9191".parse().unwrap()),
+        metrics: Some("127.0.0.1:9192".parse().unwrap()),
         ..TrackerConfig::default()
     };
     let text = config.to_toml().unwrap();

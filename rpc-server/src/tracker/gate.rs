@@ -16,7 +16,7 @@ use rpc_transports::tracker::{ServerStatus, TICKET_REFUSED, TicketError, TicketK
 use rpc_transports::{OpenRequest, SessionFactory};
 use tokio::sync::watch;
 
-use super::service::millis;
+use super::millis;
 
 /// The number of a registration at one tracker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -60,7 +60,7 @@ impl History {
         self.turn(now);
         let narrow = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
         let sample = |minute: &Minute| Sample {
-            ago_ms: super::service::millis(now.saturating_duration_since(minute.began)),
+            ago_ms: super::millis(now.saturating_duration_since(minute.began)),
             capacity: narrow(minute.capacity),
             busy: narrow(minute.busy),
             waiting: narrow(minute.waiting),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use rpc_core::{Result, RpcError};
 use rpc_transports::Address;
-use rpc_transports::tracker::{DeviceOffer, Registration, ServerRequest, ServerStatus, Use};
+use rpc_transports::tracker::{DeviceOffer, Registration, ServerRequest, ServerStatus};
 
 /// Bytes of a name, a key, or either part of a label.
 const MAX_TEXT: usize = 128;
@@ -78,11 +78,11 @@ pub(super) fn clip(text: &str) -> String {
 }
 
 /// What a server says of its sessions, with names of clients that can be shown.
-pub(super) fn clipped(mut uses: Vec<Use>) -> Vec<Use> {
-    for used in &mut uses {
+pub(super) fn clipped(mut status: ServerStatus) -> ServerStatus {
+    for used in &mut status.uses {
         used.client = clip(&used.client);
     }
-    uses
+    status
 }
 
 fn check_key(key: &str) -> Result<()> {

@@ -18,14 +18,21 @@
 //!    free places, then those that were granted the longest time ago.
 //!
 //! With all places of a request granted in one step, no two requests ever hold part of what the other one needs.
+//!
+//! A granted place is free again when the server says that the ticket was used and is no more, or when it says by a clock that
+//! has passed the ticket's end that it has not seen the ticket. A report that is late makes a place come back late, and never
+//! twice. A server that says nothing is forgotten with all of its places when its lease is over.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Bound;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, Result, RpcError};
-use rpc_transports::tracker::{DeviceOffer, ServerRequest, Use};
+use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus};
+
+use super::millis;
 
 #[cfg(test)]
 mod tests;
@@ -43,9 +50,8 @@ pub(crate) struct ClaimId(pub(crate) u64);
 pub(crate) struct Policy {
     /// How long a registration lasts without being renewed.
     pub(crate) lease: Duration,
-    /// How long a granted place is kept for whoever has the ticket. Longer than the ticket is good, so that the server's word of
-    /// its use arrives first.
-    pub(crate) grant: Duration,
+    /// How long a ticket is good.
+    pub(crate) ticket: Duration,
     pub(crate) max_servers: usize,
     pub(crate) max_servers_per_peer: usize,
     pub(crate) max_waiting: usize,
@@ -65,11 +71,21 @@ pub(crate) struct Offer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     /// A request has its places.
-    Granted { claim: ClaimId, places: Vec<(ServerId, u64)> },
+    Granted { claim: ClaimId, places: Vec<Place> },
     /// The time of a request is over. `possible` places could serve it if they were free.
     TimedOut { claim: ClaimId, wanted: u32, possible: u64 },
     /// A server was not heard of for the length of its lease, and is forgotten.
     LeaseExpired { server: ServerId },
+}
+
+/// A place that was granted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) server: ServerId,
+    /// The number of the ticket.
+    pub(crate) serial: u64,
+    /// When the ticket stops being good, by the server's clock.
+    pub(crate) expires_ms: u64,
 }
 
 /// A place that is not free.
@@ -91,7 +107,6 @@ pub(crate) enum HeldKind {
 enum Timer {
     Lease(ServerId),
     Claim(ClaimId),
-    Grant(ServerId, u64),
 }
 
 /// The order of requests: the higher priority first, then the earlier one.
@@ -99,7 +114,7 @@ type Order = (Reverse<i32>, ClaimId);
 
 #[derive(Debug)]
 pub(crate) struct Server {
-    pub(crate) offer: Offer,
+    pub(crate) offer: Arc<Offer>,
     peer: String,
     /// By the server's own numbers.
     uses: BTreeMap<u64, Held>,
@@ -109,6 +124,8 @@ pub(crate) struct Server {
     lease_end: Instant,
     pub(crate) registered: Instant,
     pub(crate) heard: Instant,
+    /// What its clock said when it was heard.
+    clock_ms: u64,
     /// When it was granted last, counted in grants.
     last_granted: u64,
 }
@@ -118,24 +135,32 @@ struct Granted {
     claim: ClaimId,
     client: String,
     since: Instant,
-    until: Instant,
+    /// When the ticket stops being good, by the server's clock.
+    expires_ms: u64,
 }
 
 #[derive(Debug)]
 pub(crate) struct Waiting {
-    pub(crate) request: ServerRequest,
+    pub(crate) request: Arc<ServerRequest>,
     /// Whose it is, as limits are counted.
     peer: String,
     pub(crate) since: Instant,
     until: Option<Instant>,
+    /// How many places could serve it if they were free. Kept up to date, because it is asked for more often than it changes.
+    pub(crate) possible: u64,
 }
 
 /// The servers with one key.
 #[derive(Debug, Default)]
 struct Pool {
     servers: BTreeSet<ServerId>,
+    /// Those with free places, in the order in which these are granted.
+    with_free: BTreeSet<Rank>,
     free: u64,
 }
+
+/// The order of rule 4: can it be reached, how many places are free, when was it granted last.
+type Rank = (bool, Reverse<u32>, u64, ServerId);
 
 /// How much there is of everything.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -151,7 +176,7 @@ pub(crate) struct Totals {
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     policy: Policy,
-    servers: BTreeMap<ServerId, Server>,
+    servers: HashMap<ServerId, Server>,
     pools: HashMap<String, Pool>,
     by_peer: HashMap<String, usize>,
     waiting: BTreeMap<Order, Waiting>,
@@ -171,7 +196,7 @@ impl Scheduler {
     pub(crate) fn new(policy: Policy) -> Self {
         Self {
             policy,
-            servers: BTreeMap::new(),
+            servers: HashMap::new(),
             pools: HashMap::new(),
             by_peer: HashMap::new(),
             waiting: BTreeMap::new(),
@@ -187,12 +212,18 @@ impl Scheduler {
         }
     }
 
-    /// A server comes, from `peer`, and is used by `uses`.
+    /// A server comes, from `peer`, and says who uses it.
     ///
     /// # Errors
     ///
     /// A limit that is reached, by its name.
-    pub(crate) fn register(&mut self, now: Instant, peer: &str, offer: Offer, uses: &[Use]) -> Result<ServerId> {
+    pub(crate) fn register(
+        &mut self,
+        now: Instant,
+        peer: &str,
+        offer: Arc<Offer>,
+        status: &ServerStatus,
+    ) -> Result<ServerId> {
         let policy = &self.policy;
         let of_peer = self.by_peer.get(peer).copied().unwrap_or_default();
         check_room("max_servers", policy.max_servers, self.servers.len())?;
@@ -210,37 +241,53 @@ impl Scheduler {
             lease_end,
             registered: now,
             heard: now,
+            clock_ms: status.now_ms,
             last_granted: 0,
         };
-        let pool = self.pools.entry(server.offer.key.clone()).or_default();
+        let offer = server.offer.clone();
+        self.count_possible(&offer, |possible, places| *possible += places);
+        let pool = self.pools.entry(offer.key.clone()).or_default();
         pool.servers.insert(id);
+        pool.with_free.extend(server.rank(id));
         pool.free += u64::from(server.free());
         self.totals.free += u64::from(server.free());
-        self.totals.capacity += u64::from(server.offer.capacity);
+        self.totals.capacity += u64::from(offer.capacity);
         self.timers.insert((lease_end, Timer::Lease(id)));
         self.servers.insert(id, server);
-        self.report(now, id, uses, &[]);
+        self.take_report(now, id, status);
+        // Others may be served by it together with those that were free already.
+        self.serve(now, Some(&offer.key));
         Ok(id)
     }
 
     /// A server says who uses it, and which tickets were used and are of no more use. Its lease begins anew. `false` if it is
     /// not registered (any more).
-    pub(crate) fn report(&mut self, now: Instant, id: ServerId, uses: &[Use], spent: &[u64]) -> bool {
+    pub(crate) fn report(&mut self, now: Instant, id: ServerId, status: &ServerStatus) -> bool {
+        let free = self.servers.get(&id).map(Server::free);
+        if !self.take_report(now, id, status) {
+            return false;
+        }
+        // Most reports free nothing, and then nobody can be served who could not before.
+        if let Some(server) = self.servers.get(&id).filter(|server| Some(server.free()) > free) {
+            let key = server.offer.key.clone();
+            self.serve(now, Some(&key));
+        }
+        true
+    }
+
+    fn take_report(&mut self, now: Instant, id: ServerId, status: &ServerStatus) -> bool {
         let lease = self.policy.lease;
         let Some(server) = self.servers.get_mut(&id) else { return false };
         self.timers.remove(&(server.lease_end, Timer::Lease(id)));
         server.lease_end = now + lease;
-        server.heard = now;
+        (server.heard, server.clock_ms) = (now, status.now_ms);
         self.timers.insert((server.lease_end, Timer::Lease(id)));
-        self.change(id, |server, timers| {
+        self.change(id, |server| {
             let mut before = std::mem::take(&mut server.uses);
-            for used in uses {
-                let granted = used.serial.and_then(|serial| Some((serial, server.granted.remove(&serial)?)));
+            for used in &status.uses {
+                let granted = used.serial.and_then(|serial| server.granted.remove(&serial));
                 let (client, since) = match (granted, before.remove(&used.id)) {
-                    (Some((serial, granted)), _) => {
-                        timers.remove(&(granted.until, Timer::Grant(id, serial)));
-                        (granted.client, now)
-                    }
+                    (Some(granted), _) => (granted.client, now),
                     (None, Some(held)) => (held.client, held.since),
                     (None, None) => {
                         let since = now.checked_sub(Duration::from_millis(used.for_ms)).unwrap_or(now);
@@ -250,31 +297,26 @@ impl Scheduler {
                 let kind = if used.direct { HeldKind::Direct } else { HeldKind::InUse };
                 server.uses.insert(used.id, Held { client, since, kind });
             }
-            for serial in spent {
-                if let Some(granted) = server.granted.remove(serial) {
-                    timers.remove(&(granted.until, Timer::Grant(id, *serial)));
-                }
+            for serial in &status.spent {
+                server.granted.remove(serial);
             }
+            // It takes these no more, and would have named them if it had.
+            server.granted.retain(|_, granted| granted.expires_ms > status.now_ms);
         });
-        self.serve(now);
         true
     }
 
     /// Whether the server has been found at its address. Others are granted first.
     pub(crate) fn set_reachable(&mut self, id: ServerId, reachable: bool) {
-        if let Some(server) = self.servers.get_mut(&id) {
-            server.reachable = reachable;
-        }
+        self.change(id, |server| server.reachable = reachable);
     }
 
     /// A server goes. What was granted of it is no longer.
     pub(crate) fn unregister(&mut self, now: Instant, id: ServerId) -> bool {
-        let was_there = self.forget(id);
-        if was_there {
-            // A request that cannot be served without it holds nothing back any more.
-            self.serve(now);
-        }
-        was_there
+        let Some(server) = self.forget(id) else { return false };
+        // A request that cannot be served without it holds nothing back any more.
+        self.serve(now, Some(&server.offer.key));
+        true
     }
 
     /// A request comes. It may be served before this returns.
@@ -297,8 +339,11 @@ impl Scheduler {
         self.priorities.insert(id, priority);
         *self.waiting_by_peer.entry(peer.to_owned()).or_default() += 1;
         self.queues.entry(request.key.clone()).or_default().insert((Reverse(priority), id));
-        self.waiting.insert((Reverse(priority), id), Waiting { request, peer: peer.to_owned(), since: now, until });
-        self.serve(now);
+        let possible = self.candidates(&request).map(|server| u64::from(usable(&request, server.offer.capacity))).sum();
+        let (key, request) = (request.key.clone(), Arc::new(request));
+        let waiting = Waiting { request, peer: peer.to_owned(), since: now, until, possible };
+        self.waiting.insert((Reverse(priority), id), waiting);
+        self.serve(now, Some(&key));
         // Whoever has no time is served at once or not at all.
         self.handle_timeout(now);
         Ok(id)
@@ -306,8 +351,8 @@ impl Scheduler {
 
     /// A request is given up. Those that it held back are looked at.
     pub(crate) fn cancel(&mut self, now: Instant, id: ClaimId) {
-        if self.remove_waiting(id).is_some() {
-            self.serve(now);
+        if let Some(waiting) = self.remove_waiting(id) {
+            self.serve(now, Some(&waiting.request.key));
         }
     }
 
@@ -317,12 +362,12 @@ impl Scheduler {
         for (id, serial) in places {
             let granted = self.servers.get(id).and_then(|server| server.granted.get(serial));
             if granted.is_some_and(|granted| granted.claim == claim) {
-                self.end_grant(*id, *serial);
+                self.change(*id, |server| _ = server.granted.remove(serial));
                 count += 1;
             }
         }
         if count > 0 {
-            self.serve(now);
+            self.serve(now, None);
         }
         count
     }
@@ -335,26 +380,21 @@ impl Scheduler {
             self.timers.pop_first();
             match timer {
                 Timer::Lease(server) => {
-                    if self.forget(server) {
+                    if self.forget(server).is_some() {
                         freed = true;
                         self.events.push_back(Event::LeaseExpired { server });
                     }
                 }
-                Timer::Grant(server, serial) => {
-                    self.end_grant(server, serial);
-                    freed = true;
-                }
                 Timer::Claim(claim) => {
-                    if let Some(waiting) = self.remove_waiting(claim) {
-                        let possible = self.possible(&waiting.request);
-                        self.events.push_back(Event::TimedOut { claim, wanted: waiting.request.count, possible });
+                    if let Some(Waiting { request, possible, .. }) = self.remove_waiting(claim) {
+                        self.events.push_back(Event::TimedOut { claim, wanted: request.count, possible });
                         freed = true;
                     }
                 }
             }
         }
         if freed {
-            self.serve(now);
+            self.serve(now, None);
         }
     }
 
@@ -381,54 +421,55 @@ impl Scheduler {
         self.waiting.values()
     }
 
-    /// How many places could serve a request if they were free.
-    pub(crate) fn possible(&self, request: &ServerRequest) -> u64 {
-        self.candidates(request).map(|(_, server)| u64::from(usable(request, server.offer.capacity))).sum()
-    }
-
-    /// Grants what can be granted.
-    fn serve(&mut self, now: Instant) {
-        for (order, places) in self.plan() {
+    /// Grants what can be granted, where something has changed for servers or requests of `key`, or of any.
+    fn serve(&mut self, now: Instant, key: Option<&str>) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        for (order, places) in self.plan(key) {
             self.grant(now, order, places);
         }
     }
 
     /// What can be granted: rules 1 to 3. Looks only at keys of which places are free, and at no two requests in full that ask
     /// for the same and get nothing, so that a long queue costs little while there is nothing for it.
-    fn plan(&self) -> Vec<(Order, Vec<ServerId>)> {
+    fn plan(&self, changed: Option<&str>) -> Vec<(Order, Vec<ServerId>)> {
         let mut plan = Vec::new();
         let mut left = self.totals.free;
         // What is granted here or held back: of each server, and of each key.
         let mut taken: HashMap<ServerId, u32> = HashMap::new();
         let mut taken_of: HashMap<&str, u64> = HashMap::new();
-        // For whom there is nothing left, and how many places there are at all.
+        // For whom there is nothing left.
         let mut nothing_for = HashSet::new();
-        let mut possible = HashMap::new();
         let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
-        let with_free = self.queues.iter().filter(|(key, _)| key.is_empty() || free_of(key) > 0);
+        // Requests of different keys have to do with each other only through those that take any.
+        let alone = changed.filter(|key| !key.is_empty() && !self.queues.contains_key(""));
+        let queues: Vec<(&str, &BTreeSet<Order>)> = match alone {
+            Some(key) => self.queues.get_key_value(key).map(|(key, queue)| (key.as_str(), queue)).into_iter().collect(),
+            None => self.queues.iter().map(|(key, queue)| (key.as_str(), queue)).collect(),
+        };
+        let with_free = queues.into_iter().filter(|(key, _)| key.is_empty() || free_of(key) > 0);
         // The next one of each queue.
         let mut next: BTreeSet<(Order, &str)> =
-            with_free.filter_map(|(key, queue)| Some((*queue.first()?, key.as_str()))).collect();
+            with_free.filter_map(|(key, queue)| Some((*queue.first()?, key))).collect();
         while let Some((order, key)) = next.pop_first().filter(|_| left > 0) {
-            if let Some(Waiting { request, .. }) = self.waiting.get(&order) {
+            if let Some(Waiting { request, possible, .. }) = self.waiting.get(&order)
+                && *possible >= u64::from(request.count)
+            {
                 let wants = (key, &request.labels, &request.devices);
-                let in_all = *possible.entry((wants, request.distinct)).or_insert_with(|| self.possible(request));
-                if in_all >= u64::from(request.count) && !nothing_for.contains(&wants) {
-                    let free = |(id, server): (ServerId, &Server)| {
-                        (id, usable(request, server.free() - taken.get(&id).copied().unwrap_or_default()))
-                    };
-                    let found: Vec<_> = self.candidates(request).map(free).filter(|(_, places)| *places > 0).collect();
+                if !nothing_for.contains(&wants) {
+                    let found = self.find(request, &taken);
                     let total: u64 = found.iter().map(|(_, places)| u64::from(*places)).sum();
                     let is_served = total >= u64::from(request.count);
                     let took: Vec<(ServerId, u32)> = if is_served {
-                        let places = self.choose(request.count, found);
+                        let places = choose(request.count, found);
                         plan.push((order, places.clone()));
                         places.into_iter().map(|id| (id, 1)).collect()
                     } else {
                         if !request.distinct {
                             nothing_for.insert(wants);
                         }
-                        found
+                        found.into_iter().map(|((.., id), places)| (id, places)).collect()
                     };
                     for (id, places) in took {
                         *taken.entry(id).or_default() += places;
@@ -449,76 +490,75 @@ impl Scheduler {
         plan
     }
 
+    /// The free places that a request could use and that are not `taken`, by servers in the order of rule 4. The first one is
+    /// enough for a request for one, unless something is taken.
+    fn find(&self, request: &ServerRequest, taken: &HashMap<ServerId, u32>) -> Vec<(Rank, u32)> {
+        let all = request.key.is_empty().then(|| self.pools.values());
+        let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
+        let suits = |rank: &&Rank| self.servers.get(&rank.3).is_some_and(|server| server.offer.suits(request));
+        let is_simple = request.count == 1 && taken.is_empty();
+        let limit = if is_simple { 1 } else { usize::MAX };
+        let ranks = pools.flat_map(|pool| pool.with_free.iter().filter(suits).take(limit));
+        let left = |(unreachable, Reverse(free), last_granted, id): Rank| {
+            let free = free - taken.get(&id).copied().unwrap_or_default();
+            ((unreachable, Reverse(free), last_granted, id), usable(request, free))
+        };
+        let mut found: Vec<_> = ranks.copied().map(left).filter(|(_, places)| *places > 0).collect();
+        found.sort_unstable();
+        found
+    }
+
     /// As [`unregister`](Self::unregister), and looks at nobody who waits.
-    fn forget(&mut self, id: ServerId) -> bool {
-        let Some(server) = self.servers.remove(&id) else { return false };
+    fn forget(&mut self, id: ServerId) -> Option<Server> {
+        let server = self.servers.remove(&id)?;
         self.timers.remove(&(server.lease_end, Timer::Lease(id)));
-        for (serial, granted) in &server.granted {
-            self.timers.remove(&(granted.until, Timer::Grant(id, *serial)));
-        }
-        self.totals.capacity -= u64::from(server.offer.capacity);
+        let offer = server.offer.clone();
+        self.count_possible(&offer, |possible, places| *possible -= places);
+        self.totals.capacity -= u64::from(offer.capacity);
         self.totals.free -= u64::from(server.free());
-        if let Some(pool) = self.pools.get_mut(&server.offer.key) {
+        if let Some(pool) = self.pools.get_mut(&offer.key) {
             pool.free -= u64::from(server.free());
+            if let Some(rank) = server.rank(id) {
+                pool.with_free.remove(&rank);
+            }
             pool.servers.remove(&id);
             if pool.servers.is_empty() {
-                self.pools.remove(&server.offer.key);
+                self.pools.remove(&offer.key);
             }
         }
         count_down(&mut self.by_peer, &server.peer);
-        true
+        Some(server)
     }
 
-    /// Which of the places that were `found` to take: rule 4. There are enough.
-    fn choose(&self, count: u32, mut found: Vec<(ServerId, u32)>) -> Vec<ServerId> {
-        let rank = |(id, free): &(ServerId, u32)| match self.servers.get(id) {
-            Some(server) => (!server.reachable, Reverse(*free), server.last_granted, *id),
-            None => (true, Reverse(0), 0, *id),
-        };
-        let count = count as usize;
-        if count == 1 {
-            return found.iter().min_by_key(|candidate| rank(candidate)).map(|(id, _)| vec![*id]).unwrap_or_default();
-        }
-        found.sort_by_key(rank);
-        let mut chosen = Vec::with_capacity(count);
-        while chosen.len() < count && !found.is_empty() {
-            for (id, free) in &mut found {
-                if chosen.len() < count {
-                    chosen.push(*id);
-                    *free -= 1;
-                }
+    /// A server with this offer comes or goes: counts it for those who wait for such.
+    fn count_possible(&mut self, offer: &Offer, count: impl Fn(&mut u64, u64)) {
+        for order in ["", &offer.key].into_iter().filter_map(|key| self.queues.get(key)).flatten() {
+            if let Some(waiting) = self.waiting.get_mut(order).filter(|waiting| offer.suits(&waiting.request)) {
+                count(&mut waiting.possible, u64::from(usable(&waiting.request, offer.capacity)));
             }
-            found.retain(|(_, free)| *free > 0);
         }
-        chosen
     }
 
     fn grant(&mut self, now: Instant, order: Order, servers: Vec<ServerId>) {
         let claim = order.1;
         let Some(waiting) = self.remove_waiting(claim) else { return };
         let client = &waiting.request.client;
-        let until = now + self.policy.grant;
+        let ticket = self.policy.ticket;
         let mut places = Vec::with_capacity(servers.len());
         for id in servers {
             let serial = self.next_serial;
             self.next_serial += 1;
             self.totals.granted += 1;
-            self.change(id, |server, timers| {
+            self.change(id, |server| {
+                // Its clock has gone on since.
+                let expires_ms =
+                    server.clock_ms.saturating_add(millis(now.saturating_duration_since(server.heard) + ticket));
                 server.last_granted = serial;
-                server.granted.insert(serial, Granted { claim, client: client.clone(), since: now, until });
-                timers.insert((until, Timer::Grant(id, serial)));
+                server.granted.insert(serial, Granted { claim, client: client.clone(), since: now, expires_ms });
+                places.push(Place { server: id, serial, expires_ms });
             });
-            places.push((id, serial));
         }
         self.events.push_back(Event::Granted { claim, places });
-    }
-
-    fn end_grant(&mut self, id: ServerId, serial: u64) {
-        self.change(id, |server, timers| {
-            if let Some(granted) = server.granted.remove(&serial) {
-                timers.remove(&(granted.until, Timer::Grant(id, serial)));
-            }
-        });
     }
 
     fn remove_waiting(&mut self, id: ClaimId) -> Option<Waiting> {
@@ -537,26 +577,28 @@ impl Scheduler {
         Some(waiting)
     }
 
-    /// Changes a server, and the counts of what is free with it.
-    fn change(&mut self, id: ServerId, change: impl FnOnce(&mut Server, &mut BTreeSet<(Instant, Timer)>)) {
+    /// Changes a server, and with it the counts of what is free and its rank.
+    fn change(&mut self, id: ServerId, change: impl FnOnce(&mut Server)) {
         let Some(server) = self.servers.get_mut(&id) else { return };
-        let before = u64::from(server.free());
-        change(server, &mut self.timers);
+        let (before, rank) = (u64::from(server.free()), server.rank(id));
+        change(server);
         let after = u64::from(server.free());
         self.totals.free = self.totals.free - before + after;
         if let Some(pool) = self.pools.get_mut(&server.offer.key) {
             pool.free = pool.free - before + after;
+            if let Some(rank) = rank {
+                pool.with_free.remove(&rank);
+            }
+            pool.with_free.extend(server.rank(id));
         }
     }
 
     /// The servers that have what a request names. None has an empty key.
-    fn candidates<'a>(&'a self, request: &'a ServerRequest) -> impl Iterator<Item = (ServerId, &'a Server)> {
+    fn candidates<'a>(&'a self, request: &'a ServerRequest) -> impl Iterator<Item = &'a Server> {
         let all = request.key.is_empty().then(|| self.pools.values());
         let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
-        let servers = pools.flat_map(|pool| &pool.servers);
-        servers
-            .filter_map(|id| Some((*id, self.servers.get(id)?)))
-            .filter(move |(_, server)| server.offer.suits(request))
+        let servers = pools.flat_map(|pool| &pool.servers).filter_map(|id| self.servers.get(id));
+        servers.filter(move |server| server.offer.suits(request))
     }
 }
 
@@ -565,6 +607,12 @@ impl Server {
     pub(crate) fn free(&self) -> u32 {
         let taken = u32::try_from(self.granted.len() + self.uses.len()).unwrap_or(u32::MAX);
         self.offer.capacity.saturating_sub(taken)
+    }
+
+    /// Where it stands among those with free places, if it has any.
+    fn rank(&self, id: ServerId) -> Option<Rank> {
+        let free = self.free();
+        (free > 0).then_some((!self.reachable, Reverse(free), self.last_granted, id))
     }
 
     /// Who has it.
@@ -589,6 +637,22 @@ impl Offer {
             && request.labels.iter().all(|(name, value)| self.labels.get(name) == Some(value))
             && request.devices.iter().all(has_device)
     }
+}
+
+/// Which of the places that were `found` to take, in their order: rule 4. There are enough.
+fn choose(count: u32, mut found: Vec<(Rank, u32)>) -> Vec<ServerId> {
+    let count = count as usize;
+    let mut chosen = Vec::with_capacity(count);
+    while chosen.len() < count && !found.is_empty() {
+        for ((.., id), free) in &mut found {
+            if chosen.len() < count {
+                chosen.push(*id);
+                *free -= 1;
+            }
+        }
+        found.retain(|(_, free)| *free > 0);
+    }
+    chosen
 }
 
 /// How many of `free` places of one server a request could use.

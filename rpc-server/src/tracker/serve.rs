@@ -6,9 +6,11 @@ use std::sync::Arc;
 use rpc_core::Registry;
 
 use super::page;
+use super::scheduler::Totals;
 use super::service::Tracker;
 use crate::config::{HttpAddress, ServeError, TrackerConfig};
 use crate::http::HttpServer;
+use crate::monitor::Gauges;
 use crate::server::{RpcServer, Running, StopReason};
 
 /// A tracker that serves. Dropping it stops it now.
@@ -67,7 +69,33 @@ fn build(config: &TrackerConfig) -> Result<(Arc<Tracker>, RpcServer), ServeError
     let tracker = Tracker::new(config.options()?);
     let registry = Registry::new();
     tracker.register(&registry);
-    Ok((tracker, RpcServer::builder().registry(registry).config(config.serve_config()).build()))
+    let reloaded = Arc::downgrade(&tracker);
+    let server = RpcServer::builder().registry(registry).config(config.serve_config());
+    let server = server.gauges(tracker.clone()).on_reload(move |onward| {
+        if let Some(tracker) = reloaded.upgrade() {
+            tracker.set_onward(onward);
+        }
+    });
+    Ok((tracker, server.build()))
+}
+
+const METRICS: &[(&str, &str)] = &[
+    ("rpc_tracker_servers", "Servers that are registered."),
+    ("rpc_tracker_places", "Places that the servers have."),
+    ("rpc_tracker_places_free", "Places that nobody has."),
+    ("rpc_tracker_requests_waiting", "Requests that wait."),
+    ("rpc_tracker_places_granted_total", "Places that were granted."),
+];
+
+impl Gauges for Tracker {
+    fn described(&self) -> &'static [(&'static str, &'static str)] {
+        METRICS
+    }
+
+    fn now(&self) -> Vec<u64> {
+        let (servers, Totals { capacity, free, waiting, granted }) = self.totals();
+        vec![servers, capacity, free, waiting, granted]
+    }
 }
 
 async fn serve_page(config: &TrackerConfig, tracker: &Arc<Tracker>) -> Result<Option<HttpServer>, ServeError> {

@@ -11,7 +11,7 @@ use rpc_core::proto::ANONYMOUS;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
     Grant, Holder, HolderState, Loss, LossReason, QueueEntry, Reach, Registered, Registration, Renewed, Returned,
-    ServerRequest, ServerStatus, ServerSummary, Summary, Ticket, TicketKey, functions,
+    Sample, ServerRequest, ServerStatus, ServerSummary, Summary, Ticket, TicketKey, functions,
 };
 use rpc_transports::{Address, Connector, DialOptions};
 use tokio::sync::{Notify, Semaphore, watch};
@@ -19,11 +19,12 @@ use tokio::sync::{Notify, Semaphore, watch};
 use super::advertise;
 use super::history::History;
 use super::limits::{check_registration, check_request, check_status, clip, clipped};
-use super::scheduler::{ClaimId, Event, HeldKind, Offer, Policy, Scheduler, ServerId, timed_out};
+use super::millis;
+use super::scheduler::{ClaimId, Event, Held, HeldKind, Offer, Place, Policy, Scheduler, ServerId, Totals, timed_out};
 use crate::session::Client;
 
-/// How much longer than its ticket is good a granted place is kept: for the server's word that it was used.
-const GRACE: Duration = Duration::from_secs(3);
+/// How much one request may be told of the servers that it was granted, in bytes.
+const MAX_GRANTS: usize = 4 << 20;
 
 /// How many losses are remembered.
 const MAX_LOSSES: usize = 256;
@@ -51,7 +52,8 @@ pub struct TrackerOptions {
     pub max_waiting_per_client: usize,
     /// Which addresses servers may tell beside their own, as patterns. None.
     pub allow_advertise: Vec<String>,
-    /// How servers are looked for at their addresses: whom the tracker trusts, and its tokens. Without either.
+    /// How servers are looked for at their addresses at first: whom the tracker trusts, and its tokens. Without either.
+    /// [`Tracker::set_onward`] changes it later.
     pub onward: DialOptions,
 }
 
@@ -75,6 +77,8 @@ impl Default for TrackerOptions {
 #[derive(Debug)]
 pub struct Tracker {
     options: TrackerOptions,
+    /// How servers are looked for at present.
+    onward: Mutex<DialOptions>,
     started: Instant,
     state: Mutex<State>,
     /// Told when the next timeout may be another.
@@ -95,15 +99,21 @@ struct State {
 /// What the scheduler need not know of a server.
 #[derive(Debug)]
 struct Entry {
+    about: Arc<About>,
+    ticket_key: TicketKey,
+    reach: Reach,
+    probed: Instant,
+}
+
+/// What a server is. Shared by all that was granted of it, and by those who look at it.
+#[derive(Debug)]
+struct About {
     name: String,
+    /// The key as it is shown.
     key: String,
     address: Vec<String>,
     peer: String,
-    ticket_key: TicketKey,
-    /// What the server's clock said, and when that was.
-    clock: (u64, Instant),
-    reach: Reach,
-    probed: Instant,
+    offer: Arc<Offer>,
 }
 
 /// A request that waits, and whoever waits for it.
@@ -114,13 +124,14 @@ struct Open {
 }
 
 /// What became of a request; `None` while it waits.
-type Answer = Option<Result<Arc<Vec<Place>>>>;
+type Answer = Option<Result<Arc<Vec<Granted>>>>;
 
 /// A place as it was granted.
-#[derive(Clone, Debug)]
-struct Place {
-    server: ServerId,
-    grant: Grant,
+#[derive(Debug)]
+struct Granted {
+    place: Place,
+    ticket: String,
+    about: Arc<About>,
 }
 
 impl Tracker {
@@ -129,7 +140,7 @@ impl Tracker {
         let now = Instant::now();
         let policy = Policy {
             lease: options.lease,
-            grant: options.ticket_lifetime + GRACE,
+            ticket: options.ticket_lifetime,
             max_servers: options.max_servers,
             max_servers_per_peer: options.max_servers_per_peer,
             max_waiting: options.max_waiting,
@@ -144,6 +155,7 @@ impl Tracker {
         };
         let changed = Arc::new(Notify::new());
         let this = Arc::new(Self {
+            onward: Mutex::new(options.onward.clone()),
             options,
             started: now,
             state: Mutex::new(state),
@@ -168,15 +180,14 @@ impl Tracker {
         registry.add_inline(functions::REQUEST, move |context: Context, Pack(request): Pack<ServerRequest>| {
             this.add_request(&client_of(&context), request).map(|claim| Shared(Arc::new(claim)))
         });
-        registry.add_async(functions::WAIT, |claim: Shared<ClaimObject>| {
+        let good_for_ms = millis(self.options.ticket_lifetime);
+        registry.add_async(functions::WAIT, move |claim: Shared<ClaimObject>| {
             // The claim itself is not kept: its end is what ends the waiting.
             let mut answer = claim.0.answer.clone();
             drop(claim);
             async move {
                 match answer.wait_for(Option::is_some).await.as_deref() {
-                    Ok(Some(Ok(places))) => {
-                        Ok(Pack(places.iter().map(|place| place.grant.clone()).collect::<Vec<_>>()))
-                    }
+                    Ok(Some(Ok(places))) => grants(places, good_for_ms).map(Pack),
                     Ok(Some(Err(error))) => Err(error.clone()),
                     Ok(None) | Err(_) => Err(RpcError::new(ErrorKind::Cancelled, "the request was given up")),
                 }
@@ -186,60 +197,91 @@ impl Tracker {
             claim.0.give_back(&returned);
         });
         let this = self.clone();
-        registry.add_inline(functions::SUMMARY, move || Pack(this.summary()));
+        // On a thread: of a large pool there is much to say, and others are not to wait for it.
+        registry.add(functions::SUMMARY, move || Pack(this.summary()));
+    }
+
+    /// Looks for servers by `onward` from now on.
+    pub fn set_onward(&self, onward: DialOptions) {
+        *self.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
+    }
+
+    /// How many servers there are, and the sums of everything.
+    pub(super) fn totals(&self) -> (u64, Totals) {
+        let state = self.lock();
+        (state.servers.len() as u64, state.scheduler.totals())
     }
 
     /// What there is to know.
     pub fn summary(&self) -> Summary {
         let now = Instant::now();
         let ago = |then: Instant| millis(now.saturating_duration_since(then));
-        let mut state = self.lock();
-        let state = &mut *state;
-        let summarise = |(id, entry): (&ServerId, &Entry)| {
-            let server = state.scheduler.server(*id)?;
-            let holder = |held: super::scheduler::Held| Holder {
-                client: held.client,
-                for_ms: ago(held.since),
-                state: match held.kind {
-                    HeldKind::Granted => HolderState::Granted,
-                    HeldKind::InUse => HolderState::InUse,
-                    HeldKind::Direct => HolderState::Direct,
-                },
-            };
-            Some(ServerSummary {
-                name: entry.name.clone(),
-                key: server.offer.key.clone(),
-                labels: server.offer.labels.clone(),
-                devices: server.offer.devices.clone(),
-                capacity: server.offer.capacity,
-                free: server.free(),
-                address: entry.address.clone(),
-                peer: entry.peer.clone(),
-                reach: entry.reach.clone(),
-                registered_for_ms: ago(server.registered),
-                heard_ago_ms: ago(server.heard),
-                holders: server.holders().map(holder).collect(),
-            })
+        let seen = self.look(now);
+        let holder = |held: Held| Holder {
+            client: held.client,
+            for_ms: ago(held.since),
+            state: match held.kind {
+                HeldKind::Granted => HolderState::Granted,
+                HeldKind::InUse => HolderState::InUse,
+                HeldKind::Direct => HolderState::Direct,
+            },
         };
-        let mut servers: Vec<_> = state.servers.iter().filter_map(summarise).collect();
+        let server = |server: ServerSeen| ServerSummary {
+            name: server.about.name.clone(),
+            key: server.about.offer.key.clone(),
+            labels: server.about.offer.labels.clone(),
+            devices: server.about.offer.devices.clone(),
+            capacity: server.about.offer.capacity,
+            free: server.free,
+            address: server.about.address.clone(),
+            peer: server.about.peer.clone(),
+            reach: server.reach,
+            registered_for_ms: ago(server.registered),
+            heard_ago_ms: ago(server.heard),
+            holders: server.holders.into_iter().map(holder).collect(),
+        };
+        let mut servers: Vec<_> = seen.servers.into_iter().map(server).collect();
         servers.sort_by(|a, b| (&a.key, &a.name, &a.address).cmp(&(&b.key, &b.name, &b.address)));
-        let queue = state.scheduler.waiting().map(|waiting| QueueEntry {
-            client: waiting.request.client.clone(),
-            key: waiting.request.key.clone(),
-            count: waiting.request.count,
-            labels: waiting.request.labels.clone(),
-            devices: waiting.request.devices.clone(),
-            priority: waiting.request.priority,
-            for_ms: ago(waiting.since),
-            possible: state.scheduler.possible(&waiting.request),
-        });
+        let entry = |(request, since, possible): (Arc<ServerRequest>, Instant, u64)| QueueEntry {
+            client: request.client.clone(),
+            key: request.key.clone(),
+            count: request.count,
+            labels: request.labels.clone(),
+            devices: request.devices.clone(),
+            priority: request.priority,
+            for_ms: ago(since),
+            possible,
+        };
         Summary {
             uptime_ms: ago(self.started),
             lease_ms: millis(self.options.lease),
             servers,
-            queue: queue.collect(),
-            losses: state.losses.iter().map(|(when, loss)| Loss { ago_ms: ago(*when), ..loss.clone() }).collect(),
-            history: state.history.samples(now),
+            queue: seen.queue.into_iter().map(entry).collect(),
+            losses: seen.losses.into_iter().map(|(when, loss)| Loss { ago_ms: ago(when), ..loss }).collect(),
+            history: seen.history,
+        }
+    }
+
+    /// What a summary is made of. Nobody is served meanwhile, so that no more is done here than has to be.
+    fn look(&self, now: Instant) -> Seen {
+        let mut state = self.lock();
+        let State { scheduler, servers, losses, history, .. } = &mut *state;
+        let server = |(id, entry): (&ServerId, &Entry)| {
+            let server = scheduler.server(*id)?;
+            Some(ServerSeen {
+                about: entry.about.clone(),
+                reach: entry.reach.clone(),
+                free: server.free(),
+                registered: server.registered,
+                heard: server.heard,
+                holders: server.holders().collect(),
+            })
+        };
+        Seen {
+            servers: servers.iter().filter_map(server).collect(),
+            queue: scheduler.waiting().map(|w| (w.request.clone(), w.since, w.possible)).collect(),
+            losses: losses.iter().cloned().collect(),
+            history: history.samples(now),
         }
     }
 
@@ -249,10 +291,11 @@ impl Tracker {
             .and_then(|()| advertise::admit(&registration.address, &client.peer, &self.options.allow_advertise));
         let Registration { name, key, labels, devices, capacity, address: told, ticket_key, status } = registration;
         let (name, shown_key) = (clip(&name), clip(&key));
+        let status = clipped(status);
+        let offer = Arc::new(Offer { key, labels, devices, capacity });
         let mut state = self.lock();
-        let offer = Offer { key, labels, devices, capacity };
         let registered = checked.and_then(|address| {
-            let id = state.scheduler.register(now, &counted_as(client), offer, &clipped(status.uses))?;
+            let id = state.scheduler.register(now, &counted_as(client), offer.clone(), &status)?;
             Ok((id, address))
         });
         let (id, address) = match registered {
@@ -273,13 +316,10 @@ impl Tracker {
         };
         tracing::info!(name, key = shown_key, address = address.join(","), peer = client.peer, "a server has come");
         state.forget_losses(&name, &shown_key);
+        let about = About { name, key: shown_key, address: address.clone(), peer: client.peer.clone(), offer };
         let entry = Entry {
-            name,
-            key: shown_key,
-            address: address.clone(),
-            peer: client.peer.clone(),
+            about: Arc::new(about),
             ticket_key: TicketKey::from_bytes(ticket_key),
-            clock: (status.now_ms, now),
             reach: Reach::Untried,
             probed: now,
         };
@@ -310,9 +350,8 @@ impl Tracker {
         while let Some(event) = state.scheduler.poll_event() {
             match event {
                 Event::Granted { claim, places } => {
-                    let places = places.into_iter().filter_map(|(id, serial)| self.place(state, now, id, serial));
-                    let places: Vec<_> = places.collect();
-                    state.answer(claim, |_| Ok(Arc::new(places)));
+                    let granted: Vec<_> = places.into_iter().filter_map(|place| state.granted(place)).collect();
+                    state.answer(claim, |_| Ok(Arc::new(granted)));
                 }
                 Event::TimedOut { claim, wanted, possible } => {
                     state.answer(claim, |key| Err(timed_out(wanted, possible, key)));
@@ -324,34 +363,15 @@ impl Tracker {
         self.changed.notify_one();
     }
 
-    /// What a client is told of a place that it was granted.
-    fn place(&self, state: &State, now: Instant, id: ServerId, serial: u64) -> Option<Place> {
-        let (entry, server) = (state.servers.get(&id)?, state.scheduler.server(id)?);
-        let (theirs, ours) = entry.clock;
-        let lifetime = millis(self.options.ticket_lifetime);
-        // By the server's clock, which has gone on since.
-        let expires_ms = theirs.saturating_add(millis(now.saturating_duration_since(ours))).saturating_add(lifetime);
-        let grant = Grant {
-            serial,
-            ticket: entry.ticket_key.sign(Ticket { serial, expires_ms }),
-            good_for_ms: lifetime,
-            server: entry.name.clone(),
-            key: server.offer.key.clone(),
-            labels: server.offer.labels.clone(),
-            devices: server.offer.devices.clone(),
-            address: entry.address.clone(),
-        };
-        Some(Place { server: id, grant })
-    }
-
     /// Looks for a server at its address.
     fn probe_later(self: &Arc<Self>, id: ServerId, address: Vec<String>) {
         let this = Arc::downgrade(self);
-        let connector = Connector::new().dial_options(self.options.onward.clone());
         tokio::spawn(async move {
             // A tracker that is gone wants to know no more.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
+            let onward = tracker.onward.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let connector = Connector::new().dial_options(onward);
             // Nobody waits for it any more.
             if !tracker.lock().servers.contains_key(&id) {
                 return;
@@ -361,7 +381,7 @@ impl Tracker {
             let Some(entry) = state.servers.get_mut(&id) else { return };
             if let Reach::Unreachable { why } = &reach {
                 tracing::warn!(
-                    name = entry.name,
+                    name = entry.about.name,
                     address = address.join(","),
                     why,
                     "a server is not found at its address"
@@ -381,7 +401,14 @@ impl Tracker {
 }
 
 impl State {
-    fn answer(&mut self, claim: ClaimId, answer: impl FnOnce(&str) -> Result<Arc<Vec<Place>>>) {
+    /// A place with what is needed to take it.
+    fn granted(&self, place: Place) -> Option<Granted> {
+        let entry = self.servers.get(&place.server)?;
+        let ticket = Ticket { serial: place.serial, expires_ms: place.expires_ms };
+        Some(Granted { place, ticket: entry.ticket_key.sign(ticket), about: entry.about.clone() })
+    }
+
+    fn answer(&mut self, claim: ClaimId, answer: impl FnOnce(&str) -> Result<Arc<Vec<Granted>>>) {
         if let Some(Open { key, answer: sender }) = self.claims.remove(&claim) {
             let answer = answer(&key);
             sender.send_replace(Some(answer));
@@ -390,9 +417,10 @@ impl State {
 
     /// A server is there no more.
     fn lose(&mut self, now: Instant, id: ServerId, reason: LossReason) {
-        let Some(entry) = self.servers.remove(&id) else { return };
-        tracing::info!(name = entry.name, peer = entry.peer, ?reason, "a server is gone");
-        let Entry { name, key, address, peer, .. } = entry;
+        let Some(Entry { about, .. }) = self.servers.remove(&id) else { return };
+        tracing::info!(name = about.name, peer = about.peer, ?reason, "a server is gone");
+        let About { name, key, address, peer, .. } = &*about;
+        let (name, key, address, peer) = (name.clone(), key.clone(), address.clone(), peer.clone());
         self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason });
     }
 
@@ -406,6 +434,58 @@ impl State {
     /// A server has come back.
     fn forget_losses(&mut self, name: &str, key: &str) {
         self.losses.retain(|(_, loss)| loss.name != name || loss.key != key);
+    }
+}
+
+/// What a summary is made of.
+struct Seen {
+    servers: Vec<ServerSeen>,
+    /// Who waits, since when, and for how many places that there are.
+    queue: Vec<(Arc<ServerRequest>, Instant, u64)>,
+    losses: Vec<(Instant, Loss)>,
+    history: Vec<Sample>,
+}
+
+struct ServerSeen {
+    about: Arc<About>,
+    reach: Reach,
+    free: u32,
+    registered: Instant,
+    heard: Instant,
+    holders: Vec<Held>,
+}
+
+/// What a client is told of the places that it was granted.
+///
+/// # Errors
+///
+/// [`ErrorKind::LimitExceeded`]: the servers tell so much of themselves that it would be too much for one message.
+fn grants(places: &[Granted], good_for_ms: u64) -> Result<Vec<Grant>> {
+    let size: usize = places.iter().map(|granted| granted.about.size()).sum();
+    if size > MAX_GRANTS {
+        return Err(RpcError::limit("bytes of one answer: ask for fewer servers", MAX_GRANTS as u64, size as u64));
+    }
+    let grant = |Granted { place, ticket, about }: &Granted| Grant {
+        serial: place.serial,
+        ticket: ticket.clone(),
+        good_for_ms,
+        server: about.name.clone(),
+        key: about.offer.key.clone(),
+        labels: about.offer.labels.clone(),
+        devices: about.offer.devices.clone(),
+        address: about.address.clone(),
+    };
+    Ok(places.iter().map(grant).collect())
+}
+
+impl About {
+    /// About how many bytes it takes to tell it.
+    fn size(&self) -> usize {
+        let labels = self.offer.labels.iter().map(|(name, value)| name.len() + value.len());
+        let devices = self.offer.devices.iter().map(|device| device.kind.len() + 16);
+        let addresses = self.address.iter().map(String::len);
+        // The ticket, and the names of the fields.
+        256 + self.name.len() + self.offer.key.len() + labels.chain(devices).chain(addresses).sum::<usize>()
     }
 }
 
@@ -452,20 +532,20 @@ struct ServerObject {
 impl ServerObject {
     fn renew(&self, status: ServerStatus) -> Result<Renewed> {
         check_status(&status)?;
+        let status = clipped(status);
         let now = Instant::now();
         let mut state = self.tracker.lock();
-        if !state.scheduler.report(now, self.id, &clipped(status.uses), &status.spent) {
+        if !state.scheduler.report(now, self.id, &status) {
             return Err(RpcError::not_found("the registration has expired: register again"));
         }
         let Some(entry) = state.servers.get_mut(&self.id) else {
             return Err(RpcError::internal("a server is registered of which nothing is known"));
         };
-        entry.clock = (status.now_ms, now);
         let reach = entry.reach.clone();
         let look_again = matches!(reach, Reach::Unreachable { .. }) && now > entry.probed + PROBE_INTERVAL;
         let address = look_again.then(|| {
             entry.probed = now;
-            entry.address.clone()
+            entry.about.address.clone()
         });
         self.tracker.settle(state, now);
         if let Some(address) = address {
@@ -499,10 +579,10 @@ impl ClaimObject {
         let Some(Ok(places)) = self.answer.borrow().clone() else { return };
         let reasons: HashMap<u64, &str> =
             returned.iter().map(|returned| (returned.serial, returned.why.as_str())).collect();
-        let back = places.iter().filter_map(|place| {
-            let why = clip(reasons.get(&place.grant.serial)?);
-            tracing::info!(name = place.grant.server, why, "a server is given back unused");
-            Some((place.server, place.grant.serial))
+        let back = places.iter().filter_map(|Granted { place, about, .. }| {
+            let why = clip(reasons.get(&place.serial)?);
+            tracing::info!(name = about.name, why, "a server is given back unused");
+            Some((place.server, place.serial))
         });
         let back: Vec<_> = back.collect();
         let now = Instant::now();
@@ -537,8 +617,4 @@ fn counted_as(client: &Client) -> String {
     let address = client.peer.parse::<Address>().ok();
     let host = address.as_ref().and_then(Address::host_and_port).map(|(host, _)| host.to_owned());
     host.unwrap_or_else(|| "this machine".to_owned())
-}
-
-pub(super) fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

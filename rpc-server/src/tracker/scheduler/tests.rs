@@ -1,21 +1,22 @@
 //! The scheduler against a model that knows the rules, and little else.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
-use rpc_transports::tracker::{DeviceOffer, ServerRequest, Use};
+use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus, Use};
 
-use super::{ClaimId, Event, Offer, Policy, Scheduler, ServerId};
+use super::{ClaimId, Event, Offer, Place, Policy, Scheduler, ServerId};
 
 const LEASE: Duration = Duration::from_secs(10);
-const GRANT: Duration = Duration::from_secs(20);
+const TICKET: Duration = Duration::from_secs(20);
 
 fn policy() -> Policy {
     Policy {
         lease: LEASE,
-        grant: GRANT,
+        ticket: TICKET,
         max_servers: 12,
         max_servers_per_peer: 5,
         max_waiting: 16,
@@ -47,12 +48,16 @@ enum Step {
         timeout: Option<u16>,
     },
     Cancel(u8),
-    /// The holder of a granted place opens its session.
+    /// The holder of a ticket that is good opens its session.
     Use(u8),
     /// It does, and ends it, before the server says anything.
     UseAndEnd(u8),
     /// A session ends.
     End(u8),
+    /// A server says who uses it, as it is now. The tracker has not heard it yet.
+    Say(u8),
+    /// The tracker hears what this server said first.
+    Hear(u8),
     GiveBack(u8),
     Pass(u16),
 }
@@ -73,25 +78,50 @@ fn step() -> impl Strategy<Value = Step> {
         4 => any::<u8>().prop_map(Step::Use),
         1 => any::<u8>().prop_map(Step::UseAndEnd),
         4 => any::<u8>().prop_map(Step::End),
+        8 => any::<u8>().prop_map(Step::Say),
+        8 => any::<u8>().prop_map(Step::Hear),
         1 => any::<u8>().prop_map(Step::GiveBack),
         2 => (0..12_000u16).prop_map(Step::Pass),
     ]
 }
 
-/// A server, as the model knows it.
+/// A server: what is true there, and what the tracker may know of it.
 #[derive(Clone, Debug)]
 struct ModelServer {
     peer: u8,
-    offer: Offer,
+    offer: Arc<Offer>,
     lease_end: Instant,
+    /// The beginning of its clock.
+    started: Instant,
     uses: BTreeMap<u64, Use>,
-    /// Tickets that are out: whose, and until when.
-    granted: BTreeMap<u64, (ClaimId, Instant)>,
+    /// Tickets that it would take: whose, and until when.
+    tickets: BTreeMap<u64, (ClaimId, u64)>,
+    spent: Vec<u64>,
+    /// What it has said and the tracker has not heard.
+    said: VecDeque<ServerStatus>,
+    /// What the tracker has heard of, and what it has granted since.
+    known_uses: usize,
+    known_granted: BTreeMap<u64, (ClaimId, u64)>,
 }
 
 impl ModelServer {
+    fn clock_ms(&self, now: Instant) -> u64 {
+        now.duration_since(self.started).as_millis() as u64
+    }
+
+    /// How many more clients it could have without being shared.
+    fn room(&self) -> u32 {
+        self.offer.capacity.saturating_sub((self.uses.len() + self.tickets.len()) as u32)
+    }
+
+    /// How many places are free as far as the tracker can know.
     fn free(&self) -> u32 {
-        self.offer.capacity.saturating_sub((self.uses.len() + self.granted.len()) as u32)
+        self.offer.capacity.saturating_sub((self.known_uses + self.known_granted.len()) as u32)
+    }
+
+    fn say(&mut self, now: Instant) {
+        let uses = self.uses.values().cloned().collect();
+        self.said.push_back(ServerStatus { now_ms: self.clock_ms(now), uses, spent: self.spent.clone() });
     }
 
     fn suits(&self, request: &ServerRequest) -> bool {
@@ -124,13 +154,13 @@ impl Model {
         self.servers.keys().copied().nth(usize::from(at) % self.servers.len().max(1))
     }
 
-    /// One of the tickets that are out.
-    fn grant_at(&self, at: u8) -> Option<(ServerId, u64, ClaimId)> {
-        let all: Vec<_> = self
-            .servers
-            .iter()
-            .flat_map(|(id, server)| server.granted.iter().map(move |(serial, (claim, _))| (*id, *serial, *claim)))
-            .collect();
+    /// One of the tickets that are good.
+    fn ticket_at(&self, at: u8) -> Option<(ServerId, u64, ClaimId)> {
+        let of = |(id, server): (&ServerId, &ModelServer)| {
+            let id = *id;
+            server.tickets.iter().map(move |(serial, (claim, _))| (id, *serial, *claim)).collect::<Vec<_>>()
+        };
+        let all: Vec<_> = self.servers.iter().flat_map(of).collect();
         (!all.is_empty()).then(|| all[usize::from(at) % all.len()])
     }
 
@@ -138,22 +168,32 @@ impl Model {
         let now = self.now;
         match *step {
             Step::Register { peer, key, arch, gpus, capacity, direct } => {
-                let offer = Offer {
+                let offer = Arc::new(Offer {
                     key: format!("k{key}"),
                     labels: [("arch".to_owned(), format!("a{arch}"))].into(),
                     devices: vec![DeviceOffer { kind: "cuda".to_owned(), count: gpus }],
                     capacity,
-                };
+                });
                 let uses: Vec<_> = (0..direct).map(|_| self.new_use(None)).collect();
+                let status = ServerStatus { now_ms: 0, uses: uses.clone(), spent: Vec::new() };
                 let full = self.servers.len() >= policy().max_servers
                     || self.servers.values().filter(|server| server.peer == peer).count()
                         >= policy().max_servers_per_peer;
-                match self.scheduler.register(now, &format!("p{peer}"), offer.clone(), &uses) {
+                match self.scheduler.register(now, &format!("p{peer}"), offer.clone(), &status) {
                     Ok(id) => {
                         assert!(!full, "more servers than allowed");
-                        let uses = uses.into_iter().map(|used| (used.id, used)).collect();
-                        let server =
-                            ModelServer { peer, offer, lease_end: now + LEASE, uses, granted: BTreeMap::new() };
+                        let server = ModelServer {
+                            peer,
+                            offer,
+                            lease_end: now + LEASE,
+                            started: now,
+                            known_uses: uses.len(),
+                            uses: uses.into_iter().map(|used| (used.id, used)).collect(),
+                            tickets: BTreeMap::new(),
+                            spent: Vec::new(),
+                            said: VecDeque::new(),
+                            known_granted: BTreeMap::new(),
+                        };
                         assert!(self.servers.insert(id, server).is_none(), "a number was used twice");
                     }
                     Err(error) => assert!(full, "{error}"),
@@ -161,7 +201,17 @@ impl Model {
             }
             Step::Renew(at) => {
                 if let Some(id) = self.server_at(at) {
-                    self.report(id, &[]);
+                    self.report(id);
+                }
+            }
+            Step::Say(at) => {
+                if let Some(id) = self.server_at(at) {
+                    self.servers.get_mut(&id).unwrap().say(now);
+                }
+            }
+            Step::Hear(at) => {
+                if let Some(id) = self.server_at(at) {
+                    self.hear(id);
                 }
             }
             Step::Unregister(at) => {
@@ -199,35 +249,36 @@ impl Model {
                 }
             }
             Step::Use(at) => {
-                if let Some((id, serial, _)) = self.grant_at(at) {
+                if let Some((id, serial, _)) = self.ticket_at(at) {
                     let used = self.new_use(Some(serial));
                     let server = self.servers.get_mut(&id).unwrap();
-                    server.granted.remove(&serial);
+                    server.tickets.remove(&serial);
                     server.uses.insert(used.id, used);
-                    self.report(id, &[]);
                 }
             }
             Step::UseAndEnd(at) => {
-                if let Some((id, serial, _)) = self.grant_at(at) {
-                    self.servers.get_mut(&id).unwrap().granted.remove(&serial);
-                    self.report(id, &[serial]);
+                if let Some((id, serial, _)) = self.ticket_at(at) {
+                    let server = self.servers.get_mut(&id).unwrap();
+                    server.tickets.remove(&serial);
+                    server.spent.push(serial);
                 }
             }
             Step::End(at) => {
                 if let Some(id) = self.server_at(at) {
-                    self.servers.get_mut(&id).unwrap().uses.pop_first();
-                    self.report(id, &[]);
+                    let server = self.servers.get_mut(&id).unwrap();
+                    if let Some((_, used)) = server.uses.pop_first() {
+                        server.spent.extend(used.serial);
+                    }
                 }
             }
             Step::GiveBack(at) => {
-                if let Some((id, serial, claim)) = self.grant_at(at) {
-                    assert_eq!(
-                        self.scheduler.give_back(now, ClaimId(u64::MAX), &[(id, serial)]),
-                        0,
-                        "somebody else's place"
-                    );
-                    assert_eq!(self.scheduler.give_back(now, claim, &[(id, serial)]), 1);
-                    self.servers.get_mut(&id).unwrap().granted.remove(&serial);
+                if let Some((id, serial, claim)) = self.ticket_at(at) {
+                    let place = &[(id, serial)];
+                    assert_eq!(self.scheduler.give_back(now, ClaimId(u64::MAX), place), 0, "somebody else's place");
+                    assert_eq!(self.scheduler.give_back(now, claim, place), 1);
+                    let server = self.servers.get_mut(&id).unwrap();
+                    server.tickets.remove(&serial);
+                    server.known_granted.remove(&serial);
                 }
             }
             Step::Pass(millis) => self.pass(Duration::from_millis(millis.into())),
@@ -240,11 +291,26 @@ impl Model {
         Use { id: self.next_use, serial, direct: serial.is_none(), client: "somebody".to_owned(), for_ms: 5 }
     }
 
-    fn report(&mut self, id: ServerId, spent: &[u64]) {
+    /// A server says how it is, and is heard, as all is that it said before.
+    fn report(&mut self, id: ServerId) {
+        let now = self.now;
+        self.servers.get_mut(&id).unwrap().say(now);
+        while self.hear(id) {
+            self.settle();
+        }
+    }
+
+    /// The tracker hears the first of what a server has said, if there is something.
+    fn hear(&mut self, id: ServerId) -> bool {
         let server = self.servers.get_mut(&id).unwrap();
-        let uses: Vec<_> = server.uses.values().cloned().collect();
+        let Some(said) = server.said.pop_front() else { return false };
         server.lease_end = self.now + LEASE;
-        assert!(self.scheduler.report(self.now, id, &uses, spent));
+        server.known_uses = said.uses.len();
+        server.spent.retain(|serial| !said.spent.contains(serial));
+        let names = |serial: &u64| said.spent.contains(serial) || said.uses.iter().any(|u| u.serial == Some(*serial));
+        server.known_granted.retain(|serial, (_, expires_ms)| *expires_ms > said.now_ms && !names(serial));
+        assert!(self.scheduler.report(self.now, id, &said));
+        true
     }
 
     /// Lets time go by, from one moment at which something is due to the next.
@@ -263,7 +329,8 @@ impl Model {
     fn settle(&mut self) {
         let now = self.now;
         for server in self.servers.values_mut() {
-            server.granted.retain(|_, (_, until)| *until > now);
+            let clock_ms = server.clock_ms(now);
+            server.tickets.retain(|_, (_, expires_ms)| *expires_ms > clock_ms);
         }
         let expired: Vec<_> =
             self.servers.iter().filter(|(_, server)| server.lease_end <= now).map(|(id, _)| *id).collect();
@@ -301,18 +368,23 @@ impl Model {
     }
 
     /// A grant: all or nothing, only what suits, and only what is free.
-    fn take(&mut self, claim: ClaimId, places: &[(ServerId, u64)]) {
+    fn take(&mut self, claim: ClaimId, places: &[Place]) {
         let at = self.waiting.iter().position(|(id, ..)| *id == claim).expect("only those get something who wait");
         let (_, _, request, _) = self.waiting.remove(at);
         assert_eq!(places.len(), request.count as usize, "all or nothing");
-        let servers: BTreeSet<_> = places.iter().map(|(id, _)| *id).collect();
+        let servers: BTreeSet<_> = places.iter().map(|place| place.server).collect();
         assert!(!request.distinct || servers.len() == places.len(), "the same server twice");
-        for (id, serial) in places {
-            let server = self.servers.get_mut(id).expect("the server is there");
+        for Place { server, serial, expires_ms } in places {
+            let server = self.servers.get_mut(server).expect("the server is there");
             assert!(server.suits(&request), "{server:?} for {request:?}");
-            assert!(server.free() > 0, "a place was granted twice");
+            assert!(server.free() > 0, "a place that the tracker knows to be taken");
+            assert!(server.room() > 0, "a place was granted twice");
             assert!(self.serials.insert(*serial), "a number was used twice");
-            server.granted.insert(*serial, (claim, self.now + GRANT));
+            // What was said lately and heard later makes the server's clock look slow, and never fast.
+            let latest = server.clock_ms(self.now) + TICKET.as_millis() as u64;
+            assert!(*expires_ms <= latest, "a ticket that is good for too long");
+            server.tickets.insert(*serial, (claim, *expires_ms));
+            server.known_granted.insert(*serial, (claim, *expires_ms));
         }
     }
 
@@ -321,7 +393,7 @@ impl Model {
     fn nobody_was_passed_over(
         &self,
         before: &[(ClaimId, u8, ServerRequest, Option<Instant>)],
-        granted: &[(ClaimId, Vec<(ServerId, u64)>)],
+        granted: &[(ClaimId, Vec<Place>)],
     ) {
         for (winner, places) in granted {
             let Some((_, _, won, _)) = before.iter().find(|(id, ..)| id == winner) else { continue };
@@ -330,7 +402,7 @@ impl Model {
                 if !in_front || !self.is_possible(request) {
                     continue;
                 }
-                for (id, _) in places {
+                for Place { server: id, .. } in places {
                     let server = &self.servers[id];
                     // Of a server of which it wants one place only, the rest may be taken.
                     let wants_more = !request.distinct || server.free() == 0;
@@ -373,11 +445,20 @@ impl Model {
         for (id, server) in &self.servers {
             let theirs = self.scheduler.server(*id).expect("no server is lost");
             assert_eq!(theirs.free(), server.free());
-            assert_eq!(theirs.holders().count(), server.uses.len() + server.granted.len());
+            assert_eq!(theirs.holders().count(), server.known_uses + server.known_granted.len());
         }
-        let timers =
-            self.servers.len() + self.waiting.len() + self.servers.values().map(|s| s.granted.len()).sum::<usize>();
+        let timers = self.servers.len() + self.waiting.len();
         assert!(self.scheduler.timers.len() <= timers, "timers are left of what there is no more");
+        let with_free = self.servers.values().filter(|server| server.free() > 0).count();
+        assert_eq!(self.scheduler.pools.values().map(|pool| pool.with_free.len()).sum::<usize>(), with_free);
+        let places = |request: &ServerRequest, server: &ModelServer| {
+            let usable = if request.distinct { 1 } else { server.offer.capacity };
+            if server.suits(request) { u64::from(usable) } else { 0 }
+        };
+        for waiting in self.scheduler.waiting() {
+            let possible: u64 = self.servers.values().map(|server| places(&waiting.request, server)).sum();
+            assert_eq!(waiting.possible, possible, "{waiting:?}");
+        }
         assert_eq!(self.scheduler.pools.values().map(|pool| pool.servers.len()).sum::<usize>(), self.servers.len());
         assert_eq!(self.scheduler.priorities.len(), self.waiting.len());
         assert_eq!(self.scheduler.queues.values().map(BTreeSet::len).sum::<usize>(), self.waiting.len());
@@ -386,19 +467,23 @@ impl Model {
     /// When everybody leaves, all places are free, and nothing is remembered.
     fn everybody_leaves(&mut self) {
         for id in self.servers.keys().copied().collect::<Vec<_>>() {
-            self.servers.get_mut(&id).unwrap().uses.clear();
-            self.report(id, &[]);
-            self.settle();
+            let server = self.servers.get_mut(&id).unwrap();
+            let ended = std::mem::take(&mut server.uses);
+            server.spent.extend(ended.values().filter_map(|used| used.serial));
+            self.report(id);
         }
         while let Some((id, ..)) = self.waiting.first().cloned() {
             self.waiting.remove(0);
             self.scheduler.cancel(self.now, id);
             self.settle();
         }
-        while let Some((id, serial, claim)) = self.grant_at(0) {
-            self.servers.get_mut(&id).unwrap().granted.remove(&serial);
-            assert_eq!(self.scheduler.give_back(self.now, claim, &[(id, serial)]), 1);
-            self.settle();
+        // Tickets that nobody uses: their places are back with the first report after their end.
+        let end = self.now + TICKET;
+        while self.now < end {
+            self.pass(LEASE / 2);
+            for id in self.servers.keys().copied().collect::<Vec<_>>() {
+                self.report(id);
+            }
         }
         let totals = self.scheduler.totals();
         assert_eq!(totals.free, totals.capacity, "a place was lost");
@@ -431,8 +516,13 @@ proptest! {
     }
 }
 
-fn offer(key: &str, capacity: u32) -> Offer {
-    Offer { key: key.to_owned(), labels: BTreeMap::new(), devices: Vec::new(), capacity }
+fn offer(key: &str, capacity: u32) -> Arc<Offer> {
+    Arc::new(Offer { key: key.to_owned(), labels: BTreeMap::new(), devices: Vec::new(), capacity })
+}
+
+/// A server that nobody uses.
+fn nobody() -> ServerStatus {
+    ServerStatus::default()
 }
 
 /// A scheduler with room, and a moment.
@@ -447,7 +537,7 @@ fn scheduler() -> (Scheduler, Instant) {
     (Scheduler::new(policy), Instant::now())
 }
 
-fn granted(scheduler: &mut Scheduler) -> Vec<(ClaimId, Vec<(ServerId, u64)>)> {
+fn granted(scheduler: &mut Scheduler) -> Vec<(ClaimId, Vec<Place>)> {
     let events = std::iter::from_fn(|| scheduler.poll_event());
     events
         .map(|event| match event {
@@ -460,12 +550,12 @@ fn granted(scheduler: &mut Scheduler) -> Vec<(ClaimId, Vec<(ServerId, u64)>)> {
 #[test]
 fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
     let (mut scheduler, now) = scheduler();
-    let one = scheduler.register(now, "p", offer("k", 1), &[]).unwrap();
-    let two = scheduler.register(now, "p", offer("k", 1), &[]).unwrap();
+    let one = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    let two = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     let first = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let [(claim, places)] = &granted(&mut scheduler)[..] else { panic!() };
     assert_eq!(*claim, first);
-    let (busy, serial) = places[0];
+    let Place { server: busy, serial, .. } = places[0];
 
     let both = scheduler.request(now, "c", ServerRequest::new("k").count(2)).unwrap();
     let single = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
@@ -475,10 +565,10 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
     let served = granted(&mut scheduler);
     assert_eq!(served.len(), 1);
     assert_eq!(served[0].0, both);
-    let servers: BTreeSet<_> = served[0].1.iter().map(|(id, _)| *id).collect();
+    let servers: BTreeSet<_> = served[0].1.iter().map(|place| place.server).collect();
     assert_eq!(servers, [one, two].into());
 
-    let (id, serial) = served[0].1[0];
+    let Place { server: id, serial, .. } = served[0].1[0];
     assert_eq!(scheduler.give_back(now, both, &[(id, serial)]), 1);
     assert_eq!(granted(&mut scheduler)[0].0, single);
 }
@@ -486,17 +576,17 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
 #[test]
 fn what_cannot_be_served_holds_nobody_back_until_it_can() {
     let (mut scheduler, now) = scheduler();
-    scheduler.register(now, "p", offer("k", 1), &[]).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     let many = scheduler.request(now, "c", ServerRequest::new("k").count(3)).unwrap();
     let single = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let served = granted(&mut scheduler);
     assert_eq!(served[0].0, single);
 
-    scheduler.register(now, "p", offer("k", 1), &[]).unwrap();
-    scheduler.register(now, "p", offer("k", 1), &[]).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     let late = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     assert_eq!(granted(&mut scheduler), [], "now it can be, and two are kept for it");
-    let (id, serial) = served[0].1[0];
+    let Place { server: id, serial, .. } = served[0].1[0];
     assert_eq!(scheduler.give_back(now, single, &[(id, serial)]), 1);
     assert_eq!(granted(&mut scheduler)[0].0, many);
     scheduler.cancel(now, late);
@@ -507,27 +597,27 @@ fn a_higher_priority_comes_first_whenever_it_came() {
     let (mut scheduler, now) = scheduler();
     let low = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let high = scheduler.request(now, "c", ServerRequest::new("k").priority(1)).unwrap();
-    scheduler.register(now, "p", offer("k", 1), &[]).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     assert_eq!(granted(&mut scheduler)[0].0, high);
-    scheduler.register(now, "p", offer("k", 1), &[]).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     assert_eq!(granted(&mut scheduler)[0].0, low);
 }
 
 #[test]
 fn places_are_spread_and_servers_that_cannot_be_reached_come_last() {
     let (mut scheduler, now) = scheduler();
-    let lost = scheduler.register(now, "p", offer("k", 4), &[]).unwrap();
+    let lost = scheduler.register(now, "p", offer("k", 4), &nobody()).unwrap();
     let (one, two) = (
-        scheduler.register(now, "p", offer("k", 2), &[]).unwrap(),
-        scheduler.register(now, "p", offer("k", 2), &[]).unwrap(),
+        scheduler.register(now, "p", offer("k", 2), &nobody()).unwrap(),
+        scheduler.register(now, "p", offer("k", 2), &nobody()).unwrap(),
     );
     scheduler.set_reachable(lost, false);
     scheduler.request(now, "c", ServerRequest::new("k").count(2)).unwrap();
-    let servers: BTreeSet<_> = granted(&mut scheduler)[0].1.iter().map(|(id, _)| *id).collect();
+    let servers: BTreeSet<_> = granted(&mut scheduler)[0].1.iter().map(|place| place.server).collect();
     assert_eq!(servers.len(), 2, "{servers:?}");
     scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let [(_, places)] = &granted(&mut scheduler)[..] else { panic!() };
-    assert!([one, two].contains(&places[0].0));
+    assert!([one, two].contains(&places[0].server));
 }
 
 /// A restarted tracker learns from the servers themselves who uses them.
@@ -535,10 +625,11 @@ fn places_are_spread_and_servers_that_cannot_be_reached_come_last() {
 fn a_server_that_registers_in_use_is_not_granted_again() {
     let (mut scheduler, now) = scheduler();
     let used = Use { id: 9, serial: Some(1), direct: false, client: "c".to_owned(), for_ms: 1000 };
-    let id = scheduler.register(now, "p", offer("k", 1), std::slice::from_ref(&used)).unwrap();
+    let status = ServerStatus { uses: vec![used], ..nobody() };
+    let id = scheduler.register(now, "p", offer("k", 1), &status).unwrap();
     let claim = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     assert_eq!(granted(&mut scheduler), []);
-    assert!(scheduler.report(now, id, &[], &[]));
+    assert!(scheduler.report(now, id, &nobody()));
     assert_eq!(granted(&mut scheduler)[0].0, claim);
 }
 
@@ -550,4 +641,41 @@ fn whoever_has_no_time_is_served_at_once_or_told_why_not() {
     let claim = scheduler.request(now, "c", request).unwrap();
     assert_eq!(scheduler.poll_event(), Some(Event::TimedOut { claim, wanted: 1, possible: 0 }));
     assert_eq!(scheduler.next_timeout(), None);
+}
+
+/// Once, a granted place came back some seconds after the ticket's end. A client that came at the last moment, at a server whose
+/// report was slower than that, shared its place with the next one.
+#[test]
+fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it() {
+    let (mut scheduler, now) = scheduler();
+    let id = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
+    let [(_, places)] = &granted(&mut scheduler)[..] else { panic!() };
+    let Place { serial, expires_ms, .. } = places[0];
+    let next = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
+
+    // Half a lease before the end of the ticket, and heard as long after it.
+    let mut heard = now;
+    for said_ms in [5_000, 10_000, expires_ms - 1] {
+        heard += LEASE * 3 / 4;
+        scheduler.handle_timeout(heard);
+        assert!(scheduler.report(heard, id, &ServerStatus { now_ms: said_ms, ..nobody() }));
+        assert_eq!(granted(&mut scheduler), [], "somebody may have come in the last millisecond");
+    }
+    let used = Use { id: 1, serial: Some(serial), direct: false, client: "c".to_owned(), for_ms: 1 };
+    let with_client = ServerStatus { now_ms: expires_ms + 5_000, uses: vec![used], ..nobody() };
+    assert!(scheduler.report(heard, id, &with_client));
+    assert_eq!(granted(&mut scheduler), []);
+    let after = ServerStatus { now_ms: expires_ms + 6_000, spent: vec![serial], ..nobody() };
+    assert!(scheduler.report(heard, id, &after));
+    let [(claim, places)] = &granted(&mut scheduler)[..] else { panic!() };
+    assert_eq!(*claim, next);
+
+    // And a ticket that nobody uses.
+    let expires_ms = places[0].expires_ms;
+    let last = scheduler.request(heard, "c", ServerRequest::new("k")).unwrap();
+    assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms - 1, ..nobody() }));
+    assert_eq!(granted(&mut scheduler), []);
+    assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms, ..nobody() }));
+    assert_eq!(granted(&mut scheduler)[0].0, last);
 }
