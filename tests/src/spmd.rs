@@ -26,6 +26,10 @@ pub fn registry() -> Registry {
             vec![worker.world_size(), worker.num_groups(), worker.group(), worker.rank_in_group().0]
         })
         .add("device", |worker: WorkerContext| worker.device())
+        .add("log", |what: String| {
+            tracing::warn!(answer = 42, "{what}");
+            tracing::debug!("{what} in detail");
+        })
         .add("pid", || i64::from(std::process::id()))
         .add("echo", |value: rpc_core::LocalValue| value)
         .add("add", |a: f64, b: f64| a + b)
