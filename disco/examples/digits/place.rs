@@ -50,8 +50,9 @@ impl Place {
             Over::Tracker => {
                 let tracker = spawn(&["tracker", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin"])?;
                 let address = tracker.address().to_owned();
-                servers.push(tracker);
                 serve(&mut servers, workers, &["--tracker", &address, "--tracker-key", "digits"])?;
+                // It goes last.
+                servers.push(tracker);
                 let all = ServerRequest::new("digits").count(workers).distinct();
                 SocketSession::from_tracker(address, all, 1, 1).start()
             }
