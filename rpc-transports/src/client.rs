@@ -70,6 +70,7 @@ impl ClientSession {
             read: ReadAhead::new(input),
             alarm,
             flush: Flush::default(),
+            events: Vec::new(),
             connection,
             _guard: guard,
         };
@@ -206,7 +207,7 @@ impl ReplyControl for Shared {
 }
 
 /// Tells callers what has happened, outside of the session's lock: completing a request may run anything.
-pub(crate) fn report(events: Vec<ClientEvent<Responder>>, peer: &str) -> Option<RpcError> {
+pub(crate) fn report(events: impl IntoIterator<Item = ClientEvent<Responder>>, peer: &str) -> Option<RpcError> {
     let mut ended = None;
     for event in events {
         match event {
@@ -222,6 +223,9 @@ pub(crate) fn report(events: Vec<ClientEvent<Responder>>, peer: &str) -> Option<
     ended
 }
 
+/// How many events may come together for which memory is kept: an idle session should be small.
+const KEPT_EVENTS: usize = 8;
+
 /// The task that moves bytes between channel and endpoint.
 struct Driver {
     shared: Arc<Shared>,
@@ -229,6 +233,8 @@ struct Driver {
     read: ReadAhead,
     alarm: Alarm,
     flush: Flush,
+    /// What is on its way to callers; empty, and kept for its memory.
+    events: Vec<ClientEvent<Responder>>,
     /// The connection that the channel is one of several on.
     connection: Option<Arc<Connection>>,
     /// What has to live as long as the channel.
@@ -244,7 +250,7 @@ impl Future for Driver {
             let mut state = this.shared.state();
             let wire = Wire { io: &mut *this.io, read: &mut this.read, alarm: &mut this.alarm, flush: &mut this.flush };
             let outcome = turn(&mut state, wire, cx);
-            let mut events = Vec::new();
+            let events = &mut this.events;
             while let Some(event) = state.endpoint.poll_event() {
                 events.push(event);
             }
@@ -257,7 +263,11 @@ impl Future for Driver {
                 return Poll::Pending;
             }
             drop(state);
-            if let Some(error) = report(events, &this.shared.peer) {
+            let ended = report(events.drain(..), &this.shared.peer);
+            if events.capacity() > KEPT_EVENTS {
+                *events = Vec::new();
+            }
+            if let Some(error) = ended {
                 if let Some(connection) = &this.connection
                     && error.kind() == ErrorKind::PeerSilent
                 {

@@ -1,6 +1,8 @@
 //! Connecting: from an address, and the hops in front of it, to a session.
 
 use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -347,23 +349,58 @@ impl Connector {
             return Ok(std::sync::Arc::new(LocalSession::new(registry)));
         }
         crate::runtime::install_probe();
-        let channel = self.channel(&plan.address, way).await?;
-        Ok(std::sync::Arc::new(self.client(channel, plan.key, plan.forward).await?))
+        let Plan { address, key, forward, .. } = plan;
+        let client =
+            |channel| -> Going<'_, ClientSession> { Box::pin(self.client(channel, key.clone(), forward.clone())) };
+        Ok(std::sync::Arc::new(self.meet(&address, way, &client).await?))
     }
 
     /// Opens the way to `next` through the hop at `address`.
     async fn tunnel(&self, address: Address, way: Option<Channel>, next: &str) -> Result<Channel, ConnectError> {
         crate::runtime::install_probe();
         let next: Hop = next.parse()?;
-        let mut channel = self.channel(&address, way).await?;
-        let forward = vec![next.address.clone().without_key().to_string()];
-        let mut config = self.handshake(String::new(), forward, channel.security());
-        config.hello.tunnel = true;
-        config.hello.workspace.clear();
-        config.hello.ticket.clear();
-        let (_, input) = self.hands(&mut channel, config).await?;
-        spoken_to(&input, channel.peer())?;
-        Ok(channel.leading_to(format!("{} through {address}", next.address.without_key())))
+        let next = next.address.without_key().to_string();
+        let lead = |mut channel: Channel| -> Going<'_, Channel> {
+            let mut config = self.handshake(String::new(), vec![next.clone()], channel.security());
+            config.hello.tunnel = true;
+            config.hello.workspace.clear();
+            config.hello.ticket.clear();
+            Box::pin(async move {
+                let (_, input) = self.hands(&mut channel, config).await?;
+                spoken_to(&input, channel.peer())?;
+                Ok(channel)
+            })
+        };
+        let channel = self.meet(&address, way, &lead).await?;
+        Ok(channel.leading_to(format!("{next} through {address}")))
+    }
+
+    /// Opens a channel to `address` and goes on with it. Where that is another one on a connection that there was, and nothing
+    /// is heard over it any more, the server has begun anew, or the way to it is cut: then a second attempt is made over a new
+    /// connection, and the first of the two that succeeds counts.
+    async fn meet<'a, T>(
+        &'a self,
+        address: &'a Address,
+        way: Option<Channel>,
+        go_on: &(dyn Fn(Channel) -> Going<'a, T> + Sync),
+    ) -> Result<T, ConnectError> {
+        let channel = self.channel(address, way).await?;
+        let Some(connection) = channel.security().connection.clone() else { return go_on(channel).await };
+        let mut first = go_on(channel);
+        tokio::select! {
+            biased;
+            outcome = &mut first => return outcome,
+            () = connection.silence() => connection.suspect(),
+        }
+        let mut second = Box::pin(async { go_on(self.channel(address, None).await?).await });
+        tokio::select! {
+            biased;
+            outcome = &mut first => match outcome {
+                Ok(done) => Ok(done),
+                Err(_) => second.await,
+            },
+            outcome = &mut second => outcome,
+        }
     }
 
     /// A channel to `address`, over what leads there if there is such a thing.
@@ -492,6 +529,9 @@ fn leads_nowhere(tunnel: &str) -> RpcError {
     let text = format!("'{tunnel}' is a tunnel, and leads nowhere: name the server behind it");
     RpcError::new(ErrorKind::InvalidArgument, text)
 }
+
+/// What is done with a channel that has been opened.
+type Going<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> + Send + 'a>>;
 
 /// See [`Connector::plan`].
 pub(crate) struct Plan {

@@ -9,6 +9,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use ring::rand::{SecureRandom, SystemRandom};
 use ring::{digest, hmac};
@@ -231,9 +232,19 @@ pub(crate) struct Connection {
     suspect: AtomicBool,
     /// Gives the peer the room of those who have proven who they are; called once.
     admit: Mutex<Option<Admit>>,
+    /// How often something was heard of the peer, whatever it was, and how long it takes to hear of it.
+    pulse: Option<Pulse>,
 }
 
 type Admit = Box<dyn FnOnce() + Send>;
+
+type Pulse = Box<dyn Fn() -> (u64, Duration) + Send + Sync>;
+
+/// How long a peer is waited for that may be gone: it acknowledges what it gets, even if it takes its time to answer.
+const SHORTEST_SILENCE: Duration = Duration::from_secs(1);
+
+/// The same in round trips, for those that are far away.
+const SILENT_ROUND_TRIPS: u32 = 6;
 
 impl Connection {
     /// Remembers what a handshake on one of the channels has proven under the rules number `rules`.
@@ -249,6 +260,25 @@ impl Connection {
     #[cfg(feature = "quic")]
     pub(crate) fn on_probation(admit: impl FnOnce() + Send + 'static) -> Self {
         Self { admit: Mutex::new(Some(Box::new(admit))), ..Self::default() }
+    }
+
+    /// A connection with such a pulse.
+    #[cfg(feature = "quic")]
+    pub(crate) fn with_pulse(pulse: impl Fn() -> (u64, Duration) + Send + Sync + 'static) -> Self {
+        Self { pulse: Some(Box::new(pulse)), ..Self::default() }
+    }
+
+    /// Resolves when nothing has been heard of the peer, who was asked something at the beginning, for longer than an
+    /// acknowledgement takes. Never, if something is.
+    pub(crate) async fn silence(&self) {
+        if let Some(pulse) = &self.pulse {
+            let (before, round_trip) = pulse();
+            tokio::time::sleep(SHORTEST_SILENCE.max(round_trip * SILENT_ROUND_TRIPS)).await;
+            if pulse().0 == before {
+                return;
+            }
+        }
+        std::future::pending().await
     }
 
     /// Whether the peer has yet to prove who it is.

@@ -235,11 +235,13 @@ fn pool_connection(
     trust: (ClientTls, Tokens),
     key: PoolKey,
 ) -> io::Result<Arc<Pooled>> {
+    let known = connection.clone();
+    let pulse = move || (known.stats().udp_rx.datagrams, known.rtt());
     let security = Security {
         binding: Some(binding(&connection)?),
         server_verified: trust.0.verifies(),
         showed_certificate: trust.0.shows_certificate(),
-        connection: Some(Arc::default()),
+        connection: Some(Arc::new(identity::Connection::with_pulse(pulse))),
         ..Security::default()
     };
     let pooled = Arc::new(Pooled { connection, _trust: trust, security, released: Arc::new(Notify::new()) });

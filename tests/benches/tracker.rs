@@ -216,10 +216,10 @@ struct Kept {
 impl Kept {
     async fn new(address: &str) -> Result<Self> {
         let session = connect(address).await?;
-        Ok(Self {
-            request: session.function(functions::REQUEST).await?,
-            wait: session.get_function(functions::WAIT).await?,
-        })
+        // Both at once, as `TrackerClient` does.
+        let (request, wait) =
+            (session.function(functions::REQUEST).start(), session.get_function(functions::WAIT).start());
+        Ok(Self { request: request.await?, wait: wait.await? })
     }
 
     async fn open(address: &str, count: usize) -> Vec<Self> {

@@ -812,3 +812,24 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
     let refused = connect(form, Connector::new(), server.address()).await.unwrap_err();
     assert!(matches!(refused, ConnectError::Transport(_)), "{refused}");
 }
+
+/// Once, the next session waited for as long as a handshake may take, over a connection that led nowhere any more.
+#[test]
+fn a_quic_server_that_has_begun_anew_is_reached_over_a_new_connection() {
+    peers::run(|| async {
+        const NEVER: Duration = Duration::from_secs(3600);
+        let mut server = ServerPeer::start(Transport::Quic);
+        // Nobody notices in time that the first connection is dead.
+        let connector = peers::connector().keep_alive(NEVER).handshake_timeout(NEVER);
+        let first = connector.connect(server.address()).await.unwrap();
+        server.kill();
+        server.exit();
+        let server = ServerPeer::again(Transport::Quic, server.address());
+        for _ in 0..2 {
+            let second = connector.connect(server.address()).await.unwrap();
+            let echo = second.function::<(i64,), i64>("rpc.echo").await.unwrap();
+            assert_eq!(echo.call((42,)).await.unwrap(), 42);
+        }
+        drop(first);
+    });
+}

@@ -11,13 +11,16 @@ use std::time::Instant;
 use bytes::BytesMut;
 use rpc_core::proto::{LinkConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
-use rpc_core::{ErrorKind, MemoryQuota, Operation, PendingReply, Request, RpcError, RpcSession, SharedSession, Value};
+use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
 
-use super::mailbox::{GO_AWAY, Mailbox, STOP};
+use super::mailbox::{EndOfSession, GO_AWAY, Mailbox, STOP};
 use super::patience::Patience;
 use super::{Registered, ServeOptions};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
 use crate::transport::{Channel, ChannelGuard, ChannelIo};
+
+/// How many replies may come together for which memory is kept: an idle session should be small.
+const KEPT_REPLIES: usize = 8;
 
 /// One session's task: moves bytes between channel and endpoint, and requests between endpoint and session.
 pub(super) struct Connection {
@@ -30,8 +33,10 @@ pub(super) struct Connection {
     flush: Flush,
     /// The requests that the session is working on.
     working: HashMap<u64, Canceller>,
-    /// Resolves when the session ends on its own.
-    ended: PendingReply,
+    /// Replies on their way from the mailbox; empty, and kept for its memory.
+    taken: Vec<(u64, Outcome)>,
+    /// Has the mailbox hear of it when the session ends on its own.
+    watch: Option<Canceller>,
     /// For what the client can draw out.
     patience_alarm: Alarm,
     going_away: bool,
@@ -64,9 +69,11 @@ impl Connection {
         let now = Instant::now();
         let (io, _, guard) = channel.into_parts();
         let config = LinkConfig { keep_alive: options.keep_alive };
+        let watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
         Self {
             endpoint: ServerEndpoint::new(negotiated, config, now).with_quota(queued),
-            ended: session.ended().reply(),
+            taken: Vec::new(),
+            watch: Some(watch),
             session: Some(session),
             mailbox,
             io,
@@ -102,9 +109,17 @@ impl Connection {
 
     /// What others have left for this task.
     fn take_mail(&mut self) {
-        for (id, outcome) in self.mailbox.take_replies() {
+        let mut taken = std::mem::take(&mut self.taken);
+        self.mailbox.take_replies(&mut taken);
+        for (id, outcome) in taken.drain(..) {
             self.working.remove(&id);
             self.reply(id, outcome);
+        }
+        if taken.capacity() <= KEPT_REPLIES {
+            self.taken = taken;
+        }
+        if let Some(error) = self.mailbox.take_end() {
+            self.close(error);
         }
         match self.mailbox.commanded() {
             STOP => self.close(RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true)),
@@ -268,7 +283,9 @@ impl Connection {
         for (_, canceller) in self.working.drain() {
             canceller.abandon();
         }
-        self.ended = rpc_core::Submission::never().reply();
+        if let Some(watch) = self.watch.take() {
+            watch.abandon();
+        }
         if let Some(session) = self.session.take() {
             // Freeing may take long: memory is unmapped, folders are removed.
             let remains = (session, self.registered.take());
@@ -288,11 +305,6 @@ impl Future for Connection {
         loop {
             this.mailbox.register(cx.waker());
             this.take_mail();
-            if this.closing.is_none()
-                && let Poll::Ready(Err(error)) = Pin::new(&mut this.ended).poll(cx)
-            {
-                this.close(error);
-            }
             // Until the alarm is set to the next time: nothing else may wake this task.
             while let Some(now) = this.alarm.poll(Some(this.endpoint.poll_timeout()), cx) {
                 if let Err(error) = this.endpoint.handle_timeout(now) {

@@ -1,9 +1,10 @@
 //! What others leave for the task of a connection.
 
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 
+use rpc_core::RpcError;
 use rpc_core::reply::{Outcome, ReplySink};
 
 /// Take no more requests, and end when all is answered.
@@ -15,6 +16,8 @@ pub(super) const STOP: u8 = 2;
 #[derive(Default)]
 pub(super) struct Mailbox {
     replies: Mutex<Vec<(u64, Outcome)>>,
+    /// Why the session has ended on its own.
+    ended: Mutex<Option<RpcError>>,
     command: AtomicU8,
     task: Mutex<Option<Waker>>,
 }
@@ -47,9 +50,14 @@ impl Mailbox {
         .await;
     }
 
-    /// The replies that have been left since the last time.
-    pub(super) fn take_replies(&self) -> Vec<(u64, Outcome)> {
-        std::mem::take(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner))
+    /// Moves the replies that have been left since the last time to `taken`, which is empty.
+    pub(super) fn take_replies(&self, taken: &mut Vec<(u64, Outcome)>) {
+        std::mem::swap(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner), taken);
+    }
+
+    /// Why the session has ended, if it has since the last time.
+    pub(super) fn take_end(&self) -> Option<RpcError> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Has the task woken by whatever comes.
@@ -57,6 +65,18 @@ impl Mailbox {
         let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
         if !task.as_ref().is_some_and(|task| task.will_wake(waker)) {
             *task = Some(waker.clone());
+        }
+    }
+}
+
+/// Leaves word when the session ends.
+pub(super) struct EndOfSession(pub(super) Arc<Mailbox>);
+
+impl ReplySink for EndOfSession {
+    fn deliver(&self, _: u64, outcome: Outcome) {
+        if let Err(error) = outcome {
+            *self.0.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            self.0.wake();
         }
     }
 }

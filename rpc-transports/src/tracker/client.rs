@@ -230,9 +230,11 @@ impl TrackerClient {
         let session = limit.within("the tracker", self.session()).await?;
         let request = ServerRequest { timeout_ms: limit.left_ms(), ..request.clone() };
         let asked = async {
-            let ask = session.function::<(Pack<ServerRequest>,), RemoteObject>(functions::REQUEST).await?;
+            // Both at once: a new session has waited long enough.
+            let ask = session.function::<(Pack<ServerRequest>,), RemoteObject>(functions::REQUEST).start();
+            let wait = session.function::<(&RemoteObject,), Pack<Vec<Grant>>>(functions::WAIT).start();
+            let (ask, wait) = (ask.await?, wait.await?);
             let place = ask.call((Pack(request),)).concurrent().await?;
-            let wait = session.function::<(&RemoteObject,), Pack<Vec<Grant>>>(functions::WAIT).await?;
             let Pack(grants) = wait.call((&place,)).concurrent().await?;
             Ok(Claim { place, grants })
         };

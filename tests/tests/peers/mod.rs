@@ -130,6 +130,11 @@ impl ServerPeer {
         Self::spawn("serve", transport, None, flags)
     }
 
+    /// A server where another one was before.
+    pub fn again(transport: Transport, address: &str) -> Self {
+        Self::spawn("serve", transport, Some(address), &[])
+    }
+
     /// A relay that notices silence after [`DEAD`]: anywhere, or where another one was before.
     pub fn relay(transport: Transport, address: Option<&str>) -> Self {
         Self::spawn("relay", transport, address, &["--keep-alive", &format!("{}ms", KEEP_ALIVE.as_millis())])
