@@ -16,6 +16,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
 use rpc_core::{Context, Device, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
@@ -25,7 +26,7 @@ use crate::command::{Queued, decode_batch};
 use crate::context::WorkerContext;
 use crate::error::WorkerId;
 use crate::event::{EventQueue, EventSink};
-use crate::feed::Feed;
+use crate::feed::{Feed, YIELD};
 use crate::plane::{Layout, MeetingPlace, machine};
 use crate::worker::{self, ModuleKey};
 
@@ -158,7 +159,8 @@ impl WorkerHost {
             place: MeetingPlace::default(),
             modules: Mutex::default(),
         });
-        let (feed, readers) = Feed::new(set_up.count as usize);
+        let patience = if events.is_none() { YIELD } else { Duration::ZERO };
+        let (feed, readers) = Feed::new(set_up.count as usize, patience);
         let mut host = Self { set_up: set_up.clone(), shared, events, workers: Vec::new(), feed };
         for (id, reader) in (set_up.first..).zip(readers) {
             let (shared, context) = (Arc::clone(&host.shared), context.detached());
