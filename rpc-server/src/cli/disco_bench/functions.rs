@@ -71,7 +71,7 @@ fn prepare<'a>(worker: &'a WorkerContext, name: &str, elements: u64) -> Result<B
             let peer = WorkerId(id ^ 1);
             if peer.0 >= worker.world_size() {
                 Box::new(|| Ok(()))
-            } else if id % 2 == 0 {
+            } else if id.is_multiple_of(2) {
                 Box::new(move || worker.send_to_worker(&input, peer))
             } else {
                 Box::new(move || worker.recv_from_worker(&output, peer))
