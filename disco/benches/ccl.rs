@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use disco::ccl::{Buffers, Ccl, Rank, ReduceOp, host};
-use rpc_core::DataType;
+use rpc_core::{DataType, Tensor};
 
 /// One line of the table: what is measured, and over how many bytes.
 #[derive(Clone, Copy)]
@@ -163,7 +163,7 @@ fn is_stream(over: &str) -> bool {
 
 fn options(over: &str) -> host::Options {
     let mut options = host::Options::default();
-    options.read_peers = over != "segment";
+    options.read_from = options.read_from.filter(|_| over != "segment");
     options.encrypt = over == "encrypted";
     options
 }
@@ -191,15 +191,20 @@ fn measure(ccl: &mut dyn Ccl, case: Case) -> Duration {
         "reduce_scatter" => (case.bytes, case.bytes / size),
         _ => (case.bytes, case.bytes),
     };
-    let input: Vec<u8> = (0..input_len / 4).flat_map(|at| (at as f32).to_ne_bytes()).collect();
-    let mut output = vec![1_u8; output_len];
+    // Tensors, as workers have them.
+    let elements: Vec<f32> = (0..input_len / 4).map(|at| at as f32).collect();
+    let input = Tensor::from_slice([elements.len() as i64], &elements).expect("a tensor");
+    let output = Tensor::from_slice([output_len as i64], &vec![1_u8; output_len]).expect("a tensor");
+    let (input, mut output) = (input.read().expect("nobody writes"), output.write().expect("nobody reads"));
+    let input = input.bytes().expect("host memory");
+    let output = output.bytes_mut().expect("host memory");
     let mut call = |ccl: &mut dyn Ccl| {
-        let buffers = Buffers::new(&input, &mut output);
+        let buffers = Buffers::new(input, output);
         match case.operation {
             "barrier" => ccl.barrier(),
             "allreduce" => ccl.allreduce(ReduceOp::Sum, DataType::F32, case.bytes / 4, buffers.into()),
             "broadcast" if ccl.rank() == Rank(0) => {
-                ccl.broadcast(Rank(0), DataType::F32, case.bytes / 4, Buffers::input(&input).into())
+                ccl.broadcast(Rank(0), DataType::F32, case.bytes / 4, Buffers::input(input).into())
             }
             "broadcast" => ccl.broadcast(Rank(0), DataType::F32, case.bytes / 4, buffers.into()),
             "allgather" => ccl.allgather(DataType::F32, case.bytes / 4 / size, buffers.into()),

@@ -16,8 +16,9 @@ const BLOCK: usize = 64;
 /// A block that holds so many bytes takes no more, so that large data goes as soon as all have read it, and not with its neighbours.
 const FULL: u64 = 64 << 10;
 
-/// How long a worker that has nothing to do yields its core before it sleeps: about what it costs to wake it.
-const YIELD: Duration = Duration::from_micros(50);
+/// How long a worker that has nothing to do yields its core before it sleeps, where the controller is in its process: about what it costs to wake it. Commands
+/// that come over a link come in batches, for which the core is better left to whoever brings them.
+pub(crate) const YIELD: Duration = Duration::from_micros(50);
 
 struct Block {
     commands: [OnceLock<Queued>; BLOCK],
@@ -45,6 +46,8 @@ impl Drop for Block {
 pub(crate) struct Feed {
     tail: Mutex<Tail>,
     sleepers: Box<[Sleeper]>,
+    /// How long readers yield before they sleep.
+    patience: Duration,
     aborted: AtomicBool,
 }
 
@@ -65,12 +68,13 @@ struct Sleeper {
 }
 
 impl Feed {
-    /// For so many workers, beginning with command 1. A reader for each; they are read on a thread each.
-    pub(crate) fn new(workers: usize) -> (Arc<Self>, Vec<Reader>) {
+    /// For so many workers, beginning with command 1. A reader for each; they are read on a thread each, which yields for `patience` before it sleeps.
+    pub(crate) fn new(workers: usize, patience: Duration) -> (Arc<Self>, Vec<Reader>) {
         let block = Block::new();
         let this = Arc::new(Self {
             tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, bytes: 0, next: 1 }),
             sleepers: (0..workers).map(|_| Sleeper::default()).collect(),
+            patience,
             aborted: AtomicBool::new(false),
         });
         let reader = |worker| Reader { feed: Arc::clone(&this), worker, block: Arc::clone(&block), at: 0, sequence: 0 };
@@ -161,8 +165,9 @@ impl Reader {
         if self.is_ready() {
             return;
         }
-        let began = Instant::now();
-        while began.elapsed() < YIELD {
+        let patience = self.feed.patience;
+        let began = (!patience.is_zero()).then(Instant::now);
+        while began.is_some_and(|began| began.elapsed() < patience) {
             for _ in 0..8 {
                 thread::yield_now();
                 if self.is_ready() {
@@ -220,7 +225,7 @@ mod tests {
     #[test]
     fn every_worker_reads_every_command_in_order() {
         const COUNT: u64 = 20_000;
-        let (feed, readers) = Feed::new(3);
+        let (feed, readers) = Feed::new(3, YIELD);
         thread::scope(|scope| {
             for mut reader in readers {
                 scope.spawn(move || {
@@ -256,7 +261,7 @@ mod tests {
 
     #[test]
     fn an_aborted_feed_gives_nothing_that_has_not_begun() {
-        let (feed, mut readers) = Feed::new(1);
+        let (feed, mut readers) = Feed::new(1, YIELD);
         feed.push(1, (1..=200_000).map(|number| queued(number, 1))).unwrap();
         assert_eq!(readers[0].next(|number, _| number), Some(1));
         feed.abort();
@@ -265,7 +270,7 @@ mod tests {
 
     #[test]
     fn what_all_have_read_is_let_go() {
-        let (feed, mut readers) = Feed::new(2);
+        let (feed, mut readers) = Feed::new(2, Duration::ZERO);
         let first = queued(1, FULL);
         let held = Arc::downgrade(&first.command);
         feed.push(1, [first]).unwrap();

@@ -18,6 +18,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
 use rpc_core::{Context, Device, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
@@ -28,7 +29,7 @@ use crate::command::{Queued, decode_batch, split_batch};
 use crate::context::WorkerContext;
 use crate::error::WorkerId;
 use crate::event::{EventQueue, EventSink};
-use crate::feed::Feed;
+use crate::feed::{Feed, YIELD};
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening, MeetingPlace, machine};
 use crate::worker::{self, ModuleKey};
@@ -176,7 +177,8 @@ impl WorkerHost {
         let (workers, leaves) = match set_up.hosting {
             Hosting::Threads => {
                 let leaf = Leaf { count: set_up.count, machine: machine() };
-                (Workers::Threads(Threads::start(context, set_up, sink)?), vec![leaf])
+                let patience = if events.is_none() { YIELD } else { Duration::ZERO };
+                (Workers::Threads(Threads::start(context, set_up, sink, patience)?), vec![leaf])
             }
             Hosting::Processes => {
                 let (branch, leaves) = Branch::open(set_up, sink)?;
@@ -251,8 +253,9 @@ impl WorkerHost {
 }
 
 impl Threads {
-    fn start(context: &Context, set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<Self> {
-        let (feed, readers) = Feed::new(set_up.count as usize);
+    /// `patience` is how long a worker that has nothing to do looks for more before it sleeps.
+    fn start(context: &Context, set_up: &SetUp, sink: Arc<dyn EventSink>, patience: Duration) -> Result<Self> {
+        let (feed, readers) = Feed::new(set_up.count as usize, patience);
         let place = MeetingPlace::default();
         let shared = Arc::new(Shared { sink, set_up: set_up.clone(), place, modules: Mutex::default() });
         let mut threads = Self { shared, workers: Vec::new(), feed };

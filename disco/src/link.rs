@@ -14,7 +14,7 @@ use rpc_core::{
     ErrorKind, Lane, LocalValue, Operation, Pack, Reference, RemoteFunction, RemoteObject, Request, RpcError,
     RpcSession, Session, Tensor, Value,
 };
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinHandle;
 
 use crate::command::{Encoded, Queued};
@@ -30,6 +30,9 @@ const EVENTS: Lane = Lane(2);
 /// How many bytes of commands are put into one message, if there are several.
 const MAX_BATCH: usize = 4 << 20;
 
+/// How many messages may be unanswered. While these are on their way, further commands gather, so that many share the cost of one; and one more than
+/// a single one, so that a sync that follows a call does not wait.
+const MAX_UNANSWERED: usize = 2;
 /// Whom links tell what comes of them.
 pub(crate) trait Upstream: Send + Sync {
     /// A worker has said something.
@@ -123,7 +126,7 @@ impl Link {
             session: session.clone(),
             submit,
             host: host.clone(),
-            lost: Arc::new(Lost { upstream: upstream.clone(), number }),
+            lost: Arc::new(Lost { upstream: upstream.clone(), number, answers: Semaphore::new(MAX_UNANSWERED) }),
         };
         let lost = Arc::clone(&sender.lost);
         let tasks = vec![
@@ -276,6 +279,11 @@ impl Sender {
     async fn run(self) {
         let mut next: u64 = 1;
         loop {
+            match self.lost.answers.acquire().await {
+                // Given back by the answer.
+                Ok(permit) => permit.forget(),
+                Err(_) => return,
+            }
             let batch = self.outbox.take().await;
             let first = next;
             next += batch.len() as u64;
@@ -325,6 +333,8 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>
 struct Lost {
     upstream: Weak<dyn Upstream>,
     number: usize,
+    /// How many more messages may be sent now.
+    answers: Semaphore,
 }
 
 impl Lost {
@@ -337,6 +347,7 @@ impl Lost {
 
 impl ReplySink for Lost {
     fn deliver(&self, _: u64, outcome: Outcome) {
+        self.answers.add_permits(1);
         if let Err(error) = outcome {
             self.report(error);
         }

@@ -9,6 +9,7 @@ mod bench;
 mod call;
 mod connect;
 mod credentials;
+mod disco_bench;
 mod doctor;
 mod failure;
 mod files;
@@ -83,6 +84,8 @@ enum Command {
     Time(call::TimeArgs),
     /// Measure calls and copies, and compare them with bare sockets
     Bench(Box<bench::BenchArgs>),
+    /// Measure how a controller drives workers, and collectives among them
+    DiscoBench(Box<disco_bench::DiscoBenchArgs>),
     /// Show the servers of a tracker, who has them, and who waits
     Status(status::StatusArgs),
     /// Find out why an address does not work
@@ -104,10 +107,14 @@ enum Command {
     /// A part of `bench` that runs in a process of its own
     #[command(hide = true)]
     BenchChild(bench::ChildArgs),
+    /// A server that `disco-bench` starts
+    #[command(hide = true)]
+    DiscoBenchNode(disco_bench::NodeArgs),
 }
 
 /// Runs the tool with the arguments of this process. The result is its exit code.
 pub fn main() -> ExitCode {
+    disco_bench::serve_if_worker();
     let Cli { globals, command } = Cli::parse();
     let output = Output::new(&globals);
     if let Ok(filter) = globals.log_level().parse() {
@@ -141,6 +148,8 @@ fn run(globals: &Globals, output: &Output, command: Command) -> Result<(), Failu
         Command::Cert(args) => credentials::cert(output, args),
         Command::Token(args) => credentials::token(output, args),
         Command::BenchChild(args) => bench::run_child(args),
+        Command::DiscoBench(args) => disco_bench::disco_bench(output, &args),
+        Command::DiscoBenchNode(args) => disco_bench::run_node(args),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "rpc-cli", &mut script);

@@ -448,6 +448,7 @@ fn help_completions_and_manual() {
         "ping",
         "time",
         "bench",
+        "disco-bench",
         "status",
         "doctor",
         "cert",
@@ -466,4 +467,5 @@ fn help_completions_and_manual() {
     cli(&["man", folder.path().to_str().unwrap()]).ok();
     assert!(folder.path().join("rpc-cli-call.1").exists());
     assert!(!folder.path().join("rpc-cli-bench-child.1").exists());
+    assert!(!folder.path().join("rpc-cli-disco-bench-node.1").exists());
 }

@@ -127,6 +127,30 @@ async fn encryption_goes_from_end_to_end_through_a_tunnel() {
     assert_eq!(whoami(&connector.connect(&secure).await.unwrap()).await, "anonymous");
 }
 
+/// A session says whether its first leg is encrypted, whatever is behind that.
+#[tokio::test]
+async fn a_session_knows_whether_its_first_leg_is_encrypted() {
+    let (tls, trust) = certificate();
+    let options = ListenOptions { tls: Some(tls), ..ListenOptions::default() };
+    let target = server(|_| {});
+    let plain = listen(&target).await;
+    let connector = Connector::new().tls(trust);
+    assert!(!connector.connect(&plain).await.unwrap().is_encrypted());
+    for scheme in ["tls", "quic"] {
+        let address = format!("{scheme}://127.0.0.1:0").parse().unwrap();
+        let hop = server(|_| {});
+        let hop = hop.listen(&address, &options).await.unwrap().to_string();
+        assert!(connector.connect(&hop).await.unwrap().is_encrypted(), "{scheme}");
+        for via in [hop.clone(), format!("tunnel:{hop}")] {
+            let session = connector.clone().via(&via).connect(&plain).await.unwrap();
+            assert!(session.is_encrypted(), "{via}");
+        }
+        let gateway = server(|_| {});
+        let session = connector.clone().via(&listen(&gateway).await).connect(&plain).await.unwrap();
+        assert!(!session.is_encrypted());
+    }
+}
+
 #[tokio::test]
 async fn forwarding_and_tunnels_come_in_any_order() {
     let target = server(|_| {});

@@ -7,8 +7,8 @@
 //! | | up to 16 KiB of input | more |
 //! | --- | --- | --- |
 //! | threads | inputs travel with the announcements | each rank reduces its share of everybody's buffers, into everybody's buffers |
-//! | processes that may read each other's memory | the same | each rank reads and reduces its share of everybody's buffers, and reads the results |
-//! | other processes | the same | the same, in chunks of 256 KiB through the segment, a few under way at a time |
+//! | processes | the same | the same, in chunks of 256 KiB through the segment, a few under way at a time; up to 1 MiB in one chunk |
+//! | processes that may read each other's memory, from 4 MiB on | | each rank reads and reduces its share of everybody's buffers, and reads the results |
 //! | sockets | the same | everybody sends each rank its share, and each rank sends its reduced share to everybody |
 
 mod agreement;
@@ -64,9 +64,10 @@ pub struct Options {
     pub ranks_on_machine: Option<usize>,
     /// The number of this making of the group. Default: 0.
     pub epoch: u64,
-    /// Whether processes of one machine read from each other's buffers, if the system permits that to all of them, instead of passing large data through
-    /// their segment. Default: true.
-    pub read_peers: bool,
+    /// From how many bytes on processes of one machine read from each other's buffers, if the system permits that to all of them; smaller data goes through
+    /// their segment, which costs less than system calls and the kernel's walk over small pages. `None` is never. Default: 4 MiB, because tensors of that
+    /// size have large pages.
+    pub read_from: Option<usize>,
     /// Whether what goes over connections between ranks can be neither read nor changed on the way, under keys that follow from the session's. Memory
     /// that ranks share is not concerned. Default: false.
     pub encrypt: bool,
@@ -80,7 +81,7 @@ impl Default for Options {
             join_timeout: Duration::from_secs(30),
             ranks_on_machine: None,
             epoch: 0,
-            read_peers: true,
+            read_from: Some(4 << 20),
             encrypt: false,
         }
     }

@@ -29,6 +29,8 @@ pub(crate) fn options(entry: Duration, stall: Duration) -> host::Options {
     options.entry_timeout = Some(entry);
     options.stall_timeout = stall;
     options.join_timeout = Duration::from_secs(120);
+    // Whatever does not travel with the announcements.
+    options.read_from = Some(0);
     options
 }
 
@@ -64,7 +66,7 @@ pub(crate) fn group(launch: Launch, size: usize, options: &host::Options) -> Vec
     }
     let mut options = options.clone();
     options.encrypt = launch == Launch::Encrypted;
-    options.read_peers = launch != Launch::Segment;
+    options.read_from = options.read_from.filter(|_| launch != Launch::Segment);
     let options = &options;
     let folder = tempfile::tempdir().expect("a folder");
     let offer = host::Offer::new(size, options).expect("a segment");

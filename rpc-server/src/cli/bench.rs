@@ -24,7 +24,9 @@ use super::connect::Globals;
 use super::failure::Failure;
 use super::output::{Output, digits};
 
-pub(super) use self::child::{ChildArgs, run_child};
+pub(super) use self::child::{ChildArgs, announce, exit_with_stdin, run_child};
+pub(super) use self::secure::Certificates;
+pub(super) use self::statistics::{quantile, rounded};
 
 const DETAILS: &str = "\
 Cases:
@@ -168,7 +170,8 @@ fn select(wanted: &[String], hops: u8) -> Result<Vec<String>, Failure> {
     Ok(all.into_iter().filter(|name| wanted.iter().any(|pattern| matches(pattern, name))).collect())
 }
 
-fn matches(pattern: &str, name: &str) -> bool {
+/// Whether `name` is as `pattern` says, in which `*` stands for anything.
+pub(super) fn matches(pattern: &str, name: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == name,
         Some((prefix, rest)) => name

@@ -60,6 +60,12 @@ pub(super) enum Failure {
     Told(u8),
 }
 
+impl From<disco::DiscoError> for Failure {
+    fn from(error: disco::DiscoError) -> Self {
+        Self::Remote(error.into())
+    }
+}
+
 impl Failure {
     pub(super) fn file(what: &'static str, file: &Path, source: io::Error) -> Self {
         Self::File { what, file: file.to_owned(), source }

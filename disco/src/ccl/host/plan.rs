@@ -27,8 +27,8 @@ pub(super) enum Algorithm {
 pub(super) enum Reach {
     /// By their addresses, as threads of one process.
     Addresses,
-    /// By reading from each other's processes.
-    Reads,
+    /// By reading from each other's processes, what has at least so many bytes.
+    Reads(usize),
     /// Not at all: what is for others goes into the segment.
     Segment,
 }
@@ -43,7 +43,7 @@ impl Algorithm {
         let exchanges_in_place = collective.operation == Operation::AllToAll && any_in_place;
         match reach {
             Reach::Addresses if !exchanges_in_place => Self::Direct,
-            Reach::Reads if !exchanges_in_place => Self::Read,
+            Reach::Reads(from) if !exchanges_in_place && bytes >= from => Self::Read,
             _ => Self::Staged,
         }
     }

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::memory::Memory;
 use super::peek;
 use super::plan::Reach;
-use super::segment::{Segment, Word};
+use super::segment::{NEVER, Segment, Word};
 use super::shared::SharedCcl;
 use super::{Options, segment_bytes};
 use crate::ccl::{Ccl, Rank};
@@ -108,12 +108,14 @@ impl Ticket {
             segment.word(peer, Word::Joined).load(Ordering::Acquire) == 2
         })?;
         let word = |peer: usize, word: Word| segment.word(peer, word).load(Ordering::Acquire);
-        let reads = options.read_peers && (0..size).all(|peer| can_read(&segment, peer, self.nonce));
-        segment.publish(segment.word(own, Word::Reads), if reads { 1 } else { 2 }, own);
+        let from = options.read_from.filter(|_| (0..size).all(|peer| can_read(&segment, peer, self.nonce)));
+        let from = from.map_or(NEVER, |from| u32::try_from(from / 1024 + 1).unwrap_or(NEVER));
+        segment.publish(segment.word(own, Word::Reads), from, own);
         await_all(&segment, own, until, &options, |peer| word(peer, Word::Reads) != 0)?;
         drop(probe);
-        let all_read = (0..size).all(|peer| word(peer, Word::Reads) == 1);
-        let reach = if all_read { Reach::Reads } else { Reach::Segment };
+        // All have to go the same way.
+        let all_read = from != NEVER && (0..size).all(|peer| word(peer, Word::Reads) == from);
+        let reach = if all_read { Reach::Reads((from as usize - 1) * 1024) } else { Reach::Segment };
         let processes = (0..size).map(|peer| process(word(peer, Word::Pid))).collect();
         Ok(Box::new(SharedCcl::new(segment, own, options, reach, processes)))
     }

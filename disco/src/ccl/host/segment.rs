@@ -72,7 +72,7 @@ pub(super) enum Word {
     Since = 36,
     /// The rank that it sends to or receives from, and which of the two: `2 × (rank + 1) + is_send`; 0 otherwise.
     Transfer = 40,
-    /// Whether it can read from everybody's process: 0 not known yet, 1 yes, 2 no.
+    /// From how many KiB on it wants to read from everybody's process, and 1; 0 if that is not known yet, and [`NEVER`] if it cannot.
     Reads = 44,
     /// Where in its process it has put the group's nonce, for others to try: the lower half and the upper half.
     ProbeLow = 48,
@@ -86,6 +86,9 @@ pub(super) enum Word {
     /// 1 while the rank is about to sleep. Read by the others.
     Sleeping = 68,
 }
+
+/// As [`Word::Reads`].
+pub(super) const NEVER: u32 = u32::MAX;
 
 /// The words of the box from one rank to another: two of the sender's, two of the receiver's.
 #[derive(Clone, Copy, Debug)]

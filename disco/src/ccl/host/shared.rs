@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use rpc_core::RpcError;
 
 use super::agreement::{Announcement, MAX_POISON, agree, ahead};
+use super::memory::Memory;
 use super::plan::{Algorithm, Reach, has_input, input_bytes, travels_inline};
 use super::segment::{Segment, Word, reached, wall_millis};
 use super::{Options, check, kernel};
@@ -60,7 +61,7 @@ pub(super) struct SharedCcl {
     /// Of the collective that is running.
     announcements: Vec<Announcement>,
     /// Where contributions of others are read to.
-    scratch: Vec<u8>,
+    scratch: Option<Memory>,
 }
 
 /// What a rank waits for.
@@ -98,7 +99,7 @@ impl SharedCcl {
             sent: vec![pair::Count::default(); size],
             received: vec![pair::Count::default(); size],
             announcements: Vec::with_capacity(size),
-            scratch: Vec::new(),
+            scratch: None,
         }
     }
 

@@ -151,13 +151,13 @@ fn serve(args: ChildArgs) -> Result<(), Failure> {
 }
 
 /// In the words of every server.
-fn announce(address: &str) {
+pub(in crate::cli) fn announce(address: &str) {
     let mut stdout = io::stdout().lock();
     let _ = writeln!(stdout, "listening on {address}").and_then(|()| stdout.flush());
 }
 
 /// Ends this process with its parent, whose end closes the pipe.
-fn exit_with_stdin() -> Result<(), Failure> {
+pub(in crate::cli) fn exit_with_stdin() -> Result<(), Failure> {
     let watch = || {
         let mut buffer = [0; 64];
         // Nothing is ever written to it.

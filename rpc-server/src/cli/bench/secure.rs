@@ -26,38 +26,38 @@ use crate::pki::CertificatePlan;
 
 /// Certificates for servers on this machine.
 #[derive(Clone, Debug)]
-pub(super) struct Certificates(PathBuf);
+pub(in crate::cli) struct Certificates(PathBuf);
 
 impl Certificates {
     /// Makes them in `folder`.
-    pub(super) fn make(folder: PathBuf) -> Result<Self, Failure> {
+    pub(in crate::cli) fn make(folder: PathBuf) -> Result<Self, Failure> {
         CertificatePlan::new(&folder).host("127.0.0.1".parse()?).write(SystemTime::now())?;
         Ok(Self(folder))
     }
 
     /// Those that have been made in `folder`.
-    pub(super) fn made(folder: PathBuf) -> Self {
+    pub(in crate::cli) fn made(folder: PathBuf) -> Self {
         Self(folder)
     }
 
-    pub(super) fn folder(&self) -> &Path {
+    pub(in crate::cli) fn folder(&self) -> &Path {
         &self.0
     }
 
-    pub(super) fn authority(&self) -> PathBuf {
+    pub(in crate::cli) fn authority(&self) -> PathBuf {
         self.0.join("ca.pem")
     }
 
-    pub(super) fn certificate(&self) -> PathBuf {
+    pub(in crate::cli) fn certificate(&self) -> PathBuf {
         self.0.join("server.pem")
     }
 
-    pub(super) fn key(&self) -> PathBuf {
+    pub(in crate::cli) fn key(&self) -> PathBuf {
         self.0.join("server.key")
     }
 
     /// For clients of ours. Connections are shared by those who come with the same one.
-    pub(super) fn trust(&self) -> Result<ClientTls, Failure> {
+    pub(in crate::cli) fn trust(&self) -> Result<ClientTls, Failure> {
         let authority = fs::read(self.authority()).map_err(failed)?;
         ClientTls::new(&authority, None).map_err(|error| failed(io::Error::other(error)))
     }

@@ -113,7 +113,7 @@ impl Samples {
 }
 
 /// The value that this fraction of the samples does not exceed; half-way values are those of the two neighbours' middle.
-fn quantile(samples: &[f64], fraction: f64) -> f64 {
+pub(in crate::cli) fn quantile(samples: &[f64], fraction: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     let Some(last) = sorted.len().checked_sub(1) else { return 0.0 };
@@ -123,7 +123,7 @@ fn quantile(samples: &[f64], fraction: f64) -> f64 {
 }
 
 /// Five significant digits: more say nothing.
-pub(super) fn rounded(value: f64) -> f64 {
+pub(in crate::cli) fn rounded(value: f64) -> f64 {
     if value == 0.0 || !value.is_finite() {
         return value;
     }

@@ -100,7 +100,7 @@ impl SharedCcl {
         agreed?;
         let (Ok(lent), Some(bytes), Some(offer)) = (lent, collective.bytes(), offer) else { return Err(self.broken()) };
         if self.is_taken(bytes) {
-            if self.reach == Reach::Reads {
+            if matches!(self.reach, Reach::Reads(_)) {
                 self.read(from, offer.input, lent.output, bytes)?;
             } else {
                 let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
@@ -132,7 +132,7 @@ impl SharedCcl {
     fn is_taken(&self, bytes: usize) -> bool {
         match self.reach {
             Reach::Addresses => true,
-            Reach::Reads => bytes > PARCEL,
+            Reach::Reads(from) => bytes >= from,
             Reach::Segment => false,
         }
     }

@@ -5,6 +5,7 @@
 //! once, because what others then still read, right or wrong, is never used: the group is broken, and they find that out before they return.
 
 use super::{Phase, SharedCcl};
+use crate::ccl::host::memory::Memory;
 use crate::ccl::host::plan::{bypasses, route, share};
 use crate::ccl::host::segment::Word;
 use crate::ccl::host::{check, kernel, peek};
@@ -97,8 +98,13 @@ impl SharedCcl {
         let size = self.segment.size();
         // Whole lines, so that no element is split.
         let part = (SCRATCH / size.max(2).saturating_sub(1)).clamp(4096, 128 * 1024) / 64 * 64;
-        let mut scratch = std::mem::take(&mut self.scratch);
-        scratch.resize(part * size, 0);
+        if self.scratch.is_none() {
+            // Whole pages: the kernel copies much faster to where a line begins.
+            self.scratch = Memory::heap(part * size);
+        }
+        let Some(scratch) = self.scratch.as_ref().map(Memory::start) else {
+            return Err(self.break_up(BreakCause::Aborted("no memory for a reduction".to_owned()), self.rank));
+        };
         let mut sources: Vec<*const u8> = vec![std::ptr::null(); size];
         let bypass = bypasses(len);
         for done in (0..len).step_by(part) {
@@ -107,10 +113,10 @@ impl SharedCcl {
                 if rank == self.rank {
                     *source = input.wrapping_add(done);
                 } else {
-                    let place = &mut scratch[rank * part..][..piece];
+                    let place = scratch.wrapping_add(rank * part);
                     let from = self.announcements[rank].input.wrapping_add((at + done) as u64);
-                    self.read(rank, from, place.as_mut_ptr(), piece)?;
-                    *source = place.as_ptr();
+                    self.read(rank, from, place, piece)?;
+                    *source = place.cast_const();
                 }
             }
             // SAFETY: the pieces in `scratch` have just been filled, and the others are this rank's own. Its output may be its input: what is written
@@ -121,7 +127,6 @@ impl SharedCcl {
                 });
             }
         }
-        self.scratch = scratch;
         Ok(())
     }
 

@@ -101,14 +101,20 @@ impl SharedCcl {
         let size = self.segment.size();
         let operation = collective.operation;
         let personal = is_personal(operation);
-        let part = if personal { STAGE / size / 64 * 64 } else { STAGE };
+        let shares = if personal { size } else { 1 };
+        let whole = STAGES * STAGE / shares / 64 * 64;
+        // As in an allreduce; but two ranks gain more by one copying in while the other copies out.
+        let (part, stages_each) =
+            if size > 2 && bytes <= whole { (whole, STAGES as u32) } else { (STAGE / shares / 64 * 64, 1) };
         let chunks = bytes.div_ceil(part) as u32;
+        let count_at = |chunk: u32| self.chunks.wrapping_add(chunk * stages_each);
         let piece = |chunk: u32| {
             let begin = chunk as usize * part;
             (begin, part.min(bytes - begin))
         };
         let stage = |rank: usize, chunk: u32, to: usize| {
-            let stage = self.segment.stage(rank, self.chunks.wrapping_add(chunk));
+            let first = if stages_each == 1 { self.chunks.wrapping_add(chunk) } else { 0 };
+            let stage = self.segment.stage(rank, first);
             if personal { stage.wrapping_add(to * part) } else { stage }
         };
         // The others' parts of this rank's input, each once.
@@ -119,7 +125,7 @@ impl SharedCcl {
         }
         let receives: Vec<(usize, usize)> =
             self.peers().filter_map(|from| Some((from, route(operation, bytes, from, self.rank)?.1))).collect();
-        let end = self.chunks.wrapping_add(chunks);
+        let end = count_at(chunks);
         if sends.is_empty() {
             self.publish(Word::Produced, end);
         }
@@ -138,15 +144,15 @@ impl SharedCcl {
         }
         let mut sources = vec![std::ptr::null(); size];
         for round in 0..=chunks {
-            let count = self.chunks.wrapping_add(round);
+            let count = count_at(round);
             if round < chunks && !sends.is_empty() {
-                self.wait_for_all(Word::Consumed, count.wrapping_add(1).wrapping_sub(STAGES as u32))?;
+                self.wait_for_all(Word::Consumed, count_at(round + 1).wrapping_sub(STAGES as u32))?;
                 let (begin, len) = piece(round);
                 for &(to, at) in &sends {
                     // SAFETY: as in an allreduce.
                     unsafe { kernel::copy(lent.input.add(at + begin), stage(self.rank, round, to), len, false) };
                 }
-                self.publish(Word::Produced, count.wrapping_add(1));
+                self.publish(Word::Produced, count_at(round + 1));
             }
             // A rank alone receives nothing, and still has its own contribution.
             let takes_part = !receives.is_empty() || operation.reduce_op().is_some();
@@ -176,6 +182,6 @@ impl SharedCcl {
             }
             self.publish(Word::Consumed, count);
         }
-        Ok(chunks)
+        Ok(chunks * stages_each)
     }
 }
