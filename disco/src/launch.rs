@@ -27,7 +27,7 @@ pub use self::threaded::ThreadedSession;
 
 impl DiscoSession {
     /// A session whose workers are at the far end of any sessions, so many in each: threads of this process behind a local one, devices behind
-    /// a chain of hops. The program there must have [registered](register) disco's functions.
+    /// a chain of hops. The program there must have [registered](crate::register) disco's functions.
     pub fn over(
         sessions: impl IntoIterator<Item = Session>,
         workers_per_session: u32,

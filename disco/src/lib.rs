@@ -30,7 +30,8 @@
 //!
 //! | TVM's Disco | here |
 //! | --- | --- |
-//! | `ThreadedSession`, `ProcessSession`, `SocketSession` | [`ThreadedSession`], [`ProcessSession`], [`SocketSession`]; and [`DiscoSession::over`] any sessions |
+//! | `ThreadedSession`, `ProcessSession`, `SocketSession` | [`ThreadedSession`], [`ProcessSession`], [`SocketSession`] (addresses, a tracker, nodes that dial a [`NodeListener`]); and [`DiscoSession::over`] any sessions |
+//! | the programs of workers and of remote nodes | [`serve_if_worker`], [`join`], `rpc-server worker`; every `rpc-server` is a node |
 //! | `Session.num_workers`, `GetNumWorkers` | [`DiscoSession::num_workers`] |
 //! | `get_global_func`, `GetGlobalFunc` | [`DiscoSession::get_global_func`] |
 //! | `call_packed`, `CallPacked`, `CallWithPacked` | [`DPackedFunc::call`] and [`DiscoSession::call_packed`], with a tuple or with a list of [`Argument`]s |

@@ -36,13 +36,13 @@ pub struct ProcessSession {
 }
 
 impl ProcessSession {
-    /// So many workers, in so many groups of equal size. Each is this program again, which has to call [`serve_if_worker`].
+    /// So many workers, in so many groups of equal size. Each is this program again, which has to call [`serve_if_worker`](crate::serve_if_worker).
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
         Self { num_workers, num_groups, command: None, options: Options::default() }
     }
 
-    /// Another program as worker, and its arguments: it serves a registry with [disco's functions](register) over its standard input and output.
+    /// Another program as worker, and its arguments: it serves a registry with [disco's functions](crate::register) over its standard input and output.
     #[must_use]
     pub fn command<S: Into<String>>(mut self, argv: impl IntoIterator<Item = S>) -> Self {
         self.command = Some(argv.into_iter().map(Into::into).collect());
