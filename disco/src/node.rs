@@ -156,7 +156,7 @@ pub async fn join_with(
             Ok(true) => return Ok(()),
             Ok(false) => {
                 let text = format!(
-                    "the controller at {controller} went away, or wanted other nodes, before there was a session"
+                    "the controller at {controller} took this node and there was no session: one does not trust the other, or it was given up"
                 );
                 return Err(RpcError::new(ErrorKind::PeerLost, text));
             }

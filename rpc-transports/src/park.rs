@@ -56,14 +56,14 @@ impl Server {
         }
     }
 
-    /// Waits at the relay at `relay` for one client, and serves that one. Returns when it has gone, or the relay has before anybody
-    /// came: whether there was a client.
+    /// Waits at the relay at `relay` for one client, and serves that one. Returns when it has gone: `false` if no session came of it, because it
+    /// went, or was refused, during its handshake.
     ///
     /// Dropping the future gives up the waiting; a client that is there already is served on.
     ///
     /// # Errors
     ///
-    /// The relay cannot be reached, or refuses.
+    /// The relay cannot be reached, refuses, or goes away before anybody has come.
     pub async fn park_once(&self, relay: &Address, options: &ParkOptions) -> Result<bool, ConnectError> {
         let channel = wait_at(relay, options, &self.onward()).await?;
         // One that panicked has ended, too.

@@ -196,3 +196,70 @@ async fn servers_come_back_to_a_relay_that_began_anew() {
     server.drain(LIMIT).await;
     waiting(&second, 0).await;
 }
+
+#[tokio::test]
+async fn a_relay_can_be_the_client_of_servers_that_wait_there() {
+    let (tokens, tls) = (Tokens::parse(SECRET).unwrap(), certified());
+    let by_token = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
+    for scheme in ["tcp", "tls", "quic"] {
+        let relay = relay(|options| options.access = by_token.clone());
+        let address = listen(&relay, &format!("{scheme}://127.0.0.1:0"), Some(tls.0.clone())).await;
+        let trust = ClientTls::new(tls.1.as_bytes(), None).unwrap();
+        let server = server(|options| {
+            options.access = by_token.clone();
+            options.onward = DialOptions { tokens: tokens.clone(), tls: Some(trust), ..DialOptions::default() };
+        });
+        let waits = tokio::spawn({
+            let (server, address) = (server.clone(), address.clone());
+            async move { server.park_once(&address, &board(1)).await }
+        });
+        // It proves itself like any client, and is refused like any.
+        let connector = Connector::new().tokens(tokens.clone());
+        let (key, session) = relay.meet(&connector, |key| key == "board").await.unwrap();
+        assert_eq!((key.as_str(), whoami(&session).await.as_str()), ("board", "client"));
+        // Who is met already stays, though nobody can come any more.
+        relay.stop();
+        assert_eq!(whoami(&session).await, "client");
+        let error = relay.meet(&connector, |_| true).await.unwrap_err().into_rpc_error();
+        assert_eq!(error.kind(), ErrorKind::Draining);
+        drop(session);
+        assert!(waits.await.unwrap().unwrap());
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_waits_once_says_that_the_relay_has_gone() {
+    let relay = relay(|_| {});
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    let server = server(|_| {});
+    let waits = tokio::spawn({
+        let (server, address) = (server.clone(), address.clone());
+        async move { server.park_once(&address, &board(1)).await }
+    });
+    waiting(&relay, 1).await;
+    relay.stop();
+    let gone = waits.await.unwrap().unwrap_err().into_rpc_error();
+    assert_eq!(gone.kind(), ErrorKind::Draining);
+    let error = server.park_once(&address, &board(1)).await.unwrap_err();
+    assert!(matches!(error, ConnectError::Transport(_)), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_client_that_proves_nothing_gets_no_session_behind_a_relay_that_it_is_itself() {
+    let relay = relay(|_| {});
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    let tokens = Tokens::parse(SECRET).unwrap();
+    let server = server(|options| options.access = Access { anonymous: false, tokens, certificates: false });
+    let waits = tokio::spawn(async move { server.park_once(&address, &board(1)).await });
+    let error = relay.meet(&Connector::new(), |_| true).await.unwrap_err().into_rpc_error();
+    assert_eq!(error.kind(), ErrorKind::Unauthenticated);
+    assert!(!waits.await.unwrap().unwrap());
+}
+
+/// What a server of this machine shows, and whom that makes it trusted by.
+fn certified() -> (ServerTls, String) {
+    let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
+    let (pem, key) = (made.cert.pem(), made.signing_key.serialize_pem());
+    let certificate = Certificate::from_pem(pem.as_bytes(), key.as_bytes()).unwrap();
+    (ServerTls::new(certificate, None).unwrap(), pem)
+}
