@@ -48,7 +48,7 @@
 //! | `DiscoWorker`, worker-side collectives | [`WorkerContext`] |
 //! | `import_python_module` | nothing: workers run the functions that their program registers |
 //!
-//! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
+//! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::record`], [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
 //! [`DiscoSession::reinit_ccl`].
 //!
 //! # When things break
@@ -80,6 +80,7 @@ mod launch;
 mod link;
 mod options;
 mod plane;
+mod program;
 mod reinit;
 mod runtime;
 mod session;
@@ -90,9 +91,10 @@ pub use ccl_state::{Breakage, CclState};
 pub use command::Scope;
 pub use completion::Completion;
 pub use context::WorkerContext;
-pub use dref::{Argument, DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand};
+pub use dref::{Argument, DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand, Recorded};
 pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use host::register;
 pub use launch::{ProcessSession, SocketSession, ThreadedSession, serve_if_worker};
 pub use options::{Advertise, Options};
+pub use program::{Program, Recorder};
 pub use session::{Content, DiscoSession};
