@@ -19,6 +19,9 @@ type Result<T> = rpc_core::Result<T>;
 /// The number of a register: the same on every worker.
 pub(crate) type Register = u32;
 
+/// Marks the registers that a recorded program has for itself. Those of the session stay below.
+pub(crate) const OWN: Register = 1 << 31;
+
 /// The most bytes of one tensor among the arguments of a call.
 pub(crate) const MAX_INLINE_TENSOR: usize = 64 << 10;
 
@@ -154,6 +157,23 @@ pub(crate) enum Command {
     Shutdown {
         ticket: u64,
     },
+    /// Keeps steps, which use so many registers of their own ([`OWN`]); some of them are parameters, others outputs.
+    Define {
+        program: u32,
+        registers: u32,
+        parameters: Vec<u32>,
+        outputs: Vec<u32>,
+        steps: Vec<Self>,
+    },
+    /// Executes the steps.
+    Run {
+        program: u32,
+        args: Vec<Value<Operand>>,
+        outputs: Vec<Register>,
+    },
+    Forget {
+        program: u32,
+    },
 }
 
 impl Command {
@@ -185,6 +205,9 @@ impl Command {
             Self::SyncWorker { .. } => "sync_worker",
             Self::InitCcl { .. } => "init_ccl",
             Self::Shutdown { .. } => "shutdown",
+            Self::Define { .. } => "record",
+            Self::Run { .. } => "run",
+            Self::Forget { .. } => "forget",
         }
     }
 
@@ -204,6 +227,34 @@ impl Command {
         }
     }
 
+    /// Gives all registers of a step to `each`.
+    pub(crate) fn for_each_register(&self, each: &mut impl FnMut(Register)) {
+        match self {
+            Self::CallPacked { to, function, args } => {
+                each(*to);
+                each(*function);
+                args.iter().for_each(|arg| {
+                    arg.for_each_object(&mut |operand| {
+                        if let Operand::Register(register) = operand {
+                            each(*register);
+                        }
+                    });
+                });
+            }
+            Self::Empty { to, .. } => each(*to),
+            Self::Collective { from, to, .. } | Self::SendRecv { from, to, .. } => {
+                each(*from);
+                each(*to);
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether it can be a step of a program.
+    pub(crate) fn is_step(&self) -> bool {
+        matches!(self, Self::CallPacked { .. } | Self::Empty { .. } | Self::Collective { .. } | Self::SendRecv { .. })
+    }
+
     /// For whom it is.
     pub(crate) fn on(&self) -> On {
         match self {
@@ -219,6 +270,8 @@ impl Command {
             Self::CopyToWorker0 { data, .. } => data.len(),
             Self::CallPacked { args, .. } => args.iter().map(size).sum(),
             Self::DebugSetRegister { value, .. } => size(value),
+            Self::Define { steps, .. } => steps.iter().map(|step| step.cost() as usize).sum(),
+            Self::Run { args, outputs, .. } => args.iter().map(size).sum::<usize>() + 4 * outputs.len(),
             _ => 0,
         };
         128 + content as u64
@@ -262,8 +315,7 @@ impl Command {
                 out.int(0);
             }
             Self::KillReg { registers } => {
-                out.int(1);
-                out.values.push(Value::List(registers.iter().map(|register| Value::from(*register)).collect()));
+                out.int(1).registers(registers);
             }
             Self::GetGlobalFunc { to, name } => {
                 out.int(2).register(*to);
@@ -335,13 +387,36 @@ impl Command {
             Self::Shutdown { ticket } => {
                 out.int(15).int64(*ticket);
             }
+            Self::Define { program, registers, parameters, outputs, steps } => {
+                out.int(16).register(*program).register(*registers).registers(parameters).registers(outputs);
+                let before = std::mem::take(&mut out.values);
+                let steps = steps.iter().map(|step| {
+                    step.write(out);
+                    Value::List(std::mem::take(&mut out.values))
+                });
+                let steps = steps.collect();
+                out.values = before;
+                out.values.push(Value::List(steps));
+            }
+            Self::Run { program, args, outputs } => {
+                out.int(17).register(*program).registers(outputs);
+                let args = args.iter().map(|arg| out.operand(arg)).collect();
+                out.values.push(Value::List(args));
+            }
+            Self::Forget { program } => {
+                out.int(18).register(*program);
+            }
         }
     }
 
     fn read(value: Value, bulk: &mut impl Iterator<Item = Bytes>) -> Result<Self> {
         let Value::List(mut values) = value else { return Err(malformed()) };
         let Some(Value::List(tensors)) = values.pop() else { return Err(malformed()) };
-        let mut fields = Reading { values: values.into_iter(), tensors };
+        let mut fields = Reading { values: values.into_iter(), tensors: Arc::new(tensors) };
+        Self::read_fields(&mut fields, bulk)
+    }
+
+    fn read_fields(fields: &mut Reading, bulk: &mut impl Iterator<Item = Bytes>) -> Result<Self> {
         let command = match fields.int()? {
             0 => Self::Nothing,
             1 => Self::KillReg { registers: fields.numbers()? },
@@ -384,6 +459,18 @@ impl Command {
             13 => Self::SyncWorker { ticket: fields.ticket()?, worker: fields.optional_number()? },
             14 => Self::InitCcl { plan: fields.packed()? },
             15 => Self::Shutdown { ticket: fields.ticket()? },
+            16 => Self::Define {
+                program: fields.number()?,
+                registers: fields.number()?,
+                parameters: fields.numbers()?,
+                outputs: fields.numbers()?,
+                steps: fields.steps()?,
+            },
+            17 => {
+                let (program, outputs) = (fields.number()?, fields.numbers()?);
+                Self::Run { program, outputs, args: fields.operands()? }
+            }
+            18 => Self::Forget { program: fields.number()? },
             _ => return Err(malformed()),
         };
         if fields.values.next().is_some() { Err(malformed()) } else { Ok(command) }
@@ -517,6 +604,11 @@ impl Fields {
         self
     }
 
+    fn registers(&mut self, registers: &[Register]) -> &mut Self {
+        self.values.push(Value::List(registers.iter().map(|register| Value::from(*register)).collect()));
+        self
+    }
+
     fn operand(&mut self, value: &Value<Operand>) -> Value {
         let replaced = value.clone().try_map(&mut |operand| {
             Ok::<_, std::convert::Infallible>(match operand {
@@ -539,7 +631,7 @@ impl Fields {
 /// Reads the fields of a command.
 struct Reading {
     values: std::vec::IntoIter<Value>,
-    tensors: Vec<Value>,
+    tensors: Arc<Vec<Value>>,
 }
 
 impl Reading {
@@ -569,11 +661,26 @@ impl Reading {
 
     fn numbers(&mut self) -> Result<Vec<u32>> {
         let Value::List(values) = self.next()? else { return Err(malformed()) };
-        Self { values: values.into_iter(), tensors: Vec::new() }.all_numbers()
+        Self { values: values.into_iter(), tensors: Arc::default() }.all_numbers()
     }
 
     fn all_numbers(mut self) -> Result<Vec<u32>> {
         (0..self.values.len()).map(|_| self.number()).collect()
+    }
+
+    /// Steps of a program, which have no bulk and no steps themselves.
+    fn steps(&mut self) -> Result<Vec<Command>> {
+        let Value::List(steps) = self.next()? else { return Err(malformed()) };
+        let read = |step| {
+            let Value::List(values) = step else { return Err(malformed()) };
+            let mut fields = Self { values: values.into_iter(), tensors: Arc::clone(&self.tensors) };
+            match fields.values.as_slice().first() {
+                Some(Value::Int(16..)) | None => Err(malformed()),
+                Some(_) => Command::read_fields(&mut fields, &mut std::iter::empty()),
+            }
+        };
+        let steps: Vec<Command> = steps.into_iter().map(read).collect::<Result<_>>()?;
+        if steps.iter().all(Command::is_step) { Ok(steps) } else { Err(malformed()) }
     }
 
     fn bool(&mut self) -> Result<bool> {
@@ -674,7 +781,25 @@ mod tests {
             Command::SyncWorker { ticket: 9, worker: Some(1) },
             Command::InitCcl { plan: Packed::from_bytes(Bytes::from_static(b"\xc0")) },
             Command::Shutdown { ticket: 10 },
+            Command::Run {
+                program: 3,
+                args: vec![Value::Object(Operand::Register(7)), Value::Int(1)],
+                outputs: vec![8],
+            },
+            Command::Forget { program: 3 },
         ];
+        let tensor = HostTensor { dtype: DataType::U8, shape: vec![3], bytes: Bytes::from_static(b"abc") };
+        let steps = vec![
+            Command::CallPacked {
+                to: OWN | 1,
+                function: 3,
+                args: vec![Value::Object(Operand::Tensor(tensor)), Value::Null],
+            },
+            Command::Empty { to: OWN | 2, device: None, dtype: DataType::I8, shape: vec![3], on: On::All },
+            Command::Collective { kind: Kind::Barrier, scope: Scope::Group, from: 0, to: 0, fresh: false },
+            Command::SendRecv { from: OWN | 1, to: OWN | 2, pairs: vec![(0, 1)] },
+        ];
+        commands.push(Command::Define { program: 9, registers: 3, parameters: vec![0], outputs: vec![2, 1], steps });
         let reductions = OPS.into_iter().flat_map(|op| [Kind::Allreduce(op), Kind::ReduceScatter(op)]);
         let others = [Kind::Allgather, Kind::Broadcast, Kind::Scatter, Kind::Gather, Kind::AllToAll, Kind::Barrier];
         for kind in reductions.chain(others) {

@@ -42,6 +42,7 @@ pub(crate) struct State {
     /// The last command that each worker is known to have executed.
     reached: Vec<u64>,
     registers: Registers,
+    last_program: u32,
     last_ticket: u64,
     tickets: HashMap<u64, Ticket>,
     /// Failures that nobody has been told of, in the order in which they came.
@@ -97,6 +98,7 @@ impl Controller {
             executed: vec![0; layout.world_size as usize],
             reached: vec![0; layout.world_size as usize],
             registers: Registers::default(),
+            last_program: 0,
             last_ticket: 0,
             tickets: HashMap::new(),
             failures: Vec::new(),
@@ -189,6 +191,30 @@ impl Controller {
             state.registers.next += 1;
             state.registers.next - 1
         })
+    }
+
+    /// A number for a program, which no other has in this session.
+    pub(crate) fn take_program(&self) -> u32 {
+        let mut state = self.lock();
+        state.last_program += 1;
+        state.last_program
+    }
+
+    /// Pairs of workers, as transfers have them.
+    ///
+    /// # Errors
+    ///
+    /// A pair of workers that there are not, or of one with itself.
+    pub(crate) fn pairs(&self, pairs: &[(WorkerId, WorkerId)]) -> Result<Vec<(u32, u32)>> {
+        let size = self.layout.world_size;
+        for (sender, receiver) in pairs {
+            if sender.0 >= size || receiver.0 >= size || sender == receiver {
+                return Err(DiscoError::invalid(format!(
+                    "no transfer from worker {sender} to worker {receiver} in a session of {size}"
+                )));
+            }
+        }
+        Ok(pairs.iter().map(|(sender, receiver)| (sender.0, receiver.0)).collect())
     }
 
     /// Frees a register on all workers, behind all that uses it. Never waits.

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use rpc_core::{DataType, Device, Pack, Packed, Shape, Tensor, Value};
 use serde::Serialize;
 
-use crate::command::{self, Command, HostTensor, MAX_INLINE_TENSOR, Register};
+use crate::command::{self, Command, HostTensor, MAX_INLINE_TENSOR, OWN, Register};
 use crate::controller::Controller;
 use crate::error::{DiscoError, Result};
 
@@ -118,6 +118,23 @@ impl DModule {
     }
 }
 
+/// A value in a program that is being recorded: a parameter, what a step makes, or a captured reference. It is for its
+/// [`Recorder`](crate::Recorder) alone.
+#[derive(Clone, Copy)]
+pub struct Recorded {
+    pub(crate) recording: u64,
+    pub(crate) register: Register,
+}
+
+impl fmt::Debug for Recorded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.register & OWN {
+            0 => write!(f, "Recorded(captured {})", self.register),
+            _ => write!(f, "Recorded({})", self.register & !OWN),
+        }
+    }
+}
+
 /// What an argument holds that is no plain value.
 #[derive(Clone, Debug)]
 pub enum Operand {
@@ -125,6 +142,8 @@ pub enum Operand {
     Reference(DRef),
     /// A small tensor of the controller's, of which each worker gets a copy: up to 64 KiB.
     Tensor(Tensor),
+    /// A value of a program that is being recorded: for its [`Recorder`](crate::Recorder) alone.
+    Recorded(Recorded),
 }
 
 /// One argument of a call.
@@ -156,11 +175,16 @@ pub(crate) fn resolve(argument: Argument, controller: &Arc<Controller>) -> Resul
         Ok(match operand {
             Operand::Reference(reference) => command::Operand::Register(reference.register_in(controller)?),
             Operand::Tensor(tensor) => command::Operand::Tensor(inline(&tensor)?),
+            Operand::Recorded(_) => {
+                return Err(DiscoError::invalid(
+                    "the value belongs to the recording of a program: call with its recorder",
+                ));
+            }
         })
     })
 }
 
-fn inline(tensor: &Tensor) -> Result<HostTensor> {
+pub(crate) fn inline(tensor: &Tensor) -> Result<HostTensor> {
     if tensor.size_bytes() > MAX_INLINE_TENSOR as u64 {
         return Err(DiscoError::invalid(format!(
             "a tensor of {} bytes among the arguments of a call, where {MAX_INLINE_TENSOR} are allowed: broadcast it first",
@@ -230,6 +254,12 @@ impl IntoArgument for &DPackedFunc {
 impl IntoArgument for &DModule {
     fn into_argument(self) -> Result<Argument> {
         (&self.0).into_argument()
+    }
+}
+
+impl IntoArgument for &Recorded {
+    fn into_argument(self) -> Result<Argument> {
+        Ok(Value::Object(Operand::Recorded(*self)))
     }
 }
 

@@ -49,7 +49,7 @@
 //! | `DiscoWorker`, worker-side collectives | [`WorkerContext`] |
 //! | `import_python_module` | nothing: workers run the functions that their program registers |
 //!
-//! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
+//! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::record`], [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
 //! [`DiscoSession::reinit_ccl`].
 //!
 //! # When things break
@@ -85,6 +85,7 @@ mod logs;
 mod node;
 mod options;
 mod plane;
+mod program;
 mod reinit;
 mod runtime;
 mod session;
@@ -95,11 +96,12 @@ pub use ccl_state::{Breakage, CclState};
 pub use command::Scope;
 pub use completion::Completion;
 pub use context::WorkerContext;
-pub use dref::{Argument, DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand};
+pub use dref::{Argument, DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand, Recorded};
 pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use host::register;
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
 pub use logs::WorkerLogLayer;
 pub use node::{JoinOptions, NodePlace, join, join_with, serve_if_worker};
 pub use options::{Advertise, Hosting, Options};
+pub use program::{Program, Recorder};
 pub use session::{Content, DiscoSession};

@@ -13,8 +13,9 @@ use crate::ccl_state::CclState;
 use crate::command::{Command, Kind, On, Scope};
 use crate::completion::Completion;
 use crate::controller::Controller;
-use crate::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, resolve};
+use crate::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Recorded, resolve};
 use crate::error::{DiscoError, Result, WorkerId};
+use crate::program::{Program, Recorder};
 
 /// How many bytes of a copy travel in one command.
 const CHUNK: usize = 1 << 20;
@@ -262,17 +263,45 @@ impl DiscoSession {
     ///
     /// A pair of workers that there are not, or of one with itself; the session has ended.
     pub fn send_recv(&self, from: &DRef, to: &DRef, pairs: &[(WorkerId, WorkerId)]) -> Result<()> {
-        let size = self.num_workers();
         let (from, to) = (from.register_in(&self.0)?, to.register_in(&self.0)?);
-        for (sender, receiver) in pairs {
-            if sender.0 >= size || receiver.0 >= size || sender == receiver {
-                return Err(DiscoError::invalid(format!(
-                    "no transfer from worker {sender} to worker {receiver} in a session of {size}"
-                )));
-            }
-        }
-        let pairs = pairs.iter().map(|(sender, receiver)| (sender.0, receiver.0)).collect();
+        let pairs = self.0.pairs(pairs)?;
         self.0.issue(Command::SendRecv { from, to, pairs })
+    }
+
+    /// Records a program: what `steps` does with the recorder is not executed, but kept on the workers, which then run it as often as one likes by
+    /// one small command each time. `steps` gives the outputs.
+    ///
+    /// ```
+    /// use disco::{ReduceOp, Scope, ThreadedSession};
+    /// use rpc_core::{DataType, Registry, Tensor, TensorViewMut};
+    ///
+    /// let registry = Registry::new();
+    /// registry.add("add", |mut x: TensorViewMut, value: f32| -> rpc_core::Result<()> {
+    ///     x.as_mut_slice::<f32>()?.iter_mut().for_each(|x| *x += value);
+    ///     Ok(())
+    /// });
+    /// let session = ThreadedSession::new(2, 1).registry(registry).start().wait()?;
+    /// let add = session.get_global_func("add")?;
+    /// let program = session.record(|program| {
+    ///     let (x, value) = (program.parameter(), program.parameter());
+    ///     program.call(&add, (&x, &value))?;
+    ///     Ok(vec![program.allreduce(&x, None, ReduceOp::Sum, Scope::World)?])
+    /// })?;
+    /// let x = session.empty(&[1], DataType::F32, None)?;
+    /// for expected in [3.0, 6.0] {
+    ///     let sums = program.run((&x, 1.5))?;
+    ///     assert_eq!(session.copy_from_worker_0(&sums[0]).wait()?.read()?.as_slice::<f32>()?, [expected]);
+    /// }
+    /// # Ok::<(), disco::DiscoError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of `steps`; outputs that no step makes; a program that is too large; the session has ended.
+    pub fn record(&self, steps: impl FnOnce(&Recorder) -> Result<Vec<Recorded>>) -> Result<Program> {
+        let recorder = Recorder::new(&self.0);
+        let outputs = steps(&recorder)?;
+        recorder.finish(&outputs)
     }
 
     /// Chooses the backend of collectives, and with it each worker's default device: that of the backend's kind with the worker's id. There

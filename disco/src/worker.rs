@@ -1,5 +1,6 @@
 //! A worker: a register file, and the thread that executes commands on it in the order of their sequence numbers.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use rpc_core::object::{Function, FunctionKind, Object};
@@ -7,7 +8,7 @@ use rpc_core::{Context, DataType, Device, ErrorKind, LocalValue, Module, RpcErro
 
 use crate::ccl::{Operation, Rank};
 use crate::ccl_state::Report;
-use crate::command::{Command, HostTensor, Kind, On, Operand, Register, Scope};
+use crate::command::{Command, HostTensor, Kind, OWN, On, Operand, Register, Scope};
 use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
 use crate::event::{Event, EventSink};
@@ -23,6 +24,53 @@ enum Slot {
     Value(LocalValue),
     /// What should have set it failed.
     Poisoned(Arc<Failure>),
+}
+
+/// A recorded program.
+struct Kept {
+    registers: usize,
+    parameters: Vec<u32>,
+    outputs: Vec<u32>,
+    steps: Vec<Command>,
+}
+
+impl Kept {
+    /// Whether all registers of its own are among those that it says it has.
+    fn check(&self) -> rpc_core::Result<()> {
+        let fits = |at: &u32| (*at as usize) < self.registers;
+        let mut all_fit = self.parameters.iter().chain(&self.outputs).all(fits);
+        for step in &self.steps {
+            step.for_each_register(&mut |register| all_fit &= register & OWN == 0 || fits(&(register & !OWN)));
+        }
+        if all_fit && self.registers <= MAX_OWN {
+            return Ok(());
+        }
+        Err(RpcError::new(ErrorKind::Protocol, "a program with registers that it does not have"))
+    }
+}
+
+/// The most registers of a session: what a controller may make a worker reserve.
+const MAX_REGISTERS: usize = 1 << 24;
+
+/// The most registers that a program has for itself.
+const MAX_OWN: usize = 1 << 20;
+
+/// A program that runs.
+struct Running {
+    program: u32,
+    /// The number of the step, from 1.
+    step: u32,
+    /// For its parameters and outputs, the registers of the session that they are now.
+    places: Vec<Option<Register>>,
+    /// What its other registers hold.
+    own: Vec<Slot>,
+}
+
+impl Running {
+    /// The register of the session that one of the program is, if it is one.
+    fn place(&self, register: Register) -> Option<Register> {
+        if register & OWN == 0 { Some(register) } else { self.places.get((register & !OWN) as usize).copied()? }
+    }
 }
 
 /// Why a command has no result.
@@ -54,6 +102,10 @@ pub(crate) struct Worker {
     /// What functions in registers are called, for failures.
     names: Vec<Option<Arc<str>>>,
     sequence: u64,
+    /// How many commands, and steps of programs, there were so far in which workers may meet: the same on all of them.
+    steps: u64,
+    programs: HashMap<u32, Arc<Kept>>,
+    running: Option<Running>,
     executed: u64,
     reported: u64,
     /// Progress is reported when so much more credit has come free.
@@ -90,6 +142,9 @@ impl Worker {
             registers: Vec::new(),
             names: Vec::new(),
             sequence: 0,
+            steps: 0,
+            programs: HashMap::new(),
+            running: None,
             executed: 0,
             reported: 0,
             shut_down: false,
@@ -152,7 +207,15 @@ impl Worker {
             return;
         }
         let Err(fault) = self.execute(command) else { return };
-        let failure = match fault {
+        let failure = self.tell(command, fault);
+        if let Some(register) = command.outputs() {
+            self.set(register, Slot::Poisoned(failure));
+        }
+    }
+
+    /// Tells the controller of what has failed here, and gives the failure.
+    fn tell(&self, command: &Command, fault: Fault) -> Arc<Failure> {
+        match fault {
             Fault::Inherited(failure) => failure,
             Fault::Own(cause) => {
                 let failure = self.failure(command, cause);
@@ -160,20 +223,21 @@ impl Worker {
                 self.sink.send(Event::Failed(failure.clone()));
                 Arc::new(failure)
             }
-        };
-        if let Some(register) = command.outputs() {
-            self.set(register, Slot::Poisoned(failure));
         }
     }
 
     fn failure(&self, command: &Command, cause: RpcError) -> Failure {
         let name = match command {
             Command::CallPacked { function, .. } => {
-                self.names.get(*function as usize).cloned().flatten().map(|name| name.to_string())
+                let function = self.running.as_ref().map_or(Some(*function), |running| running.place(*function));
+                function.and_then(|function| self.names.get(function as usize)?.as_ref()).map(|name| name.to_string())
             }
             _ => None,
         };
-        let command = name.unwrap_or_else(|| command.name().to_owned());
+        let mut command = name.unwrap_or_else(|| command.name().to_owned());
+        if let Some(running) = &self.running {
+            command = format!("{command}, step {} of program {}", running.step, running.program);
+        }
         Failure { worker: self.id, sequence: self.sequence, command, cause }
     }
 
@@ -191,7 +255,7 @@ impl Worker {
                 self.set_object(*to, Object::Function(function));
             }
             Command::CallPacked { to, function, args } => {
-                self.this.begin_step(self.sequence);
+                self.begin_step();
                 let result = self.call(*function, args);
                 if result.is_err() {
                     // Where it succeeds on others, they may wait for this worker in collectives of that function.
@@ -255,6 +319,18 @@ impl Worker {
                     self.this.abort_collectives("the session has ended");
                 }
             }
+            Command::Define { program, registers, parameters, outputs, steps } => {
+                let kept = Kept {
+                    registers: *registers as usize,
+                    parameters: parameters.clone(),
+                    outputs: outputs.clone(),
+                    steps: steps.clone(),
+                };
+                kept.check()?;
+                self.programs.insert(*program, Arc::new(kept));
+            }
+            Command::Run { program, args, outputs } => self.run_program(command, *program, args, outputs)?,
+            Command::Forget { program } => _ = self.programs.remove(program),
             Command::Nothing
             | Command::SyncWorker { .. }
             | Command::Shutdown { .. }
@@ -272,8 +348,72 @@ impl Worker {
         }
     }
 
+    /// Runs the steps of a program; each that fails is a failure of its own.
+    fn run_program(
+        &mut self,
+        command: &Command,
+        program: u32,
+        args: &[Value<Operand>],
+        outputs: &[Register],
+    ) -> Outcome {
+        let kept = self.programs.get(&program).cloned();
+        let kept = kept.filter(|kept| kept.parameters.len() == args.len() && kept.outputs.len() == outputs.len());
+        let kept = kept.ok_or_else(|| RpcError::internal(format!("there is no program {program} like that")))?;
+        let mut running =
+            Running { program, step: 0, places: vec![None; kept.registers], own: vec![Slot::Empty; kept.registers] };
+        for (parameter, arg) in kept.parameters.iter().zip(args) {
+            let at = *parameter as usize;
+            match arg {
+                Value::Object(Operand::Register(register)) => running.places[at] = Some(*register),
+                value => {
+                    running.own[at] = match self.resolve(value) {
+                        Ok(value) => Slot::Value(value),
+                        Err(fault) => Slot::Poisoned(self.tell(command, fault)),
+                    }
+                }
+            }
+        }
+        for (output, register) in kept.outputs.iter().zip(outputs) {
+            running.places[*output as usize] = Some(*register);
+        }
+        self.running = Some(running);
+        for (number, step) in (1..).zip(&kept.steps) {
+            if let Some(running) = &mut self.running {
+                running.step = number;
+            }
+            self.perform(step);
+            if self.feed.is_aborted() {
+                break;
+            }
+        }
+        self.running = None;
+        Ok(())
+    }
+
+    /// Workers may meet in what comes now.
+    fn begin_step(&mut self) {
+        self.steps += 1;
+        self.this.begin_step(self.steps);
+    }
+
     fn set(&mut self, register: Register, slot: Slot) {
+        let mut register = register;
+        if register & OWN != 0
+            && let Some(running) = &mut self.running
+        {
+            match running.place(register) {
+                Some(place) => register = place,
+                None => {
+                    running.own[(register & !OWN) as usize] = slot;
+                    return;
+                }
+            }
+        }
         let at = register as usize;
+        if at >= MAX_REGISTERS {
+            tracing::error!(register, "a controller uses a register that no session has");
+            return;
+        }
         if at >= self.registers.len() {
             self.registers.resize(at + 1, Slot::Empty);
         }
@@ -285,7 +425,9 @@ impl Worker {
     }
 
     fn set_name(&mut self, register: Register, name: Option<&str>) {
-        let at = register as usize;
+        let place = self.running.as_ref().map_or(Some(register), |running| running.place(register));
+        // What a program has for itself goes by what it is.
+        let Some(at) = place.map(|register| register as usize).filter(|at| *at < MAX_REGISTERS) else { return };
         if name.is_some() && at >= self.names.len() {
             self.names.resize(at + 1, None);
         }
@@ -299,7 +441,13 @@ impl Worker {
     }
 
     fn held(&self, register: Register) -> Outcome<&LocalValue> {
-        match self.registers.get(register as usize) {
+        let own = self.running.as_ref().filter(|_| register & OWN != 0);
+        let slot = match own.map(|running| running.place(register).ok_or(running)) {
+            Some(Err(running)) => running.own.get((register & !OWN) as usize),
+            Some(Ok(place)) => self.registers.get(place as usize),
+            None => self.registers.get(register as usize),
+        };
+        match slot {
             Some(Slot::Value(value)) => Ok(value),
             Some(Slot::Poisoned(failure)) => Err(Fault::Inherited(Arc::clone(failure))),
             Some(Slot::Empty) | None => {
@@ -443,7 +591,7 @@ impl Worker {
         from: Register,
         (to, fresh): (Register, bool),
     ) -> Outcome {
-        self.this.begin_step(self.sequence);
+        self.begin_step();
         let (rank, size) = self.this.rank(scope);
         let root = Rank(0);
         let is_root = rank == root;
@@ -557,7 +705,7 @@ impl Worker {
 
     /// Sends and receives by pairs. All workers go through them in one order, so that nobody waits in a circle.
     fn send_recv(&mut self, command: &Command, from: Register, to: Register, pairs: &[(u32, u32)]) -> Outcome {
-        self.this.begin_step(self.sequence);
+        self.begin_step();
         let mut outcome = Ok(());
         for (sender, receiver) in pairs {
             let (operation, tensors) = if *sender == self.id.0 {
