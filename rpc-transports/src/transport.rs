@@ -14,7 +14,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use rustix::io::Errno;
-use tokio::io::{AsyncRead, AsyncWrite, Interest};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Instant;
 
 use crate::address::Address;
@@ -50,12 +50,13 @@ enum Io {
     Other(Box<dyn ChannelIo>),
 }
 
-/// What the kernel can move bytes from and to by itself. Each is as the method of that name of tokio's sockets.
+/// What the kernel can move bytes from and to by itself: what tokio's sockets have in common beside bytes.
 #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "only there it moves them"))]
 pub(crate) trait PlainSocket: ChannelIo + AsFd {
     fn poll_read_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
     fn poll_write_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
-    fn try_io(&self, interest: Interest, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize>;
+    fn try_read_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize>;
+    fn try_write_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize>;
 }
 
 macro_rules! plain_sockets {
@@ -70,8 +71,12 @@ macro_rules! plain_sockets {
                 self.poll_write_ready(cx)
             }
 
-            fn try_io(&self, interest: Interest, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize> {
-                self.try_io(interest, io)
+            fn try_read_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize> {
+                self.try_io(tokio::io::Interest::READABLE, io)
+            }
+
+            fn try_write_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize> {
+                self.try_io(tokio::io::Interest::WRITABLE, io)
             }
         }
     )*

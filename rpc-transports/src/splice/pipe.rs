@@ -16,7 +16,6 @@ mod linux {
     use std::task::ready;
 
     use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
-    use tokio::io::Interest;
 
     use super::{Channel, Context, Poll, io};
     use crate::transport::PlainSocket;
@@ -77,7 +76,7 @@ mod linux {
             let mut fill = || Ok(splice(from, None, &self.sink, None, SIZE, FLAGS)?);
             loop {
                 ready!(from.poll_read_ready(cx))?;
-                match from.try_io(Interest::READABLE, &mut fill) {
+                match from.try_read_io(&mut fill) {
                     // The next look at the socket has this task woken.
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     outcome => return Poll::Ready(outcome),
@@ -89,7 +88,7 @@ mod linux {
             let mut drain = || Ok(splice(&self.source, None, to, None, self.held, FLAGS)?);
             loop {
                 ready!(to.poll_write_ready(cx))?;
-                match to.try_io(Interest::WRITABLE, &mut drain) {
+                match to.try_write_io(&mut drain) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     Ok(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
                     outcome => return Poll::Ready(outcome),
