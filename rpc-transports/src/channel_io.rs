@@ -19,7 +19,7 @@ pub(crate) const SLICES: usize = 32;
 const READ_MIN: usize = 4 << 10;
 
 /// And for this much when small messages come in numbers.
-const READ_MAX: usize = 64 << 10;
+pub(crate) const READ_MAX: usize = 64 << 10;
 
 /// The buffer between channel and endpoint.
 #[derive(Debug)]

@@ -399,10 +399,10 @@ async fn serve_connection(
             tracing::debug!(peer, identity = negotiated.identity, agent = negotiated.theirs.agent, "session opened");
             let session = match opened {
                 Opened::Session(session) => session,
-                Opened::Way(to) => return Box::pin(shared.run_tunnel(channel.io_mut(), to, input, &mailbox)).await,
+                Opened::Way(to) => return Box::pin(shared.run_tunnel(&mut channel, to, input, &mailbox)).await,
                 Opened::Met(parked) if parked.input.is_empty() => {
                     let Parked { channel: to, _place, _registered, .. } = parked;
-                    return Box::pin(shared.run_tunnel(channel.io_mut(), to, input, &mailbox)).await;
+                    return Box::pin(shared.run_tunnel(&mut channel, to, input, &mailbox)).await;
                 }
                 // It spoke before it was spoken to.
                 Opened::Met(_) => return,

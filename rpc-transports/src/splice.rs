@@ -1,4 +1,8 @@
 //! Tunnels: the bytes of one channel passed to another, both ways, unseen.
+//!
+//! Between two plain sockets on Linux large amounts are moved by the kernel, and everything else passes through a buffer here.
+
+mod pipe;
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -9,24 +13,20 @@ use std::time::Duration;
 use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
-use crate::channel_io::ReadAhead;
-use crate::transport::ChannelIo;
+use self::pipe::Pipe;
+use crate::channel_io::{READ_MAX, ReadAhead};
+use crate::transport::Channel;
 
 /// How long the second direction may go on when the first has ended: for what was said last.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Passes bytes both ways, `from_a` before what is read from there, until both directions have ended, one has broken, or nothing has moved for `silence`. The ends
-/// of the tunnel test each other; that one is for two ends that vanish together.
+/// Passes bytes both ways, `from_a` before what is read from there, until both directions have ended, one has broken, or
+/// nothing has moved for `silence`. The ends of the tunnel test each other; that one is for two ends that vanish together.
 ///
 /// # Errors
 ///
 /// The channel that broke, or [`TimedOut`](io::ErrorKind::TimedOut).
-pub(crate) async fn splice(
-    a: &mut dyn ChannelIo,
-    b: &mut dyn ChannelIo,
-    from_a: BytesMut,
-    silence: Duration,
-) -> io::Result<()> {
+pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, silence: Duration) -> io::Result<()> {
     let (mut there, mut back) = (OneWay::new(from_a), OneWay::new(BytesMut::new()));
     let mut timer = std::pin::pin!(tokio::time::sleep(silence));
     let mut moved = 0;
@@ -55,6 +55,10 @@ pub(crate) async fn splice(
 /// One direction of a tunnel.
 struct OneWay {
     read: ReadAhead,
+    /// While much comes, and the kernel moves it. The buffer is empty then.
+    pipe: Option<Pipe>,
+    /// As much came at once as the buffer takes.
+    is_bulk: bool,
     moved: u64,
     unflushed: bool,
     state: State,
@@ -74,18 +78,26 @@ impl OneWay {
         let mut read = ReadAhead::new(BytesMut::new());
         // Not to be read again: it is written before.
         read.buffer = buffer;
-        Self { read, moved: 0, unflushed: false, state: State::Open }
+        Self { read, pipe: None, is_bulk: false, moved: 0, unflushed: false, state: State::Open }
     }
 
-    fn poll(
-        &mut self,
-        from: &mut dyn ChannelIo,
-        mut to: &mut dyn ChannelIo,
-        cx: &mut Context<'_>,
-    ) -> io::Result<Poll<()>> {
+    fn poll(&mut self, from: &mut Channel, to: &mut Channel, cx: &mut Context<'_>) -> io::Result<Poll<()>> {
         loop {
+            if let Some(pipe) = &mut self.pipe {
+                match pipe.poll(from, to, cx)? {
+                    Poll::Pending => return Ok(Poll::Pending),
+                    Poll::Ready(0) => (self.pipe, self.state) = (None, State::Ending),
+                    Poll::Ready(count) => {
+                        self.moved += count as u64;
+                        if pipe.is_little() {
+                            self.pipe = None;
+                        }
+                    }
+                }
+                continue;
+            }
             while !self.read.buffer.is_empty() {
-                match Pin::new(&mut to).poll_write(cx, &self.read.buffer)? {
+                match Pin::new(&mut to.io_mut()).poll_write(cx, &self.read.buffer)? {
                     Poll::Pending => return Ok(Poll::Pending),
                     Poll::Ready(0) => return Err(io::ErrorKind::WriteZero.into()),
                     Poll::Ready(count) => {
@@ -95,10 +107,18 @@ impl OneWay {
                     }
                 }
             }
+            if std::mem::take(&mut self.is_bulk) {
+                self.pipe = Pipe::between(from, to);
+                if self.pipe.is_some() {
+                    self.read = ReadAhead::new(BytesMut::new());
+                    continue;
+                }
+            }
+            let mut to = to.io_mut();
             match self.state {
-                State::Open => match self.read.poll_more(from, cx)? {
+                State::Open => match self.read.poll_more(from.io_mut(), cx)? {
                     Poll::Ready(0) => self.state = State::Ending,
-                    Poll::Ready(_) => {}
+                    Poll::Ready(count) => self.is_bulk = count == READ_MAX,
                     Poll::Pending => {
                         if self.unflushed && Pin::new(&mut to).poll_flush(cx)?.is_ready() {
                             self.unflushed = false;
@@ -114,5 +134,44 @@ impl OneWay {
                 State::Ended => return Ok(Poll::Ready(())),
             }
         }
+    }
+}
+
+#[cfg(all(test, feature = "unix"))]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::UnixStream;
+
+    use super::*;
+
+    /// Much and little, both ways at once, and what was read before; in pieces that are no pages.
+    #[tokio::test]
+    async fn all_bytes_arrive_in_their_order_and_so_does_the_end() {
+        const MUCH: usize = (8 << 20) + 4321;
+        let ((near, a), (b, far)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        let (mut a, mut b) = (Channel::new(a, "a"), Channel::new(b, "b"));
+        assert!(a.plain_socket().is_some());
+        let tunnel = splice(&mut a, &mut b, BytesMut::from(&b"before"[..]), Duration::from_secs(60));
+        let bytes = |seed: usize| (0..MUCH).map(move |at| (at * 31 + at / 997 + seed) as u8).collect::<Vec<_>>();
+        let talk = async |socket: UnixStream, seed: usize, expected: Vec<u8>| {
+            let (mut read, mut write) = socket.into_split();
+            let say = async {
+                write.write_all(b"little").await.unwrap();
+                write.write_all(&bytes(seed)).await.unwrap();
+                tokio::task::yield_now().await;
+                write.write_all(b"again little").await.unwrap();
+                write.shutdown().await.unwrap();
+            };
+            let hear = async {
+                let mut heard = Vec::new();
+                read.read_to_end(&mut heard).await.unwrap();
+                assert!(heard == expected, "{} bytes of {}", heard.len(), expected.len());
+            };
+            tokio::join!(say, hear);
+        };
+        let said = |seed| [&b"little"[..], &bytes(seed), b"again little"].concat();
+        let to_far = [&b"before"[..], &said(1)].concat();
+        let (ended, (), ()) = tokio::join!(tunnel, talk(near, 1, said(2)), talk(far, 2, to_far));
+        ended.unwrap();
     }
 }

@@ -37,7 +37,7 @@ pub(crate) type Securing = Pin<Box<dyn Future<Output = io::Result<(Box<dyn Chann
 /// One ordered, reliable byte pipe between two peers.
 pub struct Channel {
     /// Declared before the guard, so that the far side sees the end before the guard acts on it.
-    io: Box<dyn ChannelIo>,
+    io: Io,
     peer: String,
     security: Security,
     securing: Option<Securing>,
@@ -46,11 +46,73 @@ pub struct Channel {
     unread: BytesMut,
 }
 
+#[cfg_attr(not(any(feature = "tcp", feature = "unix")), allow(dead_code, reason = "there are no sockets then"))]
+enum Io {
+    /// A socket of the system's and nothing more, of which more is known than that it is bytes.
+    Plain(Box<dyn PlainSocket>),
+    Other(Box<dyn ChannelIo>),
+}
+
+/// What the kernel can move bytes from and to by itself: what tokio's sockets have in common beside bytes.
+#[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "only there it moves them"))]
+pub(crate) trait PlainSocket: ChannelIo + AsFd {
+    fn poll_read_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
+    fn poll_write_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
+    fn try_read_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize>;
+    fn try_write_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize>;
+}
+
+macro_rules! plain_sockets {
+    ($($feature:literal: $socket:ident)*) => {$(
+        #[cfg(feature = $feature)]
+        impl PlainSocket for tokio::net::$socket {
+            fn poll_read_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+                self.poll_read_ready(cx)
+            }
+
+            fn poll_write_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+                self.poll_write_ready(cx)
+            }
+
+            fn try_read_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize> {
+                self.try_io(tokio::io::Interest::READABLE, io)
+            }
+
+            fn try_write_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize> {
+                self.try_io(tokio::io::Interest::WRITABLE, io)
+            }
+        }
+    )*
+
+        impl Io {
+            fn new<I: ChannelIo + 'static>(io: I) -> Self {
+                #[cfg_attr(not(any(feature = "tcp", feature = "unix")), allow(unused_mut, reason = "there are no sockets then"))]
+                let mut io = Some(io);
+                $(
+                    #[cfg(feature = $feature)]
+                    if let Some(socket) = (&mut io as &mut dyn Any).downcast_mut::<Option<tokio::net::$socket>>()
+                        && let Some(socket) = socket.take()
+                    {
+                        return Self::Plain(Box::new(socket));
+                    }
+                )*
+                // It was taken only where this is not reached.
+                io.map_or_else(|| Self::Other(Box::new(tokio::io::empty())), |io| Self::Other(Box::new(io)))
+            }
+        }
+    };
+}
+
+plain_sockets! {
+    "tcp": TcpStream
+    "unix": UnixStream
+}
+
 impl Channel {
     /// A channel over `io`. `peer` is the text by which errors name the far side.
     pub fn new(io: impl ChannelIo + 'static, peer: impl Into<String>) -> Self {
         Self {
-            io: Box::new(io),
+            io: Io::new(io),
             peer: peer.into(),
             security: Security::default(),
             securing: None,
@@ -91,7 +153,8 @@ impl Channel {
     /// The same channel, with something around its bytes, such as a recorder.
     #[must_use]
     pub fn map_io<I: ChannelIo + 'static>(self, wrap: impl FnOnce(Box<dyn ChannelIo>) -> I) -> Self {
-        Self { io: Box::new(wrap(self.io)), ..self }
+        let (io, peer, security, securing, guard) = (self.io, self.peer, self.security, self.securing, self.guard);
+        Self { io: Io::new(wrap(io.boxed())), peer, security, securing, guard }
     }
 
     #[cfg(any(feature = "tls", feature = "exec"))]
@@ -114,7 +177,8 @@ impl Channel {
     /// Why there is no secure channel.
     pub async fn secure(&mut self) -> io::Result<()> {
         if let Some(securing) = self.securing.take() {
-            (self.io, self.security) = securing.await?;
+            let (io, security) = securing.await?;
+            (self.io, self.security) = (Io::Other(io), security);
         }
         Ok(())
     }
@@ -127,7 +191,18 @@ impl Channel {
 
     /// The bytes.
     pub fn io_mut(&mut self) -> &mut dyn ChannelIo {
-        &mut *self.io
+        match &mut self.io {
+            Io::Plain(io) => &mut **io,
+            Io::Other(io) => &mut **io,
+        }
+    }
+
+    /// The socket, where the channel is nothing more.
+    pub(crate) fn plain_socket(&self) -> Option<&dyn PlainSocket> {
+        match &self.io {
+            Io::Plain(io) => Some(&**io),
+            Io::Other(_) => None,
+        }
     }
 
     /// The far side, for error messages.
@@ -145,7 +220,16 @@ impl Channel {
     /// Bytes, peer and guard. Dropping the guard may cut the channel, so keep it until the bytes are done.
     #[must_use]
     pub fn into_parts(self) -> (Box<dyn ChannelIo>, String, Option<ChannelGuard>) {
-        (self.io, self.peer, self.guard)
+        (self.io.boxed(), self.peer, self.guard)
+    }
+}
+
+impl Io {
+    fn boxed(self) -> Box<dyn ChannelIo> {
+        match self {
+            Self::Plain(io) => io,
+            Self::Other(io) => io,
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use crate::filter::FilteredSession;
 use crate::pattern::matches_pattern;
 use crate::proxy::ProxySession;
 use crate::splice::splice;
-use crate::transport::{Channel, ChannelIo};
+use crate::transport::Channel;
 
 /// The longest chain that there may be.
 const MAX_HOPS: usize = 16;
@@ -70,12 +70,11 @@ impl Shared {
     }
 
     /// Passes bytes between a client and where its tunnel leads, until either has gone.
-    pub(super) async fn run_tunnel(&self, client: &mut dyn ChannelIo, to: Channel, input: BytesMut, mailbox: &Mailbox) {
+    pub(super) async fn run_tunnel(&self, client: &mut Channel, mut to: Channel, input: BytesMut, mailbox: &Mailbox) {
         let (peer, silence) = (to.peer().to_owned(), self.options.keep_alive.saturating_mul(SILENT_INTERVALS));
-        let (mut io, _, _guard) = to.into_parts();
         let limit = self.options.session_duration.unwrap_or(FAR_OFF).min(FAR_OFF);
         tokio::select! {
-            ended = splice(client, &mut *io, input, silence.min(FAR_OFF)) => {
+            ended = splice(client, &mut to, input, silence.min(FAR_OFF)) => {
                 tracing::debug!(to = peer, ?ended, "tunnel ended");
             }
             () = mailbox.told(STOP) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
