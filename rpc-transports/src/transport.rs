@@ -153,8 +153,7 @@ impl Channel {
     /// The same channel, with something around its bytes, such as a recorder.
     #[must_use]
     pub fn map_io<I: ChannelIo + 'static>(self, wrap: impl FnOnce(Box<dyn ChannelIo>) -> I) -> Self {
-        let (io, peer, security, securing, guard) = (self.io, self.peer, self.security, self.securing, self.guard);
-        Self { io: Io::new(wrap(io.boxed())), peer, security, securing, guard }
+        Self { io: Io::new(wrap(self.io.boxed())), ..self }
     }
 
     #[cfg(any(feature = "tls", feature = "exec"))]
