@@ -37,10 +37,7 @@ impl DiscoSession {
         let nodes: Vec<_> = (sessions.into_iter().enumerate())
             .map(|(number, session)| Source::Ready(session, format!("session {number}")))
             .collect();
-        match layout_of(nodes.len(), workers_per_session, num_groups) {
-            Ok(layout) => launch(layout, options, async { Ok(nodes) }),
-            Err(error) => Completion::failed(error),
-        }
+        launch((nodes.len(), workers_per_session, num_groups), options, async { Ok(nodes) })
     }
 }
 
@@ -78,19 +75,15 @@ fn layout_of(nodes: usize, per_node: u32, num_groups: u32) -> Result<Layout> {
     Ok(Layout { world_size, num_groups })
 }
 
-/// Makes a session with the same number of workers at each of the nodes that `find` comes up with; or none.
+/// Makes a session of so many nodes, with so many workers at each; or none. `find` comes up with the nodes.
 fn launch(
-    layout: Layout,
+    (nodes, per_node, num_groups): (usize, u32, u32),
     options: Options,
-    find: impl Future<Output = rpc_core::Result<Vec<Source>>> + Send + 'static,
+    find: impl Future<Output = Result<Vec<Source>>> + Send + 'static,
 ) -> Completion<DiscoSession> {
-    let runtime = match crate::runtime::runtime() {
-        Ok(runtime) => runtime,
-        Err(error) => return Completion::failed(error.into()),
-    };
-    let starting = runtime.spawn(async move { start(layout, find.await?, options).await });
-    Completion::new(async move {
-        starting.await.unwrap_or_else(|error| Err(RpcError::internal(format!("a launch panicked: {error}")).into()))
+    Completion::spawn(async move {
+        let layout = layout_of(nodes, per_node, num_groups)?;
+        start(layout, find.await?, options).await
     })
 }
 

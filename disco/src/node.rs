@@ -110,17 +110,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 ///
 /// Its errors are a controller that cannot be reached in time, refuses, or goes before it has taken the node into a session.
 pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Completion<()> {
-    let controller: Address = match controller.parse() {
-        Ok(address) => address,
-        Err(error) => return Completion::failed(DiscoError::invalid(format!("'{controller}': {error}"))),
-    };
-    let runtime = match crate::runtime::runtime() {
-        Ok(runtime) => runtime,
-        Err(error) => return Completion::failed(error.into()),
-    };
     register(registry);
-    let registry = registry.clone();
-    let joining = runtime.spawn(async move {
+    let (registry, controller) = (registry.clone(), controller.to_owned());
+    Completion::spawn(async move {
+        let controller: Address =
+            controller.parse().map_err(|error| DiscoError::invalid(format!("'{controller}': {error}")))?;
         let serve = ServeOptions {
             access: options.access.clone(),
             onward: options.dial.clone(),
@@ -128,11 +122,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             ..ServeOptions::default()
         };
         let server = server_of(registry, serve);
-        join_with(&server, &controller, options.place, options.patience).await
-    });
-    Completion::new(async move {
-        let joined: RpcResult<()> = joining.await.unwrap_or_else(|_| Err(RpcError::internal("a node panicked")));
-        Ok(joined?)
+        Ok(join_with(&server, &controller, options.place, options.patience).await?)
     })
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, Result as RpcResult, RpcError, Session, SharedSession};
-use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Address, ConnectError, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
 use tokio::time::Instant;
 
 use crate::completion::Completion;
@@ -40,26 +40,16 @@ impl NodeListener {
     /// ([`ServeOptions::access`]), how many at a time, and how often those that wait are asked whether they are there. Its error is an address that
     /// cannot be listened on.
     pub fn bind_with(address: &str, listen: ListenOptions, serve: ServeOptions) -> Completion<Self> {
-        let address: Address = match address.parse() {
-            Ok(address) => address,
-            Err(error) => return Completion::failed(DiscoError::invalid(format!("'{address}': {error}"))),
-        };
-        let runtime = match crate::runtime::runtime() {
-            Ok(runtime) => runtime,
-            Err(error) => return Completion::failed(error.into()),
-        };
+        let address = address.to_owned();
         // Nodes that dial in find what they would find at a relay, and the session takes them from there.
         let serve = ServeOptions { relay: true, ..serve };
-        let binding = runtime.spawn(async move {
+        Completion::spawn(async move {
+            let address: Address =
+                address.parse().map_err(|error| DiscoError::invalid(format!("'{address}': {error}")))?;
             let server = Server::new(Arc::new(no_session), serve);
             let bound = server.listen(&address, &listen).await;
-            let address = bound.map_err(|error| rpc_transports::ConnectError::from(error).into_rpc_error())?;
+            let address = bound.map_err(|error| ConnectError::from(error).into_rpc_error())?;
             Ok(Self(Arc::new(Listening { server, address })))
-        });
-        Completion::new(async move {
-            let bound: RpcResult<Self> =
-                binding.await.unwrap_or_else(|_| Err(RpcError::internal("listening for nodes panicked")));
-            Ok(bound?)
         })
     }
 

@@ -2,7 +2,7 @@
 
 use rpc_transports::Address;
 
-use super::{Source, launch, layout_of};
+use super::{Source, launch};
 use crate::branch::{this_program_as_worker, to_child};
 use crate::completion::Completion;
 use crate::error::DiscoError;
@@ -60,23 +60,16 @@ impl ProcessSession {
     ///
     /// Its errors are a program that cannot be started, or is no node.
     pub fn start(self) -> Completion<DiscoSession> {
-        let address = match self.command {
-            Some(command) => match Address::exec(command) {
-                Ok(address) => address.to_string(),
-                Err(error) => return Completion::failed(DiscoError::invalid(error.to_string())),
-            },
-            None => match this_program_as_worker() {
-                Ok(address) => address,
-                Err(error) => return Completion::failed(error.into()),
-            },
-        };
-        match layout_of(self.num_workers as usize, 1, self.num_groups) {
-            Ok(layout) => {
-                let node = move |_| Source::Address(Box::new(to_child()), address.clone());
-                let nodes = (0..self.num_workers).map(node).collect();
-                launch(layout, self.options, async { Ok(nodes) })
-            }
-            Err(error) => Completion::failed(error),
-        }
+        let (command, count) = (self.command, self.num_workers);
+        launch((count as usize, 1, self.num_groups), self.options, async move {
+            let address = match command {
+                Some(command) => {
+                    Address::exec(command).map_err(|error| DiscoError::invalid(error.to_string()))?.to_string()
+                }
+                None => this_program_as_worker()?,
+            };
+            let node = |_| Source::Address(Box::new(to_child()), address.clone());
+            Ok((0..count).map(node).collect())
+        })
     }
 }

@@ -7,7 +7,7 @@ use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
 use super::listener::NodeListener;
-use super::{Source, launch, layout_of};
+use super::{Source, launch};
 use crate::completion::Completion;
 use crate::options::Options;
 use crate::session::DiscoSession;
@@ -118,17 +118,13 @@ impl SocketSession {
             Nodes::From(_, request) => request.count as usize,
             Nodes::DiallingIn(count, _) => *count,
         };
-        let layout = match layout_of(count, workers_per_node, num_groups) {
-            Ok(layout) => layout,
-            Err(error) => return Completion::failed(error),
-        };
-        launch(layout, options, async move {
+        launch((count, workers_per_node, num_groups), options, async move {
             match nodes {
                 Nodes::At(addresses) => {
                     let at = |address| Source::Address(Box::new(connector.clone()), address);
                     Ok(addresses.into_iter().map(at).collect())
                 }
-                Nodes::From(tracker, request) => borrow(connector, &tracker, &request).await,
+                Nodes::From(tracker, request) => Ok(borrow(connector, &tracker, &request).await?),
                 Nodes::DiallingIn(count, listener) => {
                     let sessions = listener.gather(count, &connector, join_timeout).await?;
                     let named = |(session, name)| Source::Ready(session, name);

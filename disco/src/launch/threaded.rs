@@ -2,7 +2,7 @@
 
 use rpc_core::{LocalSession, Registry, Session, SessionLimits};
 
-use super::{Source, launch, layout_of};
+use super::{Source, launch};
 use crate::completion::Completion;
 use crate::host::register;
 use crate::options::Options;
@@ -42,14 +42,11 @@ impl ThreadedSession {
     ///
     /// Its errors are groups that cannot be of equal size, and a system that has no more threads.
     pub fn start(self) -> Completion<DiscoSession> {
-        let layout = match layout_of(1, self.num_workers, self.num_groups) {
-            Ok(layout) => layout,
-            Err(error) => return Completion::failed(error),
-        };
         register(&self.registry);
         let mut limits = SessionLimits::default();
         limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
         let session = Session::new(LocalSession::builder(self.registry).limits(limits).build());
-        launch(layout, self.options, async { Ok(vec![Source::Ready(session, "this process".to_owned())]) })
+        let node = Source::Ready(session, "this process".to_owned());
+        launch((1, self.num_workers, self.num_groups), self.options, async { Ok(vec![node]) })
     }
 }
