@@ -44,8 +44,8 @@ pub struct Options {
     /// How long a worker waits in a collective for others that are there and do not enter it; `None` for ever. When it passes, collectives are
     /// broken, and the session goes on. A worker may so compute for as long between two collectives. Default: 5 minutes.
     pub collective_timeout: Option<Duration>,
-    /// How long a worker waits, within a collective that all have entered, for one that makes no progress. When it passes, collectives are broken. Over
-    /// sockets, where a worker knows only what reaches it, the one that is named may be one that waits for the culprit in turn. Default: 15 seconds.
+    /// How long a worker waits, within a collective that all have entered, for one that makes no progress. When it passes, collectives are broken.
+    /// Twice that for one that says that it waits for another in turn, and so has time to tell whom. Default: 15 seconds.
     pub stall_timeout: Duration,
     /// How long making the collectives may take: to come to the end of what was issued before, and then until all workers have met. Default:
     /// 30 seconds.

@@ -55,8 +55,8 @@ pub struct Options {
     /// How long a rank waits for others to enter a collective that it is in; `None` for ever. A worker that computes for longer than this between two
     /// collectives breaks its group. Default: 5 minutes.
     pub entry_timeout: Option<Duration>,
-    /// How long a rank waits, within a collective that all have entered, for another one that makes no progress. Over sockets, where
-    /// a rank knows only what reaches it, it may name one that waits for the culprit in turn. Default: 15 seconds.
+    /// How long a rank waits, within a collective that all have entered, for another one that makes no progress.
+    /// Twice that for one that says that it waits for another in turn, and so has time to tell whom. Default: 15 seconds.
     pub stall_timeout: Duration,
     /// How long making a group waits for all ranks. Default: 30 seconds.
     pub join_timeout: Duration,

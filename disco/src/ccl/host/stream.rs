@@ -78,6 +78,11 @@ impl Links {
         self.peers.iter_mut().enumerate().filter_map(|(rank, link)| Some((rank, link.as_mut()?)))
     }
 
+    /// Changes whenever a call gets on.
+    fn progress(&self) -> u64 {
+        self.peers.iter().flatten().map(Link::progress).sum()
+    }
+
     /// Sleeps until a socket is ready for what its link wants, somebody wakes the rank, or for [`SLEEP`].
     fn sleep(&mut self) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -198,7 +203,13 @@ impl StreamCcl {
         mut step: impl FnMut(&mut Links) -> Result<Step, Fault>,
     ) -> Result<(), CclError> {
         let mut looks = 0;
-        let mut since = Instant::now();
+        // When the call last got on, and how far; when the others were last told that this rank waits.
+        let (mut since, mut progress, mut told) = (Instant::now(), links.progress(), None::<Instant>);
+        let shortest = self
+            .options
+            .entry_timeout
+            .map_or(self.options.stall_timeout, |entry| entry.min(self.options.stall_timeout));
+        let pulse = shortest / 4;
         loop {
             let mut moved = false;
             for (rank, link) in links.each() {
@@ -223,7 +234,10 @@ impl StreamCcl {
                 Err(Fault(cause, rank)) => return Err(self.shared.break_up(links, cause, rank)),
             };
             if moved {
-                (looks, since) = (0, Instant::now());
+                looks = 0;
+                if links.progress() != progress {
+                    (since, progress) = (Instant::now(), links.progress());
+                }
                 continue;
             }
             if let Some(text) = links.peers[waits_for].as_ref().and_then(Link::gone) {
@@ -240,12 +254,19 @@ impl StreamCcl {
                 continue;
             }
             links.sleep();
+            let waited = since.elapsed();
+            if waited >= pulse && told.is_none_or(|at| at.elapsed() >= pulse) {
+                told = Some(Instant::now());
+                links.each().for_each(|(_, link)| link.say_waits());
+            }
             let (limit, late) = if has_entered {
                 (Some(self.options.stall_timeout), BreakCause::Silent)
             } else {
                 (self.options.entry_timeout, BreakCause::NeverEntered)
             };
-            if limit.is_some_and(|limit| since.elapsed() >= limit) {
+            // One that waits in turn knows better who is to blame, and has some more time to say so.
+            let in_turn = links.peers[waits_for].as_ref().is_some_and(|link| link.waits(3 * pulse));
+            if limit.is_some_and(|limit| waited >= if in_turn { 2 * limit } else { limit }) {
                 return Err(self.shared.break_up(links, late, waits_for));
             }
         }

@@ -8,6 +8,7 @@ use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use super::super::agreement::{LEN, MAX_POISON};
 use super::super::segment::INLINE;
@@ -37,13 +38,15 @@ pub(super) enum FrameKind {
     Leave = 6,
     /// The rank is through with a step, and may have left out collectives of it: `u64`.
     LeftStep = 7,
+    /// The rank is in a call, and waits for another one.
+    Waits = 8,
 }
 
 impl FrameKind {
     fn of(code: u8) -> Option<Self> {
-        use FrameKind::{Abort, Announcement, Answer, Data, Leave, LeftStep, Offer};
+        use FrameKind::{Abort, Announcement, Answer, Data, Leave, LeftStep, Offer, Waits};
 
-        [Announcement, Offer, Answer, Data, Abort, Leave, LeftStep].into_iter().find(|kind| *kind as u8 == code)
+        [Announcement, Offer, Answer, Data, Abort, Leave, LeftStep, Waits].into_iter().find(|kind| *kind as u8 == code)
     }
 }
 
@@ -120,6 +123,10 @@ pub(super) struct Link {
     pub(super) incoming: VecDeque<Incoming>,
     abort: Option<Vec<u8>>,
     left_step: u64,
+    /// When the peer has last said that it waits for another.
+    waited: Option<Instant>,
+    /// How many times bytes of data or whole frames that are about calls have gone either way.
+    progress: u64,
     /// Why there is no more to come; empty if the peer has left.
     gone: Option<String>,
 }
@@ -145,6 +152,8 @@ impl Link {
             incoming: VecDeque::new(),
             abort: None,
             left_step: 0,
+            waited: None,
+            progress: 0,
             gone: None,
         }
     }
@@ -182,6 +191,23 @@ impl Link {
     /// The last step that the peer is through with without having come to all collectives, perhaps. All that it announced before has been read.
     pub(super) fn left_step(&self) -> u64 {
         self.left_step
+    }
+
+    /// Says that this rank waits for another, unless that is about to be said.
+    pub(super) fn say_waits(&mut self) {
+        if self.said.is_empty() && !self.last_said {
+            self.say(FrameKind::Waits, &[]);
+        }
+    }
+
+    /// Whether the peer has said within `period` that it waits for another.
+    pub(super) fn waits(&self, period: Duration) -> bool {
+        self.waited.is_some_and(|at| at.elapsed() < period)
+    }
+
+    /// Changes whenever a call gets on.
+    pub(super) fn progress(&self) -> u64 {
+        self.progress
     }
 
     /// Why nothing more comes from the peer, once that is so and all that it sent has been taken; empty if it has left.
@@ -262,11 +288,13 @@ impl Link {
         if self.head_left + self.data_left == 0 {
             self.said_bytes += written;
             if self.said.front().is_some_and(|frame| frame.len() == self.said_bytes) {
-                self.said.pop_front();
+                let about_calls = self.said.pop_front().is_some_and(|frame| frame[0] != FrameKind::Waits as u8);
+                self.progress += u64::from(about_calls);
                 self.said_bytes = 0;
             }
             return;
         }
+        self.progress += 1;
         let of_head = written.min(self.head_left);
         self.head_left -= of_head;
         self.data_left -= written - of_head;
@@ -371,6 +399,7 @@ impl Link {
 
     /// Data has gone into place.
     fn has_received(&mut self, len: usize) {
+        self.progress += 1;
         if let Some((FrameKind::Data, left)) = self.frame {
             self.frame = (left > len).then_some((FrameKind::Data, left - len));
         }
@@ -387,7 +416,9 @@ impl Link {
         let Some((kind, 0)) = self.frame else { return };
         let bytes = std::mem::take(&mut self.partial);
         self.frame = None;
+        self.progress += u64::from(kind != FrameKind::Waits);
         match kind {
+            FrameKind::Waits => self.waited = Some(Instant::now()),
             FrameKind::Abort => self.abort = Some(bytes),
             FrameKind::Leave => self.lose(""),
             FrameKind::LeftStep => match bytes.first_chunk() {
