@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use rpc_core::{Pack, Result, RpcError, blocking};
+use rpc_core::{Pack, Result, RpcError, ThreadPlace, blocking};
 use rpc_transports::{Address, Connector};
 
 use crate::command::{Encoded, Queued};
@@ -39,17 +39,30 @@ pub(crate) struct Branch {
 struct Above {
     links: Vec<Link>,
     sink: Arc<dyn EventSink>,
+    /// Each process counts as a thread of the node's session.
+    _places: Vec<ThreadPlace>,
+}
+
+impl Drop for Above {
+    fn drop(&mut self) {
+        self.links.iter().for_each(Link::close);
+    }
 }
 
 impl Branch {
     /// Starts a process for each worker.
-    pub(crate) fn open(set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<(Self, Vec<Leaf>)> {
+    pub(crate) fn open(
+        context: &rpc_core::Context,
+        set_up: &SetUp,
+        sink: Arc<dyn EventSink>,
+    ) -> Result<(Self, Vec<Leaf>)> {
         if !SERVES_WORKERS.load(Ordering::Relaxed) {
             return Err(RpcError::unsupported(
                 "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
             ));
         }
         let address = this_program_as_worker()?;
+        let places = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
         let children = (set_up.first..set_up.first + set_up.count).map(|first| {
             let set_up = SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, ..set_up.clone() };
             (set_up, Source::Address(Box::new(to_child()), address.clone()))
@@ -58,7 +71,7 @@ impl Branch {
         let opening = crate::runtime::runtime()?.spawn(async move {
             // No child is in this process.
             let links = open_links(children, &Arc::default() as &Arc<Inbox>).await?;
-            let above = Arc::new(Above { links, sink });
+            let above = Arc::new(Above { links, sink, _places: places });
             let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
             for (number, link) in above.links.iter().enumerate() {
                 link.start(number, &weak).await?;

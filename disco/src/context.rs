@@ -116,6 +116,12 @@ impl WorkerContext {
         CURRENT.with_borrow_mut(|current| *current = Some(self.clone()));
     }
 
+    /// Ends what [`enter`](Self::enter) began.
+    pub(crate) fn leave() {
+        let worker = CURRENT.with_borrow_mut(Option::take);
+        drop(worker);
+    }
+
     /// Whether lines of this level are to go to the controller.
     pub(crate) fn wants_logs(&self, level: u8) -> bool {
         self.0.logs.is_some_and(|least| level <= least)
@@ -128,7 +134,8 @@ impl WorkerContext {
 
     /// The worker of the calling thread, if it is one.
     pub fn current() -> Option<Self> {
-        CURRENT.with_borrow(Clone::clone)
+        // Also asked while a thread ends, by whatever is logged then.
+        CURRENT.try_with(|current| current.try_borrow().ok()?.clone()).ok().flatten()
     }
 
     /// The number of this worker in its session.

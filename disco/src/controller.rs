@@ -261,7 +261,7 @@ impl Controller {
 
     fn fits(&self, state: &State) -> bool {
         let slowest = state.executed.iter().copied().min().unwrap_or(0);
-        state.issued - slowest < self.options.window
+        state.issued.saturating_sub(slowest) < self.options.window
     }
 
     /// Issues a command, whether there is credit or not.
@@ -465,6 +465,8 @@ impl Upstream for Controller {
                 if let Some(reached) = state.reached.get_mut(worker.index()) {
                     *reached = sequence.max(*reached);
                 }
+                // No more than there was, whatever a node says.
+                let cost = cost.min(state.issued);
                 if let Some(executed) = state.executed.get_mut(worker.index()) {
                     *executed = cost.max(*executed);
                 }

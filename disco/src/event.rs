@@ -36,6 +36,49 @@ pub(crate) enum Event {
     CclBroken { worker: WorkerId, report: Report },
 }
 
+impl Event {
+    /// The worker that it is about, where it says so.
+    pub(crate) fn worker(&self) -> Option<WorkerId> {
+        match self {
+            Self::Progress { worker, .. }
+            | Self::Logged { worker, .. }
+            | Self::Lost { worker, .. }
+            | Self::CclBroken { worker, .. } => Some(*worker),
+            Self::Failed(failure) => Some(failure.worker),
+            Self::Reached { .. } | Self::Fetched { .. } | Self::TensorBegins { .. } | Self::TensorBytes { .. } => None,
+        }
+    }
+
+    /// About how many bytes it takes on its way.
+    fn size(&self) -> usize {
+        64 + match self {
+            Self::TensorBytes { bytes, .. } => bytes.len(),
+            Self::Logged { line, .. } => line.target.len() + line.text.len(),
+            Self::Failed(failure) | Self::Fetched { value: Err(failure), .. } => size_of_error(&failure.cause),
+            Self::Fetched { value: Ok(LocalContent::Value(value)), .. } => size_of(value),
+            Self::Lost { error, .. } => size_of_error(error),
+            Self::CclBroken { report, .. } => size_of_error(&report.cause),
+            _ => 0,
+        }
+    }
+}
+
+/// About how many bytes a value takes on its way.
+pub(crate) fn size_of(value: &LocalValue) -> usize {
+    16 + match value {
+        Value::Str(text) => text.len(),
+        Value::Bytes(bytes) => bytes.len(),
+        Value::Packed(packed) => packed.as_bytes().len(),
+        Value::Shape(shape) => 8 * shape.len(),
+        Value::List(values) => values.iter().map(size_of).sum(),
+        _ => 0,
+    }
+}
+
+fn size_of_error(error: &RpcError) -> usize {
+    error.message().len() + error.backtrace().map_or(0, str::len)
+}
+
 /// A line of a log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct LogLine {
@@ -183,8 +226,9 @@ pub(crate) trait EventSink: Send + Sync {
 /// How many bytes of a tensor travel in one event.
 const CHUNK: usize = 1 << 20;
 
-/// How many events travel together.
+/// How many events travel together, and about how many bytes of them, if they are several.
 const MAX_EVENTS: usize = 4096;
+const MAX_TOGETHER: usize = 8 << 20;
 
 /// How many bytes of tensors wait to be fetched before their worker does.
 const MAX_WAITING: usize = 4 << 20;
@@ -225,7 +269,13 @@ impl EventQueue {
                 state.waker = Some(cx.waker().clone());
                 return Poll::Pending;
             }
-            let count = state.events.len().min(MAX_EVENTS);
+            let mut bytes = 0;
+            let fit = state.events.iter().take(MAX_EVENTS).take_while(|event| {
+                let first = bytes == 0;
+                bytes += event.size();
+                first || bytes <= MAX_TOGETHER
+            });
+            let count = fit.count();
             let events: Vec<Event> = state.events.drain(..count).collect();
             for event in &events {
                 match event {

@@ -181,7 +181,7 @@ impl WorkerHost {
                 (Workers::Threads(Threads::start(context, set_up, sink, patience)?), vec![leaf])
             }
             Hosting::Processes => {
-                let (branch, leaves) = Branch::open(set_up, sink)?;
+                let (branch, leaves) = Branch::open(context, set_up, sink)?;
                 (Workers::Processes(branch), leaves)
             }
         };

@@ -7,7 +7,7 @@ mod threaded;
 
 use std::sync::Arc;
 
-use rpc_core::{RpcError, Session};
+use rpc_core::{ErrorKind, RpcError, Session};
 use rpc_transports::Connector;
 
 use crate::completion::Completion;
@@ -83,7 +83,11 @@ fn launch(
 ) -> Completion<DiscoSession> {
     Completion::spawn(async move {
         let layout = layout_of(nodes, per_node, num_groups)?;
-        start(layout, find.await?, options).await
+        let found = find.await?;
+        if found.len() != nodes {
+            return Err(RpcError::new(ErrorKind::Protocol, format!("{} nodes came of {nodes}", found.len())).into());
+        }
+        start(layout, found, options).await
     })
 }
 

@@ -126,7 +126,12 @@ impl Link {
             session: session.clone(),
             submit,
             host: host.clone(),
-            lost: Arc::new(Lost { upstream: upstream.clone(), number, answers: Semaphore::new(MAX_UNANSWERED) }),
+            lost: Arc::new(Lost {
+                upstream: upstream.clone(),
+                number,
+                workers: self.workers(),
+                answers: Semaphore::new(MAX_UNANSWERED),
+            }),
         };
         let lost = Arc::clone(&sender.lost);
         let tasks = vec![
@@ -317,6 +322,11 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>
             Ok(events) if events.is_empty() => return,
             Ok(events) => {
                 for event in events {
+                    if event.worker().is_some_and(|worker| !lost.workers.contains(&worker.0)) {
+                        let error =
+                            RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
+                        return lost.report(error);
+                    }
                     let Some(upstream) = lost.upstream.upgrade() else { return };
                     if matches!(event, Event::TensorBytes { .. }) {
                         poll_fn(|cx| upstream.poll_room(cx)).await;
@@ -333,6 +343,8 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>
 struct Lost {
     upstream: Weak<dyn Upstream>,
     number: usize,
+    /// Those at the other end.
+    workers: Range<u32>,
     /// How many more messages may be sent now.
     answers: Semaphore,
 }

@@ -34,6 +34,15 @@ thread_local! {
     static PASSING_ON: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Ends the passing on, also where a field panics.
+struct Done;
+
+impl Drop for Done {
+    fn drop(&mut self) {
+        PASSING_ON.set(false);
+    }
+}
+
 impl<S: Subscriber> Layer<S> for WorkerLogLayer {
     fn on_event(&self, event: &LogEvent<'_>, _: Context<'_, S>) {
         let level = number(*event.metadata().level());
@@ -41,11 +50,11 @@ impl<S: Subscriber> Layer<S> for WorkerLogLayer {
         if PASSING_ON.replace(true) {
             return;
         }
+        let _done = Done;
         let mut text = Text(String::new());
         event.record(&mut text);
         let target = event.metadata().target().to_owned();
         worker.log(LogLine { level, target, text: text.0, missing_before: 0 });
-        PASSING_ON.set(false);
     }
 }
 

@@ -11,7 +11,7 @@ use crate::ccl_state::Report;
 use crate::command::{Command, HostTensor, Kind, OWN, On, Operand, Register, Scope};
 use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
-use crate::event::{Event, EventSink};
+use crate::event::{Event, EventSink, size_of};
 use crate::feed::{Feed, Reader};
 use crate::host::{SetUp, Shared};
 use crate::plane::{Layout, Plan, Way};
@@ -49,8 +49,14 @@ impl Kept {
     }
 }
 
-/// The most registers of a session: what a controller may make a worker reserve.
-const MAX_REGISTERS: usize = 1 << 24;
+/// How far beyond the registers that there are a command may set one: what it can make a worker reserve.
+const MAX_GAP: usize = 1 << 16;
+
+/// The most bytes of a value that is no tensor, on its way to the controller.
+const MAX_FETCH: usize = 16 << 20;
+
+/// The most programs of a session.
+const MAX_PROGRAMS: usize = 1 << 12;
 
 /// The most registers that a program has for itself.
 const MAX_OWN: usize = 1 << 20;
@@ -171,6 +177,7 @@ impl Worker {
         }
         farewell.expected = true;
         self.this.set_membership(Err(RpcError::new(ErrorKind::Closed, "the worker has ended")));
+        WorkerContext::leave();
     }
 
     fn report(&mut self) {
@@ -320,6 +327,10 @@ impl Worker {
                 }
             }
             Command::Define { program, registers, parameters, outputs, steps } => {
+                if self.programs.len() >= MAX_PROGRAMS {
+                    let text = format!("a session may have {MAX_PROGRAMS} recorded programs at a time: drop some");
+                    return Err(RpcError::new(ErrorKind::LimitExceeded, text).into());
+                }
                 let kept = Kept {
                     registers: *registers as usize,
                     parameters: parameters.clone(),
@@ -410,8 +421,8 @@ impl Worker {
             }
         }
         let at = register as usize;
-        if at >= MAX_REGISTERS {
-            tracing::error!(register, "a controller uses a register that no session has");
+        if at >= self.registers.len() + MAX_GAP {
+            tracing::error!(register, "a controller uses a register far beyond those that there are");
             return;
         }
         if at >= self.registers.len() {
@@ -427,7 +438,9 @@ impl Worker {
     fn set_name(&mut self, register: Register, name: Option<&str>) {
         let place = self.running.as_ref().map_or(Some(register), |running| running.place(register));
         // What a program has for itself goes by what it is.
-        let Some(at) = place.map(|register| register as usize).filter(|at| *at < MAX_REGISTERS) else { return };
+        let Some(at) = place.map(|register| register as usize).filter(|at| *at < self.registers.len() + MAX_GAP) else {
+            return;
+        };
         if name.is_some() && at >= self.names.len() {
             self.names.resize(at + 1, None);
         }
@@ -569,6 +582,14 @@ impl Worker {
                 Ok(value)
             }
             other if tensor_only => Err(self.unexpected("a tensor", other).into()),
+            other if size_of(other) > MAX_FETCH => Err(RpcError::new(
+                ErrorKind::LimitExceeded,
+                format!(
+                    "the value has about {} bytes, and {MAX_FETCH} are allowed: make a tensor of it",
+                    size_of(other)
+                ),
+            )
+            .into()),
             other => {
                 let mut objects = 0;
                 other.for_each_object(&mut |_| objects += 1);

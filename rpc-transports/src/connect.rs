@@ -399,7 +399,10 @@ impl Connector {
                 Ok(done) => Ok(done),
                 Err(_) => second.await,
             },
-            outcome = &mut second => outcome,
+            outcome = &mut second => match outcome {
+                Ok(done) => Ok(done),
+                Err(_) => first.await,
+            },
         }
     }
 

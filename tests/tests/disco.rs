@@ -639,19 +639,6 @@ fn a_dead_worker_ends_the_session_for_everybody() {
 }
 
 #[test]
-fn a_worker_that_is_stopped_ends_the_session_and_is_killed() {
-    let fixture = Launch::Processes(NODE).start(2, 1);
-    let session = &fixture.session;
-    let pids = pids(session);
-    let stopped = rustix::process::Pid::from_raw(pids[1] as i32).unwrap();
-    rustix::process::kill_process(stopped, rustix::process::Signal::STOP).unwrap();
-    let error = session.sync_all().wait().unwrap_err();
-    assert_eq!(error.cause().kind(), ErrorKind::PeerSilent, "{error}");
-    session.shutdown().wait().unwrap();
-    assert!(pids.iter().all(|pid| has_gone(*pid)));
-}
-
-#[test]
 fn servers_are_free_again_after_a_session() {
     for shut_down in [true, false] {
         let mut fixture = Launch::Tcp { per_node: 1, data_over_tcp: false }.start(2, 1);
