@@ -297,7 +297,13 @@ fn threads_that_functions_start_count_until_they_end() {
     let limits = SessionLimits { max_threads: 3, ..SessionLimits::default() };
     let session = LocalSession::builder(registry).limits(limits).total_threads(quota.clone()).build();
     let reserve = handle(&session, "reserve");
-    let call = || session.submit(concurrent(reserve)).reply().wait();
+    let idle = || lock(&session.0.0.lanes).threads.idle();
+    // The reply comes before the thread is idle again: without the wait, the next call would start another.
+    let call = || {
+        let outcome = session.submit(concurrent(reserve)).reply().wait();
+        eventually("its thread is idle", || idle() == 1);
+        outcome
+    };
     // One is the function's own thread.
     call().unwrap();
     call().unwrap();
@@ -306,6 +312,37 @@ fn threads_that_functions_start_count_until_they_end() {
     held.lock().unwrap().clear();
     assert_eq!((live_threads(&session), quota.used()), (1, 0));
     call().unwrap();
+}
+
+#[test]
+fn an_idle_thread_makes_room_for_one_that_a_function_starts() {
+    let (quota, gate) = (ThreadQuota::new(8), Arc::new(Gate::default()));
+    let registry = Registry::new();
+    let held: Arc<Mutex<Vec<ThreadPlace>>> = Arc::default();
+    let (places, waits) = (held.clone(), gate.clone());
+    registry.add("wait", move || waits.pass()).add("reserve", move |context: Context| -> Result<()> {
+        let place = context.reserve_thread()?;
+        places.lock().unwrap().push(place);
+        Ok(())
+    });
+    let limits = SessionLimits { max_threads: 3, ..SessionLimits::default() };
+    let session = LocalSession::builder(registry).limits(limits).total_threads(quota.clone()).build();
+    let (wait, reserve) = (handle(&session, "wait"), handle(&session, "reserve"));
+    let idle = || lock(&session.0.0.lanes).threads.idle();
+    let waiting: Vec<_> = (0..3).map(|_| session.submit(concurrent(wait)).reply()).collect();
+    eventually("it has all there are", || gate.waiting() == 3);
+    gate.open(3);
+    wait_all(waiting);
+    for left in [2, 1] {
+        eventually("all are idle", || idle() == left + 1);
+        session.submit(concurrent(reserve)).reply().wait().unwrap();
+        eventually("one has gone", || idle() == left);
+        assert_eq!((live_threads(&session), quota.used()), (3, 2));
+    }
+    let refused = session.submit(concurrent(reserve)).reply().wait().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::LimitExceeded);
+    held.lock().unwrap().clear();
+    eventually("the two that left are forgotten", || (live_threads(&session), quota.used()) == (1, 0));
 }
 
 #[test]

@@ -137,6 +137,8 @@ pub(super) struct Threads<W> {
     quota: Option<Arc<ThreadQuota>>,
     /// All that there are, those that are being started included.
     live: usize,
+    /// Those that are ending and whose place another has already; they are not among `live`.
+    passed_on: usize,
     /// What they count as: one less than there are threads, if there is a quota.
     leases: Vec<ThreadLease>,
     /// Idle, and kept for the lane that they served last; the latest at the end.
@@ -156,6 +158,7 @@ impl<W> Threads<W> {
             max: max.max(1),
             quota,
             live: 0,
+            passed_on: 0,
             leases: Vec::new(),
             kept: Vec::new(),
             spare: Vec::new(),
@@ -202,9 +205,21 @@ impl<W> Threads<W> {
         true
     }
 
-    /// Counts one more thread, which a function starts for itself, if there is room for it.
+    /// Counts one more thread, which a function starts for itself, if there is room for it or an idle thread can go for it.
     pub(super) fn reserve_for_function(&mut self) -> bool {
-        !self.ended && self.reserve()
+        !self.ended && (self.reserve() || self.pass_on_idle())
+    }
+
+    /// Lets an idle thread go, for another that counts as what it did. Whether there was one.
+    fn pass_on_idle(&mut self) -> bool {
+        let idle = match self.spare.pop() {
+            Some(spare) => spare,
+            None if self.kept.is_empty() => return false,
+            None => self.kept.remove(0).1,
+        };
+        idle.retire();
+        self.passed_on += 1;
+        true
     }
 
     /// Counts one more thread, or has the quota tell when there is room, if that is what is in the way.
@@ -285,6 +300,10 @@ impl<W> Threads<W> {
 
     /// A thread has ended. What it counted as is to be dropped outside of locks.
     pub(super) fn left(&mut self) -> Option<ThreadLease> {
+        if self.passed_on > 0 {
+            self.passed_on -= 1;
+            return None;
+        }
         self.live -= 1;
         if self.leases.len() >= self.live.max(1) { self.leases.pop() } else { None }
     }
