@@ -13,6 +13,7 @@ use std::time::Instant;
 use crate::device::Devices;
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::local::SessionLimits;
 use crate::module::LoadRequest;
 use crate::reply::Responder;
 use crate::session::Lane;
@@ -308,6 +309,9 @@ pub trait Host: Send + Sync {
     /// The device's, and a limit that is reached.
     fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor>;
 
+    /// What the session may hold and queue.
+    fn limits(&self) -> &SessionLimits;
+
     /// Counts one thread that a function starts for itself, until the place is dropped.
     ///
     /// # Errors
@@ -383,6 +387,11 @@ impl Context {
     /// [`ErrorKind::LimitExceeded`].
     pub fn reserve_thread(&self) -> Result<ThreadPlace> {
         self.host.reserve_thread()
+    }
+
+    /// What the session may hold and queue, for functions that start something outside of it on its behalf.
+    pub fn limits(&self) -> &SessionLimits {
+        self.host.limits()
     }
 
     /// The devices of the session.

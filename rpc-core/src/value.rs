@@ -205,6 +205,27 @@ impl<O> Value<O> {
             _ => {}
         }
     }
+
+    /// As [`Value::size_hint`], where `of_object` says what an object holds outside of the value.
+    pub fn size_with(&self, of_object: &impl Fn(&O) -> usize) -> usize {
+        size_of::<Self>() + self.heap_bytes(of_object)
+    }
+
+    /// What the value occupies outside of itself.
+    fn heap_bytes(&self, of_object: &impl Fn(&O) -> usize) -> usize {
+        match self {
+            Self::Str(text) => text.capacity(),
+            Self::Bytes(bytes) => bytes.len(),
+            Self::Packed(packed) => packed.0.len(),
+            Self::Shape(shape) => size_of::<i64>() * shape.capacity(),
+            Self::List(values) => {
+                let nested = values.iter().map(|value| value.heap_bytes(of_object));
+                size_of::<Self>() * values.capacity() + nested.sum::<usize>()
+            }
+            Self::Object(object) => of_object(object),
+            Self::Null | Self::Bool(_) | Self::Int(_) | Self::Float(_) | Self::DataType(_) | Self::Device(_) => 0,
+        }
+    }
 }
 
 impl Value {
@@ -213,22 +234,10 @@ impl Value {
     ///
     /// Shared bytes count in full, whoever else may hold them.
     pub fn size_hint(&self) -> usize {
-        size_of::<Self>() + self.heap_bytes()
-    }
-
-    /// What the value occupies outside of itself.
-    fn heap_bytes(&self) -> usize {
-        match self {
-            Self::Str(text) => text.capacity(),
-            Self::Bytes(bytes) => bytes.len(),
-            Self::Packed(packed) => packed.0.len(),
-            Self::Shape(shape) => size_of::<i64>() * shape.capacity(),
-            Self::List(values) => {
-                size_of::<Self>() * values.capacity() + values.iter().map(Self::heap_bytes).sum::<usize>()
-            }
-            Self::Object(Reference::Tensor(tensor)) => tensor.heap_bytes(),
+        self.size_with(&|reference| match reference {
+            Reference::Tensor(tensor) => tensor.heap_bytes(),
             _ => 0,
-        }
+        })
     }
 
     /// The handles of all objects in the value: what has to be freed if nobody takes it.

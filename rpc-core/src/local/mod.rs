@@ -22,6 +22,7 @@ use std::task::{Poll, ready};
 use std::time::Instant;
 
 use bytes::Bytes;
+use serde::{Deserialize, Serialize};
 
 use self::lanes::{Capacity, Front, Job, LaneKey, Lanes, Removed, Turn, Waiting};
 use self::quota::WantsThreads;
@@ -55,7 +56,7 @@ pub trait Spawner: Send + Sync {
 }
 
 /// What a session may hold and queue. The defaults suit one client of a server that has several.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionLimits {
     /// Requests that are admitted and not complete; more wait for admission. 1,024.
     pub max_requests: usize,
@@ -199,11 +200,13 @@ impl LocalSessionBuilder {
         if let Some(quota) = self.total_handles {
             table = table.within(quota);
         }
+        let memory = MemoryQuota::new("max_memory", limits.max_memory, self.total_memory);
         let shared = Arc::new_cyclic(|this| Shared {
             this: this.clone(),
+            limits,
             registry: self.registry,
             devices: self.devices,
-            memory: MemoryQuota::new("max_memory", limits.max_memory, self.total_memory),
+            memory,
             workspace: self.workspace,
             extensions: self.extensions,
             spawner: self.spawner,
@@ -335,6 +338,7 @@ struct Closing {
 
 struct Shared {
     this: Weak<Self>,
+    limits: SessionLimits,
     registry: Registry,
     devices: Devices,
     memory: Arc<MemoryQuota>,
@@ -1230,6 +1234,10 @@ impl Host for Shared {
         let memory = api.allocate(device.index, &AllocRequest { size, alignment: 0, scope })?;
         let storage = Storage::new(device, memory, Some(Box::new(lease)));
         Tensor::new(storage, 0, shape, None, dtype)
+    }
+
+    fn limits(&self) -> &SessionLimits {
+        &self.limits
     }
 
     fn reserve_thread(&self) -> Result<ThreadPlace> {
