@@ -5,11 +5,15 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Barrier, mpsc};
 use std::time::Duration;
 
+use bytes::Bytes;
+
 use super::*;
 use crate::convert::Shared as SharedObject;
-use crate::device::{DeviceApi, DeviceAttribute, Memory, Stream};
+use crate::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream};
 use crate::dlpack::DeviceType;
+use crate::error::Result;
 use crate::function::Rest;
+use crate::object::{Context, ThreadPlace};
 use crate::reply::{PendingReply, ReplySink};
 use crate::value::Reference;
 

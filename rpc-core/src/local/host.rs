@@ -1,0 +1,78 @@
+//! What functions see of their session.
+
+use std::any::{Any, TypeId};
+use std::sync::{Arc, Weak};
+
+use super::{SessionLimits, Shared, lock};
+use crate::device::{AllocRequest, Devices};
+use crate::dlpack::{self, DataType, Device};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::module::LoadRequest;
+use crate::object::{Function, Host, Module, Signature, ThreadPlace, Usage, WorkspaceFiles};
+use crate::tensor::{Storage, Tensor};
+
+impl Host for Shared {
+    fn devices(&self) -> &Devices {
+        &self.devices
+    }
+
+    fn function(&self, name: &str) -> Option<Function> {
+        self.registry.get(name).ok()
+    }
+
+    fn functions(&self) -> Vec<(String, Signature)> {
+        self.registry.functions()
+    }
+
+    fn load_module(&self, loader: Option<&str>, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        self.registry.load_module(loader, request)
+    }
+
+    fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>> {
+        self.workspace.as_ref()
+    }
+
+    fn extension(&self, type_id: TypeId) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.extensions.get(&type_id).cloned()
+    }
+
+    fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor> {
+        let api = self.devices.get(device)?;
+        let size = dlpack::dense_size(shape, dtype)?;
+        let lease = self.memory.reserve(size)?;
+        let memory = api.allocate(device.index, &AllocRequest { size, alignment: 0, scope })?;
+        let storage = Storage::new(device, memory, Some(Box::new(lease)));
+        Tensor::new(storage, 0, shape, None, dtype)
+    }
+
+    fn limits(&self) -> &SessionLimits {
+        &self.limits
+    }
+
+    fn reserve_thread(&self) -> Result<ThreadPlace> {
+        if !lock(&self.lanes).threads.reserve_for_function() {
+            return Err(RpcError::new(
+                ErrorKind::LimitExceeded,
+                "the session, or all sessions together, may have no more threads (max_threads, max_total_threads)",
+            ));
+        }
+        Ok(ThreadPlace::new(TakenThread(self.this.clone())))
+    }
+
+    fn usage(&self) -> Usage {
+        Usage { handles: lock(&self.table).len() as u64, memory_bytes: self.memory.used() }
+    }
+}
+
+/// A thread of a function's own, which counts until this is dropped.
+struct TakenThread(Weak<Shared>);
+
+impl Drop for TakenThread {
+    fn drop(&mut self) {
+        let Some(shared) = self.0.upgrade() else { return };
+        let lease = lock(&shared.lanes).threads.left();
+        drop(lease);
+        // Jobs of this session may have waited for its own limit, of which no quota tells.
+        shared.start_parked();
+    }
+}

@@ -1,0 +1,134 @@
+//! Whatever is not a call.
+
+use bytes::Bytes;
+
+use super::lanes::LaneKey;
+use super::work::{self, Work};
+use super::{Shared, lock};
+use crate::dlpack;
+use crate::error::{Result, RpcError};
+use crate::module::LoadRequest;
+use crate::object::{Context, Host, LocalValue, Object};
+use crate::tensor::{Borrow, Tensor};
+use crate::value::Value;
+
+/// How many pairs of lane and device a session may set a stream for.
+const MAX_SET_STREAMS: usize = 4096;
+
+impl Shared {
+    /// Does it, and gives what the request returns.
+    pub(super) fn perform(
+        &self,
+        work: Work,
+        mut borrows: Vec<Borrow>,
+        lane: LaneKey,
+        context: &Context,
+    ) -> Result<LocalValue> {
+        match work {
+            Work::Get { name } => self.registry.get(&name).map(|function| Value::Object(Object::Function(function))),
+            Work::Alloc { device, dtype, shape, scope } => self
+                .allocate(device, dtype, &shape, scope.as_deref())
+                .map(|tensor| Value::Object(Object::Tensor(tensor))),
+            Work::Write { range, data, .. } => {
+                first(&mut borrows)?.copy_in(range.start, &data)?;
+                Ok(Value::Null)
+            }
+            Work::Read { range, into, .. } => {
+                let mut borrow = first(&mut borrows)?;
+                let len = range.end - range.start;
+                if let Some(into) = into
+                    && let Some(mut buffer) = into.take()
+                {
+                    let copied = if buffer.len() as u64 == len {
+                        borrow.copy_out(range.start, &mut buffer).map(|()| true)
+                    } else {
+                        Ok(false)
+                    };
+                    into.put_back(buffer);
+                    if copied? {
+                        return Ok(Value::Null);
+                    }
+                }
+                if borrow.bytes().is_some() {
+                    let bytes = borrow.into_bytes(range);
+                    return bytes
+                        .map(Value::Bytes)
+                        .ok_or_else(|| RpcError::internal("a checked range was out of bounds"));
+                }
+                // A range that was checked against memory fits memory.
+                let mut bytes = vec![0; len as usize];
+                borrow = borrow.share().unwrap_or(borrow);
+                borrow.copy_out(range.start, &mut bytes)?;
+                Ok(Value::Bytes(Bytes::from(bytes)))
+            }
+            Work::Copy { from, to } => self.copy(&from, &to, borrows).map(|()| Value::Null),
+            Work::Freed => Ok(Value::Null),
+            Work::Attribute { device, attribute } => self
+                .devices
+                .attribute(device, attribute)?
+                .try_map(&mut |_| Err(RpcError::internal("an attribute is no object"))),
+            Work::CreateStream { device } => {
+                self.devices.get(device)?.create_stream(device.index).map(work::stream_object)
+            }
+            Work::SetStream { device, stream } => {
+                self.devices.get(device)?;
+                if lane.is_single_use() {
+                    // No later request will ever see it.
+                    return Ok(Value::Null);
+                }
+                let mut streams = lock(&self.streams);
+                let key = (lane, device);
+                let full = streams.len() >= MAX_SET_STREAMS && !streams.contains_key(&key);
+                let old = match stream {
+                    Some(_) if full => {
+                        let limit = MAX_SET_STREAMS as u64;
+                        return Err(RpcError::limit("max_set_streams", limit, limit + 1));
+                    }
+                    Some(stream) => streams.insert(key, stream),
+                    None => streams.remove(&key),
+                };
+                drop(streams);
+                drop(old);
+                Ok(Value::Null)
+            }
+            Work::StreamWait { device, stream } => {
+                let api = self.devices.get(device)?;
+                let current = stream.or_else(|| lock(&self.streams).get(&(lane, device)).cloned());
+                match current {
+                    Some(stream) => stream.0.synchronize()?,
+                    None => api.default_stream(device.index)?.synchronize()?,
+                }
+                Ok(Value::Null)
+            }
+            Work::LoadModule { path, loader } => {
+                let request = LoadRequest { path: &path, context };
+                self.registry
+                    .load_module(loader.as_deref(), &request)
+                    .map(|module| Value::Object(Object::Module(module)))
+            }
+            Work::ModuleFunction { module, name } => {
+                module.function(&name).map(|function| Value::Object(Object::Function(function)))
+            }
+            Work::Call { .. } => Err(RpcError::internal("calls are not performed here")),
+        }
+    }
+
+    fn copy(&self, from: &Tensor, to: &Tensor, borrows: Vec<Borrow>) -> Result<()> {
+        let len = from.size_bytes();
+        let (source, destination) = (from.byte_range(0, len)?.start, to.byte_range(0, len)?.start);
+        // The device that is not the host knows how to reach host memory, not the other way round.
+        let device = if from.device().kind == dlpack::DeviceType::CPU { to.device() } else { from.device() };
+        let api = self.devices.get(device)?;
+        let mut borrows = borrows.into_iter();
+        match (borrows.next(), borrows.next()) {
+            (Some(mut both), None) if source != destination => both.copy_within(&**api, source, destination, len),
+            (Some(_), None) => Ok(()),
+            (Some(read), Some(mut write)) => write.copy_from(&**api, destination, &read, source, len),
+            _ => Err(RpcError::internal("a copy was not given its borrows")),
+        }
+    }
+}
+
+fn first(borrows: &mut Vec<Borrow>) -> Result<Borrow> {
+    borrows.pop().ok_or_else(|| RpcError::internal("a copy was not given its borrow"))
+}
