@@ -109,6 +109,8 @@ impl Connection {
 
     /// What others have left for this task.
     fn take_mail(&mut self) {
+        // Taken first: whatever was answered before the end is there by then, and goes out before it.
+        let end = self.mailbox.take_end();
         let mut taken = std::mem::take(&mut self.taken);
         self.mailbox.take_replies(&mut taken);
         for (id, outcome) in taken.drain(..) {
@@ -118,7 +120,7 @@ impl Connection {
         if taken.capacity() <= KEPT_REPLIES {
             self.taken = taken;
         }
-        if let Some(error) = self.mailbox.take_end() {
+        if let Some(error) = end {
             self.close(error);
         }
         match self.mailbox.commanded() {
