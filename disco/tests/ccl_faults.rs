@@ -11,8 +11,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use disco::ccl::{BreakCause, Breakdown, Buffers, Ccl, CclError, CollectiveInput, Outcome, Rank, ReduceOp, host};
+use disco::ccl::{
+    BreakCause, Breakdown, Buffers, Ccl, CclError, CollectiveInput, Control, Outcome, Rank, ReduceOp, host,
+};
 use rpc_core::{DataType, ErrorKind, RpcError};
+use rustix::process::Signal;
 
 use launch::{ALL, ChildRank, Launch, Way, as_child, group, on_threads, options, patient, start_child};
 use model::{assert_mismatch, random_program};
@@ -265,10 +268,13 @@ fn an_abort_in_the_middle_of_data_leaves_nobody_waiting() {
                 }
                 control.abort("stop");
                 for rank in running {
-                    let named = rank.join().unwrap().rank;
-                    // In a socket that is full of data there is no room for a word: one that has heard and left may be named in turn.
-                    let by_sockets = matches!(launch, Launch::Tcp | Launch::Encrypted | Launch::Unix);
-                    assert!(named == Rank(1) || by_sockets && count > 10, "{launch:?}, {count}: {named:?}");
+                    let breakdown = rank.join().unwrap();
+                    let aborted = BreakCause::Aborted("stop".to_owned());
+                    assert_eq!(
+                        (&breakdown.cause, breakdown.rank),
+                        (&aborted, Rank(1)),
+                        "{launch:?}, {count}: {breakdown}"
+                    );
                 }
             });
         }
@@ -294,9 +300,16 @@ fn a_rank_that_leaves_is_named() {
 #[test]
 fn child() {
     if let Some((program, mut ccl)) = as_child(&options(LONG, LONG)) {
-        let count = if program == "large" { 4_000_000 } else { 16 };
+        let count = if program == "small" { 16 } else { 4_000_000 };
         // Until somebody ends this process, or the group.
-        while allreduce(&mut *ccl, count).is_ok() {}
+        let end = loop {
+            if let Err(error) = allreduce(&mut *ccl, count) {
+                break breakdown(Err(error));
+            }
+        };
+        if program == "told" {
+            assert_eq!((end.cause, end.rank), (BreakCause::Aborted("enough".to_owned()), Rank(1)));
+        }
     }
 }
 
@@ -311,18 +324,19 @@ fn way(launch: Launch, size: usize, folder: &tempfile::TempDir) -> (Way, Option<
     (Way::Unix(host::SessionKey::generate().expect("a key"), folder, size), None)
 }
 
-/// Runs ranks 0 and 1 here and rank 2 as a process; when the group has come some way, does `harm` to that process. Gives what the two see.
+/// Runs ranks 0 and 1 here and rank 2 as a process; when the group has come some way, does `harm` to that process, by the control of rank 1
+/// perhaps. Gives what the two see, and the process.
 fn with_a_child(
     launch: Launch,
     program: &str,
     limits: &host::Options,
-    harm: impl Fn(&mut ChildRank),
-) -> Vec<Breakdown> {
+    harm: impl Fn(&mut ChildRank, &dyn Control),
+) -> (Vec<Breakdown>, ChildRank) {
     let folder = tempfile::tempdir().expect("a folder");
     let (way, _offer) = way(launch, 3, &folder);
     let mut victim = start_child("child", program, &way, 2);
-    let count = if program == "large" { 4_000_000 } else { 16 };
-    std::thread::scope(|scope| {
+    let count = if program == "small" { 16 } else { 4_000_000 };
+    let breakdowns = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
                 let way = &way;
@@ -330,7 +344,7 @@ fn with_a_child(
             })
             .collect();
         let ranks: Vec<_> = ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect();
-        let control = ranks[0].control();
+        let control = ranks[1].control();
         let running: Vec<_> = ranks
             .into_iter()
             .map(|mut ccl| {
@@ -346,16 +360,21 @@ fn with_a_child(
         while control.flights().len() < 5 {
             std::thread::yield_now();
         }
-        harm(&mut victim);
+        harm(&mut victim, &*control);
         running.into_iter().map(|rank| rank.join().expect("no panic")).collect()
-    })
+    });
+    (breakdowns, victim)
+}
+
+fn signal(child: &ChildRank, signal: Signal) {
+    rustix::process::kill_process(rustix::process::Pid::from_child(&child.0), signal).unwrap();
 }
 
 #[test]
 fn a_killed_process_is_named() {
     for launch in [Launch::Processes, Launch::Unix] {
         for program in ["small", "large"] {
-            let breakdowns = with_a_child(launch, program, &patient(), |victim| victim.0.kill().unwrap());
+            let (breakdowns, _) = with_a_child(launch, program, &patient(), |victim, _| victim.0.kill().unwrap());
             for breakdown in breakdowns {
                 assert_eq!(breakdown.rank, Rank(2), "{launch:?}: {breakdown}");
                 assert!(matches!(breakdown.cause, BreakCause::Died | BreakCause::Link(_)), "{breakdown}");
@@ -369,16 +388,31 @@ fn a_killed_process_is_named() {
 fn a_stopped_process_is_named_when_its_time_is_up() {
     for launch in [Launch::Processes, Launch::Unix] {
         for program in ["small", "large"] {
-            let breakdowns = with_a_child(launch, program, &options(SHORT, SHORT), |victim| {
-                let process = rustix::process::Pid::from_child(&victim.0);
-                rustix::process::kill_process(process, rustix::process::Signal::STOP).unwrap();
-            });
+            let limits = options(SHORT, SHORT);
+            let (breakdowns, _victim) =
+                with_a_child(launch, program, &limits, |victim, _| signal(victim, Signal::STOP));
             for breakdown in breakdowns {
                 // And not one of those that wait for it in turn.
                 assert_eq!(breakdown.rank, Rank(2), "{launch:?}: {breakdown}");
                 assert!(matches!(breakdown.cause, BreakCause::NeverEntered | BreakCause::Silent), "{breakdown}");
             }
         }
+    }
+}
+
+/// The others go on at once, and their word reaches a rank whose sockets were full of data when they went.
+#[test]
+fn a_rank_that_does_not_read_hears_later_who_broke_the_group() {
+    for launch in [Launch::Processes, Launch::Unix] {
+        let (breakdowns, victim) = with_a_child(launch, "told", &patient(), |victim, control| {
+            signal(victim, Signal::STOP);
+            control.abort("enough");
+        });
+        for breakdown in breakdowns {
+            assert_eq!((breakdown.cause, breakdown.rank), (BreakCause::Aborted("enough".to_owned()), Rank(1)));
+        }
+        signal(&victim, Signal::CONT);
+        assert!(victim.finish(LONG), "{launch:?}: the rank that was stopped has not heard who broke the group");
     }
 }
 

@@ -4,6 +4,7 @@
 //! the buffers. An allreduce sends each rank the others' contributions to its share, and each rank sends its reduced share to all: the bytes
 //! of a ring, in two steps rather than `2 × (n − 1)`, and with one rounding. A broadcast goes in shares too, which those who get them pass on.
 
+mod farewell;
 mod flow;
 mod join;
 mod link;
@@ -35,9 +36,6 @@ const LOOKS: u32 = 60;
 
 /// The longest breakdown that is sent, in bytes.
 const BREAKDOWN_ROOM: usize = 4096;
-
-/// How long a rank that breaks the group tries to tell the others.
-const FAREWELL: Duration = Duration::from_millis(300);
 
 /// One rank of a group over sockets.
 struct StreamCcl {
@@ -99,22 +97,11 @@ impl Links {
         _ = poll(&mut files, Some(&at_most));
     }
 
-    /// Tells everybody that the group is broken, as far as that is possible now.
+    /// Tells everybody that the group is broken, and lets go of the connections and of whatever buffers they were to fill or to send.
     fn bid_farewell(&mut self, breakdown: &Breakdown) {
-        let bytes = breakdown.to_bytes(BREAKDOWN_ROOM);
-        for (_, link) in self.each() {
-            link.say_last(FrameKind::Abort, &bytes);
-        }
-        let began = Instant::now();
-        loop {
-            for (_, link) in self.each() {
-                link.write();
-            }
-            if !self.peers.iter().flatten().any(Link::wants_output) || began.elapsed() >= FAREWELL {
-                return;
-            }
-            self.sleep();
-        }
+        let word = breakdown.to_bytes(BREAKDOWN_ROOM);
+        let links = self.peers.iter_mut().filter_map(Option::take);
+        farewell::see_off(links.filter_map(|link| link.part(&word)).collect());
     }
 }
 
@@ -485,8 +472,9 @@ impl Ccl for StreamCcl {
     }
 
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
-        if let Some(breakdown) = self.shared.broken.get() {
-            return Err(CclError::Broken(Arc::clone(breakdown)));
+        if self.shared.broken.get().is_some() {
+            // By an abort during a call that had all that it needed, perhaps, of which nobody has been told.
+            return Err(self.shared.end(&mut self.shared.lock()));
         }
         let lent = check::lend(&collective, &data, self.rank(), self.size);
         let peer = check::transfer(&collective, self.rank(), self.size);
@@ -508,9 +496,6 @@ impl Ccl for StreamCcl {
             }
             (None, _) => self.collective(&mut links, collective, lent),
         };
-        if result.as_ref().is_err_and(CclError::is_broken) {
-            links.each().for_each(|(_, link)| link.forget_buffers());
-        }
         drop(links);
         shared.recorder.leave(&result);
         result
@@ -537,8 +522,11 @@ impl Ccl for StreamCcl {
 impl Drop for StreamCcl {
     fn drop(&mut self) {
         let mut links = self.shared.lock();
+        if self.shared.broken.get().is_some() {
+            self.shared.end(&mut links);
+        }
         for (_, link) in links.each() {
-            link.say_last(FrameKind::Leave, &[]);
+            link.say(FrameKind::Leave, &[]);
             link.write();
         }
         links.peers.clear();

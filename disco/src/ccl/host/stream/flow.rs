@@ -1,5 +1,6 @@
 //! Large data over the connections: what goes where, what waits for what, and the reduction in between.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 
 use super::super::plan::{bypasses, route, share};
@@ -51,7 +52,7 @@ impl StreamCcl {
                 let this = Reduction::new(collective, lent.input, lent.output, own.clone(), own.clone(), links, rank);
                 for (peer, link) in links.each() {
                     let theirs = share(bytes, peer, size);
-                    link.outgoing.extend(stretch(lent.input, theirs.clone(), true));
+                    link.outgoing.extend(to_ring(lent.input, theirs.clone()));
                     link.outgoing.extend(stretch(lent.output, own.clone(), false));
                     link.incoming.extend(place(lent.output, theirs));
                 }
@@ -61,7 +62,7 @@ impl StreamCcl {
                 let own = rank * bytes..(rank + 1) * bytes;
                 reduction = Some(Reduction::new(collective, lent.input, lent.output, own, 0..bytes, links, rank));
                 for (peer, link) in links.each() {
-                    link.outgoing.extend(stretch(lent.input, peer * bytes..(peer + 1) * bytes, true));
+                    link.outgoing.extend(to_ring(lent.input, peer * bytes..(peer + 1) * bytes));
                 }
             }
             Operation::Broadcast { root } => {
@@ -145,19 +146,27 @@ impl StreamCcl {
 fn stretch(start: *const u8, range: Range<usize>, is_ready: bool) -> Option<Outgoing> {
     let ready = if is_ready { range.len() } else { 0 };
     let start = start.wrapping_add(range.start);
-    (!range.is_empty()).then_some(Outgoing { start, len: range.len(), ready, sent: 0 })
+    (!range.is_empty()).then_some(Outgoing { start, len: range.len(), ready, room: range.len(), sent: 0 })
+}
+
+/// Bytes to send to a rank that takes them in a ring.
+fn to_ring(start: *const u8, range: Range<usize>) -> Option<Outgoing> {
+    let room = range.len().min(RING);
+    stretch(start, range, true).map(|outgoing| Outgoing { room, ..outgoing })
 }
 
 /// Room for bytes to receive, if there are any.
 fn place(start: *mut u8, range: Range<usize>) -> Option<Incoming> {
     let (start, len) = (start.wrapping_add(range.start), range.len());
-    (len > 0).then_some(Incoming { start, len, room: len, received: 0, released: 0, stays: false })
+    (len > 0).then_some(Incoming { start, len, room: len, received: 0, released: 0, told: len, stays: false })
 }
 
 /// Whether everything has moved, and if not, who is the furthest behind.
 fn state(links: &mut Links) -> Step {
-    let receives = links.each().filter_map(|(peer, link)| Some((link.incoming.front()?, peer)));
-    let behind = receives.min_by_key(|(incoming, _)| incoming.received).map(|(_, peer)| peer);
+    // Of several stretches the last is the result, which depends on what others have yet to send.
+    let receives = links.each().filter_map(|(peer, link)| Some((link.incoming.len(), link.awaited()?.received, peer)));
+    let behind = receives.min_by_key(|(stretches, received, _)| (Reverse(*stretches), *received));
+    let behind = behind.map(|(.., peer)| peer);
     let sends = || {
         let mut links = links.peers.iter().enumerate().filter_map(|(peer, link)| Some((peer, link.as_ref()?)));
         links.find(|(_, link)| !link.outgoing.is_empty() || link.wants_output()).map(|(peer, _)| peer)
@@ -201,7 +210,8 @@ impl Reduction {
         for (peer, link) in links.each() {
             if len > 0 {
                 let start = rings[peer].as_mut_ptr();
-                link.incoming.push_back(Incoming { start, len, room, received: 0, released: 0, stays: true });
+                let told = room;
+                link.incoming.push_back(Incoming { start, len, room, received: 0, released: 0, told, stays: true });
             }
         }
         let (input, output) = (input.wrapping_add(own.start), output.wrapping_add(result.start));
@@ -237,9 +247,7 @@ impl Reduction {
         self.done += piece;
         let is_for_all = matches!(self.collective.operation, Operation::Allreduce(_));
         for (_, link) in links.each() {
-            if let Some(ring) = link.incoming.front_mut() {
-                ring.released = self.done;
-            }
+            link.release(self.done);
             if self.done == self.len {
                 link.incoming.pop_front();
             }

@@ -13,9 +13,10 @@
 //! left behind cannot be taken for this one's. If it is, all that follows is encrypted as [`super::secure`] says; if not, it is neither encrypted nor
 //! protected.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::mpsc;
@@ -34,7 +35,7 @@ use crate::ccl::{Ccl, Rank};
 const HELLO: usize = 60;
 const NONCE: usize = 32;
 const VERSION: u16 = 1;
-/// How long the other side of a handshake may take for a message.
+/// How long a handshake may take from the connection on, however little of it comes at a time.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Between two attempts to reach a rank that is not there yet.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -172,19 +173,19 @@ impl Listener {
     fn accept_all(&self, group: &Group<'_>, links: &mut [Option<Link>], until: Instant) -> Result<(), RpcError> {
         std::thread::scope(|scope| {
             let (sender, receiver) = mpsc::channel();
-            let mut handshakes = 0;
+            let mut handshakes = Handshakes::default();
             while let Some(missing) = links.iter().position(Option::is_none) {
-                while let Ok(finished) = receiver.try_recv() {
-                    handshakes -= 1;
-                    let Some((peer, link)) = finished else { continue };
+                while let Ok((number, welcomed)) = receiver.try_recv() {
+                    handshakes.0.remove(&number);
+                    let Some((peer, link)) = welcomed else { continue };
                     let place: Option<&mut Option<Link>> = links.get_mut((peer - group.rank - 1) as usize);
                     if let Some(place) = place.filter(|place| place.is_none()) {
                         *place = Some(link);
                     }
                 }
-                let accepted = if handshakes < MAX_HANDSHAKES { self.accept()? } else { None };
+                let accepted = if handshakes.0.len() < MAX_HANDSHAKES { self.accept()? } else { None };
                 if let Some(stream) = accepted {
-                    handshakes += 1;
+                    let number = handshakes.add(&stream)?;
                     let sender = sender.clone();
                     scope.spawn(move || {
                         let welcomed = group.welcome(stream);
@@ -192,7 +193,7 @@ impl Listener {
                             tracing::warn!(rank = group.rank, %error, "a data connection was refused");
                         }
                         // Nobody listens any more when all others have come.
-                        _ = sender.send(welcomed.ok());
+                        _ = sender.send((number, welcomed.ok()));
                     });
                     continue;
                 }
@@ -205,7 +206,8 @@ impl Listener {
                     return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
                 }
                 if links.iter().any(Option::is_none) {
-                    self.await_connection(if handshakes > 0 { Duration::from_millis(1) } else { PAUSE });
+                    let is_busy = !handshakes.0.is_empty();
+                    self.await_connection(if is_busy { Duration::from_millis(1) } else { PAUSE });
                 }
             }
             Ok(())
@@ -214,10 +216,10 @@ impl Listener {
 
     fn accept(&self) -> io::Result<Option<Stream>> {
         let accepted = match &self.socket {
-            Bound::Tcp(socket) => socket.accept().map(|(stream, _)| Stream::Tcp(stream)),
-            Bound::Unix(socket) => socket.accept().map(|(stream, _)| Stream::Unix(stream)),
+            Bound::Tcp(socket) => socket.accept().map(|(stream, _)| Connection::Tcp(stream)),
+            Bound::Unix(socket) => socket.accept().map(|(stream, _)| Connection::Unix(stream)),
         };
-        match accepted {
+        match accepted.and_then(Stream::new) {
             Ok(stream) => Ok(Some(stream)),
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => {
                 Ok(None)
@@ -242,6 +244,30 @@ impl Drop for Listener {
     fn drop(&mut self) {
         if let Address::Unix(path) = &self.address {
             _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// The connections whose handshakes go on, by number. Those that are left are of no use to anybody when this is dropped, and end.
+#[derive(Default)]
+struct Handshakes(HashMap<u64, Connection>, u64);
+
+impl Handshakes {
+    fn add(&mut self, stream: &Stream) -> io::Result<u64> {
+        self.1 += 1;
+        self.0.insert(self.1, stream.connection.try_clone()?);
+        Ok(self.1)
+    }
+}
+
+impl Drop for Handshakes {
+    fn drop(&mut self) {
+        for connection in self.0.values() {
+            // One that has ended by itself needs no more.
+            _ = match connection {
+                Connection::Tcp(stream) => stream.shutdown(Shutdown::Both),
+                Connection::Unix(stream) => stream.shutdown(Shutdown::Both),
+            };
         }
     }
 }
@@ -286,11 +312,10 @@ impl Group<'_> {
     }
 
     fn try_dial(&self, peer: u32, address: &Address) -> Result<Link, Failure> {
-        let mut stream = match address {
-            Address::Tcp(address) => Stream::Tcp(TcpStream::connect_timeout(address, PATIENCE)?),
-            Address::Unix(path) => Stream::Unix(UnixStream::connect(path)?),
-        };
-        stream.set_patience(Some(PATIENCE))?;
+        let mut stream = Stream::new(match address {
+            Address::Tcp(address) => Connection::Tcp(TcpStream::connect_timeout(address, PATIENCE)?),
+            Address::Unix(path) => Connection::Unix(UnixStream::connect(path)?),
+        })?;
         let hello = self.hello(peer, &random().map_err(Failure::Final)?);
         stream.write_all(&hello)?;
         let mut answer = [0; 1 + NONCE];
@@ -316,7 +341,6 @@ impl Group<'_> {
 
     /// The accepting side's part of the handshake.
     fn welcome(&self, mut stream: Stream) -> Result<(u32, Link), RpcError> {
-        stream.set_patience(Some(PATIENCE))?;
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello)?;
         let u32_at = |at: usize| u32::from_le_bytes([hello[at], hello[at + 1], hello[at + 2], hello[at + 3]]);
@@ -398,33 +422,45 @@ fn random() -> Result<[u8; 32], RpcError> {
     Ok(bytes)
 }
 
-/// A connection while it is made.
-enum Stream {
+enum Connection {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
-impl Stream {
-    /// Blocks for `at_most` in each of the reads and writes to come.
-    fn set_patience(&self, at_most: Option<Duration>) -> io::Result<()> {
+impl Connection {
+    fn try_clone(&self) -> io::Result<Self> {
         match self {
-            Self::Tcp(stream) => {
-                stream.set_nonblocking(false)?;
-                stream.set_read_timeout(at_most)?;
-                stream.set_write_timeout(at_most)
-            }
-            Self::Unix(stream) => {
-                stream.set_nonblocking(false)?;
-                stream.set_read_timeout(at_most)?;
-                stream.set_write_timeout(at_most)
-            }
+            Self::Tcp(stream) => stream.try_clone().map(Self::Tcp),
+            Self::Unix(stream) => stream.try_clone().map(Self::Unix),
         }
+    }
+}
+
+/// A connection while it is made: reads and writes block, together for no longer than [`PATIENCE`].
+struct Stream {
+    connection: Connection,
+    until: Instant,
+}
+
+impl Stream {
+    fn new(connection: Connection) -> io::Result<Self> {
+        match &connection {
+            Connection::Tcp(stream) => stream.set_nonblocking(false)?,
+            Connection::Unix(stream) => stream.set_nonblocking(false)?,
+        }
+        Ok(Self { connection, until: Instant::now() + PATIENCE })
+    }
+
+    /// What is left of the time for the handshake.
+    fn left(&self) -> io::Result<Option<Duration>> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
     }
 
     /// From here on it does not block; and the kernel looks whether a machine that says nothing is still there.
     fn into_link(self, secret: Option<Secret>) -> io::Result<Link> {
-        let socket: Box<dyn Socket> = match self {
-            Self::Tcp(stream) => {
+        let socket: Box<dyn Socket> = match self.connection {
+            Connection::Tcp(stream) => {
                 stream.set_nodelay(true)?;
                 stream.set_nonblocking(true)?;
                 let keepalive = socket2::TcpKeepalive::new()
@@ -436,7 +472,7 @@ impl Stream {
                 socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(Duration::from_secs(15)))?;
                 boxed(stream, secret)
             }
-            Self::Unix(stream) => {
+            Connection::Unix(stream) => {
                 stream.set_nonblocking(true)?;
                 boxed(stream, secret)
             }
@@ -454,18 +490,20 @@ fn boxed(stream: impl Socket + 'static, secret: Option<Secret>) -> Box<dyn Socke
 
 impl Read for Stream {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Tcp(stream) => stream.read(bytes),
-            Self::Unix(stream) => stream.read(bytes),
+        let left = self.left()?;
+        match &mut self.connection {
+            Connection::Tcp(stream) => stream.set_read_timeout(left).and_then(|()| stream.read(bytes)),
+            Connection::Unix(stream) => stream.set_read_timeout(left).and_then(|()| stream.read(bytes)),
         }
     }
 }
 
 impl Write for Stream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::Tcp(stream) => stream.write(bytes),
-            Self::Unix(stream) => stream.write(bytes),
+        let left = self.left()?;
+        match &mut self.connection {
+            Connection::Tcp(stream) => stream.set_write_timeout(left).and_then(|()| stream.write(bytes)),
+            Connection::Unix(stream) => stream.set_write_timeout(left).and_then(|()| stream.write(bytes)),
         }
     }
 

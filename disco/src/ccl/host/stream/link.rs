@@ -1,7 +1,8 @@
 //! One connection between two ranks: frames out, frames in, and bytes straight from and into buffers.
 //!
 //! A frame is a head of eight bytes (kind `u8`, three zeros, length `u32`, little-endian) and as many bytes. Data goes in frames of up to
-//! [`MAX_DATA`], so that word of the end of the group is never far behind.
+//! [`MAX_DATA`], and only as far as there is room for it at the other end, so that whatever comes can be read at once and word of the end of the group
+//! is never stuck behind something that waits for a third rank.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, Read, Write};
@@ -12,12 +13,17 @@ use std::time::{Duration, Instant};
 
 use super::super::agreement::{LEN, MAX_POISON};
 use super::super::segment::INLINE;
+use super::farewell::Parting;
 
 const HEAD: usize = 8;
 /// The longest frame of data, in bytes.
 const MAX_DATA: usize = 256 * 1024;
 /// The longest frame of another kind.
 const MAX_NOTE: usize = LEN + MAX_POISON + INLINE + 4096;
+/// The frames about calls that wait to be taken: a rank says no more than one before it has heard the others' words.
+const MAX_NOTES: usize = 2;
+/// So much more room is worth a word to the peer.
+const GRANT: usize = 128 * 1024;
 /// Reads of at least this many bytes of data go straight into place.
 const STRAIGHT: usize = 8 * 1024;
 
@@ -40,13 +46,16 @@ pub(super) enum FrameKind {
     LeftStep = 7,
     /// The rank is in a call, and waits for another one.
     Waits = 8,
+    /// The rank has room for so many bytes of the data that it takes in a ring, counted from the first: `u64`.
+    Room = 9,
 }
 
 impl FrameKind {
     fn of(code: u8) -> Option<Self> {
-        use FrameKind::{Abort, Announcement, Answer, Data, Leave, LeftStep, Offer, Waits};
+        use FrameKind::{Abort, Announcement, Answer, Data, Leave, LeftStep, Offer, Room, Waits};
 
-        [Announcement, Offer, Answer, Data, Abort, Leave, LeftStep, Waits].into_iter().find(|kind| *kind as u8 == code)
+        let all = [Announcement, Offer, Answer, Data, Abort, Leave, LeftStep, Waits, Room];
+        all.into_iter().find(|kind| *kind as u8 == code)
     }
 }
 
@@ -66,9 +75,18 @@ impl Socket for UnixStream {}
 pub(super) struct Outgoing {
     pub(super) start: *const u8,
     pub(super) len: usize,
-    /// How much of it may be sent by now.
+    /// How much of it is there to be sent by now.
     pub(super) ready: usize,
+    /// For how much of it the peer has room.
+    pub(super) room: usize,
     pub(super) sent: usize,
+}
+
+impl Outgoing {
+    /// How much of it may be sent by now.
+    fn sendable(&self) -> usize {
+        self.ready.min(self.room)
+    }
 }
 
 /// Room for bytes of a call to receive: a stretch of a buffer, or a ring of `room` bytes that are used again.
@@ -80,6 +98,8 @@ pub(super) struct Incoming {
     pub(super) received: usize,
     /// How much of it is needed no more.
     pub(super) released: usize,
+    /// For how much of it the peer knows that there is room.
+    pub(super) told: usize,
     /// Whether it stays when all has come, until who reduces from it takes it away.
     pub(super) stays: bool,
 }
@@ -110,8 +130,6 @@ pub(super) struct Link {
     data_left: usize,
     /// The peer takes nothing more.
     mute: bool,
-    /// No more is said after what is in `said`.
-    last_said: bool,
     /// What was read and not yet looked at.
     buffer: Box<[u8]>,
     filled: std::ops::Range<usize>,
@@ -119,7 +137,7 @@ pub(super) struct Link {
     frame: Option<(FrameKind, usize)>,
     /// A frame that is not data, while it comes in.
     partial: Vec<u8>,
-    note: Option<(FrameKind, Vec<u8>)>,
+    notes: VecDeque<(FrameKind, Vec<u8>)>,
     pub(super) incoming: VecDeque<Incoming>,
     abort: Option<Vec<u8>>,
     left_step: u64,
@@ -143,12 +161,11 @@ impl Link {
             head_left: 0,
             data_left: 0,
             mute: false,
-            last_said: false,
             buffer: vec![0; 32 * 1024].into(),
             filled: 0..0,
             frame: None,
             partial: Vec::new(),
-            note: None,
+            notes: VecDeque::new(),
             incoming: VecDeque::new(),
             abort: None,
             left_step: 0,
@@ -170,17 +187,25 @@ impl Link {
         self.said.push_back(frame);
     }
 
-    /// Queues a frame, and nothing after it: of data only what has been begun is finished.
-    pub(super) fn say_last(&mut self, kind: FrameKind, bytes: &[u8]) {
-        if !self.last_said {
-            self.say(kind, bytes);
-            self.last_said = true;
-        }
+    /// The next frame that is about a call and is not data, if it has come.
+    pub(super) fn take_note(&mut self) -> Option<(FrameKind, Vec<u8>)> {
+        self.notes.pop_front()
     }
 
-    /// The next frame that is not data, if it has come. Until it is taken, nothing behind it is read.
-    pub(super) fn take_note(&mut self) -> Option<(FrameKind, Vec<u8>)> {
-        self.note.take()
+    /// What is to come next.
+    pub(super) fn awaited(&self) -> Option<&Incoming> {
+        self.incoming.iter().find(|one| one.received < one.len)
+    }
+
+    /// Gives the first `released` bytes of the first stretch that is coming in free again, and tells the peer when that is worth a word.
+    pub(super) fn release(&mut self, released: usize) {
+        let Some(ring) = self.incoming.front_mut() else { return };
+        ring.released = released;
+        let room = (released + ring.room).min(ring.len);
+        if ring.told < ring.len && (room - ring.told >= GRANT || room == ring.len) {
+            ring.told = room;
+            self.say(FrameKind::Room, &(room as u64).to_le_bytes());
+        }
     }
 
     /// The breakdown that the peer has sent.
@@ -195,7 +220,7 @@ impl Link {
 
     /// Says that this rank waits for another, unless that is about to be said.
     pub(super) fn say_waits(&mut self) {
-        if self.said.is_empty() && !self.last_said {
+        if self.said.is_empty() {
             self.say(FrameKind::Waits, &[]);
         }
     }
@@ -220,9 +245,9 @@ impl Link {
         if self.gone.is_some() || self.mute {
             return false;
         }
-        let ready = self.outgoing.front().is_some_and(|one| one.sent < one.ready);
+        let ready = self.outgoing.front().is_some_and(|one| one.sent < one.sendable());
         let begun = self.head_left + self.data_left > 0 || self.socket.holds_back();
-        !self.said.is_empty() || begun || (ready && !self.last_said)
+        !self.said.is_empty() || begun || ready
     }
 
     /// Whether there is room for anything that the peer may send now.
@@ -231,16 +256,27 @@ impl Link {
             return false;
         }
         match self.frame {
-            Some((FrameKind::Data, _)) => self.incoming.front().is_some_and(|one| one.place().1 > 0),
-            _ => self.note.is_none(),
+            Some((FrameKind::Data, _)) => self.awaited().is_some_and(|one| one.place().1 > 0),
+            _ => self.notes.len() < MAX_NOTES,
         }
     }
 
-    /// Lets go of the buffers of a call that has failed. The connection is of no more use.
-    pub(super) fn forget_buffers(&mut self) {
-        self.outgoing.clear();
-        self.incoming.clear();
-        self.gone.get_or_insert_with(|| "the group is broken".to_owned());
+    /// What becomes of the connection when the group is broken: it brings what has been begun to an end and says `word`. `None` if nobody
+    /// listens. No buffer of the call is used from here on.
+    pub(super) fn part(mut self, word: &[u8]) -> Option<Parting> {
+        if self.gone.is_some() || self.mute {
+            return None;
+        }
+        self.say(FrameKind::Abort, word);
+        let mut rest = self.head[HEAD - self.head_left..].to_vec();
+        if let Some(next) = self.outgoing.front().filter(|_| self.data_left > 0) {
+            // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it does not change.
+            rest.extend_from_slice(unsafe { std::slice::from_raw_parts(next.start.add(next.sent), self.data_left) });
+        }
+        for (at, frame) in self.said.iter().enumerate() {
+            rest.extend_from_slice(&frame[if at == 0 { self.said_bytes } else { 0 }..]);
+        }
+        Some(Parting::new(self.socket, rest))
     }
 
     /// Writes as much as the socket takes; says whether that was anything.
@@ -250,7 +286,7 @@ impl Link {
             let in_frame = self.head_left + self.data_left > 0;
             if !in_frame && self.said.is_empty() && !self.socket.holds_back() {
                 let Some(next) = self.outgoing.front() else { break };
-                self.data_left = (next.ready - next.sent).min(MAX_DATA);
+                self.data_left = (next.sendable() - next.sent).min(MAX_DATA);
                 self.head = head(FrameKind::Data, self.data_left);
                 self.head_left = HEAD;
             }
@@ -315,7 +351,7 @@ impl Link {
                 continue;
             }
             // Either the buffer is empty, or it holds a part of a head.
-            let straight = match (self.frame, self.incoming.front()) {
+            let straight = match (self.frame, self.awaited()) {
                 (Some((FrameKind::Data, left)), Some(incoming)) => {
                     let (place, room) = incoming.place();
                     Some((place, room.min(left))).filter(|(_, len)| *len >= STRAIGHT)
@@ -371,7 +407,7 @@ impl Link {
                 true
             }
             Some((FrameKind::Data, left)) => {
-                let Some(incoming) = self.incoming.front() else { return false };
+                let Some(incoming) = self.awaited() else { return false };
                 let (place, room) = incoming.place();
                 let len = filled.len().min(left).min(room);
                 if len == 0 {
@@ -403,10 +439,11 @@ impl Link {
         if let Some((FrameKind::Data, left)) = self.frame {
             self.frame = (left > len).then_some((FrameKind::Data, left - len));
         }
-        if let Some(incoming) = self.incoming.front_mut() {
+        let at = self.incoming.iter().position(|one| one.received < one.len);
+        if let Some((at, incoming)) = at.and_then(|at| Some((at, self.incoming.get_mut(at)?))) {
             incoming.received += len;
             if incoming.received == incoming.len && !incoming.stays {
-                self.incoming.pop_front();
+                self.incoming.remove(at);
             }
         }
     }
@@ -426,7 +463,17 @@ impl Link {
                 None => self.lose("it sent no frame of this protocol"),
             },
             FrameKind::Data => {}
-            FrameKind::Announcement | FrameKind::Offer | FrameKind::Answer => self.note = Some((kind, bytes)),
+            FrameKind::Room => match bytes.first_chunk() {
+                Some(room) => {
+                    let room = usize::try_from(u64::from_le_bytes(*room)).unwrap_or(usize::MAX);
+                    // There is one such stretch in a call, and it stays there until the peer has told of room for all of it.
+                    if let Some(one) = self.outgoing.iter_mut().find(|one| one.room < one.len) {
+                        one.room = one.room.max(room);
+                    }
+                }
+                None => self.lose("it sent no frame of this protocol"),
+            },
+            FrameKind::Announcement | FrameKind::Offer | FrameKind::Answer => self.notes.push_back((kind, bytes)),
         }
     }
 

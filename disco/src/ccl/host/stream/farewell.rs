@@ -1,0 +1,100 @@
+//! How the connections of a broken group end.
+//!
+//! A socket that is full of data has no room for a word at once, and one that is closed while something in it is unread takes with it what is still
+//! on its way out. So each connection is kept until the other side has read all and has gone too. That happens on a thread of its own:
+//! a rank that breaks the group, or hears of it, waits for nobody.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::time::{Duration, Instant};
+
+use super::link::Socket;
+
+/// How long the others may take to read the last word.
+const LINGER: Duration = Duration::from_secs(10);
+/// Reads of one connection in a row.
+const READS: u32 = 16;
+
+/// A connection on which nothing but the rest of what was begun is to be sent, and nothing that comes matters any more.
+pub(super) struct Parting {
+    socket: Box<dyn Socket>,
+    rest: Vec<u8>,
+    sent: usize,
+    /// All has been sent, and the other side knows that nothing follows.
+    finished: bool,
+}
+
+impl Parting {
+    pub(super) fn new(socket: Box<dyn Socket>, rest: Vec<u8>) -> Self {
+        Self { socket, rest, sent: 0, finished: false }
+    }
+
+    /// Gets on as far as that is possible now. Whether there is anything left to do.
+    fn advance(&mut self, waste: &mut [u8]) -> bool {
+        while !self.finished {
+            let result = if self.socket.holds_back() {
+                self.socket.flush().map(|()| None)
+            } else if self.sent < self.rest.len() {
+                self.socket.write(&self.rest[self.sent..]).map(Some)
+            } else {
+                self.finished = true;
+                socket2::SockRef::from(&self.socket.as_fd()).shutdown(Shutdown::Write).map(|()| None)
+            };
+            match result {
+                Ok(Some(0)) => return false,
+                Ok(written) => self.sent += written.unwrap_or(0),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return false,
+            }
+        }
+        for _ in 0..READS {
+            match self.socket.read(waste) {
+                Ok(0) => return false,
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return false,
+            }
+        }
+        true
+    }
+}
+
+/// Sends what is left to send, and closes each connection when the other side has closed it, or after [`LINGER`]. Returns at once.
+pub(super) fn see_off(mut connections: Vec<Parting>) {
+    // What there is room for goes before the caller goes on, and perhaps ends.
+    let mut waste = vec![0; 64 * 1024];
+    connections.retain_mut(|connection| connection.advance(&mut waste));
+    if connections.is_empty() {
+        return;
+    }
+    let thread = std::thread::Builder::new().name("disco-farewell".into());
+    if let Err(error) = thread.spawn(move || linger(connections, &mut waste)) {
+        tracing::warn!(%error, "no thread for the end of a broken group: ranks may hear of it as a lost connection");
+    }
+}
+
+fn linger(mut connections: Vec<Parting>, waste: &mut [u8]) {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    let until = Instant::now() + LINGER;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if connections.is_empty() || left.is_zero() {
+            return;
+        }
+        let mut files: Vec<_> = connections
+            .iter()
+            .map(|one| {
+                let flags = if one.finished { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
+                PollFd::from_borrowed_fd(one.socket.as_fd(), flags)
+            })
+            .collect();
+        let at_most = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        // Interrupted or not, all are looked at.
+        _ = poll(&mut files, Some(&at_most));
+        drop(files);
+        connections.retain_mut(|connection| connection.advance(waste));
+    }
+}
