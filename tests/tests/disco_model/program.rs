@@ -201,7 +201,7 @@ pub(crate) fn kind() -> impl Strategy<Value = Kind> {
     ];
     prop_oneof![
         3 => op.clone().prop_map(Kind::Allreduce),
-        1 => op.prop_map(Kind::ReduceScatter),
+        3 => op.prop_map(Kind::ReduceScatter),
         1 => Just(Kind::Allgather),
         1 => Just(Kind::Broadcast),
         1 => Just(Kind::Scatter),
@@ -251,5 +251,15 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
 
 pub(crate) fn program() -> impl Strategy<Value = Program> {
     let shape = proptest::sample::select(SHAPES.to_vec());
-    (shape, proptest::collection::vec(step(), 1..30)).prop_map(|(shape, steps)| Program { shape, steps })
+    let step = (step(), proptest::option::weighted(0.9, scope()));
+    (shape, proptest::collection::vec(step, 1..30)).prop_map(|(shape, steps)| {
+        let steps = steps.into_iter().map(|(step, scope)| match (step, scope) {
+            // As many parts as workers: what a reduce_scatter needs, and few layouts have by chance.
+            (Step::Fill { layout, seed }, Some(scope)) if layout.len() < 100 => {
+                Step::Fill { layout: scattered(&layout, shape, scope), seed }
+            }
+            (step, _) => step,
+        });
+        Program { shape, steps: steps.collect() }
+    })
 }
