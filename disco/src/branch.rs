@@ -7,13 +7,14 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use rpc_core::{Pack, Result, RpcError, ThreadPlace, blocking};
+use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
 use rpc_transports::{Address, Connector};
 
 use crate::command::{Encoded, Queued};
 use crate::error::WorkerId;
 use crate::event::{Event, EventSink};
-use crate::host::{Leaf, SetUp, out_of_order};
+use crate::feed::out_of_order;
+use crate::host::{Leaf, SetUp};
 use crate::launch::{Source, WORKER, open_links};
 use crate::link::{Inbox, Link, Upstream};
 use crate::options::Hosting;
@@ -61,7 +62,7 @@ impl Branch {
                 "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
             ));
         }
-        let address = this_program_as_worker()?;
+        let address = this_program_as_worker(Some(context.limits()))?;
         let places = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
         let children = (set_up.first..set_up.first + set_up.count).map(|first| {
             let set_up = SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, ..set_up.clone() };
@@ -160,16 +161,20 @@ fn far_end(link: &Link) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
     link.far_end().ok_or_else(|| RpcError::internal("the session has ended"))
 }
 
-/// This program as the address of a worker.
+/// This program as the address of a worker, whose session may hold so much.
 ///
 /// # Errors
 ///
 /// Where it lies is not known.
-pub(crate) fn this_program_as_worker() -> Result<String> {
+pub(crate) fn this_program_as_worker(limits: Option<&SessionLimits>) -> Result<String> {
     let program = std::env::current_exe().ok();
     let program = program.as_ref().and_then(|path| path.to_str());
     let program = program.ok_or_else(|| RpcError::unsupported("where this program lies is not known"))?;
-    let address = Address::exec([program, WORKER]).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
+    let limits = limits.map(serde_json::to_string).transpose();
+    let limits = limits.map_err(|error| RpcError::internal(format!("limits cannot be written: {error}")))?;
+    let words = [Some(program), Some(WORKER), limits.as_deref()];
+    let address =
+        Address::exec(words.into_iter().flatten()).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
     Ok(address.to_string())
 }
 

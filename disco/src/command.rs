@@ -267,11 +267,21 @@ impl Command {
     /// What the command takes of the credit, in bytes: about what it occupies while it waits.
     pub(crate) fn cost(&self) -> u64 {
         let content = match self {
-            Self::CopyToWorker0 { data, .. } => data.len(),
+            Self::KillReg { registers } => size_of_val(&registers[..]),
+            Self::GetGlobalFunc { name: text, .. }
+            | Self::LoadModule { path: text, .. }
+            | Self::ModuleFunction { name: text, .. } => text.len(),
+            Self::Empty { shape, .. } => size_of_val(&shape[..]),
+            Self::CopyToWorker0 { data, shape, .. } => data.len() + size_of_val(&shape[..]),
+            Self::InitCcl { plan } => plan.as_bytes().len(),
             Self::CallPacked { args, .. } => args.iter().map(size).sum(),
             Self::DebugSetRegister { value, .. } => size(value),
-            Self::Define { steps, .. } => steps.iter().map(|step| step.cost() as usize).sum(),
-            Self::Run { args, outputs, .. } => args.iter().map(size).sum::<usize>() + 4 * outputs.len(),
+            Self::SendRecv { pairs, .. } => size_of_val(&pairs[..]),
+            Self::Define { parameters, outputs, steps, .. } => {
+                let steps: u64 = steps.iter().map(Self::cost).sum();
+                steps as usize + size_of_val(&parameters[..]) + size_of_val(&outputs[..])
+            }
+            Self::Run { args, outputs, .. } => args.iter().map(size).sum::<usize>() + size_of_val(&outputs[..]),
             _ => 0,
         };
         128 + content as u64
@@ -530,15 +540,10 @@ fn malformed() -> RpcError {
 }
 
 fn size(value: &Value<Operand>) -> usize {
-    16 + match value {
-        Value::Str(text) => text.len(),
-        Value::Bytes(bytes) => bytes.len(),
-        Value::Packed(packed) => packed.as_bytes().len(),
-        Value::Shape(shape) => 8 * shape.len(),
-        Value::List(values) => values.iter().map(size).sum(),
-        Value::Object(Operand::Tensor(tensor)) => tensor.bytes.len(),
-        _ => 0,
-    }
+    value.size_with(&|operand| match operand {
+        Operand::Tensor(tensor) => tensor.bytes.len() + size_of_val(&tensor.shape[..]),
+        Operand::Register(_) => 0,
+    })
 }
 
 fn on_code(on: On) -> u8 {

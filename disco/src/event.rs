@@ -55,23 +55,11 @@ impl Event {
             Self::TensorBytes { bytes, .. } => bytes.len(),
             Self::Logged { line, .. } => line.target.len() + line.text.len(),
             Self::Failed(failure) | Self::Fetched { value: Err(failure), .. } => size_of_error(&failure.cause),
-            Self::Fetched { value: Ok(LocalContent::Value(value)), .. } => size_of(value),
+            Self::Fetched { value: Ok(LocalContent::Value(value)), .. } => value.size_with(&|_| 0),
             Self::Lost { error, .. } => size_of_error(error),
             Self::CclBroken { report, .. } => size_of_error(&report.cause),
             _ => 0,
         }
-    }
-}
-
-/// About how many bytes a value takes on its way.
-pub(crate) fn size_of(value: &LocalValue) -> usize {
-    16 + match value {
-        Value::Str(text) => text.len(),
-        Value::Bytes(bytes) => bytes.len(),
-        Value::Packed(packed) => packed.as_bytes().len(),
-        Value::Shape(shape) => 8 * shape.len(),
-        Value::List(values) => values.iter().map(size_of).sum(),
-        _ => 0,
     }
 }
 

@@ -3,10 +3,12 @@
 //! It is a chain of blocks. A worker holds the block that it reads and gives it up for the next one, so that a block goes when the slowest has read it.
 //! Commands are read where they lie: no lock is taken and no reference counted for a command.
 
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
+
+use rpc_core::{ErrorKind, Result, RpcError};
 
 use crate::command::Queued;
 
@@ -24,22 +26,32 @@ struct Block {
     commands: [OnceLock<Queued>; BLOCK],
     /// Set when there will be no more in this one.
     next: OnceLock<Arc<Self>>,
+    /// What its commands occupy, and all those of the feed.
+    bytes: AtomicU64,
+    held: Arc<AtomicU64>,
 }
 
 impl Block {
-    fn new() -> Arc<Self> {
-        Arc::new(Self { commands: [const { OnceLock::new() }; BLOCK], next: OnceLock::new() })
+    fn new(held: Arc<AtomicU64>) -> Arc<Self> {
+        let commands = [const { OnceLock::new() }; BLOCK];
+        Arc::new(Self { commands, next: OnceLock::new(), bytes: AtomicU64::new(0), held })
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
+        self.held.fetch_sub(*self.bytes.get_mut(), Ordering::Relaxed);
         // One after the other: a long chain has no place on the stack.
         let mut next = self.next.take();
         while let Some(mut block) = next.and_then(Arc::into_inner) {
             next = block.next.take();
         }
     }
+}
+
+/// What is said of commands that do not come where they should.
+pub(crate) fn out_of_order(first: u64, next: u64) -> RpcError {
+    RpcError::new(ErrorKind::Protocol, format!("command {first} came where command {next} was expected"))
 }
 
 /// Commands for the workers of a host, which are to have a [`Reader`] each.
@@ -55,7 +67,6 @@ pub(crate) struct Feed {
 struct Tail {
     block: Arc<Block>,
     len: usize,
-    bytes: u64,
     /// The number of the next command.
     next: u64,
 }
@@ -70,9 +81,9 @@ struct Sleeper {
 impl Feed {
     /// For so many workers, beginning with command 1. A reader for each; they are read on a thread each, which yields for `patience` before it sleeps.
     pub(crate) fn new(workers: usize, patience: Duration) -> (Arc<Self>, Vec<Reader>) {
-        let block = Block::new();
+        let block = Block::new(Arc::default());
         let this = Arc::new(Self {
-            tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, bytes: 0, next: 1 }),
+            tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, next: 1 }),
             sleepers: (0..workers).map(|_| Sleeper::default()).collect(),
             patience,
             aborted: AtomicBool::new(false),
@@ -82,28 +93,37 @@ impl Feed {
         (this, readers)
     }
 
-    /// Appends commands, of which the first must have the number `first`.
+    /// Appends commands, of which the first must have the number `first`, unless so many bytes of them are held already.
     ///
     /// # Errors
     ///
-    /// The number that it must have.
-    pub(crate) fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>) -> Result<(), u64> {
+    /// [`ErrorKind::Protocol`]: another number; [`ErrorKind::LimitExceeded`].
+    pub(crate) fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>, limit: u64) -> Result<()> {
         // Held to the end, so that readers see commands in their order.
         let mut tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
         if tail.next != first {
-            return Err(tail.next);
+            return Err(out_of_order(first, tail.next));
+        }
+        let held = tail.block.held.load(Ordering::Relaxed);
+        if held >= limit {
+            let text = format!("{held} bytes of commands wait for the workers of this node, and {limit} are allowed");
+            return Err(RpcError::new(ErrorKind::LimitExceeded, text));
         }
         for queued in commands {
-            tail.bytes += queued.cost;
+            // Not what its sender says that it counts.
+            let bytes = queued.command.cost();
+            let block_bytes = tail.block.bytes.load(Ordering::Relaxed) + bytes;
+            tail.block.bytes.store(block_bytes, Ordering::Relaxed);
+            tail.block.held.fetch_add(bytes, Ordering::Relaxed);
             // Whoever writes has the lock, so that each is set once.
             _ = tail.block.commands[tail.len].set(queued);
             tail.len += 1;
             tail.next += 1;
             // At once, so that readers let go of a full block though nothing comes after it.
-            if tail.len == BLOCK || tail.bytes >= FULL {
-                let next = Block::new();
+            if tail.len == BLOCK || block_bytes >= FULL {
+                let next = Block::new(Arc::clone(&tail.block.held));
                 _ = tail.block.next.set(Arc::clone(&next));
-                (tail.block, tail.len, tail.bytes) = (next, 0, 0);
+                (tail.block, tail.len) = (next, 0);
             }
         }
         drop(tail);
@@ -210,13 +230,15 @@ mod tests {
     use super::*;
     use crate::command::Command;
 
-    fn queued(ticket: u64, cost: u64) -> Queued {
-        Queued { command: Arc::new(Command::SyncWorker { ticket, worker: None }), cost }
+    fn queued(number: u64, bytes: u64) -> Queued {
+        let registers = vec![number as u32; bytes as usize / size_of::<u32>()];
+        let command = Command::KillReg { registers };
+        Queued { cost: command.cost(), command: Arc::new(command) }
     }
 
-    fn ticket(queued: &Queued) -> u64 {
+    fn number(queued: &Queued) -> u64 {
         match &*queued.command {
-            Command::SyncWorker { ticket, .. } => *ticket,
+            Command::KillReg { registers } => registers[0].into(),
             other => panic!("{other:?}"),
         }
     }
@@ -230,7 +252,7 @@ mod tests {
             for mut reader in readers {
                 scope.spawn(move || {
                     for expected in 1..=COUNT {
-                        let read = reader.next(|number, queued| (number, ticket(queued)));
+                        let read = reader.next(|at, queued| (at, number(queued)));
                         assert_eq!(read, Some((expected, expected)));
                     }
                     assert_eq!(reader.next(|_, _| ()), None);
@@ -239,15 +261,16 @@ mod tests {
             let mut next = 1;
             while next <= COUNT {
                 let end = (next + next % 150 + 1).min(COUNT + 1);
-                let cost = |number: u64| if number.is_multiple_of(50) { FULL } else { 128 };
-                feed.push(next, (next..end).map(|number| queued(number, cost(number)))).unwrap();
+                let cost = |number: u64| if number.is_multiple_of(50) { FULL } else { 4 };
+                feed.push(next, (next..end).map(|number| queued(number, cost(number))), u64::MAX).unwrap();
                 if next.is_multiple_of(40) {
                     // Long enough for readers to fall asleep.
                     thread::sleep(YIELD * 4);
                 }
                 next = end;
             }
-            assert_eq!(feed.push(5, [queued(5, 1)]), Err(COUNT + 1));
+            let error = feed.push(5, [queued(5, 4)], u64::MAX).unwrap_err();
+            assert_eq!(error, out_of_order(5, COUNT + 1));
             // Everything has been pushed; the end is for those who have read all.
             while Arc::strong_count(&feed.tail.lock().unwrap().block) < 4 {
                 thread::yield_now();
@@ -262,7 +285,7 @@ mod tests {
     #[test]
     fn an_aborted_feed_gives_nothing_that_has_not_begun() {
         let (feed, mut readers) = Feed::new(1, YIELD);
-        feed.push(1, (1..=200_000).map(|number| queued(number, 1))).unwrap();
+        feed.push(1, (1..=200_000).map(|number| queued(number, 4)), u64::MAX).unwrap();
         assert_eq!(readers[0].next(|number, _| number), Some(1));
         feed.abort();
         assert_eq!(readers[0].next(|number, _| number), None);
@@ -273,7 +296,7 @@ mod tests {
         let (feed, mut readers) = Feed::new(2, Duration::ZERO);
         let first = queued(1, FULL);
         let held = Arc::downgrade(&first.command);
-        feed.push(1, [first]).unwrap();
+        feed.push(1, [first], u64::MAX).unwrap();
         for reader in &mut readers {
             assert!(held.upgrade().is_some());
             reader.next(|_, _| ());
@@ -281,5 +304,26 @@ mod tests {
             assert!(!reader.is_ready());
         }
         assert!(held.upgrade().is_none());
+    }
+
+    /// Counted by what commands occupy, and not by what their sender says; what the slowest has read makes room.
+    #[test]
+    fn no_more_is_held_than_the_limit() {
+        let (feed, mut readers) = Feed::new(2, Duration::ZERO);
+        let limit = 4 * FULL;
+        let command = |number| Queued { cost: 0, ..queued(number, FULL) };
+        for number in 1..=4 {
+            feed.push(number, [command(number)], limit).unwrap();
+        }
+        let full = |feed: &Feed| feed.push(5, [command(5)], limit).unwrap_err();
+        assert_eq!(full(&feed).kind(), ErrorKind::LimitExceeded);
+        let read = |reader: &mut Reader| {
+            reader.next(|_, _| ());
+            assert!(reader.is_ready());
+        };
+        read(&mut readers[0]);
+        assert_eq!(full(&feed).kind(), ErrorKind::LimitExceeded);
+        read(&mut readers[1]);
+        feed.push(5, [command(5)], limit).unwrap();
     }
 }

@@ -34,6 +34,9 @@ use crate::options::Hosting;
 use crate::plane::{Layout, Listening, MeetingPlace, machine};
 use crate::worker::{self, ModuleKey};
 
+/// The most bytes of commands that wait for the slowest worker of a host. A controller that goes by its window sends far less.
+const MAX_HELD: u64 = 1 << 30;
+
 /// The most workers of one host.
 const MAX_WORKERS: u32 = 1024;
 
@@ -193,7 +196,7 @@ impl WorkerHost {
     /// Passes a command to all workers.
     pub(crate) fn submit(&self, sequence: u64, queued: Queued) -> Result<()> {
         match &self.workers {
-            Workers::Threads(threads) => threads.push(sequence, [queued]),
+            Workers::Threads(threads) => threads.feed.push(sequence, [queued], u64::MAX),
             Workers::Processes(branch) => branch.pass_on(sequence, [(queued, None)]),
         }
     }
@@ -202,7 +205,7 @@ impl WorkerHost {
     fn submit_batch(&self, first: u64, heads: Bytes, bulk: Vec<Bytes>) -> Result<()> {
         let commands = decode_batch(heads.clone(), bulk)?;
         match &self.workers {
-            Workers::Threads(threads) => threads.push(first, commands),
+            Workers::Threads(threads) => threads.feed.push(first, commands, MAX_HELD),
             Workers::Processes(branch) => branch.pass_on(first, commands.into_iter().zip(split_batch(heads).map(Some))),
         }
     }
@@ -268,10 +271,6 @@ impl Threads {
         Ok(threads)
     }
 
-    fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>) -> Result<()> {
-        self.feed.push(first, commands).map_err(|next| out_of_order(first, next))
-    }
-
     fn abort(&self) {
         self.feed.abort();
         for worker in &self.workers {
@@ -284,11 +283,6 @@ impl Drop for Threads {
     fn drop(&mut self) {
         self.abort();
     }
-}
-
-/// What is said of commands that do not come where they should.
-pub(crate) fn out_of_order(first: u64, next: u64) -> RpcError {
-    RpcError::new(ErrorKind::Protocol, format!("command {first} came where command {next} was expected"))
 }
 
 impl Drop for WorkerHost {

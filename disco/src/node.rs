@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{ErrorKind, LocalSession, Registry, Result as RpcResult, RpcError, SharedSession};
+use rpc_core::{ErrorKind, LocalSession, Registry, Result as RpcResult, RpcError, SessionLimits, SharedSession};
 use rpc_transports::{
     Access, Address, Backoff, ConnectError, DialOptions, OpenRequest, ParkOptions, ServeOptions, Server, TokioSpawner,
 };
@@ -121,7 +121,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             keep_alive: options.keep_alive,
             ..ServeOptions::default()
         };
-        let server = server_of(registry, serve);
+        let server = server_of(registry, SessionLimits::default(), serve);
         Ok(join_with(&server, &controller, options.place, options.patience).await?)
     })
 }
@@ -174,7 +174,10 @@ pub fn serve_if_worker(registry: &Registry) {
     }
     register(registry);
     crate::logs::install();
-    let code = match serve_stdio(registry) {
+    let limits =
+        std::env::args().nth(2).map_or_else(|| Ok(SessionLimits::default()), |text| serde_json::from_str(&text));
+    let served = limits.map_err(|error| RpcError::invalid_argument(format!("its limits: {error}")));
+    let code = match served.and_then(|limits| serve_stdio(registry, limits)) {
         Ok(()) => 0,
         Err(error) => {
             tracing::error!(%error, "a worker process cannot serve");
@@ -185,12 +188,12 @@ pub fn serve_if_worker(registry: &Registry) {
 }
 
 /// Serves one session over standard input and output until that ends.
-fn serve_stdio(registry: &Registry) -> RpcResult<()> {
+fn serve_stdio(registry: &Registry, limits: SessionLimits) -> RpcResult<()> {
     let runtime = crate::runtime::runtime()?;
     runtime.block_on(async {
         let channel = rpc_transports::child::stdio_channel().await;
         let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
-        let server = server_of(registry.clone(), ServeOptions::default());
+        let server = server_of(registry.clone(), limits, ServeOptions::default());
         server.serve_channel(channel);
         server.idle().await;
         Ok(())
@@ -198,10 +201,10 @@ fn serve_stdio(registry: &Registry) -> RpcResult<()> {
 }
 
 /// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
-fn server_of(registry: Registry, options: ServeOptions) -> Server {
+fn server_of(registry: Registry, limits: SessionLimits, options: ServeOptions) -> Server {
     let open = move |_: &OpenRequest| -> RpcResult<SharedSession> {
         let spawner = Arc::new(TokioSpawner::current());
-        Ok(Arc::new(LocalSession::builder(registry.clone()).spawner(spawner).build()))
+        Ok(Arc::new(LocalSession::builder(registry.clone()).limits(limits.clone()).spawner(spawner).build()))
     };
     Server::new(Arc::new(open), options)
 }

@@ -2,6 +2,7 @@
 
 use std::future::poll_fn;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
 
@@ -60,11 +61,16 @@ impl Controller {
     }
 
     async fn make_anew(self: &Arc<Self>, devices: Vec<Device>) -> Result<()> {
-        self.drain().await?;
+        let limit = self.options.init_timeout;
+        self.drain(limit, "still busy with what was issued before").await?;
         let epoch = self.lock().collectives.epoch() + 1;
-        let sequence = self.meet(epoch, devices).await?;
-        // The workers have a limit for this themselves.
-        self.all_reach().1.await?;
+        let meeting = tokio::time::timeout(limit, self.meet(epoch, devices)).await;
+        let sequence = meeting.unwrap_or_else(|_| {
+            let text = format!("the nodes have not said within {limit:?} where their workers can be reached");
+            Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
+        })?;
+        // The workers have the same limit for meeting all others, and for meeting those of their group, and say more of what went wrong.
+        self.drain(3 * limit, "not back from making the collectives anew").await?;
         let mut state = self.lock();
         let of_this = |failure: &Failure| failure.sequence == sequence;
         let (failed, others) = std::mem::take(&mut state.failures).into_iter().partition(of_this);
@@ -75,17 +81,13 @@ impl Controller {
     }
 
     /// Waits until all workers have executed what was issued. In broken collectives nobody waits, so that only a worker that does not come back
-    /// holds this up.
-    async fn drain(self: &Arc<Self>) -> Result<()> {
-        let limit = self.options.init_timeout;
+    /// holds this up: such ones are `late`.
+    async fn drain(self: &Arc<Self>, limit: Duration, late: &str) -> Result<()> {
         let (sequence, reached) = self.all_reach();
         match tokio::time::timeout(limit, reached).await {
             Ok(outcome) => outcome,
             Err(_) => {
-                let text = format!(
-                    "{} still busy with what was issued before, after {limit:?}: the collectives stay as they were",
-                    self.behind(sequence)
-                );
+                let text = format!("{} {late}, after {limit:?}", self.behind(sequence));
                 Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
             }
         }

@@ -334,7 +334,8 @@ impl DiscoSession {
     /// Its errors, all of which name workers where they can:
     ///
     /// * [`DeadlineExceeded`](ErrorKind::DeadlineExceeded): workers are busy with what was issued before for longer than
-    ///   [`init_timeout`](crate::Options::init_timeout). The collectives stay as they were; try again when those workers are back.
+    ///   [`init_timeout`](crate::Options::init_timeout), or a node does not answer for as long: the collectives stay as they were. Or workers are not
+    ///   back from meeting the others, after three times as long. Try again when those workers are back.
     /// * [`Busy`](ErrorKind::Busy): they are being made anew already.
     /// * failures of workers that have not met the others: the collectives are broken.
     /// * what has ended the session.

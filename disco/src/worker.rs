@@ -11,7 +11,7 @@ use crate::ccl_state::Report;
 use crate::command::{Command, HostTensor, Kind, OWN, On, Operand, Register, Scope};
 use crate::context::{CollectiveError, WorkerContext};
 use crate::error::{Failure, WorkerId};
-use crate::event::{Event, EventSink, size_of};
+use crate::event::{Event, EventSink};
 use crate::feed::{Feed, Reader};
 use crate::host::{SetUp, Shared};
 use crate::plane::{Layout, Plan, Way};
@@ -582,11 +582,11 @@ impl Worker {
                 Ok(value)
             }
             other if tensor_only => Err(self.unexpected("a tensor", other).into()),
-            other if size_of(other) > MAX_FETCH => Err(RpcError::new(
+            other if other.size_with(&|_| 0) > MAX_FETCH => Err(RpcError::new(
                 ErrorKind::LimitExceeded,
                 format!(
-                    "the value has about {} bytes, and {MAX_FETCH} are allowed: make a tensor of it",
-                    size_of(other)
+                    "the value takes {} bytes of memory, and {MAX_FETCH} are allowed: make a tensor of it",
+                    other.size_with(&|_| 0)
                 ),
             )
             .into()),

@@ -72,7 +72,13 @@ impl NodeListener {
     ) -> RpcResult<Vec<(Session, String)>> {
         let deadline = Instant::now() + patience;
         let (mut placed, mut others): (HashMap<usize, Session>, Vec<Session>) = Default::default();
-        while placed.len() + others.len() < count {
+        loop {
+            // Those that have come and gone while others were waited for.
+            placed.retain(|_, session| !has_ended(session));
+            others.retain(|session| !has_ended(session));
+            if placed.len() + others.len() >= count {
+                break;
+            }
             let meeting = self.0.server.meet(connector, |key| NodePlace::of_key(key).is_some());
             let (key, session) = match tokio::time::timeout_at(deadline, meeting).await {
                 Ok(Ok(met)) => met,
@@ -98,7 +104,7 @@ impl NodeListener {
                 )));
             }
             if let Some(earlier) = placed.insert(rank, session)
-                && !has_ended(&earlier).await
+                && !has_ended(&earlier)
             {
                 return Err(RpcError::invalid_argument(format!(
                     "two nodes have dialled in and say that they are number {rank} of {count}"
@@ -129,8 +135,8 @@ impl NodeListener {
     }
 }
 
-async fn has_ended(session: &Session) -> bool {
-    tokio::time::timeout(Duration::ZERO, session.ended()).await.is_ok()
+fn has_ended(session: &Session) -> bool {
+    session.shared().ended().reply().is_done()
 }
 
 fn no_session(_: &OpenRequest) -> RpcResult<SharedSession> {

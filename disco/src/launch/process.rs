@@ -66,7 +66,7 @@ impl ProcessSession {
                 Some(command) => {
                     Address::exec(command).map_err(|error| DiscoError::invalid(error.to_string()))?.to_string()
                 }
-                None => this_program_as_worker()?,
+                None => this_program_as_worker(None)?,
             };
             let node = |_| Source::Address(Box::new(to_child()), address.clone());
             Ok((0..count).map(node).collect())

@@ -37,6 +37,8 @@ const NONCE: usize = 32;
 const VERSION: u16 = 1;
 /// How long a handshake may take from the connection on, however little of it comes at a time.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// What it may take at least, at the end of the time for all of them.
+const LEAST_PATIENCE: Duration = Duration::from_millis(100);
 /// Between two attempts to reach a rank that is not there yet.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Handshakes at a time. More connections wait in the listener's queue.
@@ -219,7 +221,7 @@ impl Listener {
             Bound::Tcp(socket) => socket.accept().map(|(stream, _)| Connection::Tcp(stream)),
             Bound::Unix(socket) => socket.accept().map(|(stream, _)| Connection::Unix(stream)),
         };
-        match accepted.and_then(Stream::new) {
+        match accepted.and_then(|connection| Stream::new(connection, PATIENCE)) {
             Ok(stream) => Ok(Some(stream)),
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => {
                 Ok(None)
@@ -298,7 +300,7 @@ impl Group<'_> {
     /// Connects to `peer`, however often that takes.
     fn dial(&self, peer: u32, address: &Address, until: Instant) -> Result<Link, RpcError> {
         loop {
-            let text = match self.try_dial(peer, address) {
+            let text = match self.try_dial(peer, address, until) {
                 Ok(link) => return Ok(link),
                 Err(Failure::Final(error)) => return Err(error),
                 Err(Failure::Transient(text)) => text,
@@ -311,11 +313,14 @@ impl Group<'_> {
         }
     }
 
-    fn try_dial(&self, peer: u32, address: &Address) -> Result<Link, Failure> {
-        let mut stream = Stream::new(match address {
-            Address::Tcp(address) => Connection::Tcp(TcpStream::connect_timeout(address, PATIENCE)?),
+    fn try_dial(&self, peer: u32, address: &Address, until: Instant) -> Result<Link, Failure> {
+        // At least one attempt, however late it is.
+        let patience = until.saturating_duration_since(Instant::now()).clamp(LEAST_PATIENCE, PATIENCE);
+        let connection = match address {
+            Address::Tcp(address) => Connection::Tcp(TcpStream::connect_timeout(address, patience)?),
             Address::Unix(path) => Connection::Unix(UnixStream::connect(path)?),
-        })?;
+        };
+        let mut stream = Stream::new(connection, patience)?;
         let hello = self.hello(peer, &random().map_err(Failure::Final)?);
         stream.write_all(&hello)?;
         let mut answer = [0; 1 + NONCE];
@@ -436,19 +441,19 @@ impl Connection {
     }
 }
 
-/// A connection while it is made: reads and writes block, together for no longer than [`PATIENCE`].
+/// A connection while it is made: reads and writes block, together for no longer than it was given.
 struct Stream {
     connection: Connection,
     until: Instant,
 }
 
 impl Stream {
-    fn new(connection: Connection) -> io::Result<Self> {
+    fn new(connection: Connection, patience: Duration) -> io::Result<Self> {
         match &connection {
             Connection::Tcp(stream) => stream.set_nonblocking(false)?,
             Connection::Unix(stream) => stream.set_nonblocking(false)?,
         }
-        Ok(Self { connection, until: Instant::now() + PATIENCE })
+        Ok(Self { connection, until: Instant::now() + patience })
     }
 
     /// What is left of the time for the handshake.
