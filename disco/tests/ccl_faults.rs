@@ -367,7 +367,7 @@ fn with_a_child(
 }
 
 fn signal(child: &ChildRank, signal: Signal) {
-    rustix::process::kill_process(rustix::process::Pid::from_child(&child.0), signal).unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_child(&child.0), signal).expect("a child of ours");
 }
 
 #[test]
