@@ -265,7 +265,7 @@ async fn freed(watcher: &Calls, before: &ServerInfo) -> Duration {
 
 async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form) {
     let server = ServerPeer::start(transport);
-    let watcher = Calls::to(server.address()).await;
+    let watcher = Calls::watching(server.address()).await;
     let before = watcher.info().await;
     let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 30);
     let during = watcher.info().await;
@@ -283,7 +283,7 @@ async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form
 
 async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, form: Form) {
     let server = ServerPeer::start(transport);
-    let watcher = Calls::to(server.address()).await;
+    let watcher = Calls::watching(server.address()).await;
     let before = watcher.info().await;
     let mut client = ClientPeer::busy(name(form), server.address(), 10, 1 << 20, "killed client");
     let runs = async || watcher.run::<i64>("tagged.alive", ("killed client",)).await == 1;
@@ -300,7 +300,7 @@ async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, f
 async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form: Form) {
     // It is the client that is to notice: the server has time.
     let mut server = ServerPeer::with(transport, &[]);
-    let watcher = Calls::to(server.address()).await;
+    let watcher = Calls::watching(server.address()).await;
     let open = async || connect(form, client(transport), server.address()).await.unwrap();
     let busy = Busy::new(form, "killed", &watcher, open).await;
     let idle = open().await;
@@ -338,7 +338,7 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
 
 async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, form: Form) {
     let server = ServerPeer::with(transport, &[]);
-    let watcher = Calls::to(server.address()).await;
+    let watcher = Calls::watching(server.address()).await;
     let open = async || connect(form, quick(), server.address()).await.unwrap();
     let busy = Busy::new(form, "stopped", &watcher, open).await;
     let idle = open().await;
@@ -359,7 +359,7 @@ async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, f
 
 async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
     let server = ServerPeer::quick(transport);
-    let watcher = Calls::to(server.address()).await;
+    let watcher = Calls::watching(server.address()).await;
     let before = watcher.info().await;
     let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 20);
     assert!(watcher.info().await.handles >= before.handles + 1001);
@@ -378,7 +378,7 @@ async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Tran
     let origin = ServerPeer::start(transport);
     // Those on both sides of it are to notice.
     let mut hop = ServerPeer::with(transport, &[]);
-    let watcher = Calls::to(origin.address()).await;
+    let watcher = Calls::watching(origin.address()).await;
     let before = watcher.info().await;
     let connector = client(transport).via(hop.address());
     let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
@@ -397,16 +397,16 @@ async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: 
     let other = ServerPeer::with(transport, &[]);
     // It is the hop that is to notice.
     let hop = ServerPeer::start(transport);
-    let watcher = Calls::to(origin.address()).await;
+    let watcher = Calls::watching(origin.address()).await;
     let connector = peers::connector().via(hop.address());
-    let neighbour = Calls(connect(form, connector.clone(), other.address()).await.unwrap());
+    let neighbour = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
     let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
     let busy = Busy::new(form, "origin", &watcher, open).await;
     let since = pace::now();
     origin.kill();
     busy.fails(transport.end_of_the_killed(), 1, since).await;
     assert_eq!(neighbour.run::<i64>("add", (20, 22)).await, 42);
-    let next = Calls(connect(form, connector.clone(), other.address()).await.unwrap());
+    let next = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
     assert_eq!(next.run::<i64>("add", (20, 22)).await, 42);
     // The dead one is refused by the hop, with the reason.
     let refused = connect(form, connector, origin.address()).await.unwrap_err().into_rpc_error();
@@ -445,7 +445,7 @@ mod a_child_process {
         peers::run(move || async move {
             let folder = tempfile::tempdir().unwrap();
             let session = connect(form, Connector::new(), &address(&folder)).await.unwrap();
-            let itself = Calls(session.clone());
+            let itself = Calls::over(session.clone());
             let pid = itself.run::<i64>("pid", ()).await as u32;
             let busy = Busy::new(form, "child", &itself, async || session.clone()).await;
             drop(session);
@@ -535,7 +535,7 @@ async fn bad_clients_harm_nobody_else(transport: Transport, form: Form) {
     let server = ServerPeer::with(transport, &["--keep-alive", "200ms", "--handshake-timeout", "500ms"]);
     let address = server.address().to_owned();
     let good = GoodClient::start(form, &address).await;
-    let watcher = Calls::to(&address).await;
+    let watcher = Calls::watching(&address).await;
     let before = watcher.info().await;
     on_thread(move || misbehave(&address)).await;
     at_pace(LIMIT, "the bad clients are gone", async || watcher.info().await.sessions == before.sessions).await;

@@ -133,7 +133,7 @@ impl Pool {
     /// That the server holds nothing of clients that have gone.
     async fn holds_nothing(&self) {
         let loan = self.loan().await;
-        let calls = Calls(loan.session().clone());
+        let calls = Calls::over(loan.session().clone());
         within(PATIENCE, "one session is left", async || calls.info().await.sessions == 1).await;
         within(PATIENCE, "no tensor is left", async || calls.info().await.memory_bytes == 0).await;
         within(PATIENCE, "no call is left", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 0).await;
@@ -248,7 +248,7 @@ async fn dies_while_a_client_connects(pool: &mut Pool) {
     pool.kill();
     pool.replace();
     match soon("an answer", request).await.unwrap() {
-        Ok(loan) => assert_eq!(Calls(loan.session().clone()).run::<i64>("add", (1, 2)).await, 3),
+        Ok(loan) => assert_eq!(Calls::over(loan.session().clone()).run::<i64>("add", (1, 2)).await, 3),
         Err(error) => {
             let expected = [ErrorKind::PeerLost, ErrorKind::PeerSilent, ErrorKind::Refused, ErrorKind::SessionTimeout];
             assert!(expected.contains(&error.kind()), "{error}");
@@ -271,7 +271,7 @@ async fn dies_in_a_session(pool: &mut Pool, moment: Moment) {
         };
         within(PATIENCE, "the tracker knows again who has the server", known).await;
         assert!(pending.iter().all(|pending| !pending.is_finished()), "what was under way goes on");
-        assert_eq!(Calls(session).run::<i64>("add", (1, 2)).await, 3);
+        assert_eq!(Calls::over(session).run::<i64>("add", (1, 2)).await, 3);
         pending.iter().for_each(JoinHandle::abort);
         return;
     }
@@ -297,7 +297,7 @@ async fn begin(session: &Session, moment: Moment) -> Vec<JoinHandle<Result<()>>>
         Moment::MidCall => {
             let hold = session.get_function("hold.tagged").await.unwrap();
             let call = tokio::spawn(async move { hold.call::<()>((TAG,)).lane(Lane(1)).await });
-            let calls = Calls(session.clone());
+            let calls = Calls::over(session.clone());
             within(PATIENCE, "it runs", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 1).await;
             vec![call]
         }

@@ -383,16 +383,37 @@ pub fn threads(pid: u32) -> usize {
 
 /// A session that calls functions by name.
 #[derive(Clone)]
-pub struct Calls(pub Session);
+pub struct Calls(pub Session, Option<String>);
 
 impl Calls {
     pub async fn to(address: &str) -> Self {
-        Self(connector().connect(address).await.unwrap())
+        Self::over(connector().connect(address).await.unwrap())
     }
 
-    pub async fn run<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> R {
-        let function = self.0.get_function(name).concurrent().await.unwrap();
-        function.call(args).concurrent().await.unwrap()
+    /// As [`to`](Self::to), for who only looks at what becomes of others: on a machine that is very busy the server may take this client for dead,
+    /// and then it comes anew.
+    pub async fn watching(address: &str) -> Self {
+        Self(connector().connect(address).await.unwrap(), Some(address.to_owned()))
+    }
+
+    pub fn over(session: Session) -> Self {
+        Self(session, None)
+    }
+
+    pub async fn run<R: FromReply>(&self, name: &str, args: impl IntoArgs + Clone) -> R {
+        let outcome = Self::try_run(&self.0, name, args.clone()).await;
+        match (&outcome, &self.1) {
+            (Err(error), Some(address)) if matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerSilent) => {
+                println!("the machine is too busy, somebody who watches comes anew: {error}");
+                Self::try_run(&connector().connect(address).await.unwrap(), name, args).await.unwrap()
+            }
+            _ => outcome.unwrap(),
+        }
+    }
+
+    async fn try_run<R: FromReply>(session: &Session, name: &str, args: impl IntoArgs) -> rpc_core::Result<R> {
+        let function = session.get_function(name).concurrent().await?;
+        function.call(args).concurrent().await
     }
 
     /// What all sessions of the server hold.
