@@ -1,4 +1,5 @@
-//! Workers in processes of their own at one node: it starts them, passes commands on to all of them, and what they say to the controller.
+//! What a node has below it: workers in processes of its own, which it starts, and further nodes, with which it opens sessions. It passes commands on to
+//! all of them, and what they say to the controller.
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,13 +9,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
-use rpc_transports::{Address, Connector};
+use rpc_transports::{Address, Connector, Onward};
 
 use crate::command::{Encoded, Queued};
 use crate::error::WorkerId;
 use crate::event::{Event, EventSink};
 use crate::feed::out_of_order;
-use crate::host::{Leaf, SetUp};
+use crate::host::{Below, Leaf, SetUp};
 use crate::launch::{Source, WORKER, open_links};
 use crate::link::{Inbox, Link, Upstream};
 use crate::options::Hosting;
@@ -28,7 +29,7 @@ pub(crate) fn serves_workers() {
     SERVES_WORKERS.store(true, Ordering::Relaxed);
 }
 
-/// The processes of one node, and the links to them.
+/// The processes of one node and the nodes below it, and the links to them.
 pub(crate) struct Branch {
     layout: Layout,
     above: Arc<Above>,
@@ -36,9 +37,11 @@ pub(crate) struct Branch {
     next: Mutex<u64>,
 }
 
-/// What is above the processes: their node's events, which the controller fetches.
+/// What is above them: their node's events, which the controller fetches.
 struct Above {
     links: Vec<Link>,
+    /// How many nodes are at each link: none where that is a process of this one.
+    nodes: Vec<usize>,
     sink: Arc<dyn EventSink>,
     /// Each process counts as a thread of the node's session.
     _places: Vec<ThreadPlace>,
@@ -51,28 +54,21 @@ impl Drop for Above {
 }
 
 impl Branch {
-    /// Starts a process for each worker.
-    pub(crate) fn open(
-        context: &rpc_core::Context,
-        set_up: &SetUp,
-        sink: Arc<dyn EventSink>,
-    ) -> Result<(Self, Vec<Leaf>)> {
-        if !SERVES_WORKERS.load(Ordering::Relaxed) {
-            return Err(RpcError::unsupported(
-                "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
-            ));
+    /// Starts a process for each worker of the node, if that is how it has them, and opens the nodes below.
+    pub(crate) fn open(context: &rpc_core::Context, set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<Self> {
+        let (mut children, mut places, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
+        if set_up.hosting == Hosting::Processes {
+            (children, places) = processes(context, set_up)?;
+            nodes = vec![0; children.len()];
         }
-        let address = this_program_as_worker(Some(context.limits()))?;
-        let places = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
-        let children = (set_up.first..set_up.first + set_up.count).map(|first| {
-            let set_up = SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, ..set_up.clone() };
-            (set_up, Source::Address(Box::new(to_child()), address.clone()))
-        });
-        let children = children.collect();
+        if !set_up.below.is_empty() {
+            nodes.extend(set_up.below.iter().map(Below::nodes));
+            children.extend(further(context, set_up)?);
+        }
         let opening = crate::runtime::runtime()?.spawn(async move {
-            // No child is in this process.
+            // None of them is in this process.
             let links = open_links(children, &Arc::default() as &Arc<Inbox>).await?;
-            let above = Arc::new(Above { links, sink, _places: places });
+            let above = Arc::new(Above { links, nodes, sink, _places: places });
             let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
             for (number, link) in above.links.iter().enumerate() {
                 link.start(number, &weak).await?;
@@ -80,9 +76,18 @@ impl Branch {
             Ok(above)
         });
         let opened = blocking::block_on(opening)?;
-        let above = opened.unwrap_or_else(|_| Err(RpcError::internal("starting the workers of a node panicked")))?;
-        let leaves = above.links.iter().flat_map(|link| link.info.leaves.clone()).collect();
-        Ok((Self { layout: set_up.layout, above, next: Mutex::new(1) }, leaves))
+        let above = opened.unwrap_or_else(|_| Err(RpcError::internal("opening what is below a node panicked")))?;
+        Ok(Self { layout: set_up.layout, above, next: Mutex::new(1) })
+    }
+
+    /// The processes there, in the order of their workers.
+    pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
+        self.above.links.iter().flat_map(|link| link.info.leaves.iter().cloned())
+    }
+
+    /// Whether any of the links is encrypted, here or further below.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.above.links.iter().any(|link| link.is_encrypted)
     }
 
     /// Passes commands with consecutive numbers on, with the bytes that they came in, if they came so.
@@ -118,13 +123,24 @@ impl Branch {
         blocking::block_on(async { session.get_function("disco.offer").await?.call((&host, epoch)).await })?
     }
 
-    /// Where the workers listen for each other, in their order.
-    pub(crate) fn listen(&self, address: IpAddr) -> Result<Vec<Listening>> {
+    /// Where the workers listen for each other, in their order. The first address is that of this node, and the others of those below, in their order.
+    pub(crate) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<Listening>> {
+        let (own, mut below) = addresses.split_at(addresses.len().min(1));
         let mut all = Vec::new();
-        for link in &self.above.links {
+        for (link, nodes) in self.above.links.iter().zip(&self.above.nodes) {
+            let addresses = if *nodes == 0 {
+                own
+            } else {
+                let (these, others) = below
+                    .split_at_checked(*nodes)
+                    .ok_or_else(|| RpcError::invalid_argument("an address to listen at for each node"))?;
+                below = others;
+                these
+            };
             let (session, host) = far_end(link)?;
+            let addresses = Pack(addresses.to_vec());
             let listening: Pack<Vec<Listening>> = blocking::block_on(async {
-                session.get_function("disco.listen").await?.call((&host, address.to_string())).await
+                session.get_function("disco.listen").await?.call((&host, addresses)).await
             })??;
             all.extend(listening.0);
         }
@@ -149,12 +165,47 @@ impl Upstream for Above {
 
     fn lose(&self, link: usize, error: RpcError) {
         let worker = WorkerId(self.links[link].first);
+        let error = if self.nodes[link] == 0 { error } else { error.context(&self.links[link].name) };
         self.sink.send(Event::Lost { worker, error });
     }
 
     fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.sink.poll_room(cx)
     }
+}
+
+/// What is to be opened below a node.
+type Children = Vec<(SetUp, Source)>;
+
+/// A process for each worker of a node, and what they count as.
+fn processes(context: &rpc_core::Context, set_up: &SetUp) -> Result<(Children, Vec<ThreadPlace>)> {
+    if !SERVES_WORKERS.load(Ordering::Relaxed) {
+        return Err(RpcError::unsupported(
+            "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
+        ));
+    }
+    let address = this_program_as_worker(Some(context.limits()))?;
+    let places = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
+    let child = |first| {
+        let set_up =
+            SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, below: Vec::new(), ..set_up.clone() };
+        (set_up, Source::Address(Box::new(to_child()), address.clone()))
+    };
+    Ok(((set_up.first..set_up.first + set_up.count).map(child).collect(), places))
+}
+
+/// The nodes below, to which the server of this session makes way.
+fn further(context: &rpc_core::Context, set_up: &SetUp) -> Result<Children> {
+    let onward = context.extension::<Onward>().ok_or_else(|| {
+        RpcError::unsupported("this node opens no sessions with others: its server does not let functions do that")
+    })?;
+    let mut first = set_up.first + set_up.count;
+    let child = |below: &Below| {
+        let this = SetUp { first, local: 0, below: below.below.clone(), ..set_up.clone() };
+        first = this.first.saturating_add(this.workers());
+        (this, Source::Onward(Arc::clone(&onward), below.address.clone()))
+    };
+    Ok(set_up.below.iter().map(child).collect())
 }
 
 fn far_end(link: &Link) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {

@@ -144,24 +144,27 @@ impl Controller {
             let tickets: Pack<Vec<crate::ccl::host::Ticket>> = offer.call((&host, epoch)).await?;
             return Ok(Way::Segments(tickets.0));
         }
+        let nodes = self.links.iter().map(|link| link.nodes).sum();
         let mut addresses = self.options.data_addresses.clone();
         if addresses.is_empty() && together {
-            addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); self.links.len()];
+            addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); nodes];
         }
-        if addresses.len() != self.links.len() {
+        if addresses.len() != nodes {
             let why = format!(
                 "they are on several machines, and the data addresses of {} of {} nodes are known",
                 addresses.len(),
-                self.links.len()
+                nodes
             );
             return Ok(Way::Apart { why });
         }
         let (mut world, mut groups) = (Vec::new(), Vec::new());
-        for (number, address) in addresses.into_iter().enumerate() {
+        let mut addresses = addresses.into_iter();
+        for (number, link) in self.links.iter().enumerate() {
             let (session, host) = self.far_end(number)?;
             let listen = session.get_function("disco.listen").await?;
-            let listening: Pack<Vec<Listening>> = listen.call((&host, address.to_string())).await?;
-            let workers = self.links[number].first..;
+            let these: Vec<_> = addresses.by_ref().take(link.nodes).collect();
+            let listening: Pack<Vec<Listening>> = listen.call((&host, Pack(these))).await?;
+            let workers = link.first..;
             for (worker, one) in workers.zip(listening.0) {
                 world.push(self.advertised(worker, one.world));
                 groups.extend(one.group.map(|group| self.advertised(worker, group)));
@@ -511,7 +514,7 @@ impl Upstream for Controller {
     /// That ends the session.
     fn lose(&self, link: usize, error: RpcError) {
         let link = &self.links[link];
-        let text = format!("{} at {} was lost: {}", link.who(), link.name, error.message());
+        let text = format!("{}: {}", link.who_was_lost(), error.message());
         let kind =
             if error.ends_session() && error.kind() != ErrorKind::Closed { error.kind() } else { ErrorKind::PeerLost };
         self.end(RpcError::new(kind, text).may_have_run(true));

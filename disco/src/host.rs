@@ -8,11 +8,15 @@
 //! | `disco.submit` | host, number of the first command, commands, list of bulk | null; inline |
 //! | `disco.events` | host | what has happened, once that is anything; an empty list after the end |
 //! | `disco.offer` | host, epoch | tickets to segments for the whole session, packed |
-//! | `disco.listen` | host, IP address | where its workers listen for each other, packed |
+//! | `disco.listen` | host, IP addresses of its node and those below it | where their workers listen for each other, packed |
 //! | `disco.break_ccl` | host, epoch, reason | null; inline: ends the collectives of that epoch, also those that workers are in |
 //! | `disco.abort` | host | null; inline: passes everything that is queued |
 //!
 //! A host ends with the session that it was opened in, or when its controller lets go of it.
+//!
+//! A host may have others below it: processes of its own, and further nodes, with which it opens sessions itself. It passes them all commands
+//! in the order of their numbers, and what they say to whoever opened it, for whom they are workers of this host. The workers below it have the numbers
+//! behind its own.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -36,6 +40,9 @@ use crate::worker::{self, ModuleKey};
 
 /// The most bytes of commands that wait for the slowest worker of a host. A controller that goes by its window sends far less.
 const MAX_HELD: u64 = 1 << 30;
+
+/// The most nodes that one has directly below it.
+const MAX_BELOW: usize = 1024;
 
 /// The most workers of one host.
 const MAX_WORKERS: u32 = 1024;
@@ -65,10 +72,8 @@ pub fn register(registry: &Registry) {
             }
         })
         .add("disco.offer", |host: SharedObject<WorkerHost>, epoch: u64| -> Result<_> { host.0.offer(epoch) })
-        .add("disco.listen", |host: SharedObject<WorkerHost>, address: String| -> Result<_> {
-            let address =
-                address.parse().map_err(|_| RpcError::invalid_argument(format!("'{address}' is no IP address")))?;
-            host.0.listen(address).map(Pack)
+        .add("disco.listen", |host: SharedObject<WorkerHost>, addresses: Pack<Vec<IpAddr>>| -> Result<_> {
+            host.0.listen(&addresses.0).map(Pack)
         })
         .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, reason: String| {
             host.0.break_collectives(epoch, &reason);
@@ -91,13 +96,44 @@ pub(crate) struct SetUp {
     pub(crate) report_every: u64,
     /// Set by controllers that hope to be in the same process.
     pub(crate) local: u64,
+    /// The nodes below it.
+    pub(crate) below: Vec<Below>,
+}
+
+impl SetUp {
+    /// How many workers there are, those below included.
+    pub(crate) fn workers(&self) -> u32 {
+        // Saturating: it may come from anybody.
+        u32::try_from(self.nodes()).unwrap_or(u32::MAX).saturating_mul(self.count)
+    }
+
+    /// How many nodes there are, with this one.
+    pub(crate) fn nodes(&self) -> usize {
+        1 + self.below.iter().map(Below::nodes).sum::<usize>()
+    }
+}
+
+/// A node that another one opens, with as many workers as that has itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Below {
+    pub(crate) address: String,
+    pub(crate) below: Vec<Self>,
+}
+
+impl Below {
+    /// How many nodes this is.
+    pub(crate) fn nodes(&self) -> usize {
+        1 + self.below.iter().map(Self::nodes).sum::<usize>()
+    }
 }
 
 /// What a controller learns of a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct HostInfo {
-    /// Its processes, in the order of their workers.
+    /// Its processes and those below it, in the order of their workers.
     pub(crate) leaves: Vec<Leaf>,
+    /// Whether any of the links below it is encrypted.
+    pub(crate) is_encrypted_below: bool,
 }
 
 /// One process, and how many workers it has.
@@ -147,12 +183,10 @@ impl Shared {
 pub(crate) struct WorkerHost {
     /// For a controller in another process.
     events: Option<Arc<EventQueue>>,
-    workers: Workers,
-}
-
-enum Workers {
-    Threads(Threads),
-    Processes(Branch),
+    /// Workers in this process.
+    threads: Option<Threads>,
+    /// Workers in others, with numbers behind those.
+    branch: Option<Branch>,
 }
 
 /// Workers as threads of this process.
@@ -169,7 +203,8 @@ impl WorkerHost {
             && world_size > 0
             && world_size % num_groups == 0
             && (1..=MAX_WORKERS).contains(&set_up.count)
-            && set_up.first.checked_add(set_up.count).is_some_and(|end| end <= world_size);
+            && set_up.below.len() <= MAX_BELOW
+            && set_up.first.checked_add(set_up.workers()).is_some_and(|end| end <= world_size);
         if !fits {
             return Err(RpcError::invalid_argument(format!("no workers can be made of {set_up:?}")));
         }
@@ -177,45 +212,52 @@ impl WorkerHost {
         let events = local.is_none().then(|| Arc::new(EventQueue::default()));
         let sink = local.or_else(|| events.clone().map(|events| events as Arc<dyn EventSink>));
         let sink = sink.ok_or_else(|| RpcError::internal("a host without events"))?;
-        let (workers, leaves) = match set_up.hosting {
-            Hosting::Threads => {
-                let leaf = Leaf { count: set_up.count, machine: machine() };
-                let patience = if events.is_none() { YIELD } else { Duration::ZERO };
-                (Workers::Threads(Threads::start(context, set_up, sink, patience)?), vec![leaf])
-            }
-            Hosting::Processes => {
-                let (branch, leaves) = Branch::open(context, set_up, sink)?;
-                (Workers::Processes(branch), leaves)
-            }
-        };
-        let host = Arc::new(Self { events, workers });
+        let mut info = HostInfo { leaves: Vec::new(), is_encrypted_below: false };
+        let mut threads = None;
+        if set_up.hosting == Hosting::Threads {
+            let patience = if events.is_none() { YIELD } else { Duration::ZERO };
+            threads = Some(Threads::start(context, set_up, Arc::clone(&sink), patience)?);
+            info.leaves.push(Leaf { count: set_up.count, machine: machine() });
+        }
+        let mut branch = None;
+        if set_up.hosting == Hosting::Processes || !set_up.below.is_empty() {
+            let opened = Branch::open(context, set_up, sink)?;
+            info.leaves.extend(opened.leaves());
+            info.is_encrypted_below = opened.is_encrypted();
+            branch = Some(opened);
+        }
+        let host = Arc::new(Self { events, threads, branch });
         put_host(set_up.local, &host);
-        Ok((host, HostInfo { leaves }))
+        Ok((host, info))
     }
 
     /// Passes a command to all workers.
     pub(crate) fn submit(&self, sequence: u64, queued: Queued) -> Result<()> {
-        match &self.workers {
-            Workers::Threads(threads) => threads.feed.push(sequence, [queued], u64::MAX),
-            Workers::Processes(branch) => branch.pass_on(sequence, [(queued, None)]),
+        if let Some(branch) = &self.branch {
+            branch.pass_on(sequence, [(queued.clone(), None)])?;
+        }
+        match &self.threads {
+            Some(threads) => threads.feed.push(sequence, [queued], u64::MAX),
+            None => Ok(()),
         }
     }
 
     /// Passes a batch of them to all workers.
     fn submit_batch(&self, first: u64, heads: Bytes, bulk: Vec<Bytes>) -> Result<()> {
         let commands = decode_batch(heads.clone(), bulk)?;
-        match &self.workers {
-            Workers::Threads(threads) => threads.feed.push(first, commands, MAX_HELD),
-            Workers::Processes(branch) => branch.pass_on(first, commands.into_iter().zip(split_batch(heads).map(Some))),
+        if let Some(branch) = &self.branch {
+            branch.pass_on(first, commands.iter().cloned().zip(split_batch(heads).map(Some)))?;
+        }
+        match &self.threads {
+            Some(threads) => threads.feed.push(first, commands, MAX_HELD),
+            None => Ok(()),
         }
     }
 
     /// Ends all workers after what they are doing, and their collectives now.
     pub(crate) fn abort(&self) {
-        match &self.workers {
-            Workers::Threads(threads) => threads.abort(),
-            Workers::Processes(branch) => branch.close(),
-        }
+        self.threads.iter().for_each(Threads::abort);
+        self.branch.iter().for_each(Branch::close);
         if let Some(events) = &self.events {
             events.close();
         }
@@ -223,19 +265,17 @@ impl WorkerHost {
 
     /// Ends the collectives of an epoch, and no command.
     pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
-        match &self.workers {
-            Workers::Threads(Threads { workers, .. }) => {
-                workers.iter().for_each(|worker| worker.break_collectives(epoch, reason));
-            }
-            Workers::Processes(branch) => branch.break_collectives(epoch, reason),
-        }
+        let workers = self.threads.iter().flat_map(|threads| &threads.workers);
+        workers.for_each(|worker| worker.break_collectives(epoch, reason));
+        self.branch.iter().for_each(|branch| branch.break_collectives(epoch, reason));
     }
 
     #[cfg(target_os = "linux")]
     fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
-        match &self.workers {
-            Workers::Threads(Threads { shared, .. }) => shared.place.offer(shared.set_up.layout, epoch).map(Pack),
-            Workers::Processes(branch) => branch.offer(epoch),
+        match (&self.threads, &self.branch) {
+            (Some(Threads { shared, .. }), _) => shared.place.offer(shared.set_up.layout, epoch).map(Pack),
+            (None, Some(branch)) => branch.offer(epoch),
+            (None, None) => Err(RpcError::internal("a host without workers")),
         }
     }
 
@@ -244,14 +284,19 @@ impl WorkerHost {
         Err(RpcError::unsupported("processes share no memory on this system"))
     }
 
-    fn listen(&self, address: IpAddr) -> Result<Vec<Listening>> {
-        match &self.workers {
-            Workers::Threads(Threads { shared, .. }) => {
-                let SetUp { layout, first, count, .. } = shared.set_up;
-                shared.place.listen(layout, first, count, address)
-            }
-            Workers::Processes(branch) => branch.listen(address),
+    fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<Listening>> {
+        let Some(own) = addresses.first() else {
+            return Err(RpcError::invalid_argument("no address to listen at"));
+        };
+        let mut all = Vec::new();
+        if let Some(Threads { shared, .. }) = &self.threads {
+            let SetUp { layout, first, count, .. } = shared.set_up;
+            all = shared.place.listen(layout, first, count, *own)?;
         }
+        if let Some(branch) = &self.branch {
+            all.extend(branch.listen(addresses)?);
+        }
+        Ok(all)
     }
 }
 

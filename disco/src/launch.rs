@@ -8,12 +8,12 @@ mod threaded;
 use std::sync::Arc;
 
 use rpc_core::{ErrorKind, RpcError, Session};
-use rpc_transports::Connector;
+use rpc_transports::{Connector, Onward};
 
 use crate::completion::Completion;
 use crate::controller::Controller;
 use crate::error::{DiscoError, Result};
-use crate::host::SetUp;
+use crate::host::{Below, SetUp};
 use crate::link::{Inbox, Link};
 use crate::logs;
 use crate::options::Options;
@@ -35,7 +35,7 @@ impl DiscoSession {
         options: Options,
     ) -> Completion<Self> {
         let nodes: Vec<_> = (sessions.into_iter().enumerate())
-            .map(|(number, session)| Source::Ready(session, format!("session {number}")))
+            .map(|(number, session)| Node::from(Source::Ready(session, format!("session {number}"))))
             .collect();
         launch((nodes.len(), workers_per_session, num_groups), options, async { Ok(nodes) })
     }
@@ -49,6 +49,20 @@ pub(crate) enum Source {
     /// From before; and what the node is called.
     Ready(Session, String),
     Address(Box<Connector>, String),
+    /// A node that the server of a session makes way to.
+    Onward(Arc<Onward>, String),
+}
+
+/// A node, and those that it is to open itself.
+pub(crate) struct Node {
+    source: Source,
+    below: Vec<Below>,
+}
+
+impl From<Source> for Node {
+    fn from(source: Source) -> Self {
+        Self { source, below: Vec::new() }
+    }
 }
 
 impl Source {
@@ -59,6 +73,7 @@ impl Source {
                 let session = connector.connect(&address).await.map_err(|error| error.into_rpc_error())?;
                 Ok((session, address))
             }
+            Self::Onward(onward, address) => Ok((onward.connect(&address).await?, address)),
         }
     }
 }
@@ -79,22 +94,21 @@ fn layout_of(nodes: usize, per_node: u32, num_groups: u32) -> Result<Layout> {
 fn launch(
     (nodes, per_node, num_groups): (usize, u32, u32),
     options: Options,
-    find: impl Future<Output = Result<Vec<Source>>> + Send + 'static,
+    find: impl Future<Output = Result<Vec<Node>>> + Send + 'static,
 ) -> Completion<DiscoSession> {
     Completion::spawn(async move {
         let layout = layout_of(nodes, per_node, num_groups)?;
         let found = find.await?;
-        if found.len() != nodes {
-            return Err(RpcError::new(ErrorKind::Protocol, format!("{} nodes came of {nodes}", found.len())).into());
+        let came: usize = found.iter().flat_map(|node| &node.below).map(Below::nodes).sum::<usize>() + found.len();
+        if came != nodes {
+            return Err(RpcError::new(ErrorKind::Protocol, format!("{came} nodes came of {nodes}")).into());
         }
-        start(layout, found, options).await
+        start(layout, per_node, found, options).await
     })
 }
 
-async fn start(layout: Layout, nodes: Vec<Source>, options: Options) -> Result<DiscoSession> {
+async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -> Result<DiscoSession> {
     let inbox = Arc::new(Inbox::default());
-    // As many at each: the layout was made so.
-    let count = layout.world_size / u32::try_from(nodes.len()).unwrap_or(1).max(1);
     let set_up = SetUp {
         layout,
         first: 0,
@@ -104,9 +118,14 @@ async fn start(layout: Layout, nodes: Vec<Source>, options: Options) -> Result<D
         logs: options.worker_logs.map(logs::number),
         report_every: (options.window / 8).max(1),
         local: 0,
+        below: Vec::new(),
     };
-    let nodes = (0..).step_by(count as usize).zip(nodes);
-    let nodes = nodes.map(|(first, source)| (SetUp { first, ..set_up.clone() }, source));
+    let mut first = 0;
+    let nodes = nodes.into_iter().map(|Node { source, below }| {
+        let this = SetUp { first, below, ..set_up.clone() };
+        first += this.workers();
+        (this, source)
+    });
     let links = open_links(nodes.collect(), &inbox).await?;
     let controller = Controller::new(layout, options, links);
     // Set once, here.

@@ -47,14 +47,16 @@ pub(crate) trait Upstream: Send + Sync {
     }
 }
 
-/// The link to one host, whose workers have consecutive numbers.
+/// The link to one host, whose workers have consecutive numbers, those below it included.
 pub(crate) struct Link {
     pub(crate) first: u32,
     pub(crate) count: u32,
+    /// How many nodes there are, the one at the other end and those below it.
+    pub(crate) nodes: usize,
     pub(crate) info: HostInfo,
     /// How people call what is at the other end.
     pub(crate) name: String,
-    /// Whether it is encrypted, as far as this process can tell.
+    /// Whether it or a link behind it is encrypted, as far as the processes at its ends can tell.
     pub(crate) is_encrypted: bool,
     way: Way,
     /// What holds the other end. Taken when the session ends.
@@ -98,9 +100,18 @@ impl Link {
             Some(local) => Way::Local(Arc::downgrade(&local)),
             None => Way::Remote(Arc::default()),
         };
-        let is_encrypted = session.is_encrypted();
+        let is_encrypted = session.is_encrypted() || info.is_encrypted_below;
         let held = Mutex::new(Some(Held { session, host, tasks: Vec::new() }));
-        Ok(Self { first: set_up.first, count: set_up.count, info, name, is_encrypted, way, held })
+        Ok(Self {
+            first: set_up.first,
+            count: set_up.workers(),
+            nodes: set_up.nodes(),
+            info,
+            name,
+            is_encrypted,
+            way,
+            held,
+        })
     }
 
     async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, HostInfo)> {
@@ -161,12 +172,18 @@ impl Link {
         self.first..self.first + self.count
     }
 
-    /// Which workers are there, in words.
-    pub(crate) fn who(&self) -> String {
-        match self.count {
-            1 => format!("worker {}", self.first),
-            count => format!("workers {} to {}", self.first, self.first + count - 1),
-        }
+    /// Which workers were there, in words, when it is lost.
+    pub(crate) fn who_was_lost(&self) -> String {
+        // All nodes have as many.
+        let own = u32::try_from(self.nodes).map_or(self.count, |nodes| self.count / nodes.max(1));
+        let who = |workers: Range<u32>| match workers.len() {
+            1 => format!("worker {}", workers.start),
+            _ => format!("workers {} to {}", workers.start, workers.end - 1),
+        };
+        let workers = self.workers();
+        let at = workers.start + own;
+        let behind = if at == workers.end { String::new() } else { format!(", with {} behind", who(at..workers.end)) };
+        format!("{} at {} was lost{behind}", who(workers.start..at), self.name)
     }
 
     /// Appends a command. `encoded` is there if any link of the session needs it; `bulk` says whether its bulk is for this link.

@@ -202,9 +202,10 @@ fn serve_stdio(registry: &Registry, limits: SessionLimits) -> RpcResult<()> {
 
 /// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
 fn server_of(registry: Registry, limits: SessionLimits, options: ServeOptions) -> Server {
-    let open = move |_: &OpenRequest| -> RpcResult<SharedSession> {
-        let spawner = Arc::new(TokioSpawner::current());
-        Ok(Arc::new(LocalSession::builder(registry.clone()).limits(limits.clone()).spawner(spawner).build()))
+    let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
+        let session = LocalSession::builder(registry.clone()).limits(limits.clone());
+        let session = session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
+        Ok(Arc::new(session.build()))
     };
     Server::new(Arc::new(open), options)
 }

@@ -19,8 +19,9 @@ impl Controller {
     /// Another number of ids.
     pub(crate) fn devices(&self, kind: DeviceType, ids: &[i32]) -> Result<Vec<Device>> {
         let world = self.layout.world_size;
-        let per_node = self.links.first().map(|link| link.count);
-        let per_node = per_node.filter(|count| self.links.iter().all(|link| link.count == *count));
+        let nodes: usize = self.links.iter().map(|link| link.nodes).sum();
+        // All have as many.
+        let per_node = u32::try_from(nodes).ok().and_then(|nodes| world.checked_div(nodes));
         let fits =
             ids.is_empty() || ids.len() == world as usize || per_node.is_some_and(|count| ids.len() == count as usize);
         if !fits {

@@ -590,6 +590,7 @@ impl LocalFactory {
             .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
             .extension(self.state.clone())
             .extension(Arc::new(Client { peer: request.peer.clone(), identity: request.identity.clone() }))
+            .extension(Arc::new(request.onward.clone()))
             .spawner(self.spawner.clone())
             .build();
         Ok(self.state.count_local(session))

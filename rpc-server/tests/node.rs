@@ -189,6 +189,27 @@ fn a_server_has_its_workers_as_processes_if_it_is_told_to() {
     session.shutdown().wait().unwrap();
 }
 
+/// Each opens the next, in the name of the controller, if its operator allows that.
+#[test]
+fn servers_open_each_other_where_they_may() {
+    let folder = tempfile::tempdir().unwrap();
+    let forwarding = ["serve", "--allow-forward", "tcp://127.0.0.1:*"];
+    let servers = [&forwarding[..], &forwarding, &["serve"]].map(|args| server(&folder, args));
+    let addresses = servers.each_ref().map(ServerProcess::address);
+    for hosting in [Hosting::Threads, Hosting::Processes] {
+        let mut options = Options::default();
+        options.hosting = hosting;
+        let session = SocketSession::new(addresses, 2, 1).fan_out(1).options(options).start().wait().unwrap();
+        works(&session);
+        session.shutdown().wait().unwrap();
+    }
+    // The last one may not open anybody.
+    let [first, second, last] = addresses;
+    let error = SocketSession::new([last, first, second], 1, 1).fan_out(1).start().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");
+    assert!(error.to_string().contains("--allow-forward"), "{error}");
+}
+
 #[test]
 fn workers_count_against_the_threads_of_their_session() {
     let folder = tempfile::tempdir().unwrap();

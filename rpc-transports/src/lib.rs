@@ -79,7 +79,7 @@ pub use identity::{Access, Security, Token, TokenError, Tokens};
 pub use park::ParkOptions;
 pub use pattern::matches_pattern;
 pub use proxy::ProxySession;
-pub use serve::{OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
+pub use serve::{Onward, OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
 pub use transport::{
     BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, DialOptions, ListenOptions, Listener, TransportError,
 };

@@ -14,7 +14,7 @@ use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Role};
@@ -35,6 +35,7 @@ use crate::handshakes::{Handshakes, InProgress};
 use crate::identity::{Access, of_acceptor};
 use crate::transport::{Channel, ChannelIo, DialOptions, ListenOptions, TransportError};
 
+pub use self::forwarding::Onward;
 pub use self::options::{OpenRequest, ServeObserver, ServeOptions, SessionFactory, WireLimits};
 
 /// Serves sessions on any number of addresses. Cheap to clone; clones are the same server.
@@ -44,6 +45,7 @@ pub use self::options::{OpenRequest, ServeObserver, ServeOptions, SessionFactory
 pub struct Server(Arc<Shared>);
 
 struct Shared {
+    this: Weak<Self>,
     /// By which it finds itself in the path of a chain.
     name: String,
     factory: Arc<dyn SessionFactory>,
@@ -72,7 +74,8 @@ impl Server {
     /// A server that opens its sessions with `factory`.
     pub fn new(factory: Arc<dyn SessionFactory>, options: ServeOptions) -> Self {
         crate::runtime::install_probe();
-        Self(Arc::new(Shared {
+        Self(Arc::new_cyclic(|this| Shared {
+            this: this.clone(),
             name: made_up_name(),
             factory,
             access: Mutex::new((1, Arc::new(options.access.clone()))),
@@ -485,6 +488,7 @@ impl Shared {
             key: named(&hello.key),
             workspace: named(&hello.workspace),
             ticket: named(&hello.ticket),
+            onward: Onward::new(self.this.clone(), &hello.path, identity),
         };
         self.factory.open(&request).await.map(Opened::Session)
     }

@@ -150,9 +150,25 @@ pub enum Launch {
         program: &'static str,
         /// Collectives over TCP, too, rather than through shared memory.
         data_over_tcp: bool,
-        /// Behind a server of this process that forwards.
-        chain: bool,
+        /// How the controller gets there.
+        way: Way,
     },
+    /// Servers of this process behind TCP, each with one worker, of which each opens the next.
+    Line {
+        /// Collectives over TCP, too, rather than through shared memory.
+        data_over_tcp: bool,
+    },
+}
+
+/// How a controller gets to its nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Straight to each.
+    Straight,
+    /// Through a server of this process that forwards.
+    Chain,
+    /// To the first, which opens the second, and so on.
+    Line,
 }
 
 /// A session, and what it stands on.
@@ -202,7 +218,7 @@ impl Drop for Node {
 /// What the program of a [`Node`] does: serves the functions of workers, says where, and ends with its standard input.
 pub fn serve_node() {
     let runtime = runtime();
-    let (address, _server) = listen(&runtime, attentive());
+    let (address, _server) = listen(&runtime, forwarding());
     println!("{address}");
     _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
     std::process::exit(0);
@@ -246,7 +262,7 @@ impl Launch {
                 let session = ProcessSession::new(num_workers, num_groups).command([program, "--disco-worker"]);
                 (session.options(options).start(), None)
             }
-            Self::Nodes { program, data_over_tcp, chain } => {
+            Self::Nodes { program, data_over_tcp, way } => {
                 nodes = (0..num_workers).map(|_| Node::start(program)).collect();
                 let addresses: Vec<String> = nodes.iter().map(|node| node.address().to_owned()).collect();
                 if data_over_tcp {
@@ -254,7 +270,10 @@ impl Launch {
                 }
                 let mut session = SocketSession::new(addresses, 1, num_groups).options(options);
                 let mut servers = None;
-                if chain {
+                if way == Way::Line {
+                    session = session.fan_out(1);
+                }
+                if way == Way::Chain {
                     let runtime = runtime();
                     let (gateway, server) = listen(&runtime, forwarding());
                     session = session.connector(connector().via(&gateway));
@@ -270,6 +289,16 @@ impl Launch {
                 let runtime = runtime();
                 let (addresses, servers) = serve(&runtime, nodes);
                 let session = SocketSession::new(addresses, per_node, num_groups).options(options).start();
+                (session, Some((servers, runtime)))
+            }
+            Self::Line { data_over_tcp } => {
+                if data_over_tcp {
+                    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); num_workers as usize];
+                }
+                let runtime = runtime();
+                let (addresses, servers): (Vec<_>, Vec<_>) =
+                    (0..num_workers).map(|_| listen(&runtime, forwarding())).unzip();
+                let session = SocketSession::new(addresses, 1, num_groups).fan_out(1).options(options).start();
                 (session, Some((servers, runtime)))
             }
             Self::Chain => {
@@ -343,8 +372,9 @@ fn listen(runtime: &Runtime, options: ServeOptions) -> (String, Server) {
 
 /// A server of the functions of workers. Inside of a runtime.
 pub fn node(options: ServeOptions) -> Server {
-    let open = |_: &OpenRequest| -> Result<SharedSession, RpcError> {
-        Ok(Arc::new(LocalSession::builder(registry()).spawner(Arc::new(TokioSpawner::current())).build()))
+    let open = |request: &OpenRequest| -> Result<SharedSession, RpcError> {
+        let session = LocalSession::builder(registry()).spawner(Arc::new(TokioSpawner::current()));
+        Ok(Arc::new(session.extension(Arc::new(request.onward.clone())).build()))
     };
     Server::new(Arc::new(open), options)
 }

@@ -5,13 +5,15 @@
 
 use std::time::{Duration, Instant};
 
-use disco::{Argument, Content, DRef, DiscoError, DiscoSession, Operand, ReduceOp, Scope, WorkerId};
+use disco::{
+    Argument, Content, DRef, DiscoError, DiscoSession, NodeListener, Operand, ReduceOp, Scope, SocketSession, WorkerId,
+};
 use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
-use rpc_tests::spmd::Launch;
+use rpc_tests::spmd::{Launch, runtime, serve};
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
-const ALL: [Launch; 7] = [
+const ALL: [Launch; 9] = [
     Launch::Threads,
     Launch::Processes(NODE),
     Launch::Tcp { per_node: 2, data_over_tcp: false },
@@ -19,6 +21,8 @@ const ALL: [Launch; 7] = [
     Launch::Chain,
     Launch::DialIn,
     Launch::NodeOfProcesses(NODE),
+    Launch::Line { data_over_tcp: false },
+    Launch::Line { data_over_tcp: true },
 ];
 
 /// Runs `test` for each launch, number of workers and number of groups.
@@ -711,4 +715,20 @@ fn launches_that_cannot_be_are_refused() {
     let session = rpc_core::Session::new(rpc_core::LocalSession::new(rpc_core::Registry::new()));
     let error = DiscoSession::over([session], 1, 1, disco::Options::default()).wait().unwrap_err();
     assert!(error.to_string().contains("it is no node"), "{error}");
+}
+
+/// Nodes open each other only where the operator of each allows it, and where they are at addresses.
+#[test]
+fn a_tree_of_nodes_needs_leave_and_addresses() {
+    let runtime = runtime();
+    let (addresses, _servers) = serve(&runtime, 3);
+    let error = SocketSession::new(&addresses, 1, 1).fan_out(1).start().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");
+    assert!(error.to_string().contains("--allow-forward"), "{error}");
+    // As wide as there are nodes, none has to open another.
+    let session = SocketSession::new(&addresses, 1, 1).fan_out(3).start().wait().unwrap();
+    session.shutdown().wait().unwrap();
+    let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();
+    let error = SocketSession::dialled_by(2, &listener, 1, 1).fan_out(1).start().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::InvalidArgument, "{error}");
 }

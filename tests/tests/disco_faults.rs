@@ -20,7 +20,7 @@ use disco::{
 };
 use rpc_core::{DataType, ErrorKind, Tensor, Value};
 use rpc_tests::forwarder::{ByteForwarder, Pipe};
-use rpc_tests::spmd::{Fixture, Launch, connector, runtime, serve};
+use rpc_tests::spmd::{Fixture, Launch, Way, connector, runtime, serve};
 use rustix::process::Signal;
 
 use peers::{LIMIT, is_running, pace, signal};
@@ -28,20 +28,22 @@ use peers::{LIMIT, is_running, pace, signal};
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 const CONTROLLER: &str = env!("CARGO_BIN_EXE_disco_controller");
 
-const fn nodes(data_over_tcp: bool, chain: bool) -> Launch {
-    Launch::Nodes { program: NODE, data_over_tcp, chain }
+const fn nodes(data_over_tcp: bool, way: Way) -> Launch {
+    Launch::Nodes { program: NODE, data_over_tcp, way }
 }
 
 /// Every kind of launch whose workers are in processes of their own.
-const PROCESSES: [Launch; 5] = [
+const PROCESSES: [Launch; 6] = [
     Launch::Processes(NODE),
-    nodes(false, false),
-    nodes(true, false),
-    nodes(false, true),
+    nodes(false, Way::Straight),
+    nodes(true, Way::Straight),
+    nodes(false, Way::Chain),
+    nodes(true, Way::Line),
     Launch::NodeOfProcesses(NODE),
 ];
 
-const ALL: [Launch; 6] = [Launch::Threads, PROCESSES[0], PROCESSES[1], PROCESSES[2], PROCESSES[3], PROCESSES[4]];
+const ALL: [Launch; 7] =
+    [Launch::Threads, PROCESSES[0], PROCESSES[1], PROCESSES[2], PROCESSES[3], PROCESSES[4], PROCESSES[5]];
 
 /// Longer than anything takes on a slow machine: what takes longer hangs.
 const GUARD: Duration = Duration::from_secs(60);

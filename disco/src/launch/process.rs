@@ -68,7 +68,7 @@ impl ProcessSession {
                 }
                 None => this_program_as_worker(None)?,
             };
-            let node = |_| Source::Address(Box::new(to_child()), address.clone());
+            let node = |_| Source::Address(Box::new(to_child()), address.clone()).into();
             Ok((0..count).map(node).collect())
         })
     }

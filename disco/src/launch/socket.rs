@@ -7,8 +7,10 @@ use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
 use super::listener::NodeListener;
-use super::{Source, launch};
+use super::{Node, Source, launch};
 use crate::completion::Completion;
+use crate::error::DiscoError;
+use crate::host::Below;
 use crate::options::Options;
 use crate::session::DiscoSession;
 
@@ -32,6 +34,7 @@ pub struct SocketSession {
     num_groups: u32,
     connector: Connector,
     join_timeout: Duration,
+    fan_out: Option<usize>,
     options: Options,
 }
 
@@ -81,6 +84,7 @@ impl SocketSession {
             num_groups,
             connector: Connector::new().keep_alive(Duration::from_millis(200)),
             join_timeout: Duration::from_secs(60),
+            fan_out: None,
             options: Options::default(),
         }
     }
@@ -100,6 +104,18 @@ impl SocketSession {
         self
     }
 
+    /// Lets the controller open only so many nodes, and each node as many others, so that no one has to send each command to all of many nodes. For nodes
+    /// at addresses, which are then those by which the nodes reach each other; their servers must allow it
+    /// ([`ServeOptions::allow_forward`](rpc_transports::ServeOptions::allow_forward), `rpc-server --allow-forward`) and dial with what identity and
+    /// trust they have themselves ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
+    ///
+    /// A node that is lost takes those below it with it, as far as the session goes: its end is the session's in any case.
+    #[must_use]
+    pub fn fan_out(mut self, nodes: usize) -> Self {
+        self.fan_out = Some(nodes);
+        self
+    }
+
     /// Settings of the session.
     #[must_use]
     pub fn options(mut self, options: Options) -> Self {
@@ -112,22 +128,30 @@ impl SocketSession {
     /// Its errors are a node that cannot be reached, has not come, or is none; what the tracker refuses; and two nodes that say that they are the same
     /// one, or one that expects another number of nodes.
     pub fn start(self) -> Completion<DiscoSession> {
-        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, options } = self;
+        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, options } = self;
         let count = match &nodes {
             Nodes::At(addresses) => addresses.len(),
             Nodes::From(_, request) => request.count as usize,
             Nodes::DiallingIn(count, _) => *count,
         };
         launch((count, workers_per_node, num_groups), options, async move {
+            if fan_out.is_some() && !matches!(nodes, Nodes::At(_)) {
+                return Err(DiscoError::invalid(
+                    "only nodes at addresses can open each other: fan_out is not for these",
+                ));
+            }
             match nodes {
                 Nodes::At(addresses) => {
-                    let at = |address| Source::Address(Box::new(connector.clone()), address);
-                    Ok(addresses.into_iter().map(at).collect())
+                    let at = |Below { address, below }| Node {
+                        source: Source::Address(Box::new(connector.clone()), address),
+                        below,
+                    };
+                    Ok(tree(&addresses, fan_out.unwrap_or(usize::MAX)).into_iter().map(at).collect())
                 }
                 Nodes::From(tracker, request) => Ok(borrow(connector, &tracker, &request).await?),
                 Nodes::DiallingIn(count, listener) => {
                     let sessions = listener.gather(count, &connector, join_timeout).await?;
-                    let named = |(session, name)| Source::Ready(session, name);
+                    let named = |(session, name)| Source::Ready(session, name).into();
                     Ok(sessions.into_iter().map(named).collect())
                 }
             }
@@ -135,8 +159,23 @@ impl SocketSession {
     }
 }
 
+/// A tree of these nodes in which none has more than `fan_out` below it, as flat as that goes; whoever passes it from its root on and from left to right
+/// comes upon them in their order.
+fn tree(addresses: &[String], fan_out: usize) -> Vec<Below> {
+    let children = addresses.len().min(fan_out.max(1));
+    let mut rest = addresses;
+    let child = |number| {
+        // As many to each of those that are left, the first ones one more.
+        let (these, others) = rest.split_at(rest.len().div_ceil(children - number));
+        rest = others;
+        let (address, below) = these.split_first()?;
+        Some(Below { address: address.clone(), below: tree(below, fan_out) })
+    };
+    (0..children).filter_map(child).collect()
+}
+
 /// Sessions with the servers that a tracker gives out. It gets them back when the sessions end.
-async fn borrow(connector: Connector, tracker: &str, request: &ServerRequest) -> RpcResult<Vec<Source>> {
+async fn borrow(connector: Connector, tracker: &str, request: &ServerRequest) -> RpcResult<Vec<Node>> {
     let named = |error: RpcError| error.context(format_args!("the tracker at {tracker}"));
     let client = TrackerClient::connect_with(connector, tracker).await.map_err(named)?;
     let loans = client.request_many(request).await.map_err(named)?;
@@ -144,7 +183,45 @@ async fn borrow(connector: Connector, tracker: &str, request: &ServerRequest) ->
         .into_iter()
         .map(|loan| {
             let name = loan.grant().server.clone();
-            Source::Ready(loan.into_session(), name)
+            Source::Ready(loan.into_session(), name).into()
         })
         .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(trees: &[Below], into: &mut Vec<String>) {
+        for one in trees {
+            into.push(one.address.clone());
+            names(&one.below, into);
+        }
+    }
+
+    fn widest(trees: &[Below]) -> usize {
+        trees.iter().map(|one| widest(&one.below)).fold(trees.len(), usize::max)
+    }
+
+    fn deepest(trees: &[Below]) -> usize {
+        trees.iter().map(|one| 1 + deepest(&one.below)).max().unwrap_or(0)
+    }
+
+    #[test]
+    fn a_tree_has_all_nodes_in_order_and_none_with_too_many_below() {
+        for count in 0..40 {
+            let addresses: Vec<String> = (0..count).map(|number: usize| number.to_string()).collect();
+            for fan_out in [0, 1, 2, 3, 7, 39, usize::MAX] {
+                let trees = tree(&addresses, fan_out);
+                let mut found = Vec::new();
+                names(&trees, &mut found);
+                assert_eq!(found, addresses);
+                assert!(widest(&trees) <= fan_out.max(1));
+                assert_eq!(trees.iter().map(Below::nodes).sum::<usize>(), count);
+            }
+            assert_eq!(deepest(&tree(&addresses, 1)), count);
+            // 2 + 4 + 8 + 16 are enough for 30.
+            assert!(count > 30 || deepest(&tree(&addresses, 2)) <= 4, "{count}");
+        }
+    }
 }

@@ -47,6 +47,6 @@ impl ThreadedSession {
         limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
         let session = Session::new(LocalSession::builder(self.registry).limits(limits).build());
         let node = Source::Ready(session, "this process".to_owned());
-        launch((1, self.num_workers, self.num_groups), self.options, async { Ok(vec![node]) })
+        launch((1, self.num_workers, self.num_groups), self.options, async { Ok(vec![node.into()]) })
     }
 }

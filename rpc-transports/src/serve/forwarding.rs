@@ -1,10 +1,11 @@
 //! What a server does for a client that wants to reach another one: a session to forward to, or a way there.
 
-use std::sync::{Arc, PoisonError};
+use std::fmt;
+use std::sync::{Arc, PoisonError, Weak};
 
 use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Hello};
-use rpc_core::{ErrorKind, RpcError, SharedSession};
+use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
 
 use super::mailbox::{Mailbox, STOP};
 use super::{FAR_OFF, Shared};
@@ -27,28 +28,30 @@ const SILENT_INTERVALS: u32 = 120;
 impl Shared {
     /// Opens the session that a client will be forwarded to.
     pub(super) async fn open_next(&self, hello: &Hello, identity: &str) -> Result<SharedSession, RpcError> {
-        let (target, further) = self.next_hop(hello)?;
-        let mut path = hello.path.clone();
-        path.push(self.name.clone());
-        let options = &self.options;
-        let connector = Connector::new()
-            .dial_options(self.onward())
-            .keep_alive(options.keep_alive)
-            .limits(options.limits.clone())
-            .key(&hello.key)
-            .workspace(&hello.workspace)
-            .ticket(&hello.ticket)
-            .on_the_way(path, identity);
+        let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
+        let connector = self.connector(&hello.path, identity);
+        let connector = connector.key(&hello.key).workspace(&hello.workspace).ticket(&hello.ticket);
         let next = connector.forward(&target.to_string(), further).await.map_err(|error| error.into_rpc_error())?;
-        Ok(match &options.forward_policy {
+        Ok(match &self.options.forward_policy {
             Some(policy) => Arc::new(FilteredSession::new(next, policy.clone())),
             None => Arc::new(ProxySession::new(next)),
         })
     }
 
+    /// Opens sessions further on, for a client that has come by `path`.
+    fn connector(&self, path: &[String], identity: &str) -> Connector {
+        let mut path = path.to_vec();
+        path.push(self.name.clone());
+        Connector::new()
+            .dial_options(self.onward())
+            .keep_alive(self.options.keep_alive)
+            .limits(self.options.limits.clone())
+            .on_the_way(path, identity)
+    }
+
     /// Opens the channel that a client's tunnel will lead to.
     pub(super) async fn open_way(&self, hello: &Hello) -> Result<Channel, RpcError> {
-        let (target, further) = self.next_hop(hello)?;
+        let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
         if self.options.forward_policy.is_some() {
             let text = "this server makes no tunnels: it limits what may be done through it (--forward-functions)";
             return Err(RpcError::new(ErrorKind::Refused, text));
@@ -83,15 +86,15 @@ impl Shared {
     }
 
     /// The address to go to, and those behind it, if the client may go there.
-    fn next_hop<'a>(&self, hello: &'a Hello) -> Result<(Hop, &'a [String]), RpcError> {
-        let Some((next, further)) = hello.forward.split_first() else {
+    fn next_hop<'a>(&self, path: &[String], forward: &'a [String]) -> Result<(Hop, &'a [String]), RpcError> {
+        let Some((next, further)) = forward.split_first() else {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "there is no address to forward to"));
         };
-        let hops = hello.path.len() + hello.forward.len();
+        let hops = path.len() + forward.len();
         if hops > MAX_HOPS {
             return Err(RpcError::limit("hops", MAX_HOPS as u64, hops as u64));
         }
-        if hello.path.contains(&self.name) {
+        if path.contains(&self.name) {
             let text = format!("the chain to '{next}' comes back to a server that it has passed");
             return Err(RpcError::new(ErrorKind::Refused, text));
         }
@@ -136,6 +139,49 @@ impl Shared {
         let trusted = identity != ANONYMOUS && self.options.trust_proxy.iter().any(|name| name == identity);
         let named = !hello.on_behalf.is_empty() && hello.on_behalf.len() <= MAX_NAME;
         if trusted && named { hello.on_behalf.clone() } else { identity.to_owned() }
+    }
+}
+
+/// The way from a session to further servers: as its server forwards, to whatever its operator allows
+/// ([`ServeOptions::allow_forward`](super::ServeOptions::allow_forward)), with the server's own identity and on behalf of the session's client.
+///
+/// A factory gives it to the session as an [extension](rpc_core::LocalSessionBuilder::extension), where functions find it.
+#[derive(Clone)]
+pub struct Onward {
+    server: Weak<Shared>,
+    path: Vec<String>,
+    identity: String,
+}
+
+impl Onward {
+    pub(super) fn new(server: Weak<Shared>, path: &[String], identity: &str) -> Self {
+        Self { server, path: path.to_vec(), identity: identity.to_owned() }
+    }
+
+    /// Opens a session with the server at `target`. Inside of a tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// * [`ErrorKind::Refused`]: the operator does not allow it, or the chain comes back to a server that it has passed.
+    /// * [`ErrorKind::Closed`]: the server is gone.
+    /// * Those of [`Connector::connect`].
+    pub async fn connect(&self, target: &str) -> Result<Session, RpcError> {
+        let gone = || RpcError::new(ErrorKind::Closed, "the server of this session is gone");
+        let server = self.server.upgrade().ok_or_else(gone)?;
+        let forward = [target.to_owned()];
+        let (target, _) = server.next_hop(&self.path, &forward)?;
+        let connector = server.connector(&self.path, &self.identity);
+        let next = connector.forward(&target.to_string(), &[]).await.map_err(|error| error.into_rpc_error())?;
+        Ok(match &server.options.forward_policy {
+            Some(policy) => Session::from(Arc::new(FilteredSession::new(next, policy.clone())) as SharedSession),
+            None => Session::from(next),
+        })
+    }
+}
+
+impl fmt::Debug for Onward {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Onward").field("identity", &self.identity).finish_non_exhaustive()
     }
 }
 

@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use rpc_core::proto::Hello;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
+use super::forwarding::Onward;
 use crate::address::Address;
 use crate::filter::RequestPolicy;
 use crate::identity::Access;
@@ -30,6 +31,8 @@ pub struct OpenRequest {
     pub workspace: Option<String>,
     /// What a tracker gave the client for this server, if it did.
     pub ticket: Option<String>,
+    /// How functions of the session may reach other servers on the client's behalf.
+    pub onward: Onward,
 }
 
 /// Opens the session that a client will have. Closures do, if they need not wait.
