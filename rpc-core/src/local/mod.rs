@@ -158,7 +158,7 @@ impl LocalSessionBuilder {
         self
     }
 
-    /// Gives functions something to find by its type ([`Context::extension`]).
+    /// Gives functions something to find by its type ([`Context::extension`](crate::Context::extension)).
     #[must_use]
     pub fn extension<T: Any + Send + Sync>(mut self, extension: Arc<T>) -> Self {
         self.extensions.insert(TypeId::of::<T>(), extension);
