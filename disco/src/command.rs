@@ -12,6 +12,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use rpc_core::proto::{decode_value, encode_value};
 use rpc_core::{DataType, Device, Handle, Packed, Reference, RpcError, TensorRef, Value};
 
+use crate::parameter::ParameterType;
 use crate::ccl::ReduceOp;
 
 type Result<T> = rpc_core::Result<T>;
@@ -161,7 +162,7 @@ pub(crate) enum Command {
     Define {
         program: u32,
         registers: u32,
-        parameters: Vec<u32>,
+        parameters: Vec<(u32, ParameterType)>,
         outputs: Vec<u32>,
         steps: Vec<Self>,
     },
@@ -398,7 +399,7 @@ impl Command {
                 out.int(15).int64(*ticket);
             }
             Self::Define { program, registers, parameters, outputs, steps } => {
-                out.int(16).register(*program).register(*registers).registers(parameters).registers(outputs);
+                out.int(16).register(*program).register(*registers).parameters(parameters).registers(outputs);
                 let before = std::mem::take(&mut out.values);
                 let steps = steps.iter().map(|step| {
                     step.write(out);
@@ -472,7 +473,7 @@ impl Command {
             16 => Self::Define {
                 program: fields.number()?,
                 registers: fields.number()?,
-                parameters: fields.numbers()?,
+                parameters: fields.parameters()?,
                 outputs: fields.numbers()?,
                 steps: fields.steps()?,
             },
@@ -614,6 +615,12 @@ impl Fields {
         self
     }
 
+    fn parameters(&mut self, parameters: &[(u32, ParameterType)]) -> &mut Self {
+        let each = parameters.iter().flat_map(|(register, wanted)| [Value::from(*register), wanted.to_value()]);
+        self.values.push(Value::List(each.collect()));
+        self
+    }
+
     fn operand(&mut self, value: &Value<Operand>) -> Value {
         let replaced = value.clone().try_map(&mut |operand| {
             Ok::<_, std::convert::Infallible>(match operand {
@@ -650,6 +657,18 @@ impl Reading {
 
     fn number(&mut self) -> Result<u32> {
         u32::try_from(self.int()?).map_err(|_| malformed())
+    }
+
+    fn parameters(&mut self) -> Result<Vec<(u32, ParameterType)>> {
+        let Value::List(values) = self.next()? else { return Err(malformed()) };
+        let (mut values, mut parameters) = (values.into_iter(), Vec::new());
+        while let Some(register) = values.next() {
+            let Value::Int(register) = register else { return Err(malformed()) };
+            let register = u32::try_from(register).map_err(|_| malformed())?;
+            let wanted = values.next().and_then(ParameterType::from_value).ok_or_else(malformed)?;
+            parameters.push((register, wanted));
+        }
+        Ok(parameters)
     }
 
     fn ticket(&mut self) -> Result<u64> {
@@ -804,7 +823,8 @@ mod tests {
             Command::Collective { kind: Kind::Barrier, scope: Scope::Group, from: 0, to: 0, fresh: false },
             Command::SendRecv { from: OWN | 1, to: OWN | 2, pairs: vec![(0, 1)] },
         ];
-        commands.push(Command::Define { program: 9, registers: 3, parameters: vec![0], outputs: vec![2, 1], steps });
+        let parameters = vec![(0, ParameterType::Any), (2, ParameterType::tensor(DataType::F32, &[-1, 2]))];
+        commands.push(Command::Define { program: 9, registers: 3, parameters, outputs: vec![2, 1], steps });
         let reductions = OPS.into_iter().flat_map(|op| [Kind::Allreduce(op), Kind::ReduceScatter(op)]);
         let others = [Kind::Allgather, Kind::Broadcast, Kind::Scatter, Kind::Gather, Kind::AllToAll, Kind::Barrier];
         for kind in reductions.chain(others) {

@@ -15,6 +15,7 @@ use crate::command::{self, Command, Kind, OWN, On, Register, Scope};
 use crate::controller::Controller;
 use crate::dref::{Argument, DPackedFunc, DRef, IntoArguments, Operand, Recorded, inline, resolve};
 use crate::error::{DiscoError, Result, WorkerId};
+use crate::parameter::{Given, ParameterType, unfit};
 
 /// What is written down of a program.
 struct Recording {
@@ -29,7 +30,7 @@ struct State {
     steps: Vec<Command>,
     /// How many registers of its own it has, and which of them are parameters.
     registers: u32,
-    parameters: Vec<u32>,
+    parameters: Vec<(u32, ParameterType)>,
     captured: Vec<DRef>,
 }
 
@@ -55,8 +56,14 @@ impl Recorder {
 
     /// A value that each run is given: any argument of a call, such as a number, a small tensor, or a reference. The first call makes the first parameter.
     pub fn parameter(&self) -> Recorded {
+        self.parameter_of(ParameterType::Any)
+    }
+
+    /// As [`parameter`](Self::parameter), of this type. A run with a value of another type is refused at once. Of a reference only the workers know
+    /// what it is: on each for which it is of another type that is a failure, which says so, and poisons what depends on the parameter.
+    pub fn parameter_of(&self, wanted: ParameterType) -> Recorded {
         let made = self.own();
-        self.0.lock().parameters.push(made.register & !OWN);
+        self.0.lock().parameters.push((made.register & !OWN, wanted));
         made
     }
 
@@ -195,14 +202,15 @@ impl Recorder {
         let controller = Arc::clone(&self.0.controller);
         let state = std::mem::take(&mut *self.0.lock());
         for (place, output) in outputs.iter().enumerate() {
-            let is_made = output & OWN != 0 && !state.parameters.contains(&(output & !OWN));
+            let is_made = output & OWN != 0 && state.parameters.iter().all(|(at, _)| *at != output & !OWN);
             if !is_made || outputs[..place].contains(output) {
                 return Err(DiscoError::invalid(
                     "the outputs of a program are values that its steps make, each of them once",
                 ));
             }
         }
-        let (parameters, number) = (state.parameters.len(), controller.take_program());
+        let number = controller.take_program();
+        let parameters = state.parameters.iter().map(|(_, wanted)| wanted.clone()).collect();
         let define = Command::Define {
             program: number,
             registers: state.registers,
@@ -271,7 +279,7 @@ pub struct Program(Arc<Defined>);
 struct Defined {
     controller: Arc<Controller>,
     number: u32,
-    parameters: usize,
+    parameters: Vec<ParameterType>,
     outputs: usize,
     _captured: Vec<DRef>,
 }
@@ -284,13 +292,20 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// Another number of arguments than parameters, or one that cannot be sent; the session has ended.
+    /// Another number of arguments than parameters, one of another type than the parameter's, or one that cannot be sent; the session has ended.
     pub fn run(&self, args: impl IntoArguments) -> Result<Vec<DRef>> {
         let Defined { controller, number, parameters, outputs, .. } = &*self.0;
         let args = args.into_arguments()?;
-        if args.len() != *parameters {
-            let text = format!("{} arguments for a program with {parameters} parameters", args.len());
+        if args.len() != parameters.len() {
+            let text = format!("{} arguments for a program with {} parameters", args.len(), parameters.len());
             return Err(DiscoError::invalid(text));
+        }
+        for (place, (arg, wanted)) in (1..).zip(args.iter().zip(parameters)) {
+            let found = wanted.check(arg, |operand| match operand {
+                Operand::Tensor(tensor) => Given::Tensor(tensor.dtype(), tensor.shape()),
+                Operand::Reference(_) | Operand::Recorded(_) => Given::Unknown,
+            });
+            found.map_err(|found| DiscoError::Session(unfit(place, wanted, &found)))?;
         }
         let args = args.into_iter().map(|arg| resolve(arg, controller)).collect::<Result<_>>()?;
         let made: Vec<DRef> = (0..*outputs).map(|_| DRef::fresh(controller)).collect();
@@ -315,6 +330,6 @@ impl Drop for Defined {
 impl fmt::Debug for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Defined { number, parameters, outputs, .. } = &*self.0;
-        write!(f, "Program({number}: {parameters} parameters, {outputs} outputs)")
+        write!(f, "Program({number}: {} parameters, {outputs} outputs)", parameters.len())
     }
 }

@@ -14,6 +14,7 @@ use crate::error::{Failure, WorkerId};
 use crate::event::{Event, EventSink};
 use crate::feed::{Feed, Reader};
 use crate::host::{SetUp, Shared};
+use crate::parameter::{ParameterType, unfit};
 use crate::plane::{Layout, Plan, Way};
 
 /// What a register holds.
@@ -29,7 +30,7 @@ enum Slot {
 /// A recorded program.
 struct Kept {
     registers: usize,
-    parameters: Vec<u32>,
+    parameters: Vec<(u32, ParameterType)>,
     outputs: Vec<u32>,
     steps: Vec<Command>,
 }
@@ -38,7 +39,7 @@ impl Kept {
     /// Whether all registers of its own are among those that it says it has.
     fn check(&self) -> rpc_core::Result<()> {
         let fits = |at: &u32| (*at as usize) < self.registers;
-        let mut all_fit = self.parameters.iter().chain(&self.outputs).all(fits);
+        let mut all_fit = self.parameters.iter().map(|(at, _)| at).chain(&self.outputs).all(fits);
         for step in &self.steps {
             step.for_each_register(&mut |register| all_fit &= register & OWN == 0 || fits(&(register & !OWN)));
         }
@@ -372,17 +373,32 @@ impl Worker {
         let kept = kept.ok_or_else(|| RpcError::internal(format!("there is no program {program} like that")))?;
         let mut running =
             Running { program, step: 0, places: vec![None; kept.registers], own: vec![Slot::Empty; kept.registers] };
-        for (parameter, arg) in kept.parameters.iter().zip(args) {
-            let at = *parameter as usize;
-            match arg {
-                Value::Object(Operand::Register(register)) => running.places[at] = Some(*register),
-                value => {
-                    running.own[at] = match self.resolve(value) {
-                        Ok(value) => Slot::Value(value),
-                        Err(fault) => Slot::Poisoned(self.tell(command, fault)),
-                    }
+        for (place, ((at, wanted), arg)) in (1..).zip(kept.parameters.iter().zip(args)) {
+            // What failed earlier fits: it is for the steps to inherit that.
+            let found = match arg {
+                Value::Object(Operand::Register(register)) => match self.registers.get(*register as usize) {
+                    Some(Slot::Value(value)) => wanted.check_local(value),
+                    Some(Slot::Poisoned(_)) => Ok(()),
+                    Some(Slot::Empty) | None => wanted.check_local(&Value::Null),
+                },
+                // The controller has looked at it.
+                _ => Ok(()),
+            };
+            let at = *at as usize;
+            running.own[at] = match (found, arg) {
+                (Err(found), _) => {
+                    let cause = unfit(place, wanted, &format!("{found} on worker {}", self.id));
+                    Slot::Poisoned(self.tell(command, cause.into()))
                 }
-            }
+                (Ok(()), Value::Object(Operand::Register(register))) => {
+                    running.places[at] = Some(*register);
+                    Slot::Empty
+                }
+                (Ok(()), value) => match self.resolve(value) {
+                    Ok(value) => Slot::Value(value),
+                    Err(fault) => Slot::Poisoned(self.tell(command, fault)),
+                },
+            };
         }
         for (output, register) in kept.outputs.iter().zip(outputs) {
             running.places[*output as usize] = Some(*register);

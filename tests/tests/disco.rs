@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use disco::{
-    Argument, Content, DRef, DiscoError, DiscoSession, NodeListener, Operand, ReduceOp, Scope, SocketSession, WorkerId,
+    Argument, Content, DRef, DiscoError, DiscoSession, NodeListener, Operand, ParameterType, ReduceOp, Scope, SocketSession, WorkerId,
 };
 use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
 use rpc_tests::spmd::{Launch, runtime, serve};
@@ -419,6 +419,40 @@ fn recorded_programs_do_what_their_steps_would() {
         drop((program, faulty, kept, outputs, x));
         let echo = session.get_global_func("echo").unwrap().call((1,)).unwrap();
         assert_eq!(value(session, &echo, 0), Value::Int(1));
+    });
+}
+
+#[test]
+fn parameters_take_what_they_say() {
+    everywhere(&[(2, 1)], |session| {
+        let copy = session.get_global_func("copy").unwrap();
+        let program = session
+            .record(|program| {
+                let x = program.parameter_of(ParameterType::tensor(DataType::F32, &[-1]));
+                program.parameter_of(ParameterType::Int);
+                Ok(vec![program.call(&copy, (&x,))?])
+            })
+            .unwrap();
+        let x = session.empty(&[2], DataType::F32, None).unwrap();
+        let made = program.run((&x, 1)).unwrap();
+        assert_eq!(tensor(session, &made[0], 1), (vec![2], vec![0.0; 2]));
+        let made = program.run((&f32s(&[1], [7.0]), 1)).unwrap();
+        assert_eq!(tensor(session, &made[0], 1), (vec![1], vec![7.0]));
+        // What the controller sees is refused before anything is issued.
+        let error = program.run((&x, 1.5)).unwrap_err();
+        assert!(error.to_string().contains("parameter 2 takes int, and was given float"), "{error}");
+        let error = program.run((&f32s(&[1, 1], [7.0]), 1)).unwrap_err();
+        assert!(error.to_string().contains("parameter 1 takes tensor of float32 [-1], and was given"), "{error}");
+        session.sync_all().wait().unwrap();
+        // What it does not is for each worker to see, and is told once.
+        session.debug_set_register(&x, WorkerId(1), 5).unwrap();
+        let made = program.run((&x, 1)).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        let [failure] = error.failures() else { panic!("{error}") };
+        assert_eq!((failure.worker, &*failure.command), (WorkerId(1), "run"));
+        assert!(failure.cause.message().contains("parameter 1 takes tensor of float32 [-1], and was given int"), "{error}");
+        assert_eq!(tensor(session, &made[0], 0), (vec![2], vec![0.0; 2]));
+        session.debug_get_from_remote(&made[0], WorkerId(1)).wait().unwrap_err();
     });
 }
 
