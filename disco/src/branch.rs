@@ -5,7 +5,6 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
@@ -16,8 +15,8 @@ use crate::error::WorkerId;
 use crate::event::{Event, EventSink};
 use crate::feed::out_of_order;
 use crate::host::{Below, Leaf, SetUp};
-use crate::launch::{Source, WORKER, open_links};
-use crate::link::{Inbox, Link, Upstream};
+use crate::launch::{KEEP_ALIVE, Source, WORKER, open_links};
+use crate::link::{Inbox, Link, QUEUED, Upstream};
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening};
 
@@ -43,7 +42,7 @@ struct Above {
     /// How many nodes are at each link: none where that is a process of this one.
     nodes: Vec<usize>,
     sink: Arc<dyn EventSink>,
-    /// Each process counts as a thread of the node's session.
+    /// Each process and each node counts as a thread of the node's session.
     _places: Vec<ThreadPlace>,
 }
 
@@ -62,7 +61,11 @@ impl Branch {
             nodes = vec![0; children.len()];
         }
         if !set_up.below.is_empty() {
-            nodes.extend(set_up.below.iter().map(Below::nodes));
+            // A connection and its tasks are no less than a thread.
+            for below in &set_up.below {
+                places.push(context.reserve_thread()?);
+                nodes.push(below.nodes());
+            }
             children.extend(further(context, set_up)?);
         }
         let opening = crate::runtime::runtime()?.spawn(async move {
@@ -90,16 +93,21 @@ impl Branch {
         self.above.links.iter().any(|link| link.is_encrypted)
     }
 
-    /// Passes commands with consecutive numbers on, with the bytes that they came in, if they came so.
-    pub(crate) fn pass_on(
-        &self,
-        first: u64,
-        commands: impl IntoIterator<Item = (Queued, Option<Bytes>)>,
-    ) -> Result<()> {
+    /// Passes commands with consecutive numbers on, with the bytes that they came in, if they came so; all of them, or none if more than so many bytes would wait
+    /// here for whoever is slow to take them.
+    pub(crate) fn pass_on(&self, first: u64, commands: Vec<(Queued, Option<Bytes>)>, limit: u64) -> Result<()> {
         // Held to the end, so that every process gets them in order.
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         if *next != first {
             return Err(out_of_order(first, *next));
+        }
+        if limit < u64::MAX {
+            let batch: usize = commands.iter().map(|(queued, head)| waiting_size(queued, head.as_ref())).sum();
+            let held: usize = self.above.links.iter().map(Link::held).sum();
+            let held = held.saturating_add(batch.saturating_mul(self.above.links.len())) as u64;
+            if held > limit {
+                return Err(RpcError::limit("the bytes of commands that wait below a node", limit, held));
+            }
         }
         for (queued, head) in commands {
             let encoded = match head {
@@ -137,12 +145,7 @@ impl Branch {
                 below = others;
                 these
             };
-            let (session, host) = far_end(link)?;
-            let addresses = Pack(addresses.to_vec());
-            let listening: Pack<Vec<Listening>> = blocking::block_on(async {
-                session.get_function("disco.listen").await?.call((&host, addresses)).await
-            })??;
-            all.extend(listening.0);
+            all.extend(blocking::block_on(link.listen(addresses.to_vec()))??);
         }
         Ok(all)
     }
@@ -174,6 +177,11 @@ impl Upstream for Above {
     }
 }
 
+/// What a command takes of a link's queue, with the bytes that it came in.
+fn waiting_size(queued: &Queued, head: Option<&Bytes>) -> usize {
+    QUEUED + head.map_or(0, Bytes::len) + queued.command.bulk().map_or(0, |bulk| bulk.len())
+}
+
 /// What is to be opened below a node.
 type Children = Vec<(SetUp, Source)>;
 
@@ -197,7 +205,9 @@ fn processes(context: &rpc_core::Context, set_up: &SetUp) -> Result<(Children, V
 /// The nodes below, to which the server of this session makes way.
 fn further(context: &rpc_core::Context, set_up: &SetUp) -> Result<Children> {
     let onward = context.extension::<Onward>().ok_or_else(|| {
-        RpcError::unsupported("this node opens no sessions with others: its server does not let functions do that")
+        RpcError::unsupported(
+            "this node opens no sessions with others: its server offers functions no way to do that, as where sessions have processes of their own (--isolate process)",
+        )
     })?;
     let mut first = set_up.first + set_up.count;
     let child = |below: &Below| {
@@ -229,7 +239,7 @@ pub(crate) fn this_program_as_worker(limits: Option<&SessionLimits>) -> Result<S
     Ok(address.to_string())
 }
 
-/// How child processes are connected to: the kernel tells of a child's death at once; what is stopped shows by its silence alone.
+/// How child processes are connected to.
 pub(crate) fn to_child() -> Connector {
-    Connector::new().keep_alive(Duration::from_millis(200))
+    Connector::new().keep_alive(KEEP_ALIVE)
 }

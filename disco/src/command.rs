@@ -12,8 +12,8 @@ use bytes::{BufMut, Bytes, BytesMut};
 use rpc_core::proto::{decode_value, encode_value};
 use rpc_core::{DataType, Device, Handle, Packed, Reference, RpcError, TensorRef, Value};
 
-use crate::parameter::ParameterType;
 use crate::ccl::ReduceOp;
+use crate::parameter::ParameterType;
 
 type Result<T> = rpc_core::Result<T>;
 
@@ -25,6 +25,10 @@ pub(crate) const OWN: Register = 1 << 31;
 
 /// The most bytes of one tensor among the arguments of a call.
 pub(crate) const MAX_INLINE_TENSOR: usize = 64 << 10;
+
+/// The most bytes of commands, as they lie in memory, that a node holds for those of its workers that are slowest, and that one batch has. A controller that goes by its
+/// window sends far less.
+pub(crate) const MAX_HELD: u64 = 1 << 30;
 
 /// The most bytes of one encoded command.
 const MAX_COMMAND: usize = 32 << 20;
@@ -506,10 +510,11 @@ pub(crate) struct Queued {
 ///
 /// # Errors
 ///
-/// Anything malformed.
+/// Anything malformed; more than [`MAX_HELD`].
 pub(crate) fn decode_batch(heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>> {
     let mut bulk = bulk.into_iter();
     let mut commands = Vec::new();
+    let mut held = 0;
     let mut rest = &heads[..];
     while !rest.is_empty() {
         let Some((head, behind)) = rest.split_first_chunk::<16>() else { return Err(malformed()) };
@@ -521,7 +526,12 @@ pub(crate) fn decode_batch(heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>
         // Most have none, and need no share of the batch.
         let payload = if payload.is_empty() { Bytes::new() } else { heads.slice_ref(payload) };
         let value = decode_value(body, payload)?;
-        commands.push(Queued { cost, command: Arc::new(Command::read(value, &mut bulk)?) });
+        let command = Command::read(value, &mut bulk)?;
+        held += command.cost();
+        if held > MAX_HELD {
+            return Err(RpcError::limit("the bytes of one batch of commands in memory", MAX_HELD, held));
+        }
+        commands.push(Queued { cost, command: Arc::new(command) });
     }
     if bulk.next().is_some() { Err(malformed()) } else { Ok(commands) }
 }

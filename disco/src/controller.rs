@@ -18,8 +18,8 @@ use crate::event::{Event, LocalContent};
 use crate::host::Leaf;
 use crate::link::{Link, Upstream};
 use crate::logs;
-use crate::options::Options;
-use crate::plane::{Layout, Limits, Listening, Plan, Way};
+use crate::options::{Hosting, Options};
+use crate::plane::{Layout, Limits, Plan, Way};
 
 /// One session, seen from its controller.
 pub(crate) struct Controller {
@@ -106,7 +106,9 @@ impl Controller {
             ended: None,
             room: Vec::new(),
         };
-        let encodes = links.iter().any(Link::is_remote);
+        // Also where a host of this process passes them on: what cannot be encoded is to be refused before it has a number.
+        let passes_on = options.hosting == Hosting::Processes || links.iter().any(|link| link.nodes > 1);
+        let encodes = passes_on || links.iter().any(Link::is_remote);
         Arc::new_cyclic(|this| Self { this: this.clone(), layout, options, links, encodes, state: Mutex::new(state) })
     }
 
@@ -159,13 +161,10 @@ impl Controller {
         }
         let (mut world, mut groups) = (Vec::new(), Vec::new());
         let mut addresses = addresses.into_iter();
-        for (number, link) in self.links.iter().enumerate() {
-            let (session, host) = self.far_end(number)?;
-            let listen = session.get_function("disco.listen").await?;
-            let these: Vec<_> = addresses.by_ref().take(link.nodes).collect();
-            let listening: Pack<Vec<Listening>> = listen.call((&host, Pack(these))).await?;
-            let workers = link.first..;
-            for (worker, one) in workers.zip(listening.0) {
+        for link in &self.links {
+            let these = addresses.by_ref().take(link.nodes).collect();
+            let listening = link.listen(these).await?;
+            for (worker, one) in link.workers().zip(listening) {
                 world.push(self.advertised(worker, one.world));
                 groups.extend(one.group.map(|group| self.advertised(worker, group)));
             }

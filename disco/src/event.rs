@@ -221,6 +221,9 @@ const MAX_TOGETHER: usize = 8 << 20;
 /// How many bytes of tensors wait to be fetched before their worker does.
 const MAX_WAITING: usize = 4 << 20;
 
+/// How many bytes of other events there are to be before those below a node have to wait: what workers say of themselves is bounded by what they are told.
+const MAX_OTHER: usize = 64 << 20;
+
 /// How many lines of logs wait to be fetched; more are not told.
 const MAX_LINES: usize = 4096;
 
@@ -232,6 +235,7 @@ pub(crate) struct EventQueue(Mutex<Queue>);
 struct Queue {
     events: VecDeque<Event>,
     tensor_bytes: usize,
+    other_bytes: usize,
     lines: usize,
     /// Lines that found no room, since the last one that did.
     lost_lines: u64,
@@ -244,7 +248,7 @@ struct Queue {
 
 impl Queue {
     fn has_room(&self) -> bool {
-        self.tensor_bytes < MAX_WAITING || self.closed
+        (self.tensor_bytes < MAX_WAITING && self.other_bytes < MAX_OTHER) || self.closed
     }
 }
 
@@ -269,7 +273,7 @@ impl EventQueue {
                 match event {
                     Event::TensorBytes { bytes, .. } => state.tensor_bytes -= bytes.len(),
                     Event::Logged { .. } => state.lines -= 1,
-                    _ => {}
+                    other => state.other_bytes -= other.size(),
                 }
             }
             let waiting = if state.has_room() { std::mem::take(&mut state.waiting) } else { Vec::new() };
@@ -313,14 +317,15 @@ impl EventSink for EventQueue {
                 line.missing_before = std::mem::take(&mut state.lost_lines);
                 state.lines += 1;
             }
-            _ => {}
+            other => state.other_bytes += other.size(),
         }
         // Of progress only the latest counts.
         if let (Event::Progress { worker, .. }, Some(Event::Progress { worker: last, .. })) =
             (&event, state.events.back())
             && worker == last
+            && let Some(last) = state.events.pop_back()
         {
-            state.events.pop_back();
+            state.other_bytes -= last.size();
         }
         state.events.push_back(event);
         let waker = state.waker.take();

@@ -29,7 +29,7 @@ use rpc_core::{Context, Device, ErrorKind, Module, Pack, Registry, Result, RpcEr
 use serde::{Deserialize, Serialize};
 
 use crate::branch::Branch;
-use crate::command::{Queued, decode_batch, split_batch};
+use crate::command::{MAX_HELD, Queued, decode_batch, split_batch};
 use crate::context::WorkerContext;
 use crate::error::WorkerId;
 use crate::event::{EventQueue, EventSink};
@@ -37,9 +37,6 @@ use crate::feed::{Feed, YIELD};
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening, MeetingPlace, machine};
 use crate::worker::{self, ModuleKey};
-
-/// The most bytes of commands that wait for the slowest worker of a host. A controller that goes by its window sends far less.
-const MAX_HELD: u64 = 1 << 30;
 
 /// The most nodes that one has directly below it.
 const MAX_BELOW: usize = 1024;
@@ -234,7 +231,7 @@ impl WorkerHost {
     /// Passes a command to all workers.
     pub(crate) fn submit(&self, sequence: u64, queued: Queued) -> Result<()> {
         if let Some(branch) = &self.branch {
-            branch.pass_on(sequence, [(queued.clone(), None)])?;
+            branch.pass_on(sequence, vec![(queued.clone(), None)], u64::MAX)?;
         }
         match &self.threads {
             Some(threads) => threads.feed.push(sequence, [queued], u64::MAX),
@@ -246,7 +243,8 @@ impl WorkerHost {
     fn submit_batch(&self, first: u64, heads: Bytes, bulk: Vec<Bytes>) -> Result<()> {
         let commands = decode_batch(heads.clone(), bulk)?;
         if let Some(branch) = &self.branch {
-            branch.pass_on(first, commands.iter().cloned().zip(split_batch(heads).map(Some)))?;
+            let commands = commands.iter().cloned().zip(split_batch(heads).map(Some));
+            branch.pass_on(first, commands.collect(), MAX_HELD)?;
         }
         match &self.threads {
             Some(threads) => threads.feed.push(first, commands, MAX_HELD),

@@ -6,6 +6,7 @@ mod socket;
 mod threaded;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use rpc_core::{ErrorKind, RpcError, Session};
 use rpc_transports::{Connector, Onward};
@@ -44,6 +45,10 @@ impl DiscoSession {
 /// The first argument of a program that is started as its own worker.
 pub(crate) const WORKER: &str = "--disco-worker";
 
+/// How often the other end of a link is tested, where a program does not say otherwise: the kernel tells of most ends at once, and what is stopped or cut off
+/// shows by its silence alone.
+pub(crate) const KEEP_ALIVE: Duration = Duration::from_millis(200);
+
 /// Where the session to a node comes from.
 pub(crate) enum Source {
     /// From before; and what the node is called.
@@ -73,7 +78,7 @@ impl Source {
                 let session = connector.connect(&address).await.map_err(|error| error.into_rpc_error())?;
                 Ok((session, address))
             }
-            Self::Onward(onward, address) => Ok((onward.connect(&address).await?, address)),
+            Self::Onward(onward, address) => Ok((onward.connect(&address, KEEP_ALIVE).await?, address)),
         }
     }
 }

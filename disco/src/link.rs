@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::{Context, Poll};
@@ -22,6 +23,7 @@ use crate::controller::Controller;
 use crate::error::Failure;
 use crate::event::{Event, EventSink, LocalContent, decode_events};
 use crate::host::{HostInfo, SetUp, WorkerHost, expect_host, meet_host};
+use crate::plane::Listening;
 
 /// Commands have a lane of their own at each host, and so have events.
 const COMMANDS: Lane = Lane(1);
@@ -41,7 +43,7 @@ pub(crate) trait Upstream: Send + Sync {
     /// A link is of no more use.
     fn lose(&self, link: usize, error: RpcError);
 
-    /// Ready when more bytes of tensors can be taken. The task is woken.
+    /// Ready when more can be taken. The task is woken.
     fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
         Poll::Ready(())
     }
@@ -96,6 +98,11 @@ impl Link {
         let opened = Self::open_host(&session, &set_up).await;
         let local = meet_host(set_up.local);
         let (host, info) = opened.map_err(named)?;
+        let said: u64 = info.leaves.iter().map(|leaf| u64::from(leaf.count)).sum();
+        if said != u64::from(set_up.workers()) {
+            let text = format!("a node was to have {} workers and says that it has {said}", set_up.workers());
+            return Err(named(RpcError::new(ErrorKind::Protocol, text)));
+        }
         let way = match local {
             Some(local) => Way::Local(Arc::downgrade(&local)),
             None => Way::Remote(Arc::default()),
@@ -165,6 +172,27 @@ impl Link {
     /// The session and the host, until the end.
     pub(crate) fn far_end(&self) -> Option<(Session, RemoteObject)> {
         self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone()))
+    }
+
+    /// Where the workers there listen for each other, in their order, if their nodes do so at these addresses.
+    pub(crate) async fn listen(&self, addresses: Vec<IpAddr>) -> rpc_core::Result<Vec<Listening>> {
+        let ended = || RpcError::new(ErrorKind::Closed, "the session has ended");
+        let (session, host) = self.far_end().ok_or_else(ended)?;
+        let listen = session.get_function("disco.listen").await?;
+        let listening: Pack<Vec<Listening>> = listen.call((&host, Pack(addresses))).await?;
+        if listening.0.len() != self.count as usize {
+            let text = format!("a node with {} workers says where {} listen", self.count, listening.0.len());
+            return Err(RpcError::new(ErrorKind::Protocol, text).context(&self.name));
+        }
+        Ok(listening.0)
+    }
+
+    /// How many bytes of commands wait to be sent.
+    pub(crate) fn held(&self) -> usize {
+        match &self.way {
+            Way::Local(_) => 0,
+            Way::Remote(outbox) => outbox.lock().bytes,
+        }
     }
 
     /// The numbers of the workers there.
@@ -247,40 +275,72 @@ impl Link {
     }
 }
 
-/// Commands that wait to be sent. Credit bounds them.
+/// Commands that wait to be sent. Credit bounds those of a controller, and [`Link::held`] tells a node how much it is.
 #[derive(Default)]
 struct Outbox {
-    commands: Mutex<VecDeque<Encoded>>,
+    waiting: Mutex<Waiting>,
     more: Notify,
 }
 
+#[derive(Default)]
+struct Waiting {
+    commands: VecDeque<Encoded>,
+    bytes: usize,
+    /// Nobody sends any more.
+    closed: bool,
+}
+
+/// What a command takes in a queue beside its bytes.
+pub(crate) const QUEUED: usize = 128;
+
+fn size(encoded: &Encoded) -> usize {
+    encoded.head.len() + encoded.bulk.as_ref().map_or(0, Bytes::len)
+}
+
 impl Outbox {
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn push(&self, encoded: Encoded) {
-        let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
-        commands.push_back(encoded);
-        let first = commands.len() == 1;
-        drop(commands);
+        let mut waiting = self.lock();
+        if waiting.closed {
+            return;
+        }
+        waiting.bytes += QUEUED + size(&encoded);
+        waiting.commands.push_back(encoded);
+        let first = waiting.commands.len() == 1;
+        drop(waiting);
         if first {
             self.more.notify_one();
         }
+    }
+
+    fn close(&self) {
+        let mut waiting = self.lock();
+        let rest = std::mem::replace(&mut *waiting, Waiting { closed: true, ..Waiting::default() });
+        drop(waiting);
+        drop(rest);
     }
 
     /// The next commands, once there are any.
     async fn take(&self) -> Vec<Encoded> {
         loop {
             {
-                let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut waiting = self.lock();
                 let mut bytes = 0;
                 let mut count = 0;
-                for encoded in &*commands {
-                    bytes += encoded.head.len() + encoded.bulk.as_ref().map_or(0, Bytes::len);
+                for encoded in &waiting.commands {
+                    bytes += size(encoded);
                     if count > 0 && bytes > MAX_BATCH {
                         break;
                     }
                     count += 1;
                 }
                 if count > 0 {
-                    return commands.drain(..count).collect();
+                    let taken: Vec<_> = waiting.commands.drain(..count).collect();
+                    waiting.bytes -= taken.iter().map(|encoded| QUEUED + size(encoded)).sum::<usize>();
+                    return taken;
                 }
             }
             self.more.notified().await;
@@ -295,6 +355,12 @@ struct Sender {
     submit: RemoteFunction,
     host: RemoteObject,
     lost: Arc<Lost>,
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        self.outbox.close();
+    }
 }
 
 impl Sender {
@@ -345,9 +411,7 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>
                         return lost.report(error);
                     }
                     let Some(upstream) = lost.upstream.upgrade() else { return };
-                    if matches!(event, Event::TensorBytes { .. }) {
-                        poll_fn(|cx| upstream.poll_room(cx)).await;
-                    }
+                    poll_fn(|cx| upstream.poll_room(cx)).await;
                     upstream.handle(event);
                 }
             }
@@ -419,4 +483,30 @@ fn copy(tensor: &Tensor) -> rpc_core::Result<LocalValue> {
     source.copy_out(range.start, view.bytes_mut()?)?;
     drop(view);
     Ok(Value::Object(Object::Tensor(made)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn encoded(len: usize) -> Encoded {
+        Encoded { head: Bytes::from(vec![0; len]), bulk: (len > 10).then(|| Bytes::from(vec![0; 7])) }
+    }
+
+    /// What waits is counted until it is taken, and nothing is kept for nobody.
+    #[test]
+    fn an_outbox_knows_what_it_holds_and_holds_nothing_once_closed() {
+        let outbox = Outbox::default();
+        for len in [1, 100, MAX_BATCH] {
+            outbox.push(encoded(len));
+        }
+        assert_eq!(outbox.lock().bytes, 3 * QUEUED + 1 + 107 + MAX_BATCH + 7);
+        let taken = rpc_core::blocking::block_on(outbox.take()).unwrap();
+        assert_eq!(taken.len(), 2);
+        assert_eq!(outbox.lock().bytes, QUEUED + MAX_BATCH + 7);
+        outbox.close();
+        outbox.push(encoded(5));
+        let waiting = outbox.lock();
+        assert_eq!((waiting.bytes, waiting.commands.len()), (0, 0));
+    }
 }

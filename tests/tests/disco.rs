@@ -6,7 +6,8 @@
 use std::time::{Duration, Instant};
 
 use disco::{
-    Argument, Content, DRef, DiscoError, DiscoSession, NodeListener, Operand, ParameterType, ReduceOp, Scope, SocketSession, WorkerId,
+    Argument, Content, DRef, DiscoError, DiscoSession, NodeListener, Operand, ParameterType, ReduceOp, Scope,
+    SocketSession, WorkerId,
 };
 use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
 use rpc_tests::spmd::{Launch, runtime, serve};
@@ -450,7 +451,10 @@ fn parameters_take_what_they_say() {
         let error = session.sync_all().wait().unwrap_err();
         let [failure] = error.failures() else { panic!("{error}") };
         assert_eq!((failure.worker, &*failure.command), (WorkerId(1), "run"));
-        assert!(failure.cause.message().contains("parameter 1 takes tensor of float32 [-1], and was given int"), "{error}");
+        assert!(
+            failure.cause.message().contains("parameter 1 takes tensor of float32 [-1], and was given int"),
+            "{error}"
+        );
         assert_eq!(tensor(session, &made[0], 0), (vec![2], vec![0.0; 2]));
         session.debug_get_from_remote(&made[0], WorkerId(1)).wait().unwrap_err();
     });

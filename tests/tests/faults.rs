@@ -180,6 +180,7 @@ impl Busy {
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error}");
                     println!("the machine is too busy, it begins anew: {error}");
+                    observer.machine_is_too_busy();
                     within(PATIENCE, "the calls end", async || observer.run::<i64>("tagged.alive", (tag,)).await == 0)
                         .await;
                 }

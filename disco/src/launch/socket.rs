@@ -7,7 +7,7 @@ use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
 use super::listener::NodeListener;
-use super::{Node, Source, launch};
+use super::{KEEP_ALIVE, Node, Source, launch};
 use crate::completion::Completion;
 use crate::error::DiscoError;
 use crate::host::Below;
@@ -82,7 +82,7 @@ impl SocketSession {
             nodes,
             workers_per_node,
             num_groups,
-            connector: Connector::new().keep_alive(Duration::from_millis(200)),
+            connector: Connector::new().keep_alive(KEEP_ALIVE),
             join_timeout: Duration::from_secs(60),
             fan_out: None,
             options: Options::default(),
@@ -109,7 +109,8 @@ impl SocketSession {
     /// ([`ServeOptions::allow_forward`](rpc_transports::ServeOptions::allow_forward), `rpc-server --allow-forward`) and dial with what identity and
     /// trust they have themselves ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
     ///
-    /// A node that is lost takes those below it with it, as far as the session goes: its end is the session's in any case.
+    /// Nodes test those below them every 200 ms, or as often as their servers test their peers if that is more often. A way down has 16 nodes at most, and
+    /// a server appears on it once. Servers whose sessions have processes of their own (`--isolate process`) open no others.
     #[must_use]
     pub fn fan_out(mut self, nodes: usize) -> Self {
         self.fan_out = Some(nodes);

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, Weak};
+use std::time::Duration;
 
 use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Hello};
@@ -158,19 +159,21 @@ impl Onward {
         Self { server, path: path.to_vec(), identity: identity.to_owned() }
     }
 
-    /// Opens a session with the server at `target`. Inside of a tokio runtime.
+    /// Opens a session with the server at `target`, which is tested as often as the server of this session tests its own peers, or every `keep_alive` if
+    /// that is more often. Inside of a tokio runtime.
     ///
     /// # Errors
     ///
     /// * [`ErrorKind::Refused`]: the operator does not allow it, or the chain comes back to a server that it has passed.
     /// * [`ErrorKind::Closed`]: the server is gone.
     /// * Those of [`Connector::connect`].
-    pub async fn connect(&self, target: &str) -> Result<Session, RpcError> {
+    pub async fn connect(&self, target: &str, keep_alive: Duration) -> Result<Session, RpcError> {
         let gone = || RpcError::new(ErrorKind::Closed, "the server of this session is gone");
         let server = self.server.upgrade().ok_or_else(gone)?;
         let forward = [target.to_owned()];
         let (target, _) = server.next_hop(&self.path, &forward)?;
         let connector = server.connector(&self.path, &self.identity);
+        let connector = connector.keep_alive(keep_alive.min(server.options.keep_alive));
         let next = connector.forward(&target.to_string(), &[]).await.map_err(|error| error.into_rpc_error())?;
         Ok(match &server.options.forward_policy {
             Some(policy) => Session::from(Arc::new(FilteredSession::new(next, policy.clone())) as SharedSession),

@@ -12,8 +12,9 @@ use std::future::Future;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 use std::{fs, io, panic, thread};
 
@@ -383,17 +384,29 @@ pub fn threads(pid: u32) -> usize {
 
 /// A session that calls functions by name.
 #[derive(Clone)]
-pub struct Calls(pub Session, Option<String>);
+pub struct Calls(pub Session, Option<Arc<Watch>>);
+
+/// Where somebody watches, and whether the machine has been too busy since.
+struct Watch {
+    address: String,
+    too_busy: AtomicBool,
+}
 
 impl Calls {
     pub async fn to(address: &str) -> Self {
         Self::over(connector().connect(address).await.unwrap())
     }
 
-    /// As [`to`](Self::to), for who only looks at what becomes of others: on a machine that is very busy the server may take this client for dead,
-    /// and then it comes anew.
+    /// As [`to`](Self::to), for who only looks at what becomes of others: once the machine has been [too busy](Self::machine_is_too_busy) for somebody else,
+    /// the server may have taken this client for dead, too, and then it comes anew.
     pub async fn watching(address: &str) -> Self {
-        Self(connector().connect(address).await.unwrap(), Some(address.to_owned()))
+        let watch = Watch { address: address.to_owned(), too_busy: AtomicBool::new(false) };
+        Self(connector().connect(address).await.unwrap(), Some(Arc::new(watch)))
+    }
+
+    /// A peer was silent for so long that it was taken for dead though it lives.
+    pub fn machine_is_too_busy(&self) {
+        self.1.iter().for_each(|watch| watch.too_busy.store(true, Ordering::Relaxed));
     }
 
     pub fn over(session: Session) -> Self {
@@ -403,9 +416,12 @@ impl Calls {
     pub async fn run<R: FromReply>(&self, name: &str, args: impl IntoArgs + Clone) -> R {
         let outcome = Self::try_run(&self.0, name, args.clone()).await;
         match (&outcome, &self.1) {
-            (Err(error), Some(address)) if matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerSilent) => {
+            (Err(error), Some(watch))
+                if watch.too_busy.load(Ordering::Relaxed)
+                    && matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerSilent) =>
+            {
                 println!("the machine is too busy, somebody who watches comes anew: {error}");
-                Self::try_run(&connector().connect(address).await.unwrap(), name, args).await.unwrap()
+                Self::try_run(&connector().connect(&watch.address).await.unwrap(), name, args).await.unwrap()
             }
             _ => outcome.unwrap(),
         }

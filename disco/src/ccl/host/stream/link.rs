@@ -1,8 +1,8 @@
 //! One connection between two ranks: frames out, frames in, and bytes straight from and into buffers.
 //!
 //! A frame is a head of eight bytes (kind `u8`, three zeros, length `u32`, little-endian) and as many bytes. Data goes in frames of up to
-//! [`MAX_DATA`], and only as far as there is room for it at the other end, so that whatever comes can be read at once and word of the end of the group
-//! is never stuck behind something that waits for a third rank.
+//! [`MAX_DATA`], and only as far as there is room for it at the other end: between ranks that are in the same call, whatever comes can be read at once, and word
+//! of the end of the group is not stuck behind something that waits for a third rank.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, Read, Write};
