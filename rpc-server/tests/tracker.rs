@@ -247,10 +247,10 @@ async fn nobody_comes_in_without_a_good_ticket() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_ticket_that_nobody_uses_expires_and_the_place_comes_back() {
-    let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_millis(1))).await;
+    // In whole milliseconds, which clocks count, that is none: by the time that the client is there it is too late, each time.
+    let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_nanos(1))).await;
     let server = pool.server("board", |_| {}).await;
     let client = pool.client().await;
-    // By the time that the client is there it is too late, each time.
     let error = client.request(&ServerRequest::new("board").timeout(Duration::from_millis(200))).await.unwrap_err();
     assert!(error.message().contains("expired") || error.kind() == ErrorKind::DeadlineExceeded, "{error}");
     drop(client);
