@@ -36,11 +36,6 @@ pub enum ConnectError {
     Session(#[from] RpcError),
 }
 
-/// Whether the connection to the first peer was lost, rather than anything said by it.
-fn is_loss(error: &RpcError) -> bool {
-    error.kind() == ErrorKind::PeerLost && error.hop() == 0
-}
-
 impl ConnectError {
     /// The same facts as an error of a session.
     pub fn into_rpc_error(self) -> RpcError {
@@ -382,7 +377,7 @@ impl Connector {
 
     /// Opens a channel to `address` and goes on with it. Where that is another one on a connection that there was, and nothing
     /// is heard over it any more, the server has begun anew, or the way to it is cut: then a second attempt is made over a new
-    /// connection, and the first of the two that succeeds counts. It is also made if such a connection ends under the first.
+    /// connection, and the first of the two that succeeds counts.
     async fn meet<'a, T>(
         &'a self,
         address: &'a Address,
@@ -391,21 +386,13 @@ impl Connector {
     ) -> Result<T, ConnectError> {
         let channel = self.channel(address, way).await?;
         let Some(connection) = channel.security().connection.clone() else { return go_on(channel).await };
-        let is_used_again = connection.has_proven();
         let mut first = go_on(channel);
-        let is_over = tokio::select! {
+        tokio::select! {
             biased;
-            outcome = &mut first => match outcome {
-                Err(ConnectError::Session(error)) if is_used_again && is_loss(&error) => true,
-                outcome => return outcome,
-            },
-            () = connection.silence() => false,
-        };
-        connection.suspect();
-        let mut second = Box::pin(async { go_on(self.channel(address, None).await?).await });
-        if is_over {
-            return second.await;
+            outcome = &mut first => return outcome,
+            () = connection.silence() => connection.suspect(),
         }
+        let mut second = Box::pin(async { go_on(self.channel(address, None).await?).await });
         tokio::select! {
             biased;
             outcome = &mut first => match outcome {

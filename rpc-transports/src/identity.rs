@@ -287,11 +287,6 @@ impl Connection {
         self.admit.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Whether the peer has proven who it is on an earlier channel.
-    pub(crate) fn has_proven(&self) -> bool {
-        self.proven.lock().unwrap_or_else(PoisonError::into_inner).is_some()
-    }
-
     /// Remembers that the peer does not answer, although the connection has not ended.
     pub(crate) fn suspect(&self) {
         self.suspect.store(true, Ordering::Relaxed);
