@@ -36,12 +36,12 @@ macro_rules! each_way {
 
             $(#[test]
             fn $async() {
-                peers::run(|| super::$test(Transport::$transport, Form::Async));
+                peers::run_where_silence_counts(|| super::$test(Transport::$transport, Form::Async));
             }
 
             #[test]
             fn $blocking() {
-                peers::run(|| super::$test(Transport::$transport, Form::Blocking));
+                peers::run_where_silence_counts(|| super::$test(Transport::$transport, Form::Blocking));
             })*
         }
     )*};
@@ -171,30 +171,14 @@ struct Busy {
 }
 
 impl Busy {
-    /// On a session that `connect` opens; `observer` sees the same origin. On a machine that is very busy a peer may be
-    /// silent for so long that it counts as dead although it lives, which is not what is tested: then it begins anew.
+    /// On a session that `connect` opens; `observer` sees the same origin.
     async fn new(form: Form, tag: &str, observer: &Calls, connect: impl AsyncFn() -> Session) -> Self {
-        for _ in 0..5 {
-            match Self::begin(form, connect().await, tag, observer).await {
-                Ok(busy) => return busy,
-                Err(error) => {
-                    assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error}");
-                    println!("the machine is too busy, it begins anew: {error}");
-                    observer.machine_is_too_busy();
-                    within(PATIENCE, "the calls end", async || observer.run::<i64>("tagged.alive", (tag,)).await == 0)
-                        .await;
-                }
-            }
-        }
-        panic!("no session stays, although nobody was killed yet");
-    }
-
-    async fn begin(form: Form, session: Session, tag: &str, observer: &Calls) -> Result<Self> {
-        let hold = session.get_function("hold.tagged").await?;
-        let add = session.get_function("add").await?;
+        let session = connect().await;
+        let hold = session.get_function("hold.tagged").await.unwrap();
+        let add = session.get_function("add").await.unwrap();
         let mut tensors = Vec::new();
         for mebibytes in [4, 4, 64] {
-            tensors.push(session.alloc(Device::cpu(), DataType::U8, &[mebibytes << 20]).await?);
+            tensors.push(session.alloc(Device::cpu(), DataType::U8, &[mebibytes << 20]).await.unwrap());
         }
         let mut pending = Vec::new();
         for lane in [Lane(1), Lane(2), Lane::CONCURRENT] {
@@ -215,9 +199,9 @@ impl Busy {
         .await;
         // What was submitted before these has left this process.
         for _ in 0..20 {
-            assert_eq!(add.call::<i64>((1, 2)).concurrent().await?, 3);
+            assert_eq!(add.call::<i64>((1, 2)).concurrent().await.unwrap(), 3);
         }
-        Ok(Self { session, pending })
+        Self { session, pending }
     }
 
     /// That all of it fails alike, within the limit from `since`.
@@ -266,7 +250,7 @@ async fn freed(watcher: &Calls, before: &ServerInfo) -> Duration {
 
 async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form) {
     let server = ServerPeer::start(transport);
-    let watcher = Calls::watching(server.address()).await;
+    let watcher = Calls::to(server.address()).await;
     let before = watcher.info().await;
     let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 30);
     let during = watcher.info().await;
@@ -284,7 +268,7 @@ async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form
 
 async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, form: Form) {
     let server = ServerPeer::start(transport);
-    let watcher = Calls::watching(server.address()).await;
+    let watcher = Calls::to(server.address()).await;
     let before = watcher.info().await;
     let mut client = ClientPeer::busy(name(form), server.address(), 10, 1 << 20, "killed client");
     let runs = async || watcher.run::<i64>("tagged.alive", ("killed client",)).await == 1;
@@ -301,7 +285,7 @@ async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, f
 async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form: Form) {
     // It is the client that is to notice: the server has time.
     let mut server = ServerPeer::with(transport, &[]);
-    let watcher = Calls::watching(server.address()).await;
+    let watcher = Calls::to(server.address()).await;
     let open = async || connect(form, client(transport), server.address()).await.unwrap();
     let busy = Busy::new(form, "killed", &watcher, open).await;
     let idle = open().await;
@@ -339,7 +323,7 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
 
 async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, form: Form) {
     let server = ServerPeer::with(transport, &[]);
-    let watcher = Calls::watching(server.address()).await;
+    let watcher = Calls::to(server.address()).await;
     let open = async || connect(form, quick(), server.address()).await.unwrap();
     let busy = Busy::new(form, "stopped", &watcher, open).await;
     let idle = open().await;
@@ -360,7 +344,7 @@ async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, f
 
 async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
     let server = ServerPeer::quick(transport);
-    let watcher = Calls::watching(server.address()).await;
+    let watcher = Calls::to(server.address()).await;
     let before = watcher.info().await;
     let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 20);
     assert!(watcher.info().await.handles >= before.handles + 1001);
@@ -379,7 +363,7 @@ async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Tran
     let origin = ServerPeer::start(transport);
     // Those on both sides of it are to notice.
     let mut hop = ServerPeer::with(transport, &[]);
-    let watcher = Calls::watching(origin.address()).await;
+    let watcher = Calls::to(origin.address()).await;
     let before = watcher.info().await;
     let connector = client(transport).via(hop.address());
     let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
@@ -398,7 +382,7 @@ async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: 
     let other = ServerPeer::with(transport, &[]);
     // It is the hop that is to notice.
     let hop = ServerPeer::start(transport);
-    let watcher = Calls::watching(origin.address()).await;
+    let watcher = Calls::to(origin.address()).await;
     let connector = peers::connector().via(hop.address());
     let neighbour = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
     let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
@@ -536,7 +520,7 @@ async fn bad_clients_harm_nobody_else(transport: Transport, form: Form) {
     let server = ServerPeer::with(transport, &["--keep-alive", "200ms", "--handshake-timeout", "500ms"]);
     let address = server.address().to_owned();
     let good = GoodClient::start(form, &address).await;
-    let watcher = Calls::watching(&address).await;
+    let watcher = Calls::to(&address).await;
     let before = watcher.info().await;
     on_thread(move || misbehave(&address)).await;
     at_pace(LIMIT, "the bad clients are gone", async || watcher.info().await.sessions == before.sessions).await;

@@ -12,7 +12,6 @@ use std::future::Future;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
@@ -58,6 +57,24 @@ pub fn run_on<F: Future<Output = ()>>(workers: usize, body: impl FnOnce() -> F +
     match outcome.recv_timeout(WATCHDOG) {
         Err(RecvTimeoutError::Timeout) => panic!("the test has not finished after {WATCHDOG:?}"),
         _ => test.join().unwrap_or_else(|failure| panic::resume_unwind(failure)),
+    }
+}
+
+/// As [`run`], for what has peers that soon take others for dead. A machine on which somebody who is well has to wait for as long as that may be silent for no
+/// fault of theirs: a failure there says nothing, and the test is run again.
+pub fn run_where_silence_counts<F: Future<Output = ()>>(body: impl Fn() -> F + Send + Sync + 'static) {
+    const ATTEMPTS: usize = 4;
+    let body = Arc::new(body);
+    for attempt in 1.. {
+        let begun = pace::begin();
+        let this = Arc::clone(&body);
+        let run = panic::AssertUnwindSafe(|| run(move || this()));
+        let Err(failure) = panic::catch_unwind(run) else { return };
+        let worst = pace::worst_since(begun);
+        if attempt == ATTEMPTS || worst < DEAD / 3 {
+            panic::resume_unwind(failure);
+        }
+        println!("a call of a server that is well took {worst:?} meanwhile: the test is run again");
     }
 }
 
@@ -384,52 +401,20 @@ pub fn threads(pid: u32) -> usize {
 
 /// A session that calls functions by name.
 #[derive(Clone)]
-pub struct Calls(pub Session, Option<Arc<Watch>>);
-
-/// Where somebody watches, and whether the machine has been too busy since.
-struct Watch {
-    address: String,
-    too_busy: AtomicBool,
-}
+pub struct Calls(pub Session);
 
 impl Calls {
     pub async fn to(address: &str) -> Self {
         Self::over(connector().connect(address).await.unwrap())
     }
 
-    /// As [`to`](Self::to), for who only looks at what becomes of others: once the machine has been [too busy](Self::machine_is_too_busy) for somebody else,
-    /// the server may have taken this client for dead, too, and then it comes anew.
-    pub async fn watching(address: &str) -> Self {
-        let watch = Watch { address: address.to_owned(), too_busy: AtomicBool::new(false) };
-        Self(connector().connect(address).await.unwrap(), Some(Arc::new(watch)))
-    }
-
-    /// A peer was silent for so long that it was taken for dead though it lives.
-    pub fn machine_is_too_busy(&self) {
-        self.1.iter().for_each(|watch| watch.too_busy.store(true, Ordering::Relaxed));
-    }
-
     pub fn over(session: Session) -> Self {
-        Self(session, None)
+        Self(session)
     }
 
-    pub async fn run<R: FromReply>(&self, name: &str, args: impl IntoArgs + Clone) -> R {
-        let outcome = Self::try_run(&self.0, name, args.clone()).await;
-        match (&outcome, &self.1) {
-            (Err(error), Some(watch))
-                if watch.too_busy.load(Ordering::Relaxed)
-                    && matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerSilent) =>
-            {
-                println!("the machine is too busy, somebody who watches comes anew: {error}");
-                Self::try_run(&connector().connect(&watch.address).await.unwrap(), name, args).await.unwrap()
-            }
-            _ => outcome.unwrap(),
-        }
-    }
-
-    async fn try_run<R: FromReply>(session: &Session, name: &str, args: impl IntoArgs) -> rpc_core::Result<R> {
-        let function = session.get_function(name).concurrent().await?;
-        function.call(args).concurrent().await
+    pub async fn run<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> R {
+        let function = self.0.get_function(name).concurrent().await.unwrap();
+        function.call(args).concurrent().await.unwrap()
     }
 
     /// What all sessions of the server hold.
