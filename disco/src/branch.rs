@@ -19,6 +19,7 @@ use crate::launch::{KEEP_ALIVE, Source, WORKER, open_links};
 use crate::link::{Inbox, Link, QUEUED, Upstream};
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening};
+use crate::relay::{Relays, Wanted, Way};
 
 /// Whether this program has said that it serves workers when it is started as one.
 static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
@@ -42,6 +43,7 @@ struct Above {
     /// How many nodes are at each link: none where that is a process of this one.
     nodes: Vec<usize>,
     sink: Arc<dyn EventSink>,
+    relays: Arc<Relays>,
     /// Each process and each node counts as a thread of the node's session.
     _places: Vec<ThreadPlace>,
 }
@@ -54,7 +56,13 @@ impl Drop for Above {
 
 impl Branch {
     /// Starts a process for each worker of the node, if that is how it has them, and opens the nodes below.
-    pub(crate) fn open(context: &rpc_core::Context, set_up: &SetUp, sink: Arc<dyn EventSink>) -> Result<Self> {
+    pub(crate) fn open(
+        context: &rpc_core::Context,
+        set_up: &SetUp,
+        sink: Arc<dyn EventSink>,
+        relays: &Arc<Relays>,
+    ) -> Result<Self> {
+        let relays = Arc::clone(relays);
         let (mut children, mut places, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
         if set_up.hosting == Hosting::Processes {
             (children, places) = processes(context, set_up)?;
@@ -71,10 +79,11 @@ impl Branch {
         let opening = crate::runtime::runtime()?.spawn(async move {
             // None of them is in this process.
             let links = open_links(children, &Arc::default() as &Arc<Inbox>).await?;
-            let above = Arc::new(Above { links, nodes, sink, _places: places });
+            let above = Arc::new(Above { links, nodes, sink, relays, _places: places });
             let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
             for (number, link) in above.links.iter().enumerate() {
                 link.start(number, &weak).await?;
+                link.take_relays(number, &weak).await?;
             }
             Ok(above)
         });
@@ -86,6 +95,12 @@ impl Branch {
     /// The processes there, in the order of their workers.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
         self.above.links.iter().flat_map(|link| link.info.leaves.iter().cloned())
+    }
+
+    /// Where the nodes below listen for data, in their order.
+    pub(crate) fn data_addresses(&self) -> impl Iterator<Item = Option<IpAddr>> + '_ {
+        let links = self.above.links.iter().zip(&self.above.nodes);
+        links.filter(|(_, nodes)| **nodes > 0).flat_map(|(link, _)| link.info.data_addresses.iter().copied())
     }
 
     /// Whether any of the links is encrypted, here or further below.
@@ -150,6 +165,12 @@ impl Branch {
         Ok(all)
     }
 
+    /// How data gets to a worker, if it is below.
+    pub(crate) fn way_to(&self, worker: u32, is_world: bool) -> Option<Result<Way>> {
+        let link = self.above.links.iter().find(|link| link.workers().contains(&worker))?;
+        Some(link.way_to(worker, is_world))
+    }
+
     /// Ends the collectives of an epoch, also those that workers are in. Never waits.
     pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
         self.above.links.iter().for_each(|link| link.break_collectives(epoch, reason));
@@ -170,6 +191,10 @@ impl Upstream for Above {
         let worker = WorkerId(self.links[link].first);
         let error = if self.nodes[link] == 0 { error } else { error.context(&self.links[link].name) };
         self.sink.send(Event::Lost { worker, error });
+    }
+
+    fn relay(&self, wanted: Wanted) {
+        self.relays.want(wanted);
     }
 
     fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {

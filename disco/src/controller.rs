@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::future::poll_fn;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
@@ -19,7 +20,8 @@ use crate::host::Leaf;
 use crate::link::{Link, Upstream};
 use crate::logs;
 use crate::options::{Hosting, Options};
-use crate::plane::{Layout, Limits, Plan, Way};
+use crate::plane::{Layout, Limits, Place, Plan, Way};
+use crate::relay::Wanted;
 
 /// One session, seen from its controller.
 pub(crate) struct Controller {
@@ -147,31 +149,47 @@ impl Controller {
             return Ok(Way::Segments(tickets.0));
         }
         let nodes = self.links.iter().map(|link| link.nodes).sum();
-        let mut addresses = self.options.data_addresses.clone();
-        if addresses.is_empty() && together {
-            addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); nodes];
-        }
-        if addresses.len() != nodes {
+        let addresses = self.data_addresses();
+        let known = addresses.iter().flatten().count();
+        // Without an address there may still be somebody who relays.
+        let may_relay = self.options.allow_controller_relay || self.links.iter().any(|link| link.nodes > 1);
+        if addresses.len() != nodes || known < nodes && !together && !may_relay {
             let why = format!(
-                "they are on several machines, and the data addresses of {} of {} nodes are known",
-                addresses.len(),
-                nodes
+                "the data addresses of {known} of {nodes} nodes are known, and not all are on one machine; give them all \
+                 (Options::data_addresses, or --data-address there), or have the controller relay the data \
+                 (Options::allow_controller_relay)"
             );
             return Ok(Way::Apart { why });
         }
-        let (mut world, mut groups) = (Vec::new(), Vec::new());
+        let this: Weak<dyn Upstream> = self.this.clone();
+        let (mut world, mut groups, mut places) = (Vec::new(), Vec::new(), Vec::new());
+        let machines = machines(&leaves);
         let mut addresses = addresses.into_iter();
-        for link in &self.links {
-            let these = addresses.by_ref().take(link.nodes).collect();
-            let listening = link.listen(these).await?;
-            for (worker, one) in link.workers().zip(listening) {
+        for (number, link) in self.links.iter().enumerate() {
+            link.take_relays(number, &this).await?;
+            let these: Vec<_> = addresses.by_ref().take(link.nodes).collect();
+            // Where no address is known those beside the workers can still use this one, and a relay of their node.
+            let listening = these.iter().map(|address| address.unwrap_or(Ipv4Addr::LOCALHOST.into())).collect();
+            let listening = link.listen(listening).await?;
+            // All nodes have as many workers.
+            let per_node = link.workers().len() / link.nodes.max(1);
+            for (at, (worker, one)) in link.workers().zip(listening).enumerate() {
                 world.push(self.advertised(worker, one.world));
                 groups.extend(one.group.map(|group| self.advertised(worker, group)));
+                let is_local = these.get(at / per_node.max(1)).is_none_or(Option::is_none);
+                places.push(Place { machine: machines[worker as usize], is_local });
             }
         }
         // Whoever could read or change the data could as well read or change the commands, where those are not encrypted.
         let encrypt = self.links.iter().any(|link| link.is_encrypted);
-        Ok(Way::Sockets { key: SessionKey::generate()?, encrypt, world, groups, beside: beside(&leaves) })
+        Ok(Way::Sockets { key: SessionKey::generate()?, encrypt, world, groups, places })
+    }
+
+    /// Where the workers of each node are to listen for data: as the settings say, or else the nodes themselves.
+    fn data_addresses(&self) -> Vec<Option<IpAddr>> {
+        let told = self.links.iter().flat_map(|link| link.info.data_addresses.iter().copied());
+        let set = &self.options.data_addresses;
+        if set.is_empty() { told.collect() } else { set.iter().copied().map(Some).collect() }
     }
 
     /// Where others reach what a worker listens at.
@@ -510,6 +528,18 @@ impl Upstream for Controller {
         }
     }
 
+    fn relay(&self, wanted: Wanted) {
+        let to = wanted.between.to;
+        let way = match self.links.iter().find(|link| link.workers().contains(&to)) {
+            _ if !self.options.allow_controller_relay => {
+                Err(RpcError::unsupported("the controller may not relay their data (Options::allow_controller_relay)"))
+            }
+            None => Err(RpcError::invalid_argument(format!("there is no worker {to}"))),
+            Some(link) => link.way_to(to, wanted.between.is_world),
+        };
+        wanted.start(way);
+    }
+
     /// That ends the session.
     fn lose(&self, link: usize, error: RpcError) {
         let link = &self.links[link];
@@ -526,15 +556,15 @@ impl Drop for Controller {
     }
 }
 
-/// How many workers are on the machine of each.
-fn beside(leaves: &[&Leaf]) -> Vec<u32> {
-    let on_machine = |leaf: &Leaf| -> u32 {
-        match &*leaf.machine {
-            "" => leaf.count,
-            machine => leaves.iter().filter(|other| other.machine == machine).map(|other| other.count).sum(),
-        }
+/// Which machine each worker is on, by a number.
+fn machines(leaves: &[&Leaf]) -> Vec<u32> {
+    let number = |(at, leaf): (usize, &&Leaf)| {
+        let is_same = |other: &&Leaf| !leaf.machine.is_empty() && other.machine == leaf.machine;
+        // Where that is not known each process has its own.
+        let first = leaves.iter().position(is_same).unwrap_or(at);
+        std::iter::repeat_n(first as u32, leaf.count as usize)
     };
-    leaves.iter().flat_map(|leaf| std::iter::repeat_n(on_machine(leaf), leaf.count as usize)).collect()
+    leaves.iter().enumerate().flat_map(number).collect()
 }
 
 fn fill(tensor: &Tensor, offset: u64, bytes: &Bytes) {

@@ -12,6 +12,8 @@
 //! | `disco.break_ccl` | host, epoch, reason | null; inline: ends the collectives of that epoch, also those that workers are in |
 //! | `disco.abort` | host | null; inline: passes everything that is queued |
 //!
+//! Those for data between workers that cannot reach each other are at [`crate::relay`].
+//!
 //! A host ends with the session that it was opened in, or when its controller lets go of it.
 //!
 //! A host may have others below it: processes of its own, and further nodes, with which it opens sessions itself. It passes them all commands
@@ -35,7 +37,8 @@ use crate::error::WorkerId;
 use crate::event::{EventQueue, EventSink};
 use crate::feed::{Feed, YIELD};
 use crate::options::Hosting;
-use crate::plane::{Layout, Listening, MeetingPlace, machine};
+use crate::plane::{DataAddress, Layout, Listening, MeetingPlace, machine};
+use crate::relay::{self, Relays, Way};
 use crate::worker::{self, ModuleKey};
 
 /// The most nodes that one has directly below it.
@@ -76,6 +79,7 @@ pub fn register(registry: &Registry) {
             host.0.break_collectives(epoch, &reason);
         })
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
+    relay::register(registry);
 }
 
 /// What a host is to be.
@@ -131,6 +135,8 @@ pub(crate) struct HostInfo {
     pub(crate) leaves: Vec<Leaf>,
     /// Whether any of the links below it is encrypted.
     pub(crate) is_encrypted_below: bool,
+    /// Where the workers of its node and of those below listen for data, as far as their operators say, in the order of nodes.
+    pub(crate) data_addresses: Vec<Option<IpAddr>>,
 }
 
 /// One process, and how many workers it has.
@@ -146,6 +152,7 @@ pub(crate) struct Shared {
     sink: Arc<dyn EventSink>,
     set_up: SetUp,
     place: MeetingPlace,
+    relays: Arc<Relays>,
     modules: Mutex<HashMap<ModuleKey, Arc<dyn Module>>>,
 }
 
@@ -160,6 +167,10 @@ impl Shared {
 
     pub(crate) fn place(&self) -> &MeetingPlace {
         &self.place
+    }
+
+    pub(crate) fn relays(&self) -> &Arc<Relays> {
+        &self.relays
     }
 
     /// Loads a module, or finds it where another worker of this process has.
@@ -184,6 +195,7 @@ pub(crate) struct WorkerHost {
     threads: Option<Threads>,
     /// Workers in others, with numbers behind those.
     branch: Option<Branch>,
+    relays: Arc<Relays>,
 }
 
 /// Workers as threads of this process.
@@ -209,21 +221,25 @@ impl WorkerHost {
         let events = local.is_none().then(|| Arc::new(EventQueue::default()));
         let sink = local.or_else(|| events.clone().map(|events| events as Arc<dyn EventSink>));
         let sink = sink.ok_or_else(|| RpcError::internal("a host without events"))?;
-        let mut info = HostInfo { leaves: Vec::new(), is_encrypted_below: false };
+        let relays = Relays::new();
+        let own = context.extension::<DataAddress>().map(|address| address.0);
+        let mut info = HostInfo { leaves: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
         let mut threads = None;
         if set_up.hosting == Hosting::Threads {
             let patience = if events.is_none() { YIELD } else { Duration::ZERO };
-            threads = Some(Threads::start(context, set_up, Arc::clone(&sink), patience)?);
+            threads = Some(Threads::start(context, set_up, &sink, &relays, patience)?);
             info.leaves.push(Leaf { count: set_up.count, machine: machine() });
         }
         let mut branch = None;
         if set_up.hosting == Hosting::Processes || !set_up.below.is_empty() {
-            let opened = Branch::open(context, set_up, sink)?;
+            let opened = Branch::open(context, set_up, sink, &relays)?;
             info.leaves.extend(opened.leaves());
             info.is_encrypted_below = opened.is_encrypted();
+            info.data_addresses.extend(opened.data_addresses());
             branch = Some(opened);
         }
-        let host = Arc::new(Self { events, threads, branch });
+        let host = Arc::new(Self { events, threads, branch, relays });
+        host.relays.belong_to(&host);
         put_host(set_up.local, &host);
         Ok((host, info))
     }
@@ -254,6 +270,7 @@ impl WorkerHost {
 
     /// Ends all workers after what they are doing, and their collectives now.
     pub(crate) fn abort(&self) {
+        self.relays.close();
         self.threads.iter().for_each(Threads::abort);
         self.branch.iter().for_each(Branch::close);
         if let Some(events) = &self.events {
@@ -266,6 +283,20 @@ impl WorkerHost {
         let workers = self.threads.iter().flat_map(|threads| &threads.workers);
         workers.for_each(|worker| worker.break_collectives(epoch, reason));
         self.branch.iter().for_each(|branch| branch.break_collectives(epoch, reason));
+    }
+
+    pub(crate) fn relays(&self) -> &Arc<Relays> {
+        &self.relays
+    }
+
+    /// How data gets to a worker, if it is here or below.
+    pub(crate) fn way_to(&self, worker: u32, is_world: bool) -> Option<Result<Way>> {
+        let below = || self.branch.as_ref()?.way_to(worker, is_world);
+        let listening = |threads: &Threads| threads.shared.place.address(WorkerId(worker), is_world);
+        match self.threads.as_ref().and_then(listening) {
+            Some(address) => Some(self.relays.place().map(|place| Way::Here(address, place))),
+            None => below(),
+        }
     }
 
     #[cfg(target_os = "linux")]
@@ -300,10 +331,21 @@ impl WorkerHost {
 
 impl Threads {
     /// `patience` is how long a worker that has nothing to do looks for more before it sleeps.
-    fn start(context: &Context, set_up: &SetUp, sink: Arc<dyn EventSink>, patience: Duration) -> Result<Self> {
+    fn start(
+        context: &Context,
+        set_up: &SetUp,
+        sink: &Arc<dyn EventSink>,
+        relays: &Arc<Relays>,
+        patience: Duration,
+    ) -> Result<Self> {
         let (feed, readers) = Feed::new(set_up.count as usize, patience);
-        let place = MeetingPlace::default();
-        let shared = Arc::new(Shared { sink, set_up: set_up.clone(), place, modules: Mutex::default() });
+        let shared = Arc::new(Shared {
+            sink: Arc::clone(sink),
+            set_up: set_up.clone(),
+            place: MeetingPlace::default(),
+            relays: Arc::clone(relays),
+            modules: Mutex::default(),
+        });
         let mut threads = Self { shared, workers: Vec::new(), feed };
         for (id, reader) in (set_up.first..).zip(readers) {
             let (shared, feed) = (Arc::clone(&threads.shared), Arc::clone(&threads.feed));

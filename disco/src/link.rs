@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::net::IpAddr;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::{Context, Poll};
 
@@ -24,6 +25,7 @@ use crate::error::Failure;
 use crate::event::{Event, EventSink, LocalContent, decode_events};
 use crate::host::{HostInfo, SetUp, WorkerHost, expect_host, meet_host};
 use crate::plane::Listening;
+use crate::relay::{Between, Far, Wanted, Way as DataWay};
 
 /// Commands have a lane of their own at each host, and so have events.
 const COMMANDS: Lane = Lane(1);
@@ -42,6 +44,9 @@ pub(crate) trait Upstream: Send + Sync {
 
     /// A link is of no more use.
     fn lose(&self, link: usize, error: RpcError);
+
+    /// Has the data of a worker carried to another one, or tells it why not.
+    fn relay(&self, wanted: Wanted);
 
     /// Ready when more can be taken. The task is woken.
     fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
@@ -63,6 +68,8 @@ pub(crate) struct Link {
     way: Way,
     /// What holds the other end. Taken when the session ends.
     held: Mutex<Option<Held>>,
+    /// Whether somebody takes what is to be relayed.
+    relays: AtomicBool,
 }
 
 enum Way {
@@ -103,6 +110,10 @@ impl Link {
             let text = format!("a node was to have {} workers and says that it has {said}", set_up.workers());
             return Err(named(RpcError::new(ErrorKind::Protocol, text)));
         }
+        if info.data_addresses.len() != set_up.nodes() {
+            let text = "a node does not say for each of its nodes where data goes";
+            return Err(named(RpcError::new(ErrorKind::Protocol, text)));
+        }
         let way = match local {
             Some(local) => Way::Local(Arc::downgrade(&local)),
             None => Way::Remote(Arc::default()),
@@ -118,6 +129,7 @@ impl Link {
             is_encrypted,
             way,
             held,
+            relays: AtomicBool::new(false),
         })
     }
 
@@ -133,9 +145,7 @@ impl Link {
     /// Begins to send commands and to take events.
     pub(crate) async fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
         let Way::Remote(outbox) = &self.way else { return Ok(()) };
-        let Some((session, host)) = self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone())) else {
-            return Ok(());
-        };
+        let Some((session, host)) = self.far_end() else { return Ok(()) };
         let submit = session.get_function("disco.submit").await?;
         let events = session.get_function("disco.events").await?;
         let runtime = crate::runtime::runtime()?;
@@ -144,25 +154,47 @@ impl Link {
             session: session.clone(),
             submit,
             host: host.clone(),
-            lost: Arc::new(Lost {
-                upstream: upstream.clone(),
-                number,
-                workers: self.workers(),
-                answers: Semaphore::new(MAX_UNANSWERED),
-            }),
+            lost: self.lost(number, upstream),
         };
         let lost = Arc::clone(&sender.lost);
-        let tasks = vec![
+        self.hold([
             runtime.spawn(sender.run()),
             runtime.spawn(take_events(events, host, Arc::clone(&lost))),
             runtime.spawn(async move { lost.report(session.ended().await) }),
-        ];
+        ]);
+        Ok(())
+    }
+
+    /// Begins to take what workers there want to have relayed, if it has not.
+    pub(crate) async fn take_relays(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
+        let Some((session, host)) = self.far_end() else { return Ok(()) };
+        if self.relays.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let relays = session.get_function("disco.relays").await?;
+        let lost = self.lost(number, upstream);
+        self.hold([crate::runtime::runtime()?.spawn(take_relays(relays, session, host, lost))]);
+        Ok(())
+    }
+
+    fn lost(&self, number: usize, upstream: &Weak<dyn Upstream>) -> Arc<Lost> {
+        let (upstream, workers) = (upstream.clone(), self.workers());
+        Arc::new(Lost { upstream, number, workers, answers: Semaphore::new(MAX_UNANSWERED) })
+    }
+
+    /// Ends these with the session.
+    fn hold<const COUNT: usize>(&self, tasks: [JoinHandle<()>; COUNT]) {
         match self.lock().as_mut() {
-            Some(held) => held.tasks = tasks,
-            // The session has ended meanwhile.
+            Some(held) => held.tasks.extend(tasks),
+            // It has ended meanwhile.
             None => tasks.iter().for_each(JoinHandle::abort),
         }
-        Ok(())
+    }
+
+    /// How data gets to a worker there.
+    pub(crate) fn way_to(&self, worker: u32, is_world: bool) -> rpc_core::Result<DataWay> {
+        let (session, host) = self.far_end().ok_or_else(ended)?;
+        Ok(DataWay::There { session, host, worker, is_world })
     }
 
     pub(crate) fn is_remote(&self) -> bool {
@@ -176,7 +208,6 @@ impl Link {
 
     /// Where the workers there listen for each other, in their order, if their nodes do so at these addresses.
     pub(crate) async fn listen(&self, addresses: Vec<IpAddr>) -> rpc_core::Result<Vec<Listening>> {
-        let ended = || RpcError::new(ErrorKind::Closed, "the session has ended");
         let (session, host) = self.far_end().ok_or_else(ended)?;
         let listen = session.get_function("disco.listen").await?;
         let listening: Pack<Vec<Listening>> = listen.call((&host, Pack(addresses))).await?;
@@ -418,6 +449,26 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>
             Err(error) => return lost.report(error),
         }
     }
+}
+
+/// Takes what the workers there want to have carried, until they have ended.
+async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObject, lost: Arc<Lost>) {
+    // At the end of the session this ends with an error, which somebody else reports.
+    while let Ok((end, Pack(between))) =
+        relays.call::<(RemoteObject, Pack<Between>)>((&host,)).lane(Lane::CONCURRENT).await
+    {
+        if !lost.workers.contains(&between.from) {
+            let error = RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
+            return lost.report(error);
+        }
+        let Ok(end) = Far::open(&session, end).await else { return };
+        let Some(upstream) = lost.upstream.upgrade() else { return };
+        upstream.relay(Wanted { between, end });
+    }
+}
+
+fn ended() -> RpcError {
+    RpcError::new(ErrorKind::Closed, "the session has ended")
 }
 
 /// Tells whoever is upstream that a link is of no more use.

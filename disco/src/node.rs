@@ -1,5 +1,6 @@
 //! The other end of a launch: a program that serves as a node, or as one worker.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use crate::completion::Completion;
 use crate::error::{DiscoError, Result};
 use crate::host::register;
 use crate::launch::WORKER;
+use crate::plane::DataAddress;
 
 /// Which of the nodes of a session a program is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,6 +87,8 @@ pub struct JoinOptions {
     pub access: Access,
     /// How long to try to reach a controller that is not there. Default: 60 s.
     pub patience: Duration,
+    /// Where its workers listen for the data of others. Default: as the controller says, or else nowhere that other machines reach.
+    pub data_address: Option<IpAddr>,
     /// A controller that says nothing for this long is tested, and is lost after three times as long. Default: 5 s.
     pub keep_alive: Duration,
 }
@@ -96,6 +100,7 @@ impl Default for JoinOptions {
             dial: DialOptions::default(),
             access: Access::default(),
             patience: Duration::from_secs(60),
+            data_address: None,
             keep_alive: Duration::from_secs(5),
         }
     }
@@ -121,7 +126,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             keep_alive: options.keep_alive,
             ..ServeOptions::default()
         };
-        let server = server_of(registry, SessionLimits::default(), serve);
+        let server = server_of(registry, SessionLimits::default(), options.data_address, serve);
         Ok(join_with(&server, &controller, options.place, options.patience).await?)
     })
 }
@@ -193,7 +198,7 @@ fn serve_stdio(registry: &Registry, limits: SessionLimits) -> RpcResult<()> {
     runtime.block_on(async {
         let channel = rpc_transports::child::stdio_channel().await;
         let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
-        let server = server_of(registry.clone(), limits, ServeOptions::default());
+        let server = server_of(registry.clone(), limits, None, ServeOptions::default());
         server.serve_channel(channel);
         server.idle().await;
         Ok(())
@@ -201,10 +206,14 @@ fn serve_stdio(registry: &Registry, limits: SessionLimits) -> RpcResult<()> {
 }
 
 /// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
-fn server_of(registry: Registry, limits: SessionLimits, options: ServeOptions) -> Server {
+fn server_of(registry: Registry, limits: SessionLimits, data: Option<IpAddr>, options: ServeOptions) -> Server {
     let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
         let session = LocalSession::builder(registry.clone()).limits(limits.clone());
-        let session = session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
+        let mut session =
+            session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
+        if let Some(data) = data {
+            session = session.extension(Arc::new(DataAddress(data)));
+        }
         Ok(Arc::new(session.build()))
     };
     Server::new(Arc::new(open), options)

@@ -37,8 +37,17 @@ pub struct Options {
     /// [`WorkerLogLayer`](crate::WorkerLogLayer) for that; `rpc-server` has one. Default: up to `INFO`.
     pub worker_logs: Option<Level>,
     /// The address of each node at which its workers listen for the data of others, in the order of nodes. Needed where they are not all on one
-    /// machine; without this, workers of one machine share memory. Default: none.
+    /// machine, unless their data is to be relayed; without this, workers of one machine share memory. Default: none.
+    ///
+    /// Workers that cannot reach each other there have their data relayed by a node that has opened both ([`SocketSession::fan_out`]), or by the controller
+    /// if [that may](Self::allow_controller_relay).
+    ///
+    /// [`SocketSession::fan_out`]: crate::SocketSession::fan_out
     pub data_addresses: Vec<IpAddr>,
+    /// Whether the controller relays data between workers that cannot reach each other and have no node above both: it goes over the sessions to their nodes
+    /// and through all hops on the way, beside commands. The slowest link bounds all collectives then. What the workers would encrypt stays encrypted
+    /// between them. Default: no; making the collectives then fails, and names the pairs.
+    pub allow_controller_relay: bool,
     /// Where workers reach each other's data listeners, if that is not where those listen: nodes behind NAT or forwarded ports. Default: none.
     pub advertise: Option<Advertise>,
     /// How long a worker waits in a collective for others that are there and do not enter it; `None` for ever. When it passes, collectives are
@@ -62,6 +71,7 @@ impl Default for Options {
             pin_workers: false,
             worker_logs: Some(Level::INFO),
             data_addresses: Vec::new(),
+            allow_controller_relay: false,
             advertise: None,
             collective_timeout: Some(Duration::from_secs(300)),
             stall_timeout: Duration::from_secs(15),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rpc_core::{Device, ErrorKind, Result, RpcError};
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,7 @@ use crate::ccl::{Ccl, Control, Rank};
 use crate::command::On;
 use crate::error::WorkerId;
 use crate::options::Options;
+use crate::relay::{Between, Relays};
 
 /// The shape of a session: how many workers, in how many groups of equal size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,12 +89,26 @@ pub(crate) enum Way {
         encrypt: bool,
         world: Vec<Address>,
         groups: Vec<Address>,
-        /// How many workers are on each one's machine.
-        beside: Vec<u32>,
+        /// Where each worker is.
+        places: Vec<Place>,
     },
     /// They do not.
     Apart { why: String },
 }
+
+/// Where a worker is, seen from the others.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Place {
+    /// Its machine, by a number.
+    pub(crate) machine: u32,
+    /// Whether its address is of use on that machine only.
+    pub(crate) is_local: bool,
+}
+
+/// Where the workers of a node listen for the data of others, as its operator says: an [extension](rpc_core::Context::extension) of the sessions that a node
+/// serves. [`Options::data_addresses`] goes before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DataAddress(pub IpAddr);
 
 /// What the workers of one process share to meet.
 #[derive(Default)]
@@ -172,8 +187,16 @@ impl MeetingPlace {
             .collect()
     }
 
-    /// Joins the session's communicators as `worker`, and waits until all workers have.
-    pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId) -> Result<Membership> {
+    /// Where a worker of this process listens.
+    pub(crate) fn address(&self, worker: WorkerId, is_world: bool) -> Option<Address> {
+        let all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        let listeners = all.get(&worker)?;
+        let listener = if is_world { Some(&listeners.world) } else { listeners.group.as_ref() };
+        listener.map(|listener| listener.address().clone())
+    }
+
+    /// Joins the session's communicators as `worker`, and waits until all workers have. Where others cannot be dialled their data is relayed.
+    pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, relays: &Relays) -> Result<Membership> {
         let Limits { entry, stall, join } = plan.limits;
         let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
@@ -190,19 +213,33 @@ impl MeetingPlace {
                 let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
                 Ok(Membership { epoch: plan.epoch, world, group })
             }
-            Way::Sockets { key, encrypt, world, groups, beside } => {
-                options.ranks_on_machine = beside.get(worker.index()).map(|count| *count as usize);
+            Way::Sockets { key, encrypt, world, groups, places } => {
+                let own = places.get(worker.index()).map(|place| place.machine);
+                let is_beside = |place: &Place| Some(place.machine) == own;
+                options.ranks_on_machine = Some(places.iter().filter(|place| is_beside(place)).count());
                 options.encrypt = *encrypt;
+                let reachable = |(address, place): (&Address, &Place)| {
+                    (!place.is_local || is_beside(place)).then(|| address.clone())
+                };
+                let world: Vec<_> = world.iter().zip(places).map(reachable).collect();
+                let groups: Vec<_> = groups.iter().zip(places).map(reachable).collect();
                 let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner).get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
-                let joined = listeners.world.join(rank, world, key, &options)?;
+                let detour = |peer: Rank, until: Instant| {
+                    relays.connect(Between { from: worker.0, to: peer.0, is_world: true }, until)
+                };
+                let joined = listeners.world.join_by(rank, &world, key, &options, Some(&detour))?;
                 let group = match &listeners.group {
                     Some(listener) => {
                         let size = layout.group_size() as usize;
                         let first = layout.group(worker) as usize * size;
                         let members = groups.get(first..first + size);
                         let members = members.ok_or_else(|| RpcError::internal("a plan without all addresses"))?;
-                        Some(listener.join(rank_in_group, members, key, &options)?)
+                        let detour = |peer: Rank, until: Instant| {
+                            let to = first as u32 + peer.0;
+                            relays.connect(Between { from: worker.0, to, is_world: false }, until)
+                        };
+                        Some(listener.join_by(rank_in_group, members, key, &options, Some(&detour))?)
                     }
                     None => None,
                 };

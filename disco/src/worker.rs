@@ -312,7 +312,7 @@ impl Worker {
                 if let Some(device) = plan.devices.get(self.id.index()) {
                     self.this.set_device(*device);
                 }
-                let joined = self.shared.place().join(&plan, self.layout, self.id);
+                let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.relays());
                 let failed = joined.as_ref().err().cloned();
                 self.this.set_membership(joined);
                 if let Some(error) = failed {

@@ -31,11 +31,12 @@ mod ready;
 mod signals;
 
 use std::io::{self, Read, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
+use disco::DataAddress;
 use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::tracker::DeviceOffer;
 use rpc_transports::{
@@ -224,6 +225,7 @@ impl RpcServer {
                 cleaner: cleaner.clone(),
                 spawner: Arc::new(TokioSpawner::current()),
                 state: state.clone(),
+                data_address: config.data_address,
             };
             (Factory::Local(factory), None)
         };
@@ -568,6 +570,7 @@ struct LocalFactory {
     cleaner: Arc<Cleaner>,
     spawner: Arc<TokioSpawner>,
     state: Arc<ServerState>,
+    data_address: Option<IpAddr>,
 }
 
 impl LocalFactory {
@@ -581,7 +584,7 @@ impl LocalFactory {
             }
             None => Source::Private(self.workspaces.clone()),
         };
-        let session = LocalSession::builder(self.registry.clone())
+        let mut session = LocalSession::builder(self.registry.clone())
             .devices(self.devices.clone())
             .limits(self.limits.clone())
             .total_threads(self.threads.clone())
@@ -591,9 +594,11 @@ impl LocalFactory {
             .extension(self.state.clone())
             .extension(Arc::new(Client { peer: request.peer.clone(), identity: request.identity.clone() }))
             .extension(Arc::new(request.onward.clone()))
-            .spawner(self.spawner.clone())
-            .build();
-        Ok(self.state.count_local(session))
+            .spawner(self.spawner.clone());
+        if let Some(address) = self.data_address {
+            session = session.extension(Arc::new(DataAddress(address)));
+        }
+        Ok(self.state.count_local(session.build()))
     }
 }
 

@@ -1,12 +1,13 @@
 //! Disco sessions under test: the functions of their workers, and the ways in which workers are launched.
 
 use std::io::{BufRead, BufReader};
+use std::net::Ipv4Addr;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use disco::{
-    DiscoSession, Hosting, JoinOptions, NodeListener, NodePlace, Options, ProcessSession, ReduceOp, Scope,
-    SocketSession, ThreadedSession, WorkerContext,
+    Advertise, DataAddress, DiscoSession, Hosting, JoinOptions, NodeListener, NodePlace, Options, ProcessSession,
+    ReduceOp, Scope, SocketSession, ThreadedSession, WorkerContext,
 };
 use rpc_core::{
     ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, SharedSession, Tensor, TensorView,
@@ -135,8 +136,8 @@ pub enum Launch {
     Tcp {
         /// Workers of each server.
         per_node: u32,
-        /// Collectives over TCP, too, rather than through shared memory.
-        data_over_tcp: bool,
+        /// How their data goes.
+        data: Data,
     },
     /// As `Tcp`, behind a server that forwards.
     Chain,
@@ -148,16 +149,41 @@ pub enum Launch {
     Nodes {
         /// The program.
         program: &'static str,
-        /// Collectives over TCP, too, rather than through shared memory.
-        data_over_tcp: bool,
+        /// How their data goes.
+        data: Data,
         /// How the controller gets there.
         way: Way,
     },
     /// Servers of this process behind TCP, each with one worker, of which each opens the next.
     Line {
-        /// Collectives over TCP, too, rather than through shared memory.
-        data_over_tcp: bool,
+        /// How their data goes.
+        data: Data,
     },
+}
+
+/// How the data of collectives gets from one node to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Data {
+    /// Through shared memory.
+    Shared,
+    /// Over TCP.
+    Tcp,
+    /// The workers do not reach each other; whoever has opened both nodes relays.
+    Relayed,
+}
+
+impl Data {
+    /// Has a session of so many nodes go that way.
+    pub fn set(self, nodes: u32, options: &mut Options) {
+        if self != Self::Shared {
+            options.data_addresses = vec![Ipv4Addr::LOCALHOST.into(); nodes as usize];
+        }
+        if self == Self::Relayed {
+            options.allow_controller_relay = true;
+            // Nobody is there.
+            options.advertise = Some(Advertise::new(|_, _| (Ipv4Addr::new(127, 7, 7, 7), 1).into()));
+        }
+    }
 }
 
 /// How a controller gets to its nodes.
@@ -189,16 +215,23 @@ pub struct Node {
 impl Node {
     /// Starts one.
     pub fn start(program: &str) -> Self {
-        let mut process = Command::new(program)
-            .arg("serve")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program starts");
+        Self::spawn(Command::new(program).arg("serve")).expect("the program says where it listens")
+    }
+
+    /// Starts one that takes itself for a machine of its own, because it sees other processes than this one does. Its workers listen for data there, if that is
+    /// said. `None` where the system does not let us.
+    pub fn apart(program: &str, data: Option<&str>) -> Option<Self> {
+        let mut command = Command::new("unshare");
+        Self::spawn(command.args(["--pid", "--fork", "--kill-child", program, "serve"]).args(data))
+    }
+
+    fn spawn(command: &mut Command) -> Option<Self> {
+        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the program starts");
         let mut address = String::new();
         let output = process.stdout.take().expect("a pipe");
-        BufReader::new(output).read_line(&mut address).expect("the program says where it listens");
-        Self { process, address: address.trim().to_owned() }
+        BufReader::new(output).read_line(&mut address).expect("a line");
+        let this = Self { process, address: address.trim().to_owned() };
+        (!this.address.is_empty()).then_some(this)
     }
 
     /// Where it listens.
@@ -215,10 +248,12 @@ impl Drop for Node {
     }
 }
 
-/// What the program of a [`Node`] does: serves the functions of workers, says where, and ends with its standard input.
+/// What the program of a [`Node`] does: serves the functions of workers, says where, and ends with its standard input. A second argument is where its workers
+/// listen for data.
 pub fn serve_node() {
     let runtime = runtime();
-    let (address, _server) = listen(&runtime, forwarding());
+    let data = std::env::args().nth(2).map(|text| DataAddress(text.parse().expect("an IP address")));
+    let (address, _server) = listen_with(&runtime, forwarding(), data);
     println!("{address}");
     _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
     std::process::exit(0);
@@ -262,12 +297,10 @@ impl Launch {
                 let session = ProcessSession::new(num_workers, num_groups).command([program, "--disco-worker"]);
                 (session.options(options).start(), None)
             }
-            Self::Nodes { program, data_over_tcp, way } => {
+            Self::Nodes { program, data, way } => {
                 nodes = (0..num_workers).map(|_| Node::start(program)).collect();
                 let addresses: Vec<String> = nodes.iter().map(|node| node.address().to_owned()).collect();
-                if data_over_tcp {
-                    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); num_workers as usize];
-                }
+                data.set(num_workers, &mut options);
                 let mut session = SocketSession::new(addresses, 1, num_groups).options(options);
                 let mut servers = None;
                 if way == Way::Line {
@@ -281,20 +314,16 @@ impl Launch {
                 }
                 (session.start(), servers)
             }
-            Self::Tcp { per_node, data_over_tcp } => {
+            Self::Tcp { per_node, data } => {
                 let nodes = num_workers / per_node;
-                if data_over_tcp {
-                    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); nodes as usize];
-                }
+                data.set(nodes, &mut options);
                 let runtime = runtime();
                 let (addresses, servers) = serve(&runtime, nodes);
                 let session = SocketSession::new(addresses, per_node, num_groups).options(options).start();
                 (session, Some((servers, runtime)))
             }
-            Self::Line { data_over_tcp } => {
-                if data_over_tcp {
-                    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into(); num_workers as usize];
-                }
+            Self::Line { data } => {
+                data.set(num_workers, &mut options);
                 let runtime = runtime();
                 let (addresses, servers): (Vec<_>, Vec<_>) =
                     (0..num_workers).map(|_| listen(&runtime, forwarding())).unzip();
@@ -362,8 +391,12 @@ pub fn serve(runtime: &Runtime, count: u32) -> (Vec<String>, Vec<Server>) {
 }
 
 fn listen(runtime: &Runtime, options: ServeOptions) -> (String, Server) {
+    listen_with(runtime, options, None)
+}
+
+fn listen_with(runtime: &Runtime, options: ServeOptions, data: Option<DataAddress>) -> (String, Server) {
     runtime.block_on(async {
-        let server = node(options);
+        let server = node_with(options, data);
         let address = "tcp://127.0.0.1:0".parse().expect("an address");
         let address = server.listen(&address, &ListenOptions::default()).await.expect("to listen");
         (address.to_string(), server)
@@ -372,9 +405,17 @@ fn listen(runtime: &Runtime, options: ServeOptions) -> (String, Server) {
 
 /// A server of the functions of workers. Inside of a runtime.
 pub fn node(options: ServeOptions) -> Server {
-    let open = |request: &OpenRequest| -> Result<SharedSession, RpcError> {
+    node_with(options, None)
+}
+
+fn node_with(options: ServeOptions, data: Option<DataAddress>) -> Server {
+    let open = move |request: &OpenRequest| -> Result<SharedSession, RpcError> {
         let session = LocalSession::builder(registry()).spawner(Arc::new(TokioSpawner::current()));
-        Ok(Arc::new(session.extension(Arc::new(request.onward.clone())).build()))
+        let mut session = session.extension(Arc::new(request.onward.clone()));
+        if let Some(data) = data {
+            session = session.extension(Arc::new(data));
+        }
+        Ok(Arc::new(session.build()))
     };
     Server::new(Arc::new(open), options)
 }

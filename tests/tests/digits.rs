@@ -5,7 +5,7 @@
 
 use rpc_core::blocking::block_on;
 use rpc_tests::digits::{Digits, EPOCHS, train};
-use rpc_tests::spmd::Launch;
+use rpc_tests::spmd::{Data, Launch};
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
@@ -38,8 +38,8 @@ fn training_is_the_same_wherever_the_workers_are() {
         // Again, and exactly the same.
         Launch::Threads,
         Launch::Processes(NODE),
-        Launch::Tcp { per_node: 2, data_over_tcp: false },
-        Launch::Tcp { per_node: 1, data_over_tcp: true },
+        Launch::Tcp { per_node: 2, data: Data::Shared },
+        Launch::Tcp { per_node: 1, data: Data::Tcp },
         Launch::Chain,
         Launch::DialIn,
         Launch::NodeOfProcesses(NODE),

@@ -10,20 +10,22 @@ use disco::{
     SocketSession, WorkerId,
 };
 use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
-use rpc_tests::spmd::{Launch, runtime, serve};
+use rpc_tests::spmd::{Data, Launch, Node, runtime, serve};
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
-const ALL: [Launch; 9] = [
+const ALL: [Launch; 11] = [
     Launch::Threads,
     Launch::Processes(NODE),
-    Launch::Tcp { per_node: 2, data_over_tcp: false },
-    Launch::Tcp { per_node: 1, data_over_tcp: true },
+    Launch::Tcp { per_node: 2, data: Data::Shared },
+    Launch::Tcp { per_node: 1, data: Data::Tcp },
+    Launch::Tcp { per_node: 2, data: Data::Relayed },
     Launch::Chain,
     Launch::DialIn,
     Launch::NodeOfProcesses(NODE),
-    Launch::Line { data_over_tcp: false },
-    Launch::Line { data_over_tcp: true },
+    Launch::Line { data: Data::Shared },
+    Launch::Line { data: Data::Tcp },
+    Launch::Line { data: Data::Relayed },
 ];
 
 /// Runs `test` for each launch, number of workers and number of groups.
@@ -287,7 +289,7 @@ fn backends_take_a_device_for_each_worker_or_for_each_of_a_node() {
         assert_eq!(error.cause().kind(), ErrorKind::Unsupported);
     });
     // By local id, at nodes with two workers each.
-    let fixture = Launch::Tcp { per_node: 2, data_over_tcp: false }.start(4, 1);
+    let fixture = Launch::Tcp { per_node: 2, data: Data::Shared }.start(4, 1);
     fixture.session.init_ccl("host", &[0, 0]).wait().unwrap();
     let error = fixture.session.init_ccl("host", &[0]).wait().unwrap_err();
     assert!(error.to_string().contains("one for each of the 2 of a node"), "{error}");
@@ -683,7 +685,7 @@ fn a_dead_worker_ends_the_session_for_everybody() {
 #[test]
 fn servers_are_free_again_after_a_session() {
     for shut_down in [true, false] {
-        let mut fixture = Launch::Tcp { per_node: 1, data_over_tcp: false }.start(2, 1);
+        let mut fixture = Launch::Tcp { per_node: 1, data: Data::Shared }.start(2, 1);
         assert_eq!(fixture.sessions(), 2);
         let other = Launch::Threads.start(1, 1).session;
         let session = std::mem::replace(&mut fixture.session, other);
@@ -739,6 +741,66 @@ fn workers_without_a_way_to_each_other_do_all_else() {
     let error = session.sync_all().wait().unwrap_err();
     assert!(error.to_string().contains("the data addresses of 1 of 2 nodes are known"), "{error}");
     session.shutdown().wait().unwrap();
+}
+
+/// Without leave for the controller to relay, the pairs that have no way are named; with it there is one.
+#[test]
+fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
+    let network = runtime();
+    let start = |may_relay: bool| {
+        let (addresses, servers) = serve(&network, 3);
+        let mut options = disco::Options::default();
+        Data::Relayed.set(3, &mut options);
+        options.allow_controller_relay = may_relay;
+        options.init_timeout = std::time::Duration::from_secs(1);
+        (SocketSession::new(addresses, 1, 1).options(options).start().wait().unwrap(), servers)
+    };
+    let (session, _servers) = start(false);
+    let told = session.sync_all().wait().unwrap_err().to_string();
+    for (from, to) in [(1, 0), (2, 0), (2, 1)] {
+        assert!(told.contains(&format!("rank {from} cannot reach rank {to} at tcp://127.7.7.7:1")), "{told}");
+    }
+    assert!(told.contains("Options::allow_controller_relay"), "{told}");
+    // All else works.
+    let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+    assert_eq!(value(&session, &id, 2), Value::Int(2));
+    session.shutdown().wait().unwrap();
+
+    let (session, _servers) = start(true);
+    let x = session.empty(&[1 << 20], DataType::F32, None).unwrap();
+    session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    session.shutdown().wait().unwrap();
+}
+
+/// Where nothing is said of data addresses the nodes of several machines say them themselves, or the controller relays, or there are no collectives.
+#[test]
+fn nodes_of_several_machines_meet_where_they_say_or_by_way_of_the_controller() {
+    let start = |data: Option<&str>, may_relay: bool| {
+        let nodes: Option<Vec<Node>> = (0..2).map(|_| Node::apart(NODE, data)).collect();
+        let nodes = nodes?;
+        let mut options = disco::Options::default();
+        options.allow_controller_relay = may_relay;
+        let addresses: Vec<String> = nodes.iter().map(|node| node.address().to_owned()).collect();
+        let session = SocketSession::new(addresses, 2, 2).options(options).start().wait().unwrap();
+        session.sync_all().wait().unwrap();
+        for scope in [Scope::World, Scope::Group] {
+            session.barrier(scope).unwrap();
+        }
+        Some((session.sync_all().wait(), session, nodes))
+    };
+    let Some((outcome, _session, _nodes)) = start(None, false) else {
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_NETNS").is_none(), "namespaces are demanded");
+        println!("SKIPPED: namespaces of processes cannot be made here");
+        return;
+    };
+    let told = outcome.unwrap_err().to_string();
+    assert!(told.contains("the data addresses of 0 of 2 nodes are known"), "{told}");
+    for (data, may_relay) in [(Some("127.0.0.1"), false), (None, true)] {
+        let (outcome, session, _nodes) = start(data, may_relay).unwrap();
+        outcome.unwrap();
+        session.shutdown().wait().unwrap();
+    }
 }
 
 #[test]

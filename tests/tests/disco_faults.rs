@@ -20,7 +20,7 @@ use disco::{
 };
 use rpc_core::{DataType, ErrorKind, Tensor, Value};
 use rpc_tests::forwarder::{ByteForwarder, Pipe};
-use rpc_tests::spmd::{Fixture, Launch, Way, connector, runtime, serve};
+use rpc_tests::spmd::{Data, Fixture, Launch, Way, connector, runtime, serve};
 use rustix::process::Signal;
 
 use peers::{LIMIT, is_running, pace, signal};
@@ -28,22 +28,23 @@ use peers::{LIMIT, is_running, pace, signal};
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 const CONTROLLER: &str = env!("CARGO_BIN_EXE_disco_controller");
 
-const fn nodes(data_over_tcp: bool, way: Way) -> Launch {
-    Launch::Nodes { program: NODE, data_over_tcp, way }
+const fn nodes(data: Data, way: Way) -> Launch {
+    Launch::Nodes { program: NODE, data, way }
 }
 
 /// Every kind of launch whose workers are in processes of their own.
-const PROCESSES: [Launch; 6] = [
+const PROCESSES: [Launch; 7] = [
     Launch::Processes(NODE),
-    nodes(false, Way::Straight),
-    nodes(true, Way::Straight),
-    nodes(false, Way::Chain),
-    nodes(true, Way::Line),
+    nodes(Data::Shared, Way::Straight),
+    nodes(Data::Tcp, Way::Straight),
+    nodes(Data::Shared, Way::Chain),
+    nodes(Data::Relayed, Way::Chain),
+    nodes(Data::Tcp, Way::Line),
     Launch::NodeOfProcesses(NODE),
 ];
 
-const ALL: [Launch; 7] =
-    [Launch::Threads, PROCESSES[0], PROCESSES[1], PROCESSES[2], PROCESSES[3], PROCESSES[4], PROCESSES[5]];
+const ALL: [Launch; 8] =
+    [Launch::Threads, PROCESSES[0], PROCESSES[1], PROCESSES[2], PROCESSES[3], PROCESSES[4], PROCESSES[5], PROCESSES[6]];
 
 /// Longer than anything takes on a slow machine: what takes longer hangs.
 const GUARD: Duration = Duration::from_secs(60);

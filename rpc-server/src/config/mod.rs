@@ -7,7 +7,7 @@
 mod memory;
 mod units;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::{fmt, fs, io};
@@ -289,6 +289,10 @@ settings! {
     optional {
         /// The name that clients may ask for, so that they do not reach another server by mistake
         key: String, "RPC_SERVER_KEY";
+        /// The IP address at which workers of Disco here listen for the data of workers elsewhere. Without it the controller says, or
+        /// may relay the data
+        #[arg(value_name = "IP")]
+        data_address: IpAddr, "RPC_SERVER_DATA_ADDRESS";
         /// With --tracker: what clients ask the tracker for. Without it: the same as --key
         tracker_key: String, "RPC_SERVER_TRACKER_KEY";
         /// Ports to try when an address says port 0 or its port is in use, such as 9090-9199

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use std::{io, process, thread};
 
+use disco::DataAddress;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{
@@ -71,13 +72,16 @@ fn serve(
         let asking = link.clone();
         let state = ServerState::of_one(config.key.clone(), started, move |usage| asking.totals(usage));
         let workspace = Source::Opened(Workspace::borrowed(&workspace)?);
-        let session = LocalSession::builder(registry.clone())
+        let mut session = LocalSession::builder(registry.clone())
             .devices(devices())
             .limits(session_limits(&config))
             .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none())))
             .extension(state.clone())
-            .spawner(Arc::new(TokioSpawner::current()))
-            .build();
+            .spawner(Arc::new(TokioSpawner::current()));
+        if let Some(address) = config.data_address {
+            session = session.extension(Arc::new(DataAddress(address)));
+        }
+        let session = session.build();
         let changes = Arc::new(Notify::new());
         let session = Reporting {
             inner: state.count(|counted| Reported { session, _counted: counted }),

@@ -25,7 +25,7 @@ use disco::Options;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, FileFailurePersistence, TestCaseError, TestRunner};
-use rpc_tests::spmd::{Fixture, Launch};
+use rpc_tests::spmd::{Data, Fixture, Launch};
 
 use interpreter::interpret;
 use program::{Program, program};
@@ -33,12 +33,13 @@ use session::perform;
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
-const LAUNCHES: [Launch; 5] = [
+const LAUNCHES: [Launch; 6] = [
     Launch::Threads,
     Launch::Processes(NODE),
-    Launch::Tcp { per_node: 1, data_over_tcp: false },
-    Launch::Tcp { per_node: 1, data_over_tcp: true },
+    Launch::Tcp { per_node: 1, data: Data::Shared },
+    Launch::Tcp { per_node: 1, data: Data::Tcp },
     Launch::Chain,
+    Launch::Line { data: Data::Relayed },
 ];
 
 /// Programs of a run of which nothing else is said.

@@ -19,7 +19,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::mpsc;
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use ring::hmac;
@@ -39,6 +39,10 @@ const VERSION: u16 = 1;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// What it may take at least, at the end of the time for all of them.
 const LEAST_PATIENCE: Duration = Duration::from_millis(100);
+/// How long an attempt to dial may take where there may be a detour.
+const PATIENCE_BEFORE_DETOUR: Duration = Duration::from_secs(2);
+/// Ranks that are dialled at a time, so that some that do not answer hold up nobody.
+const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Handshakes at a time. More connections wait in the listener's queue.
@@ -52,6 +56,9 @@ const OTHER_PROTECTION: u8 = 4;
 
 /// The flag of a hello whose sender encrypts what follows.
 const ENCRYPTED: u16 = 1;
+
+/// Connects to the listener of a rank that cannot be dialled, in some other way, until then; or says why not.
+pub(crate) type Detour<'a> = dyn Fn(Rank, Instant) -> Result<UnixStream, RpcError> + Sync + 'a;
 
 /// Where a rank listens for the data of others.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -150,6 +157,19 @@ impl Listener {
         key: &SessionKey,
         options: &Options,
     ) -> Result<Box<dyn Ccl>, RpcError> {
+        let addresses: Vec<_> = addresses.iter().cloned().map(Some).collect();
+        self.join_by(rank, &addresses, key, options, None)
+    }
+
+    /// As [`join`](Self::join), where some addresses are not known or of no use: what cannot be dialled is reached by the detour, if there is one.
+    pub(crate) fn join_by(
+        &self,
+        rank: Rank,
+        addresses: &[Option<Address>],
+        key: &SessionKey,
+        options: &Options,
+        detour: Option<&Detour<'_>>,
+    ) -> Result<Box<dyn Ccl>, RpcError> {
         if rank.index() >= addresses.len() {
             return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {}", addresses.len())));
         }
@@ -161,12 +181,9 @@ impl Listener {
         std::thread::scope(|scope| {
             // Others dial us while we dial others, so that nobody waits in a circle.
             let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until));
-            let dialling = below.iter_mut().zip(addresses).enumerate().try_for_each(|(peer, (link, address))| {
-                *link = Some(group.dial(peer as u32, address, until)?);
-                Ok::<_, RpcError>(())
-            });
+            let dialled = group.dial_all(below, addresses, detour, until);
             let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            dialling.and(accepted)
+            all_of(dialled.into_iter().chain(accepted.err()))
         })?;
         Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone())?))
     }
@@ -285,6 +302,8 @@ struct Group<'a> {
 
 /// Why an attempt to connect has failed.
 enum Failure {
+    /// Nothing is there. Perhaps later.
+    Unreachable(String),
     /// The rank may be there later.
     Transient(String),
     Final(RpcError),
@@ -297,30 +316,92 @@ impl From<io::Error> for Failure {
 }
 
 impl Group<'_> {
+    /// Connects to all ranks below; gives what has gone wrong, by rank.
+    fn dial_all(
+        &self,
+        links: &mut [Option<Link>],
+        addresses: &[Option<Address>],
+        detour: Option<&Detour<'_>>,
+        until: Instant,
+    ) -> Vec<RpcError> {
+        let count = links.len();
+        let mut errors: Vec<Option<RpcError>> = vec![None; count];
+        let places = Mutex::new(links.iter_mut().zip(&mut errors).zip(addresses).enumerate());
+        let dial_some = || {
+            loop {
+                let next = places.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((peer, ((link, error), address))) = next else { return };
+                match self.dial(peer as u32, address.as_ref(), detour, until) {
+                    Ok(dialled) => *link = Some(dialled),
+                    Err(failure) => *error = Some(failure),
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..count.min(MAX_DIALLED) {
+                scope.spawn(dial_some);
+            }
+            dial_some();
+        });
+        errors.into_iter().flatten().collect()
+    }
+
     /// Connects to `peer`, however often that takes.
-    fn dial(&self, peer: u32, address: &Address, until: Instant) -> Result<Link, RpcError> {
+    fn dial(
+        &self,
+        peer: u32,
+        address: Option<&Address>,
+        detour: Option<&Detour<'_>>,
+        until: Instant,
+    ) -> Result<Link, RpcError> {
+        let mut detour = detour;
+        let mut no_detour = String::new();
         loop {
-            let text = match self.try_dial(peer, address, until) {
+            let mut attempt = match address {
+                Some(address) => self.try_dial(peer, address, detour.is_some(), until),
+                None => Err(Failure::Unreachable("its address is not known here".to_owned())),
+            };
+            if let (Err(Failure::Unreachable(text)), Some(way)) = (&attempt, detour) {
+                attempt = match way(Rank(peer), until) {
+                    Ok(stream) => self.introduce(peer, Connection::Unix(stream), until),
+                    Err(error) => {
+                        detour = None;
+                        no_detour = format!(", nor on a detour: {}", error.message());
+                        Err(Failure::Unreachable(text.clone()))
+                    }
+                };
+            }
+            let (text, is_hopeless) = match attempt {
                 Ok(link) => return Ok(link),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Transient(text)) => text,
+                Err(Failure::Unreachable(text)) => (text, address.is_none()),
+                Err(Failure::Transient(text)) => (text, false),
             };
-            if Instant::now() >= until {
-                let text = format!("rank {} cannot reach rank {peer} at {address}: {text}", self.rank);
+            if is_hopeless || Instant::now() >= until {
+                let at = address.map_or_else(String::new, |address| format!(" at {address}"));
+                let text = format!("rank {} cannot reach rank {peer}{at}: {text}{no_detour}", self.rank);
                 return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
             }
             std::thread::sleep(PAUSE);
         }
     }
 
-    fn try_dial(&self, peer: u32, address: &Address, until: Instant) -> Result<Link, Failure> {
-        // At least one attempt, however late it is.
-        let patience = until.saturating_duration_since(Instant::now()).clamp(LEAST_PATIENCE, PATIENCE);
-        let connection = match address {
-            Address::Tcp(address) => Connection::Tcp(TcpStream::connect_timeout(address, patience)?),
-            Address::Unix(path) => Connection::Unix(UnixStream::connect(path)?),
+    fn try_dial(&self, peer: u32, address: &Address, may_detour: bool, until: Instant) -> Result<Link, Failure> {
+        let mut patience = patience(until);
+        if may_detour {
+            patience = patience.min(PATIENCE_BEFORE_DETOUR);
+        }
+        let connected = match address {
+            Address::Tcp(address) => TcpStream::connect_timeout(address, patience).map(Connection::Tcp),
+            Address::Unix(path) => UnixStream::connect(path).map(Connection::Unix),
         };
-        let mut stream = Stream::new(connection, patience)?;
+        let connection = connected.map_err(|error| Failure::Unreachable(error.to_string()))?;
+        self.introduce(peer, connection, until)
+    }
+
+    /// The dialling side's part of the handshake.
+    fn introduce(&self, peer: u32, connection: Connection, until: Instant) -> Result<Link, Failure> {
+        let mut stream = Stream::new(connection, patience(until))?;
         let hello = self.hello(peer, &random().map_err(Failure::Final)?);
         stream.write_all(&hello)?;
         let mut answer = [0; 1 + NONCE];
@@ -414,6 +495,19 @@ impl Group<'_> {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &self.key.0);
         hmac::verify(&key, &[label, hello, challenge].concat(), proof).is_ok()
     }
+}
+
+/// How long something may take that has until then: at least one attempt, however late it is.
+fn patience(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now()).clamp(LEAST_PATIENCE, PATIENCE)
+}
+
+/// One error that says all of these, if there are any.
+fn all_of(errors: impl Iterator<Item = RpcError>) -> Result<(), RpcError> {
+    let errors: Vec<RpcError> = errors.collect();
+    let Some(first) = errors.first() else { return Ok(()) };
+    let texts: Vec<&str> = errors.iter().map(RpcError::message).collect();
+    Err(RpcError::new(first.kind(), texts.join("; ")))
 }
 
 const ONE_ENCRYPTS: &str = "one of the two encrypts its connections, and the other does not";
