@@ -240,7 +240,7 @@ impl Controller {
     /// Frees a register on all workers, behind all that uses it. Never waits.
     pub(crate) fn kill(&self, register: Register) {
         // Without a session there is nothing to free; encoding so little cannot fail.
-        if self.push(Command::KillReg { registers: vec![register] }).is_ok() {
+        if self.push(Command::KillReg { register }).is_ok() {
             self.lock().registers.free.push(register);
         }
     }

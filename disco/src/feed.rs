@@ -231,14 +231,14 @@ mod tests {
     use crate::command::Command;
 
     fn queued(number: u64, bytes: u64) -> Queued {
-        let registers = vec![number as u32; bytes as usize / size_of::<u32>()];
-        let command = Command::KillReg { registers };
+        let outputs = vec![0; bytes as usize / size_of::<u32>()];
+        let command = Command::Run { program: number as u32, args: Vec::new(), outputs };
         Queued { cost: command.cost(), command: Arc::new(command) }
     }
 
     fn number(queued: &Queued) -> u64 {
         match &*queued.command {
-            Command::KillReg { registers } => registers[0].into(),
+            Command::Run { program, .. } => (*program).into(),
             other => panic!("{other:?}"),
         }
     }

@@ -251,11 +251,9 @@ impl Worker {
 
     fn execute(&mut self, command: &Command) -> Outcome {
         match command {
-            Command::KillReg { registers } => {
-                for register in registers {
-                    self.set(*register, Slot::Empty);
-                    self.set_name(*register, None);
-                }
+            Command::KillReg { register } => {
+                self.set(*register, Slot::Empty);
+                self.set_name(*register, None);
             }
             Command::GetGlobalFunc { to, name } => {
                 let function = self.this.context().function(name)?;
