@@ -27,7 +27,7 @@ fn lines(args: &[&str]) -> Vec<Json> {
 
 #[test]
 fn every_way_to_launch_is_measured_in_every_case() {
-    let launches = ["threads", "processes", "tcp", "quic", "chain"];
+    let launches = ["threads", "processes", "tcp", "quic", "chain", "tracker", "tree", "relay"];
     let lines = lines(&["--workers", "2", "--sizes", "4KiB,40000", "--over", &launches.join(",")]);
     let collectives =
         ["allreduce", "reduce_scatter", "allgather", "broadcast", "scatter", "gather", "all_to_all", "send_recv"];

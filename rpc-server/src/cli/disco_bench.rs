@@ -44,7 +44,10 @@ Ways to launch:
   processes               child processes, which share memory for collectives
   tcp, quic               servers on this machine, with workers as threads; they are treated as if they were on several machines, so that
                           tensors go over TCP connections, which over quic are encrypted
-  chain                   as tcp, behind a server that forwards";
+  chain                   as tcp, behind a server that forwards
+  tracker                 as tcp, handed out by a tracker
+  tree                    as tcp; each server opens the next one, and passes commands on
+  relay                   as tcp, and the workers do not reach each other: the controller relays their tensors";
 
 #[derive(Args, Debug)]
 #[command(after_long_help = DETAILS)]
@@ -52,11 +55,12 @@ pub(super) struct DiscoBenchArgs {
     /// How many workers: one session after the other for each number of this list
     #[arg(long, env = "RPC_CLI_WORKERS", value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8")]
     workers: Vec<NonZeroU32>,
-    /// How they are launched: a list of threads, processes, tcp, quic, chain
+    /// How they are launched: a list of threads, processes, tcp, quic, chain, tracker, tree,
+    /// relay
     #[arg(long, env = "RPC_CLI_OVER", value_name = "LIST", value_delimiter = ',')]
     #[arg(default_value = "threads,processes,tcp")]
     over: Vec<Over>,
-    /// Over how many servers the workers of tcp, quic and chain are spread, in equal parts
+    /// Over how many servers the workers of all others than threads and processes are spread, in equal parts
     #[arg(long, env = "RPC_CLI_NODES", value_name = "NUMBER", default_value = "2")]
     nodes: NonZeroU32,
     /// The sizes of collectives; copies have the largest

@@ -1,14 +1,15 @@
 //! Where the workers of a bench run: sessions of each kind of launch, and the servers that they need.
 
 use std::fmt;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use disco::{DiscoSession, Options, ProcessSession, SocketSession, ThreadedSession};
+use disco::{Advertise, DiscoSession, Options, ProcessSession, SocketSession, ThreadedSession};
 use rpc_core::{LocalSession, RpcError, SharedSession};
+use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{
     Address, Certificate, Connector, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, TokioSpawner,
 };
@@ -16,7 +17,10 @@ use rpc_transports::{
 use super::functions::registry;
 use crate::cli::bench::{Certificates, announce, exit_with_stdin};
 use crate::cli::failure::Failure;
+use crate::config::{ListenAddress, ServeConfig, ServeError, Span, TrackerAddress, TrackerConfig};
+use crate::server::RpcServer;
 use crate::spawn::ServerProcess;
+use crate::tracker::Tracker;
 
 /// A way to launch workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -26,6 +30,9 @@ pub(super) enum Over {
     Tcp,
     Quic,
     Chain,
+    Tracker,
+    Tree,
+    Relay,
 }
 
 impl Over {
@@ -46,7 +53,8 @@ pub(super) struct Lab {
     pub(super) workers: u32,
     nodes: Vec<ServerProcess>,
     connector: Connector,
-    _gateway: Option<ServerProcess>,
+    /// The server that forwards, or the tracker.
+    between: Option<ServerProcess>,
     _folder: tempfile::TempDir,
 }
 
@@ -62,25 +70,33 @@ impl Lab {
             connector = connector.tls(certificates.trust()?);
         }
         let scheme = if over == Over::Quic { "quic" } else { "tcp" };
-        let start = |forward: bool| -> Result<ServerProcess, Failure> {
+        let start = |flags: &[&str]| -> Result<ServerProcess, Failure> {
             let program = std::env::current_exe().map_err(|error| Failure::local("cannot find this program", error))?;
             let mut command = Command::new(program);
             command.arg("disco-bench-node").arg(format!("{scheme}://127.0.0.1:0"));
-            if forward {
-                command.arg("--forward");
-            }
+            command.args(flags);
             if let Some(certificates) = &certificates {
                 command.arg("--certificates").arg(certificates.folder());
             }
             Ok(ServerProcess::spawn(command)?)
         };
         let count = if over.has_nodes() { nodes.min(workers) } else { 0 };
-        let nodes = (0..count).map(|_| start(false)).collect::<Result<_, _>>()?;
-        let gateway = if over == Over::Chain { Some(start(true)?) } else { None };
-        if let Some(gateway) = &gateway {
-            connector = connector.via(gateway.address());
+        let between = match over {
+            Over::Chain => Some(start(&["--forward"])?),
+            Over::Tracker => Some(start(&["--be-tracker"])?),
+            _ => None,
+        };
+        let address = between.as_ref().map_or_else(String::new, |between| between.address().to_owned());
+        let flags: &[&str] = match over {
+            Over::Tracker => &["--tracker", &address],
+            Over::Tree => &["--forward"],
+            _ => &[],
+        };
+        let nodes = (0..count).map(|_| start(flags)).collect::<Result<_, _>>()?;
+        if over == Over::Chain {
+            connector = connector.via(&address);
         }
-        Ok(Self { over, workers, nodes, connector, _gateway: gateway, _folder: folder })
+        Ok(Self { over, workers, nodes, connector, between, _folder: folder })
     }
 
     /// From nothing to a session.
@@ -88,18 +104,37 @@ impl Lab {
         let session = match self.over {
             Over::Threads => ThreadedSession::new(self.workers, 1).registry(registry()).start(),
             Over::Processes => ProcessSession::new(self.workers, 1).start(),
-            Over::Tcp | Over::Quic | Over::Chain => {
+            Over::Tcp | Over::Quic | Over::Chain | Over::Tracker | Over::Tree | Over::Relay => {
                 let mut options = Options::default();
                 options.data_addresses = vec![Ipv4Addr::LOCALHOST.into(); self.nodes.len()];
-                let addresses = self.nodes.iter().map(ServerProcess::address);
-                let per_node = self.workers / (self.nodes.len() as u32).max(1);
-                let session = SocketSession::new(addresses, per_node, 1);
+                if self.over == Over::Relay {
+                    options.allow_controller_relay = true;
+                    options.advertise = Some(Advertise::new(|_, _| NOWHERE));
+                }
+                let nodes = self.nodes.len() as u32;
+                let per_node = self.workers / nodes.max(1);
+                let mut session = match &self.between {
+                    Some(tracker) if self.over == Over::Tracker => {
+                        let all = ServerRequest::new(KEY).count(nodes).distinct();
+                        SocketSession::from_tracker(tracker.address(), all, per_node, 1)
+                    }
+                    _ => SocketSession::new(self.nodes.iter().map(ServerProcess::address), per_node, 1),
+                };
+                if self.over == Over::Tree {
+                    session = session.fan_out(1);
+                }
                 session.connector(self.connector.clone()).options(options).start()
             }
         };
         session.wait()
     }
 }
+
+/// What nodes register as.
+const KEY: &str = "disco-bench";
+
+/// Nobody listens there.
+const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 7, 7, 7)), 1);
 
 /// As long as Disco's own default.
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_millis(200);
@@ -114,10 +149,39 @@ pub(in crate::cli) struct NodeArgs {
     /// A folder with certificates
     #[arg(long)]
     certificates: Option<PathBuf>,
+    /// Register there
+    #[arg(long)]
+    tracker: Option<TrackerAddress>,
+    /// Be that
+    #[arg(long)]
+    be_tracker: bool,
 }
 
 /// Is a node, until standard input ends.
 pub(in crate::cli) fn run_node(args: NodeArgs) -> Result<(), Failure> {
+    let listen = vec![ListenAddress(args.listen.clone())];
+    let failed = |error: ServeError| Failure::local("cannot serve", std::io::Error::other(error));
+    if args.be_tracker {
+        let config = TrackerConfig { listen, exit_with_stdin: true, ..TrackerConfig::default() };
+        return Tracker::run_blocking(&config).map(drop).map_err(failed);
+    }
+    if let Some(tracker) = args.tracker {
+        let config = ServeConfig {
+            listen,
+            tracker: vec![tracker],
+            tracker_key: Some(KEY.to_owned()),
+            keep_alive: Span(KEEP_ALIVE),
+            exit_with_stdin: true,
+            ..ServeConfig::default()
+        };
+        return RpcServer::builder()
+            .registry(registry())
+            .config(config)
+            .build()
+            .run_blocking()
+            .map(drop)
+            .map_err(failed);
+    }
     let mut options = ListenOptions::default();
     if let Some(certificates) = args.certificates.map(Certificates::made) {
         let read = |path: PathBuf| std::fs::read(&path).map_err(|error| Failure::file("cannot read", &path, error));
@@ -131,9 +195,9 @@ pub(in crate::cli) fn run_node(args: NodeArgs) -> Result<(), Failure> {
     runtime.block_on(async {
         let functions = registry();
         disco::register(&functions);
-        let open = move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
-            let spawner = Arc::new(TokioSpawner::current());
-            Ok(Arc::new(LocalSession::builder(functions.clone()).spawner(spawner).build()))
+        let open = move |request: &OpenRequest| -> Result<SharedSession, RpcError> {
+            let session = LocalSession::builder(functions.clone()).spawner(Arc::new(TokioSpawner::current()));
+            Ok(Arc::new(session.extension(Arc::new(request.onward.clone())).build()))
         };
         let mut served = ServeOptions::default();
         if args.forward {
