@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
-use rpc_transports::{Address, Connector, Onward};
+use rpc_transports::{Address, Connector, DialOptions, Onward};
 
 use crate::command::{Encoded, Queued};
 use crate::error::WorkerId;
@@ -17,6 +17,7 @@ use crate::feed::out_of_order;
 use crate::host::{Below, Leaf, SetUp};
 use crate::launch::{KEEP_ALIVE, Source, WORKER, open_links};
 use crate::link::{Inbox, Link, QUEUED, Upstream};
+use crate::logs;
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening};
 use crate::relay::{Relays, Wanted, Way};
@@ -65,7 +66,7 @@ impl Branch {
         let relays = Arc::clone(relays);
         let (mut children, mut places, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
         if set_up.hosting == Hosting::Processes {
-            (children, places) = processes(context, set_up)?;
+            (children, places) = processes(context, set_up, &sink)?;
             nodes = vec![0; children.len()];
         }
         if !set_up.below.is_empty() {
@@ -211,7 +212,11 @@ fn waiting_size(queued: &Queued, head: Option<&Bytes>) -> usize {
 type Children = Vec<(SetUp, Source)>;
 
 /// A process for each worker of a node, and what they count as.
-fn processes(context: &rpc_core::Context, set_up: &SetUp) -> Result<(Children, Vec<ThreadPlace>)> {
+fn processes(
+    context: &rpc_core::Context,
+    set_up: &SetUp,
+    sink: &Arc<dyn EventSink>,
+) -> Result<(Children, Vec<ThreadPlace>)> {
     if !SERVES_WORKERS.load(Ordering::Relaxed) {
         return Err(RpcError::unsupported(
             "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
@@ -222,7 +227,10 @@ fn processes(context: &rpc_core::Context, set_up: &SetUp) -> Result<(Children, V
     let child = |first| {
         let set_up =
             SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, below: Vec::new(), ..set_up.clone() };
-        (set_up, Source::Address(Box::new(to_child()), address.clone()))
+        let sink = Arc::clone(sink);
+        let log = move |line| sink.send(Event::Logged { worker: WorkerId(first), line });
+        let connector = to_child(logs::of_stderr(set_up.logs, log));
+        (set_up, Source::Address(Box::new(connector), address.clone()))
     };
     Ok(((set_up.first..set_up.first + set_up.count).map(child).collect(), places))
 }
@@ -265,6 +273,6 @@ pub(crate) fn this_program_as_worker(limits: Option<&SessionLimits>) -> Result<S
 }
 
 /// How child processes are connected to.
-pub(crate) fn to_child() -> Connector {
-    Connector::new().keep_alive(KEEP_ALIVE)
+pub(crate) fn to_child(options: DialOptions) -> Connector {
+    Connector::new().dial_options(options).keep_alive(KEEP_ALIVE)
 }

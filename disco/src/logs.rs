@@ -6,7 +6,12 @@
 use std::cell::Cell;
 use std::fmt::{self, Write};
 use std::io;
+use std::os::fd::OwnedFd;
 
+use rpc_transports::DialOptions;
+use rpc_transports::child::ChildStderr;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::net::unix::pipe;
 use tracing::field::{Field, Visit};
 use tracing::{Event as LogEvent, Level, Subscriber};
 use tracing_subscriber::Layer;
@@ -96,6 +101,48 @@ pub(crate) fn install() {
         .with_filter(filter_fn(|metadata| *metadata.level() <= Level::WARN && WorkerContext::current().is_none()));
     // A subscriber that is there already was the program's own choice.
     let _ = tracing_subscriber::registry().with(WorkerLogLayer).with(elsewhere).try_init();
+}
+
+/// Has what a child process writes to standard error become lines of its worker's log, as far as that is wanted; otherwise it goes where this process's own goes.
+pub(crate) fn of_stderr(wanted: Option<u8>, log: impl Fn(LogLine) + Clone + Send + Sync + 'static) -> DialOptions {
+    let level = number(Level::INFO);
+    let take = move |pipe| {
+        let log = log.clone();
+        // Without a runtime there was no child.
+        let Ok(runtime) = crate::runtime::runtime() else { return };
+        runtime.spawn(async move {
+            let read = read_lines(pipe, |text| {
+                log(LogLine { level, target: "stderr".to_owned(), text, missing_before: 0 });
+            });
+            if let Err(error) = read.await {
+                tracing::warn!(%error, "the standard error of a worker cannot be read any more");
+            }
+        });
+    };
+    let child_stderr = (wanted >= Some(level)).then(|| ChildStderr::new(take));
+    DialOptions { child_stderr, ..DialOptions::default() }
+}
+
+/// Reads until the end; a line that is too long becomes several.
+async fn read_lines(pipe: OwnedFd, mut each: impl FnMut(String)) -> io::Result<()> {
+    let mut input = BufReader::new(pipe::Receiver::from_owned_fd(pipe)?);
+    let mut line = Vec::new();
+    loop {
+        let room = (MAX_LINE - line.len()) as u64;
+        let read = (&mut input).take(room).read_until(b'\n', &mut line).await?;
+        if read > 0 && !line.ends_with(b"\n") && line.len() < MAX_LINE {
+            // The end, of which the next round hears.
+            continue;
+        }
+        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+        if !text.is_empty() {
+            each(text);
+        }
+        line.clear();
+        if read == 0 {
+            return Ok(());
+        }
+    }
 }
 
 /// The number of a level, 0 for errors.

@@ -34,7 +34,8 @@ pub struct Options {
     pub pin_workers: bool,
     /// What workers in other processes log (by `tracing`, on their own threads) up to this level is logged here, with the number of the worker in front: by
     /// this program's subscriber under the target `disco::worker`, or on standard error if it has none. The programs of nodes need a
-    /// [`WorkerLogLayer`](crate::WorkerLogLayer) for that; `rpc-server` has one. Default: up to `INFO`.
+    /// [`WorkerLogLayer`](crate::WorkerLogLayer) for that; `rpc-server` has one. What a worker's own process writes to standard output and standard error, such as the
+    /// message of a panic, counts as `INFO`. Default: up to `INFO`.
     pub worker_logs: Option<Level>,
     /// The address of each node at which its workers listen for the data of others, in the order of nodes. Needed where they are not all on one
     /// machine, unless their data is to be relayed; without this, workers of one machine share memory. Default: none.

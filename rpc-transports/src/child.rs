@@ -1,7 +1,7 @@
 //! `exec:` addresses: a child process at the far end of a socket pair, started, watched and ended.
 //!
 //! The child gets one end of the pair as both standard input and standard output; its standard error is
-//! ours. All children are started by one thread that never exits, because on Linux the signal by which
+//! ours, or a pipe for whoever wants to read it ([`ChildStderr`]). All children are started by one thread that never exits, because on Linux the signal by which
 //! they die with us follows the *thread* that started them: from a pool's thread it would strike when
 //! the pool shrinks. The same thread ends and reaps them.
 //!
@@ -13,12 +13,13 @@
 //! The child's side is [`take_stdio`] and [`stdio_channel`].
 
 use std::any::Any;
+use std::fmt;
 use std::fs::OpenOptions;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as StdStream;
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,9 +37,27 @@ use crate::address::{Address, AddressKind};
 use crate::identity::Security;
 use crate::transport::{BlockingChannel, Channel, DialOptions, TransportError};
 
-pub(crate) async fn dial(address: &Address, _options: &DialOptions) -> Result<Channel, TransportError> {
+/// Takes what child processes write to their standard error: see [`DialOptions::child_stderr`].
+#[derive(Clone)]
+pub struct ChildStderr(Arc<dyn Fn(OwnedFd) + Send + Sync>);
+
+impl ChildStderr {
+    /// With a function that gets the reading end of a pipe for each child that has started. It must not block, and has to see to it that the pipe is read until
+    /// its end: a child that fills it waits.
+    pub fn new(take: impl Fn(OwnedFd) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(take))
+    }
+}
+
+impl fmt::Debug for ChildStderr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ChildStderr")
+    }
+}
+
+pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     let (reply, answer) = oneshot::channel();
-    start(address, move |outcome| {
+    start(address, options, move |outcome| {
         // If nobody waits any more, dropping what was started ends it.
         let _ = reply.send(outcome);
     })?;
@@ -51,9 +70,9 @@ pub(crate) async fn dial(address: &Address, _options: &DialOptions) -> Result<Ch
     Ok(Channel::new(stream, peer).with_guard(Box::new(started.guard)))
 }
 
-pub(crate) fn dial_blocking(address: &Address, _options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<BlockingChannel, TransportError> {
     let (reply, answer) = mpsc::sync_channel(1);
-    start(address, move |outcome| {
+    start(address, options, move |outcome| {
         let _ = reply.send(outcome);
     })?;
     let answer = answer.recv().unwrap_or_else(|_| Err(keeper_gone()));
@@ -233,15 +252,19 @@ type Reply = Box<dyn FnOnce(io::Result<Started>) + Send>;
 /// What the keeper is asked to do. The queue is unbounded: its length is that of the callers waiting
 /// for a start, plus the children that exist.
 enum Job {
-    Start { argv: Vec<String>, reply: Reply },
+    Start { argv: Vec<String>, stderr: Option<ChildStderr>, reply: Reply },
     Retire(Child),
 }
 
-fn start(address: &Address, reply: impl FnOnce(io::Result<Started>) + Send + 'static) -> Result<(), TransportError> {
+fn start(
+    address: &Address,
+    options: &DialOptions,
+    reply: impl FnOnce(io::Result<Started>) + Send + 'static,
+) -> Result<(), TransportError> {
     let AddressKind::Exec { argv } = address.kind() else {
         return Err(TransportError::unsupported(address, "are not exec:"));
     };
-    let job = Job::Start { argv: argv.clone(), reply: Box::new(reply) };
+    let job = Job::Start { argv: argv.clone(), stderr: options.child_stderr.clone(), reply: Box::new(reply) };
     submit(job).map_err(|_| spawn_error(address, keeper_gone()))
 }
 
@@ -273,7 +296,7 @@ fn keep(jobs: &mpsc::Receiver<Job>) {
             jobs.recv_timeout(pause)
         };
         match job {
-            Ok(Job::Start { argv, reply }) => reply(spawn(&argv)),
+            Ok(Job::Start { argv, stderr, reply }) => reply(spawn(&argv, stderr.as_ref())),
             Ok(Job::Retire(child)) => {
                 retired.push(Retired::new(child));
                 pause = POLL_MIN;
@@ -315,7 +338,7 @@ impl Retired {
     }
 }
 
-fn spawn(argv: &[String]) -> io::Result<Started> {
+fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
     let Some((program, arguments)) = argv.split_first() else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
@@ -323,8 +346,14 @@ fn spawn(argv: &[String]) -> io::Result<Started> {
     let socket = ours.try_clone()?;
     let mut command = Command::new(program);
     command.args(arguments).stdin(OwnedFd::from(theirs.try_clone()?)).stdout(OwnedFd::from(theirs));
+    if stderr.is_some() {
+        command.stderr(Stdio::piped());
+    }
     die_with_us(&mut command);
-    let child = command.spawn()?;
+    let mut child = command.spawn()?;
+    if let (Some(ChildStderr(take)), Some(pipe)) = (stderr, child.stderr.take()) {
+        take(pipe.into());
+    }
     // Our copies of the child's end go with `command`; the end of the stream depends on it.
     drop(command);
     let pid = child.id();

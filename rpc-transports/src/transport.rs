@@ -21,6 +21,8 @@ use tokio::time::Instant;
 use crate::address::Address;
 #[cfg(feature = "tls")]
 use crate::certificates::{ClientTls, ServerTls};
+#[cfg(feature = "exec")]
+use crate::child::ChildStderr;
 use crate::identity::{Security, Tokens};
 
 /// An ordered, reliable byte pipe as the async runtime sees it. Implemented for all that fits.
@@ -445,6 +447,9 @@ pub struct DialOptions {
     /// lost packets (the kernel repeats them after 1, 2 and 4 s) on one of the host's addresses. Starting
     /// a child process is not limited.
     pub connect_timeout: Duration,
+    /// Who takes what child processes write to standard error. Default: nobody, and it goes to the standard error of this one.
+    #[cfg(feature = "exec")]
+    pub child_stderr: Option<ChildStderr>,
 }
 
 impl DialOptions {
@@ -463,6 +468,8 @@ impl Default for DialOptions {
             quic_idle: QUIC_IDLE,
             tokens: Tokens::default(),
             connect_timeout: Duration::from_secs(10),
+            #[cfg(feature = "exec")]
+            child_stderr: None,
         }
     }
 }

@@ -27,6 +27,10 @@ pub fn registry() -> Registry {
             vec![worker.world_size(), worker.num_groups(), worker.group(), worker.rank_in_group().0]
         })
         .add("device", |worker: WorkerContext| worker.device())
+        .add("print", |what: String| {
+            println!("{what}, by standard output");
+            eprintln!("{what}, by standard error");
+        })
         .add("log", |what: String| {
             tracing::warn!(answer = 42, "{what}");
             tracing::debug!("{what} in detail");

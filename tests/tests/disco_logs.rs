@@ -5,6 +5,8 @@
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use disco::{DiscoSession, Options};
 use rpc_tests::spmd::Launch;
@@ -40,8 +42,8 @@ impl MakeWriter<'_> for Lines {
     }
 }
 
-fn say(session: &DiscoSession, what: &str) {
-    session.get_global_func("log").unwrap().call((what,)).unwrap();
+fn say(session: &DiscoSession, by: &str, what: &str) {
+    session.get_global_func(by).unwrap().call((what,)).unwrap();
     // What was logged before comes before.
     session.sync_all().wait().unwrap();
 }
@@ -53,23 +55,33 @@ fn lines_of_workers_come_with_their_numbers_unless_they_are_turned_off() {
     tracing_subscriber::fmt().with_writer(lines.clone()).with_ansi(false).init();
     for launch in [Launch::Processes(NODE), Launch::NodeOfProcesses(NODE)] {
         let fixture = launch.start(2, 1);
-        say(&fixture.session, "from everywhere");
+        say(&fixture.session, "log", "from everywhere");
+        say(&fixture.session, "print", "printed");
         let text = lines.text();
         for worker in 0..2 {
             let expected = format!("WARN disco::worker: [{worker}] rpc_tests::spmd: from everywhere answer=42");
             assert!(text.contains(&expected), "{launch:?}: {text}");
         }
         assert!(!text.contains("in detail"), "{text}");
+        // Nothing says when what was printed has come, but it comes.
+        for (worker, by) in [(0, "output"), (0, "error"), (1, "output"), (1, "error")] {
+            let expected = format!("INFO disco::worker: [{worker}] stderr: printed, by standard {by}");
+            let begun = Instant::now();
+            while !lines.text().contains(&expected) {
+                assert!(begun.elapsed() < Duration::from_secs(60), "{launch:?}: {expected} is not in {}", lines.text());
+                thread::yield_now();
+            }
+        }
         lines.0.lock().unwrap().clear();
     }
     let mut options = Options::default();
     options.worker_logs = None;
     let fixture = Launch::Processes(NODE).try_start_with(2, 1, options).unwrap();
-    say(&fixture.session, "to nobody");
+    say(&fixture.session, "log", "to nobody");
     assert!(!lines.text().contains("to nobody"));
     // Threads are of this program, and a span says which worker it was.
     let fixture = Launch::Threads.start(2, 1);
-    say(&fixture.session, "from a thread");
+    say(&fixture.session, "log", "from a thread");
     let text = lines.text();
     assert!(text.contains("worker{id=1}: rpc_tests::spmd: from a thread"), "{text}");
     assert!(!text.contains("disco::worker: [1]"), "{text}");

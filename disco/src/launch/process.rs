@@ -5,7 +5,8 @@ use rpc_transports::Address;
 use super::{Source, launch};
 use crate::branch::{this_program_as_worker, to_child};
 use crate::completion::Completion;
-use crate::error::DiscoError;
+use crate::error::{DiscoError, WorkerId};
+use crate::logs;
 use crate::options::Options;
 use crate::session::DiscoSession;
 
@@ -60,7 +61,7 @@ impl ProcessSession {
     ///
     /// Its errors are a program that cannot be started, or is no node.
     pub fn start(self) -> Completion<DiscoSession> {
-        let (command, count) = (self.command, self.num_workers);
+        let (command, count, logs) = (self.command, self.num_workers, self.options.worker_logs.map(logs::number));
         launch((count as usize, 1, self.num_groups), self.options, async move {
             let address = match command {
                 Some(command) => {
@@ -68,7 +69,10 @@ impl ProcessSession {
                 }
                 None => this_program_as_worker(None)?,
             };
-            let node = |_| Source::Address(Box::new(to_child()), address.clone()).into();
+            let node = |number| {
+                let options = logs::of_stderr(logs, move |line| logs::show(WorkerId(number), &line));
+                Source::Address(Box::new(to_child(options)), address.clone()).into()
+            };
             Ok((0..count).map(node).collect())
         })
     }
