@@ -154,6 +154,21 @@ impl Shared {
     }
 }
 
+/// The links while they have the buffers of a call. If the call panics they go, before those buffers do.
+struct Lending<'a> {
+    shared: &'a Shared,
+    links: MutexGuard<'a, Links>,
+}
+
+impl Drop for Lending<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.links.peers.iter_mut().for_each(|link| *link = None);
+            self.shared.broken.get_or_init(|| Arc::new(self.shared.breakdown(BreakCause::Left, self.shared.rank)));
+        }
+    }
+}
+
 impl StreamCcl {
     fn new(rank: usize, peers: Vec<Option<Link>>, options: Options) -> Result<Self, RpcError> {
         let size = peers.len();
@@ -476,7 +491,7 @@ impl Ccl for StreamCcl {
             // By an abort during a call that had all that it needed, perhaps, of which nobody has been told.
             return Err(self.shared.end(&mut self.shared.lock()));
         }
-        let lent = check::lend(&collective, &data, self.rank(), self.size);
+        let buffers = check::lend(&collective, &data, self.rank(), self.size);
         let peer = check::transfer(&collective, self.rank(), self.size);
         let sequence = match (peer, collective.operation) {
             (Some(peer), Operation::Send { .. }) => &mut self.sent[peer],
@@ -488,15 +503,16 @@ impl Ccl for StreamCcl {
         let sequence = *sequence;
         let shared = Arc::clone(&self.shared);
         shared.recorder.enter(sequence, collective);
-        let mut links = shared.lock();
+        let mut lent = Lending { shared: &shared, links: shared.lock() };
+        let links = &mut *lent.links;
         let result = match (peer, collective.operation) {
-            (Some(peer), _) => self.transfer(&mut links, peer, collective, sequence, lent),
+            (Some(peer), _) => self.transfer(links, peer, collective, sequence, buffers),
             (None, Operation::Send { .. } | Operation::Recv { .. }) => {
                 check::no_such_peer(&collective, self.rank(), sequence)
             }
-            (None, _) => self.collective(&mut links, collective, lent),
+            (None, _) => self.collective(links, collective, buffers),
         };
-        drop(links);
+        drop(lent);
         shared.recorder.leave(&result);
         result
     }
@@ -557,5 +573,32 @@ impl Control for Shared {
 
     fn describe(&self) -> String {
         Self::describe(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+    use crate::ccl::{Buffers, Collective};
+
+    /// No link outlives the buffers of a call that panics.
+    #[test]
+    fn a_call_that_panics_takes_the_links_with_it() {
+        let (own, mut other) = UnixStream::pair().unwrap();
+        own.set_nonblocking(true).unwrap();
+        let links = vec![None, Some(Link::new(Box::new(own)))];
+        let mut ccl = StreamCcl::new(0, links, Options::default()).unwrap();
+        let shared = Arc::clone(&ccl.shared);
+        let call = std::panic::AssertUnwindSafe(|| {
+            let _lent = Lending { shared: &shared, links: shared.lock() };
+            panic!("in a call");
+        });
+        std::panic::catch_unwind(call).unwrap_err();
+        assert_eq!(other.read(&mut [0]).unwrap(), 0);
+        let barrier = Collective::new(Operation::Barrier, rpc_core::DataType::U8, 0);
+        let error = ccl.run(barrier, Buffers::none().into()).unwrap_err();
+        assert!(matches!(error, CclError::Broken(_)), "{error}");
     }
 }
