@@ -21,7 +21,7 @@ use crate::link::{Link, Upstream};
 use crate::logs;
 use crate::options::{Hosting, Options};
 use crate::plane::{Layout, Limits, Place, Plan, Way};
-use crate::relay::Wanted;
+use crate::relay::{Closing, Wanted};
 
 /// One session, seen from its controller.
 pub(crate) struct Controller {
@@ -31,6 +31,8 @@ pub(crate) struct Controller {
     pub(crate) links: Vec<Link>,
     /// Whether commands have to be encoded.
     encodes: bool,
+    /// What is relayed here.
+    relays: Arc<Closing>,
     state: Mutex<State>,
 }
 
@@ -111,7 +113,15 @@ impl Controller {
         // Also where a host of this process passes them on: what cannot be encoded is to be refused before it has a number.
         let passes_on = options.hosting == Hosting::Processes || links.iter().any(|link| link.nodes > 1);
         let encodes = passes_on || links.iter().any(Link::is_remote);
-        Arc::new_cyclic(|this| Self { this: this.clone(), layout, options, links, encodes, state: Mutex::new(state) })
+        Arc::new_cyclic(|this| Self {
+            this: this.clone(),
+            layout,
+            options,
+            links,
+            encodes,
+            relays: Arc::default(),
+            state: Mutex::new(state),
+        })
     }
 
     /// Begins to talk to the hosts, and tells the workers how they meet.
@@ -405,6 +415,7 @@ impl Controller {
         wakers.extend(state.tickets.values_mut().filter_map(|ticket| ticket.waker.take()));
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
+        self.relays.close();
         self.links.iter().for_each(Link::close);
     }
 
@@ -537,7 +548,7 @@ impl Upstream for Controller {
             None => Err(RpcError::invalid_argument(format!("there is no worker {to}"))),
             Some(link) => link.way_to(to, wanted.between.is_world),
         };
-        wanted.start(way);
+        wanted.start(way, &self.relays);
     }
 
     /// That ends the session.
@@ -552,6 +563,7 @@ impl Upstream for Controller {
 
 impl Drop for Controller {
     fn drop(&mut self) {
+        self.relays.close();
         self.links.iter().for_each(Link::close);
     }
 }

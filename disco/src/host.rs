@@ -221,7 +221,7 @@ impl WorkerHost {
         let events = local.is_none().then(|| Arc::new(EventQueue::default()));
         let sink = local.or_else(|| events.clone().map(|events| events as Arc<dyn EventSink>));
         let sink = sink.ok_or_else(|| RpcError::internal("a host without events"))?;
-        let relays = Relays::new();
+        let relays = Relays::new(context.limits());
         let own = context.extension::<DataAddress>().map(|address| address.0);
         let mut info = HostInfo { leaves: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
         let mut threads = None;
@@ -294,7 +294,7 @@ impl WorkerHost {
         let below = || self.branch.as_ref()?.way_to(worker, is_world);
         let listening = |threads: &Threads| threads.shared.place.address(WorkerId(worker), is_world);
         match self.threads.as_ref().and_then(listening) {
-            Some(address) => Some(self.relays.place().map(|place| Way::Here(address, place))),
+            Some(address) => Some(Ok(Way::Here(address))),
             None => below(),
         }
     }

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::object::Object;
@@ -25,7 +26,7 @@ use crate::error::Failure;
 use crate::event::{Event, EventSink, LocalContent, decode_events};
 use crate::host::{HostInfo, SetUp, WorkerHost, expect_host, meet_host};
 use crate::plane::Listening;
-use crate::relay::{Between, Far, Wanted, Way as DataWay};
+use crate::relay::{Between, End, Wanted, Way as DataWay};
 
 /// Commands have a lane of their own at each host, and so have events.
 const COMMANDS: Lane = Lane(1);
@@ -33,6 +34,9 @@ const EVENTS: Lane = Lane(2);
 
 /// How many bytes of commands are put into one message, if there are several.
 const MAX_BATCH: usize = 4 << 20;
+
+/// Between two attempts to learn what is to be relayed, after one that has failed.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// How many messages may be unanswered. While these are on their way, further commands gather, so that many share the cost of one; and one more than
 /// a single one, so that a sync that follows a call does not wait.
@@ -168,11 +172,12 @@ impl Link {
     /// Begins to take what workers there want to have relayed, if it has not.
     pub(crate) async fn take_relays(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
         let Some((session, host)) = self.far_end() else { return Ok(()) };
+        let relays = session.get_function("disco.relays").await?;
+        let lost = self.lost(number, upstream);
+        // Nothing is awaited from here on, so that whoever gives up this has begun it or not.
         if self.relays.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let relays = session.get_function("disco.relays").await?;
-        let lost = self.lost(number, upstream);
         self.hold([crate::runtime::runtime()?.spawn(take_relays(relays, session, host, lost))]);
         Ok(())
     }
@@ -453,17 +458,29 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>
 
 /// Takes what the workers there want to have carried, until they have ended.
 async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObject, lost: Arc<Lost>) {
-    // At the end of the session this ends with an error, which somebody else reports.
-    while let Ok((end, Pack(between))) =
-        relays.call::<(RemoteObject, Pack<Between>)>((&host,)).lane(Lane::CONCURRENT).await
-    {
-        if !lost.workers.contains(&between.from) {
-            let error = RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
-            return lost.report(error);
+    loop {
+        let wanted = relays.call::<(RemoteObject, Pack<Between>)>((&host,)).lane(Lane::CONCURRENT).await;
+        let error = match wanted {
+            Ok((_, Pack(between))) if !lost.workers.contains(&between.from) => {
+                let error = RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
+                return lost.report(error);
+            }
+            Ok((end, Pack(between))) => match End::there(&session, end).await {
+                Ok(end) => {
+                    let Some(upstream) = lost.upstream.upgrade() else { return };
+                    upstream.relay(Wanted { between, end });
+                    continue;
+                }
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        // The end of the session somebody else reports.
+        if error.kind() == ErrorKind::Closed || error.ends_session() {
+            return;
         }
-        let Ok(end) = Far::open(&session, end).await else { return };
-        let Some(upstream) = lost.upstream.upgrade() else { return };
-        upstream.relay(Wanted { between, end });
+        tracing::warn!(%error, "what workers wish to have relayed cannot be taken");
+        tokio::time::sleep(PAUSE).await;
     }
 }
 

@@ -38,7 +38,8 @@ pub struct Options {
     /// message of a panic, counts as `INFO`. Default: up to `INFO`.
     pub worker_logs: Option<Level>,
     /// The address of each node at which its workers listen for the data of others, in the order of nodes. Needed where they are not all on one
-    /// machine, unless their data is to be relayed; without this, workers of one machine share memory. Default: none.
+    /// machine, unless the nodes say it themselves ([`DataAddress`](crate::DataAddress), `rpc-server --data-address`) or data is to be relayed; without this, workers of
+    /// one machine share memory. Default: none.
     ///
     /// Workers that cannot reach each other there have their data relayed by a node that has opened both ([`SocketSession::fan_out`]), or by the controller
     /// if [that may](Self::allow_controller_relay).
@@ -47,7 +48,8 @@ pub struct Options {
     pub data_addresses: Vec<IpAddr>,
     /// Whether the controller relays data between workers that cannot reach each other and have no node above both: it goes over the sessions to their nodes
     /// and through all hops on the way, beside commands. The slowest link bounds all collectives then. What the workers would encrypt stays encrypted
-    /// between them. Default: no; making the collectives then fails, and names the pairs.
+    /// between them. A node relays 128 connections at most. Default: no; where some workers then cannot reach others, making the collectives fails and names the
+    /// pairs, and where no addresses are known there are none.
     pub allow_controller_relay: bool,
     /// Where workers reach each other's data listeners, if that is not where those listen: nodes behind NAT or forwarded ports. Default: none.
     pub advertise: Option<Advertise>,

@@ -8,32 +8,38 @@
 //! | --- | --- | --- |
 //! | `disco.relays` | host | an end, and between whom it is to lead, packed, once a worker there or below asks for that; `Closed` when none will any more |
 //! | `disco.connect` | host, worker, whether it is the world's | an end, at which that worker's listener is |
-//! | `disco.answer` | end, reason | null: its worker may begin, or if there is a reason gives up |
-//! | `disco.take` | end | the next bytes that come out of it, up to 256 KiB; none at the end |
+//! | `disco.answer` | end, reason or null | null: its worker may begin, or if there is a reason gives up |
+//! | `disco.take` | end | the next bytes that come out of it, up to 64 KiB; none at the end |
 //! | `disco.give` | end, bytes | null, once it has taken them; none are the end |
 //!
-//! An end closes when nobody holds it any more.
+//! An end closes when nobody holds it any more, also where somebody takes from it. Each one has a call under way on its session for as long as it is idle, so
+//! that a host has only so many that the session has room for all else.
 
+use std::io;
 use std::os::unix::net as unix;
+use std::pin::pin;
 use std::sync::{Arc, Mutex as SyncMutex, OnceLock, PoisonError, Weak, mpsc as sync};
+use std::task::Poll;
 use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::{
-    ErrorKind, Lane, Pack, Registry, RemoteFunction, RemoteObject, Result, RpcError, Session, Shared as SharedObject,
+    ErrorKind, Lane, Pack, Registry, RemoteFunction, RemoteObject, Result, RpcError, Session, SessionLimits,
+    Shared as SharedObject,
 };
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::ccl::host::Address;
 use crate::host::WorkerHost;
 
-/// How many bytes are carried at a time.
-const PIECE: usize = 256 << 10;
-/// How many ends one host has at a time, and how many wishes of its workers wait to be fetched.
-const MAX_ENDS: usize = 4096;
+/// How many bytes are carried at a time, and for how many there is room while none have come.
+const PIECE: usize = 64 << 10;
+const FIRST: usize = 4 << 10;
+/// The most ends that a host has at a time; where its session may have few requests, an eighth of those.
+const MAX_ENDS: usize = 128;
 
 /// Adds the relay's functions to those that drive workers.
 pub(crate) fn register(registry: &Registry) {
@@ -44,20 +50,84 @@ pub(crate) fn register(registry: &Registry) {
             drop(host);
             async move {
                 let Wanted { between, end } = relays.next().await?;
-                Ok::<_, RpcError>((SharedObject(Arc::new(end)), Pack(between)))
+                Ok::<_, RpcError>((Held::share(end), Pack(between)))
             }
         })
         .add_async("disco.connect", |host: SharedObject<WorkerHost>, worker: u32, is_world: bool| {
             let way = host.0.way_to(worker, is_world);
+            let place = host.0.relays().place();
+            drop(host);
             async move {
+                let place = place?;
                 let nobody = || RpcError::invalid_argument(format!("worker {worker} is not at this node"));
                 let end = way.ok_or_else(nobody)??.open().await?;
-                Ok::<_, RpcError>(SharedObject(Arc::new(end)))
+                Ok::<_, RpcError>(Held::share(end.at(place)))
             }
         })
-        .add_async("disco.answer", |end: SharedObject<End>, reason: String| async move { end.0.answer(&reason).await })
-        .add_async("disco.take", |end: SharedObject<End>| async move { end.0.take().await })
-        .add_async("disco.give", |end: SharedObject<End>, bytes: Bytes| async move { end.0.give(bytes).await });
+        .add_async("disco.answer", |end: SharedObject<Held>, reason: Option<String>| {
+            Held::lend(end, async move |end| end.answer(reason).await)
+        })
+        .add_async("disco.take", |end: SharedObject<Held>| Held::lend(end, async move |end| end.take().await))
+        .add_async("disco.give", |end: SharedObject<Held>, bytes: Bytes| {
+            Held::lend(end, async move |end| end.give(bytes).await)
+        });
+}
+
+/// An end as an object of a session. What is under way on it ends with it.
+struct Held {
+    end: Arc<End>,
+    open: Arc<Closing>,
+}
+
+impl Held {
+    fn share(end: End) -> SharedObject<Self> {
+        SharedObject(Arc::new(Self { end: Arc::new(end), open: Arc::default() }))
+    }
+
+    /// Does something with the end, and holds no more of it than that.
+    fn lend<T>(this: SharedObject<Self>, work: impl AsyncFnOnce(&End) -> Result<T>) -> impl Future<Output = Result<T>> {
+        let (end, open) = (Arc::clone(&this.0.end), Arc::clone(&this.0.open));
+        drop(this);
+        async move { open.until(work(&end)).await.unwrap_or_else(|| Err(closed())) }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.open.close();
+    }
+}
+
+/// Something that ends once, and with it what waits in it.
+pub(crate) struct Closing(Semaphore);
+
+impl Default for Closing {
+    fn default() -> Self {
+        Self(Semaphore::new(0))
+    }
+}
+
+impl Closing {
+    pub(crate) fn close(&self) {
+        self.0.close();
+    }
+
+    /// What the future gives, unless this is closed before.
+    async fn until<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        let (mut future, mut closed) = (pin!(future), pin!(self.0.acquire()));
+        std::future::poll_fn(|cx| {
+            // There is never anything to acquire, so that this is ready at the end alone.
+            if closed.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(None);
+            }
+            future.as_mut().poll(cx).map(Some)
+        })
+        .await
+    }
+}
+
+fn closed() -> RpcError {
+    RpcError::new(ErrorKind::Closed, "the relayed connection has ended")
 }
 
 /// Between whom bytes are to be carried.
@@ -76,29 +146,36 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// Carries bytes to where `way` leads and back from now on, until one of both ends closes; or says why not.
-    pub(crate) fn start(self, way: Result<Way>) {
+    /// Carries bytes to where `way` leads and back from now on, until one of both ends closes or whoever carries does; or says why not.
+    pub(crate) fn start(self, way: Result<Way>, carrier: &Arc<Closing>) {
         let Self { between: Between { from, to, .. }, end } = self;
         let carried = async move {
             let other = match async { way?.open().await }.await {
                 Ok(other) => other,
-                Err(error) => return end.answer(error.message()).await,
+                Err(error) => return end.answer(Some(error.message().to_owned())).await,
             };
-            end.answer("").await?;
-            tokio::try_join!(carry(&end, &other), carry(&other, &end)).map(drop)
+            end.answer(None).await?;
+            tracing::info!(from, to, "the data of these workers is relayed: one cannot dial the other");
+            carry(&end, &other).await
         };
         // There is one wherever a worker could wish for something.
         let Ok(runtime) = crate::runtime::runtime() else { return };
+        let carrier = Arc::clone(carrier);
         runtime.spawn(async move {
-            // The ranks see the end of the connection, and know better what it means.
-            if let Err(error) = carried.await {
-                tracing::debug!(from, to, %error, "data of workers is not relayed any more");
+            // Both ends close with this, and the ranks see the end of their connection.
+            if let Some(Err(error)) = carrier.until(carried).await {
+                tracing::warn!(from, to, %error, "the data of these workers is not relayed any more");
             }
         });
     }
 }
 
-async fn carry(from: &End, to: &End) -> Result<()> {
+/// Carries bytes in both directions until both are at their ends.
+async fn carry(one: &End, other: &End) -> Result<()> {
+    tokio::try_join!(carry_on(one, other), carry_on(other, one)).map(drop)
+}
+
+async fn carry_on(from: &End, to: &End) -> Result<()> {
     let mut piece = from.take().await?;
     while !piece.is_empty() {
         // The next piece is on its way while this one is.
@@ -110,7 +187,7 @@ async fn carry(from: &End, to: &End) -> Result<()> {
 /// Where a worker's listener can be dialled.
 pub(crate) enum Way {
     /// In this process.
-    Here(Address, OwnedSemaphorePermit),
+    Here(Address),
     /// At the other end of a link.
     There { session: Session, host: RemoteObject, worker: u32, is_world: bool },
 }
@@ -118,16 +195,16 @@ pub(crate) enum Way {
 impl Way {
     async fn open(self) -> Result<End> {
         match self {
-            Self::Here(address, place) => {
+            Self::Here(address) => {
                 // Its descriptors belong to the runtime of links, whoever polls them.
                 let dialling = crate::runtime::runtime()?.spawn(dial(address));
                 let stream = dialling.await.unwrap_or_else(|error| Err(RpcError::internal(error.to_string())))?;
-                Ok(End::Here(Socket::new(stream, None, place)))
+                Ok(End::here(stream, None))
             }
             Self::There { session, host, worker, is_world } => {
                 let connect = session.get_function("disco.connect").await?;
                 let end = connect.call((&host, worker, is_world)).lane(Lane::CONCURRENT).await?;
-                Far::open(&session, end).await
+                End::there(&session, end).await
             }
         }
     }
@@ -145,79 +222,103 @@ async fn dial(address: Address) -> Result<Box<dyn Duplex>> {
 }
 
 /// One end of what is carried.
-pub(crate) enum End {
-    Here(Socket),
-    There(Far),
+pub(crate) struct End {
+    socket: Socket,
+    /// Where it counts.
+    _place: Option<OwnedSemaphorePermit>,
+}
+
+enum Socket {
+    /// In this process.
+    Here(Here),
+    /// In another one.
+    There(There),
 }
 
 impl End {
+    fn here(stream: Box<dyn Duplex>, answer: Option<Answer>) -> Self {
+        let (reader, writer) = tokio::io::split(stream);
+        let (reader, writer) = (Mutex::new(Box::new(reader) as _), Mutex::new(Box::new(writer) as _));
+        Self { socket: Socket::Here(Here { reader, writer, answer: SyncMutex::new(answer) }), _place: None }
+    }
+
+    /// An end that is an object of a session.
+    pub(crate) async fn there(session: &Session, end: RemoteObject) -> Result<Self> {
+        let function = |name| session.get_function(name);
+        let (take, give, answer) = (function("disco.take"), function("disco.give"), function("disco.answer"));
+        let there = There { end, take: take.await?, give: give.await?, answer: answer.await? };
+        Ok(Self { socket: Socket::There(there), _place: None })
+    }
+
+    /// The end, with this place.
+    fn at(self, place: OwnedSemaphorePermit) -> Self {
+        Self { _place: Some(place), ..self }
+    }
+
     async fn take(&self) -> Result<Bytes> {
-        match self {
-            Self::Here(socket) => socket.take().await,
-            Self::There(far) => far.take.call((&far.end,)).lane(Lane::CONCURRENT).await,
+        match &self.socket {
+            Socket::Here(here) => here.take().await,
+            Socket::There(there) => there.take.call((&there.end,)).lane(Lane::CONCURRENT).await,
         }
     }
 
     async fn give(&self, bytes: Bytes) -> Result<()> {
-        match self {
-            Self::Here(socket) => socket.give(bytes).await,
-            Self::There(far) => far.give.call((&far.end, bytes)).lane(Lane::CONCURRENT).await,
+        match &self.socket {
+            Socket::Here(here) => here.give(bytes).await,
+            Socket::There(there) => there.give.call((&there.end, bytes)).lane(Lane::CONCURRENT).await,
         }
     }
 
-    async fn answer(&self, reason: &str) -> Result<()> {
-        match self {
-            Self::Here(socket) => {
-                socket.answer(reason);
+    async fn answer(&self, reason: Option<String>) -> Result<()> {
+        match &self.socket {
+            Socket::Here(here) => {
+                here.answer(reason);
                 Ok(())
             }
-            Self::There(far) => far.answer.call((&far.end, reason)).lane(Lane::CONCURRENT).await,
+            Socket::There(there) => there.answer.call((&there.end, reason)).lane(Lane::CONCURRENT).await,
         }
     }
 }
 
 /// An end at another process.
-pub(crate) struct Far {
+struct There {
     end: RemoteObject,
     take: RemoteFunction,
     give: RemoteFunction,
     answer: RemoteFunction,
 }
 
-impl Far {
-    pub(crate) async fn open(session: &Session, end: RemoteObject) -> Result<End> {
-        let function = |name| session.get_function(name);
-        let (take, give, answer) = (function("disco.take"), function("disco.give"), function("disco.answer"));
-        Ok(End::There(Self { end, take: take.await?, give: give.await?, answer: answer.await? }))
-    }
-}
-
 trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
 
+/// Where a worker waits to hear whether its bytes are carried, or why not.
+type Answer = sync::Sender<Option<String>>;
+
 /// An end in this process.
-pub(crate) struct Socket {
+struct Here {
     reader: Mutex<Box<dyn AsyncRead + Send + Unpin>>,
     writer: Mutex<Box<dyn AsyncWrite + Send + Unpin>>,
-    /// Where a worker waits to hear whether its bytes are carried.
-    answer: SyncMutex<Option<sync::Sender<String>>>,
-    _place: OwnedSemaphorePermit,
+    answer: SyncMutex<Option<Answer>>,
 }
 
-impl Socket {
-    fn new(stream: Box<dyn Duplex>, answer: Option<sync::Sender<String>>, place: OwnedSemaphorePermit) -> Self {
-        let (reader, writer) = tokio::io::split(stream);
-        Self {
-            reader: Mutex::new(Box::new(reader)),
-            writer: Mutex::new(Box::new(writer)),
-            answer: SyncMutex::new(answer),
-            _place: place,
-        }
-    }
-
+impl Here {
     async fn take(&self) -> Result<Bytes> {
-        let mut piece = BytesMut::with_capacity(PIECE);
-        self.reader.lock().await.read_buf(&mut piece).await?;
+        let mut reader = self.reader.lock().await;
+        let mut piece = BytesMut::with_capacity(FIRST);
+        if reader.read_buf(&mut piece).await? < FIRST {
+            return Ok(piece.freeze());
+        }
+        // There is more, perhaps, which need not wait for another turn.
+        piece.resize(PIECE, 0);
+        let more = std::future::poll_fn(|cx| {
+            let mut room = ReadBuf::new(&mut piece[FIRST..]);
+            match std::pin::Pin::new(&mut **reader).poll_read(cx, &mut room) {
+                Poll::Ready(read) => Poll::Ready(read.map(|()| room.filled().len())),
+                Poll::Pending => Poll::Ready(Ok::<_, io::Error>(0)),
+            }
+        });
+        let more = more.await?;
+        piece.truncate(FIRST + more);
         Ok(piece.freeze())
     }
 
@@ -227,10 +328,10 @@ impl Socket {
         Ok(given?)
     }
 
-    fn answer(&self, reason: &str) {
+    fn answer(&self, reason: Option<String>) {
         if let Some(waiting) = self.answer.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // It may have given up.
-            _ = waiting.send(reason.to_owned());
+            _ = waiting.send(reason);
         }
     }
 }
@@ -242,14 +343,21 @@ pub(crate) struct Relays {
     above: SyncMutex<Option<mpsc::Sender<Wanted>>>,
     waiting: Mutex<mpsc::Receiver<Wanted>>,
     places: Arc<Semaphore>,
+    open: Arc<Closing>,
 }
 
 impl Relays {
-    pub(crate) fn new() -> Arc<Self> {
-        let (above, waiting) = mpsc::channel(MAX_ENDS);
-        let places = Arc::new(Semaphore::new(MAX_ENDS));
-        let (above, waiting) = (SyncMutex::new(Some(above)), Mutex::new(waiting));
-        Arc::new(Self { host: OnceLock::new(), above, waiting, places })
+    pub(crate) fn new(limits: &SessionLimits) -> Arc<Self> {
+        let ends = (limits.max_requests / 8).clamp(1, MAX_ENDS);
+        // All that wait have a place.
+        let (above, waiting) = mpsc::channel(ends);
+        Arc::new(Self {
+            host: OnceLock::new(),
+            above: SyncMutex::new(Some(above)),
+            waiting: Mutex::new(waiting),
+            places: Arc::new(Semaphore::new(ends)),
+            open: Arc::default(),
+        })
     }
 
     /// Whose they are.
@@ -258,21 +366,39 @@ impl Relays {
         _ = self.host.set(Arc::downgrade(host));
     }
 
-    /// Nobody is above any more.
+    /// Nobody is above any more, and nothing is carried.
     pub(crate) fn close(&self) {
         drop(self.above.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.open.close();
+        self.disappoint();
+    }
+
+    /// Lets go of what nobody will carry, so that those who wait hear so. Whoever fetches does it himself.
+    fn disappoint(&self) {
+        if let Ok(mut waiting) = self.waiting.try_lock() {
+            waiting.close();
+            while let Ok(wanted) = waiting.try_recv() {
+                drop(wanted);
+            }
+        }
     }
 
     /// What whoever is above is to carry, once there is any.
     async fn next(&self) -> Result<Wanted> {
-        let wanted = self.waiting.lock().await.recv().await;
-        wanted.ok_or_else(|| RpcError::new(ErrorKind::Closed, "the workers of this host have ended"))
+        let fetched = self.open.until(async { self.waiting.lock().await.recv().await }).await;
+        if fetched.is_none() {
+            self.disappoint();
+        }
+        fetched.flatten().ok_or_else(closed)
     }
 
     /// A place for one more end.
-    pub(crate) fn place(&self) -> Result<OwnedSemaphorePermit> {
-        let place = Arc::clone(&self.places).try_acquire_owned();
-        place.map_err(|_| RpcError::limit("the relayed connections of a node", MAX_ENDS as u64, MAX_ENDS as u64 + 1))
+    fn place(&self) -> Result<OwnedSemaphorePermit> {
+        let full = |_| {
+            let text = "a node relays no more connections at a time, as many as its session has room for; let workers reach each other directly";
+            RpcError::new(ErrorKind::LimitExceeded, text)
+        };
+        Arc::clone(&self.places).try_acquire_owned().map_err(full)
     }
 
     /// Sees to it that these bytes are carried: from here, if there is a way, or by whoever is above.
@@ -280,18 +406,20 @@ impl Relays {
         let Between { to, is_world, .. } = wanted.between;
         let host = self.host.get().and_then(Weak::upgrade);
         if let Some(way) = host.and_then(|host| host.way_to(to, is_world)) {
-            return wanted.start(way);
+            return wanted.start(way, &self.open);
         }
         let above = self.above.lock().unwrap_or_else(PoisonError::into_inner).clone();
         // At the end of the session its worker sees that nobody has it.
         let Some(above) = above else { return };
-        if let Err(error) = above.try_send(wanted) {
-            let full = RpcError::limit(
-                "the connections of a node that wait to be relayed",
-                MAX_ENDS as u64,
-                MAX_ENDS as u64 + 1,
-            );
-            error.into_inner().start(Err(full));
+        match self.place() {
+            Ok(place) => {
+                let end = wanted.end.at(place);
+                // Whoever has a place has room in the queue.
+                if let Err(error) = above.try_send(Wanted { end, ..wanted }) {
+                    tracing::debug!(%error, "a wish for a relay came at the end");
+                }
+            }
+            Err(error) => wanted.start(Err(error), &self.open),
         }
     }
 
@@ -307,11 +435,10 @@ impl Relays {
         let entered = crate::runtime::runtime()?.enter();
         let other = UnixStream::from_std(other)?;
         drop(entered);
-        let end = End::Here(Socket::new(Box::new(other), Some(sender), self.place()?));
-        self.want(Wanted { between, end });
+        self.want(Wanted { between, end: End::here(Box::new(other), Some(sender)) });
         match answer.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok(reason) if reason.is_empty() => Ok(own),
-            Ok(reason) => Err(RpcError::unsupported(reason)),
+            Ok(None) => Ok(own),
+            Ok(Some(reason)) => Err(RpcError::unsupported(reason)),
             Err(sync::RecvTimeoutError::Timeout) => {
                 Err(RpcError::new(ErrorKind::DeadlineExceeded, "nobody has said in time whether data is relayed"))
             }
@@ -319,5 +446,57 @@ impl Relays {
                 Err(RpcError::new(ErrorKind::Closed, "whoever was to relay data has gone"))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    /// Also while a call is under way on it, which is of no more use to anybody.
+    #[test]
+    fn an_end_that_nobody_holds_closes() {
+        let runtime = crate::runtime::runtime().unwrap();
+        let (own, mut other) = unix::UnixStream::pair().unwrap();
+        own.set_nonblocking(true).unwrap();
+        let entered = runtime.enter();
+        let end = End::here(Box::new(UnixStream::from_std(own).unwrap()), None);
+        drop(entered);
+        let held = Held::share(end);
+        let lent = SharedObject(Arc::clone(&held.0));
+        let taking = runtime.spawn(Held::lend(lent, async move |end| end.take().await));
+        drop(held);
+        let error = rpc_core::blocking::block_on(taking).unwrap().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Closed);
+        assert_eq!(other.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_host_has_as_many_ends_as_its_session_has_room_for() {
+        let limits = SessionLimits { max_requests: 16, ..SessionLimits::default() };
+        let relays = Relays::new(&limits);
+        let places: Vec<_> = (0..2).map(|_| relays.place().unwrap()).collect();
+        assert_eq!(relays.place().unwrap_err().kind(), ErrorKind::LimitExceeded);
+        drop(places);
+        drop(relays.place().unwrap());
+    }
+
+    /// Whoever waits hears so when nobody is above any more, whether his wish was fetched or not.
+    #[test]
+    fn who_waits_for_a_relay_hears_of_the_end() {
+        let relays = Relays::new(&SessionLimits::default());
+        let until = Instant::now() + std::time::Duration::from_secs(60);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| relays.connect(Between { from: 1, to: 0, is_world: true }, until));
+            while relays.places.available_permits() == MAX_ENDS {
+                std::thread::yield_now();
+            }
+            relays.close();
+            assert_eq!(waiting.join().unwrap().unwrap_err().kind(), ErrorKind::Closed);
+        });
+        let late = relays.connect(Between { from: 1, to: 0, is_world: true }, until).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::Closed);
     }
 }

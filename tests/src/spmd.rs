@@ -328,6 +328,8 @@ impl Launch {
             }
             Self::Line { data } => {
                 data.set(num_workers, &mut options);
+                // The nodes relay, who need no leave.
+                options.allow_controller_relay = false;
                 let runtime = runtime();
                 let (addresses, servers): (Vec<_>, Vec<_>) =
                     (0..num_workers).map(|_| listen(&runtime, forwarding())).unzip();

@@ -684,8 +684,12 @@ fn a_dead_worker_ends_the_session_for_everybody() {
 
 #[test]
 fn servers_are_free_again_after_a_session() {
-    for shut_down in [true, false] {
-        let mut fixture = Launch::Tcp { per_node: 1, data: Data::Shared }.start(2, 1);
+    for (shut_down, data) in
+        [(true, Data::Shared), (false, Data::Shared), (true, Data::Relayed), (false, Data::Relayed)]
+    {
+        let mut fixture = Launch::Tcp { per_node: 1, data }.start(2, 1);
+        fixture.session.barrier(Scope::World).unwrap();
+        fixture.session.sync_all().wait().unwrap();
         assert_eq!(fixture.sessions(), 2);
         let other = Launch::Threads.start(1, 1).session;
         let session = std::mem::replace(&mut fixture.session, other);

@@ -5,7 +5,7 @@
 //!
 //! A body begins with how many tensors it has, `u32`, and the length of each, `u32`; their bytes begin the payload. Then come the number of the command,
 //! `u8`, and its fields: numbers as they are, lists and text behind their length, `u32`. Values are those of sessions
-//! ([`rpc_core::proto::encode_value`]) behind the lengths of their body and of their share of the payload; registers in them are object references, and tensors are
+//! ([`rpc_core::proto::encode_value`]) behind the length of their share of the payload and that of their body; registers in them are object references, and tensors are
 //! tensor references, whose storage is their place among the tensors.
 
 use std::sync::Arc;

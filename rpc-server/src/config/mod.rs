@@ -395,6 +395,9 @@ impl ServeConfig {
     /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
         check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        if let Some(address) = self.data_address.filter(|address| address.is_unspecified() || address.is_multicast()) {
+            return Err(ConfigError::DataAddress { address });
+        }
         if !self.tracker.is_empty() {
             if self.pool_key().is_none() {
                 return Err(ConfigError::NoTrackerKey);
@@ -545,6 +548,12 @@ pub enum ConfigError {
     InsecureController {
         /// Where the controller is said to be.
         address: Address,
+    },
+    /// An address for data that stands for any or for several.
+    #[error("{address} is no address at which other machines find this one: give --data-address one of its own")]
+    DataAddress {
+        /// What was given.
+        address: IpAddr,
     },
     /// Which node of a session this is cannot be told.
     #[error("{problem}")]

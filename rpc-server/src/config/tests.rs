@@ -21,6 +21,19 @@ fn file(text: &str) -> Result<ServeSettings, ConfigError> {
 }
 
 #[test]
+fn data_addresses_are_those_of_one_machine() {
+    let resolve = |address: &str| {
+        let settings = ServeSettings { data_address: Some(address.parse().unwrap()), ..ServeSettings::default() };
+        settings.resolve()
+    };
+    assert_eq!(resolve("10.0.0.5").unwrap().data_address, Some("10.0.0.5".parse().unwrap()));
+    for address in ["0.0.0.0", "::", "224.0.0.1"] {
+        let error = resolve(address).unwrap_err();
+        assert!(matches!(error, ConfigError::DataAddress { .. }), "{error}");
+    }
+}
+
+#[test]
 fn a_flag_counts_before_the_file_and_that_before_the_default() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("server.toml");
@@ -72,6 +85,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
     let config = ServeConfig {
         key: Some("board".to_owned()),
         tracker_key: Some("rasp4".to_owned()),
+        data_address: Some("10.0.0.5".parse().unwrap()),
         port_range: Some(PortRange(1..=2)),
         isolate_cpu_time: Some(seconds(60)),
         max_total_memory: Some(ByteSize(3 << 30)),

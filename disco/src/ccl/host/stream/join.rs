@@ -13,10 +13,10 @@
 //! left behind cannot be taken for this one's. If it is, all that follows is encrypted as [`super::secure`] says; if not, it is neither encrypted nor
 //! protected.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError, mpsc};
@@ -327,11 +327,12 @@ impl Group<'_> {
         let count = links.len();
         let mut errors: Vec<Option<RpcError>> = vec![None; count];
         let places = Mutex::new(links.iter_mut().zip(&mut errors).zip(addresses).enumerate());
+        let silent = Mutex::new(HashSet::new());
         let dial_some = || {
             loop {
                 let next = places.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some((peer, ((link, error), address))) = next else { return };
-                match self.dial(peer as u32, address.as_ref(), detour, until) {
+                match self.dial(peer as u32, address.as_ref(), detour.map(|way| (way, &silent)), until) {
                     Ok(dialled) => *link = Some(dialled),
                     Err(failure) => *error = Some(failure),
                 }
@@ -339,29 +340,32 @@ impl Group<'_> {
         };
         std::thread::scope(|scope| {
             for _ in 1..count.min(MAX_DIALLED) {
-                scope.spawn(dial_some);
+                // Without more threads they are dialled by fewer.
+                if std::thread::Builder::new().spawn_scoped(scope, dial_some).is_err() {
+                    break;
+                }
             }
             dial_some();
         });
         errors.into_iter().flatten().collect()
     }
 
-    /// Connects to `peer`, however often that takes.
+    /// Connects to `peer`, however often that takes. A detour comes with the hosts that have not answered: others there are not dialled.
     fn dial(
         &self,
         peer: u32,
         address: Option<&Address>,
-        detour: Option<&Detour<'_>>,
+        detour: Option<(&Detour<'_>, &Mutex<HashSet<IpAddr>>)>,
         until: Instant,
     ) -> Result<Link, RpcError> {
         let mut detour = detour;
         let mut no_detour = String::new();
         loop {
             let mut attempt = match address {
-                Some(address) => self.try_dial(peer, address, detour.is_some(), until),
+                Some(address) => self.try_dial(peer, address, detour.map(|(_, silent)| silent), until),
                 None => Err(Failure::Unreachable("its address is not known here".to_owned())),
             };
-            if let (Err(Failure::Unreachable(text)), Some(way)) = (&attempt, detour) {
+            if let (Err(Failure::Unreachable(text)), Some((way, _))) = (&attempt, detour) {
                 attempt = match way(Rank(peer), until) {
                     Ok(stream) => self.introduce(peer, Connection::Unix(stream), until),
                     Err(error) => {
@@ -386,17 +390,35 @@ impl Group<'_> {
         }
     }
 
-    fn try_dial(&self, peer: u32, address: &Address, may_detour: bool, until: Instant) -> Result<Link, Failure> {
-        let mut patience = patience(until);
-        if may_detour {
-            patience = patience.min(PATIENCE_BEFORE_DETOUR);
-        }
-        let connected = match address {
-            Address::Tcp(address) => TcpStream::connect_timeout(address, patience).map(Connection::Tcp),
-            Address::Unix(path) => UnixStream::connect(path).map(Connection::Unix),
+    fn try_dial(
+        &self,
+        peer: u32,
+        address: &Address,
+        silent: Option<&Mutex<HashSet<IpAddr>>>,
+        until: Instant,
+    ) -> Result<Link, Failure> {
+        let connected = match (address, silent) {
+            (Address::Tcp(address), None) => TcpStream::connect_timeout(address, patience(until)),
+            (Address::Tcp(address), Some(silent)) => {
+                let mut known = silent.lock().unwrap_or_else(PoisonError::into_inner);
+                if known.contains(&address.ip()) {
+                    return Err(Failure::Unreachable("its host did not answer".to_owned()));
+                }
+                drop(known);
+                let connected = TcpStream::connect_timeout(address, patience(until).min(PATIENCE_BEFORE_DETOUR));
+                if connected.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+                    known = silent.lock().unwrap_or_else(PoisonError::into_inner);
+                    known.insert(address.ip());
+                }
+                connected
+            }
+            (Address::Unix(path), _) => {
+                let connected = UnixStream::connect(path).map_err(|error| Failure::Unreachable(error.to_string()))?;
+                return self.introduce(peer, Connection::Unix(connected), until);
+            }
         };
-        let connection = connected.map_err(|error| Failure::Unreachable(error.to_string()))?;
-        self.introduce(peer, connection, until)
+        let connected = connected.map_err(|error| Failure::Unreachable(error.to_string()))?;
+        self.introduce(peer, Connection::Tcp(connected), until)
     }
 
     /// The dialling side's part of the handshake.
@@ -502,12 +524,20 @@ fn patience(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).clamp(LEAST_PATIENCE, PATIENCE)
 }
 
-/// One error that says all of these, if there are any.
+/// The most errors of one join that are told in full.
+const MAX_TOLD: usize = 16;
+
+/// One error that says all of these, if there are any, and is of the kind of one that no waiting would help.
 fn all_of(errors: impl Iterator<Item = RpcError>) -> Result<(), RpcError> {
     let errors: Vec<RpcError> = errors.collect();
-    let Some(first) = errors.first() else { return Ok(()) };
-    let texts: Vec<&str> = errors.iter().map(RpcError::message).collect();
-    Err(RpcError::new(first.kind(), texts.join("; ")))
+    let is_final = |error: &&RpcError| error.kind() != ErrorKind::DeadlineExceeded;
+    let Some(worst) = errors.iter().find(is_final).or(errors.first()) else { return Ok(()) };
+    let told: Vec<&str> = errors.iter().take(MAX_TOLD).map(RpcError::message).collect();
+    let more = match errors.len() - told.len() {
+        0 => String::new(),
+        more => format!("; and {more} more"),
+    };
+    Err(RpcError::new(worst.kind(), format!("{}{more}", told.join("; "))))
 }
 
 const ONE_ENCRYPTS: &str = "one of the two encrypts its connections, and the other does not";
