@@ -20,7 +20,7 @@ use crate::link::{Inbox, Link, QUEUED, Upstream};
 use crate::logs;
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening};
-use crate::relay::{Relays, Wanted, Way};
+use crate::relay::{Destination, Relays, Wanted};
 
 /// Whether this program has said that it serves workers when it is started as one.
 static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
@@ -166,10 +166,10 @@ impl Branch {
         Ok(all)
     }
 
-    /// How data gets to a worker, if it is below.
-    pub(crate) fn way_to(&self, worker: u32, is_world: bool) -> Option<Result<Way>> {
+    /// Where data for a worker goes, if that is below.
+    pub(crate) fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>> {
         let link = self.above.links.iter().find(|link| link.workers().contains(&worker))?;
-        Some(link.way_to(worker, is_world))
+        Some(link.destination(worker, is_world))
     }
 
     /// Ends the collectives of an epoch, also those that workers are in. Never waits.

@@ -541,14 +541,14 @@ impl Upstream for Controller {
 
     fn relay(&self, wanted: Wanted) {
         let to = wanted.between.to;
-        let way = match self.links.iter().find(|link| link.workers().contains(&to)) {
+        let destination = match self.links.iter().find(|link| link.workers().contains(&to)) {
             _ if !self.options.allow_controller_relay => {
                 Err(RpcError::unsupported("the controller may not relay their data (Options::allow_controller_relay)"))
             }
             None => Err(RpcError::invalid_argument(format!("there is no worker {to}"))),
-            Some(link) => link.way_to(to, wanted.between.is_world),
+            Some(link) => link.destination(to, wanted.between.is_world),
         };
-        wanted.start(way, &self.relays);
+        wanted.start(destination, &self.relays);
     }
 
     /// That ends the session.

@@ -38,7 +38,7 @@ use crate::event::{EventQueue, EventSink};
 use crate::feed::{Feed, YIELD};
 use crate::options::Hosting;
 use crate::plane::{DataAddress, Layout, Listening, MeetingPlace, machine};
-use crate::relay::{self, Relays, Way};
+use crate::relay::{self, Destination, Relays};
 use crate::worker::{self, ModuleKey};
 
 /// The most nodes that one has directly below it.
@@ -289,13 +289,12 @@ impl WorkerHost {
         &self.relays
     }
 
-    /// How data gets to a worker, if it is here or below.
-    pub(crate) fn way_to(&self, worker: u32, is_world: bool) -> Option<Result<Way>> {
-        let below = || self.branch.as_ref()?.way_to(worker, is_world);
+    /// Where data for a worker goes, if that is here or below.
+    pub(crate) fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>> {
         let listening = |threads: &Threads| threads.shared.place.address(WorkerId(worker), is_world);
         match self.threads.as_ref().and_then(listening) {
-            Some(address) => Some(Ok(Way::Here(address))),
-            None => below(),
+            Some(address) => Some(Ok(Destination::Here(address))),
+            None => self.branch.as_ref()?.destination(worker, is_world),
         }
     }
 

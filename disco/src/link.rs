@@ -26,7 +26,7 @@ use crate::error::Failure;
 use crate::event::{Event, EventSink, LocalContent, decode_events};
 use crate::host::{HostInfo, SetUp, WorkerHost, expect_host, meet_host};
 use crate::plane::Listening;
-use crate::relay::{Between, End, Wanted, Way as DataWay};
+use crate::relay::{Between, Destination, End, Wanted};
 
 /// Commands have a lane of their own at each host, and so have events.
 const COMMANDS: Lane = Lane(1);
@@ -196,10 +196,10 @@ impl Link {
         }
     }
 
-    /// How data gets to a worker there.
-    pub(crate) fn way_to(&self, worker: u32, is_world: bool) -> rpc_core::Result<DataWay> {
+    /// Where data for a worker there goes.
+    pub(crate) fn destination(&self, worker: u32, is_world: bool) -> rpc_core::Result<Destination> {
         let (session, host) = self.far_end().ok_or_else(ended)?;
-        Ok(DataWay::There { session, host, worker, is_world })
+        Ok(Destination::There { session, host, worker, is_world })
     }
 
     pub(crate) fn is_remote(&self) -> bool {

@@ -54,13 +54,13 @@ pub(crate) fn register(registry: &Registry) {
             }
         })
         .add_async("disco.connect", |host: SharedObject<WorkerHost>, worker: u32, is_world: bool| {
-            let way = host.0.way_to(worker, is_world);
+            let to = host.0.destination(worker, is_world);
             let place = host.0.relays().place();
             drop(host);
             async move {
                 let place = place?;
                 let nobody = || RpcError::invalid_argument(format!("worker {worker} is not at this node"));
-                let end = way.ok_or_else(nobody)??.open().await?;
+                let end = to.ok_or_else(nobody)??.open().await?;
                 Ok::<_, RpcError>(Held::share(end.at(place)))
             }
         })
@@ -146,16 +146,17 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// Carries bytes to where `way` leads and back from now on, until one of both ends closes or whoever carries does; or says why not.
-    pub(crate) fn start(self, way: Result<Way>, carrier: &Arc<Closing>) {
-        let Self { between: Between { from, to, .. }, end } = self;
+    /// Carries bytes there and back from now on, until one of both ends closes or whoever carries does; or says why not.
+    pub(crate) fn start(self, to: Result<Destination>, carrier: &Arc<Closing>) {
+        let Self { between, end } = self;
+        let Between { from, to: worker, .. } = between;
         let carried = async move {
-            let other = match async { way?.open().await }.await {
+            let other = match async { to?.open().await }.await {
                 Ok(other) => other,
                 Err(error) => return end.answer(Some(error.message().to_owned())).await,
             };
             end.answer(None).await?;
-            tracing::info!(from, to, "the data of these workers is relayed: one cannot dial the other");
+            tracing::info!(from, to = worker, "the data of these workers is relayed: one cannot dial the other");
             carry(&end, &other).await
         };
         // There is one wherever a worker could wish for something.
@@ -164,7 +165,7 @@ impl Wanted {
         runtime.spawn(async move {
             // Both ends close with this, and the ranks see the end of their connection.
             if let Some(Err(error)) = carrier.until(carried).await {
-                tracing::warn!(from, to, %error, "the data of these workers is not relayed any more");
+                tracing::warn!(from, to = worker, %error, "the data of these workers is not relayed any more");
             }
         });
     }
@@ -185,14 +186,14 @@ async fn carry_on(from: &End, to: &End) -> Result<()> {
 }
 
 /// Where a worker's listener can be dialled.
-pub(crate) enum Way {
+pub(crate) enum Destination {
     /// In this process.
     Here(Address),
     /// At the other end of a link.
     There { session: Session, host: RemoteObject, worker: u32, is_world: bool },
 }
 
-impl Way {
+impl Destination {
     async fn open(self) -> Result<End> {
         match self {
             Self::Here(address) => {
@@ -405,8 +406,8 @@ impl Relays {
     pub(crate) fn want(&self, wanted: Wanted) {
         let Between { to, is_world, .. } = wanted.between;
         let host = self.host.get().and_then(Weak::upgrade);
-        if let Some(way) = host.and_then(|host| host.way_to(to, is_world)) {
-            return wanted.start(way, &self.open);
+        if let Some(to) = host.and_then(|host| host.destination(to, is_world)) {
+            return wanted.start(to, &self.open);
         }
         let above = self.above.lock().unwrap_or_else(PoisonError::into_inner).clone();
         // At the end of the session its worker sees that nobody has it.
