@@ -596,7 +596,7 @@ impl Listener {
                         address = %self.address,
                         %error,
                         pause = ?self.pause_len,
-                        "cannot accept for now"
+                        "the system has no room for a connection: accepting again after a pause"
                     );
                     self.pause = Some(Instant::now() + self.pause_len);
                     self.pause_len = (self.pause_len * 2).min(PAUSE_MAX);

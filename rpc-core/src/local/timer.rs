@@ -159,7 +159,9 @@ impl Timer {
                 let spawned = std::thread::Builder::new().name("rpc-deadlines".into()).spawn(|| self.run());
                 match spawned {
                     Ok(_) => state.running = true,
-                    Err(error) => tracing::error!(%error, "no thread to watch deadlines: they do not fire for now"),
+                    Err(error) => {
+                        tracing::error!(%error, "no thread to watch deadlines: they do not fire until a later call with one gets it")
+                    }
                 }
             }
         }

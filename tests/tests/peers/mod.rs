@@ -60,8 +60,8 @@ pub fn run_on<F: Future<Output = ()>>(workers: usize, body: impl FnOnce() -> F +
     }
 }
 
-/// As [`run`], for what has peers that soon take others for dead. A machine on which somebody who is well has to wait for as long as that may be silent for no
-/// fault of theirs: that somebody was lost there says nothing, and the test is run again.
+/// As [`run`], for what has peers that soon take others for dead. On a machine where a call of a server that is well takes half of [`DEAD`] or
+/// more, others are silent for no fault of theirs: that somebody was lost there says nothing, and the test is run again.
 pub fn run_where_silence_counts<F: Future<Output = ()>>(body: impl Fn() -> F + Send + Sync + 'static) {
     const ATTEMPTS: usize = 4;
     let body = Arc::new(body);
