@@ -43,7 +43,9 @@ impl ConnectError {
             Self::Address(error) => RpcError::new(ErrorKind::InvalidArgument, error.to_string()),
             Self::Transport(error) => {
                 let kind = match &error {
-                    TransportError::Insecure { .. } => ErrorKind::Unauthenticated,
+                    TransportError::Insecure { .. } | TransportError::Unauthenticated { .. } => {
+                        ErrorKind::Unauthenticated
+                    }
                     TransportError::Unsupported { .. } => ErrorKind::Unsupported,
                     TransportError::PermissionDenied { .. } => ErrorKind::Refused,
                     _ => ErrorKind::PeerLost,

@@ -73,19 +73,16 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
         // The link broke, and nobody has said anything about the encryption.
         return TransportError::from_io(address.to_string(), source);
     }
+    if let Some(problem) = problem_of_the_peer(&source) {
+        return TransportError::Unauthenticated { address: address.to_string(), problem, source: Arc::new(source) };
+    }
     let text = source.to_string();
-    let stranger = text.contains("UnknownIssuer") || text.contains("BadSignature");
-    // Over QUIC it is the server that says so of the client's.
-    let hint = if stranger && text.contains("aborted by peer") {
-        "the client's certificate is not by an authority that the server trusts"
-    } else if stranger {
+    let hint = if text.contains("UnknownIssuer") || text.contains("BadSignature") {
         "its certificate is not by the authority that was given"
     } else if text.contains("NotValidForName") || text.contains("not valid for name") {
         "its certificate is for another name"
     } else if text.contains("Expired") || text.contains("expired") {
-        "a certificate has expired; renew it with: rpc-cli cert"
-    } else if text.contains("ertificateRequired") || text.contains("sent no certificates") {
-        "the server wants a certificate of the client (--cert, --cert-key)"
+        "its certificate has expired; renew it with: rpc-cli cert"
     } else if text.contains("InvalidContentType")
         || text.contains("corrupt")
         || text.contains("end of file")
@@ -98,19 +95,24 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
     TransportError::Insecure { address: address.to_string(), source: Arc::new(source), hint }
 }
 
-/// What the server has against the client's certificate. A client hears of it only when it reads: its own part of the
-/// handshake is over by then.
+/// What the server has against the client's certificate, as an error of the session that there is not. The client's own part
+/// of the handshake is over by the time at which the server looks at it: a client hears of it whenever it next asks something of
+/// the connection, over TCP always once the channel is there, over QUIC also before.
 pub(crate) fn objection(error: &io::Error) -> Option<RpcError> {
-    let alert = alert(error)?;
-    // By their numbers in RFC 8446.
-    let problem = match alert {
-        116 => "it wants a certificate (--cert, --cert-key)",
-        45 => "the client's certificate has expired; renew it with: rpc-cli cert",
-        48 | 51 => "the client's certificate is not by an authority that it trusts",
-        42..=44 | 46 | 49 => "it does not take the client's certificate",
-        _ => return None,
-    };
+    let problem = problem_of_the_peer(error)?;
     Some(RpcError::new(ErrorKind::Unauthenticated, format!("the server refused the connection: {problem}")))
+}
+
+/// What the server has against the client's certificate.
+fn problem_of_the_peer(error: &io::Error) -> Option<&'static str> {
+    // By their numbers in RFC 8446.
+    match alert(error)? {
+        116 => Some("it wants a certificate (--cert, --cert-key)"),
+        45 => Some("the client's certificate has expired; renew it with: rpc-cli cert"),
+        48 | 51 => Some("the client's certificate is not by an authority that it trusts"),
+        42..=44 | 46 | 49 => Some("it does not take the client's certificate"),
+        _ => None,
+    }
 }
 
 /// The number of the TLS alert that ended a connection.
@@ -120,14 +122,25 @@ fn alert(error: &io::Error) -> Option<u8> {
         return Some(u8::from(*alert));
     }
     #[cfg(feature = "quic")]
-    if let Some(quinn::ReadError::ConnectionLost(quinn::ConnectionError::ConnectionClosed(close))) =
-        cause.downcast_ref()
-    {
+    if let Some(quinn::ConnectionError::ConnectionClosed(close)) = lost_connection(error) {
         // RFC 9001: the alert is the lower byte of the code.
         let code = u64::from(close.error_code).checked_sub(0x100)?;
         return u8::try_from(code).ok();
     }
     None
+}
+
+/// Why the QUIC connection is gone, whichever operation met it.
+#[cfg(feature = "quic")]
+fn lost_connection(error: &io::Error) -> Option<&quinn::ConnectionError> {
+    let cause = error.get_ref()?;
+    if let Some(quinn::ReadError::ConnectionLost(error)) = cause.downcast_ref() {
+        return Some(error);
+    }
+    if let Some(quinn::WriteError::ConnectionLost(error)) = cause.downcast_ref() {
+        return Some(error);
+    }
+    cause.downcast_ref()
 }
 
 pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {

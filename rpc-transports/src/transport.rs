@@ -741,6 +741,17 @@ pub enum TransportError {
         /// What to look at.
         hint: &'static str,
     },
+    /// The server does not take the client's certificate, or wants one. Where the server says so only after the client has
+    /// a channel, the same is said of the session.
+    #[error("the server refused the connection: {problem}")]
+    Unauthenticated {
+        /// What was dialled.
+        address: String,
+        /// What the server has against the certificate.
+        problem: &'static str,
+        /// What TLS or QUIC said.
+        source: Arc<io::Error>,
+    },
     /// The child process did not start.
     #[error("cannot start {address}; is the program installed, executable and on PATH?")]
     Spawn {
@@ -807,6 +818,7 @@ impl TransportError {
             | Self::AddressInUse { address, .. }
             | Self::Unsupported { address, .. }
             | Self::Insecure { address, .. }
+            | Self::Unauthenticated { address, .. }
             | Self::Spawn { address, .. }
             | Self::Closed { address, .. }
             | Self::Io { address, .. } => address,

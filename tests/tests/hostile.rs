@@ -119,21 +119,18 @@ async fn a_client_with_an_unfit_certificate_gets_in_nowhere(transport: Transport
     });
     let of_a_server =
         authority.issue("client", |params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth]);
-    // The client hears why: in the alert of TLS, or in the words with which QUIC ends the connection.
-    for (what, certificate, reasons) in [
-        ("an expired one", Some(expired), ["certificate has expired", "certificate expired"]),
-        ("one of the future", Some(not_yet_valid), ["certificate has expired", "not valid yet"]),
-        ("one for servers", Some(of_a_server), ["does not take the client's certificate", "extended key usage"]),
-        (
-            "one of a stranger",
-            Some(stranger.issue("client", |_| {})),
-            ["the client's certificate is not by an authority"; 2],
-        ),
-        ("none", None, ["it wants a certificate", "the server wants a certificate"]),
+    // The client hears why, from the number of the alert.
+    let of_a_stranger = stranger.issue("client", |_| {});
+    for (what, certificate, reason) in [
+        ("an expired one", Some(expired), "the client's certificate has expired"),
+        ("one of the future", Some(not_yet_valid), "the client's certificate has expired"),
+        ("one for servers", Some(of_a_server), "it does not take the client's certificate"),
+        ("one of a stranger", Some(of_a_stranger), "the client's certificate is not by an authority"),
+        ("none", None, "it wants a certificate"),
     ] {
         let error = connect(certificate).await.expect_err(what).into_rpc_error();
         assert_eq!((error.kind(), error.hop()), (ErrorKind::Unauthenticated, 0), "{what}: {error}");
-        assert!(reasons.iter().any(|reason| error.message().contains(reason)), "{what}: {error}");
+        assert!(error.message().contains(reason), "{what}: {error}");
         assert!(!error.request_may_have_run(), "{what}: {error}");
         assert_eq!(site.server.sessions(), 0, "{what}");
     }

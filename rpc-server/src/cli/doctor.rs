@@ -269,6 +269,7 @@ fn transport_finding(error: &TransportError) -> Finding {
         }
         TransportError::Unsupported { .. } => ("this cannot be dialled", "use a tcp:// or unix: address"),
         TransportError::Insecure { hint, .. } => ("the two sides do not agree on how to encrypt", *hint),
+        TransportError::Unauthenticated { problem, .. } => ("the server refused the connection", *problem),
         TransportError::Closed { .. } => ("the connection was closed at once", "look at the server's log"),
         _ => ("the system reports an error", "look at the cause"),
     };

@@ -194,7 +194,7 @@ pub(super) fn connect_code(error: &ConnectError) -> u8 {
 fn transport_code(error: &TransportError) -> u8 {
     match error {
         TransportError::TimedOut { .. } => TIMEOUT,
-        TransportError::PermissionDenied { .. } => REFUSED,
+        TransportError::PermissionDenied { .. } | TransportError::Unauthenticated { .. } => REFUSED,
         TransportError::Unsupported { .. } => USAGE,
         _ => UNREACHABLE,
     }

@@ -67,6 +67,7 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
             }
             error.message().to_owned()
         }
+        Ok(Err(ConnectError::Transport(TransportError::Unauthenticated { .. }))) => return Reach::Reached,
         Ok(Err(ConnectError::Transport(TransportError::Unsupported { .. } | TransportError::Insecure { .. }))) => {
             // We have nothing to make sure of it by.
             return Reach::Untried;
