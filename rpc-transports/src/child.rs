@@ -35,7 +35,7 @@ use tokio::sync::oneshot;
 
 use crate::address::{Address, AddressKind};
 use crate::identity::Security;
-use crate::transport::{BlockingChannel, Channel, DialOptions, TransportError};
+use crate::transport::{BlockingChannel, Channel, DialOptions, TransportError, widen_unix_socket};
 
 /// Takes what child processes write to their standard error: see [`DialOptions::child_stderr`].
 #[derive(Clone)]
@@ -343,6 +343,7 @@ fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
         return Err(io::ErrorKind::InvalidInput.into());
     };
     let (ours, theirs) = StdStream::pair()?;
+    [&ours, &theirs].into_iter().for_each(widen_unix_socket);
     let socket = ours.try_clone()?;
     let mut command = Command::new(program);
     command.args(arguments).stdin(OwnedFd::from(theirs.try_clone()?)).stdout(OwnedFd::from(theirs));

@@ -13,7 +13,9 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::{UnixListener, UnixStream};
 
 use crate::address::{Address, AddressKind};
-use crate::transport::{Accept, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};
+use crate::transport::{
+    Accept, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError, widen_unix_socket,
+};
 
 pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     let mut attempts = Attempts::new(address, options)?;
@@ -97,6 +99,7 @@ impl<'a> Attempts<'a> {
 fn connect(path: &Path) -> io::Result<Socket> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
+    widen_unix_socket(&socket);
     socket.connect(&SockAddr::unix(path)?)?;
     Ok(socket)
 }
@@ -148,6 +151,7 @@ impl UnixSource {
 impl Accept for UnixSource {
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
         let (stream, _) = ready!(self.listener.poll_accept(cx))?;
+        widen_unix_socket(&stream);
         let pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
         let peer = match pid {
             Some(pid) => format!("{} (process {pid})", self.peer),
