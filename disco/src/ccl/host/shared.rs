@@ -8,6 +8,7 @@
 
 mod direct;
 mod pair;
+mod pieces;
 mod read;
 mod small;
 mod staged;
@@ -49,6 +50,8 @@ pub(super) struct SharedCcl {
     processes: Vec<Option<OwnedFd>>,
     recorder: Arc<Recorder>,
     spins: u32,
+    /// Those that this rank may run on.
+    cores: usize,
     /// The number of the last collective.
     sequence: u64,
     /// What the rank does, as its caller counts.
@@ -93,6 +96,7 @@ impl SharedCcl {
             processes,
             recorder: Arc::default(),
             spins,
+            cores,
             sequence: 0,
             step: 0,
             chunks: 0,

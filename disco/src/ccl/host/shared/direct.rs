@@ -5,14 +5,12 @@
 
 use std::sync::atomic::Ordering;
 
+use super::pieces::{PIECE, Place, in_pieces};
 use super::{Phase, SharedCcl};
 use crate::ccl::host::plan::{bypasses, route, share};
 use crate::ccl::host::segment::{Segment, Word};
 use crate::ccl::host::{check, kernel};
 use crate::ccl::{CclError, Collective, Lent, Operation};
-
-/// How many bytes of each buffer are worked on between two looks at whether the group is broken.
-const PIECE: usize = 256 * 1024;
 
 /// While it lives, the rank may touch the buffers of others.
 pub(super) struct Busy<'a>(&'a Segment, usize);
@@ -48,12 +46,13 @@ impl SharedCcl {
                 }
                 Operation::ReduceScatter(_) => self.reduce(collective, self.rank * bytes, bytes, &[lent.output])?,
                 operation => {
+                    let hands = self.hands(operation);
                     for from in 0..self.segment.size() {
                         if let Some((at, to)) = route(operation, bytes, from, self.rank)
                             && lent.has_output
                         {
                             let input = self.announcements[from].input as usize as *const u8;
-                            self.pull(input.wrapping_add(at), lent.output.wrapping_add(to), bytes)?;
+                            self.pull(input.wrapping_add(at), lent.output.wrapping_add(to), bytes, hands)?;
                         }
                     }
                 }
@@ -104,22 +103,24 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Copies `len` bytes from another rank's buffer, or from this one's.
+    /// Copies `len` bytes from another rank's buffer, or from this one's, with so many `hands`.
     ///
     /// # Safety
     ///
     /// As [`reduce`](Self::reduce).
-    pub(super) unsafe fn pull(&self, from: *const u8, to: *mut u8, len: usize) -> Result<(), CclError> {
+    pub(super) unsafe fn pull(&self, from: *const u8, to: *mut u8, len: usize, hands: usize) -> Result<(), CclError> {
         // In place, it is there already.
         if from == to.cast_const() {
             return Ok(());
         }
-        for done in (0..len).step_by(PIECE) {
-            // SAFETY: the caller promises it.
-            unsafe { kernel::copy(from.add(done), to.add(done), PIECE.min(len - done), bypasses(len)) };
-            if self.segment.is_broken() {
-                return Err(self.broken());
-            }
+        let (from, to) = (Place(from.cast_mut()), Place(to));
+        // SAFETY: the caller promises it, and every piece is copied once.
+        let copied = in_pieces(&self.segment, len, hands, |piece| unsafe {
+            kernel::copy(from.at(piece.start), to.at(piece.start), piece.len(), bypasses(len));
+            Ok(())
+        });
+        if copied.is_err() || self.segment.is_broken() {
+            return Err(self.broken());
         }
         Ok(())
     }

@@ -100,12 +100,13 @@ impl SharedCcl {
         agreed?;
         let (Ok(lent), Some(bytes), Some(offer)) = (lent, collective.bytes(), offer) else { return Err(self.broken()) };
         if self.is_taken(bytes) {
+            let hands = self.hands(collective.operation);
             if matches!(self.reach, Reach::Reads(_)) {
-                self.read(from, offer.input, lent.output, bytes)?;
+                self.read(from, offer.input, lent.output, bytes, hands)?;
             } else {
                 let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
                 // SAFETY: both are threads of this process and agree on the size, and `busy` keeps the sender's buffer lent.
-                unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes)? };
+                unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes, hands)? };
                 drop(busy);
             }
             self.received[from].chunks = before.wrapping_add(1);

@@ -4,15 +4,13 @@
 //! Nobody writes to memory of others. A rank returns with success only once all who read from it have finished; with an error it returns at
 //! once, because what others then still read, right or wrong, is never used: the group is broken, and they find that out before they return.
 
+use super::pieces::{Place, in_pieces};
 use super::{Phase, SharedCcl};
 use crate::ccl::host::memory::Memory;
 use crate::ccl::host::plan::{bypasses, route, share};
 use crate::ccl::host::segment::Word;
 use crate::ccl::host::{check, kernel, peek};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Operation};
-
-/// How many bytes are read between two looks at whether the group is broken.
-const PIECE: usize = 256 * 1024;
 
 /// The contributions of all others that are reduced in one go, in bytes: what a second-level cache holds besides the result.
 const SCRATCH: usize = 256 * 1024;
@@ -48,7 +46,7 @@ impl SharedCcl {
                     self.wait(self.segment.word(owner, Word::Halfway), sequence, owner, Phase::Progress)?;
                     let theirs = share(bytes, owner, size);
                     let from = self.announcements[owner].output.wrapping_add(theirs.start as u64);
-                    self.read(owner, from, lent.output.wrapping_add(theirs.start), theirs.len())?;
+                    self.read(owner, from, lent.output.wrapping_add(theirs.start), theirs.len(), 1)?;
                 }
             }
             Operation::ReduceScatter(_) => {
@@ -56,6 +54,7 @@ impl SharedCcl {
                 self.read_and_reduce(collective, at, bytes, lent.input.wrapping_add(at), lent.output)?;
             }
             operation if lent.has_output => {
+                let hands = self.hands(operation);
                 for step in 0..size {
                     let from = (self.rank + step) % size;
                     let Some((at, to)) = route(operation, bytes, from, self.rank) else { continue };
@@ -67,7 +66,7 @@ impl SharedCcl {
                             unsafe { kernel::copy(own, to, bytes, bypasses(bytes)) };
                         }
                     } else {
-                        self.read(from, self.announcements[from].input.wrapping_add(at as u64), to, bytes)?;
+                        self.read(from, self.announcements[from].input.wrapping_add(at as u64), to, bytes, hands)?;
                     }
                 }
             }
@@ -115,7 +114,7 @@ impl SharedCcl {
                 } else {
                     let place = scratch.wrapping_add(rank * part);
                     let from = self.announcements[rank].input.wrapping_add((at + done) as u64);
-                    self.read(rank, from, place, piece)?;
+                    self.read(rank, from, place, piece, 1)?;
                     *source = place.cast_const();
                 }
             }
@@ -130,25 +129,24 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Reads `len` bytes at the address `from` of another rank to `to`, which is this rank's.
-    pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize) -> Result<(), CclError> {
+    /// Reads `len` bytes at the address `from` of another rank to `to`, which is this rank's, with so many `hands`.
+    pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize, hands: usize) -> Result<(), CclError> {
         let process = self.segment.word(peer, Word::Pid).load(super::Ordering::Relaxed);
-        for done in (0..len).step_by(PIECE) {
-            let piece = PIECE.min(len - done);
-            // SAFETY: `to` has room for `len` bytes, which nobody else touches: a buffer that the call was lent, or scratch.
-            let read = unsafe { peek::read(process, from.wrapping_add(done as u64), to.wrapping_add(done), piece) };
-            if self.segment.is_broken() {
-                return Err(self.broken());
-            }
-            if let Err(error) = read {
-                let cause = if self.is_dead(peer) {
-                    BreakCause::Died
-                } else {
-                    BreakCause::Link(format!("its buffer cannot be read: {error}"))
-                };
-                return Err(self.break_up(cause, peer));
-            }
+        let to = Place(to);
+        // SAFETY: `to` has room for `len` bytes, which nobody else touches: a buffer that the call was lent, or scratch. Every piece is read once.
+        let read = in_pieces(&self.segment, len, hands, |piece| unsafe {
+            peek::read(process, from.wrapping_add(piece.start as u64), to.at(piece.start), piece.len())
+        });
+        if self.segment.is_broken() {
+            return Err(self.broken());
         }
-        Ok(())
+        read.map_err(|error| {
+            let cause = if self.is_dead(peer) {
+                BreakCause::Died
+            } else {
+                BreakCause::Link(format!("its buffer cannot be read: {error}"))
+            };
+            self.break_up(cause, peer)
+        })
     }
 }
