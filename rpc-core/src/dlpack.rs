@@ -20,6 +20,9 @@ macro_rules! device_types {
         impl DeviceType {
             $($(#[$doc])* pub const $constant: Self = Self($code);)*
 
+            /// Those that have a name, by number.
+            pub const KNOWN: &[Self] = &[$(Self::$constant,)*];
+
             /// The usual name, if the number is a known one.
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {

@@ -441,6 +441,21 @@ impl Context {
         self.host.allocate(device, dtype, shape, None)
     }
 
+    /// As [`allocate`](Self::allocate), in a memory scope of the device, such as `global`.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn allocate_in_scope(
+        &self,
+        device: Device,
+        dtype: DataType,
+        shape: &[i64],
+        scope: Option<&str>,
+    ) -> Result<Tensor> {
+        self.host.allocate(device, dtype, shape, scope)
+    }
+
     /// What the session holds at present.
     pub fn usage(&self) -> Usage {
         self.host.usage()

@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
+use std::env::consts::{ARCH, OS};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use rpc_core::{ErrorKind, Pack, Registry, RemoteObject, RpcError, Session, Value};
+use rpc_core::{DeviceType, ErrorKind, Pack, Registry, RemoteObject, RpcError, Session, Target, Value};
 use rpc_server::config::{ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig};
 use rpc_server::tracker::{RunningTracker, Tracker};
 use rpc_server::trust::ClientTrust;
@@ -142,7 +143,9 @@ async fn a_server_is_given_out_used_and_given_back() {
     let server = pool.server("board", |config| config.label = vec!["arch=arm64".parse().unwrap()]).await;
     let client = pool.client().await;
 
-    let loan = client.request(&soon(ServerRequest::new("board").label("arch", "arm64").client("me"))).await.unwrap();
+    let target = Target::new("llvm").unwrap().with("mtriple", &format!("{}-{}", ARCH, OS)).unwrap();
+    let wanted = ServerRequest::new("board").label("arch", "arm64").virtual_device(target).client("me");
+    let loan = client.request(&soon(wanted)).await.unwrap();
     works(loan.session()).await;
     assert_eq!(loan.grant().address, [server.addresses()[0].to_string()]);
     let summary = pool.until(|summary| {
@@ -416,6 +419,11 @@ async fn too_much_of_anything_is_refused_by_name() {
     for (request, limit) in [
         (ServerRequest::new(&long), "length of a key"),
         (ServerRequest::any().label("a", &long), "length of a label"),
+        ((0..100).fold(ServerRequest::any(), |request, _| request.virtual_device(DeviceType::CPU)), "virtual devices"),
+        (
+            ServerRequest::any().virtual_device(Target::on(&long.repeat(6), DeviceType::CPU).unwrap()),
+            "length of a virtual device",
+        ),
         ((0..100).fold(ServerRequest::any(), |request, at| request.label(&at.to_string(), "")), "labels"),
         (ServerRequest::any().count(1 << 20), "places of a request"),
     ] {

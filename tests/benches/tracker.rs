@@ -328,7 +328,7 @@ impl Member {
             labels: BTreeMap::from(
                 [("arch", "arm64"), ("rack", "7")].map(|(name, value)| (name.to_owned(), value.to_owned())),
             ),
-            devices: vec![DeviceOffer { kind: "cpu".to_owned(), count: 1 }],
+            devices: vec![DeviceOffer::new("cpu", 1)],
             capacity: 1,
             address: vec![address],
             ticket_key: [7; 32],

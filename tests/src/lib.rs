@@ -7,6 +7,7 @@
 // A helper that panics has found what it was looking for.
 #![allow(clippy::unwrap_used)]
 
+pub mod accelerator;
 pub mod conformance;
 #[path = "../../disco/examples/digits/model.rs"]
 pub mod digits;

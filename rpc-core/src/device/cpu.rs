@@ -61,6 +61,12 @@ impl DeviceApi for CpuDevice {
             DeviceAttribute::TotalMemory => total_memory().into(),
             DeviceAttribute::AvailableMemory => memory_bytes(&["MemAvailable"]).into(),
             DeviceAttribute::MaxAlignment => (MAX_ALIGNMENT as i64).into(),
+            DeviceAttribute::MemoryScopes => {
+                Value::List(self.allocator.memory_scopes().into_iter().map(Value::Str).collect())
+            }
+            DeviceAttribute::Target => {
+                format!("llvm -mtriple={}-{}", std::env::consts::ARCH, std::env::consts::OS).into()
+            }
             _ => Value::Null,
         })
     }
@@ -116,6 +122,11 @@ pub trait CpuAllocator: Send + Sync {
     ///
     /// As [`DeviceApi::allocate`].
     fn allocate(&self, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>>;
+
+    /// The memory scopes besides `global`, for who looks for a device that has them. None.
+    fn memory_scopes(&self) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 /// Memory from the operating system.
@@ -128,6 +139,10 @@ pub trait CpuAllocator: Send + Sync {
 pub struct SystemAllocator;
 
 impl CpuAllocator for SystemAllocator {
+    fn memory_scopes(&self) -> Vec<String> {
+        vec!["host".to_owned()]
+    }
+
     fn allocate(&self, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
         if !matches!(request.scope, None | Some("" | "global" | "host")) {
             let scope = request.scope.unwrap_or_default();

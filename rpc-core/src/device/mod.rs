@@ -14,7 +14,9 @@ use std::sync::Arc;
 
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::target::Target;
 use crate::value::Value;
+use crate::virtual_device::{DeviceDescription, VirtualDevice};
 
 pub use cpu::{CpuAllocator, CpuDevice, HostMemory, SystemAllocator};
 
@@ -91,6 +93,10 @@ attributes! {
     ImagePitchAlignment = 16 "image_pitch_alignment";
     /// The largest alignment that an allocation may ask for, in bytes: an int.
     MaxAlignment = 1000 "max_alignment";
+    /// What code for the device is compiled for, as [`Target`]s are written: a str.
+    Target = 1001 "target";
+    /// The memories that an allocation may name besides `global`: a list of strs.
+    MemoryScopes = 1002 "memory_scopes";
 }
 
 impl DeviceAttribute {
@@ -349,6 +355,45 @@ impl Devices {
         }
     }
 
+    /// The devices of all kinds, as constraints see them: one that cannot say what it is is one of its type without more. Drivers may take their time.
+    pub fn describe(&self) -> impl Iterator<Item = DeviceDescription> {
+        let of_kind = move |(kind, api): (DeviceType, Result<&Arc<dyn DeviceApi>, &str>)| {
+            let count = api.map_or(0, |api| api.count().unwrap_or(0));
+            (0..count).map(move |index| self.describe_one(Device::new(kind, index)))
+        };
+        self.iter().flat_map(of_kind)
+    }
+
+    fn describe_one(&self, device: Device) -> DeviceDescription {
+        let attribute = |attribute| self.attribute(device, attribute);
+        let told = attribute(DeviceAttribute::Target)
+            .and_then(|target| Ok((target, attribute(DeviceAttribute::MemoryScopes)?)))
+            .and_then(|(target, scopes)| DeviceDescription::from_attributes(device, target, scopes));
+        told.unwrap_or_else(|error| {
+            tracing::warn!(%device, %error, "a device cannot say what it is");
+            DeviceDescription { device, target: Target::of_device(device.kind), memory_scopes: Vec::new() }
+        })
+    }
+
+    /// The device that satisfies a constraint: `preferred` if it does, else the first one.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeviceUnavailable`], with the devices that there are.
+    pub fn choose(&self, wanted: &VirtualDevice, preferred: Device) -> Result<Device> {
+        // Without asking the driver.
+        if wanted.is_fully_unconstrained()
+            || (self.get(preferred).is_ok() && self.describe_one(preferred).satisfies(wanted))
+        {
+            return Ok(preferred);
+        }
+        let found = self.describe().find(|device| device.satisfies(wanted));
+        found.map(|device| device.device).ok_or_else(|| {
+            let devices = self.describe().map(|device| device.to_string()).collect::<Vec<_>>().join(", ");
+            RpcError::new(ErrorKind::DeviceUnavailable, format!("no device is {wanted}; there are {devices}"))
+        })
+    }
+
     /// Every kind that is offered or known to be absent, with what serves it or the reason, by number.
     pub fn iter(&self) -> impl Iterator<Item = (DeviceType, Result<&Arc<dyn DeviceApi>, &str>)> {
         self.kinds.iter().map(|(kind, api)| (*kind, api.as_ref().map_err(String::as_str)))
@@ -540,5 +585,18 @@ pub(crate) mod tests {
             unsafe { copy_by_host(&memory, from as u64, &memory, to as u64, (len - shift) as u64).unwrap() };
             assert_eq!(contents(&memory)[to..][..len - shift], pattern[from..][..len - shift]);
         }
+    }
+
+    #[test]
+    fn the_preferred_device_is_chosen_if_it_does_and_else_the_first() {
+        let devices = Devices::new().absent(DeviceType::CUDA, "no driver");
+        assert_eq!(devices.describe().map(|device| device.device).collect::<Vec<_>>(), [Device::cpu()]);
+        let choose = |wanted: &str, preferred| devices.choose(&wanted.parse().unwrap(), preferred);
+        // Without a constraint the preferred one is not even looked at.
+        assert_eq!(choose("*", Device::cuda(3)).unwrap(), Device::cuda(3));
+        assert_eq!(choose("cpu,target=llvm", Device::cuda(3)).unwrap(), Device::cpu());
+        let error = choose("cuda", Device::cpu()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+        assert!(error.message().starts_with("no device is cuda; there are cpu:0 'llvm -mtriple="), "{error}");
     }
 }

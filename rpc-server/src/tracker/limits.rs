@@ -16,6 +16,11 @@ const MAX_ADDRESS: usize = 1024;
 const MAX_ADDRESSES: usize = 17;
 const MAX_LABELS: usize = 64;
 const MAX_DEVICES: usize = 64;
+const MAX_SCOPES: usize = 16;
+/// The virtual devices of a request: each is compared with all devices of all servers.
+const MAX_WANTED: usize = 8;
+/// Compilers take many attributes.
+const MAX_TARGET: usize = 512;
 const MAX_CAPACITY: u32 = 1 << 16;
 /// Sessions of one server, those without tickets too.
 const MAX_USES: usize = 1 << 16;
@@ -66,6 +71,13 @@ pub(super) fn check_request(request: &ServerRequest) -> Result<()> {
     }
     check_labels(&request.labels)?;
     check_devices(&request.devices)?;
+    if request.devices.iter().any(|device| device.target.is_some() || !device.memory_scopes.is_empty()) {
+        let text = "a request names targets and memory scopes in virtual devices, and not beside numbers of devices";
+        return Err(RpcError::invalid_argument(text));
+    }
+    at_most("virtual devices", MAX_WANTED, request.virtual_devices.len())?;
+    let mut wanted = request.virtual_devices.iter().map(|wanted| wanted.to_string().len());
+    wanted.try_for_each(|len| at_most("length of a virtual device", 2 * MAX_TARGET, len))?;
     if request.count == 0 {
         return Err(RpcError::invalid_argument("0 places are no request"));
     }
@@ -102,7 +114,15 @@ fn check_labels(labels: &BTreeMap<String, String>) -> Result<()> {
 
 fn check_devices(devices: &[DeviceOffer]) -> Result<()> {
     at_most("devices", MAX_DEVICES, devices.len())?;
-    devices.iter().try_for_each(|device| text("length of a device kind", &device.kind))
+    devices.iter().try_for_each(|device| {
+        text("length of a device kind", &device.kind)?;
+        device
+            .target
+            .iter()
+            .try_for_each(|target| at_most("length of a target", MAX_TARGET, target.to_string().len()))?;
+        at_most("memory scopes of a device", MAX_SCOPES, device.memory_scopes.len())?;
+        device.memory_scopes.iter().try_for_each(|scope| text("length of a memory scope", scope))
+    })
 }
 
 fn text(what: &str, text: &str) -> Result<()> {

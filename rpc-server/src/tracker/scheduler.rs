@@ -456,7 +456,7 @@ impl Scheduler {
             if let Some(Waiting { request, possible, .. }) = self.waiting.get(&order)
                 && *possible >= u64::from(request.count)
             {
-                let wants = (key, &request.labels, &request.devices);
+                let wants = (key, &request.labels, &request.devices, &request.virtual_devices);
                 if !nothing_for.contains(&wants) {
                     let found = self.find(request, &taken);
                     let total: u64 = found.iter().map(|(_, places)| u64::from(*places)).sum();
@@ -636,6 +636,7 @@ impl Offer {
         (request.key.is_empty() || request.key == self.key)
             && request.labels.iter().all(|(name, value)| self.labels.get(name) == Some(value))
             && request.devices.iter().all(has_device)
+            && request.virtual_devices.iter().all(|wanted| DeviceOffer::any_satisfies(&self.devices, wanted))
     }
 }
 

@@ -248,6 +248,7 @@ impl Tracker {
             count: request.count,
             labels: request.labels.clone(),
             devices: request.devices.clone(),
+            virtual_devices: request.virtual_devices.clone(),
             priority: request.priority,
             for_ms: ago(since),
             possible,
@@ -482,7 +483,11 @@ impl About {
     /// About how many bytes it takes to tell it.
     fn size(&self) -> usize {
         let labels = self.offer.labels.iter().map(|(name, value)| name.len() + value.len());
-        let devices = self.offer.devices.iter().map(|device| device.kind.len() + 16);
+        let devices = self.offer.devices.iter().map(|device| {
+            let target = device.target.as_ref().map_or(0, |target| target.to_string().len());
+            let scopes = device.memory_scopes.iter().map(|scope| scope.len() + 4);
+            device.kind.len() + target + scopes.sum::<usize>() + 48
+        });
         let addresses = self.address.iter().map(String::len);
         // The ticket, and the names of the fields.
         256 + self.name.len() + self.offer.key.len() + labels.chain(devices).chain(addresses).sum::<usize>()

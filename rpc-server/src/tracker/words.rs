@@ -23,11 +23,18 @@ pub(crate) fn wanted(entry: &QueueEntry) -> String {
     let key = if entry.key.is_empty() { "any server" } else { &entry.key };
     let labels = entry.labels.iter().map(|(name, value)| format!(" {name}={value}")).collect::<String>();
     let devices = devices(&entry.devices).map(|device| format!(" {device}")).collect::<String>();
-    plain(&format!("{} × {key}{labels}{devices}", entry.count))
+    let wanted = entry.virtual_devices.iter().map(|wanted| format!(" [{wanted}]")).collect::<String>();
+    plain(&format!("{} × {key}{labels}{devices}{wanted}", entry.count))
 }
 
 fn devices(devices: &[DeviceOffer]) -> impl Iterator<Item = String> {
-    devices.iter().map(|device| format!("{}×{}", device.count, device.kind))
+    devices.iter().map(|device| {
+        let DeviceOffer { kind, count, target, .. } = device;
+        // Told apart only where there is something to tell apart.
+        let is_alone = devices.iter().filter(|other| other.kind == *kind).count() == 1;
+        let target = target.iter().filter(|_| !is_alone).map(|target| format!(" ({target})")).collect::<String>();
+        format!("{count}×{kind}{target}")
+    })
 }
 
 /// Why a server is lost.

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use rpc_core::DeviceType;
+use rpc_core::{Device, DeviceDescription, DeviceType, Target, VirtualDevice};
 use serde::{Deserialize, Serialize};
 
 /// The names of a tracker's functions.
@@ -33,6 +33,49 @@ pub struct DeviceOffer {
     pub kind: String,
     /// How many there are.
     pub count: u32,
+    /// What code for them is compiled for. Of a request it means nothing.
+    #[serde(default)]
+    pub target: Option<Target>,
+    /// The memories that they have besides `global`. Of a request it means nothing.
+    #[serde(default)]
+    pub memory_scopes: Vec<String>,
+}
+
+impl DeviceOffer {
+    /// So many devices of a kind, with nothing more known of them.
+    pub fn new(kind: impl Into<String>, count: u32) -> Self {
+        Self { kind: kind.into(), count, target: None, memory_scopes: Vec::new() }
+    }
+
+    /// What a server has, of devices that come in the order of their kinds and numbers.
+    pub fn of(devices: impl IntoIterator<Item = DeviceDescription>) -> Vec<Self> {
+        let mut offers: Vec<Self> = Vec::new();
+        for DeviceDescription { device, target, memory_scopes } in devices {
+            let offer = Self { kind: device.kind.to_string(), count: 1, target: Some(target), memory_scopes };
+            match offers.last_mut() {
+                Some(last) if *last == (Self { count: last.count, ..offer.clone() }) => last.count += 1,
+                _ => offers.push(offer),
+            }
+        }
+        offers
+    }
+
+    /// Whether one of a server's devices satisfies a constraint. Those of a kind are numbered in their order.
+    pub fn any_satisfies(offers: &[Self], wanted: &VirtualDevice) -> bool {
+        let mut numbers: BTreeMap<&str, u64> = BTreeMap::new();
+        offers.iter().any(|offer| {
+            let first = numbers.entry(&offer.kind).or_default();
+            let range = *first..*first + u64::from(offer.count);
+            *first = range.end;
+            // All of them are alike but for their numbers.
+            let number = wanted.virtual_device_id().map_or(range.start, |id| u64::try_from(id).unwrap_or(u64::MAX));
+            let (true, Ok(index), Ok(kind)) = (range.contains(&number), i32::try_from(number), offer.kind.parse())
+            else {
+                return false;
+            };
+            wanted.is_satisfied_by(Device::new(kind, index), offer.target.as_ref(), &offer.memory_scopes)
+        })
+    }
 }
 
 /// What a server is, as it tells a tracker.
@@ -127,12 +170,15 @@ pub enum Reach {
 /// ```
 /// use std::time::Duration;
 ///
-/// use rpc_core::DeviceType;
+/// use rpc_core::{DeviceType, VirtualDevice};
 /// use rpc_transports::tracker::ServerRequest;
 ///
 /// let four_together = ServerRequest::new("h100").count(4).label("rack", "7").timeout(Duration::from_secs(60));
 /// let any_with_two_gpus = ServerRequest::any().device(DeviceType::CUDA, 2).priority(1);
-/// # let _ = (four_together, any_with_two_gpus);
+/// let hopper: VirtualDevice = "cuda,target=cuda -arch=sm_90".parse()?;
+/// let any_with_a_hopper = ServerRequest::any().virtual_device(hopper);
+/// # let _ = (four_together, any_with_two_gpus, any_with_a_hopper);
+/// # Ok::<(), rpc_core::RpcError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerRequest {
@@ -150,6 +196,10 @@ pub struct ServerRequest {
     /// Devices that the servers must have, at least.
     #[serde(default)]
     pub devices: Vec<DeviceOffer>,
+    /// Each of these has to be satisfied by a device of the server; one device may satisfy several, so that for two devices of a kind
+    /// there is [`device`](Self::device).
+    #[serde(default)]
+    pub virtual_devices: Vec<VirtualDevice>,
     /// Those with a higher one come first. 0.
     #[serde(default)]
     pub priority: i32,
@@ -170,6 +220,7 @@ impl ServerRequest {
             distinct: false,
             labels: BTreeMap::new(),
             devices: Vec::new(),
+            virtual_devices: Vec::new(),
             priority: 0,
             client: this_user(),
             timeout_ms: None,
@@ -205,7 +256,14 @@ impl ServerRequest {
     /// Only servers with `count` devices of this kind, or more.
     #[must_use]
     pub fn device(mut self, kind: DeviceType, count: u32) -> Self {
-        self.devices.push(DeviceOffer { kind: kind.to_string(), count });
+        self.devices.push(DeviceOffer::new(kind.to_string(), count));
+        self
+    }
+
+    /// Only servers with a device that satisfies this, besides all others that are asked for.
+    #[must_use]
+    pub fn virtual_device(mut self, wanted: impl Into<VirtualDevice>) -> Self {
+        self.virtual_devices.push(wanted.into());
         self
     }
 
@@ -350,6 +408,9 @@ pub struct QueueEntry {
     pub labels: BTreeMap<String, String>,
     /// The devices that it asks for.
     pub devices: Vec<DeviceOffer>,
+    /// The constraints that a device has to satisfy.
+    #[serde(default)]
+    pub virtual_devices: Vec<VirtualDevice>,
     /// Its priority.
     pub priority: i32,
     /// For how long it has been waiting.

@@ -1,7 +1,9 @@
 //! Tensors, devices and streams.
 
 use rpc_core::tensor::MAX_DIMENSIONS;
-use rpc_core::{DataType, Device, DeviceAttribute, ErrorKind, Lane, RemoteObject, RemoteTensor, Result, Shape, Value};
+use rpc_core::{
+    DataType, Device, DeviceAttribute, ErrorKind, Lane, RemoteObject, RemoteTensor, Result, Shape, Target, Value,
+};
 
 use crate::scene::{Kit, Scene};
 
@@ -303,7 +305,16 @@ pub async fn devices_tell_their_attributes(scene: &Scene) {
     let ask = |device, attribute| scene.get(kit.session.attribute(device, attribute));
     for attribute in DeviceAttribute::ALL {
         let value = ask(cpu, *attribute).await.unwrap();
-        assert!(!matches!(value, Value::Object(_) | Value::List(_)), "{attribute} is {value:?}");
+        match (attribute, &value) {
+            (DeviceAttribute::MemoryScopes, Value::List(scopes)) => {
+                assert!(scopes.iter().all(|scope| matches!(scope, Value::Str(_))), "{attribute} is {value:?}");
+            }
+            (DeviceAttribute::Target, Value::Str(text)) => {
+                assert_eq!(text.parse::<Target>().unwrap().device_type(), cpu.kind);
+            }
+            (DeviceAttribute::MemoryScopes | DeviceAttribute::Target, _) => panic!("{attribute} is {value:?}"),
+            _ => assert!(!matches!(value, Value::Object(_) | Value::List(_)), "{attribute} is {value:?}"),
+        }
         match attribute {
             DeviceAttribute::Exists => assert_eq!(ask(none, *attribute).await.unwrap(), Value::Bool(false)),
             _ => is(ErrorKind::DeviceUnavailable, ask(none, *attribute).await),

@@ -197,7 +197,7 @@ mod tests {
     fn text_of_peers_is_text() {
         let evil = || EVIL.to_owned();
         let labels = BTreeMap::from([(evil(), evil())]);
-        let devices = vec![DeviceOffer { kind: evil(), count: 1 }];
+        let devices = vec![DeviceOffer::new(evil(), 1)];
         let summary = Summary {
             uptime_ms: 1,
             lease_ms: 1,
@@ -221,6 +221,7 @@ mod tests {
                 count: 1,
                 labels,
                 devices,
+                virtual_devices: Vec::new(),
                 priority: 0,
                 for_ms: 0,
                 possible: 0,

@@ -171,7 +171,7 @@ impl Model {
                 let offer = Arc::new(Offer {
                     key: format!("k{key}"),
                     labels: [("arch".to_owned(), format!("a{arch}"))].into(),
-                    devices: vec![DeviceOffer { kind: "cuda".to_owned(), count: gpus }],
+                    devices: vec![DeviceOffer::new("cuda", gpus)],
                     capacity,
                 });
                 let uses: Vec<_> = (0..direct).map(|_| self.new_use(None)).collect();
@@ -229,7 +229,7 @@ impl Model {
                 if arch < 2 {
                     request = request.label("arch", &format!("a{arch}"));
                 }
-                request.devices.push(DeviceOffer { kind: "cuda".to_owned(), count: gpus });
+                request.devices.push(DeviceOffer::new("cuda", gpus));
                 request.timeout_ms = timeout.map(u64::from);
                 let of_peer = self.waiting.iter().filter(|(_, of, _, _)| *of == peer).count();
                 let full = self.waiting.len() >= policy().max_waiting || of_peer >= policy().max_waiting_per_client;
@@ -545,6 +545,43 @@ fn granted(scheduler: &mut Scheduler) -> Vec<(ClaimId, Vec<Place>)> {
             other => panic!("{other:?}"),
         })
         .collect()
+}
+
+#[test]
+fn a_virtual_device_is_satisfied_by_one_of_the_devices() {
+    let cuda = |arch: &str, count| DeviceOffer {
+        target: format!("cuda -arch={arch}").parse().ok(),
+        memory_scopes: vec!["host".to_owned()],
+        ..DeviceOffer::new("cuda", count)
+    };
+    let devices = vec![DeviceOffer::new("cpu", 1), cuda("sm_80", 2), cuda("sm_90", 1)];
+    for (wanted, is_there) in [
+        ("*", true),
+        ("cpu:0", true),
+        ("cpu:1", false),
+        ("cuda:2,target=cuda -arch=sm_90", true),
+        ("cuda:1,target=cuda -arch=sm_90", false),
+        ("cuda:3", false),
+        ("*:1,scope=host", true),
+        ("cpu,scope=host", false),
+        ("*,target=llvm", true),
+        ("vulkan", false),
+        ("*:2147483647", false),
+    ] {
+        let (mut scheduler, now) = scheduler();
+        let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
+        scheduler.register(now, "p", Arc::new(offer), &nobody()).unwrap();
+        let wanted: rpc_core::VirtualDevice = wanted.parse().unwrap();
+        scheduler.request(now, "c", ServerRequest::any().virtual_device(wanted.clone())).unwrap();
+        assert_eq!(granted(&mut scheduler).len(), usize::from(is_there), "{wanted}");
+        // All of several have to be satisfied.
+        let (mut scheduler, now) = self::scheduler();
+        let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
+        scheduler.register(now, "p", Arc::new(offer), &nobody()).unwrap();
+        let both = ServerRequest::any().virtual_device(rpc_core::DeviceType::CPU).virtual_device(wanted.clone());
+        scheduler.request(now, "c", both).unwrap();
+        assert_eq!(granted(&mut scheduler).len(), usize::from(is_there), "{wanted}");
+    }
 }
 
 #[test]

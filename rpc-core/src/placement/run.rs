@@ -1,0 +1,412 @@
+//! Running a plan: every step as soon as what it needs is there.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::future::{Future, IntoFuture, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::Poll;
+
+use bytes::{Bytes, BytesMut};
+
+use super::graph::{Argument, CallId, InputId, ValueId};
+use super::plan::{Place, Plan, Slot, Tensor, Work};
+use crate::blocking;
+use crate::convert::{ArgScope, IntoArg, IntoArgs};
+use crate::dlpack::dense_size;
+use crate::error::{Result, RpcError};
+use crate::remote::{RemoteFunction, RemoteTensor, Session};
+use crate::session::Lane;
+use crate::value::Value;
+
+/// How much of a copy between sessions is read while as much is written, in bytes.
+const PIECE: u64 = 4 << 20;
+
+/// The copies of runs have lanes of their own, from here on, so that none waits for another, nor for what the session's user has under way.
+const FIRST_LANE: u32 = 1 << 30;
+
+/// The lanes that runs of this process have taken so far.
+static LANES_TAKEN: AtomicU32 = AtomicU32::new(0);
+
+/// What a graph is run on.
+#[derive(Clone, Debug)]
+pub enum InputData {
+    /// The elements, densely packed, little-endian. They are written to a fresh tensor.
+    Bytes(Bytes),
+    /// A tensor that lies where the plan has the input: constrain the input to that place. The graph only reads it.
+    Tensor(RemoteTensor),
+}
+
+impl From<Bytes> for InputData {
+    fn from(bytes: Bytes) -> Self {
+        Self::Bytes(bytes)
+    }
+}
+
+impl From<Vec<u8>> for InputData {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::Bytes(bytes.into())
+    }
+}
+
+impl From<RemoteTensor> for InputData {
+    fn from(tensor: RemoteTensor) -> Self {
+        Self::Tensor(tensor)
+    }
+}
+
+impl Plan {
+    /// Runs the plan on these sessions, by the names of their sites, and these inputs, by theirs. The outputs are tensors, by name; what else the run
+    /// made is freed as soon as nothing needs it.
+    ///
+    /// Calls run concurrently, also those of one session: what does not need each other may run at the same time. A failure ends the run: what has not begun is cancelled.
+    ///
+    /// # Errors
+    ///
+    /// A session or an input that is missing, unknown, or does not fit; what a step failed with, which is named.
+    pub fn run<'a>(&'a self, sessions: &'a [(&'a str, Session)], inputs: Vec<(&'a str, InputData)>) -> Run<'a> {
+        Run(Box::pin(run(self, sessions, inputs)))
+    }
+}
+
+/// A run that has not been started: await it, or [`wait`](Self::wait) for it.
+#[must_use = "a run does nothing until it is awaited or waited for"]
+pub struct Run<'a>(Running<'a, BTreeMap<String, RemoteTensor>>);
+
+type Running<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
+
+impl Run<'_> {
+    /// Runs on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// The run's own; and [`ApiMisuse`](crate::ErrorKind::ApiMisuse) inside an async runtime.
+    pub fn wait(self) -> Result<BTreeMap<String, RemoteTensor>> {
+        blocking::block_on(self.0)?
+    }
+}
+
+impl<'a> IntoFuture for Run<'a> {
+    type Output = Result<BTreeMap<String, RemoteTensor>>;
+    type IntoFuture = Running<'a, BTreeMap<String, RemoteTensor>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        self.0
+    }
+}
+
+impl fmt::Debug for Run<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Run")
+    }
+}
+
+async fn run(
+    plan: &Plan,
+    sessions: &[(&str, Session)],
+    inputs: Vec<(&str, InputData)>,
+) -> Result<BTreeMap<String, RemoteTensor>> {
+    let inputs = named_inputs(plan, inputs)?;
+    let lanes = LANES_TAKEN.fetch_add(u32::try_from(plan.tensors.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
+    let runner = Runner { plan, functions: BTreeMap::new(), sessions: used_sessions(plan, sessions)?, inputs, lanes };
+    let runner = Runner { functions: runner.find_functions().await?, ..runner };
+    let mut tensors: Vec<Option<RemoteTensor>> = vec![None; plan.tensors.len()];
+    // Outputs are needed to the end.
+    let mut uses = vec![0_usize; plan.tensors.len()];
+    plan.work.iter().flat_map(needed).chain(plan.outputs.iter().copied()).for_each(|slot| uses[slot] += 1);
+    let mut waiting: Vec<usize> = (0..plan.work.len()).collect();
+    let mut running: Vec<(usize, Running<'_, Vec<RemoteTensor>>)> = Vec::new();
+    loop {
+        waiting.retain(|step| {
+            let needed = needed(&plan.work[*step]).map(|slot| tensors[slot].clone());
+            let Some(needed) = needed.collect::<Option<Vec<_>>>() else { return true };
+            running.push((*step, Box::pin(runner.step(*step, needed))));
+            false
+        });
+        if running.is_empty() {
+            break;
+        }
+        let (at, made) = first_of(&mut running).await;
+        let (step, _) = running.swap_remove(at);
+        let made = made
+            .map_err(|error| error.context(plan.steps().nth(step).map_or_else(String::new, |step| step.to_string())))?;
+        made_by(&plan.work[step])
+            .zip(made)
+            .for_each(|(slot, tensor)| tensors[slot] = (uses[slot] > 0).then_some(tensor));
+        for slot in needed(&plan.work[step]) {
+            uses[slot] -= 1;
+            if uses[slot] == 0 {
+                tensors[slot] = None;
+            }
+        }
+    }
+    let outputs = plan.output_names().map(|(name, slot)| Some((name.to_owned(), tensors[slot].clone()?)));
+    outputs.collect::<Option<_>>().ok_or_else(|| RpcError::internal("a plan ended without its outputs"))
+}
+
+/// The tensors that a step needs.
+fn needed(work: &Work) -> impl Iterator<Item = Slot> {
+    let slots = match work {
+        Work::Input { .. } => &[][..],
+        Work::Copy { from, .. } => std::slice::from_ref(from),
+        Work::Call { tensors, .. } => tensors,
+    };
+    slots.iter().copied()
+}
+
+/// Those that it makes.
+fn made_by(work: &Work) -> impl Iterator<Item = Slot> {
+    let slots = match work {
+        Work::Input { to, .. } | Work::Copy { to, .. } => std::slice::from_ref(to),
+        Work::Call { results, .. } => results,
+    };
+    slots.iter().copied()
+}
+
+/// Waits until one of several has come to its end.
+async fn first_of<T>(running: &mut [(usize, Running<'_, T>)]) -> (usize, Result<T>) {
+    poll_fn(|cx| {
+        for (at, (_, one)) in running.iter_mut().enumerate() {
+            if let Poll::Ready(outcome) = one.as_mut().poll(cx) {
+                return Poll::Ready((at, outcome));
+            }
+        }
+        Poll::Pending
+    })
+    .await
+}
+
+/// The inputs, in the order of the graph.
+fn named_inputs(plan: &Plan, given: Vec<(&str, InputData)>) -> Result<Vec<InputData>> {
+    let count = given.len();
+    let mut given: BTreeMap<&str, InputData> = given.into_iter().collect();
+    if given.len() < count {
+        return Err(RpcError::invalid_argument("an input is given twice"));
+    }
+    let inputs = plan.graph.inputs.iter().map(|input| {
+        given
+            .remove(&*input.name)
+            .ok_or_else(|| RpcError::invalid_argument(format!("input '{}' is missing", input.name)))
+    });
+    let inputs = inputs.collect::<Result<_>>()?;
+    match given.keys().next() {
+        Some(name) => Err(RpcError::invalid_argument(format!("the graph has no input '{name}'"))),
+        None => Ok(inputs),
+    }
+}
+
+/// The sessions that the plan uses.
+fn used_sessions<'a>(plan: &Plan, given: &'a [(&str, Session)]) -> Result<BTreeMap<String, &'a Session>> {
+    for (number, (name, _)) in given.iter().enumerate() {
+        if given[..number].iter().any(|(other, _)| other == name) {
+            return Err(RpcError::invalid_argument(format!("session '{name}' is given twice")));
+        }
+    }
+    let used = plan.tensors.iter().map(|tensor| &tensor.place);
+    let used = used.chain(plan.work.iter().filter_map(|work| match work {
+        Work::Call { place, .. } => Some(place),
+        _ => None,
+    }));
+    let session = |name: &String| {
+        let found = given.iter().find(|(given, _)| given == name);
+        found.map(|(_, session)| session).ok_or_else(|| {
+            RpcError::invalid_argument(format!("the plan uses session '{name}', which it was not given"))
+        })
+    };
+    used.map(|place| Ok((place.session.clone(), session(&place.session)?))).collect()
+}
+
+struct Runner<'a> {
+    plan: &'a Plan,
+    sessions: BTreeMap<String, &'a Session>,
+    /// By session and name.
+    functions: BTreeMap<(String, String), RemoteFunction>,
+    inputs: Vec<InputData>,
+    /// From where on the lanes are this run's.
+    lanes: u32,
+}
+
+impl Runner<'_> {
+    async fn find_functions(&self) -> Result<BTreeMap<(String, String), RemoteFunction>> {
+        let mut pending = BTreeMap::new();
+        for work in &self.plan.work {
+            if let Work::Call { call, place, .. } = work {
+                let name = &self.plan.graph.calls[call.0].function;
+                let find = || self.sessions[&place.session].get_function(name).concurrent().start();
+                pending.entry((place.session.clone(), name.clone())).or_insert_with(find);
+            }
+        }
+        let mut functions = BTreeMap::new();
+        for (key, function) in pending {
+            let function = function.await.map_err(|error| error.context(format!("session '{}'", key.0)))?;
+            functions.insert(key, function);
+        }
+        Ok(functions)
+    }
+
+    /// The tensors that a step makes, from those that it needs.
+    async fn step(&self, step: usize, needed: Vec<RemoteTensor>) -> Result<Vec<RemoteTensor>> {
+        match &self.plan.work[step] {
+            Work::Input { input, to } => Ok(vec![self.input(*input, *to).await?]),
+            Work::Copy { to, .. } => Ok(vec![self.copy(&needed, *to).await?]),
+            Work::Call { call, place, results, .. } => self.call(*call, place, needed, results).await,
+        }
+    }
+
+    async fn input(&self, input: InputId, to: Slot) -> Result<RemoteTensor> {
+        match &self.inputs[input.0] {
+            InputData::Bytes(bytes) => self.written(bytes, to).await,
+            InputData::Tensor(given) => {
+                let Tensor { layout, place, .. } = &self.plan.tensors[to];
+                given.reference_in(self.sessions[&place.session].shared())?;
+                let fits = given.dtype() == layout.dtype && given.shape() == layout.shape && given.strides().is_none();
+                if !fits || given.device() != place.device {
+                    let (dtype, shape) = (layout.dtype, &layout.shape);
+                    return Err(RpcError::invalid_argument(format!(
+                        "a densely packed tensor of {dtype} {shape:?} on {} is needed, and {given:?} was given",
+                        place.device
+                    )));
+                }
+                Ok(given.clone())
+            }
+        }
+    }
+
+    /// A fresh tensor with these bytes.
+    async fn written(&self, bytes: &Bytes, to: Slot) -> Result<RemoteTensor> {
+        let tensor = &self.plan.tensors[to];
+        let wanted = dense_size(&tensor.layout.shape, tensor.layout.dtype)?;
+        if bytes.len() as u64 != wanted {
+            return Err(RpcError::invalid_argument(format!(
+                "{wanted} bytes are needed, and {} were given",
+                bytes.len()
+            )));
+        }
+        let fresh = self.fresh(tensor).await?;
+        self.sessions[&tensor.place.session].copy_to_remote(&fresh, bytes.clone()).lane(self.lane_of(to)).await?;
+        Ok(fresh)
+    }
+
+    /// For the copy that makes this tensor.
+    fn lane_of(&self, slot: Slot) -> Lane {
+        let taken = self.lanes.wrapping_add(slot as u32);
+        Lane(FIRST_LANE + taken % (Lane::CONCURRENT.0 - FIRST_LANE))
+    }
+
+    async fn fresh(&self, tensor: &Tensor) -> Result<RemoteTensor> {
+        let Tensor { layout, place, .. } = tensor;
+        let session = self.sessions[&place.session];
+        let alloc = session.alloc_in_scope(place.device, layout.dtype, &layout.shape, Some(&place.memory_scope));
+        alloc.concurrent().await
+    }
+
+    async fn copy(&self, from: &[RemoteTensor], slot: Slot) -> Result<RemoteTensor> {
+        let tensor = &self.plan.tensors[slot];
+        // What came from here need not be fetched.
+        if let ValueId::Input(input) = tensor.value
+            && let InputData::Bytes(bytes) = &self.inputs[input.0]
+        {
+            return self.written(bytes, slot).await;
+        }
+        let [from] = from else { return Err(RpcError::internal("a copy of nothing")) };
+        let to = self.fresh(tensor).await?;
+        let session = self.sessions[&tensor.place.session];
+        if from.reference_in(session.shared()).is_ok() {
+            session.copy_among_remote(from, &to).concurrent().await?;
+        } else {
+            copy_between(from, &to, self.lane_of(slot)).await?;
+        }
+        Ok(to)
+    }
+
+    async fn call(
+        &self,
+        call: CallId,
+        place: &Place,
+        tensors: Vec<RemoteTensor>,
+        results: &[Slot],
+    ) -> Result<Vec<RemoteTensor>> {
+        let what = &self.plan.graph.calls[call.0];
+        let mut made = Vec::with_capacity(results.len());
+        for slot in results {
+            made.push(self.fresh(&self.plan.tensors[*slot]).await?);
+        }
+        let function = &self.functions[&(place.session.clone(), what.function.clone())];
+        let arguments = Arguments { arguments: &what.arguments, tensors: &tensors, results: &made };
+        let returned = function.call::<Value>(arguments).concurrent().await?;
+        function.session().release(&returned);
+        Ok(made)
+    }
+}
+
+/// The arguments of a call, and behind them its results.
+struct Arguments<'a> {
+    arguments: &'a [Argument],
+    tensors: &'a [RemoteTensor],
+    results: &'a [RemoteTensor],
+}
+
+impl IntoArgs for Arguments<'_> {
+    fn into_args(self, scope: &mut ArgScope<'_>) -> Result<Vec<Value>> {
+        let mut tensors = self.tensors.iter();
+        let arguments = self.arguments.iter().map(|argument| match argument {
+            Argument::Value(value) => Ok(value.clone()),
+            Argument::Tensor(_) => match tensors.next() {
+                Some(tensor) => tensor.into_arg(scope),
+                None => Err(RpcError::internal("a call without a tensor that it takes")),
+            },
+        });
+        let mut arguments = arguments.collect::<Result<Vec<_>>>()?;
+        for result in self.results {
+            arguments.push(result.into_arg(scope)?);
+        }
+        Ok(arguments)
+    }
+}
+
+/// Copies from one session to another, through this process: a piece is read while the one before is written.
+async fn copy_between(from: &RemoteTensor, to: &RemoteTensor, lane: Lane) -> Result<()> {
+    let (source, target, len) = (from.session(), to.session(), from.size_bytes());
+    let read = |at: u64| source.copy_from_remote(from).range(at..len.min(at + PIECE)).lane(lane);
+    let mut at = 0;
+    let mut piece = if len > 0 { read(0).await? } else { BytesMut::new() };
+    while at < len {
+        let next = at + piece.len() as u64;
+        let write = target.copy_to_remote(to, piece.freeze()).offset(at).lane(lane);
+        if next < len {
+            piece = both(write, read(next)).await?;
+        } else {
+            write.await?;
+            break;
+        }
+        at = next;
+    }
+    Ok(())
+}
+
+/// What the second gives, once the first is done too.
+async fn both<T>(
+    first: impl IntoFuture<Output = Result<()>>,
+    second: impl IntoFuture<Output = Result<T>>,
+) -> Result<T> {
+    let (mut first, mut second) = (pin!(first.into_future()), pin!(second.into_future()));
+    let (mut is_done, mut given) = (false, None);
+    poll_fn(|cx| {
+        if !is_done && let Poll::Ready(outcome) = first.as_mut().poll(cx) {
+            is_done = true;
+            if let Err(error) = outcome {
+                return Poll::Ready(Err(error));
+            }
+        }
+        if given.is_none()
+            && let Poll::Ready(outcome) = second.as_mut().poll(cx)
+        {
+            match outcome {
+                Ok(value) => given = Some(value),
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+        if is_done && let Some(value) = given.take() { Poll::Ready(Ok(value)) } else { Poll::Pending }
+    })
+    .await
+}

@@ -1,0 +1,678 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::device::{DeviceApi, DeviceAttribute, Devices};
+use crate::tensor::{TensorView, TensorViewMut};
+use crate::{
+    DataType, Device, DeviceDescription, DeviceType, ErrorKind, LocalSession, Registry, Result, RpcError, Session,
+    Value, VirtualDevice, dlpack,
+};
+
+const F32: DataType = DataType::F32;
+
+fn device(text: &str, target: &str, scopes: &[&str]) -> DeviceDescription {
+    DeviceDescription {
+        device: text.parse().unwrap(),
+        target: target.parse().unwrap(),
+        memory_scopes: scopes.iter().map(|scope| (*scope).to_owned()).collect(),
+    }
+}
+
+/// A board with a processor, and a machine with two GPUs.
+fn sites() -> Vec<Site> {
+    vec![
+        Site::new("board", vec![device("cpu:0", "llvm -mtriple=aarch64", &[])]),
+        Site::new(
+            "gpus",
+            vec![
+                device("cuda:0", "cuda -arch=sm_90", &["host"]),
+                device("cuda:1", "cuda -arch=sm_90", &["host"]),
+                device("cpu:0", "llvm -mtriple=x86_64", &[]),
+            ],
+        ),
+    ]
+}
+
+fn on(text: &str) -> VirtualDevice {
+    text.parse().unwrap()
+}
+
+fn call(graph: &mut CallGraph, name: &str, arguments: &[ValueId]) -> CallId {
+    graph.call(name, arguments.iter().map(|value| (*value).into()).collect(), &[(F32, &[2])])
+}
+
+fn place(plan: &Plan, edge: impl Into<Edge>) -> String {
+    plan.place(edge).unwrap().to_string()
+}
+
+#[test]
+fn what_is_not_constrained_moves_to_where_it_is_used() {
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let a = call(&mut graph, "a", &[x.into()]);
+    let b = call(&mut graph, "b", &[a.result(0), x.into()]);
+    let y = graph.output("y", b.result(0));
+    graph.constrain(b, on("cuda:1"), "");
+    let plan = graph.plan(&sites()).unwrap();
+    assert_eq!(plan.copies(), 0);
+    for edge in [x.into(), a.into(), b.into(), y.into(), b.argument(1)] {
+        assert_eq!(place(&plan, edge), "gpus cuda:1 global");
+    }
+    assert_eq!(plan.place(b).unwrap().virtual_device(), on("cuda:1,scope=global,target=cuda -arch=sm_90"));
+    assert!(plan.place(b.argument(2)).is_none());
+}
+
+#[test]
+fn one_copy_for_each_value_and_place() {
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    graph.constrain(x, Constraint::session("board"), "camera");
+    let calls: Vec<_> = ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+        .into_iter()
+        .map(|place| {
+            let made = call(&mut graph, "f", &[x.into(), x.into()]);
+            graph.constrain(made, on(place), "");
+            made
+        })
+        .collect();
+    let sum = call(&mut graph, "sum", &calls.iter().map(|call| call.result(0)).collect::<Vec<_>>());
+    graph.constrain(sum, Constraint::session("board"), "");
+    graph.output("sum", sum.result(0));
+    let plan = graph.plan(&sites()).unwrap();
+    let copies: Vec<_> =
+        plan.steps().filter(|step| matches!(step, Step::Copy { .. })).map(|step| step.to_string()).collect();
+    assert_eq!(
+        copies,
+        [
+            "copy input 'x' from board cpu:0 global to gpus cuda:0 global",
+            "copy input 'x' from board cpu:0 global to gpus cuda:1 global",
+            "copy result #0 of call #0 'f' from gpus cuda:0 global to board cpu:0 global",
+            "copy result #0 of call #1 'f' from gpus cuda:1 global to board cpu:0 global",
+            "copy result #0 of call #2 'f' from gpus cuda:0 global to board cpu:0 global",
+            "copy result #0 of call #3 'f' from gpus cuda:1 global to board cpu:0 global",
+        ]
+    );
+    assert!(plan.to_string().ends_with("call #4 'sum' on board cpu:0 global\noutput 'sum' on board cpu:0 global\n"));
+}
+
+#[test]
+fn an_argument_can_lie_elsewhere_than_its_call() {
+    let mut graph = CallGraph::new();
+    let (x, shape) = (graph.input("x", F32, &[2]), graph.input("shape", DataType::I64, &[1]));
+    let f = call(&mut graph, "f", &[x.into(), shape.into()]);
+    graph.constrain(f, on("cuda:1"), "");
+    graph.constrain(f.argument(1), on("cpu"), "shapes are read by the host");
+    let g = call(&mut graph, "g", &[f.result(0)]);
+    graph.constrain(g.argument(0), on("*,scope=host"), "it streams");
+    graph.constrain(g, on("cuda:1"), "");
+    graph.constrain(f, on("*,scope=global"), "");
+    let plan = graph.plan(&sites()).unwrap();
+    // The input lies where it is taken, so that only the result is copied.
+    assert_eq!(place(&plan, shape), "gpus cpu:0 global");
+    assert_eq!(place(&plan, g.argument(0)), "gpus cuda:1 host");
+    assert_eq!(plan.copies(), 1, "{plan}");
+
+    // Only one session has both.
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let f = call(&mut graph, "f", &[x.into()]);
+    graph.constrain(f.argument(0), on("cuda"), "it computes");
+    graph.constrain(f, on("cpu"), "it starts kernels");
+    let plan = graph.plan(&sites()).unwrap();
+    assert_eq!(
+        (place(&plan, f), place(&plan, f.argument(0))),
+        ("gpus cpu:0 global".into(), "gpus cuda:0 global".into())
+    );
+    let error = graph.plan(&sites()[..1]).unwrap_err().to_string();
+    let expected = "no device is cpu beside cuda, as cuda of argument #0 of call #0 'f' (it computes) and cpu of call #0 'f' (it starts kernels) asked";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn a_constrained_argument_takes_what_makes_it_along() {
+    // A constraint that says what the call's own says already changes nothing.
+    for (own, of_call, expected) in [
+        ("cuda:1", "cuda:1", "gpus cuda:1 global"),
+        ("*", "cuda:1", "gpus cuda:1 global"),
+        ("*,scope=host", "cuda:1,scope=global", "gpus cuda:0 host"),
+        ("cpu", "cuda:1", "gpus cpu:0 global"),
+    ] {
+        let mut graph = CallGraph::new();
+        let x = graph.input("x", F32, &[2]);
+        let a = call(&mut graph, "a", &[x.into()]);
+        let f = call(&mut graph, "f", &[a.result(0)]);
+        graph.constrain(f.argument(0), on(own), "");
+        graph.constrain(f, Constraint::from(on(of_call)).in_session("gpus"), "");
+        let plan = graph.plan(&sites()).unwrap();
+        assert_eq!(place(&plan, a), expected, "{own}");
+        assert_eq!(place(&plan, x), expected, "{own}");
+    }
+}
+
+#[test]
+fn an_argument_lies_in_the_session_of_its_call() {
+    let mut graph = CallGraph::new();
+    let (x, shape) = (graph.input("x", F32, &[2]), graph.input("shape", DataType::I64, &[1]));
+    let f = call(&mut graph, "f", &[x.into(), shape.into()]);
+    graph.constrain(f.argument(1), Constraint::session("board"), "it is made there");
+    graph.constrain(f, Constraint::session("gpus"), "they are fast");
+    let error = graph.plan(&sites()).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "argument #1 of call #0 'f' cannot be placed: session 'gpus' of call #0 'f' (they are fast) and session 'board' of argument #1 of call #0 'f' \
+         (it is made there) disagree on the session"
+    );
+}
+
+#[test]
+fn a_conflict_names_both_constraints_and_where_they_come_from() {
+    let fields = [
+        ("cuda:0", "cpu:0", "device type"),
+        ("cuda:0", "cuda:1", "device number"),
+        ("cuda,target=cuda -arch=sm_90", "*,target=cuda -arch=sm_80", "target"),
+        ("*,scope=host", "*,scope=global", "memory scope"),
+    ];
+    for (first, second, field) in fields {
+        let mut graph = CallGraph::new();
+        let x = graph.input("x", F32, &[2]);
+        let f = call(&mut graph, "f", &[x.into()]);
+        graph.constrain(f, on(first), "one");
+        graph.constrain(f.result(0), on(second), "two");
+        let error = graph.plan(&sites()).unwrap_err();
+        let PlacementError::Conflict { field: found, origins, edge } = &error else { panic!("{error}") };
+        assert_eq!((*found, &**edge), (field, "call #0 'f'"));
+        assert_eq!((&*origins.0.constraint, &*origins.0.reason), (&*on(first).to_string(), "one"));
+        assert_eq!((&*origins.1.constraint, &*origins.1.reason), (&*on(second).to_string(), "two"));
+        assert_eq!(RpcError::from(error).kind(), ErrorKind::InvalidArgument);
+    }
+}
+
+#[test]
+fn what_no_device_satisfies_says_who_asked_and_what_there_is() {
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    graph.constrain(x, on("vulkan"), "shaders");
+    graph.constrain(x, Constraint::session("board"), "");
+    let error = graph.plan(&sites()[..1]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "input 'x' cannot be placed: no device is vulkan in session 'board', as vulkan of input 'x' (shaders) and session 'board' of input 'x' asked; \
+         there are cpu:0 'llvm -mtriple=aarch64' with memory global in session 'board'"
+    );
+    assert_eq!(RpcError::from(error).kind(), ErrorKind::DeviceUnavailable);
+    let error = graph.plan(&[]).unwrap_err().to_string();
+    assert!(error.ends_with("there are none"), "{error}");
+}
+
+/// Two constraints that agree, but that no device satisfies together, are a copy and no error.
+#[test]
+fn what_agrees_but_does_not_exist_is_a_copy() {
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let f = call(&mut graph, "f", &[x.into()]);
+    graph.constrain(x, Constraint::session("board"), "");
+    graph.constrain(f, on("cuda"), "");
+    assert_eq!(graph.plan(&sites()).unwrap().copies(), 1);
+}
+
+#[test]
+fn the_default_is_for_what_is_open_and_gives_way() {
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let f = call(&mut graph, "f", &[x.into()]);
+    let y = graph.input("y", F32, &[2]);
+    let g = call(&mut graph, "g", &[y.into()]);
+    graph.constrain(g, on("cpu"), "");
+    assert_eq!(place(&graph.plan(&sites()).unwrap(), f), "board cpu:0 global");
+    graph.default_place(Constraint::from(on("cuda:1,scope=host")).in_session("gpus"));
+    let plan = graph.plan(&sites()).unwrap();
+    assert_eq!(place(&plan, f), "gpus cuda:1 host");
+    // There is no cpu:1, nor a cpu with such memory.
+    assert_eq!(place(&plan, g), "gpus cpu:0 global");
+    graph.default_place(Constraint::session("nowhere"));
+    assert_eq!(place(&graph.plan(&sites()).unwrap(), f), "board cpu:0 global");
+}
+
+#[test]
+fn an_output_is_delivered_where_it_is_asked_for() {
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let f = call(&mut graph, "f", &[x.into()]);
+    let [here, there] = ["here", "there"].map(|name| graph.output(name, f.result(0)));
+    graph.constrain(f, on("cuda:0"), "");
+    graph.constrain(there, Constraint::session("board"), "people look at it");
+    let plan = graph.plan(&sites()).unwrap();
+    assert_eq!((place(&plan, here), place(&plan, there)), ("gpus cuda:0 global".into(), "board cpu:0 global".into()));
+    assert_eq!(plan.copies(), 1);
+
+    // Where it is copied to anyway will do.
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let f = call(&mut graph, "f", &[x.into()]);
+    let out = graph.output("x", x);
+    graph.constrain(x, Constraint::session("board"), "");
+    graph.constrain(f, on("cuda:1"), "");
+    graph.constrain(out, Constraint::session("gpus"), "");
+    let plan = graph.plan(&sites()).unwrap();
+    assert_eq!((place(&plan, out), plan.copies()), ("gpus cuda:1 global".into(), 1));
+}
+
+#[test]
+fn graphs_that_are_wrong_in_themselves_are_refused() {
+    let wrong = |graph: &CallGraph, part: &str| {
+        let error = graph.plan(&sites()).unwrap_err();
+        assert!(matches!(error, PlacementError::Graph(_)), "{error}");
+        assert!(error.to_string().contains(part), "{error}");
+    };
+    let mut other = CallGraph::new();
+    let strangers = (0..3).map(|number| other.input(&number.to_string(), F32, &[2])).last().unwrap();
+
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let f = call(&mut graph, "f", &[x.into()]);
+    let sound = graph.clone();
+    graph.input("x", F32, &[2]);
+    wrong(&graph, "two inputs called 'x'");
+    graph = sound.clone();
+    call(&mut graph, "g", &[strangers.into()]);
+    wrong(&graph, "call #1 'g' takes a tensor that is not made before it");
+    graph = sound.clone();
+    call(&mut graph, "g", &[f.result(1)]);
+    wrong(&graph, "not made before it");
+    graph = sound.clone();
+    graph.output("y", strangers);
+    wrong(&graph, "output 'y' is of a tensor that the graph does not have");
+    graph = sound.clone();
+    graph.constrain(f.argument(1), on("cpu"), "");
+    wrong(&graph, "cpu is asked of Argument(CallId(0), 1), which is no tensor of the graph");
+    graph = sound.clone();
+    graph.input("huge", F32, &[i64::MAX, i64::MAX]);
+    wrong(&graph, "is impossible");
+    let twice = [sites(), sites()].concat();
+    assert!(sound.plan(&twice).unwrap_err().to_string().contains("two sites called 'board'"));
+}
+
+/// Random graphs over random constraints: the plan keeps every constraint, or says which two it cannot keep.
+fn graphs() -> impl Strategy<Value = (CallGraph, Vec<(Edge, Constraint)>)> {
+    let places = ["cpu", "cuda", "cuda:1", "*:0", "*,scope=host", "*,target=cuda -arch=sm_90", "*"];
+    let sessions = [None, None, Some("board"), Some("gpus")];
+    let calls = prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 1..4), 1..8);
+    let constraint =
+        (any::<prop::sample::Index>(), prop::sample::select(places.to_vec()), prop::sample::select(sessions.to_vec()));
+    (calls, prop::collection::vec(constraint, 0..8)).prop_map(|(calls, constraints)| {
+        let mut graph = CallGraph::new();
+        let mut values: Vec<ValueId> = ["x", "y"].map(|name| graph.input(name, F32, &[2]).into()).into();
+        let mut edges: Vec<Edge> = values.iter().map(|value| (*value).into()).collect();
+        for arguments in calls {
+            let arguments: Vec<_> = arguments.iter().map(|at| *at.get(&values)).collect();
+            let made = call(&mut graph, &format!("f{}", arguments.len()), &arguments);
+            edges.extend((0..arguments.len()).map(|index| made.argument(index)).chain([made.into()]));
+            values.push(made.result(0));
+        }
+        edges.push(graph.output("out", *values.last().unwrap()).into());
+        let constraints: Vec<(Edge, Constraint)> = constraints
+            .into_iter()
+            .map(|(at, device, session)| {
+                let constraint = Constraint { session: session.map(str::to_owned), ..on(device).into() };
+                (*at.get(&edges), constraint)
+            })
+            .collect();
+        for (edge, constraint) in &constraints {
+            graph.constrain(*edge, constraint.clone(), "");
+        }
+        (graph, constraints)
+    })
+}
+
+/// Whether the constraints on every single thing can be kept: all that is between things can be copied.
+fn has_plan(graph: &CallGraph, constraints: &[(Edge, Constraint)], sites: &[Site]) -> bool {
+    let devices =
+        |edge: Edge| constraints.iter().filter(move |(of, _)| *of == edge).map(|(_, constraint)| &constraint.device);
+    let joined = |edge: Edge| devices(edge).try_fold(VirtualDevice::default(), |all, one| all.join(one));
+    let is_at = |edge: Edge, site: &Site| {
+        let sessions =
+            constraints.iter().filter(|(of, _)| *of == edge).filter_map(|(_, constraint)| constraint.session.as_ref());
+        joined(edge).is_some_and(|wanted| site.devices.iter().any(|device| device.satisfies(&wanted)))
+            && sessions.into_iter().all(|session| *session == site.name)
+    };
+    let alone =
+        (0..graph.inputs.len()).map(|input| InputId(input).into()).chain([OutputId(0).into()]).map(|edge| vec![edge]);
+    let calls = graph.calls.iter().enumerate().map(|(number, call)| {
+        let arguments = (0..call.arguments.len()).map(|index| CallId(number).argument(index));
+        arguments.filter(|edge| devices(*edge).next().is_some()).chain([CallId(number).into()]).collect::<Vec<Edge>>()
+    });
+    alone.chain(calls).all(|together| sites.iter().any(|site| together.iter().all(|edge| is_at(*edge, site))))
+}
+
+proptest! {
+    #[test]
+    fn plans_keep_every_constraint((graph, constraints) in graphs()) {
+        let sites = sites();
+        let plan = match (graph.plan(&sites), has_plan(&graph, &constraints, &sites)) {
+            (Ok(plan), true) => plan,
+            (Err(_), false) => return Ok(()),
+            (outcome, has_plan) => return Err(TestCaseError::fail(format!("{outcome:?}, and a plan: {has_plan}"))),
+        };
+        for (edge, constraint) in &constraints {
+            let place = plan.place(*edge).unwrap();
+            prop_assert!(constraint.session.as_ref().is_none_or(|session| *session == place.session));
+            prop_assert!(constraint.device.memory_scope().is_none_or(|scope| scope == place.memory_scope));
+            let site = sites.iter().find(|site| site.name == place.session).unwrap();
+            let device = site.devices.iter().find(|device| device.device == place.device).unwrap();
+            prop_assert!(device.satisfies(&constraint.device));
+        }
+        // What a step needs is made before it, at the place where it is needed, and nothing is made twice in one place.
+        let mut made: Vec<(ValueId, &Place)> = Vec::new();
+        for work in &plan.work {
+            let (needs, makes) = match work {
+                plan::Work::Input { to, .. } => (&[][..], std::slice::from_ref(to)),
+                plan::Work::Copy { from, to } => (std::slice::from_ref(from), std::slice::from_ref(to)),
+                plan::Work::Call { tensors, results, .. } => (&tensors[..], &results[..]),
+            };
+            let tensor = |slot: &usize| (plan.tensors[*slot].value, &plan.tensors[*slot].place);
+            prop_assert!(needs.iter().map(tensor).all(|need| made.contains(&need)));
+            if let plan::Work::Call { call, tensors, .. } = work {
+                for (index, slot) in tensors.iter().enumerate() {
+                    prop_assert!(plan.tensors[*slot].place.is_memory_of(plan.place(call.argument(index)).unwrap()));
+                }
+            }
+            for make in makes.iter().map(tensor) {
+                prop_assert!(!made.iter().any(|(value, place)| *value == make.0 && place.is_memory_of(make.1)));
+                made.push(make);
+            }
+        }
+        prop_assert_eq!(plan.to_string(), graph.plan(&sites).unwrap().to_string());
+    }
+}
+
+/// `cpu` under another name: another device with memory of its own, as far as sessions can tell.
+struct Fake(DeviceType, &'static str);
+
+impl DeviceApi for Fake {
+    fn kind(&self) -> DeviceType {
+        self.0
+    }
+
+    fn count(&self) -> Result<i32> {
+        Ok(2)
+    }
+
+    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
+        Ok(match attribute {
+            DeviceAttribute::Exists => Value::Bool((0..2).contains(&index)),
+            DeviceAttribute::MemoryScopes => Value::List(vec!["host".into()]),
+            DeviceAttribute::Target if !self.1.is_empty() => self.1.into(),
+            _ => Value::Null,
+        })
+    }
+
+    fn allocate(&self, _: i32, request: &crate::device::AllocRequest<'_>) -> Result<Box<dyn crate::device::Memory>> {
+        assert!(["global", "host"].contains(&request.scope.unwrap()));
+        let request = crate::device::AllocRequest { scope: None, ..*request };
+        crate::device::CpuDevice::default().allocate(0, &request)
+    }
+
+    fn create_stream(&self, _: i32) -> Result<Arc<dyn crate::device::Stream>> {
+        Err(RpcError::unsupported("no streams"))
+    }
+
+    fn default_stream(&self, _: i32) -> Result<Arc<dyn crate::device::Stream>> {
+        crate::device::CpuDevice::default().default_stream(0)
+    }
+}
+
+/// A session with the functions of the tests, one device of another kind, and a count of the calls.
+fn session(registry: Registry) -> (Session, Arc<AtomicUsize>) {
+    let calls = Arc::new(AtomicUsize::new(0));
+    let count = calls.clone();
+    registry.add("add", move |a: TensorView, b: TensorView, by: f32, mut y: TensorViewMut| -> Result<()> {
+        count.fetch_add(1, Ordering::Relaxed);
+        let (a, b) = (a.as_slice::<f32>()?, b.as_slice::<f32>()?);
+        let y = y.as_mut_slice::<f32>()?;
+        y.iter_mut().zip(a.iter().zip(b)).for_each(|(y, (a, b))| *y = a + b + by);
+        Ok(())
+    });
+    registry.add("fail", |_: TensorView, _: TensorViewMut| -> Result<()> {
+        Err(RpcError::new(ErrorKind::Application, "not today"))
+    });
+    let devices = Devices::new().with(Arc::new(Fake(DeviceType::EXT_DEV, "")));
+    (Session::new(LocalSession::builder(registry).devices(devices).build()), calls)
+}
+
+fn both_sites(sessions: &[(&str, Session)]) -> Vec<Site> {
+    let of = |(name, session): &(&str, Session)| crate::blocking::block_on(Site::of(name, session)).unwrap().unwrap();
+    sessions.iter().map(of).collect()
+}
+
+fn add(graph: &mut CallGraph, a: ValueId, b: ValueId, by: f64, len: i64) -> CallId {
+    graph.call("add", vec![a.into(), b.into(), Value::Float(by).into()], &[(F32, &[len])])
+}
+
+#[test]
+fn a_plan_runs_over_sessions_and_devices() {
+    let sessions = [("one", session(Registry::new()).0), ("two", session(Registry::new()).0)];
+    let sites = both_sites(&sessions);
+    let found: Vec<_> = sites[0].devices.iter().map(|device| device.device.to_string()).collect();
+    assert_eq!(found, ["cpu:0", "ext_dev:0", "ext_dev:1"]);
+    assert_eq!(sites[0].devices[1].target.to_string(), "ext_dev");
+
+    // More than one piece of a copy between sessions, and not a whole number of them.
+    let len = 2 * (4 << 20) / 4 + 3;
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[len]);
+    let a = add(&mut graph, x.into(), x.into(), 1.0, len);
+    let b = add(&mut graph, a.result(0), x.into(), 10.0, len);
+    let c = add(&mut graph, b.result(0), a.result(0), 100.0, len);
+    graph.output("c", c.result(0));
+    graph.output("a", a.result(0));
+    graph.constrain(a, Constraint::from(on("ext_dev:1")).in_session("one"), "");
+    graph.constrain(b, Constraint::from(on("cpu")).in_session("two"), "");
+    graph.constrain(c, Constraint::from(on("ext_dev,scope=host")).in_session("two"), "");
+    let plan = graph.plan(&sites).unwrap();
+    let input: Vec<f32> = (0..len).map(|at| (at % 1000) as f32).collect();
+    let outputs = plan.run(&sessions, vec![("x", dlpack::to_bytes(&input).into())]).wait().unwrap();
+    let read = |name: &str| {
+        let tensor = &outputs[name];
+        crate::blocking::block_on(tensor.session().download::<f32>(tensor)).unwrap().unwrap()
+    };
+    assert!(read("a").iter().zip(&input).all(|(a, x)| *a == x + x + 1.0));
+    assert!(read("c").iter().zip(&input).all(|(c, x)| *c == (x + x + 1.0) + x + 10.0 + (x + x + 1.0) + 100.0));
+    assert_eq!(outputs["c"].device(), Device::new(DeviceType::EXT_DEV, 0));
+}
+
+/// Two calls that only return together, on two sessions and on one.
+#[test]
+fn what_does_not_need_each_other_runs_at_once() {
+    let both = Arc::new(Barrier::new(2));
+    let meeting = |both: &Arc<Barrier>| {
+        let (registry, both) = (Registry::new(), both.clone());
+        registry.add("meet", move |_: TensorView, _: TensorViewMut| {
+            both.wait();
+        });
+        session(registry).0
+    };
+    let sessions = [("one", meeting(&both)), ("two", meeting(&both))];
+    for second in ["one", "two"] {
+        let mut graph = CallGraph::new();
+        let x = graph.input("x", F32, &[2]);
+        for name in ["one", second] {
+            let met = call(&mut graph, "meet", &[x.into()]);
+            graph.constrain(met, Constraint::session(name), "");
+        }
+        let plan = graph.plan(&both_sites(&sessions)).unwrap();
+        plan.run(&sessions, vec![("x", vec![0; 8].into())]).wait().unwrap();
+    }
+}
+
+/// Adds up its arguments, and one.
+fn summing_session(with_cuda: bool) -> Session {
+    fn sum(arguments: &[TensorView], mut y: TensorViewMut) -> Result<()> {
+        let y = y.as_mut_slice::<f32>()?;
+        y.fill(1.0);
+        for argument in arguments {
+            y.iter_mut().zip(argument.as_slice::<f32>()?).for_each(|(y, x)| *y += x);
+        }
+        Ok(())
+    }
+    let registry = Registry::new();
+    registry.add("f1", |a: TensorView, y: TensorViewMut| sum(&[a], y));
+    registry.add("f2", |a: TensorView, b: TensorView, y: TensorViewMut| sum(&[a, b], y));
+    registry.add("f3", |a: TensorView, b: TensorView, c: TensorView, y: TensorViewMut| sum(&[a, b, c], y));
+    let mut devices = Devices::new();
+    if with_cuda {
+        devices = devices.with(Arc::new(Fake(DeviceType::CUDA, "cuda -arch=sm_90")));
+    }
+    Session::new(LocalSession::builder(registry).devices(devices).build())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn runs_give_what_the_graph_says((graph, _) in graphs()) {
+        let sessions = [("board", summing_session(false)), ("gpus", summing_session(true))];
+        let Ok(plan) = graph.plan(&both_sites(&sessions)) else { return Ok(()) };
+        let mut expected: Vec<Vec<f32>> = Vec::new();
+        for call in &graph.calls {
+            let sum = |at: usize| {
+                let argument = |argument: &Argument| match argument {
+                    Argument::Tensor(ValueId::Input(InputId(input))) => [[1.0, 2.0], [10.0, 20.0]][*input][at],
+                    Argument::Tensor(ValueId::Result(CallId(call), _)) => expected[*call][at],
+                    Argument::Value(_) => unreachable!(),
+                };
+                1.0 + call.arguments.iter().map(argument).sum::<f32>()
+            };
+            let sums = vec![sum(0), sum(1)];
+            expected.push(sums);
+        }
+        let inputs = vec![("x", dlpack::to_bytes(&[1.0_f32, 2.0]).into()), ("y", dlpack::to_bytes(&[10.0_f32, 20.0]).into())];
+        let outputs = plan.run(&sessions, inputs).wait().unwrap();
+        prop_assert_eq!(&downloaded(&outputs["out"]), expected.last().unwrap());
+    }
+}
+
+fn downloaded(tensor: &crate::RemoteTensor) -> Vec<f32> {
+    crate::blocking::block_on(tensor.session().download::<f32>(tensor)).unwrap().unwrap()
+}
+
+/// Each of the two runs stops in the middle until the other one is there too; and the session's default lane is busy meanwhile.
+#[test]
+fn runs_wait_neither_for_each_other_nor_for_the_default_lane() {
+    let all = Arc::new(Barrier::new(3));
+    let (registry, meeting, holding) = (Registry::new(), all.clone(), all.clone());
+    registry.add("meet", move |_: TensorView, _: TensorViewMut| {
+        meeting.wait();
+    });
+    registry.add("hold", move || {
+        holding.wait();
+    });
+    let sessions = [("only", session(registry).0)];
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let first = add(&mut graph, x.into(), x.into(), 0.0, 2);
+    let met = call(&mut graph, "meet", &[first.result(0)]);
+    graph.output("y", met.result(0));
+    let plan = graph.plan(&both_sites(&sessions)).unwrap();
+    let hold = sessions[0].1.get_function("hold").wait().unwrap();
+    let held = hold.call::<()>(()).start();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| plan.run(&sessions, vec![("x", vec![0; 8].into())]).wait().unwrap());
+        }
+    });
+    held.wait().unwrap();
+}
+
+#[test]
+fn what_nothing_needs_any_more_is_freed() {
+    let (registry, most) = (Registry::new(), Arc::new(AtomicUsize::new(0)));
+    let peak = most.clone();
+    registry.add("step", move |context: crate::Context, _: TensorView, _: TensorViewMut| {
+        peak.fetch_max(context.usage().memory_bytes as usize, Ordering::Relaxed);
+    });
+    registry.add("used", |context: crate::Context| context.usage().memory_bytes as i64);
+    let sessions = [("only", session(registry).0)];
+    const LEN: i64 = 1 << 16;
+    let mut graph = CallGraph::new();
+    let mut last: ValueId = graph.input("x", F32, &[LEN]).into();
+    for _ in 0..20 {
+        last = graph.call("step", vec![last.into()], &[(F32, &[LEN])]).result(0);
+    }
+    graph.output("y", last);
+    let plan = graph.plan(&both_sites(&sessions)).unwrap();
+    let input = || vec![("x", vec![0; 4 * LEN as usize].into())];
+    let used = || sessions[0].1.function::<(), i64>("used").wait().unwrap().call(()).wait().unwrap();
+    let outputs = plan.run(&sessions, input()).wait().unwrap();
+    assert!(most.load(Ordering::Relaxed) <= 3 * 4 * LEN as usize, "{most:?}");
+    assert_eq!(used(), 4 * LEN);
+    drop(outputs);
+    assert_eq!(used(), 0);
+
+    // Also by a run that fails.
+    let failed = graph.call("fail", vec![last.into()], &[(F32, &[LEN])]);
+    graph.output("z", failed.result(0));
+    graph.plan(&both_sites(&sessions)).unwrap().run(&sessions, input()).wait().unwrap_err();
+    assert_eq!(used(), 0);
+}
+
+#[test]
+fn a_failed_call_is_named_and_ends_the_run() {
+    let (only, calls) = session(Registry::new());
+    let sessions = [("only", only)];
+    let mut graph = CallGraph::new();
+    let x = graph.input("x", F32, &[2]);
+    let failed = call(&mut graph, "fail", &[x.into()]);
+    let behind = add(&mut graph, failed.result(0), x.into(), 0.0, 2);
+    graph.output("y", behind.result(0));
+    let plan = graph.plan(&both_sites(&sessions)).unwrap();
+    let error = plan.run(&sessions, vec![("x", vec![0; 8].into())]).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Application);
+    assert!(
+        error.to_string().contains("call #0 'fail' on only cpu:0 global") && error.to_string().contains("not today"),
+        "{error}"
+    );
+    assert_eq!(calls.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn inputs_are_checked_and_may_be_tensors() {
+    let sessions = [("one", session(Registry::new()).0), ("two", session(Registry::new()).0)];
+    let mut graph = CallGraph::new();
+    let (x, y) = (graph.input("x", F32, &[2]), graph.input("y", F32, &[2]));
+    let sum = add(&mut graph, x.into(), y.into(), 0.5, 2);
+    graph.output("sum", sum.result(0));
+    graph.constrain(x, Constraint::from(on("cpu:0")).in_session("one"), "it is there");
+    let plan = graph.plan(&both_sites(&sessions)).unwrap();
+    let upload = |session: &Session| crate::blocking::block_on(session.upload(&[2], &[1.0_f32, 2.0])).unwrap().unwrap();
+    let there = upload(&sessions[0].1);
+    let y_bytes = || dlpack::to_bytes(&[10.0_f32, 20.0]);
+    let outputs = plan.run(&sessions, vec![("x", there.clone().into()), ("y", y_bytes().into())]).wait().unwrap();
+    let sum = crate::blocking::block_on(sessions[0].1.download::<f32>(&outputs["sum"])).unwrap().unwrap();
+    assert_eq!(sum, [11.5, 22.5]);
+    // The caller's tensor is still there.
+    assert_eq!(crate::blocking::block_on(sessions[0].1.download::<f32>(&there)).unwrap().unwrap(), [1.0, 2.0]);
+
+    let fails = |sessions: &[(&str, Session)], inputs: Vec<(&str, InputData)>, part: &str| {
+        let error = plan.run(sessions, inputs).wait().unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    };
+    fails(&sessions, vec![("x", there.clone().into())], "input 'y' is missing");
+    let three = vec![("x", there.clone().into()), ("y", y_bytes().into()), ("z", y_bytes().into())];
+    fails(&sessions, three, "no input 'z'");
+    fails(&sessions, vec![("y", y_bytes().into()), ("y", y_bytes().into())], "given twice");
+    let twice = [sessions[0].clone(), sessions[1].clone(), sessions[0].clone()];
+    fails(&twice, vec![("x", there.clone().into()), ("y", y_bytes().into())], "session 'one' is given twice");
+    fails(
+        &sessions,
+        vec![("x", there.clone().into()), ("y", vec![0; 7].into())],
+        "8 bytes are needed, and 7 were given",
+    );
+    let elsewhere = upload(&sessions[1].1);
+    fails(&sessions, vec![("x", elsewhere.into()), ("y", y_bytes().into())], "another session");
+    let shaped = there.view(0, F32, &[1, 2], None);
+    fails(&sessions, vec![("x", shaped.into()), ("y", y_bytes().into())], "float32 [2] on cpu:0 is needed");
+    fails(&sessions[1..], vec![("x", there.into()), ("y", y_bytes().into())], "session 'one', which it was not given");
+}

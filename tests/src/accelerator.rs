@@ -1,0 +1,132 @@
+//! A device for tests whose memory the processor cannot reach, as that of a GPU: two of them, each with a second memory.
+
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rpc_core::device::{AllocRequest, Memory, Stream};
+use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, ErrorKind, Result, RpcError, Target, Value};
+
+/// The second memory of each device.
+pub const FAST_MEMORY: &str = "fast";
+
+/// The devices `ext_dev:0` and `ext_dev:1`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Accelerator;
+
+const COUNT: i32 = 2;
+
+impl Accelerator {
+    /// What code for the devices is compiled for.
+    ///
+    /// # Panics
+    ///
+    /// Never.
+    pub fn target() -> Target {
+        Target::new("ext_dev").and_then(|target| target.with("rev", "2")).expect("it is a target")
+    }
+
+    fn check(index: i32) -> Result<()> {
+        if (0..COUNT).contains(&index) {
+            return Ok(());
+        }
+        Err(RpcError::new(ErrorKind::DeviceUnavailable, format!("no ext_dev:{index}: there are {COUNT}")))
+    }
+}
+
+impl DeviceApi for Accelerator {
+    fn kind(&self) -> DeviceType {
+        DeviceType::EXT_DEV
+    }
+
+    fn count(&self) -> Result<i32> {
+        Ok(COUNT)
+    }
+
+    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
+        if attribute == DeviceAttribute::Exists {
+            return Ok(Value::Bool(Self::check(index).is_ok()));
+        }
+        Self::check(index)?;
+        Ok(match attribute {
+            DeviceAttribute::Target => Self::target().to_string().into(),
+            DeviceAttribute::MemoryScopes => Value::List(vec![FAST_MEMORY.into()]),
+            _ => Value::Null,
+        })
+    }
+
+    fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        Self::check(index)?;
+        match request.scope {
+            None | Some("global" | FAST_MEMORY) => {
+                let size = usize::try_from(request.size).ok().filter(|size| *size <= isize::MAX as usize);
+                let size = size.ok_or_else(|| RpcError::new(ErrorKind::OutOfMemory, "more than there can be"))?;
+                Ok(Box::new(Remote { bytes: Mutex::new(vec![0; size]), len: size as u64 }))
+            }
+            Some(scope) => Err(RpcError::unsupported(format!("ext_dev has no memory scope '{scope}'"))),
+        }
+    }
+
+    fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        Self::check(index)?;
+        Ok(Arc::new(InOrder(index)))
+    }
+
+    fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        self.create_stream(index)
+    }
+}
+
+/// Work is done when it has been submitted.
+struct InOrder(i32);
+
+impl Stream for InOrder {
+    fn device(&self) -> Device {
+        Device::new(DeviceType::EXT_DEV, self.0)
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn wait_for(&self, other: &dyn Stream) -> Result<()> {
+        other.synchronize()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+struct Remote {
+    bytes: Mutex<Vec<u8>>,
+    len: u64,
+}
+
+// SAFETY: there is no host pointer, and the length never changes.
+#[allow(unsafe_code)]
+unsafe impl Memory for Remote {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        None
+    }
+
+    unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
+        let mut bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        bytes[offset as usize..][..data.len()].copy_from_slice(data);
+        Ok(())
+    }
+
+    unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        out.copy_from_slice(&bytes[offset as usize..][..out.len()]);
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
