@@ -9,6 +9,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
 use rpc_transports::{Address, Connector, DialOptions, Onward};
+use serde::{Deserialize, Serialize};
 
 use crate::command::{Encoded, Queued};
 use crate::error::WorkerId;
@@ -21,6 +22,7 @@ use crate::logs;
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening};
 use crate::relay::{Destination, Relays, Wanted};
+use crate::weight_folders::WeightFolders;
 
 /// Whether this program has said that it serves workers when it is started as one.
 static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
@@ -222,7 +224,7 @@ fn processes(
             "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
         ));
     }
-    let address = this_program_as_worker(Some(context.limits()))?;
+    let address = this_program_as_worker(Some(&OfNode::of(context)))?;
     let places = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
     let child = |first| {
         let set_up =
@@ -255,18 +257,32 @@ fn far_end(link: &Link) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
     link.far_end().ok_or_else(|| RpcError::internal("the session has ended"))
 }
 
-/// This program as the address of a worker, whose session may hold so much.
+/// What the session of a worker's process takes over from that of its node.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct OfNode {
+    pub(crate) limits: SessionLimits,
+    pub(crate) weights: Option<WeightFolders>,
+}
+
+impl OfNode {
+    fn of(context: &rpc_core::Context) -> Self {
+        let weights = context.extension::<WeightFolders>();
+        Self { limits: context.limits().clone(), weights: weights.map(|folders| WeightFolders::clone(&folders)) }
+    }
+}
+
+/// This program as the address of a worker, in a session like that of a node or of no node.
 ///
 /// # Errors
 ///
 /// Where it lies is not known.
-pub(crate) fn this_program_as_worker(limits: Option<&SessionLimits>) -> Result<String> {
+pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
     let program = std::env::current_exe().ok();
     let program = program.as_ref().and_then(|path| path.to_str());
     let program = program.ok_or_else(|| RpcError::unsupported("where this program lies is not known"))?;
-    let limits = limits.map(serde_json::to_string).transpose();
-    let limits = limits.map_err(|error| RpcError::internal(format!("limits cannot be written: {error}")))?;
-    let words = [Some(program), Some(WORKER), limits.as_deref()];
+    let node = node.map(serde_json::to_string).transpose();
+    let node = node.map_err(|error| RpcError::internal(format!("its settings cannot be written: {error}")))?;
+    let words = [Some(program), Some(WORKER), node.as_deref()];
     let address =
         Address::exec(words.into_iter().flatten()).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
     Ok(address.to_string())

@@ -7,7 +7,8 @@ mod wire;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use rpc_core::{DataType, Device, Packed, Value};
+use rpc_core::{DataType, Device, Packed, Value, VirtualDevice};
+use serde::{Deserialize, Serialize};
 
 use crate::ccl::ReduceOp;
 use crate::parameter::ParameterType;
@@ -52,7 +53,7 @@ pub(crate) enum On {
 }
 
 /// Among whom a collective runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Scope {
     /// The workers of each group among themselves.
     #[default]
@@ -103,7 +104,7 @@ pub(crate) enum Command {
     },
     Empty {
         to: Register,
-        device: Option<Device>,
+        device: Option<VirtualDevice>,
         dtype: DataType,
         shape: Vec<i64>,
         on: On,

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rpc_core::function::FromCall;
 use rpc_core::object::Invocation;
 use rpc_core::tensor::Access;
-use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor};
+use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
 
 use crate::ccl::{
     BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
@@ -176,6 +176,12 @@ impl WorkerContext {
     /// The session of the process that the worker is in: its devices, its functions, its folder.
     pub fn context(&self) -> &Context {
         &self.0.context
+    }
+
+    /// The device of the worker that satisfies a constraint: its own if that does, or if there is none.
+    pub(crate) fn choose(&self, wanted: Option<&VirtualDevice>) -> Result<Device> {
+        let own = self.device();
+        wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))
     }
 
     /// Allocates a zeroed, densely packed tensor on the worker's device.
@@ -374,6 +380,11 @@ impl WorkerContext {
         }
         drop(controls);
         self.0.sink.send(Event::CclBroken { worker: self.0.id, report });
+    }
+
+    /// Tells the controller that so many more bytes of weights have come, which this loader waits for.
+    pub(crate) fn tell_loaded(&self, loader: u64, bytes: u64) {
+        self.0.sink.send(Event::Loaded { worker: self.0.id, loader, bytes });
     }
 
     /// The error of a collective whose communicator is broken; the controller hears of it, too.

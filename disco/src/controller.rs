@@ -21,6 +21,7 @@ use crate::link::{Link, Upstream};
 use crate::logs;
 use crate::options::{Hosting, Options};
 use crate::plane::{Layout, Limits, Place, Plan, Way};
+use crate::progress::Watcher;
 use crate::relay::{Closing, Wanted};
 
 /// One session, seen from its controller.
@@ -47,6 +48,9 @@ pub(crate) struct State {
     reached: Vec<u64>,
     registers: Registers,
     last_program: u32,
+    last_loader: u64,
+    /// Who is told of the progress of which loader.
+    watchers: HashMap<u64, Arc<Watcher>>,
     last_ticket: u64,
     tickets: HashMap<u64, Ticket>,
     /// Failures that nobody has been told of, in the order in which they came.
@@ -103,6 +107,8 @@ impl Controller {
             reached: vec![0; layout.world_size as usize],
             registers: Registers::default(),
             last_program: 0,
+            last_loader: 0,
+            watchers: HashMap::new(),
             last_ticket: 0,
             tickets: HashMap::new(),
             failures: Vec::new(),
@@ -228,6 +234,21 @@ impl Controller {
         let mut state = self.lock();
         state.last_program += 1;
         state.last_program
+    }
+
+    /// A number for a loader of weights, whose progress is told from now on.
+    pub(crate) fn watch_loader(&self, watcher: Arc<Watcher>) -> u64 {
+        let mut state = self.lock();
+        state.last_loader += 1;
+        let number = state.last_loader;
+        state.watchers.insert(number, watcher);
+        number
+    }
+
+    /// The progress of the loader is told no more.
+    pub(crate) fn forget_loader(&self, number: u64) {
+        let watcher = self.lock().watchers.remove(&number);
+        drop(watcher);
     }
 
     /// Pairs of workers, as transfers have them.
@@ -531,6 +552,12 @@ impl Upstream for Controller {
                 }
             }
             Event::Logged { worker, line } => logs::show(worker, &line),
+            Event::Loaded { loader, bytes, .. } => {
+                let watcher = self.lock().watchers.get(&loader).cloned();
+                if let Some(watcher) = watcher {
+                    watcher.add(bytes);
+                }
+            }
             Event::Lost { worker, error } => {
                 let link = self.links.iter().find(|link| link.workers().contains(&worker.0));
                 let place = link.map_or_else(String::new, |link| format!(" at {}", link.name));

@@ -34,6 +34,8 @@ pub(crate) enum Event {
     Lost { worker: WorkerId, error: RpcError },
     /// The worker has found a communicator broken, or could not make it.
     CclBroken { worker: WorkerId, report: Report },
+    /// So many more bytes of weights have come to the worker, for a loader that tells its progress.
+    Loaded { worker: WorkerId, loader: u64, bytes: u64 },
 }
 
 impl Event {
@@ -43,7 +45,8 @@ impl Event {
             Self::Progress { worker, .. }
             | Self::Logged { worker, .. }
             | Self::Lost { worker, .. }
-            | Self::CclBroken { worker, .. } => Some(*worker),
+            | Self::CclBroken { worker, .. }
+            | Self::Loaded { worker, .. } => Some(*worker),
             Self::Failed(failure) => Some(failure.worker),
             Self::Reached { .. } | Self::Fetched { .. } | Self::TensorBegins { .. } | Self::TensorBytes { .. } => None,
         }
@@ -123,6 +126,9 @@ impl Event {
             Self::CclBroken { worker, report } => {
                 vec![Value::Int(10), worker.0.into(), Packed::encode(&report)?.into()]
             }
+            Self::Loaded { worker, loader, bytes } => {
+                vec![Value::Int(11), worker.0.into(), number(loader), number(bytes)]
+            }
         }))
     }
 
@@ -182,6 +188,11 @@ impl Event {
                 let worker = worker(number(fields.next())?)?;
                 Self::CclBroken { worker, report: packed(fields.next())?.decode()? }
             }
+            11 => Self::Loaded {
+                worker: worker(number(fields.next())?)?,
+                loader: number(fields.next())?,
+                bytes: number(fields.next())?,
+            },
             _ => return Err(malformed()),
         })
     }
@@ -404,6 +415,7 @@ mod tests {
                 worker: WorkerId(4),
                 report: Report { epoch: 1 << 33, culprit: Some(WorkerId(5)), cause: RpcError::internal("broken") },
             },
+            Event::Loaded { worker: WorkerId(3), loader: 2, bytes: 1 << 40 },
             Event::CclBroken {
                 worker: WorkerId(4),
                 report: Report { epoch: 0, culprit: None, cause: RpcError::internal("broken") },

@@ -39,6 +39,7 @@ use crate::feed::{Feed, YIELD};
 use crate::options::Hosting;
 use crate::plane::{DataAddress, Layout, Listening, MeetingPlace, machine};
 use crate::relay::{self, Destination, Relays};
+use crate::weights;
 use crate::worker::{self, ModuleKey};
 
 /// The most nodes that one has directly below it.
@@ -80,6 +81,7 @@ pub fn register(registry: &Registry) {
         })
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
     relay::register(registry);
+    weights::register(registry);
 }
 
 /// What a host is to be.

@@ -50,7 +50,7 @@
 //! | `import_python_module` | nothing: workers run the functions that their program registers |
 //!
 //! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::record`], [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
-//! [`DiscoSession::reinit_ccl`].
+//! [`DiscoSession::reinit_ccl`]; and [`ShardLoader`], which loads weights of safetensors files.
 //!
 //! # When things break
 //!
@@ -87,10 +87,13 @@ mod options;
 mod parameter;
 mod plane;
 mod program;
+mod progress;
 mod reinit;
 mod relay;
 mod runtime;
 mod session;
+mod weight_folders;
+mod weights;
 mod worker;
 
 pub use ccl::{Rank, ReduceOp};
@@ -109,3 +112,5 @@ pub use parameter::ParameterType;
 pub use plane::DataAddress;
 pub use program::{Program, Recorder};
 pub use session::{Content, DiscoSession};
+pub use weight_folders::WeightFolders;
+pub use weights::{Part, ShardLoader, TensorInfo, Unreadable, WeightReader};

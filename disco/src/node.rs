@@ -10,11 +10,13 @@ use rpc_transports::{
 };
 use tokio::time::Instant;
 
+use crate::branch::OfNode;
 use crate::completion::Completion;
 use crate::error::{DiscoError, Result};
 use crate::host::register;
 use crate::launch::WORKER;
 use crate::plane::DataAddress;
+use crate::weight_folders::WeightFolders;
 
 /// Which of the nodes of a session a program is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -89,6 +91,8 @@ pub struct JoinOptions {
     pub patience: Duration,
     /// Where its workers listen for the data of others. Default: as the controller says, or else nowhere that other machines reach.
     pub data_address: Option<IpAddr>,
+    /// From which folders its workers read weights. Default: none, so that they get what they load from others.
+    pub weights: Option<WeightFolders>,
     /// A controller that says nothing for this long is tested, and is lost after three times as long. Default: 5 s.
     pub keep_alive: Duration,
 }
@@ -101,6 +105,7 @@ impl Default for JoinOptions {
             access: Access::default(),
             patience: Duration::from_secs(60),
             data_address: None,
+            weights: None,
             keep_alive: Duration::from_secs(5),
         }
     }
@@ -126,7 +131,8 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             keep_alive: options.keep_alive,
             ..ServeOptions::default()
         };
-        let server = server_of(registry, SessionLimits::default(), options.data_address, serve);
+        let node = OfNode { limits: SessionLimits::default(), weights: options.weights.clone() };
+        let server = server_of(registry, node, options.data_address, serve);
         Ok(join_with(&server, &controller, options.place, options.patience).await?)
     })
 }
@@ -179,10 +185,11 @@ pub fn serve_if_worker(registry: &Registry) {
     }
     register(registry);
     crate::logs::install();
-    let limits =
-        std::env::args().nth(2).map_or_else(|| Ok(SessionLimits::default()), |text| serde_json::from_str(&text));
-    let served = limits.map_err(|error| RpcError::invalid_argument(format!("its limits: {error}")));
-    let code = match served.and_then(|limits| serve_stdio(registry, limits)) {
+    // A controller's own process reads what the controller may.
+    let of_controller = || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()) };
+    let node = std::env::args().nth(2).map_or_else(|| Ok(of_controller()), |text| serde_json::from_str(&text));
+    let served = node.map_err(|error| RpcError::invalid_argument(format!("its settings: {error}")));
+    let code = match served.and_then(|node| serve_stdio(registry, node)) {
         Ok(()) => 0,
         Err(error) => {
             tracing::error!(%error, "a worker process cannot serve");
@@ -193,12 +200,12 @@ pub fn serve_if_worker(registry: &Registry) {
 }
 
 /// Serves one session over standard input and output until that ends.
-fn serve_stdio(registry: &Registry, limits: SessionLimits) -> RpcResult<()> {
+fn serve_stdio(registry: &Registry, node: OfNode) -> RpcResult<()> {
     let runtime = crate::runtime::runtime()?;
     runtime.block_on(async {
         let channel = rpc_transports::child::stdio_channel().await;
         let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
-        let server = server_of(registry.clone(), limits, None, ServeOptions::default());
+        let server = server_of(registry.clone(), node, None, ServeOptions::default());
         server.serve_channel(channel);
         server.idle().await;
         Ok(())
@@ -206,13 +213,16 @@ fn serve_stdio(registry: &Registry, limits: SessionLimits) -> RpcResult<()> {
 }
 
 /// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
-fn server_of(registry: Registry, limits: SessionLimits, data: Option<IpAddr>, options: ServeOptions) -> Server {
+fn server_of(registry: Registry, node: OfNode, data: Option<IpAddr>, options: ServeOptions) -> Server {
     let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
-        let session = LocalSession::builder(registry.clone()).limits(limits.clone());
+        let session = LocalSession::builder(registry.clone()).limits(node.limits.clone());
         let mut session =
             session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
         if let Some(data) = data {
             session = session.extension(Arc::new(DataAddress(data)));
+        }
+        if let Some(weights) = &node.weights {
+            session = session.extension(Arc::new(weights.clone()));
         }
         Ok(Arc::new(session.build()))
     };

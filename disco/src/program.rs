@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rpc_core::{DataType, Device, Value};
+use rpc_core::{DataType, Value, VirtualDevice};
 
 use crate::ccl::ReduceOp;
 use crate::command::{self, Command, Kind, OWN, On, Register, Scope};
@@ -105,7 +105,7 @@ impl Recorder {
     /// # Errors
     ///
     /// None as yet.
-    pub fn empty(&self, shape: &[i64], dtype: DataType, device: Option<Device>) -> Result<Recorded> {
+    pub fn empty(&self, shape: &[i64], dtype: DataType, device: Option<VirtualDevice>) -> Result<Recorded> {
         self.step(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: On::All })
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use rpc_core::object::Object;
 use rpc_core::tensor::Access;
-use rpc_core::{DataType, Device, DeviceType, ErrorKind, RpcError, Tensor, Value};
+use rpc_core::{DataType, Device, DeviceType, ErrorKind, RpcError, Tensor, Value, VirtualDevice};
 
 use crate::ccl::ReduceOp;
 use crate::ccl_state::CclState;
@@ -47,6 +47,10 @@ pub enum Content {
 impl DiscoSession {
     pub(crate) fn new(controller: Arc<Controller>) -> Self {
         Self(controller)
+    }
+
+    pub(crate) fn controller(&self) -> &Arc<Controller> {
+        &self.0
     }
 
     /// How many workers there are.
@@ -96,12 +100,13 @@ impl DiscoSession {
         self.fresh(|to| Command::LoadModule { to, path: path.to_owned(), device }).map(DModule)
     }
 
-    /// Allocates a zeroed tensor on every worker, on its default device if none is named.
+    /// Allocates a zeroed tensor on every worker: on its default device if that satisfies `device`, else on the first of the worker's devices that does, in
+    /// the memory scope that `device` names. Where none does, the command fails with the devices that there are.
     ///
     /// # Errors
     ///
     /// The session has ended.
-    pub fn empty(&self, shape: &[i64], dtype: DataType, device: Option<Device>) -> Result<DRef> {
+    pub fn empty(&self, shape: &[i64], dtype: DataType, device: Option<VirtualDevice>) -> Result<DRef> {
         self.fresh(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: On::All })
     }
 
@@ -114,7 +119,7 @@ impl DiscoSession {
         &self,
         shape: &[i64],
         dtype: DataType,
-        device: Option<Device>,
+        device: Option<VirtualDevice>,
         scope: Scope,
     ) -> Result<DRef> {
         self.fresh(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: first_of(scope) })

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use rpc_core::object::{Function, FunctionKind, Object};
-use rpc_core::{Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, blocking};
+use rpc_core::{
+    Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, VirtualDevice, blocking,
+};
 
 use crate::ccl::{Operation, Rank};
 use crate::ccl_state::Report;
@@ -280,8 +282,9 @@ impl Worker {
             }
             Command::Empty { to, device, dtype, shape, on } => {
                 let value = if self.is_meant(*on) {
-                    let device = device.unwrap_or_else(|| self.this.device());
-                    Value::Object(Object::Tensor(self.this.context().allocate(device, *dtype, shape)?))
+                    let (wanted, context) = (device.as_ref(), self.this.context());
+                    let (device, scope) = (self.this.choose(wanted)?, wanted.and_then(VirtualDevice::memory_scope));
+                    Value::Object(Object::Tensor(context.allocate_in_scope(device, *dtype, shape, scope)?))
                 } else {
                     Value::Null
                 };

@@ -32,11 +32,12 @@ mod signals;
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use disco::DataAddress;
+use disco::{DataAddress, WeightFolders};
 use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::tracker::DeviceOffer;
 use rpc_transports::{
@@ -226,6 +227,7 @@ impl RpcServer {
                 spawner: Arc::new(TokioSpawner::current()),
                 state: state.clone(),
                 data_address: config.data_address,
+                weights: config.weights.clone(),
             };
             (Factory::Local(factory), None)
         };
@@ -571,6 +573,7 @@ struct LocalFactory {
     spawner: Arc<TokioSpawner>,
     state: Arc<ServerState>,
     data_address: Option<IpAddr>,
+    weights: Vec<PathBuf>,
 }
 
 impl LocalFactory {
@@ -598,22 +601,17 @@ impl LocalFactory {
         if let Some(address) = self.data_address {
             session = session.extension(Arc::new(DataAddress(address)));
         }
+        if !self.weights.is_empty() {
+            session = session.extension(Arc::new(WeightFolders::new(&self.weights)));
+        }
         Ok(self.state.count_local(session.build()))
     }
 }
 
-/// How many devices of each kind there are. Drivers may take their time to say.
+/// What trackers are told of the devices. Drivers may take their time to say.
 async fn offered_devices(devices: Devices) -> Vec<DeviceOffer> {
-    let count = move || {
-        let count = |(kind, api): (rpc_core::DeviceType, Result<_, _>)| {
-            let api: &Arc<dyn rpc_core::DeviceApi> = api.ok()?;
-            let count = u32::try_from(api.count().ok()?).unwrap_or(0);
-            (count > 0).then(|| DeviceOffer { kind: kind.to_string(), count })
-        };
-        devices.iter().filter_map(count).collect()
-    };
-    let counted = tokio::task::spawn_blocking(count).await;
-    counted.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    let described = tokio::task::spawn_blocking(move || DeviceOffer::of(devices.describe())).await;
+    described.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
 /// The relays, each with the name that clients ask it for. A tracker gives out one server and no other with the same key, so

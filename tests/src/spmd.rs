@@ -2,15 +2,16 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::Ipv4Addr;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use disco::{
     Advertise, DataAddress, DiscoSession, Hosting, JoinOptions, NodeListener, NodePlace, Options, ProcessSession,
-    ReduceOp, Scope, SocketSession, ThreadedSession, WorkerContext,
+    ReduceOp, Scope, SocketSession, ThreadedSession, WeightFolders, WeightReader, WorkerContext,
 };
 use rpc_core::{
-    ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, SharedSession, Tensor, TensorView,
+    ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, Shared, SharedSession, Tensor, TensorView,
     TensorViewMut,
 };
 use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
@@ -93,6 +94,14 @@ pub fn registry() -> Registry {
                 std::fs::write(format!("{path}-{}", worker.worker_id()), "")?;
             }
         })
+        // The worker's share of the rows, which need not divide.
+        .add("rows", |worker: WorkerContext, weight: Shared<WeightReader>| -> Result<Tensor> {
+            let (rows, id, n) = (weight.0.shape()[0], i64::from(worker.worker_id().0), i64::from(worker.world_size()));
+            weight.0.read_range(0, rows * id / n..rows * (id + 1) / n)
+        })
+        .add("name_of_weight", |weight: Shared<WeightReader>| {
+            format!("{} {} {:?} {}", weight.0.name(), weight.0.dtype(), weight.0.shape(), weight.0.device())
+        })
         .add("fail", || -> Result<f64> { Err(RpcError::new(ErrorKind::Application, "told to fail")) })
         .add_async("later", |value: i64| async move { value + 1 })
         .add("sum_of_ids", |worker: WorkerContext, rounds: u32| -> Result<f32> {
@@ -127,6 +136,13 @@ pub fn registry() -> Registry {
         .add_async("negate", |x: f64| async move { -x });
     registry.add_module(Arc::new(module));
     registry
+}
+
+/// From where the workers of servers and of nodes that dial in read weights. The threads and child processes of a test read them anywhere.
+pub fn readable_folder() -> PathBuf {
+    let folder = std::env::temp_dir().join("rpc-tests-weights");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    folder
 }
 
 /// How workers are launched.
@@ -270,6 +286,45 @@ impl Fixture {
     }
 }
 
+/// The launches that everything has to work over, of which those with processes run `program`.
+pub fn launches(program: &'static str) -> [Launch; 11] {
+    [
+        Launch::Threads,
+        Launch::Processes(program),
+        Launch::Tcp { per_node: 2, data: Data::Shared },
+        Launch::Tcp { per_node: 1, data: Data::Tcp },
+        Launch::Tcp { per_node: 2, data: Data::Relayed },
+        Launch::Chain,
+        Launch::DialIn,
+        Launch::NodeOfProcesses(program),
+        Launch::Line { data: Data::Shared },
+        Launch::Line { data: Data::Tcp },
+        Launch::Line { data: Data::Relayed },
+    ]
+}
+
+/// Runs `test` for each of the [`launches`], number of workers and number of groups.
+///
+/// # Panics
+///
+/// Where a session cannot be started, fails by itself, or does not end.
+pub fn everywhere(program: &'static str, shapes: &[(u32, u32)], test: impl Fn(&DiscoSession)) {
+    for launch in launches(program) {
+        for (workers, groups) in shapes {
+            if let Launch::Tcp { per_node, .. } = launch
+                && workers % per_node != 0
+            {
+                continue;
+            }
+            eprintln!("{launch:?}, {workers} workers in {groups} groups");
+            let fixture = launch.start(*workers, *groups);
+            test(&fixture.session);
+            fixture.session.sync_all().wait().expect("nothing has failed");
+            fixture.session.shutdown().wait().expect("an orderly end");
+        }
+    }
+}
+
 impl Launch {
     /// Starts a session.
     pub fn start(self, num_workers: u32, num_groups: u32) -> Fixture {
@@ -349,6 +404,7 @@ impl Launch {
                 for rank in (0..num_workers).rev() {
                     let mut options = JoinOptions::default();
                     // One does not say which it is.
+                    options.weights = Some(WeightFolders::new([readable_folder()]));
                     options.place = (rank > 0).then_some(NodePlace { rank, nodes: num_workers });
                     std::thread::spawn({
                         let address = listener.address();
@@ -417,7 +473,9 @@ pub fn node(options: ServeOptions) -> Server {
 fn node_with(options: ServeOptions, data: Option<DataAddress>) -> Server {
     let open = move |request: &OpenRequest| -> Result<SharedSession, RpcError> {
         let session = LocalSession::builder(registry()).spawner(Arc::new(TokioSpawner::current()));
-        let mut session = session.extension(Arc::new(request.onward.clone()));
+        let mut session = session
+            .extension(Arc::new(request.onward.clone()))
+            .extension(Arc::new(WeightFolders::new([readable_folder()])));
         if let Some(data) = data {
             session = session.extension(Arc::new(data));
         }

@@ -10,41 +10,9 @@ use disco::{
     SocketSession, WorkerId,
 };
 use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
-use rpc_tests::spmd::{Data, Launch, Node, runtime, serve};
+use rpc_tests::spmd::{Data, Launch, Node, everywhere, runtime, serve};
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
-
-const ALL: [Launch; 11] = [
-    Launch::Threads,
-    Launch::Processes(NODE),
-    Launch::Tcp { per_node: 2, data: Data::Shared },
-    Launch::Tcp { per_node: 1, data: Data::Tcp },
-    Launch::Tcp { per_node: 2, data: Data::Relayed },
-    Launch::Chain,
-    Launch::DialIn,
-    Launch::NodeOfProcesses(NODE),
-    Launch::Line { data: Data::Shared },
-    Launch::Line { data: Data::Tcp },
-    Launch::Line { data: Data::Relayed },
-];
-
-/// Runs `test` for each launch, number of workers and number of groups.
-fn everywhere(shapes: &[(u32, u32)], test: impl Fn(&DiscoSession)) {
-    for launch in ALL {
-        for (workers, groups) in shapes {
-            if let Launch::Tcp { per_node, .. } = launch
-                && workers % per_node != 0
-            {
-                continue;
-            }
-            eprintln!("{launch:?}, {workers} workers in {groups} groups");
-            let fixture = launch.start(*workers, *groups);
-            test(&fixture.session);
-            fixture.session.sync_all().wait().unwrap();
-            fixture.session.shutdown().wait().unwrap();
-        }
-    }
-}
 
 fn value(session: &DiscoSession, register: &DRef, worker: u32) -> Value {
     match session.debug_get_from_remote(register, WorkerId(worker)).wait().unwrap() {
@@ -66,6 +34,25 @@ fn elements<T: Element>(tensor: &Tensor) -> Vec<T> {
 
 fn f32s(shape: &[i64], elements: impl IntoIterator<Item = f32>) -> Tensor {
     Tensor::from_slice(shape, &elements.into_iter().collect::<Vec<_>>()).unwrap()
+}
+
+#[test]
+fn empty_takes_a_device_that_satisfies_the_constraint() {
+    everywhere(NODE, &[(2, 1)], |session| {
+        for wanted in ["*", "cpu", "cpu:0,scope=global", "*,target=llvm"] {
+            let x = session.empty(&[2], DataType::F32, wanted.parse().ok()).unwrap();
+            assert_eq!(tensor(session, &x, 1), (vec![2], vec![0.0; 2]), "{wanted}");
+        }
+        for (wanted, there_is) in [("cuda:1,scope=host", "llvm -mtriple="), ("cpu,target=c", "cpu:0 'llvm")] {
+            session.empty(&[2], DataType::F32, wanted.parse().ok()).unwrap();
+            let error = session.sync_worker(WorkerId(1)).wait().unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("no device is {wanted}; there are")) && error.contains(there_is),
+                "{error}"
+            );
+            session.sync_all().wait().unwrap_err();
+        }
+    });
 }
 
 /// Each worker's tensor of `len` elements: worker `w` has `100 w + i`.
@@ -97,7 +84,7 @@ fn peers(session: &DiscoSession, scope: Scope, worker: u32) -> Vec<u32> {
 
 #[test]
 fn calls_values_and_registers() {
-    everywhere(&[(1, 1), (2, 1), (4, 2)], |session| {
+    everywhere(NODE, &[(1, 1), (2, 1), (4, 2)], |session| {
         let n = session.num_workers();
         let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
         let place = session.get_global_func("where").unwrap().call(()).unwrap();
@@ -153,7 +140,7 @@ fn calls_values_and_registers() {
 
 #[test]
 fn copies_broadcast_and_scatter() {
-    everywhere(&[(1, 1), (2, 1), (4, 2)], |session| {
+    everywhere(NODE, &[(1, 1), (2, 1), (4, 2)], |session| {
         let n = session.num_workers();
         // Of several chunks, and of none.
         for len in [0_i64, 5, 700_000] {
@@ -206,7 +193,7 @@ fn copies_broadcast_and_scatter() {
 
 #[test]
 fn collectives() {
-    everywhere(&[(1, 1), (2, 1), (4, 1), (4, 2)], |session| {
+    everywhere(NODE, &[(1, 1), (2, 1), (4, 1), (4, 2)], |session| {
         let n = session.num_workers();
         for scope in [Scope::World, Scope::Group] {
             let size = peers(session, scope, 0).len() as u32;
@@ -273,7 +260,7 @@ fn collectives() {
 
 #[test]
 fn backends_take_a_device_for_each_worker_or_for_each_of_a_node() {
-    everywhere(&[(2, 1), (4, 2)], |session| {
+    everywhere(NODE, &[(2, 1), (4, 2)], |session| {
         let n = session.num_workers() as usize;
         session.init_ccl("host", &[]).wait().unwrap();
         session.init_ccl("host", &vec![0; n]).wait().unwrap();
@@ -299,7 +286,7 @@ fn backends_take_a_device_for_each_worker_or_for_each_of_a_node() {
 
 #[test]
 fn modules_are_loaded_on_every_worker() {
-    everywhere(&[(1, 1), (4, 2)], |session| {
+    everywhere(NODE, &[(1, 1), (4, 2)], |session| {
         let n = session.num_workers();
         let module = session.load_module("arithmetic", None).unwrap();
         let ninth = module.function("square").unwrap().call((3.0,)).unwrap();
@@ -344,7 +331,7 @@ fn modules_are_loaded_on_every_worker() {
 
 #[test]
 fn recorded_programs_do_what_their_steps_would() {
-    everywhere(&[(1, 1), (2, 1), (4, 2)], |session| {
+    everywhere(NODE, &[(1, 1), (2, 1), (4, 2)], |session| {
         let n = session.num_workers();
         let (add_to, add, copy) = (
             session.get_global_func("add_to").unwrap(),
@@ -427,7 +414,7 @@ fn recorded_programs_do_what_their_steps_would() {
 
 #[test]
 fn parameters_take_what_they_say() {
-    everywhere(&[(2, 1)], |session| {
+    everywhere(NODE, &[(2, 1)], |session| {
         let copy = session.get_global_func("copy").unwrap();
         let program = session
             .record(|program| {
@@ -505,7 +492,7 @@ fn programs_that_cannot_be_are_refused() {
 
 #[test]
 fn failures_poison_and_are_told_once() {
-    everywhere(&[(2, 1), (4, 2)], |session| {
+    everywhere(NODE, &[(2, 1), (4, 2)], |session| {
         let n = session.num_workers();
         let fails = session.get_global_func("fail_on").unwrap();
         let bad = fails.call((1,)).unwrap();
@@ -561,7 +548,7 @@ fn failures_poison_and_are_told_once() {
 
 #[test]
 fn registers_come_back_in_order_under_random_drops() {
-    everywhere(&[(2, 1)], |session| {
+    everywhere(NODE, &[(2, 1)], |session| {
         let echo = session.get_global_func("echo").unwrap();
         let mut random = 0x2545_f491_4f6c_dd1d_u64;
         let mut live: Vec<(DRef, i64)> = Vec::new();

@@ -10,15 +10,14 @@ mod place;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::Parser;
 use comfy_table::{CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::{CLASSES, Digits, EPOCHS, Score};
-use place::{Over, Place};
+use place::{Place, PlaceArgs, Role};
 use rpc_core::Registry;
 use rpc_core::blocking::block_on;
-use rpc_server::config::{ServeSettings, TrackerSettings};
-use rpc_server::{RpcServer, exit, isolate, logging, tracker};
+use rpc_server::{exit, isolate};
 
 /// The least share of the test images that must be told right.
 const WANTED: f64 = 0.93;
@@ -27,29 +26,13 @@ const WANTED: f64 = 0.93;
 #[derive(Parser)]
 #[command(args_conflicts_with_subcommands = true)]
 struct Args {
-    /// How many workers
-    #[arg(long, default_value_t = 4, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=64))]
-    workers: u32,
-    /// Where they run
-    #[arg(long, value_enum, default_value_t = Over::Processes)]
-    over: Over,
-    /// Use servers that "digits serve" has started elsewhere, with --workers at each; may be repeated
-    #[arg(long, value_name = "ADDRESS", conflicts_with = "over")]
-    connect: Vec<String>,
+    #[command(flatten)]
+    place: PlaceArgs,
     /// Print the mean loss of each epoch, one a line
     #[arg(long)]
     losses: bool,
     #[command(subcommand)]
     role: Option<Role>,
-}
-
-/// What else the program can be, for itself or for one on another machine.
-#[derive(Subcommand)]
-enum Role {
-    /// Serve the functions of workers
-    Serve(#[command(flatten)] Box<ServeSettings>),
-    /// Hand out servers
-    Tracker(#[command(flatten)] Box<TrackerSettings>),
 }
 
 fn main() -> ExitCode {
@@ -60,15 +43,7 @@ fn main() -> ExitCode {
 
     let args = Args::parse();
     match args.role {
-        Some(Role::Serve(settings)) => exit::of_server(&settings.resolve().map_err(Into::into).and_then(|config| {
-            logging::init(&config.log_level, config.log_format);
-            RpcServer::builder().registry(registry).config(config).build().run_blocking()
-        }))
-        .into(),
-        Some(Role::Tracker(settings)) => exit::of_server(
-            &settings.resolve().map_err(Into::into).and_then(|config| tracker::Tracker::run_blocking(&config)),
-        )
-        .into(),
+        Some(role) => role.run(registry),
         None => match run(args, registry) {
             Ok(score) if score.accuracy() >= WANTED => ExitCode::SUCCESS,
             Ok(_) => {
@@ -84,11 +59,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args, registry: Registry) -> Result<Score, Box<dyn std::error::Error>> {
-    let place = if args.connect.is_empty() {
-        Place::start(args.over, args.workers, registry)?
-    } else {
-        Place::at(args.connect, args.workers)?
-    };
+    let place = Place::open(args.place, registry, &[])?;
     let session = &place.session;
 
     let digits = Digits::load()?;

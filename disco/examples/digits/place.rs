@@ -1,16 +1,18 @@
-//! Where the workers of the example run, each way started from nothing and ended with the program.
+//! Where the workers of an example run, each way started from nothing and ended with the program.
 
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
+use clap::Subcommand;
 use disco::{Completion, DiscoSession, ProcessSession, SocketSession, ThreadedSession};
 use rpc_core::Registry;
-use rpc_server::{ServerProcess, pki};
+use rpc_server::config::{ServeSettings, TrackerSettings};
+use rpc_server::{RpcServer, ServerProcess, exit, logging, pki, tracker};
 use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{ClientTls, Connector, Tokens};
 
 /// Over what the controller reaches its workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Over {
+enum Over {
     /// Threads of this process
     Threads,
     /// Child processes of this one
@@ -25,6 +27,44 @@ pub(crate) enum Over {
     Tracker,
 }
 
+/// What else the program can be, for itself or for one on another machine.
+#[derive(Subcommand)]
+pub(crate) enum Role {
+    /// Serve the functions of workers
+    Serve(#[command(flatten)] Box<ServeSettings>),
+    /// Hand out servers
+    Tracker(#[command(flatten)] Box<TrackerSettings>),
+}
+
+impl Role {
+    pub(crate) fn run(self, registry: Registry) -> ExitCode {
+        let served = match self {
+            Self::Serve(settings) => settings.resolve().map_err(Into::into).and_then(|config| {
+                logging::init(&config.log_level, config.log_format);
+                RpcServer::builder().registry(registry).config(config).build().run_blocking()
+            }),
+            Self::Tracker(settings) => {
+                settings.resolve().map_err(Into::into).and_then(|config| tracker::Tracker::run_blocking(&config))
+            }
+        };
+        exit::of_server(&served).into()
+    }
+}
+
+/// Where the workers are to run.
+#[derive(clap::Args)]
+pub(crate) struct PlaceArgs {
+    /// How many workers
+    #[arg(long, default_value_t = 4, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=64))]
+    workers: u32,
+    /// Where they run
+    #[arg(long, value_enum, default_value_t = Over::Processes)]
+    over: Over,
+    /// Use servers that this program has started elsewhere, with "serve", and --workers at each; may be repeated
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "over")]
+    connect: Vec<String>,
+}
+
 /// What has been started. Dropping it ends the servers.
 pub(crate) struct Place {
     pub(crate) session: DiscoSession,
@@ -34,46 +74,53 @@ pub(crate) struct Place {
 type Failure = Box<dyn std::error::Error>;
 
 impl Place {
-    pub(crate) fn start(over: Over, workers: u32, registry: Registry) -> Result<Self, Failure> {
+    /// `flags` are for the servers, where any are started.
+    pub(crate) fn open(args: PlaceArgs, registry: Registry, flags: &[&str]) -> Result<Self, Failure> {
+        let PlaceArgs { workers, over, connect } = args;
+        if !connect.is_empty() {
+            let session = SocketSession::new(connect, workers, 1).start().wait()?;
+            return Ok(Self { session, _servers: Vec::new() });
+        }
         let mut servers = Vec::new();
         let session = match over {
             Over::Threads => ThreadedSession::new(workers, 1).registry(registry).start(),
             // This program again: `serve_if_worker`, in `main`, does the rest.
             Over::Processes => ProcessSession::new(workers, 1).start(),
-            Over::Tcp => SocketSession::new(serve(&mut servers, workers, &[])?, 1, 1).start(),
-            Over::Quic => over_quic(&mut servers, workers)?,
+            Over::Tcp => SocketSession::new(serve(&mut servers, workers, flags)?, 1, 1).start(),
+            Over::Quic => over_quic(&mut servers, workers, flags)?,
             Over::Chain => {
-                let addresses = serve(&mut servers, workers, &[])?;
+                let addresses = serve(&mut servers, workers, flags)?;
                 let gateway = serve(&mut servers, 1, &["--allow-forward", "tcp://127.0.0.1:*"])?.remove(0);
                 SocketSession::new(addresses, 1, 1).connector(Connector::new().via(&gateway)).start()
             }
             Over::Tracker => {
                 let tracker = spawn(&["tracker", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin"])?;
                 let address = tracker.address().to_owned();
-                serve(&mut servers, workers, &["--tracker", &address, "--tracker-key", "digits"])?;
+                let of_tracker = ["--tracker", &address, "--tracker-key", "workers"];
+                serve(&mut servers, workers, &[&of_tracker, flags].concat())?;
                 // It goes last.
                 servers.push(tracker);
-                let all = ServerRequest::new("digits").count(workers).distinct();
+                let all = ServerRequest::new("workers").count(workers).distinct();
                 SocketSession::from_tracker(address, all, 1, 1).start()
             }
         };
         Ok(Self { session: session.wait()?, _servers: servers })
     }
-
-    pub(crate) fn at(addresses: Vec<String>, workers_per_node: u32) -> Result<Self, Failure> {
-        let session = SocketSession::new(addresses, workers_per_node, 1).start().wait()?;
-        Ok(Self { session, _servers: Vec::new() })
-    }
 }
 
 /// QUIC is always encrypted; who the other side is the token proves, to both.
-fn over_quic(servers: &mut Vec<ServerProcess>, workers: u32) -> Result<Completion<DiscoSession>, Failure> {
+fn over_quic(
+    servers: &mut Vec<ServerProcess>,
+    workers: u32,
+    flags: &[&str],
+) -> Result<Completion<DiscoSession>, Failure> {
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("token");
-    let token = pki::token::generate(Some("digits"))?;
+    let token = pki::token::generate(Some("workers"))?;
     pki::token::store(&token, &file)?;
     let path = file.to_str().ok_or("the folder for temporary files has no name in UTF-8")?;
-    let addresses = serve(servers, workers, &["--listen", "quic://127.0.0.1:0", "--token-file", path])?;
+    let quic = ["--listen", "quic://127.0.0.1:0", "--token-file", path];
+    let addresses = serve(servers, workers, &[&quic, flags].concat())?;
     let connector = Connector::new().tokens(Tokens::parse(&token)?).tls(ClientTls::unverified(None)?);
     Ok(SocketSession::new(addresses, 1, 1).connector(connector).start())
 }

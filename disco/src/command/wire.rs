@@ -14,6 +14,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use rpc_core::proto::{decode_value, encode_value};
 use rpc_core::{
     DataType, DataTypeCode, Device, DeviceType, Handle, Packed, Reference, Result, RpcError, TensorRef, Value,
+    VirtualDevice,
 };
 
 use super::{Command, HostTensor, Kind, MAX_HELD, On, Operand, Queued, Register, Scope};
@@ -69,7 +70,7 @@ impl Command {
             Self::LoadModule { to, path, device } => out.code(4).u32(*to).text(path).device(*device),
             Self::ModuleFunction { to, module, name } => out.code(5).u32(*to).u32(*module).text(name),
             Self::Empty { to, device, dtype, shape, on } => {
-                out.code(6).u32(*to).device(*device).dtype(*dtype).shape(shape).u8(on_code(*on))
+                out.code(6).u32(*to).virtual_device(device.as_ref()).dtype(*dtype).shape(shape).u8(on_code(*on))
             }
             Self::CopyToWorker0 { to, fresh, dtype, shape, offset, data: _, on } => {
                 out.code(7).u32(*to).bool(*fresh).dtype(*dtype).shape(shape).u64(*offset).u8(on_code(*on))
@@ -111,7 +112,7 @@ impl Command {
             5 => Self::ModuleFunction { to: input.u32()?, module: input.u32()?, name: input.text()? },
             6 => Self::Empty {
                 to: input.u32()?,
-                device: input.device()?,
+                device: input.virtual_device()?,
                 dtype: input.dtype()?,
                 shape: input.shape()?,
                 on: input.on()?,
@@ -324,6 +325,11 @@ impl Writer {
         })
     }
 
+    /// As text, which is checked where it is read.
+    fn virtual_device(&mut self, device: Option<&VirtualDevice>) -> &mut Self {
+        self.list(device.as_slice(), |out, device| _ = out.text(&device.to_string()))
+    }
+
     fn shape(&mut self, shape: &[i64]) -> &mut Self {
         self.list(shape, |out, len| out.fields.put_i64_le(*len))
     }
@@ -449,6 +455,11 @@ impl<'a> Reader<'a> {
         if devices.len() > 1 { Err(malformed()) } else { Ok(devices.first().copied()) }
     }
 
+    fn virtual_device(&mut self) -> Result<Option<VirtualDevice>> {
+        let mut devices = self.list(4, |this| this.text()?.parse())?;
+        if devices.len() > 1 { Err(malformed()) } else { Ok(devices.pop()) }
+    }
+
     fn shape(&mut self) -> Result<Vec<i64>> {
         self.list(8, |this| this.array().map(i64::from_le_bytes))
     }
@@ -550,7 +561,13 @@ mod tests {
                 function: 3,
                 args: vec![Value::Object(Operand::Tensor(tensor)), Value::Null],
             },
-            Command::Empty { to: OWN | 2, device: None, dtype: DataType::I8, shape: vec![3], on: On::All },
+            Command::Empty {
+                to: OWN | 2,
+                device: "cuda:1,scope=host,target=cuda -arch=sm_90".parse().ok(),
+                dtype: DataType::I8,
+                shape: vec![3],
+                on: On::All,
+            },
             Command::Collective { kind: Kind::Barrier, scope: Scope::Group, from: 0, to: 0, fresh: false },
             Command::SendRecv { from: OWN | 1, to: OWN | 2, pairs: vec![(0, 1)] },
         ];

@@ -1,5 +1,7 @@
 //! Workers as threads of the controller's process.
 
+use std::sync::Arc;
+
 use rpc_core::{LocalSession, Registry, Session, SessionLimits};
 
 use super::{Source, launch};
@@ -7,6 +9,7 @@ use crate::completion::Completion;
 use crate::host::register;
 use crate::options::Options;
 use crate::session::DiscoSession;
+use crate::weight_folders::WeightFolders;
 
 /// A session whose workers are threads of this process.
 #[derive(Debug)]
@@ -45,7 +48,9 @@ impl ThreadedSession {
         register(&self.registry);
         let mut limits = SessionLimits::default();
         limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
-        let session = Session::new(LocalSession::builder(self.registry).limits(limits).build());
+        // Its workers read what this process may.
+        let session = LocalSession::builder(self.registry).limits(limits);
+        let session = Session::new(session.extension(Arc::new(WeightFolders::anywhere())).build());
         let node = Source::Ready(session, "this process".to_owned());
         launch((1, self.num_workers, self.num_groups), self.options, async { Ok(vec![node.into()]) })
     }

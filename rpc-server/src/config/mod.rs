@@ -246,6 +246,10 @@ settings! {
         /// certificates prove; may be repeated, or given as a list with commas
         #[arg(value_name = "NAME", value_delimiter = ',')]
         trust_proxy: Vec<String> = Vec::new(), "RPC_SERVER_TRUST_PROXY";
+        /// Folders of model weights that workers of Disco may read here for their controllers, which may be any clients; may be repeated, or given as a list with
+        /// commas. None without it
+        #[arg(value_name = "FOLDER", value_delimiter = ',')]
+        weights: Vec<PathBuf> = Vec::new(), "RPC_SERVER_WEIGHTS";
         /// Where sessions run: all in the server's own process, or each in a process of its own, so that a crash in a
         /// function is an error to one client alone
         #[arg(value_name = "WHERE")]

@@ -148,6 +148,8 @@ fn the_effective_configuration_reads_back_as_itself() {
         "board-1",
         "--port-range",
         "9090-9099",
+        "--weights",
+        "/models,/more/models",
         "--max-total-memory",
         "3GB",
         "--allow-forward",

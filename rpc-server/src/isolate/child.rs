@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use std::{io, process, thread};
 
-use disco::DataAddress;
+use disco::{DataAddress, WeightFolders};
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{
@@ -80,6 +80,9 @@ fn serve(
             .spawner(Arc::new(TokioSpawner::current()));
         if let Some(address) = config.data_address {
             session = session.extension(Arc::new(DataAddress(address)));
+        }
+        if !config.weights.is_empty() {
+            session = session.extension(Arc::new(WeightFolders::new(&config.weights)));
         }
         let session = session.build();
         let changes = Arc::new(Notify::new());

@@ -1,0 +1,64 @@
+//! How far the loads of a controller are, as its workers say.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
+
+/// What is called with the bytes that have come to all workers together, and with those that are to come.
+type Callback = Box<dyn FnMut(u64, u64) + Send>;
+
+/// Counts what the workers have loaded, for whoever wants to see it.
+pub(crate) struct Watcher(Mutex<State>);
+
+struct State {
+    done: u64,
+    total: u64,
+    callback: Option<Callback>,
+}
+
+impl Watcher {
+    pub(crate) fn new(callback: Callback) -> Self {
+        Self(Mutex::new(State { done: 0, total: 0, callback: Some(callback) }))
+    }
+
+    /// So much more is to come.
+    pub(crate) fn expect(&self, bytes: u64) {
+        self.update(|state| state.total = state.total.saturating_add(bytes));
+    }
+
+    /// So much will not come, though it was expected.
+    pub(crate) fn expect_not(&self, bytes: u64) {
+        self.update(|state| state.total = state.total.saturating_sub(bytes).max(state.done));
+    }
+
+    /// Nobody wants to see it any more. When this returns, the callback runs no more.
+    pub(crate) fn close(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).callback = None;
+    }
+
+    /// So much more has come.
+    pub(crate) fn add(&self, bytes: u64) {
+        // No more than was expected, whatever a node says.
+        self.update(|state| state.done = state.done.saturating_add(bytes).min(state.total));
+    }
+
+    fn update(&self, change: impl FnOnce(&mut State)) {
+        // Held while the callback runs, which is all that the lock is for: it sees the numbers grow, though links have threads of their own.
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut state);
+        let State { done, total, callback } = &mut *state;
+        let told =
+            callback.as_mut().map_or(Ok(()), |callback| catch_unwind(AssertUnwindSafe(|| callback(*done, *total))));
+        if told.is_err() {
+            // The session does not end because a bar cannot be drawn.
+            state.callback = None;
+            tracing::error!("what shows the progress of a loader panicked, and is called no more");
+        }
+    }
+}
+
+impl fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Watcher")
+    }
+}

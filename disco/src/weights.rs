@@ -1,0 +1,68 @@
+//! Weights: tensors of safetensors files, loaded straight to the workers, each of which reads its own part.
+//!
+//! `format` has the files' header, `files` the files of a model, `cut` the parts of a tensor, `reader` and `worker` what workers do, `loader` what the controller does.
+
+mod cut;
+mod files;
+mod format;
+mod loader;
+mod reader;
+mod worker;
+
+use serde::{Deserialize, Serialize};
+
+use crate::command::Scope;
+
+pub use format::TensorInfo;
+pub use loader::{ShardLoader, Unreadable};
+pub use reader::WeightReader;
+pub(crate) use worker::register;
+
+/// What each worker gets of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Part {
+    /// All of it.
+    Whole,
+    /// One of as many equal parts as there are workers in the scope, in the order of their ranks.
+    Shard {
+        /// The dimension that is divided, from 0. It has to divide evenly.
+        dim: usize,
+        /// Among whom: all workers, or those of each group, so that every group has the whole tensor.
+        scope: Scope,
+    },
+    /// What a function on the workers makes of it. The function takes a [`Shared<WeightReader>`](WeightReader), and nothing else but what a call itself gives, such as a
+    /// [`WorkerContext`](crate::WorkerContext), which says whose part is wanted. What it returns is the worker's value, usually a tensor.
+    ///
+    /// ```
+    /// use disco::{WeightReader, WorkerContext};
+    /// use rpc_core::{Registry, Shared, Tensor};
+    ///
+    /// // Shares rows out that need not divide.
+    /// let registry = Registry::new();
+    /// registry.add("rows", |worker: WorkerContext, weight: Shared<WeightReader>| -> rpc_core::Result<Tensor> {
+    ///     let (rows, id, n) = (weight.0.shape()[0], i64::from(worker.worker_id().0), i64::from(worker.world_size()));
+    ///     weight.0.read_range(0, rows * id / n..rows * (id + 1) / n)
+    /// });
+    /// ```
+    With {
+        /// The name under which the function is registered.
+        function: String,
+    },
+}
+
+impl Part {
+    /// A part for each worker of all groups together.
+    pub fn shard(dim: usize) -> Self {
+        Self::Shard { dim, scope: Scope::World }
+    }
+
+    /// A part for each worker of a group.
+    pub fn shard_in_group(dim: usize) -> Self {
+        Self::Shard { dim, scope: Scope::Group }
+    }
+
+    /// What this function returns.
+    pub fn with(function: impl Into<String>) -> Self {
+        Self::With { function: function.into() }
+    }
+}

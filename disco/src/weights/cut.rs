@@ -1,0 +1,145 @@
+//! A part of a tensor: which of its bytes that is, and how they are read where they lie apart.
+
+use std::ops::Range;
+
+use rpc_core::{DataType, Result, RpcError};
+
+/// Where the bytes of a tensor come from, by their place in it. Reads all that is asked for, or fails.
+pub(super) trait ReadAt {
+    /// Reads the bytes from `at` on.
+    fn read_at(&self, at: u64, out: &mut [u8]) -> Result<()>;
+}
+
+/// A run that is as long as this is read by itself.
+const LONG: u64 = 64 << 10;
+
+/// Shorter runs are read together with what lies between them, if that is no more than this: it costs less than to ask for each.
+const GAP: u64 = 16 << 10;
+
+/// How much is read at once: what the memory for runs that are read together takes, and how often progress is told.
+const PIECE: u64 = 4 << 20;
+
+/// A box of a tensor: a range of each dimension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Cut {
+    /// Its dimensions.
+    pub(super) shape: Vec<i64>,
+    /// How many bytes it has.
+    pub(super) size_bytes: u64,
+    /// Where the first run begins, in bytes from the beginning of the tensor.
+    start: u64,
+    /// The bytes of each run: all of them have as many, and they follow each other in the part.
+    run: u64,
+    /// How many runs there are along each of the outer dimensions, and how far apart they begin.
+    outer: Vec<(u64, u64)>,
+}
+
+impl Cut {
+    /// The part of a tensor that is within these ranges, of its first dimensions; of the others it has all.
+    ///
+    /// # Errors
+    ///
+    /// More ranges than dimensions, one beyond its dimension, and a part that begins or ends within a byte.
+    pub(super) fn new(dtype: DataType, shape: &[i64], ranges: &[Range<i64>]) -> Result<Self> {
+        if ranges.len() > shape.len() {
+            let count = ranges.len();
+            return Err(RpcError::invalid_argument(format!("{count} ranges of a tensor of {shape:?}")));
+        }
+        let range = |dim: usize| ranges.get(dim).cloned().unwrap_or(0..shape[dim]);
+        let mut part = Vec::with_capacity(shape.len());
+        for (dim, length) in shape.iter().enumerate() {
+            let Range { start, end } = range(dim);
+            if start < 0 || end < start || end > *length {
+                let text = format!("{start}..{end} of dimension {dim} of a tensor of {shape:?}");
+                return Err(RpcError::invalid_argument(text));
+            }
+            part.push(end - start);
+        }
+        let too_large = || RpcError::invalid_argument(format!("a tensor of {dtype} {shape:?} is too large"));
+        let bits_of = |shape: &[i64]| {
+            let elements = rpc_core::dlpack::element_count(shape)?;
+            elements.checked_mul(dtype.bits_per_element()).ok_or_else(too_large)
+        };
+        bits_of(shape)?;
+        let bits = bits_of(&part)?;
+        if bits == 0 {
+            return Ok(Self { shape: part, size_bytes: 0, start: 0, run: 0, outer: Vec::new() });
+        }
+        // No product below is larger than that of the whole shape, which has no dimension of 0.
+        // From the innermost dimension outward, as long as all of it is meant: one run.
+        let (mut stride, mut run, mut start) = (dtype.bits_per_element(), dtype.bits_per_element(), 0);
+        let mut outer = Vec::new();
+        let mut in_run = true;
+        for dim in (0..shape.len()).rev() {
+            let (length, Range { start: first, .. }) = (shape[dim] as u64, range(dim));
+            start += first as u64 * stride;
+            if in_run {
+                run *= part[dim] as u64;
+                in_run = part[dim] == shape[dim];
+            } else {
+                outer.push((part[dim] as u64, stride));
+            }
+            stride *= length;
+        }
+        outer.reverse();
+        let is_whole = |bits: u64| bits.is_multiple_of(8);
+        if !(is_whole(start) && is_whole(run) && outer.iter().all(|(_, stride)| is_whole(*stride))) {
+            let text = format!("this part of a tensor of {dtype} {shape:?} begins or ends within a byte");
+            return Err(RpcError::unsupported(text));
+        }
+        outer.iter_mut().for_each(|(_, stride)| *stride /= 8);
+        Ok(Self { shape: part, size_bytes: bits / 8, start: start / 8, run: run / 8, outer })
+    }
+
+    /// Reads the part. `out` has as many bytes as it has; `progress` is told of those that have come.
+    pub(super) fn read(&self, source: &dyn ReadAt, out: &mut [u8], progress: &mut dyn FnMut(u64)) -> Result<()> {
+        // A part without bytes has no runs.
+        let count = self.size_bytes.checked_div(self.run).unwrap_or(0);
+        let mut scratch = Vec::new();
+        let mut number = 0;
+        while number < count {
+            let (first, begin) = (number, self.place(number));
+            let mut end = begin + self.run;
+            number += 1;
+            while self.run < LONG && number < count {
+                let next = self.place(number);
+                if next - end > GAP || next + self.run - begin > PIECE {
+                    break;
+                }
+                end = next + self.run;
+                number += 1;
+            }
+            let len = (number - first) * self.run;
+            let target = &mut out[(first * self.run) as usize..][..len as usize];
+            // Where nothing lies between them there is nothing to be taken apart.
+            if end - begin == len {
+                for (at, piece) in (0..).zip(target.chunks_mut(PIECE as usize)) {
+                    source.read_at(begin + at * PIECE, piece)?;
+                    progress(piece.len() as u64);
+                }
+                continue;
+            }
+            scratch.resize((end - begin) as usize, 0);
+            source.read_at(begin, &mut scratch)?;
+            for (run, piece) in (first..).zip(target.chunks_exact_mut(self.run as usize)) {
+                let at = (self.place(run) - begin) as usize;
+                piece.copy_from_slice(&scratch[at..at + piece.len()]);
+            }
+            progress(len);
+        }
+        Ok(())
+    }
+
+    /// Where a run begins, in bytes from the beginning of the tensor. Later ones begin further behind.
+    fn place(&self, run: u64) -> u64 {
+        let (mut rest, mut from) = (run, self.start);
+        for (count, stride) in self.outer.iter().rev() {
+            from += rest % count * stride;
+            rest /= count;
+        }
+        from
+    }
+}
+
+#[cfg(test)]
+mod tests;

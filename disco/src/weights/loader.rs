@@ -1,0 +1,357 @@
+//! The controller's part: knows what the files hold and who can read them, and says who loads what.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rpc_core::{DataType, Pack, RpcError, Tensor, Value, VirtualDevice};
+
+use super::Part;
+use super::cut::Cut;
+use super::files::{InFile, Model, WeightFile};
+use super::format::TensorInfo;
+use super::worker::{Request, Wanted};
+use crate::command::Scope;
+use crate::completion::Completion;
+use crate::dref::{DPackedFunc, DRef};
+use crate::error::{DiscoError, Result, WorkerId};
+use crate::progress::Watcher;
+use crate::session::{Content, DiscoSession};
+
+/// Loads tensors of safetensors files to the workers of a session.
+///
+/// Whoever can read a file reads its own part of each tensor there, straight into its tensor, and little more: pieces that are closer together than 16 KiB are read with what is between them. A worker that cannot gets its part from one
+/// that can, over the data plane; it waits for that as in a collective ([`Options::collective_timeout`](crate::Options::collective_timeout)). Where no worker can,
+/// the controller reads the tensor into its memory and sends each its part as [`scatter`](DiscoSession::scatter) does, or as [`broadcast`](DiscoSession::broadcast)
+/// where all get the whole.
+///
+/// A worker can read a file if its node lets it ([`WeightFolders`](crate::WeightFolders)), and if there is one at the same path with the same length and the same header. The tensors in it
+/// are not compared: two files that were trained differently are alike. [`unreadable`](Self::unreadable) tells who cannot, and why.
+///
+/// ```
+/// use disco::{Part, ShardLoader, ThreadedSession};
+/// use rpc_core::Tensor;
+///
+/// // Two tensors, as any safetensors library writes them.
+/// let header = r#"{"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"weight":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]}}"#;
+/// let data = [0.5_f32, 1.5, 1.0, 2.0, 3.0, 4.0].map(f32::to_le_bytes).concat();
+/// let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+/// let folder = tempfile::tempdir().unwrap();
+/// std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
+///
+/// let session = ThreadedSession::new(2, 1).start().wait()?;
+/// let loader = ShardLoader::open(&session, folder.path()).wait()?;
+/// let weights = loader.load_all(|_, info| Some(if info.shape.len() > 1 { Part::shard(0) } else { Part::Whole }), None)?;
+/// session.sync_all().wait()?; // tells what could not be loaded
+/// let first = session.copy_from_worker_0(&weights["weight"]).wait()?;
+/// assert_eq!(first.read()?.as_slice::<f32>()?, [1.0, 2.0]);
+/// # Ok::<(), disco::DiscoError>(())
+/// ```
+///
+/// Loads do not wait for the workers, which load one tensor after the other, each at its own pace: issue all of them, then [`sync_all`](DiscoSession::sync_all). What fails
+/// on a worker poisons the result there, and is told there.
+pub struct ShardLoader {
+    session: DiscoSession,
+    files: Vec<Source>,
+    /// By name: the number of the file, and what the tensor is.
+    tensors: BTreeMap<String, (u32, TensorInfo)>,
+    /// The files, opened on the workers; they let go of them with this.
+    opened: DRef,
+    load: DPackedFunc,
+    take: DPackedFunc,
+    unreadable: Vec<Unreadable>,
+    watcher: Option<(u64, Arc<Watcher>)>,
+}
+
+/// A file that a worker cannot read by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Unreadable {
+    /// The worker.
+    pub worker: WorkerId,
+    /// The file, where the controller has it.
+    pub file: PathBuf,
+    /// Why it cannot.
+    pub reason: String,
+}
+
+/// A file, and who reads it.
+struct Source {
+    file: WeightFile,
+    /// For each worker, which one reads for it; `None` where nobody can.
+    readers: Option<Vec<u32>>,
+}
+
+impl ShardLoader {
+    /// Opens a `.safetensors` file; or, by a `.safetensors.index.json`, the files of a model that is in several; or whichever of
+    /// `model.safetensors.index.json` and `model.safetensors` is in a folder. Reads the headers here, and has the workers look for the files at the same paths.
+    ///
+    /// Its errors are files that cannot be read or are not of the format, all of which name the file and what is wrong with it; and those of the session. A file that a worker
+    /// cannot read is none.
+    pub fn open(session: &DiscoSession, path: impl AsRef<Path>) -> Completion<Self> {
+        Self::start(session, path.as_ref(), None)
+    }
+
+    /// As [`open`](Self::open), where the workers have the files in another folder than the controller. A relative one counts from where the workers' programs run.
+    pub fn open_at(session: &DiscoSession, path: impl AsRef<Path>, folder: impl Into<PathBuf>) -> Completion<Self> {
+        Self::start(session, path.as_ref(), Some(folder.into()))
+    }
+
+    fn start(session: &DiscoSession, path: &Path, folder: Option<PathBuf>) -> Completion<Self> {
+        let (session, path) = (session.clone(), path.to_owned());
+        // Where the workers are behind, commands are waited for on a thread that may wait.
+        Completion::spawn(async move {
+            let open = tokio::task::spawn_blocking(move || Self::open_here(session, &path, folder.as_deref())).await;
+            open.map_err(|error| RpcError::internal(format!("opening weights panicked: {error}")))?
+        })
+    }
+
+    fn open_here(session: DiscoSession, path: &Path, folder: Option<&Path>) -> Result<Self> {
+        let (files, tensors, wanted) = read_headers(path, folder)?;
+        let opened = session.get_global_func("disco.weights.open")?.call((Pack(wanted),))?;
+        let told = session.get_global_func("disco.weights.unreadable")?.call((&opened,))?;
+        let load = session.get_global_func("disco.weights.load")?;
+        let take = session.get_global_func("disco.weights.take")?;
+        let workers = (0..session.num_workers()).map(WorkerId);
+        let told: Vec<_> = workers.map(|worker| session.debug_get_from_remote(&told, worker)).collect();
+        let mut reasons = Vec::new();
+        for told in told {
+            let Content::Value(Value::Packed(told)) = told.wait()? else {
+                return Err(RpcError::internal("a worker does not say which files it can read").into());
+            };
+            reasons.push(told.decode::<Vec<Option<String>>>()?);
+        }
+        let mut unreadable = Vec::new();
+        let files = files.into_iter().enumerate();
+        let files = files.map(|(number, file)| {
+            let reason = |worker: &Vec<Option<String>>| worker.get(number).cloned().flatten();
+            let reasons: Vec<_> = reasons.iter().map(reason).collect();
+            unreadable.extend((0..).zip(&reasons).filter_map(|(worker, reason)| {
+                let reason = reason.clone()?;
+                Some(Unreadable { worker: WorkerId(worker), file: file.path.clone(), reason })
+            }));
+            Source { readers: readers(&reasons), file }
+        });
+        let files = files.collect();
+        for Unreadable { worker, reason, .. } in &unreadable {
+            tracing::info!(%worker, %reason, "a worker does not read weights itself");
+        }
+        Ok(Self { session, files, tensors, opened, load, take, unreadable, watcher: None })
+    }
+
+    /// Has `progress` called with the bytes that have come to all workers together, and with those that all loads so far are to bring: from now on, whenever one of the two
+    /// changes. It takes the place of an earlier one.
+    ///
+    /// It runs where the workers' news arrive: it must neither block nor use the loader, nor drop it. It runs no more when the loader has been dropped. When all loads were issued, and [`sync_all`](DiscoSession::sync_all) has returned without an error, the two are the same. Of a load by a function
+    /// the whole tensor is expected on each worker, and is there when the function has returned.
+    #[must_use]
+    pub fn progress(mut self, progress: impl FnMut(u64, u64) + Send + 'static) -> Self {
+        let watcher = Arc::new(Watcher::new(Box::new(progress)));
+        self.forget_watcher();
+        self.watcher = Some((self.session.controller().watch_loader(Arc::clone(&watcher)), watcher));
+        self
+    }
+
+    /// The tensors, in the order of their names.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.tensors.iter().map(|(name, (_, info))| (name.as_str(), info))
+    }
+
+    /// The tensor of this name.
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name).map(|(_, info)| info)
+    }
+
+    /// Which workers cannot read which of the files by themselves. It does not keep them from loading.
+    pub fn unreadable(&self) -> &[Unreadable] {
+        &self.unreadable
+    }
+
+    /// Loads a tensor to all workers: into a new one on a device that satisfies `device`, as [`empty`](DiscoSession::empty) does.
+    ///
+    /// It does not wait for what the workers load. It blocks while they are behind by all that they may be ([`Options::window`](crate::Options::window)), where async code awaits
+    /// [`room`](DiscoSession::room) before; and, where none of them can read the file, while the controller does.
+    ///
+    /// # Errors
+    ///
+    /// No tensor of that name; one that does not divide; the controller has to read the file, and cannot; the session has ended. What fails on workers is told by
+    /// [`sync_all`](DiscoSession::sync_all).
+    pub fn load(&self, name: &str, part: Part, device: Option<VirtualDevice>) -> Result<DRef> {
+        self.issue_all(vec![self.prepare(name, part, device)?])?
+            .pop()
+            .map(|(_, loaded)| loaded)
+            .ok_or_else(|| RpcError::internal("a load that was not issued").into())
+    }
+
+    /// Loads all tensors for which `rule` names a part, as [`load`](Self::load) does. If one of them does not divide as the rule says, none is loaded; a file that the controller has to
+    /// read and cannot ends it there.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn load_all(
+        &self,
+        mut rule: impl FnMut(&str, &TensorInfo) -> Option<Part>,
+        device: Option<VirtualDevice>,
+    ) -> Result<BTreeMap<String, DRef>> {
+        let wanted = self.tensors().filter_map(|(name, info)| Some((name, rule(name, info)?)));
+        let loads: Vec<_> =
+            wanted.map(|(name, part)| self.prepare(name, part, device.clone())).collect::<Result<_>>()?;
+        Ok(self.issue_all(loads)?.into_iter().collect())
+    }
+
+    /// Issues loads until one cannot be.
+    fn issue_all(&self, loads: Vec<Load>) -> Result<Vec<(String, DRef)>> {
+        let mut left = loads.iter().fold(0, |sum: u64, load| sum.saturating_add(load.bytes));
+        if let Some((_, watcher)) = &self.watcher {
+            watcher.expect(left);
+        }
+        let issued = loads.into_iter().map(|load| {
+            let (name, bytes) = (load.request.name.clone(), load.bytes);
+            let issued = self.issue(load)?;
+            left = left.saturating_sub(bytes);
+            Ok((name, issued))
+        });
+        let issued = issued.collect();
+        if left > 0
+            && let Some((_, watcher)) = &self.watcher
+        {
+            watcher.expect_not(left);
+        }
+        issued
+    }
+
+    fn forget_watcher(&mut self) {
+        if let Some((number, watcher)) = self.watcher.take() {
+            self.session.controller().forget_loader(number);
+            watcher.close();
+        }
+    }
+
+    fn prepare(&self, name: &str, part: Part, device: Option<VirtualDevice>) -> Result<Load> {
+        let Some((file, TensorInfo { dtype, shape, .. })) = self.tensors.get(name) else {
+            let count = self.tensors.len();
+            return Err(
+                RpcError::not_found(format!("there is no tensor '{name}' among the {count} of the loader")).into()
+            );
+        };
+        let source = &self.files[*file as usize];
+        let request = Request {
+            file: *file,
+            name: name.to_owned(),
+            dtype: *dtype,
+            shape: shape.clone(),
+            start: source.file.header.tensors[name].start,
+            part,
+            device,
+            readers: source.readers.clone().unwrap_or_default(),
+            loader: self.watcher.as_ref().map_or(0, |(number, _)| *number),
+        };
+        let (size, groups) = (self.session.num_workers(), self.session.num_groups());
+        let cuts = (0..size).map(|worker| request.cut(WorkerId(worker), size, groups)).collect::<rpc_core::Result<_>>();
+        let cuts: Vec<Cut> = cuts.map_err(|error| {
+            let path = source.file.path.display();
+            error.context(format_args!("tensor '{name}' of {dtype} {shape:?} in {path}"))
+        })?;
+        let bytes = cuts.iter().fold(0, |sum: u64, cut| sum.saturating_add(cut.size_bytes));
+        Ok(Load { bytes, request, cuts })
+    }
+
+    fn issue(&self, load: Load) -> Result<DRef> {
+        let Load { request, cuts, bytes: _ } = load;
+        let source = &self.files[request.file as usize];
+        if source.readers.is_some() && cuts.iter().any(|cut| cut.size_bytes > 0) {
+            return self.load.call((&self.opened, Pack(request)));
+        }
+        let read = || -> rpc_core::Result<_> {
+            let file = InFile { file: source.file.open()?, path: source.file.path.clone(), start: request.start };
+            // All get the same where nothing is divided, and every group where it divides for itself.
+            let (parts, scope) = match &request.part {
+                Part::Whole | Part::With { .. } => (&cuts[..1], None),
+                Part::Shard { scope: Scope::World, .. } => (&cuts[..], Some(Scope::World)),
+                Part::Shard { scope: Scope::Group, .. } => {
+                    (&cuts[..cuts.len() / self.session.num_groups() as usize], Some(Scope::Group))
+                }
+            };
+            let each = parts[0].size_bytes as usize;
+            let tensor = Tensor::zeros([parts.len() as i64, each as i64], DataType::U8)?;
+            let mut view = tensor.write()?;
+            for (part, out) in parts.iter().zip(view.bytes_mut()?.chunks_exact_mut(each.max(1))) {
+                part.read(&file, out, &mut |_| ())?;
+            }
+            drop(view);
+            Ok((tensor, scope))
+        };
+        let read = read().map_err(|error| error.context(format_args!("tensor '{}'", request.name)));
+        let come = match read? {
+            (tensor, Some(scope)) => self.session.scatter(&tensor, None, scope)?,
+            (tensor, None) => self.session.broadcast(&tensor, None, Scope::World)?,
+        };
+        self.take.call((&come, Pack(request)))
+    }
+}
+
+impl Drop for ShardLoader {
+    fn drop(&mut self) {
+        self.forget_watcher();
+    }
+}
+
+impl fmt::Debug for ShardLoader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ShardLoader({} tensors in {} files)", self.tensors.len(), self.files.len())
+    }
+}
+
+/// A load that can be issued.
+struct Load {
+    request: Request,
+    /// Of each worker.
+    cuts: Vec<Cut>,
+    /// What it brings to all of them together.
+    bytes: u64,
+}
+
+type Headers = (Vec<WeightFile>, BTreeMap<String, (u32, TensorInfo)>, Vec<Wanted>);
+
+/// Reads what the files say of themselves, and which of them workers are to look for.
+fn read_headers(path: &Path, folder: Option<&Path>) -> Result<Headers> {
+    let model = Model::find(path)?;
+    let mut files = Vec::new();
+    let mut wanted = Vec::new();
+    for name in &model.files {
+        let file = WeightFile::read(model.folder.join(name))?;
+        let path = folder.unwrap_or(&model.folder).join(name);
+        let Ok(path) = path.into_os_string().into_string() else {
+            return Err(DiscoError::invalid(format!("{}: its name is not one in UTF-8", file.path.display())));
+        };
+        wanted.push(Wanted { path, likeness: file.likeness.clone() });
+        files.push(file);
+    }
+    let mut tensors = BTreeMap::new();
+    if let Some(index) = model.index {
+        for (name, number) in index {
+            let file = &files[number];
+            let Some(placed) = file.header.tensors.get(&name) else {
+                let text =
+                    format!("{}: the index says that tensor '{name}' is there, and it is not", file.path.display());
+                return Err(RpcError::not_found(text).into());
+            };
+            tensors.insert(name, (number as u32, placed.info.clone()));
+        }
+    } else {
+        let all = files.iter().flat_map(|file| &file.header.tensors);
+        tensors.extend(all.map(|(name, placed)| (name.clone(), (0, placed.info.clone()))));
+    }
+    Ok((files, tensors, wanted))
+}
+
+/// For each worker, which one reads for it: itself if it can, and otherwise one of those that can, in turn. `None` where none can.
+fn readers(reasons: &[Option<String>]) -> Option<Vec<u32>> {
+    let able: Vec<u32> = (0..).zip(reasons).filter(|(_, reason)| reason.is_none()).map(|(worker, _)| worker).collect();
+    let mut in_turn = able.iter().copied().cycle();
+    let reader =
+        |(worker, reason): (u32, &Option<String>)| if reason.is_none() { Some(worker) } else { in_turn.next() };
+    (0..).zip(reasons).map(reader).collect()
+}

@@ -1,0 +1,243 @@
+//! The workers' part: each opens the files that it can, and reads its own part of a tensor, or gets that from a worker that has read it.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rpc_core::dlpack::dense_size;
+use rpc_core::object::{FunctionKind, Object, Opaque};
+use rpc_core::{
+    Context, DataType, Device, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value,
+    VirtualDevice, blocking,
+};
+use serde::{Deserialize, Serialize};
+
+use super::Part;
+use super::cut::Cut;
+use super::files::{InFile, Likeness, Twin};
+use super::reader::{Meter, Place, Source, WeightReader, filled};
+use crate::ccl::{Operation, Rank};
+use crate::command::Scope;
+use crate::context::WorkerContext;
+use crate::error::WorkerId;
+use crate::weight_folders::WeightFolders;
+
+/// Adds what loaders call to `registry`.
+pub(crate) fn register(registry: &Registry) {
+    registry
+        .add("disco.weights.open", |context: Context, wanted: Pack<Vec<Wanted>>| {
+            OpenFiles::open(&context, wanted.0).map(|files| Shared(Arc::new(files)))
+        })
+        .add("disco.weights.unreadable", |files: Shared<OpenFiles>| {
+            let told = files.0.0.iter().map(|file| file.as_ref().err().map(|error| error.message().to_owned()));
+            Pack(told.collect::<Vec<_>>())
+        })
+        .add("disco.weights.load", |worker: WorkerContext, files: Shared<OpenFiles>, request: Pack<Request>| {
+            load(&worker, &files.0, &request.0).map_err(|error| request.0.blame(error))
+        })
+        .add("disco.weights.take", |worker: WorkerContext, bytes: Tensor, request: Pack<Request>| {
+            take(&worker, &bytes, &request.0).map_err(|error| request.0.blame(error))
+        });
+}
+
+/// A file that workers are to open.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Wanted {
+    pub(super) path: String,
+    /// What it has to be like.
+    pub(super) likeness: Likeness,
+}
+
+/// The most files of one loader.
+const MAX_FILES: usize = 4096;
+
+/// The files of a loader on one worker, or why it cannot read them.
+struct OpenFiles(Vec<Result<Twin>>);
+
+impl OpenFiles {
+    fn open(context: &Context, wanted: Vec<Wanted>) -> Result<Self> {
+        if wanted.len() > MAX_FILES {
+            return Err(RpcError::limit("files of one loader", MAX_FILES as u64, wanted.len() as u64));
+        }
+        let folders = context.extension::<WeightFolders>();
+        let open = |wanted: Wanted| {
+            let Some(folders) = &folders else {
+                return Err(RpcError::new(ErrorKind::Refused, "this node's workers may read no files of weights"));
+            };
+            Twin::find(folders.admit(&PathBuf::from(wanted.path))?, &wanted.likeness)
+        };
+        Ok(Self(wanted.into_iter().map(open).collect()))
+    }
+}
+
+/// A tensor to be loaded: the same for all workers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Request {
+    /// The number of its file.
+    pub(super) file: u32,
+    pub(super) name: String,
+    pub(super) dtype: DataType,
+    pub(super) shape: Vec<i64>,
+    /// Where it begins in the file, in bytes.
+    pub(super) start: u64,
+    pub(super) part: Part,
+    /// `None` is each worker's default one.
+    pub(super) device: Option<VirtualDevice>,
+    /// For each worker, which one reads for it.
+    pub(super) readers: Vec<u32>,
+    /// To whom progress is told; 0 is nobody.
+    pub(super) loader: u64,
+}
+
+impl Request {
+    /// The part of the whole tensor that a worker's part is made of.
+    pub(super) fn cut(&self, worker: WorkerId, world_size: u32, num_groups: u32) -> Result<Cut> {
+        let ranges = match &self.part {
+            Part::Whole | Part::With { .. } => Vec::new(),
+            Part::Shard { dim, scope } => {
+                let group_size = world_size / num_groups.max(1);
+                let (rank, size) = match scope {
+                    Scope::World => (worker.0, world_size),
+                    Scope::Group => (worker.0 % group_size.max(1), group_size),
+                };
+                shard(&self.shape, *dim, rank, size)?
+            }
+        };
+        Cut::new(self.dtype, &self.shape, &ranges)
+    }
+
+    /// Says of an error what could not be loaded.
+    fn blame(&self, error: RpcError) -> RpcError {
+        error.context(format_args!("tensor '{}'", self.name))
+    }
+
+    fn cut_of(&self, worker: &WorkerContext, of: WorkerId) -> Result<Cut> {
+        self.cut(of, worker.world_size(), worker.num_groups())
+    }
+}
+
+/// The ranges of one of so many even shards.
+fn shard(shape: &[i64], dim: usize, rank: u32, size: u32) -> Result<Vec<Range<i64>>> {
+    let Some(length) = shape.get(dim) else {
+        return Err(RpcError::invalid_argument(format!("there is no dimension {dim} in {shape:?}")));
+    };
+    let size = i64::from(size.max(1));
+    if length % size != 0 {
+        return Err(RpcError::invalid_argument(format!(
+            "dimension {dim} of {shape:?} does not divide among {size} workers: load the tensor whole, by another dimension, or with a function that \
+             divides it (Part::With)"
+        )));
+    }
+    let each = length / size;
+    let mut ranges: Vec<_> = shape[..dim].iter().map(|length| 0..*length).collect();
+    ranges.push(i64::from(rank) * each..(i64::from(rank) + 1) * each);
+    Ok(ranges)
+}
+
+/// Loads this worker's part, and those of the workers that it reads for.
+fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<LocalValue> {
+    let (me, readers) = (worker.worker_id(), &request.readers);
+    if readers.len() != worker.world_size() as usize || readers.iter().any(|reader| *reader >= worker.world_size()) {
+        return Err(RpcError::internal("a load that does not say who reads"));
+    }
+    let reader = readers[me.index()];
+    if reader != me.0 {
+        return deliver(worker, receive(worker, WorkerId(reader), request)?, request);
+    }
+    let file = open(files, request);
+    // Those who wait come first. What all of them get is read once.
+    let mut for_all = None;
+    for (of, _) in (0..).zip(readers).filter(|(of, reader)| *of != me.0 && **reader == me.0) {
+        let read = || {
+            let file = file.as_ref().map_err(RpcError::clone)?;
+            let (cut, place) = (request.cut_of(worker, WorkerId(of))?, Place::of(Device::cpu()));
+            filled(worker, &place, request.dtype, &cut.shape, |out| cut.read(file, out, &mut |_| ()))
+        };
+        let part = match request.part {
+            Part::Whole | Part::With { .. } => for_all.get_or_insert_with(read).clone(),
+            Part::Shard { .. } => read(),
+        };
+        send(worker, WorkerId(of), part);
+    }
+    drop(for_all);
+    deliver(worker, Source::File { file: file?, cut: request.cut_of(worker, me)? }, request)
+}
+
+/// Makes this worker's part of what has come from the controller: a part of the tensor, as bytes.
+fn take(worker: &WorkerContext, bytes: &Tensor, request: &Request) -> Result<LocalValue> {
+    let cut = request.cut_of(worker, worker.worker_id())?;
+    deliver(worker, Source::Memory(bytes.view(0, cut.shape, None, request.dtype)?), request)
+}
+
+/// Puts the part where it is wanted, or has the function make of it what it likes.
+fn deliver(worker: &WorkerContext, source: Source, request: &Request) -> Result<LocalValue> {
+    let size = match &source {
+        Source::File { cut, .. } => cut.size_bytes,
+        Source::Memory(part) => part.size_bytes(),
+    };
+    let reader = Arc::new(WeightReader {
+        name: request.name.clone(),
+        dtype: request.dtype,
+        shape: request.shape.clone(),
+        place: Place::on(worker, request.device.as_ref())?,
+        source,
+        meter: Meter::new(worker, request.loader, size),
+    });
+    let made = match &request.part {
+        Part::Whole | Part::Shard { .. } => Value::Object(Object::Tensor(reader.part()?)),
+        Part::With { function } => call(worker.context(), function, Arc::clone(&reader))
+            .map_err(|error| error.context(format_args!("function '{function}'")))?,
+    };
+    reader.meter.finish();
+    Ok(made)
+}
+
+fn call(context: &Context, function: &str, reader: Arc<WeightReader>) -> Result<LocalValue> {
+    let function = context.function(function)?;
+    let args = vec![Value::Object(Object::Opaque(Opaque::new(reader)))];
+    match function.kind() {
+        FunctionKind::Async => blocking::block_on(context.call_async(&function, args))?,
+        FunctionKind::Blocking | FunctionKind::Inline => context.call(&function, args),
+    }
+}
+
+/// Finds the tensor in this worker's file.
+fn open(files: &OpenFiles, request: &Request) -> Result<InFile> {
+    let file = files.0.get(request.file as usize);
+    let file = file.ok_or_else(|| RpcError::internal("a load from a file that there is not"))?;
+    let file = file.as_ref().map_err(RpcError::clone)?;
+    let end = dense_size(&request.shape, request.dtype)?.checked_add(request.start);
+    if end.is_none_or(|end| end > file.len) {
+        return Err(RpcError::internal("a load from behind the end of the file"));
+    }
+    Ok(InFile { file: file.open()?, path: file.path.clone(), start: request.start })
+}
+
+/// Sends another worker its part, or why there is none. What goes wrong on the way is for that one to tell.
+fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
+    let bytes = part.and_then(|part| as_bytes(&part));
+    let tensors = bytes.as_ref().map(|bytes| (Some(bytes), None)).map_err(RpcError::clone);
+    if let Err(error) = worker.run(Scope::World, Operation::Send { to: Rank(to.0) }, tensors) {
+        let error = RpcError::from(error);
+        tracing::debug!(%to, %error, "a part of a tensor was not sent");
+    }
+}
+
+/// Gets this worker's part from the one that reads it.
+fn receive(worker: &WorkerContext, from: WorkerId, request: &Request) -> Result<Source> {
+    let me = worker.worker_id();
+    let room = request.cut_of(worker, me).and_then(|cut| {
+        let part = worker.context().allocate(Device::cpu(), request.dtype, &cut.shape)?;
+        Ok((as_bytes(&part)?, part))
+    });
+    let tensors = room.as_ref().map(|(bytes, _)| (None, Some(bytes))).map_err(RpcError::clone);
+    worker.run(Scope::World, Operation::Recv { from: Rank(from.0) }, tensors)?;
+    Ok(Source::Memory(room?.1))
+}
+
+/// The same memory, whatever the elements are.
+fn as_bytes(tensor: &Tensor) -> Result<Tensor> {
+    let len =
+        i64::try_from(tensor.size_bytes()).map_err(|_| RpcError::invalid_argument("a tensor that is too large"))?;
+    tensor.view(0, [len], None, DataType::U8)
+}
