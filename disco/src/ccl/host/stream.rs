@@ -18,6 +18,10 @@ use std::time::{Duration, Instant};
 use rpc_core::RpcError;
 
 pub use self::join::{Address, Listener, SessionKey};
+#[cfg(feature = "mpi")]
+pub(super) use self::join::{Member, by_messages};
+#[cfg(feature = "mpi")]
+pub(super) use self::link::Socket;
 use self::link::{FrameKind, Link};
 use super::agreement::{Announcement, LEN, MAX_POISON, agree, agree_pair, ahead};
 use super::plan::{has_input, input_bytes, route, travels_inline};
@@ -29,6 +33,9 @@ use crate::ccl::{
 
 /// The longest sleep between two looks at the clock.
 const SLEEP: Duration = Duration::from_millis(100);
+
+/// The same where a rank has to look for itself.
+const NAP: Duration = Duration::from_micros(100);
 
 /// How often a rank looks at its sockets before it sleeps, where it has a core to itself. Where it has not, whoever yields waits for everybody who computes, and
 /// whoever sleeps is woken ahead of them.
@@ -81,18 +88,28 @@ impl Links {
         self.peers.iter().flatten().map(Link::progress).sum()
     }
 
-    /// Sleeps until a socket is ready for what its link wants, somebody wakes the rank, or for [`SLEEP`].
+    /// Sleeps until a socket is ready for what its link wants, somebody wakes the rank, or for [`SLEEP`]; only for [`NAP`] if one wants something of which no file
+    /// tells.
     fn sleep(&mut self) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+        let mut at_most = SLEEP;
         let links = self.peers.iter().flatten().filter_map(|link| {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, link.wants_input());
             flags.set(PollFlags::OUT, link.wants_output());
-            (!flags.is_empty()).then(|| PollFd::from_borrowed_fd(link.socket(), flags))
+            let wants = !flags.is_empty();
+            match link.file().filter(|_| wants) {
+                Some(file) => Some(PollFd::from_borrowed_fd(file, flags)),
+                None => {
+                    at_most = if wants { NAP } else { at_most };
+                    None
+                }
+            }
         });
-        let mut files: Vec<_> = links.chain([PollFd::new(&self.wake, PollFlags::IN)]).collect();
-        let at_most = Timespec { tv_sec: 0, tv_nsec: SLEEP.subsec_nanos().into() };
+        let mut files: Vec<_> = links.collect();
+        files.push(PollFd::new(&self.wake, PollFlags::IN));
+        let at_most = Timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
         // Interrupted or not, the caller looks for itself.
         _ = poll(&mut files, Some(&at_most));
     }
@@ -195,6 +212,13 @@ impl StreamCcl {
             sent: vec![0; size],
             received: vec![0; size],
         })
+    }
+
+    /// The same, with so many looks before it sleeps.
+    #[cfg(feature = "mpi")]
+    fn looking(mut self, looks: u32) -> Self {
+        self.looks = looks;
+        self
     }
 
     /// Moves bytes until `step` says that it is done. `step` is called after each movement, and says which rank it waits for and whether that one has

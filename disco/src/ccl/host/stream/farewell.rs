@@ -5,13 +5,14 @@
 //! a rank that breaks the group, or hears of it, waits for nobody.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
 use super::link::Socket;
 
 /// How long the others may take to read the last word.
 const LINGER: Duration = Duration::from_secs(10);
+/// How long to sleep where nothing says when there is more to do.
+const NAP: Duration = Duration::from_millis(1);
 /// Reads of one connection in a row.
 const READS: u32 = 16;
 
@@ -38,7 +39,7 @@ impl Parting {
                 self.socket.write(&self.rest[self.sent..]).map(Some)
             } else {
                 self.finished = true;
-                socket2::SockRef::from(&self.socket.as_fd()).shutdown(Shutdown::Write).map(|()| None)
+                self.socket.finish().map(|()| None)
             };
             match result {
                 Ok(Some(0)) => return false,
@@ -86,11 +87,12 @@ fn linger(mut connections: Vec<Parting>, waste: &mut [u8]) {
         }
         let mut files: Vec<_> = connections
             .iter()
-            .map(|one| {
+            .filter_map(|one| {
                 let flags = if one.finished { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
-                PollFd::from_borrowed_fd(one.socket.as_fd(), flags)
+                Some(PollFd::from_borrowed_fd(one.socket.file()?, flags))
             })
             .collect();
+        let left = if files.len() < connections.len() { left.min(NAP) } else { left };
         let at_most = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         // Interrupted or not, all are looked at.
         _ = poll(&mut files, Some(&at_most));

@@ -45,6 +45,12 @@ const PATIENCE_BEFORE_DETOUR: Duration = Duration::from_secs(2);
 const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
 const PAUSE: Duration = Duration::from_millis(20);
+/// Between two looks for a hello that nobody announces.
+#[cfg(feature = "mpi")]
+const LOOK: Duration = Duration::from_micros(200);
+/// How often a rank looks for messages before it sleeps.
+#[cfg(feature = "mpi")]
+const LOOKS_FOR_MESSAGES: u32 = 1000;
 /// Handshakes at a time. More connections wait in the listener's queue.
 const MAX_HANDSHAKES: usize = 64;
 
@@ -298,6 +304,125 @@ struct Group<'a> {
     epoch: u64,
     key: &'a SessionKey,
     encrypt: bool,
+}
+
+/// One rank of a group whose ranks have ways to each other without dialling.
+#[cfg(feature = "mpi")]
+pub(in super::super) struct Member<'a> {
+    pub(in super::super) rank: Rank,
+    pub(in super::super) size: usize,
+    pub(in super::super) key: &'a SessionKey,
+    pub(in super::super) options: &'a Options,
+}
+
+/// A communicator over streams that are there already, one to each other rank, which `open` gives by number. The two ends of each tell each other in a hello who they
+/// are, as a dialler does, and prove nothing: whoever can send there is trusted. Blocks until all have.
+///
+/// # Errors
+///
+/// [`ErrorKind::DeadlineExceeded`]: not all have done so within [`Options::join_timeout`]; [`ErrorKind::Refused`]: one is of another
+/// group, or encrypts where this one does not.
+#[cfg(feature = "mpi")]
+pub(in super::super) fn by_messages<S: Socket + 'static>(
+    member: &Member<'_>,
+    open: impl Fn(usize) -> S,
+) -> Result<Box<dyn Ccl>, RpcError> {
+    let Member { rank, size, key, options } = member;
+    let group = Group { rank: rank.0, size: Rank::of(*size).0, epoch: options.epoch, key, encrypt: options.encrypt };
+    let until = Instant::now() + options.join_timeout;
+    let mut meetings = Vec::new();
+    for peer in (0..group.size).filter(|peer| *peer != group.rank) {
+        let hello = group.hello(peer, &random()?);
+        meetings.push(Meeting { peer, stream: open(peer as usize), hello, sent: 0, theirs: [0; HELLO], read: 0 });
+    }
+    loop {
+        let mut missing = Vec::new();
+        for meeting in &mut meetings {
+            if !meeting.advance().map_err(|error| meeting.failed(&error))? {
+                missing.push(meeting.peer);
+            }
+        }
+        if missing.is_empty() {
+            break;
+        }
+        if Instant::now() >= until {
+            let text =
+                format!("rank {rank} has waited for {:?} and not heard of ranks {missing:?}", options.join_timeout);
+            return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+        }
+        std::thread::sleep(LOOK);
+    }
+    let mut links: Vec<Option<Link>> = (0..*size).map(|_| None).collect();
+    for meeting in meetings {
+        let peer = meeting.peer as usize;
+        links[peer] = Some(meeting.into_link(&group)?);
+    }
+    // They are looked at for longer than sockets, because nobody wakes a rank that sleeps.
+    Ok(Box::new(StreamCcl::new(rank.index(), links, (*options).clone())?.looking(LOOKS_FOR_MESSAGES)))
+}
+
+/// Two ranks that introduce themselves to each other.
+#[cfg(feature = "mpi")]
+struct Meeting<S> {
+    peer: u32,
+    stream: S,
+    hello: [u8; HELLO],
+    sent: usize,
+    theirs: [u8; HELLO],
+    read: usize,
+}
+
+#[cfg(feature = "mpi")]
+impl<S: Socket + 'static> Meeting<S> {
+    /// Gets on as far as that is possible now; says whether both hellos are through.
+    fn advance(&mut self) -> io::Result<bool> {
+        while self.sent < HELLO {
+            match self.stream.write(&self.hello[self.sent..]) {
+                Ok(written) => self.sent += written,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            }
+        }
+        while self.read < HELLO {
+            match self.stream.read(&mut self.theirs[self.read..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => self.read += read,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            }
+        }
+        let is_out = match self.stream.flush() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
+            flushed => flushed.map(|()| true)?,
+        };
+        Ok(is_out && self.sent == HELLO && self.read == HELLO)
+    }
+
+    fn failed(&self, error: &io::Error) -> RpcError {
+        RpcError::new(ErrorKind::PeerLost, format!("no connection with rank {}: {error}", self.peer))
+    }
+
+    fn into_link(self, group: &Group<'_>) -> Result<Link, RpcError> {
+        let nonce = |hello: &[u8; HELLO]| {
+            let mut nonce = [0; NONCE];
+            nonce.copy_from_slice(&hello[HELLO - NONCE..]);
+            nonce
+        };
+        let of_peer = Group { rank: self.peer, ..*group };
+        let expected = of_peer.hello(group.rank, &nonce(&self.theirs));
+        if self.theirs != expected {
+            let why = if self.theirs[6..8] == expected[6..8] { "it is in another group" } else { ONE_ENCRYPTS };
+            return Err(RpcError::new(
+                ErrorKind::Refused,
+                format!("rank {} and rank {}: {why}", group.rank, self.peer),
+            ));
+        }
+        // As where the higher rank dials.
+        let is_dialler = group.rank > self.peer;
+        let (dialler, acceptor) = if is_dialler { (&self.hello, &self.theirs) } else { (&self.theirs, &self.hello) };
+        let secret = group.secret(dialler, &nonce(acceptor), is_dialler);
+        Ok(Link::new(boxed(self.stream, secret)))
+    }
 }
 
 /// Why an attempt to connect has failed.

@@ -5,8 +5,8 @@
 //! of the end of the group is not stuck behind something that waits for a third rank.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind, IoSlice, Read, Write};
-use std::net::TcpStream;
+use std::io::{self, ErrorKind, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -59,16 +59,37 @@ impl FrameKind {
     }
 }
 
-/// A socket, of whichever kind, that does not block.
-pub(super) trait Socket: Read + Write + AsFd + Send {
+/// A stream of bytes, of whichever kind, that does not block.
+pub(in super::super) trait Socket: Read + Write + Send {
+    /// What tells the system's `poll` that it can be read or written; `None` where nothing but an attempt tells that.
+    fn file(&self) -> Option<BorrowedFd<'_>>;
+
     /// Whether something that it has taken has yet to leave, by a flush or the next write.
     fn holds_back(&self) -> bool {
         false
     }
+
+    /// Lets the other side know that nothing follows: it reads the end behind all that was written.
+    ///
+    /// # Errors
+    ///
+    /// The connection is gone.
+    fn finish(&mut self) -> io::Result<()> {
+        self.file().map_or(Ok(()), |file| socket2::SockRef::from(&file).shutdown(Shutdown::Write))
+    }
 }
 
-impl Socket for TcpStream {}
-impl Socket for UnixStream {}
+impl Socket for TcpStream {
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
+    }
+}
+
+impl Socket for UnixStream {
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
+    }
+}
 
 /// Bytes of a call to send: a stretch of a buffer of which so much is there.
 #[derive(Clone, Copy)]
@@ -175,8 +196,9 @@ impl Link {
         }
     }
 
-    pub(super) fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+    /// What says when there is more to read or to write, if anything does.
+    pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.file()
     }
 
     /// Queues a frame.
@@ -284,15 +306,15 @@ impl Link {
         let mut moved = false;
         while self.wants_output() {
             let in_frame = self.head_left + self.data_left > 0;
-            if !in_frame && self.said.is_empty() && !self.socket.holds_back() {
-                let Some(next) = self.outgoing.front() else { break };
-                self.data_left = (next.sendable() - next.sent).min(MAX_DATA);
-                self.head = head(FrameKind::Data, self.data_left);
-                self.head_left = HEAD;
+            if !in_frame && self.said.is_empty() {
+                let ready = self.outgoing.front().map_or(0, |next| next.sendable() - next.sent);
+                if ready > 0 {
+                    self.data_left = ready.min(MAX_DATA);
+                    self.head = head(FrameKind::Data, self.data_left);
+                    self.head_left = HEAD;
+                }
             }
-            let result = if self.socket.holds_back() {
-                self.socket.flush().map(|()| None)
-            } else if self.head_left + self.data_left > 0 {
+            let result = if self.head_left + self.data_left > 0 {
                 let data = match self.outgoing.front() {
                     // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it does not change.
                     Some(next) => unsafe { std::slice::from_raw_parts(next.start.add(next.sent), self.data_left) },
@@ -300,9 +322,10 @@ impl Link {
                 };
                 let head = &self.head[HEAD - self.head_left..];
                 self.socket.write_vectored(&[IoSlice::new(head), IoSlice::new(data)]).map(Some)
-            } else {
-                let Some(frame) = self.said.front() else { break };
+            } else if let Some(frame) = self.said.front() {
                 self.socket.write(&frame[self.said_bytes..]).map(Some)
+            } else {
+                self.socket.flush().map(|()| None)
             };
             match result {
                 Ok(None) => moved = true,

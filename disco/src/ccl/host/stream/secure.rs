@@ -7,7 +7,7 @@
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, Nonce, UnboundKey};
 use ring::hkdf;
@@ -190,13 +190,15 @@ impl<S: Read + Write> Write for Secure<S> {
     }
 }
 
-impl<S: AsFd> AsFd for Secure<S> {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+impl<S: Socket> Socket for Secure<S> {
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.stream.file()
     }
-}
 
-impl<S: Read + Write + AsFd + Send> Socket for Secure<S> {
+    fn finish(&mut self) -> io::Result<()> {
+        self.stream.finish()
+    }
+
     fn holds_back(&self) -> bool {
         self.sent < self.sealed.len()
     }
