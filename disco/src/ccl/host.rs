@@ -17,6 +17,8 @@ mod check;
 mod kernel;
 #[allow(unsafe_code)]
 mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 #[allow(unsafe_code)]
 mod peek;
 mod plan;

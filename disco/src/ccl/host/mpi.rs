@@ -1,0 +1,161 @@
+//! MPI between ranks: for clusters where it is the way between nodes. With the feature `mpi`.
+//!
+//! The processes are started by `mpirun`, `srun` or whatever else starts a job of MPI, and each [starts](Process::start) MPI; a group is made of as many of
+//! them as it needs, in any order. MPI carries the bytes that sockets carry elsewhere, in messages between two ranks that do not block, and the collectives are
+//! those of [sockets](super): the same bits, the same errors, and the same ways to break and to be made anew. What MPI is never
+//! given is a caller's buffer. It cannot take one back from a collective that does not end, so that a rank with such a collective would have
+//! no other way out than the end of its process; this costs a copy on each side.
+//!
+//! When a process of a job dies, `mpirun` ends all of them, unless it is told otherwise. MPI takes every process of the job for a friend: the
+//! connections prove no key. With [`Options::encrypt`] what they carry can be read by nobody else.
+//!
+//! Run with Open MPI 4.1.4.
+
+#[allow(unsafe_code)]
+mod library;
+mod stream;
+
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, RpcError};
+
+use self::library::Library;
+use self::stream::MessageStream;
+use super::Options;
+use super::stream::{Member, SessionKey, by_messages};
+use crate::ccl::{Ccl, Rank};
+
+/// How long [`Process::finish`] waits for messages that nobody has taken yet.
+const LAST_MESSAGES: Duration = Duration::from_secs(5);
+
+/// This process as one of a job of MPI.
+#[derive(Debug)]
+pub struct Process {
+    library: Library,
+    rank: u32,
+    size: u32,
+    job: String,
+}
+
+/// Which group of its members a communicator is for. Two that are there at the same time, of the same kind and with the same
+/// [epoch](Options::epoch), have no member in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Circle {
+    /// All workers of a session.
+    World,
+    /// One of its groups.
+    Group,
+}
+
+static PROCESS: OnceLock<Process> = OnceLock::new();
+
+impl Process {
+    /// Starts MPI, unless it has been started, and waits until all processes of the job have come here. The thread that calls this has to call
+    /// [`finish`](Self::finish), before the process ends.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Unsupported`]: the library lets no more than one thread use it. What it says otherwise.
+    pub fn start() -> Result<&'static Self, RpcError> {
+        static STARTING: Mutex<()> = Mutex::new(());
+        let _one_at_a_time = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(process) = PROCESS.get() {
+            return Ok(process);
+        }
+        let library = Library::start()?;
+        let (rank, size) = (library.rank(), library.size());
+        let mut job = [0; 16];
+        if rank == 0 {
+            ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut job)
+                .map_err(|_| RpcError::internal("the system gives no random numbers"))?;
+        }
+        library.share(&mut job)?;
+        let job = job.iter().map(|byte| format!("{byte:02x}")).collect();
+        tracing::info!(rank, size, library = library.version(), "MPI has been started");
+        Ok(PROCESS.get_or_init(|| Self { library, rank, size, job }))
+    }
+
+    /// The process, if MPI has been started in it.
+    pub fn started() -> Option<&'static Self> {
+        PROCESS.get()
+    }
+
+    /// Its number in the job.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// How many processes the job has.
+    pub fn size(&self) -> u32 {
+        self.size
+    }
+
+    /// What the processes of one job, and no others, have in common.
+    pub fn job(&self) -> &str {
+        &self.job
+    }
+
+    /// What the library says of itself.
+    pub fn version(&self) -> &str {
+        self.library.version()
+    }
+
+    /// Joins a group as one of `members`, which are numbers of the job in the order of ranks. Blocks until all have come.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeadlineExceeded`]: not all came within [`Options::join_timeout`]; [`ErrorKind::Refused`]: one has come into another
+    /// group; [`ErrorKind::InvalidArgument`]: this process is not among them.
+    pub fn join(
+        &'static self,
+        circle: Circle,
+        members: &[u32],
+        key: &SessionKey,
+        options: &Options,
+    ) -> Result<Box<dyn Ccl>, RpcError> {
+        let own = members.iter().position(|member| *member == self.rank);
+        let (Some(own), None) = (own, members.iter().find(|member| **member >= self.size)) else {
+            let text = format!("process {} of {} cannot join a group of {members:?}", self.rank, self.size);
+            return Err(RpcError::invalid_argument(text));
+        };
+        let tag = tag(circle, options.epoch);
+        let open = |peer: usize| MessageStream::new(&self.library, members[peer], tag);
+        by_messages(&Member { rank: Rank::of(own), size: members.len(), key, options }, open)
+    }
+
+    /// Ends the use of MPI, which all processes of the job do together: call it when no communicator is left, and nothing of MPI after it. Blocks until the
+    /// last messages have been taken, some seconds at most.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeadlineExceeded`]: messages are left that nobody takes, or another thread does not come back from MPI. Then the process should end without
+    /// more, and the job with it.
+    pub fn finish(&self) -> Result<(), RpcError> {
+        self.library.finish(LAST_MESSAGES)
+    }
+}
+
+/// Which messages between two processes are of a group. The standard promises tags up to 32767.
+fn tag(circle: Circle, epoch: u64) -> u16 {
+    (epoch % 16_000) as u16 * 2 + u16::from(circle == Circle::Group)
+}
+
+pub(super) fn lost(text: impl std::fmt::Display) -> RpcError {
+    RpcError::new(ErrorKind::PeerLost, format!("MPI: {text}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_have_messages_of_their_own() {
+        let all = (0..15_000).flat_map(|epoch| [tag(Circle::World, epoch), tag(Circle::Group, epoch)]);
+        let mut tags: Vec<_> = all.collect();
+        assert!(tags.iter().all(|tag| *tag < 32_767));
+        tags.sort_unstable();
+        tags.dedup();
+        assert_eq!(tags.len(), 30_000);
+    }
+}
