@@ -1,7 +1,8 @@
 //! How long collectives take among 2 and 4 ranks: threads, processes that read from each other's buffers, processes with a segment alone, and processes with
 //! TCP connections, in the clear and encrypted. Medians.
 //!
-//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes|segment|tcp|encrypted] [--ranks N] [--op NAME] [--bytes N]`
+//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes|segment|tcp|encrypted] [--ranks N] [--op NAME] [--bytes N]`; with
+//! `--features mpi` also over MPI.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -73,6 +74,10 @@ impl Arguments {
 
 fn main() {
     let arguments = Arguments::parse();
+    #[cfg(feature = "mpi")]
+    if std::env::var_os(mpi::RANK).is_some() {
+        return mpi::rank(&arguments);
+    }
     if let Ok(text) = std::env::var(CHILD) {
         let (rank, over) = text.split_once(' ').expect("a rank and the way");
         let rank = Rank(rank.parse().expect("a rank"));
@@ -98,6 +103,52 @@ fn main() {
         for ranks in [2, 4].into_iter().filter(|ranks| arguments.ranks.is_none_or(|one| one == *ranks)) {
             run(&arguments, over, ranks);
         }
+    }
+    #[cfg(feature = "mpi")]
+    if arguments.over.as_ref().is_none_or(|one| one == "mpi") {
+        for ranks in [2, 4].into_iter().filter(|ranks| arguments.ranks.is_none_or(|one| one == *ranks)) {
+            mpi::run(ranks);
+        }
+    }
+}
+
+/// Ranks that `mpirun` starts.
+#[cfg(feature = "mpi")]
+mod mpi {
+    use std::process::Command;
+
+    use disco::ccl::host::mpi::{Circle, Process};
+    use disco::ccl::host::{Options, SessionKey};
+
+    use super::{Arguments, measure, print};
+
+    /// The variable that tells a process that it is a rank.
+    pub(super) const RANK: &str = "DISCO_CCL_BENCH_MPI";
+
+    /// This program again, as a job of so many processes, of which the first prints.
+    pub(super) fn run(ranks: usize) {
+        let status = Command::new("mpirun")
+            .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
+            .arg(std::env::current_exe().expect("this binary"))
+            .args(std::env::args().skip(1))
+            .env(RANK, "1")
+            .status();
+        assert!(status.expect("mpirun").success());
+    }
+
+    pub(super) fn rank(arguments: &Arguments) {
+        let process = Process::start().expect("MPI");
+        let all: Vec<u32> = (0..process.size()).collect();
+        let key = SessionKey::generate().expect("a key");
+        let mut ccl = process.join(Circle::World, &all, &key, &Options::default()).expect("to join");
+        for case in arguments.cases() {
+            let took = measure(&mut *ccl, case);
+            if process.rank() == 0 {
+                print(arguments, "mpi", all.len(), case, took);
+            }
+        }
+        drop(ccl);
+        process.finish().expect("no messages are left");
     }
 }
 

@@ -14,6 +14,7 @@
 use rpc_core::{ErrorKind, RpcError};
 use serde::{Deserialize, Serialize};
 
+use crate::backend::Backend;
 use crate::error::WorkerId;
 
 /// Whether the collectives of a session run.
@@ -62,6 +63,7 @@ pub(crate) struct Report {
 pub(crate) struct Collectives {
     /// Of those that are there, or are being made.
     epoch: u64,
+    backend: Backend,
     being_made: bool,
     broken: Option<Breakage>,
 }
@@ -69,6 +71,11 @@ pub(crate) struct Collectives {
 impl Collectives {
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
+    }
+
+    /// What they are made with, until another one is chosen.
+    pub(crate) fn backend(&self) -> Backend {
+        self.backend
     }
 
     pub(crate) fn state(&self) -> CclState {
@@ -125,8 +132,8 @@ impl Collectives {
     }
 
     /// The workers leave the old ones for those of this epoch.
-    pub(crate) fn advance(&mut self, epoch: u64) {
-        self.epoch = epoch;
+    pub(crate) fn advance(&mut self, epoch: u64, backend: Backend) {
+        (self.epoch, self.backend) = (epoch, backend);
         self.broken = None;
     }
 
@@ -165,7 +172,7 @@ mod tests {
         collectives.begin().unwrap();
         assert_eq!(collectives.begin().unwrap_err().kind(), ErrorKind::Busy);
         assert_eq!(collectives.state(), CclState::Reinitialising);
-        collectives.advance(1);
+        collectives.advance(1, Backend::Host);
         assert!(!collectives.broke(WorkerId(0), report(0, Some(1), "old")));
         collectives.finish();
         assert_eq!(collectives.state(), CclState::Running);

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use rpc_core::object::Object;
 use rpc_core::{Device, ErrorKind, LocalValue, Pack, Packed, RpcError, Tensor, Value, blocking};
 
+use crate::backend::Backend;
 use crate::ccl::host::{Address, SessionKey};
 use crate::ccl_state::{CclState, Collectives};
 use crate::command::{Command, Queued, Register};
@@ -136,15 +137,45 @@ impl Controller {
         for (number, link) in self.links.iter().enumerate() {
             link.start(number, &this).await?;
         }
-        self.meet(0, Vec::new()).await.map(drop)
+        self.meet(0, Backend::default(), Vec::new()).await.map(drop)
     }
 
     /// Tells the workers how they meet in this epoch; gives the number of that command. Where there is an error they have not been told.
-    pub(crate) async fn meet(&self, epoch: u64, devices: Vec<Device>) -> Result<u64> {
-        let way = self.plan(epoch).await?;
+    pub(crate) async fn meet(&self, epoch: u64, backend: Backend, devices: Vec<Device>) -> Result<u64> {
+        let way = match backend {
+            Backend::Host => self.plan(epoch).await?,
+            Backend::Mpi => self.plan_mpi()?,
+        };
         let plan = Packed::encode(&Plan { epoch, way, limits: Limits::of(&self.options), devices })?;
-        self.lock().collectives.advance(epoch);
+        self.lock().collectives.advance(epoch, backend);
         self.push(Command::InitCcl { plan })
+    }
+
+    /// How workers meet that are processes of one job of MPI.
+    fn plan_mpi(&self) -> Result<Way> {
+        let unfit = |why: String| DiscoError::from(RpcError::unsupported(format!("no collectives over MPI: {why}")));
+        let mut ranks: Vec<u32> = Vec::new();
+        let mut job: Option<&str> = None;
+        let leaves = self.links.iter().flat_map(|link| &link.info.leaves);
+        for (worker, leaf) in leaves.enumerate() {
+            let Some(seat) = leaf.mpi.as_ref().filter(|_| leaf.count == 1) else {
+                return Err(unfit(format!(
+                    "the process of worker {worker} has {}; start each worker as a process of its own, as in: \
+                     mpirun -n 4 rpc-server worker --mpi --controller ADDRESS",
+                    if leaf.mpi.is_some() { "several workers" } else { "not started MPI" }
+                )));
+            };
+            if *job.get_or_insert(&seat.job) != seat.job || ranks.contains(&seat.rank) {
+                return Err(unfit(format!("worker {worker} is of another job than worker 0")));
+            }
+            ranks.push(seat.rank);
+        }
+        Ok(Way::Mpi { key: SessionKey::generate()?, encrypt: self.is_encrypted(), ranks })
+    }
+
+    /// Whoever could read or change the data could as well read or change the commands, where those are not encrypted.
+    fn is_encrypted(&self) -> bool {
+        self.links.iter().any(|link| link.is_encrypted)
     }
 
     async fn plan(&self, epoch: u64) -> Result<Way> {
@@ -196,9 +227,7 @@ impl Controller {
                 places.push(Place { machine: machines[worker as usize], is_local });
             }
         }
-        // Whoever could read or change the data could as well read or change the commands, where those are not encrypted.
-        let encrypt = self.links.iter().any(|link| link.is_encrypted);
-        Ok(Way::Sockets { key: SessionKey::generate()?, encrypt, world, groups, places })
+        Ok(Way::Sockets { key: SessionKey::generate()?, encrypt: self.is_encrypted(), world, groups, places })
     }
 
     /// Where the workers of each node are to listen for data: as the settings say, or else the nodes themselves.

@@ -147,6 +147,30 @@ pub(crate) struct Leaf {
     pub(crate) count: u32,
     /// Equal where processes can share memory; empty where that is not known.
     pub(crate) machine: String,
+    /// Which process of which job of MPI it is, if it is one.
+    pub(crate) mpi: Option<MpiSeat>,
+}
+
+/// A process of a job of MPI.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct MpiSeat {
+    /// What the processes of one job, and no others, have in common.
+    pub(crate) job: String,
+    pub(crate) rank: u32,
+}
+
+impl MpiSeat {
+    /// That of this process.
+    #[cfg(feature = "mpi")]
+    fn own() -> Option<Self> {
+        let process = crate::ccl::host::mpi::Process::started()?;
+        Some(Self { job: process.job().to_owned(), rank: process.rank() })
+    }
+
+    #[cfg(not(feature = "mpi"))]
+    fn own() -> Option<Self> {
+        None
+    }
 }
 
 /// What the workers of one process share.
@@ -230,7 +254,7 @@ impl WorkerHost {
         if set_up.hosting == Hosting::Threads {
             let patience = if events.is_none() { YIELD } else { Duration::ZERO };
             threads = Some(Threads::start(context, set_up, &sink, &relays, patience)?);
-            info.leaves.push(Leaf { count: set_up.count, machine: machine() });
+            info.leaves.push(Leaf { count: set_up.count, machine: machine(), mpi: MpiSeat::own() });
         }
         let mut branch = None;
         if set_up.hosting == Hosting::Processes || !set_up.below.is_empty() {

@@ -67,6 +67,7 @@
 
 #![deny(unsafe_code)]
 
+mod backend;
 mod branch;
 pub mod ccl;
 mod ccl_state;

@@ -92,6 +92,8 @@ pub(crate) enum Way {
         /// Where each worker is.
         places: Vec<Place>,
     },
+    /// All are processes of one job of MPI, with these numbers there.
+    Mpi { key: SessionKey, encrypt: bool, ranks: Vec<u32> },
     /// They do not.
     Apart { why: String },
 }
@@ -245,6 +247,10 @@ impl MeetingPlace {
                 };
                 Ok(Membership { epoch: plan.epoch, world: joined, group })
             }
+            Way::Mpi { key, encrypt, ranks } => {
+                options.encrypt = *encrypt;
+                join_mpi(ranks, layout, worker, key, &options)
+            }
             Way::Apart { why } => Err(RpcError::new(
                 ErrorKind::Unsupported,
                 format!("the workers of this session have no way to each other: {why}"),
@@ -273,6 +279,33 @@ impl MeetingPlace {
         });
         taken.ok_or_else(|| RpcError::internal(format!("worker {worker} has joined already")))
     }
+}
+
+#[cfg(feature = "mpi")]
+fn join_mpi(
+    ranks: &[u32],
+    layout: Layout,
+    worker: WorkerId,
+    key: &SessionKey,
+    options: &host::Options,
+) -> Result<Membership> {
+    use host::mpi::{Circle, Process};
+
+    let process = Process::started().ok_or_else(|| RpcError::internal("MPI has not been started here"))?;
+    let world = process.join(Circle::World, ranks, key, options)?;
+    let mut group = None;
+    if layout.has_groups() {
+        let mut groups = ranks.chunks(layout.group_size() as usize);
+        let members =
+            groups.nth(layout.group(worker) as usize).ok_or_else(|| RpcError::internal("a plan without all ranks"))?;
+        group = Some(process.join(Circle::Group, members, key, options)?);
+    }
+    Ok(Membership { epoch: options.epoch, world, group })
+}
+
+#[cfg(not(feature = "mpi"))]
+fn join_mpi(_: &[u32], _: Layout, _: WorkerId, _: &SessionKey, _: &host::Options) -> Result<Membership> {
+    Err(RpcError::unsupported("this program was built without MPI"))
 }
 
 /// What processes that can share memory have in common: the machine since it was booted, the view of its processes, the user. Empty where that is

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
 
+use crate::backend::Backend;
 use crate::command::Command;
 use crate::completion::Completion;
 use crate::controller::Controller;
@@ -42,9 +43,11 @@ impl Controller {
         Ok((0..world).map(device).collect())
     }
 
-    /// Makes the collectives anew, behind all that has been issued, with these default devices for the workers, or those that they have.
-    pub(crate) fn reinit(self: &Arc<Self>, devices: Vec<Device>) -> Completion<()> {
+    /// Makes the collectives anew, behind all that has been issued, with these default devices for the workers, or those that they have, and with
+    /// this backend, or the one that they have.
+    pub(crate) fn reinit(self: &Arc<Self>, backend: Option<Backend>, devices: Vec<Device>) -> Completion<()> {
         let mut state = self.lock();
+        let backend = backend.unwrap_or(state.collectives.backend());
         let begun = match &state.ended {
             Some(error) => Err(error.clone()),
             None => state.collectives.begin(),
@@ -55,17 +58,17 @@ impl Controller {
         }
         let this = Arc::clone(self);
         Completion::spawn(async move {
-            let outcome = this.make_anew(devices).await;
+            let outcome = this.make_anew(backend, devices).await;
             this.lock().collectives.finish();
             outcome
         })
     }
 
-    async fn make_anew(self: &Arc<Self>, devices: Vec<Device>) -> Result<()> {
+    async fn make_anew(self: &Arc<Self>, backend: Backend, devices: Vec<Device>) -> Result<()> {
         let limit = self.options.init_timeout;
         self.drain(limit, "still busy with what was issued before").await?;
         let epoch = self.lock().collectives.epoch() + 1;
-        let meeting = tokio::time::timeout(limit, self.meet(epoch, devices)).await;
+        let meeting = tokio::time::timeout(limit, self.meet(epoch, backend, devices)).await;
         let sequence = meeting.unwrap_or_else(|_| {
             let text = format!("the nodes have not said within {limit:?} where their workers can be reached");
             Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())

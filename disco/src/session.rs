@@ -6,8 +6,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use rpc_core::object::Object;
 use rpc_core::tensor::Access;
-use rpc_core::{DataType, Device, DeviceType, ErrorKind, RpcError, Tensor, Value, VirtualDevice};
+use rpc_core::{DataType, Device, ErrorKind, RpcError, Tensor, Value, VirtualDevice};
 
+use crate::backend::Backend;
 use crate::ccl::ReduceOp;
 use crate::ccl_state::CclState;
 use crate::command::{Command, Kind, On, Scope};
@@ -315,17 +316,15 @@ impl DiscoSession {
     /// `host` is there without this call. It needs no ids; where some are given only their number matters, because a machine has one `cpu`. The
     /// default devices are that one again.
     ///
+    /// `mpi` is for workers that are processes of one job of MPI, one worker in each: `mpirun -n 4 rpc-server worker --mpi --controller ADDRESS`, of an `rpc-server` that was
+    /// built with the feature `mpi`, or [`ccl::host::mpi`](crate::ccl::host). Its tensors are in host memory, too.
+    ///
     /// Its errors are another number of ids, an unknown backend, and those of [`reinit_ccl`](Self::reinit_ccl).
     pub fn init_ccl(&self, name: &str, device_ids: &[i32]) -> Completion<()> {
-        let kind = match name {
-            "host" => DeviceType::CPU,
-            _ => {
-                let text = format!("there is no backend of collectives called '{name}'; there is: host");
-                return Completion::failed(RpcError::unsupported(text).into());
-            }
-        };
-        match self.0.devices(kind, device_ids) {
-            Ok(devices) => self.0.reinit(devices),
+        let chosen = Backend::named(name).map_err(DiscoError::from);
+        let chosen = chosen.and_then(|backend| Ok((backend, self.0.devices(backend.device_kind(), device_ids)?)));
+        match chosen {
+            Ok((backend, devices)) => self.0.reinit(Some(backend), devices),
             Err(error) => Completion::failed(error),
         }
     }
@@ -345,7 +344,7 @@ impl DiscoSession {
     /// * failures of workers that have not met the others: the collectives are broken.
     /// * what has ended the session.
     pub fn reinit_ccl(&self) -> Completion<()> {
-        self.0.reinit(Vec::new())
+        self.0.reinit(None, Vec::new())
     }
 
     /// Whether the collectives run; if they are broken, by whom and how, as far as the controller has heard. Never waits.

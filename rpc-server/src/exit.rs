@@ -27,6 +27,7 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
                 | ServeError::Workdir { .. }
                 | ServeError::Metrics { .. }
                 | ServeError::Page { .. }
+                | ServeError::Mpi { .. }
                 | ServeError::Controller { .. } => UNAVAILABLE,
                 ServeError::ReadyFile { .. }
                 | ServeError::Otlp { .. }
@@ -37,13 +38,13 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
     }
 }
 
-/// Writes an error and its causes to standard error, one a line.
+/// Writes an error and its causes to standard error, one a line, and all at once: others may be writing there, too.
 pub fn report(error: &dyn Error) {
-    let mut stderr = io::stderr().lock();
-    let _ = writeln!(stderr, "error: {error}");
+    let mut text = format!("error: {error}\n");
     let mut cause = error.source();
     while let Some(error) = cause {
-        let _ = writeln!(stderr, "  because: {error}");
+        text += &format!("  because: {error}\n");
         cause = error.source();
     }
+    let _ = io::stderr().lock().write_all(text.as_bytes());
 }

@@ -27,10 +27,67 @@ impl Join {
 ///
 /// # Errors
 ///
-/// As [`RpcServer::run_blocking`]; and [`ServeError::Controller`].
+/// As [`RpcServer::run_blocking`]; [`ServeError::Controller`]; and [`ServeError::Mpi`].
 pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
-    let WorkerConfig { controller, place, join_timeout, serve } = config;
+    let WorkerConfig { controller, place, join_timeout, mpi, serve } = config;
+    let job = if mpi { Some(mpi::Job::start().map_err(|source| ServeError::Mpi { source })?) } else { None };
+    let place = place.or(job.as_ref().map(mpi::Job::place));
     let mut server = RpcServer::builder().config(serve).build();
     server.join(Join { controller, place, timeout: join_timeout.0 });
-    server.run_blocking()
+    let reason = server.run_blocking();
+    if let Some(job) = job {
+        job.finish();
+    }
+    reason
+}
+
+/// This process's part in a job of MPI.
+#[cfg(feature = "mpi")]
+mod mpi {
+    use disco::NodePlace;
+    use disco::ccl::host::mpi::Process;
+    use rpc_core::RpcError;
+
+    pub(super) struct Job(&'static Process);
+
+    impl Job {
+        pub(super) fn start() -> Result<Self, RpcError> {
+            Process::start().map(Self)
+        }
+
+        pub(super) fn place(&self) -> NodePlace {
+            NodePlace { rank: self.0.rank(), nodes: self.0.size() }
+        }
+
+        /// On the thread that has started it.
+        pub(super) fn finish(self) {
+            if let Err(error) = self.0.finish() {
+                // The launcher notices, and ends the others.
+                tracing::warn!(%error, "this process leaves its job of MPI without more");
+            }
+        }
+    }
+}
+
+#[cfg(not(feature = "mpi"))]
+mod mpi {
+    use disco::NodePlace;
+    use rpc_core::RpcError;
+
+    pub(super) enum Job {}
+
+    impl Job {
+        pub(super) fn start() -> Result<Self, RpcError> {
+            let text = "it was built without MPI; build it with: cargo build --release -p rpc-server --features mpi";
+            Err(RpcError::unsupported(text))
+        }
+
+        pub(super) fn place(&self) -> NodePlace {
+            match *self {}
+        }
+
+        pub(super) fn finish(self) {
+            match self {}
+        }
+    }
 }

@@ -132,6 +132,13 @@ fn a_node_that_cannot_join_says_why() {
     let (code, text) = outcome(worker(&folder, "tcp://127.0.0.1:1", &["--rank", "3", "--nodes", "3"]));
     assert_eq!(code, Some(78), "{text}");
     assert!(text.contains("--rank 3 is none of --nodes 3"), "{text}");
+    // So does one that cannot be a process of a job of MPI.
+    #[cfg(not(feature = "mpi"))]
+    {
+        let (code, text) = outcome(worker(&folder, "tcp://127.0.0.1:1", &["--mpi"]));
+        assert_eq!(code, Some(69), "{text}");
+        assert!(text.contains("it was built without MPI; build it with"), "{text}");
+    }
     // The session is to have another number of nodes, or does not want a second one of this number.
     let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();
     let node = worker(&folder, &listener.address(), &["--rank", "0", "--nodes", "3"]);

@@ -553,6 +553,9 @@ pub enum ConfigError {
         /// Where the controller is said to be.
         address: Address,
     },
+    /// A process of a job of MPI whose sessions are to be in other processes.
+    #[error("with --mpi the session is in this process, which is one of the job: leave out --isolate")]
+    MpiIsolated,
     /// An address for data that stands for any or for several.
     #[error("{address} is no address at which other machines find this one: give --data-address one of its own")]
     DataAddress {
@@ -744,6 +747,12 @@ pub enum ServeError {
     Controller {
         /// The controller.
         address: Address,
+        /// Why.
+        source: RpcError,
+    },
+    /// MPI cannot be started.
+    #[error("this process cannot take part in a job of MPI")]
+    Mpi {
         /// Why.
         source: RpcError,
     },

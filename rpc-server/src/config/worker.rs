@@ -23,6 +23,10 @@ pub struct WorkerSettings {
     /// How long to try to reach a controller that is not there yet. 60s without it
     #[arg(long, env = "RPC_SERVER_JOIN_TIMEOUT", value_name = "TIME")]
     pub join_timeout: Option<Span>,
+    /// Whether this is a process of a job of MPI, which the session may choose for its collectives (init_ccl "mpi"): started by mpirun or srun, with every other process of
+    /// the job doing the same. For programs built with the feature mpi
+    #[arg(long, env = "RPC_SERVER_MPI")]
+    pub mpi: bool,
     /// What holds for the session, as for those of a server
     #[command(flatten)]
     pub serve: ServeSettings,
@@ -38,6 +42,8 @@ pub struct WorkerConfig {
     pub place: Option<NodePlace>,
     /// How long to try to reach the controller.
     pub join_timeout: Span,
+    /// Whether MPI is to be started. If nothing else says which node it is, its number in the job does.
+    pub mpi: bool,
     /// What holds for the session. Addresses in it are listened on, too; there need not be any.
     pub serve: ServeConfig,
 }
@@ -48,7 +54,7 @@ impl WorkerSettings {
     /// # Errors
     ///
     /// What is wrong with the file, with the settings as a whole, or with what the launcher says: [`ConfigError::NodePlace`];
-    /// [`ConfigError::InsecureController`].
+    /// [`ConfigError::InsecureController`]; [`ConfigError::MpiIsolated`].
     pub fn resolve(self) -> Result<WorkerConfig, ConfigError> {
         let place = match (self.rank, self.nodes) {
             (Some(rank), Some(nodes)) if rank < nodes => Some(NodePlace { rank, nodes }),
@@ -66,7 +72,11 @@ impl WorkerSettings {
         if !self.controller.is_loopback() && !self.controller.is_encrypted() && !serve.insecure {
             return Err(ConfigError::InsecureController { address: self.controller });
         }
+        // The session would be in a process that is none of the job.
+        if self.mpi && serve.isolate != super::Isolate::None {
+            return Err(ConfigError::MpiIsolated);
+        }
         let join_timeout = self.join_timeout.unwrap_or_else(|| seconds(60));
-        Ok(WorkerConfig { controller: self.controller, place, join_timeout, serve })
+        Ok(WorkerConfig { controller: self.controller, place, join_timeout, mpi: self.mpi, serve })
     }
 }

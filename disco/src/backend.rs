@@ -1,0 +1,32 @@
+//! The backends of collectives, by name.
+
+use rpc_core::{DeviceType, Result, RpcError};
+
+/// What carries the data of collectives among the workers of a session.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Backend {
+    /// Whatever there is between host memories: threads, segments, sockets.
+    #[default]
+    Host,
+    /// MPI, between the same.
+    Mpi,
+}
+
+impl Backend {
+    const ALL: [(&str, Self); 2] = [("host", Self::Host), ("mpi", Self::Mpi)];
+
+    /// The one that users call `name`.
+    pub(crate) fn named(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find_map(|(known, backend)| (known == name).then_some(backend)).ok_or_else(|| {
+            let known = Self::ALL.map(|(known, _)| known).join(", ");
+            RpcError::unsupported(format!("there is no backend of collectives called '{name}'; there are: {known}"))
+        })
+    }
+
+    /// On which devices its tensors are.
+    pub(crate) fn device_kind(self) -> DeviceType {
+        match self {
+            Self::Host | Self::Mpi => DeviceType::CPU,
+        }
+    }
+}
