@@ -1,7 +1,8 @@
 //! Collectives: how the workers of a session move and reduce tensors among themselves, without the controller.
 //!
 //! A *communicator* is one rank's membership in a group. [`Ccl`] is what every backend offers; [`host`] is the one that is always
-//! there, for tensors in host memory: between threads, between processes of one machine, and over sockets.
+//! there, for tensors in host memory: between threads, between processes of one machine, and over sockets. [`nccl`] moves tensors in the memory
+//! of GPUs, where NVIDIA's or AMD's library is found at run time.
 //!
 //! ```
 //! use disco::ccl::{Buffers, Ccl, ReduceOp, host};
@@ -54,6 +55,7 @@
 mod buffer;
 mod error;
 pub mod host;
+pub mod nccl;
 mod record;
 
 use std::fmt;

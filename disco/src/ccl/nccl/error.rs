@@ -1,0 +1,97 @@
+//! What can go wrong before a group of ranks is there to break: no library, or a call that it refuses.
+
+use std::ffi::c_int;
+use std::fmt;
+use std::path::PathBuf;
+
+use rpc_core::{ErrorKind, RpcError};
+
+/// No library could be loaded. It lists every place that was tried.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub struct LoadError {
+    /// What was tried, in this order.
+    pub attempts: Vec<Attempt>,
+}
+
+impl fmt::Display for LoadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("no library of collectives for GPUs: ")?;
+        for (number, attempt) in self.attempts.iter().enumerate() {
+            write!(f, "{}{attempt}", if number == 0 { "" } else { "; " })?;
+        }
+        Ok(())
+    }
+}
+
+/// One library that could not be loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Attempt {
+    /// Its path, or its name where the system was to look for it.
+    pub library: PathBuf,
+    /// What the system said of it, or why it is of no use.
+    pub reason: String,
+}
+
+impl fmt::Display for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The system says most often itself which file it means.
+        let library = self.library.to_string_lossy();
+        if self.reason.starts_with(&*library) {
+            f.write_str(&self.reason)
+        } else {
+            write!(f, "{library}: {}", self.reason)
+        }
+    }
+}
+
+impl From<LoadError> for RpcError {
+    fn from(error: LoadError) -> Self {
+        Self::new(ErrorKind::DeviceUnavailable, error.to_string())
+    }
+}
+
+/// A call that the library refused, or that failed later.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{call}: {text} ({code}){}{last_error}", if .last_error.is_empty() { "" } else { ": " })]
+#[non_exhaustive]
+pub struct NcclError {
+    /// The function.
+    pub call: &'static str,
+    /// Its result. Libraries that are newer than this program have codes that it does not know.
+    pub code: c_int,
+    /// What the library calls that code.
+    pub text: String,
+    /// What went wrong in detail, in the library's words; empty if it says nothing, as without `NCCL_DEBUG=WARN` some versions do.
+    pub last_error: String,
+}
+
+impl From<NcclError> for RpcError {
+    fn from(error: NcclError) -> Self {
+        let kind = match error.code {
+            code::UNHANDLED_CUDA_ERROR => ErrorKind::DeviceLost,
+            code::INVALID_ARGUMENT => ErrorKind::InvalidArgument,
+            code::INVALID_USAGE => ErrorKind::ApiMisuse,
+            code::REMOTE_ERROR => ErrorKind::PeerLost,
+            code::TIMEOUT => ErrorKind::DeadlineExceeded,
+            code::SYSTEM_ERROR => ErrorKind::Io,
+            _ => ErrorKind::Internal,
+        };
+        Self::new(kind, error.to_string())
+    }
+}
+
+/// The results that have a meaning here. They are never made into an enumeration: a newer library has more of them.
+pub(super) mod code {
+    use std::ffi::c_int;
+
+    pub(crate) const SUCCESS: c_int = 0;
+    pub(crate) const UNHANDLED_CUDA_ERROR: c_int = 1;
+    pub(crate) const SYSTEM_ERROR: c_int = 2;
+    pub(crate) const INVALID_ARGUMENT: c_int = 4;
+    pub(crate) const INVALID_USAGE: c_int = 5;
+    pub(crate) const REMOTE_ERROR: c_int = 6;
+    pub(crate) const IN_PROGRESS: c_int = 7;
+    pub(crate) const TIMEOUT: c_int = 8;
+}

@@ -1,0 +1,212 @@
+//! Finds, opens and describes a library of collectives for GPUs.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rpc_core::RpcError;
+use serde::{Deserialize, Serialize};
+
+use super::error::code;
+use super::symbols::{Comm, Functions, OLDEST, ONLY_RCCL};
+use super::{Attempt, LoadError, NcclError, Version, places};
+
+/// The bytes of a [`UniqueId`].
+const ID_LEN: usize = 128;
+
+/// Whose library it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Flavour {
+    /// NVIDIA's, for CUDA devices.
+    Nccl,
+    /// AMD's, for ROCm devices.
+    Rccl,
+}
+
+impl fmt::Display for Flavour {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Nccl => "NCCL",
+            Self::Rccl => "RCCL",
+        })
+    }
+}
+
+/// What the ranks of a group find each other by. One rank [makes it](Library::unique_id) and the others get it in some other way; it holds the address at
+/// which that rank listens.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct UniqueId {
+    #[serde(with = "serde_bytes")]
+    bytes: [u8; ID_LEN],
+}
+
+impl fmt::Debug for UniqueId {
+    /// Without the bytes: whoever has them can take a rank's place.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UniqueId").finish_non_exhaustive()
+    }
+}
+
+/// A loaded library. It is never unloaded: NCCL leaves threads and exit handlers behind.
+pub struct Library {
+    path: PathBuf,
+    version: Version,
+    flavour: Flavour,
+    functions: Functions,
+}
+
+impl Library {
+    /// Loads the library that [`LIBRARY_VARIABLE`](super::LIBRARY_VARIABLE) (`DISCO_NCCL_LIBRARY`) names; or else the first of `libnccl.so.2` and
+    /// `libnccl.so` where the system looks for libraries, that of the Python environment in `VIRTUAL_ENV` or `CONDA_PREFIX`, `librccl.so.1` and `librccl.so`.
+    ///
+    /// It reads files and blocks for that long, and leaves the devices alone. The library reads its own settings, `NCCL_…`, from the environment.
+    ///
+    /// # Errors
+    ///
+    /// Every place that was tried, and what the system said.
+    pub fn load() -> Result<Arc<Self>, LoadError> {
+        let mut attempts = Vec::new();
+        for place in places::all() {
+            match Self::try_open(&place) {
+                Ok(library) => return Ok(library),
+                Err(attempt) => attempts.push(attempt),
+            }
+        }
+        Err(LoadError { attempts })
+    }
+
+    /// Loads the library at `path`; a name without a folder is looked for by the system.
+    ///
+    /// Only trusted files: loading a library runs code of it.
+    ///
+    /// # Errors
+    ///
+    /// What the system said; or that it is not NCCL, or older than 2.14.
+    pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, LoadError> {
+        Self::try_open(path.as_ref()).map_err(|attempt| LoadError { attempts: vec![attempt] })
+    }
+
+    fn try_open(path: &Path) -> Result<Arc<Self>, Attempt> {
+        let failed = |reason: String| Attempt { library: path.to_owned(), reason };
+        // SAFETY: code of the library runs, which whoever named it trusts. NCCL's and RCCL's may run on any thread.
+        let opened = unsafe { libloading::Library::new(path) };
+        let opened = ManuallyDrop::new(opened.map_err(|error| failed(error.to_string()))?);
+        // SAFETY: `ManuallyDrop` keeps it loaded, and NCCL has had this function with this type from its beginning.
+        let get_version = unsafe { opened.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
+        let get_version = get_version.map_err(|_| failed("it has no ncclGetVersion".to_owned()))?;
+        let mut number = 0;
+        // SAFETY: it writes a number to where it is told.
+        let result = unsafe { get_version(&raw mut number) };
+        if result != code::SUCCESS {
+            return Err(failed(format!("ncclGetVersion fails with {result}")));
+        }
+        let version = Version::from_code(number);
+        if version < OLDEST {
+            return Err(failed(format!("it is version {version}, and {}.{} is needed", OLDEST.major, OLDEST.minor)));
+        }
+        // SAFETY: what has `ncclGetVersion` has NCCL's interface, and it stays loaded.
+        let functions = unsafe { Functions::of(&opened) };
+        let functions = functions.map_err(|name| failed(format!("it is version {version} and has no {name}")))?;
+        // SAFETY: the address is not used.
+        let is_rccl = unsafe { opened.get::<unsafe extern "C" fn()>(ONLY_RCCL.to_bytes_with_nul()) }.is_ok();
+        let flavour = if is_rccl { Flavour::Rccl } else { Flavour::Nccl };
+        tracing::debug!(path = %path.display(), %version, %flavour, "loaded a library of collectives");
+        Ok(Arc::new(Self { path: path.to_owned(), version, flavour, functions }))
+    }
+
+    /// Makes what the ranks of one group find each other by. One rank of the group does so, and listens from then on for the others on the network that
+    /// `NCCL_SOCKET_IFNAME` chooses. Needs no device.
+    ///
+    /// # Errors
+    ///
+    /// The library finds no network interface, for example.
+    pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
+        let mut id = UniqueId { bytes: [0; ID_LEN] };
+        // SAFETY: it writes 128 bytes to where it is told.
+        let result = unsafe { (self.functions.get_unique_id)(&raw mut id) };
+        if result == code::SUCCESS { Ok(id) } else { Err(self.error("ncclGetUniqueId", result, std::ptr::null_mut())) }
+    }
+
+    /// Which version it is.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Whose it is.
+    #[must_use]
+    pub fn flavour(&self) -> Flavour {
+        self.flavour
+    }
+
+    /// The path or the name that it was loaded by.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the library calls a result. Any number will do.
+    #[must_use]
+    pub fn error_string(&self, code: c_int) -> String {
+        // SAFETY: it takes any number, and gives a constant.
+        unsafe { text((self.functions.get_error_string)(code)) }
+    }
+
+    /// What went wrong last in this process, in the library's words; empty if it says nothing.
+    #[must_use]
+    pub fn last_error(&self) -> String {
+        self.last_error_of(std::ptr::null_mut())
+    }
+
+    /// … with a communicator, or with any if it is null. It must be one of this library that still exists.
+    fn last_error_of(&self, comm: Comm) -> String {
+        // SAFETY: a communicator of this library or null, both of which it takes.
+        unsafe { text((self.functions.get_last_error)(comm)) }
+    }
+
+    pub(super) fn functions(&self) -> &Functions {
+        &self.functions
+    }
+
+    /// The error that `code` stands for.
+    pub(super) fn error(&self, call: &'static str, code: c_int, comm: Comm) -> NcclError {
+        NcclError { call, code, text: self.error_string(code), last_error: self.last_error_of(comm) }
+    }
+
+    /// That something came only with a later version than this.
+    pub(super) fn needs(&self, what: fmt::Arguments<'_>, major: u32, minor: u32) -> Result<(), RpcError> {
+        if self.version >= Version::new(major, minor, 0) {
+            return Ok(());
+        }
+        Err(RpcError::unsupported(format!("{what} needs NCCL {major}.{minor}, found {self}")))
+    }
+}
+
+impl fmt::Display for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = if self.flavour == Flavour::Rccl { "RCCL with the interface of " } else { "" };
+        write!(f, "{kind}{} ({})", self.version, self.path.display())
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, version, flavour, .. } = self;
+        f.debug_struct("Library").field("path", path).field("version", version).field("flavour", flavour).finish()
+    }
+}
+
+/// # Safety
+///
+/// Null, or text that ends with a zero and stays as it is for now.
+unsafe fn text(start: *const c_char) -> String {
+    if start.is_null() {
+        return String::new();
+    }
+    // SAFETY: promised by the caller.
+    unsafe { CStr::from_ptr(start) }.to_string_lossy().trim().to_owned()
+}

@@ -1,0 +1,63 @@
+//! The real library of collectives for GPUs, where there is one: what needs no GPU of it.
+//!
+//! `pip install --target FOLDER nvidia-nccl-cu12` gets one (some 300 MB), for `DISCO_NCCL_LIBRARY=FOLDER/nvidia/nccl/lib/libnccl.so.2`.
+
+use std::sync::Arc;
+
+use disco::ccl::nccl::{Flavour, Library, UniqueId, Version};
+use rpc_core::{ErrorKind, RpcError};
+
+/// The library of this machine, or a word on why there is none.
+fn library() -> Option<Arc<Library>> {
+    Library::load().inspect_err(|error| println!("SKIPPED: {error}")).ok()
+}
+
+#[test]
+fn the_library_says_what_it_is() {
+    let Some(library) = library() else { return };
+    println!("found {} {library}", library.flavour());
+    assert!(library.version() >= Version::new(2, 14, 0));
+    assert!(library.version().major < 10, "{}", library.version());
+    assert_eq!(library.flavour() == Flavour::Rccl, library.path().to_string_lossy().contains("rccl"));
+    let again = Library::open(library.path()).unwrap();
+    assert_eq!(again.version(), library.version());
+}
+
+#[test]
+fn unique_ids_differ_and_travel() {
+    let Some(library) = library() else { return };
+    let [one, other] = [(); 2].map(|()| library.unique_id().unwrap());
+    assert_ne!(one, other);
+    let text = serde_json::to_string(&one).unwrap();
+    assert_eq!(serde_json::from_str::<UniqueId>(&text).unwrap(), one);
+    assert!(!format!("{one:?}").contains(char::is_numeric));
+}
+
+#[test]
+fn every_code_has_a_text() {
+    let Some(library) = library() else { return };
+    let texts: Vec<_> = (0..8).map(|code| library.error_string(code)).collect();
+    println!("{texts:?}");
+    for (code, text) in texts.iter().enumerate() {
+        assert!(!text.is_empty());
+        assert_eq!(texts.iter().position(|other| other == text), Some(code), "{text} twice");
+    }
+    // Whatever a newer or older library makes of these, it is text.
+    for code in [8, 9, 1000, -1, i32::MIN] {
+        assert!(!library.error_string(code).is_empty());
+    }
+    println!("last error: {:?}", library.last_error());
+}
+
+#[test]
+fn what_cannot_be_loaded_is_listed_with_what_the_system_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("libnccl.so.2");
+    let error = Library::open(&missing).unwrap_err();
+    assert_eq!(error.attempts.len(), 1);
+    assert!(error.to_string().contains("No such file"), "{error}");
+    std::fs::write(&missing, "no library").unwrap();
+    let error = RpcError::from(Library::open(&missing).unwrap_err());
+    assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+    assert!(error.message().contains(missing.to_str().unwrap()), "{error}");
+}
