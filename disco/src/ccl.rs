@@ -51,6 +51,7 @@
 //!
 //! Calls block their thread. They wait by spinning for some microseconds, then by yielding, then asleep.
 
+mod agreement;
 #[allow(unsafe_code)]
 mod buffer;
 mod error;
@@ -61,9 +62,10 @@ mod record;
 use std::fmt;
 use std::sync::Arc;
 
-use rpc_core::DataType;
+use rpc_core::{DataType, RpcError};
 use serde::{Deserialize, Serialize};
 
+pub use agreement::Agreement;
 pub(crate) use buffer::Lent;
 pub use buffer::{Buffers, CollectiveInput};
 pub use error::{BreakCause, Breakdown, CclError};
@@ -308,6 +310,15 @@ pub trait Ccl: Send {
 
     /// What other threads can do with the communicator while this one is in a call.
     fn control(&self) -> Arc<dyn Control>;
+
+    /// The communicator as one that backends for devices keep beside theirs. The `host` backend's are.
+    ///
+    /// # Errors
+    ///
+    /// [`rpc_core::ErrorKind::Unsupported`]: it is none. It is gone then, and has left its group.
+    fn into_agreement(self: Box<Self>) -> Result<Box<dyn Agreement>, RpcError> {
+        Err(RpcError::unsupported("this communicator cannot agree on what another one does"))
+    }
 
     /// Reduces `count` elements of every rank to `count` elements on every rank.
     ///

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use rpc_core::{Device, DeviceType, RpcError};
+use rpc_core::{Device, RpcError};
 
 use super::{Collective, Operation, Rank};
 
@@ -63,7 +63,8 @@ impl<'a> Buffers<'a> {
     }
 
     /// Buffers by address and length, for memory of `device` that no slice can stand for. The same address twice, where the lengths are those that
-    /// [`in_place`](Self::in_place) would use or equal, is the way to alias them. The `host` backend takes host memory only.
+    /// [`in_place`](Self::in_place) would use or equal, is the way to alias them. Each backend takes the memory that it can reach: `host` that of the
+    /// host, `nccl` that of its device.
     ///
     /// # Errors
     ///
@@ -101,14 +102,23 @@ impl<'a> Buffers<'a> {
         self.device
     }
 
-    /// The buffers as `collective` needs them on `rank` of `size`.
+    /// The buffers as `collective` needs them on `rank` of `size`. `reach` refuses memory that the backend has no access to.
     ///
     /// # Errors
     ///
-    /// A buffer is missing, has the wrong length, or is not in host memory.
-    pub(crate) fn lend(&self, collective: &Collective, rank: Rank, size: usize) -> Result<Lent, RpcError> {
-        if !matches!(self.device.kind, DeviceType::CPU | DeviceType::CUDA_HOST | DeviceType::ROCM_HOST) {
-            return Err(RpcError::unsupported(format!("the host backend has no access to memory of {}", self.device)));
+    /// A buffer is missing, has the wrong length, or is out of reach; or there is no such root.
+    pub(crate) fn lend(
+        &self,
+        collective: &Collective,
+        rank: Rank,
+        size: usize,
+        reach: impl FnOnce(Device) -> Result<(), RpcError>,
+    ) -> Result<Lent, RpcError> {
+        if self.input.is_some() || self.output.is_some() {
+            reach(self.device)?;
+        }
+        if let Some(root) = collective.operation.root().filter(|root| root.index() >= size) {
+            return Err(RpcError::invalid_argument(format!("{collective}: no rank {root} among {size}")));
         }
         let (needs_input, needs_output) = Needs::of(collective, rank, size)?.both();
         let longer = needs_input.unwrap_or(0).max(needs_output.unwrap_or(0));
@@ -232,6 +242,10 @@ mod tests {
 
     use super::*;
 
+    fn everywhere(_: Device) -> Result<(), RpcError> {
+        Ok(())
+    }
+
     #[test]
     fn partial_overlap_is_refused_and_exact_aliasing_is_not() {
         let mut bytes = [0_u8; 16];
@@ -251,9 +265,9 @@ mod tests {
         let mut bytes = [0_u8; 24];
         let start = bytes.as_mut_ptr();
         let gather = Collective::new(Operation::Allgather, DataType::F32, 2);
-        let lent = Buffers::in_place(&mut bytes).lend(&gather, Rank(1), 3).unwrap();
+        let lent = Buffers::in_place(&mut bytes).lend(&gather, Rank(1), 3, everywhere).unwrap();
         assert_eq!((lent.input, lent.output), (start.wrapping_add(8).cast_const(), start));
-        let error = Buffers::in_place(&mut bytes[..8]).lend(&gather, Rank(1), 3).unwrap_err();
+        let error = Buffers::in_place(&mut bytes[..8]).lend(&gather, Rank(1), 3, everywhere).unwrap_err();
         assert!(error.message().contains("24 bytes on rank 1"), "{error}");
     }
 
@@ -261,10 +275,17 @@ mod tests {
     fn lengths_are_checked_and_what_is_not_needed_is_not() {
         let scatter = Collective::new(Operation::Scatter { root: Rank(0) }, DataType::F32, 1);
         let mut out = [0_u8; 4];
-        Buffers::new(&[1], &mut out).lend(&scatter, Rank(1), 2).unwrap();
-        let error = Buffers::new(&[1], &mut out).lend(&scatter, Rank(0), 2).unwrap_err();
+        Buffers::new(&[1], &mut out).lend(&scatter, Rank(1), 2, everywhere).unwrap();
+        let error = Buffers::new(&[1], &mut out).lend(&scatter, Rank(0), 2, everywhere).unwrap_err();
         assert!(error.message().contains("input of 8 bytes on rank 0, and it has 1"), "{error}");
         let huge = Collective::new(Operation::Allgather, DataType::F64, usize::MAX / 16);
-        Buffers::none().lend(&huge, Rank(0), 4).unwrap_err();
+        Buffers::none().lend(&huge, Rank(0), 4, everywhere).unwrap_err();
+        let error = Buffers::output(&mut out)
+            .lend(&scatter, Rank(1), 2, |device| Err(RpcError::unsupported(format!("not {device}"))));
+        assert_eq!(error.unwrap_err().message(), "not cpu:0");
+        let error = Buffers::output(&mut out)
+            .lend(&Collective::new(Operation::Scatter { root: Rank(2) }, DataType::F32, 1), Rank(1), 2, everywhere)
+            .unwrap_err();
+        assert!(error.message().contains("no rank 2 among 2"), "{error}");
     }
 }

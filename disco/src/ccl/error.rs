@@ -53,7 +53,9 @@ impl From<CclError> for RpcError {
             CclError::Poisoned { cause, .. } => cause,
             CclError::Broken(breakdown) => {
                 let kind = match breakdown.cause {
-                    BreakCause::Died | BreakCause::Left | BreakCause::Link(_) => ErrorKind::PeerLost,
+                    BreakCause::Died | BreakCause::Left | BreakCause::Link(_) | BreakCause::Backend(_) => {
+                        ErrorKind::PeerLost
+                    }
                     BreakCause::Silent => ErrorKind::PeerSilent,
                     BreakCause::NeverEntered => ErrorKind::DeadlineExceeded,
                     BreakCause::Aborted(_) => ErrorKind::Cancelled,
@@ -101,6 +103,8 @@ pub enum BreakCause {
     Link(String),
     /// The rank sent what it should not have.
     Protocol(String),
+    /// What moves the data for the rank failed, or came to no end.
+    Backend(String),
 }
 
 impl Breakdown {
@@ -116,9 +120,10 @@ impl Breakdown {
             this.flights.clear();
             this.during = cut(&this.during, room / 4);
             match &mut this.cause {
-                BreakCause::Aborted(text) | BreakCause::Link(text) | BreakCause::Protocol(text) => {
-                    *text = cut(text, room / 4)
-                }
+                BreakCause::Aborted(text)
+                | BreakCause::Link(text)
+                | BreakCause::Protocol(text)
+                | BreakCause::Backend(text) => *text = cut(text, room / 4),
                 BreakCause::Died
                 | BreakCause::Left
                 | BreakCause::Silent
@@ -157,6 +162,7 @@ impl fmt::Display for Breakdown {
                 write!(f, "rank {} lost its connection to rank {rank} in {during}: {text}", self.noticed_by)
             }
             BreakCause::Protocol(text) => write!(f, "rank {rank} broke the protocol in {during}: {text}"),
+            BreakCause::Backend(text) => write!(f, "rank {rank} failed in {during}: {text}"),
         }?;
         if self.flights.is_empty() { Ok(()) } else { write!(f, "; {}", self.flights.trim_end().replace('\n', "; ")) }
     }

@@ -1,17 +1,73 @@
 //! Collectives on the memory of GPUs, by NVIDIA's NCCL or by AMD's RCCL, which has the same interface.
 //!
-//! The library is [looked for at run time](Library::load), so that one program serves machines with and without GPUs.
+//! The library is [looked for at run time](Library::load), so that one program serves machines with and without GPUs. It has to be NCCL 2.14 or newer: from then on
+//! there are communicators that do not block, and only those can be aborted. Its own settings (`NCCL_…`) are its own affair, and stay as the environment has them.
+//!
+//! # What runs where
+//!
+//! [`NcclCcl`] is one rank. NCCL moves and reduces the data, on a [stream](DeviceStream) that the owner gives, which is a stream of CUDA or of HIP. NCCL knows nothing of
+//! ranks that call different things, come without an input, or do not come at all; in all of these it hangs. So each rank keeps a *control communicator* beside it, of the
+//! [`host`](super::host) backend, and every collective has two halves:
+//!
+//! 1. This rank waits until its stream has done what came before. Then all ranks [agree](super::Agreement) over the control communicator on what they are about to do. Mismatch,
+//!    poison, steps, ranks that died or never come: all that is found here, and is the same error on all ranks. Nothing has been enqueued then.
+//! 2. NCCL's call is enqueued, and this rank asks the communicator and the stream in turn until it has ended. If the one says that something is wrong, or the time is up, this rank
+//!    breaks the group over the control communicator; each rank in this half hears of that within milliseconds.
+//!
+//! A rank whose group is broken aborts its communicator of NCCL, whoever broke it. An abort can itself hang ([issue 829](https://github.com/NVIDIA/nccl/issues/829), for one).
+//! It runs on a thread of its own, and when its time is up, [`Options::on_stuck`] is called, which by default ends the process: nothing else helps then, and nobody may touch
+//! buffers that a device may still write to. **Ranks with GPUs should therefore be processes**, not threads of one.
+//!
+//! # Rules of NCCL that are kept here
+//!
+//! From its user guide, chapters [communicators](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html) and
+//! [groups](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/groups.html):
+//!
+//! * After a call that is still in progress, the next on that communicator comes when `ncclCommGetAsyncError` no longer says so; only then is an operation on its stream.
+//! * While a communicator is aborted, no other thread is in a call with it: a communicator belongs to one thread, which waits for the abort.
+//! * When one rank fails, all ranks abort. Communicators [split](NcclCcl::split) from one another are aborted each for itself, when the group of each breaks: who breaks one
+//!   because a rank is gone has to [abort](super::Control::abort) the others that this rank is in.
+//! * Nobody synchronises with a stream blindly.
+//! * A communicator is finalised, then destroyed; if that takes too long because others are not there for it, it is aborted.
+//! * Several communicators of one device are used from one thread, in the same order on all ranks: that is up to the owner.
+//!
+//! # What differs from the contract
+//!
+//! The [contract](super#the-contract) holds but for its third point, because the arithmetic is NCCL's, in an order that depends on topology and size:
+//!
+//! * Sums of floats round in NCCL's order, and `float16` and `bfloat16` may be rounded after each addition. All ranks still get the same bits; other machines may get others.
+//! * An average of integers, and what becomes of a NaN in a minimum or maximum, is as NCCL has it: it promises nothing.
+//! * Reductions take signed and unsigned integers of 8, 32 and 64 bits, `float16`, `bfloat16`, `float32`, `float64`, and from 2.24 on `float8_e4m3fn` and `float8_e5m2`; not
+//!   `int16` and `uint16`. Operations that only move data take every type of whole bytes.
+//!
+//! # What has been run
+//!
+//! The loader, with NCCL 2.32.3 on a machine without a GPU. All else against a library of the tests that does the same on host memory. No GPU has run it so far, and nothing of RCCL has
+//! been run: that its functions, types and codes are NCCL's is taken from its documentation.
 
+#[allow(unsafe_code)]
+mod backend;
+#[allow(unsafe_code)]
+mod communicator;
 mod config;
+mod elements;
+#[allow(unsafe_code)]
+mod enqueue;
 mod error;
 #[allow(unsafe_code)]
 mod library;
+mod options;
 mod places;
+mod stream;
 #[allow(unsafe_code)]
 mod symbols;
 mod version;
+mod wait;
 
+pub use backend::NcclCcl;
 pub use error::{Attempt, LoadError, NcclError};
 pub use library::{Flavour, Library, UniqueId};
+pub use options::{OnStuck, Options};
 pub use places::LIBRARY_VARIABLE;
+pub use stream::DeviceStream;
 pub use version::Version;

@@ -252,6 +252,11 @@ pub(crate) fn check(ccl: &mut dyn Ccl, collective: Collective, seed: u64, aliasi
 
 /// Every operation, type and size.
 pub(crate) fn conformance(ccl: &mut dyn Ccl) {
+    conformance_of(ccl, &NUMERIC);
+}
+
+/// … of a backend that reduces these types.
+pub(crate) fn conformance_of(ccl: &mut dyn Ccl, numeric: &[DataType]) {
     let size = ccl.size();
     let mut seed = 0;
     let mut next = || {
@@ -259,7 +264,7 @@ pub(crate) fn conformance(ccl: &mut dyn Ccl) {
         seed
     };
     let roots = [Rank(0), Rank(size as u32 - 1)];
-    for dtype in NUMERIC {
+    for &dtype in numeric {
         for op in REDUCTIONS {
             // Below and above what travels with the announcement.
             for count in [0, 1, 20_000 * 8 / usize::from(dtype.bits) + 3] {

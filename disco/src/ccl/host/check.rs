@@ -1,6 +1,6 @@
 //! What can be said of a call before any other rank is asked.
 
-use rpc_core::RpcError;
+use rpc_core::{Device, DeviceType, RpcError};
 
 use super::kernel::Numeric;
 use crate::ccl::{CclError, Collective, CollectiveInput, Lent, Rank};
@@ -18,11 +18,16 @@ pub(super) fn lend(
             if collective.operation.reduce_op().is_some() && Numeric::of(collective.dtype).is_none() {
                 return Err(RpcError::unsupported(format!("{collective}: {} cannot be reduced", collective.dtype)));
             }
-            if let Some(root) = collective.operation.root().filter(|root| root.index() >= size) {
-                return Err(RpcError::invalid_argument(format!("{collective}: no rank {root} among {size}")));
-            }
-            buffers.lend(collective, rank, size)
+            buffers.lend(collective, rank, size, reach)
         }
+    }
+}
+
+/// Takes host memory alone.
+fn reach(device: Device) -> Result<(), RpcError> {
+    match device.kind {
+        DeviceType::CPU | DeviceType::CUDA_HOST | DeviceType::ROCM_HOST => Ok(()),
+        _ => Err(RpcError::unsupported(format!("the host backend has no access to memory of {device}"))),
     }
 }
 

@@ -27,7 +27,8 @@ use super::segment::{Segment, Word, reached, wall_millis};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
 use crate::ccl::{
-    BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation, Rank, Recorder,
+    Agreement, BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation,
+    Rank, Recorder,
 };
 
 /// How long a rank yields before it sleeps: longer than a collective takes, and no longer than is worth a wake-up.
@@ -120,15 +121,43 @@ impl SharedCcl {
         self.segment.publish(self.word(word), value, self.rank);
     }
 
-    /// A collective of all ranks, with this rank's buffers or the reason why it has none.
-    fn collective(&mut self, collective: Collective, lent: Result<Lent, RpcError>) -> Result<(), CclError> {
+    /// Takes part in a call as [`collective`](Self::collective) does, or in a transfer.
+    fn begin(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
+        if self.segment.is_broken() {
+            return Err(self.broken());
+        }
+        let peer = check::transfer(&collective, self.rank(), self.size());
+        let sequence = match (peer, collective.operation) {
+            (Some(peer), Operation::Send { .. }) => self.sent[peer].next(),
+            (Some(peer), _) => self.received[peer].next(),
+            // Nobody else will hear of it.
+            (None, Operation::Send { .. } | Operation::Recv { .. }) => 0,
+            (None, _) => {
+                self.sequence += 1;
+                self.sequence
+            }
+        };
+        self.word(Word::Since).store(wall_millis(), Ordering::Relaxed);
+        self.recorder.enter(sequence, collective);
+        match (collective.operation, peer) {
+            (Operation::Send { .. }, Some(peer)) => self.send(peer, collective, lent),
+            (Operation::Recv { .. }, Some(peer)) => self.receive(peer, collective, lent),
+            (Operation::Send { .. } | Operation::Recv { .. }, None) => {
+                check::no_such_peer(&collective, self.rank(), sequence)
+            }
+            _ => self.collective(collective, lent),
+        }
+    }
+
+    /// A collective of all ranks, with this rank's buffers, with none because another backend has them, or with the reason why it has no input.
+    fn collective(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         let size = self.segment.size();
         let bytes = collective.bytes().unwrap_or(0);
         let sequence = self.sequence;
         let slot = self.segment.slot(self.rank, sequence);
-        let (lent, poison) = match lent {
-            Ok(lent) => (Some(lent), Vec::new()),
-            Err(cause) => (None, poison_to_bytes(&cause, MAX_POISON)),
+        let (lent, poison, is_poisoned) = match lent {
+            Ok(lent) => (lent, Vec::new(), false),
+            Err(cause) => (None, poison_to_bytes(&cause, MAX_POISON), true),
         };
         let announcement = Announcement {
             collective,
@@ -136,7 +165,7 @@ impl SharedCcl {
             step: self.step,
             in_place: lent.is_some_and(|lent| lent.in_place),
             has_output: lent.is_some_and(|lent| lent.has_output),
-            poison: if lent.is_some() { 0 } else { poison.len().max(1) as u32 },
+            poison: if is_poisoned { poison.len().max(1) as u32 } else { 0 },
             input: lent.map_or(0, |lent| lent.input.addr() as u64),
             output: lent.map_or(0, |lent| lent.output.addr() as u64),
         };
@@ -171,7 +200,7 @@ impl SharedCcl {
             let len = self.announcements[rank.index()].poison;
             poison_from_bytes(&self.segment.poison(self.segment.slot(rank.index(), sequence), len))
         })?;
-        let Some(lent) = lent else { return Err(self.broken()) };
+        let Some(lent) = lent else { return if is_poisoned { Err(self.broken()) } else { Ok(()) } };
         let any_in_place = self.announcements.iter().any(|one| one.in_place);
         match Algorithm::of(&collective, bytes, size, self.reach, any_in_place) {
             Algorithm::Small => self.small(collective, bytes, lent),
@@ -317,37 +346,12 @@ impl Ccl for SharedCcl {
     }
 
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
-        if self.segment.is_broken() {
-            return Err(self.broken());
-        }
         let lent = check::lend(&collective, &data, self.rank(), self.size());
-        let peer = check::transfer(&collective, self.rank(), self.size());
-        let sequence = match (peer, collective.operation) {
-            (Some(peer), Operation::Send { .. }) => self.sent[peer].next(),
-            (Some(peer), _) => self.received[peer].next(),
-            // Nobody else will hear of it.
-            (None, Operation::Send { .. } | Operation::Recv { .. }) => 0,
-            (None, _) => {
-                self.sequence += 1;
-                self.sequence
-            }
-        };
-        self.word(Word::Since).store(wall_millis(), Ordering::Relaxed);
-        self.recorder.enter(sequence, collective);
-        let result = match (collective.operation, peer) {
-            (Operation::Send { .. }, Some(peer)) => self.send(peer, collective, lent),
-            (Operation::Recv { .. }, Some(peer)) => self.receive(peer, collective, lent),
-            (Operation::Send { .. } | Operation::Recv { .. }, None) => {
-                check::no_such_peer(&collective, self.rank(), sequence)
-            }
-            _ => self.collective(collective, lent),
-        };
+        let result = self.begin(collective, lent.map(Some));
         if result.as_ref().is_err_and(CclError::is_broken) {
             self.take_back_buffers();
-        } else if collective.operation.peer().is_none() {
-            self.word(Word::Finished).store(sequence as u32, Ordering::Release);
         }
-        self.recorder.leave(&result);
+        self.finish(&result);
         result
     }
 
@@ -365,6 +369,45 @@ impl Ccl for SharedCcl {
             rank: self.rank,
             recorder: Arc::clone(&self.recorder),
         })
+    }
+
+    fn into_agreement(self: Box<Self>) -> Result<Box<dyn Agreement>, RpcError> {
+        Ok(self)
+    }
+}
+
+impl Agreement for SharedCcl {
+    fn agree(&mut self, collective: Collective, input: Result<(), RpcError>) -> Result<(), CclError> {
+        let result = self.begin(collective, input.map(|()| None));
+        if result.is_err() {
+            self.finish(&result);
+        }
+        result
+    }
+
+    fn look(&mut self) -> Result<(), CclError> {
+        if self.segment.is_broken() {
+            return Err(self.broken());
+        }
+        // Who leaves says so before its process ends.
+        let has_left = |peer| self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0;
+        match self.peers().find(|peer| self.is_dead(*peer) && !has_left(*peer)) {
+            Some(peer) => Err(self.break_up(BreakCause::Died, peer)),
+            None => Ok(()),
+        }
+    }
+
+    fn fail(&mut self, cause: BreakCause) -> CclError {
+        self.break_up(cause, self.rank)
+    }
+
+    fn finish(&mut self, result: &Result<(), CclError>) {
+        let Some(flight) = self.recorder.last().filter(|flight| flight.took.is_none()) else { return };
+        let is_broken = result.as_ref().is_err_and(CclError::is_broken);
+        if !is_broken && flight.collective.operation.peer().is_none() {
+            self.word(Word::Finished).store(flight.sequence as u32, Ordering::Release);
+        }
+        self.recorder.leave(result);
     }
 }
 

@@ -28,7 +28,8 @@ use super::plan::{has_input, input_bytes, route, travels_inline};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
 use crate::ccl::{
-    BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation, Rank, Recorder,
+    Agreement, BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation,
+    Rank, Recorder,
 };
 
 /// The longest sleep between two looks at the clock.
@@ -123,6 +124,22 @@ impl Links {
 }
 
 impl Shared {
+    /// Reads and writes what can be, and hears of it if somebody has broken the group. Says whether anything moved.
+    fn move_bytes(&self, links: &mut Links) -> bool {
+        let mut moved = false;
+        for (rank, link) in links.each() {
+            // A peer's last word before anything that would fail because it has gone.
+            moved |= link.read();
+            moved |= link.write();
+            if let Some(bytes) = link.abort() {
+                let told = Breakdown::from_bytes(bytes);
+                let told = told.unwrap_or_else(|| self.breakdown(BreakCause::Left, rank));
+                _ = self.broken.set(Arc::new(told));
+            }
+        }
+        moved
+    }
+
     /// Breaks the group, unless it is broken, and says how it is.
     fn break_up(&self, links: &mut Links, cause: BreakCause, rank: usize) -> CclError {
         let breakdown = Arc::new(self.breakdown(cause, rank));
@@ -237,17 +254,7 @@ impl StreamCcl {
             .map_or(self.options.stall_timeout, |entry| entry.min(self.options.stall_timeout));
         let pulse = shortest / 4;
         loop {
-            let mut moved = false;
-            for (rank, link) in links.each() {
-                // A peer's last word before anything that would fail because it has gone.
-                moved |= link.read();
-                moved |= link.write();
-                if let Some(bytes) = link.abort() {
-                    let told = Breakdown::from_bytes(bytes);
-                    let told = told.unwrap_or_else(|| self.shared.breakdown(BreakCause::Left, rank));
-                    _ = self.shared.broken.set(Arc::new(told));
-                }
-            }
+            let moved = self.shared.move_bytes(links);
             let (waits_for, has_entered) = match step(links) {
                 // Even if the group is broken by now: this call has all that it needs.
                 Ok(Step::Done) => return Ok(()),
@@ -298,18 +305,46 @@ impl StreamCcl {
         }
     }
 
+    /// Takes part in a call: with this rank's buffers, with none because another backend has them, or with the reason why it has no input.
+    fn begin(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
+        if self.shared.broken.get().is_some() {
+            // By an abort during a call that had all that it needed, perhaps, of which nobody has been told.
+            return Err(self.shared.end(&mut self.shared.lock()));
+        }
+        let peer = check::transfer(&collective, self.rank(), self.size);
+        let sequence = match (peer, collective.operation) {
+            (Some(peer), Operation::Send { .. }) => &mut self.sent[peer],
+            (Some(peer), _) => &mut self.received[peer],
+            (None, Operation::Send { .. } | Operation::Recv { .. }) => &mut 0,
+            (None, _) => &mut self.sequence,
+        };
+        *sequence += 1;
+        let sequence = *sequence;
+        let shared = Arc::clone(&self.shared);
+        shared.recorder.enter(sequence, collective);
+        let mut lending = Lending { shared: &shared, links: shared.lock() };
+        let links = &mut *lending.links;
+        match (peer, collective.operation) {
+            (Some(peer), _) => self.transfer(links, peer, collective, sequence, lent),
+            (None, Operation::Send { .. } | Operation::Recv { .. }) => {
+                check::no_such_peer(&collective, self.rank(), sequence)
+            }
+            (None, _) => self.collective(links, collective, lent),
+        }
+    }
+
     /// A collective of all ranks.
     fn collective(
         &self,
         links: &mut Links,
         collective: Collective,
-        lent: Result<Lent, RpcError>,
+        lent: Result<Option<Lent>, RpcError>,
     ) -> Result<(), CclError> {
         let bytes = collective.bytes().unwrap_or(0);
         let inline = travels_inline(collective.operation, bytes, self.size);
         let input_len = input_bytes(collective.operation, bytes, self.size);
         let mut own = announcement(collective, (self.sequence, self.step), &lent);
-        if let Ok(lent) = &lent
+        if let Ok(Some(lent)) = &lent
             && inline
             && has_input(collective.operation, self.rank)
         {
@@ -360,7 +395,7 @@ impl StreamCcl {
             return Err(self.shared.break_up(links, BreakCause::OutOfStep, rank));
         }
         agree(self.sequence, &announcements, |rank| poison_of(&notes[rank.index()]))?;
-        let Ok(lent) = lent else { return Err(self.shared.end(links)) };
+        let Some(lent) = lent.map_err(|_| self.shared.end(links))? else { return Ok(()) };
         if inline {
             // All are in this same call, and so have as much to bring.
             let is_short = |rank: usize| has_input(collective.operation, rank) && notes[rank].len() != LEN + input_len;
@@ -413,7 +448,7 @@ impl StreamCcl {
         peer: usize,
         collective: Collective,
         sequence: u64,
-        lent: Result<Lent, RpcError>,
+        lent: Result<Option<Lent>, RpcError>,
     ) -> Result<(), CclError> {
         let is_send = matches!(collective.operation, Operation::Send { .. });
         let own = announcement(collective, (sequence, self.step), &lent);
@@ -446,7 +481,8 @@ impl StreamCcl {
             return Err(self.shared.break_up(links, BreakCause::OutOfStep, [self.rank, peer][at]));
         }
         agree_pair(sequence, sender, receiver, |rank| poison_of(if rank.index() == self.rank { &own } else { &note }))?;
-        let (Ok(lent), Some(bytes)) = (lent, collective.bytes()) else { return Err(self.shared.end(links)) };
+        let Some(lent) = lent.map_err(|_| self.shared.end(links))? else { return Ok(()) };
+        let Some(bytes) = collective.bytes() else { return Err(self.shared.end(links)) };
         self.move_between_two(links, peer, is_send, bytes, lent)
     }
 }
@@ -472,14 +508,19 @@ fn out_of_order(rank: usize, note: &[u8], own: usize, collective: Collective) ->
 }
 
 /// The announcement of a call, followed by the cause of poison, if there is one.
-fn announcement(collective: Collective, (sequence, step): (u64, u64), lent: &Result<Lent, RpcError>) -> Vec<u8> {
+fn announcement(
+    collective: Collective,
+    (sequence, step): (u64, u64),
+    lent: &Result<Option<Lent>, RpcError>,
+) -> Vec<u8> {
     let poison = lent.as_ref().err().map_or_else(Vec::new, |cause| poison_to_bytes(cause, MAX_POISON));
+    let buffers = lent.as_ref().ok().and_then(Option::as_ref);
     let announcement = Announcement {
         collective,
         sequence,
         step,
-        in_place: lent.as_ref().is_ok_and(|lent| lent.in_place),
-        has_output: lent.as_ref().is_ok_and(|lent| lent.has_output),
+        in_place: buffers.is_some_and(|lent| lent.in_place),
+        has_output: buffers.is_some_and(|lent| lent.has_output),
         poison: if lent.is_ok() { 0 } else { poison.len().max(1) as u32 },
         input: 0,
         output: 0,
@@ -511,33 +552,9 @@ impl Ccl for StreamCcl {
     }
 
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
-        if self.shared.broken.get().is_some() {
-            // By an abort during a call that had all that it needed, perhaps, of which nobody has been told.
-            return Err(self.shared.end(&mut self.shared.lock()));
-        }
         let buffers = check::lend(&collective, &data, self.rank(), self.size);
-        let peer = check::transfer(&collective, self.rank(), self.size);
-        let sequence = match (peer, collective.operation) {
-            (Some(peer), Operation::Send { .. }) => &mut self.sent[peer],
-            (Some(peer), _) => &mut self.received[peer],
-            (None, Operation::Send { .. } | Operation::Recv { .. }) => &mut 0,
-            (None, _) => &mut self.sequence,
-        };
-        *sequence += 1;
-        let sequence = *sequence;
-        let shared = Arc::clone(&self.shared);
-        shared.recorder.enter(sequence, collective);
-        let mut lent = Lending { shared: &shared, links: shared.lock() };
-        let links = &mut *lent.links;
-        let result = match (peer, collective.operation) {
-            (Some(peer), _) => self.transfer(links, peer, collective, sequence, buffers),
-            (None, Operation::Send { .. } | Operation::Recv { .. }) => {
-                check::no_such_peer(&collective, self.rank(), sequence)
-            }
-            (None, _) => self.collective(links, collective, buffers),
-        };
-        drop(lent);
-        shared.recorder.leave(&result);
+        let result = self.begin(collective, buffers.map(Some));
+        self.finish(&result);
         result
     }
 
@@ -556,6 +573,46 @@ impl Ccl for StreamCcl {
 
     fn control(&self) -> Arc<dyn Control> {
         Arc::clone(&self.shared) as Arc<dyn Control>
+    }
+
+    fn into_agreement(self: Box<Self>) -> Result<Box<dyn Agreement>, RpcError> {
+        Ok(self)
+    }
+}
+
+impl Agreement for StreamCcl {
+    fn agree(&mut self, collective: Collective, input: Result<(), RpcError>) -> Result<(), CclError> {
+        let result = self.begin(collective, input.map(|()| None));
+        if result.is_err() {
+            self.finish(&result);
+        }
+        result
+    }
+
+    fn look(&mut self) -> Result<(), CclError> {
+        let links = &mut *self.shared.lock();
+        self.shared.move_bytes(links);
+        if self.shared.broken.get().is_some() {
+            return Err(self.shared.end(links));
+        }
+        // Who has left in good order gives no reason.
+        let lost =
+            |(rank, link): (usize, &mut Link)| Some((rank, link.gone().filter(|why| !why.is_empty())?.to_owned()));
+        let lost = links.each().find_map(lost);
+        match lost {
+            Some((rank, why)) => Err(self.shared.break_up(links, BreakCause::Link(why), rank)),
+            None => Ok(()),
+        }
+    }
+
+    fn fail(&mut self, cause: BreakCause) -> CclError {
+        self.shared.break_up(&mut self.shared.lock(), cause, self.rank)
+    }
+
+    fn finish(&mut self, result: &Result<(), CclError>) {
+        if self.shared.recorder.last().is_some_and(|flight| flight.took.is_none()) {
+            self.shared.recorder.leave(result);
+        }
     }
 }
 

@@ -72,7 +72,6 @@ type Directed = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c
 
 functions! {
     old {
-        get_version = "ncclGetVersion": unsafe extern "C" fn(*mut c_int) -> c_int;
         get_unique_id = "ncclGetUniqueId": unsafe extern "C" fn(*mut UniqueId) -> c_int;
         get_error_string = "ncclGetErrorString": unsafe extern "C" fn(c_int) -> *const c_char;
         get_last_error = "ncclGetLastError": unsafe extern "C" fn(Comm) -> *const c_char;
@@ -84,7 +83,6 @@ functions! {
         comm_get_async_error = "ncclCommGetAsyncError": Ask;
         comm_count = "ncclCommCount": Ask;
         comm_user_rank = "ncclCommUserRank": Ask;
-        comm_cu_device = "ncclCommCuDevice": Ask;
         all_reduce = "ncclAllReduce": Directed;
         reduce_scatter = "ncclReduceScatter": Directed;
         all_gather = "ncclAllGather": Exchange;

@@ -36,7 +36,7 @@ impl SharedCcl {
         &mut self,
         to: usize,
         collective: Collective,
-        lent: Result<Lent, RpcError>,
+        lent: Result<Option<Lent>, RpcError>,
     ) -> Result<(), CclError> {
         self.word(Word::Transfer).store(2 * (to as u32 + 1) + 1, Ordering::Relaxed);
         let result = self.send_inner(to, collective, lent);
@@ -48,7 +48,7 @@ impl SharedCcl {
         &mut self,
         from: usize,
         collective: Collective,
-        lent: Result<Lent, RpcError>,
+        lent: Result<Option<Lent>, RpcError>,
     ) -> Result<(), CclError> {
         self.word(Word::Transfer).store(2 * (from as u32 + 1), Ordering::Relaxed);
         let result = self.receive_inner(from, collective, lent);
@@ -56,14 +56,20 @@ impl SharedCcl {
         result
     }
 
-    fn send_inner(&mut self, to: usize, collective: Collective, lent: Result<Lent, RpcError>) -> Result<(), CclError> {
+    fn send_inner(
+        &mut self,
+        to: usize,
+        collective: Collective,
+        lent: Result<Option<Lent>, RpcError>,
+    ) -> Result<(), CclError> {
         let Count { transfers: sequence, chunks: before } = self.sent[to];
         self.note(self.rank, to, true, collective, sequence, &lent);
         self.publish_in_box(self.rank, to, BoxWord::Offered, sequence as u32);
         let answered = self.segment.box_word(self.rank, to, BoxWord::Answered);
         self.wait(answered, sequence as u32, to, Phase::Entry)?;
         self.compare(self.rank, to, sequence)?;
-        let (Ok(lent), Some(bytes)) = (lent, collective.bytes()) else { return Err(self.broken()) };
+        let Some(lent) = lent.map_err(|_| self.broken())? else { return Ok(()) };
+        let Some(bytes) = collective.bytes() else { return Err(self.broken()) };
         let consumed = self.segment.box_word(self.rank, to, BoxWord::Consumed);
         if self.is_taken(bytes) {
             self.sent[to].chunks = before.wrapping_add(1);
@@ -87,7 +93,7 @@ impl SharedCcl {
         &mut self,
         from: usize,
         collective: Collective,
-        lent: Result<Lent, RpcError>,
+        lent: Result<Option<Lent>, RpcError>,
     ) -> Result<(), CclError> {
         let Count { transfers: sequence, chunks: before } = self.received[from];
         let offered = self.segment.box_word(from, self.rank, BoxWord::Offered);
@@ -98,7 +104,8 @@ impl SharedCcl {
         let offer = self.segment.announcement(self.segment.note(from, self.rank, true));
         self.publish_in_box(from, self.rank, BoxWord::Answered, sequence as u32);
         agreed?;
-        let (Ok(lent), Some(bytes), Some(offer)) = (lent, collective.bytes(), offer) else { return Err(self.broken()) };
+        let Some(lent) = lent.map_err(|_| self.broken())? else { return Ok(()) };
+        let (Some(bytes), Some(offer)) = (collective.bytes(), offer) else { return Err(self.broken()) };
         if self.is_taken(bytes) {
             let hands = self.hands(collective.operation);
             if matches!(self.reach, Reach::Reads(_)) {
@@ -146,7 +153,7 @@ impl SharedCcl {
         by_sender: bool,
         collective: Collective,
         sequence: u64,
-        lent: &Result<Lent, RpcError>,
+        lent: &Result<Option<Lent>, RpcError>,
     ) {
         let poison = lent.as_ref().err().map_or_else(Vec::new, |cause| poison_to_bytes(cause, MAX_POISON));
         let poison_len = if lent.is_ok() { 0 } else { poison.len().max(1) as u32 };
@@ -157,7 +164,7 @@ impl SharedCcl {
             in_place: false,
             has_output: !by_sender,
             poison: poison_len,
-            input: lent.as_ref().map_or(0, |lent| lent.input.addr() as u64),
+            input: lent.as_ref().ok().and_then(Option::as_ref).map_or(0, |lent| lent.input.addr() as u64),
             output: 0,
         };
         self.segment.announce(self.segment.note(from, to, by_sender), &announcement, &poison);

@@ -1,0 +1,80 @@
+//! Elements and reductions as NCCL numbers them.
+
+use std::ffi::c_int;
+
+use rpc_core::{DataType, DataTypeCode, RpcError};
+
+use super::Library;
+use crate::ccl::{Collective, ReduceOp};
+
+/// `ncclUint8`.
+const BYTE: c_int = 1;
+/// `ncclFloat8e4m3` and `ncclFloat8e5m2`, from 2.24 on.
+const E4M3: c_int = 10;
+const E5M2: c_int = 11;
+
+/// What a call is told of the elements: their type, and how many stand for `count` of the collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Elements {
+    pub(super) dtype: c_int,
+    pub(super) count: usize,
+    /// Bytes of each.
+    pub(super) width: usize,
+}
+
+impl Elements {
+    /// For `collective`, which has `bytes` on its smaller side. Data that only moves, moves as bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`rpc_core::ErrorKind::Unsupported`]: the library does not reduce that type.
+    pub(super) fn of(collective: &Collective, bytes: usize, library: &Library) -> Result<Self, RpcError> {
+        if collective.operation.reduce_op().is_none() {
+            return Ok(Self { dtype: BYTE, count: bytes, width: 1 });
+        }
+        let lane = DataType { lanes: 1, ..collective.dtype };
+        let Some(dtype) = code(lane) else {
+            let flavour = library.flavour();
+            return Err(RpcError::unsupported(format!("{collective}: {flavour} does not reduce {lane}")));
+        };
+        if matches!(dtype, E4M3 | E5M2) {
+            library.needs(format_args!("{collective}"), 2, 24)?;
+        }
+        let width = usize::from(lane.bits / 8);
+        Ok(Self { dtype, count: bytes / width, width })
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        self.count * self.width
+    }
+}
+
+/// `ncclDataType_t`; `None` where it has no such type. NVIDIA's e4m3 is the one without infinities.
+fn code(lane: DataType) -> Option<c_int> {
+    Some(match lane {
+        DataType::I8 => 0,
+        DataType::U8 => BYTE,
+        DataType::I32 => 2,
+        DataType::U32 => 3,
+        DataType::I64 => 4,
+        DataType::U64 => 5,
+        DataType::F16 => 6,
+        DataType::F32 => 7,
+        DataType::F64 => 8,
+        DataType::BF16 => 9,
+        DataType { code: DataTypeCode::FLOAT8_E4M3FN, bits: 8, .. } => E4M3,
+        DataType { code: DataTypeCode::FLOAT8_E5M2, bits: 8, .. } => E5M2,
+        _ => return None,
+    })
+}
+
+/// `ncclRedOp_t`.
+pub(super) fn reduction(op: ReduceOp) -> c_int {
+    match op {
+        ReduceOp::Sum => 0,
+        ReduceOp::Prod => 1,
+        ReduceOp::Max => 2,
+        ReduceOp::Min => 3,
+        ReduceOp::Avg => 4,
+    }
+}

@@ -1,0 +1,38 @@
+//! What a rank needs of its device: a stream, and some memory.
+
+use std::ffi::c_void;
+
+use rpc_core::{Device, RpcError};
+
+/// A stream of the device that a rank works on: CUDA's, HIP's, or one for tests. Whoever makes the rank implements it.
+///
+/// The stream outlives every communicator that it was given to. No method blocks; each may be called from any thread, and more than one at a time.
+pub trait DeviceStream: Send + Sync {
+    /// The device. Buffers have to be on it.
+    fn device(&self) -> Device;
+
+    /// The stream, as the library takes it: a `cudaStream_t` for NCCL, a `hipStream_t` for RCCL.
+    fn raw(&self) -> *mut c_void;
+
+    /// Makes the device the current one of the calling thread. Comes before the library is called.
+    ///
+    /// # Errors
+    ///
+    /// What the driver says.
+    fn make_current(&self) -> Result<(), RpcError>;
+
+    /// Whether all that was enqueued has been done: `cudaStreamQuery` or `hipStreamQuery`.
+    ///
+    /// # Errors
+    ///
+    /// Something that was enqueued has failed.
+    fn is_done(&self) -> Result<bool, RpcError>;
+
+    /// Memory of the device, at least so many bytes, aligned to 8, for whatever is enqueued next on this stream and until that is done. What is in it does not matter, and it remains the
+    /// stream's own. A barrier takes 8 bytes; an in-place `all_to_all` as many as its buffer has.
+    ///
+    /// # Errors
+    ///
+    /// The device has no more memory.
+    fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError>;
+}

@@ -1,0 +1,88 @@
+//! Waiting for what only tells when it is asked, without waiting for ever.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rpc_core::{ErrorKind, RpcError};
+
+use super::NcclError;
+use crate::ccl::{Agreement, CclError};
+
+/// How long a rank asks as often as it can: longer than a small collective takes.
+const EAGER: Duration = Duration::from_millis(1);
+
+/// The shortest and the longest sleep between two questions after that; it grows with the wait.
+const SLEEP: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+
+/// Why this rank cannot go on.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// All ranks have this error, or get it in their next call.
+    Common(CclError),
+    /// Only this rank knows of it so far.
+    Own(RpcError),
+}
+
+impl From<CclError> for Fault {
+    fn from(error: CclError) -> Self {
+        Self::Common(error)
+    }
+}
+
+impl From<RpcError> for Fault {
+    fn from(error: RpcError) -> Self {
+        Self::Own(error)
+    }
+}
+
+impl From<NcclError> for Fault {
+    fn from(error: NcclError) -> Self {
+        Self::Own(error.into())
+    }
+}
+
+/// Waits until `ready`, and looks meanwhile whether somebody has broken the group.
+///
+/// # Errors
+///
+/// What `ready` or the control communicator says; or that `what` has taken as long as `limit`.
+pub(super) fn wait(
+    control: &mut dyn Agreement,
+    what: &str,
+    limit: Option<Duration>,
+    mut ready: impl FnMut() -> Result<bool, Fault>,
+) -> Result<(), Fault> {
+    let began = Instant::now();
+    while !ready()? {
+        let waited = began.elapsed();
+        if let Some(limit) = limit.filter(|limit| waited >= *limit) {
+            let text = format!("{what} has not ended within {limit:?}");
+            return Err(Fault::Own(RpcError::new(ErrorKind::DeadlineExceeded, text)));
+        }
+        if waited >= EAGER {
+            control.look()?;
+        }
+        pause(waited);
+    }
+    Ok(())
+}
+
+/// Waits until `ready` or the time is up, with nobody to ask; says whether it was.
+pub(super) fn wait_alone(until: Instant, mut ready: impl FnMut() -> bool) -> bool {
+    let began = Instant::now();
+    while !ready() {
+        if Instant::now() >= until {
+            return false;
+        }
+        pause(began.elapsed());
+    }
+    true
+}
+
+fn pause(waited: Duration) {
+    if waited < EAGER {
+        thread::yield_now();
+    } else {
+        thread::sleep((waited / 16).clamp(SLEEP.0, SLEEP.1));
+    }
+}

@@ -1,0 +1,206 @@
+//! The stand-in for NCCL: compiled for each test, so that none sees what another does to it.
+
+use std::ffi::{c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+
+use disco::ccl::nccl::{DeviceStream, Library, NcclCcl, Options};
+use disco::ccl::{Ccl, Rank, host};
+use rpc_core::{Device, RpcError};
+
+use crate::launch::{self, Launch};
+
+/// One loaded copy of `fake_nccl.c`.
+pub(crate) struct Fake {
+    pub(crate) library: Arc<Library>,
+    symbols: libloading::Library,
+    _folder: tempfile::TempDir,
+}
+
+impl Fake {
+    /// The newest version.
+    pub(crate) fn new() -> Option<Self> {
+        Self::version(23_203)
+    }
+
+    /// A version by its code; `None`, and a word on why, where there is no compiler.
+    pub(crate) fn version(version: u32) -> Option<Self> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = compile(folder.path(), "libnccl.so.2", &[&format!("-DVERSION={version}")])?;
+        let library = Library::open(&path).expect("a library");
+        // SAFETY: our own code, which does nothing when it is loaded.
+        let symbols = unsafe { libloading::Library::new(&path) }.expect("the same library");
+        Some(Self { library, symbols, _folder: folder })
+    }
+
+    /// Calls `void name(int, int)`.
+    pub(crate) fn steer(&self, name: &str, first: c_int, second: c_int) {
+        // SAFETY: these functions have that type.
+        unsafe {
+            let call = self.symbols.get::<unsafe extern "C" fn(c_int, c_int)>(name.as_bytes()).expect("a function");
+            call(first, second);
+        }
+    }
+
+    /// Calls `int name(void)`.
+    pub(crate) fn ask(&self, name: &str) -> c_int {
+        // SAFETY: these functions have that type.
+        unsafe { self.symbols.get::<unsafe extern "C" fn() -> c_int>(name.as_bytes()).expect("a function")() }
+    }
+
+    /// A stream on the memory of this process, which calls itself `device`.
+    pub(crate) fn stream(&self, device: Device) -> Arc<FakeStream> {
+        // SAFETY: the functions have these types.
+        let (make, query, hold) = unsafe {
+            (
+                *self.symbols.get::<unsafe extern "C" fn() -> *mut c_void>(b"fake_stream").expect("a function"),
+                *self.symbols.get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"fake_query").expect("a function"),
+                *self.symbols.get::<unsafe extern "C" fn(*mut c_void, c_int)>(b"fake_hold").expect("a function"),
+            )
+        };
+        // SAFETY: it takes nothing.
+        let raw = unsafe { make() };
+        Arc::new(FakeStream { raw, device, query, hold, scratch: Mutex::default(), fails: Mutex::default() })
+    }
+
+    /// What holds after every test: no rule of NCCL was broken, and no communicator is left.
+    pub(crate) fn assert_tidy(&self) {
+        assert_eq!(self.ask("fake_violations"), 0);
+        assert_eq!(self.ask("fake_live"), 0);
+    }
+}
+
+/// Compiles the stand-in as `name`; `None`, and a word on why, where there is no compiler.
+pub(crate) fn compile(folder: &Path, name: &str, flags: &[&str]) -> Option<PathBuf> {
+    let (source, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nccl/fake_nccl.c"), folder.join(name));
+    let usual =
+        ["-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-fwrapv", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"];
+    match Command::new("cc").args(usual).args(flags).arg("-o").arg(&to).arg(source).output() {
+        Ok(output) if output.status.success() => Some(to),
+        Ok(output) => panic!("{}", String::from_utf8_lossy(&output.stderr)),
+        Err(error) => {
+            println!("SKIPPED: no C compiler: {error}");
+            None
+        }
+    }
+}
+
+/// A stream of the stand-in.
+pub(crate) struct FakeStream {
+    raw: *mut c_void,
+    device: Device,
+    query: unsafe extern "C" fn(*mut c_void) -> c_int,
+    hold: unsafe extern "C" fn(*mut c_void, c_int),
+    scratch: Mutex<Vec<u64>>,
+    fails: Mutex<Option<RpcError>>,
+}
+
+// SAFETY: the stand-in takes a stream from any thread, under a lock of its own.
+unsafe impl Send for FakeStream {}
+// SAFETY: as above.
+unsafe impl Sync for FakeStream {}
+
+impl FakeStream {
+    /// Whether the stream has work that does not end.
+    pub(crate) fn hold(&self, held: bool) {
+        // SAFETY: streams are never freed.
+        unsafe { (self.hold)(self.raw, c_int::from(held)) };
+    }
+
+    /// Queries fail from now on.
+    pub(crate) fn fail(&self, error: RpcError) {
+        *self.fails.lock().expect("no panic") = Some(error);
+    }
+}
+
+impl DeviceStream for FakeStream {
+    fn device(&self) -> Device {
+        self.device
+    }
+
+    fn raw(&self) -> *mut c_void {
+        self.raw
+    }
+
+    fn make_current(&self) -> Result<(), RpcError> {
+        Ok(())
+    }
+
+    fn is_done(&self) -> Result<bool, RpcError> {
+        if let Some(error) = &*self.fails.lock().expect("no panic") {
+            return Err(error.clone());
+        }
+        // SAFETY: streams are never freed.
+        Ok(unsafe { (self.query)(self.raw) } != 0)
+    }
+
+    fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {
+        let mut scratch = self.scratch.lock().expect("no panic");
+        if scratch.len() * 8 < bytes {
+            *scratch = vec![0; bytes.div_ceil(8)];
+        }
+        Ok(scratch.as_mut_ptr().cast())
+    }
+}
+
+/// A rank, with what a test steers it by.
+pub(crate) struct Member {
+    pub(crate) ccl: NcclCcl,
+    pub(crate) stream: Arc<FakeStream>,
+}
+
+/// Runs `program` on `size` ranks that are threads; the control communicators are over whatever `launch` has between ranks.
+pub(crate) fn on_ranks<T: Send>(
+    fake: &Fake,
+    launch: Launch,
+    size: usize,
+    options: &Options,
+    program: impl Fn(Member) -> T + Sync,
+) -> Vec<T> {
+    on_ranks_of(fake, launch::group(launch, size, &launch::patient()), options, |member| {
+        program(member.expect("to join"))
+    })
+}
+
+/// … with these control communicators, whether they can join or not.
+pub(crate) fn on_ranks_of<T: Send>(
+    fake: &Fake,
+    controls: Vec<Box<dyn Ccl>>,
+    options: &Options,
+    program: impl Fn(Result<Member, RpcError>) -> T + Sync,
+) -> Vec<T> {
+    let (program, size, id) = (&program, controls.len(), fake.library.unique_id().expect("an id"));
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..)
+            .zip(controls)
+            .map(|(rank, control)| {
+                scope.spawn(move || {
+                    let stream = fake.stream(Device::cpu());
+                    let (library, on) = (Arc::clone(&fake.library), Arc::clone(&stream));
+                    let ccl = NcclCcl::new(library, id, Rank(rank), size, control, on, options.clone());
+                    program(ccl.map(|ccl| Member { ccl, stream }))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
+/// Options whose limits do not run out, and which take a hanging abort for a failure of the test.
+pub(crate) fn patient() -> Options {
+    let mut options = Options::default();
+    let long = std::time::Duration::from_secs(120);
+    options.join_timeout = long;
+    options.stall_timeout = long;
+    options.drain_timeout = Some(long);
+    options.abort_timeout = long;
+    options.close_timeout = long;
+    options.on_stuck = Arc::new(|breakdown| panic!("stuck: {breakdown}"));
+    options
+}
+
+/// The control communicators of groups within a group, by world rank.
+pub(crate) fn controls_of_groups(sizes: &[usize], options: &host::Options) -> Vec<Vec<Box<dyn Ccl>>> {
+    sizes.iter().map(|size| host::threads(*size, options).expect("a group")).collect()
+}
