@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use disco::ccl::{
-    BreakCause, Breakdown, Buffers, Ccl, CclError, CollectiveInput, Control, Outcome, Rank, ReduceOp, host,
+    BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Outcome, Rank,
+    ReduceOp, host,
 };
 use rpc_core::{DataType, ErrorKind, RpcError};
 use rustix::process::Signal;
@@ -300,6 +301,15 @@ fn a_rank_that_leaves_is_named() {
 #[test]
 fn child() {
     if let Some((program, mut ccl)) = as_child(&options(LONG, LONG)) {
+        if program == "agrees" {
+            // And never finishes, until somebody ends this process.
+            let mut ccl = ccl.into_agreement().unwrap();
+            ccl.agree(Collective::barrier(), Ok(())).unwrap();
+            while ccl.look().is_ok() {
+                std::thread::yield_now();
+            }
+            return;
+        }
         let count = if program == "small" { 16 } else { 4_000_000 };
         // Until somebody ends this process, or the group.
         let end = loop {
@@ -364,6 +374,72 @@ fn with_a_child(
         running.into_iter().map(|rank| rank.join().expect("no panic")).collect()
     });
     (breakdowns, victim)
+}
+
+/// In what another backend carries out, after all have agreed.
+#[test]
+fn a_process_that_dies_after_an_agreement_is_named() {
+    for launch in [Launch::Processes, Launch::Unix] {
+        let folder = tempfile::tempdir().unwrap();
+        let (way, _offer) = way(launch, 2, &folder);
+        let mut victim = start_child("child", "agrees", &way, 1);
+        let mut ccl = way.join(0, &patient()).unwrap().into_agreement().unwrap();
+        ccl.agree(Collective::barrier(), Ok(())).unwrap();
+        victim.0.kill().unwrap();
+        let error = loop {
+            if let Err(error) = ccl.look() {
+                break error;
+            }
+            std::thread::yield_now();
+        };
+        let breakdown = breakdown(Err(error.clone()));
+        assert_eq!((breakdown.rank, breakdown.during.as_str()), (Rank(1), "barrier #1"), "{launch:?}: {breakdown}");
+        assert!(matches!(breakdown.cause, BreakCause::Died | BreakCause::Link(_)), "{breakdown}");
+        ccl.finish(&Err(error));
+        assert_eq!(ccl.control().flights()[0].outcome, Outcome::Broken);
+    }
+}
+
+/// Agreements, transfers among them, poison, and a failure of one rank in the half that another backend carries out.
+#[test]
+fn a_failure_after_an_agreement_is_everybodys() {
+    for launch in ALL {
+        let ranks = group(launch, 3, &patient()).into_iter();
+        std::thread::scope(|scope| {
+            for (rank, ccl) in ranks.enumerate() {
+                scope.spawn(move || {
+                    let mut ccl = ccl.into_agreement().unwrap();
+                    let sum = Collective::new(Operation::Allreduce(ReduceOp::Sum), DataType::I16, 1 << 30);
+                    ccl.agree(sum, Ok(())).unwrap();
+                    ccl.finish(&Ok(()));
+                    let cause = RpcError::new(ErrorKind::Application, "nothing");
+                    let error = ccl.agree(sum, if rank == 1 { Err(cause) } else { Ok(()) }).unwrap_err();
+                    assert!(matches!(error, CclError::Poisoned { sequence: 2, rank: Rank(1), .. }), "{error}");
+                    if rank < 2 {
+                        let (to, from) = (Operation::Send { to: Rank(1) }, Operation::Recv { from: Rank(0) });
+                        let transfer = if rank == 0 { to } else { from };
+                        ccl.agree(Collective::new(transfer, DataType::U8, 5_000_000), Ok(())).unwrap();
+                        ccl.finish(&Ok(()));
+                    }
+                    ccl.agree(sum, Ok(())).unwrap();
+                    if rank == 2 {
+                        ccl.fail(BreakCause::Backend("no memory".to_owned()));
+                    }
+                    let error = loop {
+                        if let Err(error) = ccl.look() {
+                            break error;
+                        }
+                        std::thread::yield_now();
+                    };
+                    let text = error.to_string();
+                    assert!(
+                        text.starts_with("rank 2 failed in allreduce(sum) of 1073741824 int16 #3: no memory"),
+                        "{launch:?}: {text}"
+                    );
+                });
+            }
+        });
+    }
 }
 
 fn signal(child: &ChildRank, signal: Signal) {

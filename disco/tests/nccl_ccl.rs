@@ -369,6 +369,27 @@ fn an_abort_that_hangs_is_told_to_the_owner() {
     assert_eq!((fake.ask("fake_live"), fake.ask("fake_violations")), (1, 0), "what hangs is touched no more");
 }
 
+/// The device may still write to the buffers of a call that panics, unless the communicator goes before they do.
+#[test]
+fn a_call_that_panics_aborts_before_its_buffers_go() {
+    let Some(fake) = Fake::new() else { return };
+    let mut options = patient();
+    options.stall_timeout = Duration::from_secs(120);
+    on_ranks(&fake, Launch::Threads, 2, &options, |mut member| {
+        assert_lives(&mut member.ccl);
+        if member.ccl.rank() == Rank(0) {
+            fake.steer("fake_hang", 0, 0);
+            member.stream.panic_in_next_wait();
+            let call = std::panic::AssertUnwindSafe(|| allreduce(&mut member.ccl, 10));
+            std::panic::catch_unwind(call).unwrap_err();
+        }
+        let breakdown = breakdown(allreduce(&mut member.ccl, 10));
+        assert_eq!(breakdown.cause, BreakCause::Aborted("a panic in the middle of a collective".to_owned()));
+    });
+    assert_eq!(fake.ask("fake_aborts"), 2);
+    fake.assert_tidy();
+}
+
 #[test]
 fn eight_bit_floats_need_a_newer_library() {
     let eight = [DataTypeCode::FLOAT8_E4M3FN, DataTypeCode::FLOAT8_E5M2].map(|code| DataType::new(code, 8));

@@ -2,10 +2,12 @@
 //!
 //! `pip install --target FOLDER nvidia-nccl-cu12` gets one (some 300 MB), for `DISCO_NCCL_LIBRARY=FOLDER/nvidia/nccl/lib/libnccl.so.2`.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
-use disco::ccl::nccl::{Flavour, Library, UniqueId, Version};
-use rpc_core::{ErrorKind, RpcError};
+use disco::ccl::nccl::{DeviceStream, Flavour, Library, NcclCcl, Options, UniqueId, Version};
+use disco::ccl::{Rank, host};
+use rpc_core::{Device, ErrorKind, RpcError};
 
 /// The library of this machine, or a word on why there is none.
 fn library() -> Option<Arc<Library>> {
@@ -47,6 +49,46 @@ fn every_code_has_a_text() {
         assert!(!library.error_string(code).is_empty());
     }
     println!("last error: {:?}", library.last_error());
+}
+
+/// The default stream of whichever device is current, if there is one.
+struct DefaultStream;
+
+impl DeviceStream for DefaultStream {
+    fn device(&self) -> Device {
+        Device::cuda(0)
+    }
+
+    fn raw(&self) -> *mut c_void {
+        std::ptr::null_mut()
+    }
+
+    fn make_current(&self) -> Result<(), RpcError> {
+        Ok(())
+    }
+
+    fn is_done(&self) -> Result<bool, RpcError> {
+        Ok(true)
+    }
+
+    fn scratch(&self, _: usize) -> Result<*mut c_void, RpcError> {
+        Err(RpcError::unsupported("this test has no memory of a device"))
+    }
+}
+
+/// Without a GPU the library refuses, and says why; with one it makes a group of one.
+#[test]
+fn a_group_is_made_or_refused_in_the_librarys_words() {
+    let Some(library) = library() else { return };
+    let id = library.unique_id().unwrap();
+    let control = host::threads(1, &host::Options::default()).unwrap().remove(0);
+    match NcclCcl::new(library, id, Rank(0), 1, control, Arc::new(DefaultStream), Options::default()) {
+        Ok(ccl) => println!("made {ccl:?}"),
+        Err(error) => {
+            println!("refused: {error}");
+            assert!(error.message().contains("ncclCommInitRankConfig: unhandled cuda error"), "{error}");
+        }
+    }
 }
 
 #[test]

@@ -14,9 +14,11 @@
 //! 2. NCCL's call is enqueued, and this rank asks the communicator and the stream in turn until it has ended. If the one says that something is wrong, or the time is up, this rank
 //!    breaks the group over the control communicator; each rank in this half hears of that within milliseconds.
 //!
-//! A rank whose group is broken aborts its communicator of NCCL, whoever broke it. An abort can itself hang ([issue 829](https://github.com/NVIDIA/nccl/issues/829), for one).
-//! It runs on a thread of its own, and when its time is up, [`Options::on_stuck`] is called, which by default ends the process: nothing else helps then, and nobody may touch
+//! A rank whose group is broken aborts its communicator of NCCL, whoever broke it. An abort can itself hang. It runs on a thread of its own, and when its time is up, [`Options::on_stuck`] is called, which by default ends the process: nothing else helps then, and nobody may touch
 //! buffers that a device may still write to. **Ranks with GPUs should therefore be processes**, not threads of one.
+//!
+//! The first half costs what a barrier of the control communicator does. A call of NCCL that blocks although it should not blocks its rank, too: then the others break the group when
+//! their time is up, and only somebody outside can end that rank.
 //!
 //! # Rules of NCCL that are kept here
 //!

@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use disco::ccl::nccl::{DeviceStream, Library, NcclCcl, Options};
@@ -61,7 +62,15 @@ impl Fake {
         };
         // SAFETY: it takes nothing.
         let raw = unsafe { make() };
-        Arc::new(FakeStream { raw, device, query, hold, scratch: Mutex::default(), fails: Mutex::default() })
+        Arc::new(FakeStream {
+            raw,
+            device,
+            query,
+            hold,
+            scratch: Mutex::default(),
+            fails: Mutex::default(),
+            panics: AtomicBool::new(false),
+        })
     }
 
     /// What holds after every test: no rule of NCCL was broken, and no communicator is left.
@@ -94,6 +103,7 @@ pub(crate) struct FakeStream {
     hold: unsafe extern "C" fn(*mut c_void, c_int),
     scratch: Mutex<Vec<u64>>,
     fails: Mutex<Option<RpcError>>,
+    panics: AtomicBool,
 }
 
 // SAFETY: the stand-in takes a stream from any thread, under a lock of its own.
@@ -106,6 +116,11 @@ impl FakeStream {
     pub(crate) fn hold(&self, held: bool) {
         // SAFETY: streams are never freed.
         unsafe { (self.hold)(self.raw, c_int::from(held)) };
+    }
+
+    /// The next query that finds the stream at work panics.
+    pub(crate) fn panic_in_next_wait(&self) {
+        self.panics.store(true, Ordering::SeqCst);
     }
 
     /// Queries fail from now on.
@@ -132,7 +147,9 @@ impl DeviceStream for FakeStream {
             return Err(error.clone());
         }
         // SAFETY: streams are never freed.
-        Ok(unsafe { (self.query)(self.raw) } != 0)
+        let is_done = unsafe { (self.query)(self.raw) } != 0;
+        assert!(is_done || !self.panics.swap(false, Ordering::SeqCst), "as the test wants it");
+        Ok(is_done)
     }
 
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {

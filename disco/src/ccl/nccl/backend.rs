@@ -24,6 +24,23 @@ pub struct NcclCcl {
     communicator: Communicator,
 }
 
+/// The communicator while the device has the buffers of a call. If the call panics, they are taken back before they go.
+struct Lending<'a> {
+    communicator: &'a mut Communicator,
+    control: Arc<dyn Control>,
+}
+
+impl Drop for Lending<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.control.abort("a panic in the middle of a collective");
+            if let Some(breakdown) = self.control.broken() {
+                self.communicator.abort(&breakdown);
+            }
+        }
+    }
+}
+
 impl NcclCcl {
     /// Joins a group as `rank` of `size`. All ranks call it with the same `id`, which one of them [made](Library::unique_id); it blocks until all have.
     ///
@@ -167,7 +184,10 @@ impl Ccl for NcclCcl {
             (Err(error), _) => Err(Fault::Common(error)),
             // There is nothing to move.
             (Ok(()), Ok(work)) if work.elements.count == 0 => Ok(()),
-            (Ok(()), Ok(work)) => self.communicator.carry_out(&mut *self.control, &work),
+            (Ok(()), Ok(work)) => {
+                let lending = Lending { control: self.control.control(), communicator: &mut self.communicator };
+                lending.communicator.carry_out(&mut *self.control, &work)
+            }
             (Ok(()), Err(cause)) => Err(Fault::Own(cause)),
         };
         self.conclude(result)

@@ -33,6 +33,15 @@ impl Work {
         self.collective.operation == Operation::AllToAll && self.lent.in_place
     }
 
+    /// Whether others need what this rank has.
+    fn has_input(&self) -> bool {
+        match self.collective.operation {
+            Operation::Broadcast { root } | Operation::Scatter { root } => root == self.rank,
+            Operation::Barrier | Operation::Recv { .. } => false,
+            _ => true,
+        }
+    }
+
     /// What this rank sends and receives where NCCL has no call for the whole.
     fn transfers(&self) -> Vec<Transfer> {
         let bytes = self.elements.bytes();
@@ -89,7 +98,14 @@ impl Communicator {
         let Work { collective, elements: Elements { dtype, count, .. }, lent, .. } = *work;
         let functions = self.library.functions();
         let (comm, stream) = (self.raw(), self.stream.raw());
-        let (input, output) = (lent.input.cast::<c_void>(), work.output().cast::<c_void>());
+        // Where a rank has no use for one of the two, NCCL does not look at it; what it is given is memory of this device all the same.
+        let (mut input, mut output) = (lent.input.cast::<c_void>(), work.output().cast::<c_void>());
+        if !lent.has_output {
+            output = input.cast_mut();
+        }
+        if !work.has_input() {
+            input = output.cast_const();
+        }
         let number = |rank: Rank| rank.0 as c_int;
         // SAFETY of all calls: `lend` checked that the buffers have the lengths that this operation has on this rank, where they are used; they are lent until the stream
         // is done or the communicator aborted, which the caller waits for. Communicator and stream exist, and no call is in progress.
@@ -111,9 +127,6 @@ impl Communicator {
                 ("ncclAllGather", unsafe { (functions.all_gather)(input, output, count, dtype, comm, stream) })
             }
             Operation::Broadcast { root } => {
-                // The root may have no output, and nobody else an input.
-                let output = if lent.has_output { output } else { input.cast_mut() };
-                let input = if work.rank == root { input } else { output.cast_const() };
                 // SAFETY: see above.
                 let result = unsafe { (functions.broadcast)(input, output, count, dtype, number(root), comm, stream) };
                 ("ncclBroadcast", result)
