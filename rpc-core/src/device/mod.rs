@@ -4,6 +4,8 @@
 //! ([`DeviceAttribute`]). [`Devices`] is the set of them that a session offers; [`cpu`] is always in it.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -1,0 +1,224 @@
+//! The device kind `cuda`: NVIDIA's GPUs, through the driver that is found at run time.
+//!
+//! Nothing of CUDA is needed to build this, or to start a program that has it: [`CudaDevice::open`] loads the driver, and
+//! says why there is none. Whoever has opened it has CUDA in the process, which cannot be undone, cannot be forked, and
+//! ends for all of its users when one of them traps: give sessions that use it a process of their own.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use rpc_core::device::cuda::{CudaDevice, CudaModules};
+//! use rpc_core::{DeviceType, Devices, LocalSession, Registry};
+//!
+//! let registry = Registry::new();
+//! let devices = match CudaDevice::open() {
+//!     Ok(cuda) => {
+//!         registry.add_loader(Arc::new(CudaModules::new(cuda)));
+//!         Devices::new().with(Arc::new(cuda))
+//!     }
+//!     Err(error) => Devices::new().absent(DeviceType::CUDA, error.message()),
+//! };
+//! let session = LocalSession::builder(registry).devices(devices).build();
+//! ```
+//!
+//! # Order
+//!
+//! Each device has one default stream in the process, and everything here is submitted to it: zeroing, copies, kernels of
+//! [`CudaModules`]. So it happens in the order of the calls, and a call that only starts something may return at once: the
+//! borrow of a tensor ends then, and whoever borrows it next comes behind. Memory comes from a pool and goes back there in the
+//! same order. Other streams are for functions that want them; what they owe is said at
+//! [`CudaMemory::device_pointer`].
+//!
+//! A session waits for a stream on the thread of the request's lane, as it calls blocking functions; no thread that
+//! serves connections waits for a device in [`Stream::synchronize`]. [`Stream::wait_for`] among CUDA streams blocks
+//! no thread at all.
+//!
+//! # Errors
+//!
+//! They carry CUDA's words, and CUDA's name as [`application_kind`](crate::RpcError::application_kind). Work that runs
+//! later fails later, at some call that comes after; [`Stream::synchronize`] is the call that tells for certain. After a
+//! trap (a bad address, an assertion, a hardware fault) the context is gone: that call and every later one on the device
+//! is [`ErrorKind::DeviceLost`](crate::ErrorKind::DeviceLost), with the cause, for as long as the process lives.
+//!
+//! # State of the tests
+//!
+//! So far all of this has run against a driver made for the tests only, which keeps CUDA's rules of order and addresses on
+//! the processor. No GPU was to be had. `tests/cuda_gpu.rs` holds the tests that wait for one.
+
+mod attributes;
+mod driver;
+mod event;
+mod failure;
+mod gpu;
+mod memory;
+mod pinned;
+mod pool;
+mod stream;
+mod transfer;
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use self::gpu::{Gpu, Gpus};
+use super::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, copy_by_host, out_of_range};
+use crate::dlpack::{Device, DeviceType};
+use crate::error::Result;
+use crate::value::Value;
+
+pub use memory::CudaMemory;
+pub use pool::PoolStatistics;
+pub use stream::CudaStream;
+
+/// The GPUs of this process, `cuda:0` and on, in CUDA's order (`CUDA_VISIBLE_DEVICES` chooses).
+///
+/// All copies of it are the same: streams, pools and what is lost belong to the process. A device is opened, which takes
+/// memory and some tenths of a second, when it is first used.
+///
+/// Each call makes the device's primary context the current one of the calling thread, and leaves it so.
+#[derive(Clone, Copy)]
+pub struct CudaDevice {
+    gpus: &'static Gpus,
+}
+
+impl CudaDevice {
+    /// Loads and initialises the driver, unless that has been done. It may take a second. The outcome of the first call is
+    /// that of all others in this process.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeviceUnavailable`](crate::ErrorKind::DeviceUnavailable), if there is no driver, if it is too old or
+    /// cannot work, or if it sees no device; the message says which.
+    pub fn open() -> Result<Self> {
+        Ok(Self { gpus: Gpus::get()? })
+    }
+
+    /// The default stream of a device, as its own type; the same one at each call.
+    ///
+    /// # Errors
+    ///
+    /// An index out of range; a device that is lost or cannot be opened.
+    pub fn stream(&self, index: i32) -> Result<Arc<CudaStream>> {
+        Ok(self.gpu(index)?.enter()?.default_stream.clone())
+    }
+
+    /// The primary context of a device, a `CUcontext`, for other libraries. It has been made current for the calling
+    /// thread, and is never released.
+    ///
+    /// # Errors
+    ///
+    /// As [`stream`](Self::stream).
+    pub fn context(&self, index: i32) -> Result<*mut c_void> {
+        Ok(self.gpu(index)?.enter()?.context.0.cast())
+    }
+
+    /// What the pool of a device's memory has done so far.
+    ///
+    /// # Errors
+    ///
+    /// As [`stream`](Self::stream).
+    pub fn statistics(&self, index: i32) -> Result<PoolStatistics> {
+        Ok(self.gpu(index)?.enter()?.memory.statistics())
+    }
+
+    /// What the pool of pinned host memory for a device has done so far. Copies use it too.
+    ///
+    /// # Errors
+    ///
+    /// As [`stream`](Self::stream).
+    pub fn pinned_statistics(&self, index: i32) -> Result<PoolStatistics> {
+        Ok(self.gpu(index)?.enter()?.pinned.statistics())
+    }
+
+    /// Gives the idle memory of a device's pools, pinned memory included, back to the driver, and returns how many bytes
+    /// that was. Waits for the work that uses it.
+    ///
+    /// # Errors
+    ///
+    /// As [`stream`](Self::stream), and what that work failed with.
+    pub fn trim(&self, index: i32) -> Result<u64> {
+        let gpu = self.gpu(index)?;
+        let opened = gpu.enter()?;
+        Ok(opened.memory.trim(gpu)? + opened.pinned.trim(gpu)?)
+    }
+
+    /// Sets how many bytes of a device's memory the pool may keep idle; a quarter of the memory without this.
+    ///
+    /// # Errors
+    ///
+    /// As [`stream`](Self::stream).
+    pub fn set_cache_limit(&self, index: i32, bytes: u64) -> Result<()> {
+        let gpu = self.gpu(index)?;
+        gpu.enter()?.memory.set_limit(gpu, bytes);
+        Ok(())
+    }
+
+    fn gpu(&self, index: i32) -> Result<&'static Gpu> {
+        let found = usize::try_from(index).ok().and_then(|index| self.gpus.all.get(index));
+        found.ok_or_else(|| out_of_range(Device::cuda(index), self.gpus.all.len() as i32))
+    }
+}
+
+impl DeviceApi for CudaDevice {
+    fn kind(&self) -> DeviceType {
+        DeviceType::CUDA
+    }
+
+    fn count(&self) -> Result<i32> {
+        // It came as an `i32` from the driver.
+        Ok(self.gpus.all.len() as i32)
+    }
+
+    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
+        match self.gpu(index) {
+            Ok(_) if attribute == DeviceAttribute::Exists => Ok(Value::Bool(true)),
+            Err(_) if attribute == DeviceAttribute::Exists => Ok(Value::Bool(false)),
+            found => attributes::answer(found?, attribute),
+        }
+    }
+
+    /// Alignments up to 2 MiB. The scope `host` is pinned memory of the host.
+    fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        Ok(Box::new(CudaMemory::allocate(self.gpu(index)?, request)?))
+    }
+
+    fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(CudaStream::new(self.gpu(index)?)?))
+    }
+
+    fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        Ok(self.stream(index)?)
+    }
+
+    unsafe fn copy(
+        &self,
+        from: &dyn Memory,
+        from_offset: u64,
+        to: &dyn Memory,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        let (source, target) = (from.as_any().downcast_ref(), to.as_any().downcast_ref());
+        if let (Some(source), Some(target)) = (source, target)
+            && !CudaMemory::is_pinned(source)
+            && !CudaMemory::is_pinned(target)
+        {
+            // SAFETY: the caller's promises are the same.
+            return unsafe { transfer::between(source, from_offset, target, to_offset, len) };
+        }
+        let mut gpus = [source, target].into_iter().flatten().map(CudaMemory::gpu).collect::<Vec<_>>();
+        gpus.dedup_by_key(|gpu| gpu.index);
+        // Pinned memory is read and written here by the processor, for which no stream waits.
+        if [source, target].into_iter().flatten().any(CudaMemory::is_pinned) {
+            gpus.iter().try_for_each(|gpu| gpu.settle())?;
+        }
+        // SAFETY: the caller's promises are the same.
+        unsafe { copy_by_host(from, from_offset, to, to_offset, len)? };
+        gpus.iter().try_for_each(|gpu| gpu.settle())
+    }
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDevice").field("count", &self.gpus.all.len()).finish()
+    }
+}

@@ -1,0 +1,310 @@
+//! Memory that is not in use, kept for who asks next: giving it to the driver and taking it back stops the device.
+//!
+//! The rules, which the tests cite:
+//!
+//! * P-1: ordinary memory is handed out again at once, because its next user works on the default stream, behind
+//!   everything that was submitted there before; for what other streams of ours were doing when it came back, the
+//!   default stream is made to wait.
+//! * P-2: pinned memory is handed out again when everything that was submitted before it came back is done, because its
+//!   next user is the processor.
+//! * P-3: memory goes back to the driver only when everything that was submitted before it came back is done.
+//! * P-4: no more lies idle than the limit, but for what P-3 keeps.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Mutex;
+
+use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdevice_attribute_enum};
+
+use super::event::Event;
+use super::gpu::{Gpu, Opened, lock};
+use super::pinned;
+use crate::error::{ErrorKind, Result, RpcError};
+
+/// What the pool of one device's memory has done so far. Bytes are those of whole blocks, which are up to an eighth (or
+/// from 16 MiB on 2 MiB) larger than what was asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolStatistics {
+    /// Bytes in use now.
+    pub allocated_bytes: u64,
+    /// Bytes that lie idle now.
+    pub cached_bytes: u64,
+    /// The most bytes that were in use at one time.
+    pub peak_allocated_bytes: u64,
+    /// Allocations that were served from idle memory.
+    pub hits: u64,
+    /// Allocations that had to ask the driver.
+    pub misses: u64,
+    /// How often all idle memory was given back to the driver, on request or because the device had no more.
+    pub trims: u64,
+}
+
+/// Which of a device's memories a pool is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Space {
+    /// The device's own.
+    Device,
+    /// Pinned host memory, at the same address for both sides.
+    Host,
+}
+
+/// A piece of memory as it came from the driver.
+#[derive(Debug)]
+#[must_use]
+pub(super) struct Block {
+    pub(super) address: u64,
+    /// One of the pool's sizes.
+    size: u64,
+}
+
+pub(super) struct Pool {
+    space: Space,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// By size; what came back last is at the back.
+    idle: BTreeMap<u64, VecDeque<Idle>>,
+    statistics: PoolStatistics,
+    /// In bytes.
+    limit: u64,
+}
+
+/// A block that nobody owns, and the points that must be reached before it is free of its last owner.
+struct Idle {
+    block: Block,
+    default_stream: Event,
+    other_streams: Vec<Event>,
+}
+
+impl Pool {
+    pub(super) fn new(space: Space, limit: u64) -> Self {
+        let state = State { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit };
+        Self { space, state: Mutex::new(state) }
+    }
+
+    /// A block of `size` bytes at least, whose contents are unspecified. The caller has entered the GPU.
+    pub(super) fn take(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
+        let size = block_size(size).ok_or_else(|| too_large(gpu, self.space, size))?;
+        if let Some(block) = self.take_idle(opened, size)? {
+            return Ok(block);
+        }
+        let block = match self.ask_driver(gpu, size) {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && self.trim(gpu)? > 0 => self.ask_driver(gpu, size),
+            other => other,
+        };
+        let block = block.map_err(|error| match error.kind() {
+            ErrorKind::OutOfMemory => error.context(format_args!("cannot allocate {size} bytes")),
+            _ => error,
+        })?;
+        let mut state = lock(&self.state);
+        state.statistics.misses += 1;
+        state.took(size);
+        Ok(block)
+    }
+
+    fn take_idle(&self, opened: &'static Opened, size: u64) -> Result<Option<Block>> {
+        let mut state = lock(&self.state);
+        let Some(blocks) = state.idle.get_mut(&size) else { return Ok(None) };
+        match self.space {
+            Space::Device => {
+                let Some(idle) = blocks.back() else { return Ok(None) };
+                // P-1.
+                for event in &idle.other_streams {
+                    opened.default_stream.wait_event(event)?;
+                }
+            }
+            Space::Host => {
+                // P-2: what came back first is done first.
+                match blocks.front() {
+                    Some(idle) if idle.is_done()? => {}
+                    _ => return Ok(None),
+                }
+            }
+        }
+        let idle = if self.space == Space::Device { blocks.pop_back() } else { blocks.pop_front() };
+        let Some(idle) = idle else { return Ok(None) };
+        state.forget_empty(size);
+        state.statistics.cached_bytes -= size;
+        state.statistics.hits += 1;
+        state.took(size);
+        Ok(Some(idle.block))
+    }
+
+    /// Takes back a block. It never blocks, unless it finds more idle than the limit: the driver may take its time over
+    /// taking that back.
+    pub(super) fn give_back(&self, gpu: &'static Gpu, block: Block) {
+        let size = block.size;
+        lock(&self.state).statistics.allocated_bytes -= size;
+        // With a lost device the memory is gone, too.
+        let Ok(opened) = gpu.enter() else { return };
+        let fences = opened
+            .streams
+            .fences(gpu, opened)
+            .and_then(|others| Ok((Event::record(gpu, opened, &opened.default_stream)?, others)));
+        match fences {
+            Ok((default_stream, other_streams)) => {
+                let mut state = lock(&self.state);
+                state.statistics.cached_bytes += size;
+                state.idle.entry(size).or_default().push_back(Idle { block, default_stream, other_streams });
+            }
+            // It must not be reused, since nobody can tell when it is free.
+            Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
+        }
+        self.evict(gpu);
+    }
+
+    /// Gives back what is above the limit (P-4), large blocks first.
+    fn evict(&self, gpu: &'static Gpu) {
+        loop {
+            let mut state = lock(&self.state);
+            if state.statistics.cached_bytes <= state.limit {
+                return;
+            }
+            let done = |blocks: &VecDeque<Idle>| blocks.front().is_some_and(|idle| matches!(idle.is_done(), Ok(true)));
+            // P-3.
+            let found = state.idle.iter().rev().find(|(_, blocks)| done(blocks)).map(|(size, _)| *size);
+            let Some(size) = found else { return };
+            let Some(idle) = state.idle.get_mut(&size).and_then(VecDeque::pop_front) else { return };
+            state.forget_empty(size);
+            state.statistics.cached_bytes -= size;
+            drop(state);
+            if let Err(error) = self.give_to_driver(gpu, idle.block) {
+                tracing::warn!(%error, bytes = size, "memory is leaked");
+            }
+        }
+    }
+
+    /// Gives all idle memory back to the driver, as soon as the work that used it is done (P-3), which it waits for.
+    /// Returns the bytes. The caller has entered the GPU.
+    pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
+        let mut state = lock(&self.state);
+        let idle = std::mem::take(&mut state.idle);
+        let bytes = std::mem::take(&mut state.statistics.cached_bytes);
+        state.statistics.trims += 1;
+        drop(state);
+        for idle in idle.into_values().flatten() {
+            idle.other_streams.iter().chain([&idle.default_stream]).try_for_each(Event::wait)?;
+            self.give_to_driver(gpu, idle.block)?;
+        }
+        Ok(bytes)
+    }
+
+    pub(super) fn set_limit(&self, gpu: &'static Gpu, bytes: u64) {
+        lock(&self.state).limit = bytes;
+        self.evict(gpu);
+    }
+
+    pub(super) fn statistics(&self) -> PoolStatistics {
+        lock(&self.state).statistics
+    }
+
+    fn ask_driver(&self, gpu: &Gpu, size: u64) -> Result<Block> {
+        let bytes = usize::try_from(size).map_err(|_| too_large(gpu, self.space, size))?;
+        let address = match self.space {
+            Space::Device => {
+                let mut address = 0;
+                // SAFETY: there is room for the address, and the GPU's context is current.
+                gpu.check(unsafe { gpu.driver.mem_alloc(&raw mut address, bytes) })?;
+                address
+            }
+            Space::Host => {
+                if gpu.attribute(CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)? == 0 {
+                    let device = gpu.as_device();
+                    return Err(RpcError::unsupported(format!("{device} does not share addresses with the host")));
+                }
+                let mut address: *mut c_void = ptr::null_mut();
+                let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
+                // SAFETY: as above.
+                gpu.check(unsafe { gpu.driver.mem_host_alloc(&raw mut address, bytes, flags) })?;
+                pinned::insert(address.expose_provenance(), bytes);
+                address.addr() as u64
+            }
+        };
+        Ok(Block { address, size })
+    }
+
+    fn give_to_driver(&self, gpu: &Gpu, block: Block) -> Result<()> {
+        let outcome = match self.space {
+            // SAFETY: it came from `mem_alloc`, and nobody has it any more.
+            Space::Device => unsafe { gpu.driver.mem_free(block.address) },
+            Space::Host => {
+                pinned::remove(block.address as usize);
+                // SAFETY: it came from `mem_host_alloc`, and nobody has it any more.
+                unsafe { gpu.driver.mem_free_host(ptr::with_exposed_provenance_mut(block.address as usize)) }
+            }
+        };
+        gpu.check(outcome)
+    }
+}
+
+impl State {
+    fn took(&mut self, size: u64) {
+        let statistics = &mut self.statistics;
+        statistics.allocated_bytes += size;
+        statistics.peak_allocated_bytes = statistics.peak_allocated_bytes.max(statistics.allocated_bytes);
+    }
+
+    fn forget_empty(&mut self, size: u64) {
+        if self.idle.get(&size).is_some_and(VecDeque::is_empty) {
+            self.idle.remove(&size);
+        }
+    }
+}
+
+impl Idle {
+    fn is_done(&self) -> Result<bool> {
+        for event in self.other_streams.iter().chain([&self.default_stream]) {
+            if !event.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn too_large(gpu: &Gpu, space: Space, size: u64) -> RpcError {
+    let memory = if space == Space::Host { "pinned memory for " } else { "" };
+    RpcError::new(ErrorKind::OutOfMemory, format!("{memory}{} cannot have {size} bytes", gpu.as_device()))
+}
+
+/// The size of the block for a request: few different ones, so that they find each other again.
+fn block_size(size: u64) -> Option<u64> {
+    if size > isize::MAX as u64 {
+        return None;
+    }
+    let step = if size >= LARGE_BYTES { LARGE_STEP } else { (size.next_power_of_two() / 16).max(SMALL_STEP) };
+    Some(size.max(1).next_multiple_of(step))
+}
+
+/// CUDA aligns everything to 256 bytes at least.
+const SMALL_STEP: u64 = 512;
+
+/// From here on an eighth would be much.
+const LARGE_BYTES: u64 = 16 << 20;
+
+/// The granularity of the driver's own memory.
+const LARGE_STEP: u64 = 2 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_few_sizes_and_waste_little() {
+        assert_eq!(block_size(0), Some(512));
+        assert_eq!(block_size(513), Some(1024));
+        assert_eq!(block_size((1 << 20) + 1), Some((1 << 20) + (1 << 17)));
+        assert_eq!(block_size((16 << 20) + 1), Some(18 << 20));
+        assert_eq!(block_size(u64::MAX), None);
+        let mut sizes = std::collections::BTreeSet::new();
+        for size in (4096..1 << 20).step_by(61) {
+            let block = block_size(size).unwrap();
+            assert!(block >= size && block - size <= size / 8, "{size} {block}");
+            sizes.insert(block);
+        }
+        assert!(sizes.len() <= 8 * 9, "{}", sizes.len());
+    }
+}

@@ -1,0 +1,88 @@
+//! The fake driver, for the tests that need no GPU: compiled when they start, found by them in a process of their own.
+//!
+//! A process loads the driver once, and a device that is lost stays so. So each test runs itself again as a child, with
+//! `LD_LIBRARY_PATH` naming the folder in which the loader finds the fake one.
+
+use std::path::Path;
+use std::process::Command;
+
+use libloading::Library;
+
+/// Set in the child: the folder of the fake driver.
+const CHILD: &str = "RPC_CORE_FAKE_DRIVER";
+
+/// The fake driver as the tests see it.
+pub(crate) struct Fake(Library);
+
+/// Runs `body` in a process that has the fake driver, built with `defines`, under these variables. Says so and passes where
+/// there is no C compiler. `test` is the name of the calling test.
+pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str)], body: impl FnOnce(&Fake)) {
+    if let Some(folder) = std::env::var_os(CHILD) {
+        // SAFETY: the library is the fake one, which has no initialisers.
+        let library = unsafe { Library::new(Path::new(&folder).join("libcuda.so")) }.unwrap();
+        let fake = Fake(library);
+        body(&fake);
+        assert_eq!(fake.count("fake_violations"), 0, "the fake driver saw its rules broken; see above");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for (source, library) in [("fake_driver.c", "libcuda.so"), ("fake_cublas.c", "libcublas.so.12")] {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o"]).arg(folder.path().join(library));
+        match compiler.args(defines).arg(source).args(["-lpthread", "-ldl"]).output() {
+            Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+            Err(error) => {
+                eprintln!("SKIPPED: no C compiler to make the fake driver with: {error}");
+                return;
+            }
+        }
+    }
+    let mut path = folder.path().as_os_str().to_owned();
+    if let Some(rest) = std::env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(rest);
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args([test, "--exact", "--nocapture"]).env(CHILD, folder.path()).env("LD_LIBRARY_PATH", path);
+    let output = child.envs(variables.iter().copied()).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
+}
+
+impl Fake {
+    /// What one of the functions for the tests counts.
+    pub(crate) fn count(&self, name: &str) -> u64 {
+        // SAFETY: all functions of this form are such.
+        unsafe { self.0.get::<unsafe extern "C" fn() -> u64>(name.as_bytes()).unwrap()() }
+    }
+
+    /// Makes everything on a device fail from now on.
+    pub(crate) fn fail(&self, device: i32, code: i32) {
+        // SAFETY: the type is that of the function.
+        unsafe { self.0.get::<unsafe extern "C" fn(i32, i32)>(b"fake_fail").unwrap()(device, code) }
+    }
+
+    /// How many pieces of work wait in a stream.
+    pub(crate) fn pending(&self, stream: &rpc_core::device::cuda::CudaStream) -> u64 {
+        // SAFETY: the type is that of the function, and the stream is alive.
+        unsafe {
+            self.0.get::<unsafe extern "C" fn(*mut std::ffi::c_void) -> u64>(b"fake_pending").unwrap()(stream.raw())
+        }
+    }
+
+    /// Fills device memory on a stream, as another library would. The stream's context is current.
+    pub(crate) fn fill(
+        &self,
+        memory: &rpc_core::device::cuda::CudaMemory,
+        value: u8,
+        len: usize,
+        stream: &rpc_core::device::cuda::CudaStream,
+    ) {
+        type Fill = unsafe extern "C" fn(u64, u8, usize, *mut std::ffi::c_void) -> i32;
+        let to = memory.device_pointer().addr() as u64;
+        // SAFETY: the type is that of the function, and the stream is alive.
+        let code = unsafe { self.0.get::<Fill>(b"cuMemsetD8Async").unwrap()(to, value, len, stream.raw()) };
+        assert_eq!(code, 0);
+    }
+}

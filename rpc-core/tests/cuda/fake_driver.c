@@ -1,0 +1,568 @@
+/* A driver for the tests: libcuda's functions as far as rpc-core calls them, on the processor.
+ *
+ * It is strict where a GPU is lenient, and lazy where a GPU is quick. What is submitted to a stream runs only when somebody
+ * waits for it (or asks, one piece at a time), so that an order that was left to chance goes wrong every time: a buffer that
+ * is reused too early, memory that is freed too early. Addresses of devices are none of the processor's, and every access is
+ * checked against the blocks that are allocated.
+ *
+ * Environment: FAKE_CUDA_DEVICES (2), FAKE_CUDA_MEMORY (bytes of each device, 1 GiB), FAKE_CUDA_INIT (what cuInit returns).
+ * Build with -DOLD_DRIVER for one without the functions that came with CUDA 12.
+ */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
+    INVALID_PTX = 218, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, LAUNCH_FAILED = 719,
+    FAR_FUTURE = 987654,
+};
+
+#define MAX_DEVICES 8
+#define EXPORT __attribute__((visibility("default")))
+
+typedef struct Context { int device; } Context;
+typedef struct Stream Stream;
+typedef struct Event { struct Event *next_live; Stream *stream; uint64_t recorded, done; int alive; } Event;
+typedef struct Block { struct Block *next; uint64_t address; size_t size; char *bytes; int device; } Block;
+typedef struct Kernel { const char *name; int count; size_t sizes[12]; } Kernel;
+typedef struct Module { int device; char *image; } Module;
+typedef struct Function { Module *module; const Kernel *kernel; struct Function *next; } Function;
+
+typedef struct Op {
+    struct Op *next;
+    enum { FILL, COPY, RECORD, WAIT, LAUNCH } kind;
+    uint64_t to, from;
+    size_t size;
+    int value;
+    char *staged; /* what a pageable source held when the copy was submitted */
+    Event *event;
+    uint64_t generation;
+    const Kernel *kernel;
+    unsigned threads;
+    uint64_t args[12];
+} Op;
+
+struct Stream { Stream *next; int device, alive; Op *first, **last; };
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static Context contexts[MAX_DEVICES];
+static int sticky[MAX_DEVICES], device_count = -1;
+static size_t used[MAX_DEVICES], capacity;
+static Block *device_blocks, *host_blocks;
+static Stream *streams;
+static uint64_t next_address = 0x700000000000;
+static uint64_t violations, driver_allocations, peer_copies, host_waits;
+static __thread Context *current;
+
+static size_t number(const char *name, size_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 0) : otherwise;
+}
+
+static void violation(const char *what) {
+    violations++;
+    fprintf(stderr, "fake driver: %s\n", what);
+}
+
+#define ENTER() \
+    pthread_mutex_lock(&mutex); \
+    int result = device_count < 0 ? NOT_INITIALIZED : !current ? INVALID_CONTEXT : sticky[current->device]; \
+    if (result) goto out;
+#define LEAVE() out: pthread_mutex_unlock(&mutex); return result;
+
+/* ---- memory ---- */
+
+static Block *find(Block *blocks, uint64_t address, size_t size) {
+    for (Block *block = blocks; block; block = block->next)
+        if (address >= block->address && size <= block->size && address - block->address <= block->size - size)
+            return block;
+    return NULL;
+}
+
+/* Where an address of a device lies for the processor; NULL if that is nowhere. Pinned memory has one address for both. */
+static char *resolve(uint64_t address, size_t size) {
+    Block *block = find(device_blocks, address, size);
+    if (!block) block = find(host_blocks, address, size);
+    return block ? block->bytes + (address - block->address) : NULL;
+}
+
+static int overlaps(uint64_t a, size_t a_size, Block *block) {
+    return a < block->address + block->size && block->address < a + a_size;
+}
+
+static void check_unused(Block *block) {
+    for (Stream *stream = streams; stream; stream = stream->next)
+        for (Op *op = stream->first; op; op = op->next) {
+            int uses = (op->kind == FILL || op->kind == COPY)
+                && (overlaps(op->to, op->size, block) || (!op->staged && op->from && overlaps(op->from, op->size, block)));
+            for (int i = 0; op->kind == LAUNCH && i < op->kernel->count; i++)
+                uses |= op->args[i] >= block->address && op->args[i] < block->address + block->size;
+            if (uses) violation("memory is freed that submitted work still uses");
+        }
+}
+
+static int release(Block **list, uint64_t address) {
+    for (Block **link = list; *link; link = &(*link)->next)
+        if ((*link)->address == address) {
+            Block *block = *link;
+            check_unused(block);
+            *link = block->next;
+            if (block->device >= 0) used[block->device] -= block->size;
+            free(block->bytes);
+            free(block);
+            return SUCCESS;
+        }
+    violation("memory is freed that was not allocated");
+    return INVALID_VALUE;
+}
+
+/* ---- kernels ---- */
+
+static const Kernel KERNELS[] = {
+    { "vector_add", 4, { 8, 8, 8, 4 } },
+    { "trap", 1, { 8 } },
+    { "widths", 7, { 8, 1, 2, 4, 8, 4, 8 } },
+    { "record", 2, { 8, 24 } },
+    { "nothing", 0, { 0 } },
+};
+
+static int run_kernel(Op *op) {
+    if (!strcmp(op->kernel->name, "vector_add")) {
+        uint32_t count = (uint32_t)op->args[3];
+        float *a = (float *)resolve(op->args[0], 4 * (size_t)count), *b = (float *)resolve(op->args[1], 4 * (size_t)count);
+        float *sum = (float *)resolve(op->args[2], 4 * (size_t)count);
+        if (!a || !b || !sum) return ILLEGAL_ADDRESS;
+        for (uint32_t i = 0; i < count && i < op->threads; i++) sum[i] = a[i] + b[i];
+    } else if (!strcmp(op->kernel->name, "trap")) {
+        return resolve(op->args[0], 4) ? LAUNCH_FAILED : ILLEGAL_ADDRESS;
+    } else if (!strcmp(op->kernel->name, "widths")) {
+        char *out = resolve(op->args[0], 27);
+        if (!out) return ILLEGAL_ADDRESS;
+        for (int i = 1; i < 7; i++) { memcpy(out, &op->args[i], op->kernel->sizes[i]); out += op->kernel->sizes[i]; }
+    } else if (!strcmp(op->kernel->name, "record")) {
+        char *out = resolve(op->args[0], 24);
+        if (!out) return ILLEGAL_ADDRESS;
+        memcpy(out, &op->args[1], 24);
+    }
+    return SUCCESS;
+}
+
+/* ---- streams ---- */
+
+static void run_until(Stream *stream, Event *event, uint64_t generation);
+
+static void run_one(Stream *stream) {
+    Op *op = stream->first;
+    int code = SUCCESS;
+    if (op->kind == WAIT && op->event->done < op->generation)
+        run_until(op->event->stream, op->event, op->generation);
+    if (!sticky[stream->device]) switch (op->kind) {
+    case FILL: {
+        char *to = resolve(op->to, op->size);
+        if (to) memset(to, op->value, op->size); else code = ILLEGAL_ADDRESS;
+        break;
+    }
+    case COPY: {
+        char *to = resolve(op->to, op->size), *from = op->staged ? op->staged : resolve(op->from, op->size);
+        if (!to || !from) { code = ILLEGAL_ADDRESS; break; }
+        if (to < from + op->size && from < to + op->size) {
+            violation("a copy overlaps itself");
+            memset(to, 0xee, op->size);
+        } else memcpy(to, from, op->size);
+        break;
+    }
+    case LAUNCH: code = run_kernel(op); break;
+    case RECORD: case WAIT: break;
+    }
+    if (op->kind == RECORD && op->event->done < op->generation) op->event->done = op->generation;
+    if (code) sticky[stream->device] = code;
+    stream->first = op->next;
+    if (!stream->first) stream->last = &stream->first;
+    free(op->staged);
+    free(op);
+}
+
+static void run_until(Stream *stream, Event *event, uint64_t generation) {
+    while (stream->first && !(event && event->done >= generation)) run_one(stream);
+}
+
+static Op *submit(Stream *stream, int kind) {
+    Op *op = calloc(1, sizeof *op);
+    op->kind = kind;
+    *stream->last = op;
+    stream->last = &op->next;
+    return op;
+}
+
+static int usable(Stream *stream) {
+    if (stream && stream->alive && stream->device == current->device) return 1;
+    violation("a stream is used that is destroyed or of another context");
+    return 0;
+}
+
+/* ---- what the driver exports ---- */
+
+EXPORT int cuInit(unsigned flags) {
+    if (flags) return INVALID_VALUE;
+    int result = (int)number("FAKE_CUDA_INIT", 0);
+    if (result) return result;
+    pthread_mutex_lock(&mutex);
+    device_count = (int)number("FAKE_CUDA_DEVICES", 2);
+    capacity = number("FAKE_CUDA_MEMORY", (size_t)1 << 30);
+    for (int i = 0; i < MAX_DEVICES; i++) contexts[i].device = i;
+    pthread_mutex_unlock(&mutex);
+    return SUCCESS;
+}
+
+EXPORT int cuDriverGetVersion(int *version) { *version = 12040; return SUCCESS; }
+
+static const struct { int code; const char *name, *text; } TEXTS[] = {
+    { INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument" },
+    { OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory" },
+    { 100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected" },
+    { INVALID_PTX, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed" },
+    { NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found" },
+    { ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered" },
+    { LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure" },
+};
+
+static int text_of(int code, const char **text, int name) {
+    for (size_t i = 0; i < sizeof TEXTS / sizeof *TEXTS; i++)
+        if (TEXTS[i].code == code) { *text = name ? TEXTS[i].name : TEXTS[i].text; return SUCCESS; }
+    *text = NULL;
+    return INVALID_VALUE;
+}
+
+EXPORT int cuGetErrorName(int code, const char **text) { return text_of(code, text, 1); }
+EXPORT int cuGetErrorString(int code, const char **text) { return text_of(code, text, 0); }
+
+EXPORT int cuDeviceGetCount(int *count) { *count = device_count; return device_count < 0 ? NOT_INITIALIZED : SUCCESS; }
+
+EXPORT int cuDeviceGet(int *device, int ordinal) {
+    if (ordinal < 0 || ordinal >= device_count) return INVALID_DEVICE;
+    *device = ordinal;
+    return SUCCESS;
+}
+
+EXPORT int cuDeviceGetName(char *name, int len, int device) {
+    snprintf(name, (size_t)len, "Fake GPU %d", device);
+    return SUCCESS;
+}
+
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    (void)device;
+    static const int KNOWN[][2] = { { 1, 1024 }, { 2, 1024 }, { 3, 512 }, { 4, 64 }, { 5, 2147483647 }, { 6, 65535 }, { 7, 65535 },
+        { 8, 49152 }, { 10, 32 }, { 12, 65536 }, { 13, 1980000 }, { 16, 132 }, { 38, 52428800 }, { 41, 1 }, { 51, 32 },
+        { 75, 9 }, { 76, 0 }, { 97, 232448 } };
+    for (size_t i = 0; i < sizeof KNOWN / sizeof *KNOWN; i++)
+        if (KNOWN[i][0] == attribute) { *value = KNOWN[i][1]; return SUCCESS; }
+    return INVALID_VALUE;
+}
+
+EXPORT int cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = capacity; return SUCCESS; }
+
+EXPORT int cuDevicePrimaryCtxRetain(Context **context, int device) {
+    if (device < 0 || device >= device_count) return INVALID_DEVICE;
+    *context = &contexts[device];
+    return SUCCESS;
+}
+
+EXPORT int cuCtxSetCurrent(Context *context) { current = context; return SUCCESS; }
+
+EXPORT int cuMemAlloc_v2(uint64_t *address, size_t size) {
+    ENTER()
+    driver_allocations++;
+    if (size > capacity - used[current->device]) { result = OUT_OF_MEMORY; goto out; }
+    Block *block = calloc(1, sizeof *block);
+    *block = (Block){ device_blocks, next_address, size, malloc(size), current->device };
+    memset(block->bytes, 0xa5, size);
+    /* Blocks do not touch, so that what reaches beyond one is noticed. */
+    next_address += (size + 0xffffff) & ~(uint64_t)0xfffff;
+    used[current->device] += size;
+    device_blocks = block;
+    *address = block->address;
+    LEAVE()
+}
+
+EXPORT int cuMemFree_v2(uint64_t address) {
+    ENTER()
+    result = release(&device_blocks, address);
+    LEAVE()
+}
+
+EXPORT int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+    ENTER()
+    (void)flags;
+    driver_allocations++;
+    Block *block = calloc(1, sizeof *block);
+    char *bytes = aligned_alloc(4096, (size + 4095) & ~(size_t)4095);
+    memset(bytes, 0x5a, size);
+    *block = (Block){ host_blocks, (uint64_t)bytes, size, bytes, -1 };
+    host_blocks = block;
+    *address = bytes;
+    LEAVE()
+}
+
+EXPORT int cuMemFreeHost(void *address) {
+    ENTER()
+    result = release(&host_blocks, (uint64_t)address);
+    LEAVE()
+}
+
+EXPORT int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
+    ENTER()
+    *free_bytes = capacity - used[current->device];
+    *total = capacity;
+    LEAVE()
+}
+
+EXPORT int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, Stream *stream) {
+    ENTER()
+    if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
+    Op *op = submit(stream, FILL);
+    op->to = to, op->value = value, op->size = size;
+    LEAVE()
+}
+
+static int copy(uint64_t to, uint64_t from, size_t size, Stream *stream) {
+    if (!usable(stream)) return INVALID_HANDLE;
+    Op *op = submit(stream, COPY);
+    op->to = to, op->from = from, op->size = size;
+    return SUCCESS;
+}
+
+EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, Stream *stream) {
+    ENTER()
+    result = copy(to, (uint64_t)from, size, stream);
+    if (!result && !find(host_blocks, (uint64_t)from, size)) violation("a copy from memory that is not pinned");
+    LEAVE()
+}
+
+EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, Stream *stream) {
+    ENTER()
+    result = copy((uint64_t)to, from, size, stream);
+    if (!result && !find(host_blocks, (uint64_t)to, size)) violation("a copy to memory that is not pinned");
+    LEAVE()
+}
+
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, Stream *stream) {
+    ENTER()
+    result = copy(to, from, size, stream);
+    LEAVE()
+}
+
+EXPORT int cuMemcpyPeerAsync(uint64_t to, Context *to_context, uint64_t from, Context *from_context, size_t size, Stream *stream) {
+    ENTER()
+    Block *target = find(device_blocks, to, size), *source = find(device_blocks, from, size);
+    if (!target || !source || target->device != to_context->device || source->device != from_context->device) {
+        result = INVALID_VALUE;
+        goto out;
+    }
+    peer_copies++;
+    result = copy(to, from, size, stream);
+    LEAVE()
+}
+
+EXPORT int cuStreamCreate(Stream **stream, unsigned flags) {
+    ENTER()
+    (void)flags;
+    *stream = calloc(1, sizeof **stream);
+    **stream = (Stream){ streams, current->device, 1, NULL, NULL };
+    (*stream)->last = &(*stream)->first;
+    streams = *stream;
+    LEAVE()
+}
+
+EXPORT int cuStreamDestroy_v2(Stream *stream) {
+    ENTER()
+    if (usable(stream)) stream->alive = 0; else result = INVALID_HANDLE;
+    LEAVE()
+}
+
+EXPORT int cuStreamQuery(Stream *stream) {
+    ENTER()
+    if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
+    if (stream->first) {
+        run_one(stream);
+        result = sticky[current->device] ? sticky[current->device] : NOT_READY;
+    }
+    LEAVE()
+}
+
+EXPORT int cuStreamSynchronize(Stream *stream) {
+    ENTER()
+    if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
+    host_waits++;
+    run_until(stream, NULL, 0);
+    result = sticky[current->device];
+    LEAVE()
+}
+
+EXPORT int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+    ENTER()
+    if (!usable(stream) || flags || !event->alive) { result = INVALID_HANDLE; goto out; }
+    Op *op = submit(stream, WAIT);
+    op->event = event, op->generation = event->recorded;
+    LEAVE()
+}
+
+EXPORT int cuEventCreate(Event **event, unsigned flags) {
+    ENTER()
+    (void)flags;
+    *event = calloc(1, sizeof **event);
+    (*event)->alive = 1;
+    LEAVE()
+}
+
+EXPORT int cuEventDestroy_v2(Event *event) {
+    ENTER()
+    if (!event->alive) violation("an event is destroyed twice");
+    event->alive = 0;
+    LEAVE()
+}
+
+EXPORT int cuEventRecord(Event *event, Stream *stream) {
+    ENTER()
+    if (!usable(stream) || !event->alive) { result = INVALID_HANDLE; goto out; }
+    /* Who waits for the last record of an event on another stream must not be left waiting for this one. */
+    if (event->stream && event->stream != stream) run_until(event->stream, event, event->recorded);
+    Op *op = submit(stream, RECORD);
+    event->stream = stream;
+    op->event = event, op->generation = ++event->recorded;
+    LEAVE()
+}
+
+EXPORT int cuEventQuery(Event *event) {
+    ENTER()
+    if (event->done < event->recorded) {
+        run_one(event->stream);
+        result = sticky[current->device] ? sticky[current->device] : NOT_READY;
+    }
+    LEAVE()
+}
+
+EXPORT int cuEventSynchronize(Event *event) {
+    ENTER()
+    host_waits++;
+    if (event->stream) run_until(event->stream, event, event->recorded);
+    result = sticky[current->device];
+    LEAVE()
+}
+
+EXPORT int cuModuleLoadDataEx(Module **module, const void *image, unsigned count, int *options, void **values) {
+    ENTER()
+    if (strstr(image, "not ptx")) {
+        /* CU_JIT_ERROR_LOG_BUFFER is 5, its size in bytes 6. */
+        for (unsigned i = 0; i < count; i++)
+            if (options[i] == 5) strcpy(values[i], "ptxas application ptx input, line 1; fatal : Parsing error near 'not'");
+        result = INVALID_PTX;
+        goto out;
+    }
+    *module = calloc(1, sizeof **module);
+    **module = (Module){ current->device, strdup(image) };
+    LEAVE()
+}
+
+EXPORT int cuModuleUnload(Module *module) {
+    ENTER()
+    for (Stream *stream = streams; stream; stream = stream->next)
+        for (Op *op = stream->first; op; op = op->next)
+            if (op->kind == LAUNCH && stream->device == module->device) violation("a module is unloaded that may still run");
+    free(module->image);
+    free(module);
+    LEAVE()
+}
+
+static Function *function(Module *module, const Kernel *kernel) {
+    static Function *functions;
+    Function *found = calloc(1, sizeof *found);
+    *found = (Function){ module, kernel, functions };
+    return functions = found;
+}
+
+EXPORT int cuModuleGetFunction(Function **found, Module *module, const char *name) {
+    ENTER()
+    result = NOT_FOUND;
+    for (size_t i = 0; i < sizeof KERNELS / sizeof *KERNELS; i++)
+        if (!strcmp(KERNELS[i].name, name) && strstr(module->image, name)) {
+            *found = function(module, &KERNELS[i]);
+            result = SUCCESS;
+        }
+    LEAVE()
+}
+
+EXPORT int cuFuncGetAttribute(int *value, int attribute, Function *function) {
+    (void)function;
+    *value = attribute == 0 ? 512 : 0;
+    return SUCCESS;
+}
+
+EXPORT int cuFuncSetAttribute(Function *function, int attribute, int value) {
+    (void)function;
+    return attribute == 8 && value <= 232448 ? SUCCESS : INVALID_VALUE;
+}
+
+EXPORT int cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+    unsigned shared, Stream *stream, void **params, void **extra) {
+    ENTER()
+    (void)shared;
+    if (!usable(stream) || function->module->device != current->device || extra) { result = INVALID_HANDLE; goto out; }
+    if (bx * by * bz > 512 || !gx || !gy || !gz) { result = INVALID_VALUE; goto out; }
+    Op *op = submit(stream, LAUNCH);
+    op->kernel = function->kernel;
+    op->threads = gx * gy * gz * bx * by * bz;
+    for (int i = 0; i < op->kernel->count; i++) memcpy(&op->args[i], params[i], op->kernel->sizes[i]);
+    LEAVE()
+}
+
+#ifndef OLD_DRIVER
+EXPORT int cuFuncGetParamInfo(Function *function, size_t index, size_t *offset, size_t *size) {
+    if (index >= (size_t)function->kernel->count) return INVALID_VALUE;
+    *offset = 0;
+    *size = function->kernel->sizes[index];
+    return SUCCESS;
+}
+
+static unsigned enumerate(Module *module, Function **found, unsigned room) {
+    unsigned count = 0;
+    for (size_t i = 0; i < sizeof KERNELS / sizeof *KERNELS; i++)
+        if (strstr(module->image, KERNELS[i].name)) {
+            if (found && count < room) found[count] = function(module, &KERNELS[i]);
+            count++;
+        }
+    return count;
+}
+
+EXPORT int cuModuleGetFunctionCount(unsigned *count, Module *module) {
+    *count = enumerate(module, NULL, 0);
+    return SUCCESS;
+}
+
+EXPORT int cuModuleEnumerateFunctions(Function **found, unsigned room, Module *module) {
+    enumerate(module, found, room);
+    return SUCCESS;
+}
+
+EXPORT int cuFuncGetName(const char **name, Function *function) { *name = function->kernel->name; return SUCCESS; }
+#endif
+
+/* ---- what the tests ask ---- */
+
+EXPORT uint64_t fake_violations(void) { return violations; }
+EXPORT uint64_t fake_driver_allocations(void) { return driver_allocations; }
+EXPORT uint64_t fake_peer_copies(void) { return peer_copies; }
+EXPORT uint64_t fake_host_waits(void) { return host_waits; }
+EXPORT void fake_fail(int device, int code) { sticky[device] = code; }
+EXPORT char *fake_resolve(uint64_t address, size_t size) { return resolve(address, size); }
+
+/* How many pieces of work wait in a stream. */
+EXPORT uint64_t fake_pending(Stream *stream) {
+    uint64_t count = 0;
+    for (Op *op = stream->first; op; op = op->next) count++;
+    return count;
+}
