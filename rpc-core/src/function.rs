@@ -17,7 +17,7 @@ use std::future::Future;
 use crate::convert::{FromArg, IntoReturn};
 use crate::error::{Result, RpcError};
 use crate::object::{Body, BoxFuture, Context, Function, FunctionKind, Invocation, LocalValue, Signature};
-use crate::tensor::Access;
+use crate::tensor::{Access, Borrow};
 
 impl Function {
     /// A function that may block: the usual kind.
@@ -48,6 +48,24 @@ impl Function {
             body(&invocation.context, values)
         }));
         Self::from_parts(FunctionKind::Blocking, signature, Vec::new(), body)
+    }
+
+    /// As [`dynamic`](Self::dynamic), and before each call every tensor argument is borrowed for writing: for foreign code,
+    /// of which nobody knows what it reads and what it writes. A storage that is given several times is borrowed once.
+    /// `body` gets the borrows beside the arguments; dropping them ends them.
+    pub fn dynamic_exclusive(
+        signature: Signature,
+        body: impl Fn(&Context, Vec<LocalValue>, Vec<Borrow>) -> Result<LocalValue> + Send + Sync + 'static,
+    ) -> Self {
+        let body = Body::Direct(Box::new(move |invocation| {
+            let (mut values, mut borrows) = (Vec::new(), Vec::new());
+            while let Some(arg) = invocation.next_arg() {
+                values.push(arg.value);
+                borrows.extend(arg.borrow);
+            }
+            body(&invocation.context, values, borrows)
+        }));
+        Self::exclusive(signature, body)
     }
 
     fn direct<A, R>(kind: FunctionKind, handler: impl Handler<A, R>) -> Self {
@@ -213,3 +231,28 @@ handlers!(A1 A2 A3 A4 A5);
 handlers!(A1 A2 A3 A4 A5 A6);
 handlers!(A1 A2 A3 A4 A5 A6 A7);
 handlers!(A1 A2 A3 A4 A5 A6 A7 A8);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DataType, Device, LocalSession, Registry, Session, Value};
+
+    #[test]
+    fn foreign_code_has_each_storage_once_and_for_writing() {
+        let registry = Registry::new();
+        let signature = Signature { params: vec!["...".into()], returns: "int".into() };
+        let foreign = Function::dynamic_exclusive(signature, |_, values, borrows| {
+            assert_eq!(values.len(), 4);
+            assert!(borrows.iter().all(|borrow| borrow.access() == Access::Write));
+            Ok(Value::Int(borrows.len() as i64))
+        });
+        registry.add_function("foreign", foreign);
+        let session = Session::new(LocalSession::new(registry));
+        let new = || session.alloc(Device::cpu(), DataType::F32, &[2]).wait().unwrap();
+        let (x, y) = (new(), new());
+        let foreign = session.get_function("foreign").wait().unwrap();
+        assert_eq!(foreign.call::<i64>((&x, 1, &y, &x)).wait().unwrap(), 2);
+        // They end with the call.
+        assert_eq!(foreign.call::<i64>((&x, &x, &x, &x)).wait().unwrap(), 1);
+    }
+}

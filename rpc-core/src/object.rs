@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::fmt;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,7 +18,7 @@ use crate::local::SessionLimits;
 use crate::module::LoadRequest;
 use crate::reply::Responder;
 use crate::session::Lane;
-use crate::tensor::{Access, Borrow, Tensor};
+use crate::tensor::{Access, Borrow, Storage, Tensor};
 use crate::trace::{self, TraceContext};
 use crate::value::Value;
 
@@ -123,7 +124,13 @@ impl Function {
         access: Vec<Option<Access>>,
         body: Body,
     ) -> Self {
-        Self(Arc::new(FunctionInner { kind, signature, access, body }))
+        Self(Arc::new(FunctionInner { kind, signature, access, exclusive: false, body }))
+    }
+
+    /// A blocking function that borrows every tensor argument for writing.
+    pub(crate) fn exclusive(signature: Signature, body: Body) -> Self {
+        let kind = FunctionKind::Blocking;
+        Self(Arc::new(FunctionInner { kind, signature, access: Vec::new(), exclusive: true, body }))
     }
 
     /// Where the function runs.
@@ -136,14 +143,25 @@ impl Function {
         &self.0.signature
     }
 
-    /// How the positional argument `index` uses a tensor; `None` means that it is passed on unborrowed.
-    pub(crate) fn access(&self, index: usize) -> Option<Access> {
-        self.0.access.get(index).copied().flatten()
-    }
-
     /// Whether any parameter borrows a tensor.
     pub(crate) fn borrows_tensors(&self) -> bool {
-        self.0.access.iter().any(Option::is_some)
+        self.0.exclusive || self.0.access.iter().any(Option::is_some)
+    }
+
+    /// The tensor arguments that the function borrows, with their places.
+    pub(crate) fn borrowed_args<'a>(
+        &'a self,
+        args: &'a [LocalValue],
+    ) -> impl Iterator<Item = (usize, &'a Arc<Storage>, Access)> {
+        let mut seen = HashSet::new();
+        args.iter().enumerate().filter_map(move |(index, arg)| {
+            let Value::Object(Object::Tensor(tensor)) = arg else { return None };
+            if self.0.exclusive {
+                return seen.insert(Arc::as_ptr(tensor.storage())).then_some((index, tensor.storage(), Access::Write));
+            }
+            let access = self.0.access.get(index).copied().flatten()?;
+            Some((index, tensor.storage(), access))
+        })
     }
 
     /// Runs the function, or starts its future. A panic becomes an error.
@@ -184,6 +202,8 @@ struct FunctionInner {
     signature: Signature,
     /// How each positional parameter uses a tensor. The rest are not borrowed.
     access: Vec<Option<Access>>,
+    /// Every tensor argument is borrowed for writing instead, each storage once.
+    exclusive: bool,
     body: Body,
 }
 
@@ -516,16 +536,13 @@ impl Context {
 
     fn start_nested(&self, function: &Function, args: Vec<LocalValue>) -> Result<Started> {
         let mut borrows = Vec::new();
-        for (index, arg) in args.iter().enumerate() {
-            if let (Some(access), Value::Object(Object::Tensor(tensor))) = (function.access(index), arg) {
-                // A reader does not queue behind writers that wait, perhaps for this very call.
-                let borrow = match access {
-                    Access::Read => tensor.storage().try_read(),
-                    Access::Write => tensor.storage().try_borrow(access),
-                };
-                let borrow = borrow.ok_or_else(|| busy(index))?;
-                borrows.push((index, borrow));
-            }
+        for (index, storage, access) in function.borrowed_args(&args) {
+            // A reader does not queue behind writers that wait, perhaps for this very call.
+            let borrow = match access {
+                Access::Read => storage.try_read(),
+                Access::Write => storage.try_borrow(access),
+            };
+            borrows.push((index, borrow.ok_or_else(|| busy(index))?));
         }
         Ok(function.start(Invocation::new(args, borrows, self.clone())))
     }

@@ -173,7 +173,7 @@ impl Shared {
                 let borrows = if borrows.is_empty() {
                     Vec::new()
                 } else {
-                    let places: Vec<_> = work::borrowed_args(&function, &args).map(|(place, ..)| place).collect();
+                    let places: Vec<_> = function.borrowed_args(&args).map(|(place, ..)| place).collect();
                     places.into_iter().zip(borrows).collect()
                 };
                 match function.start(Invocation::new(args, borrows, context())) {

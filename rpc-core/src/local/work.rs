@@ -112,22 +112,11 @@ impl Work {
                 vec![(from.storage().clone(), Access::Read), (to.storage().clone(), Access::Write)]
             }
             Self::Call { function, args } if function.borrows_tensors() => {
-                borrowed_args(function, args).map(|(_, storage, access)| (storage.clone(), access)).collect()
+                function.borrowed_args(args).map(|(_, storage, access)| (storage.clone(), access)).collect()
             }
             _ => Vec::new(),
         }
     }
-}
-
-/// The tensor arguments that `function` borrows, with their places.
-pub(super) fn borrowed_args<'a>(
-    function: &'a Function,
-    args: &'a [LocalValue],
-) -> impl Iterator<Item = (usize, &'a Arc<Storage>, Access)> {
-    args.iter().enumerate().filter_map(|(index, arg)| match (function.access(index), arg) {
-        (Some(access), Value::Object(Object::Tensor(tensor))) => Some((index, tensor.storage(), access)),
-        _ => None,
-    })
 }
 
 /// Resolves and pins what `operation` names, and unlinks what it frees.
