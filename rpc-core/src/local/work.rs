@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::device::{DeviceAttribute, Stream};
-use crate::dlpack::{DataType, Device};
+use crate::dlpack::{DataType, Device, DeviceType};
 use crate::error::{Result, RpcError};
 use crate::handle::{Handle, HandleTable, invalid};
 use crate::object::{Function, FunctionKind, LocalValue, Module, Object, Opaque};
@@ -88,6 +88,18 @@ pub(super) enum Place {
 impl Work {
     pub(super) fn place(&self) -> Place {
         match self {
+            // Only the processor's own memory never keeps anybody waiting.
+            Self::Write { storage, .. } | Self::Read { storage, .. } if storage.device().kind != DeviceType::CPU => {
+                Place::Thread
+            }
+            Self::Alloc { device, .. } | Self::Attribute { device, .. } | Self::CreateStream { device }
+                if device.kind != DeviceType::CPU =>
+            {
+                Place::Thread
+            }
+            Self::Copy { from, to } if [from, to].iter().any(|tensor| tensor.device().kind != DeviceType::CPU) => {
+                Place::Thread
+            }
             Self::Call { function, .. } if function.kind() == FunctionKind::Blocking => Place::Thread,
             Self::Copy { from, .. } if from.size_bytes() > LARGE_COPY => Place::Thread,
             Self::StreamWait { .. } | Self::LoadModule { .. } => Place::Thread,
