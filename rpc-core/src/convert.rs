@@ -551,6 +551,15 @@ tuples!(A1 A2 A3 A4 A5);
 tuples!(A1 A2 A3 A4 A5 A6);
 tuples!(A1 A2 A3 A4 A5 A6 A7);
 tuples!(A1 A2 A3 A4 A5 A6 A7 A8);
+// Kernels take many.
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9);
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9 A10);
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11);
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12);
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13);
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14);
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14 A15);
+tuples!(@args A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14 A15 A16);
 
 impl IntoArgs for Vec<Value> {
     fn into_args(self, _: &mut ArgScope<'_>) -> Result<Vec<Value>> {
