@@ -11,6 +11,9 @@ use libloading::Library;
 /// Set in the child: the folder of the fake driver.
 const CHILD: &str = "RPC_CORE_FAKE_DRIVER";
 
+/// Among the `defines`: no fake cuBLAS.
+pub(crate) const WITHOUT_CUBLAS: &str = "-DWITHOUT_CUBLAS";
+
 /// The fake driver as the tests see it.
 pub(crate) struct Fake(Library);
 
@@ -27,6 +30,9 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
     }
     let folder = tempfile::tempdir().unwrap();
     for (source, library) in [("fake_driver.c", "libcuda.so"), ("fake_cublas.c", "libcublas.so.12")] {
+        if library.starts_with("libcublas") && defines.contains(&WITHOUT_CUBLAS) {
+            continue;
+        }
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
         let mut compiler = Command::new("cc");
         compiler.args(["-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o"]).arg(folder.path().join(library));

@@ -43,6 +43,7 @@ typedef struct Op {
     Event *event;
     uint64_t generation;
     const Kernel *kernel;
+    Module *module;
     unsigned threads;
     uint64_t args[12];
 } Op;
@@ -472,7 +473,7 @@ EXPORT int cuModuleUnload(Module *module) {
     ENTER()
     for (Stream *stream = streams; stream; stream = stream->next)
         for (Op *op = stream->first; op; op = op->next)
-            if (op->kind == LAUNCH && stream->device == module->device) violation("a module is unloaded that may still run");
+            if (op->module == module) violation("a module is unloaded that may still run");
     free(module->image);
     free(module);
     LEAVE()
@@ -515,6 +516,7 @@ EXPORT int cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned
     if (bx * by * bz > 512 || !gx || !gy || !gz) { result = INVALID_VALUE; goto out; }
     Op *op = submit(stream, LAUNCH);
     op->kernel = function->kernel;
+    op->module = function->module;
     op->threads = gx * gy * gz * bx * by * bz;
     for (int i = 0; i < op->kernel->count; i++) memcpy(&op->args[i], params[i], op->kernel->sizes[i]);
     LEAVE()

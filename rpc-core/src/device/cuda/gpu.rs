@@ -12,6 +12,7 @@ use cudarc::driver::sys::{CUctx_st, CUdevice, CUdevice_attribute_enum, cudaError
 use super::driver::{Driver, Outcome};
 use super::event::{Event, FreeEvents};
 use super::failure;
+use super::module::Retired;
 use super::pool::{Pool, Space};
 use super::stream::{CudaStream, Streams};
 use crate::dlpack::Device;
@@ -54,6 +55,7 @@ pub(super) struct Opened {
     pub(super) events: FreeEvents,
     pub(super) memory: Pool,
     pub(super) pinned: Pool,
+    pub(super) retired: Retired,
 }
 
 impl Gpu {
@@ -98,6 +100,7 @@ impl Gpu {
             events: FreeEvents::default(),
             memory: Pool::new(Space::Device, total / CACHED_FRACTION),
             pinned: Pool::new(Space::Host, CACHED_PINNED_BYTES),
+            retired: Retired::default(),
         };
         Ok(self.opened.get_or_init(|| opened))
     }
@@ -160,7 +163,6 @@ impl Gpu {
 
 /// The GPUs of this process, by CUDA's numbers.
 pub(super) struct Gpus {
-    pub(super) driver: &'static Driver,
     pub(super) all: Vec<Gpu>,
 }
 
@@ -191,7 +193,7 @@ impl Gpus {
             // SAFETY: there is room for the handle.
             check(unsafe { driver.device_get(&raw mut device, index) }).map(|()| Gpu::new(driver, index, device))
         };
-        Ok(Self { driver, all: (0..count).map(find).collect::<Result<_>>()? })
+        Ok(Self { all: (0..count).map(find).collect::<Result<_>>()? })
     }
 }
 

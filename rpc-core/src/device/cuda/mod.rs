@@ -6,14 +6,15 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use rpc_core::device::cuda::{CudaDevice, CudaModules};
+//! use rpc_core::device::cuda::{self, CudaDevice, CudaModules};
 //! use rpc_core::{DeviceType, Devices, LocalSession, Registry};
 //!
 //! let registry = Registry::new();
 //! let devices = match CudaDevice::open() {
-//!     Ok(cuda) => {
-//!         registry.add_loader(Arc::new(CudaModules::new(cuda)));
-//!         Devices::new().with(Arc::new(cuda))
+//!     Ok(device) => {
+//!         cuda::register(&registry);
+//!         registry.add_loader(Arc::new(CudaModules::new(device)));
+//!         Devices::new().with(Arc::new(device))
 //!     }
 //!     Err(error) => Devices::new().absent(DeviceType::CUDA, error.message()),
 //! };
@@ -23,7 +24,7 @@
 //! # Order
 //!
 //! Each device has one default stream in the process, and everything here is submitted to it: zeroing, copies, kernels of
-//! [`CudaModules`]. So it happens in the order of the calls, and a call that only starts something may return at once: the
+//! [`CudaModules`], [`matmul`]. So it happens in the order of the calls, and a call that only starts something may return at once: the
 //! borrow of a tensor ends then, and whoever borrows it next comes behind. Memory comes from a pool and goes back there in the
 //! same order. Other streams are for functions that want them; what they owe is said at
 //! [`CudaMemory::device_pointer`].
@@ -44,12 +45,18 @@
 //! So far all of this has run against a driver made for the tests only, which keeps CUDA's rules of order and addresses on
 //! the processor. No GPU was to be had. `tests/cuda_gpu.rs` holds the tests that wait for one.
 
+mod arguments;
 mod attributes;
+mod cublas;
 mod driver;
 mod event;
 mod failure;
 mod gpu;
+mod image;
+mod kernel;
+mod matmul;
 mod memory;
+mod module;
 mod pinned;
 mod pool;
 mod stream;
@@ -65,7 +72,9 @@ use crate::dlpack::{Device, DeviceType};
 use crate::error::Result;
 use crate::value::Value;
 
+pub use matmul::{matmul, register};
 pub use memory::CudaMemory;
+pub use module::CudaModules;
 pub use pool::PoolStatistics;
 pub use stream::CudaStream;
 

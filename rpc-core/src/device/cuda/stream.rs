@@ -72,10 +72,6 @@ impl CudaStream {
         self.raw
     }
 
-    pub(super) fn gpu(&self) -> &'static Gpu {
-        self.gpu
-    }
-
     /// As [`synchronize`](Stream::synchronize), for who has entered the GPU.
     pub(super) fn synchronize_raw(&self) -> Result<()> {
         // SAFETY: the stream is alive.

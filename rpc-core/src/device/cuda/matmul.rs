@@ -1,0 +1,89 @@
+//! The product of matrices, as a function of sessions.
+
+use std::ffi::c_int;
+
+use super::arguments;
+use super::cublas::{Cublas, Product};
+use crate::dlpack::DataType;
+use crate::error::{Result, RpcError};
+use crate::registry::Registry;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+/// Registers the functions that come with the device: `cuda.matmul(a, b, out)`, which is [`matmul`].
+pub fn register(registry: &Registry) {
+    registry.add("cuda.matmul", |a: TensorView, b: TensorView, mut out: TensorViewMut| matmul(&a, &b, &mut out));
+}
+
+/// Sets `out` to the product of `a` and `b`, by cuBLAS: shapes `[m, k]`, `[k, n]` and `[m, n]`, all of `float32`, `float16` or
+/// `bfloat16`, densely packed, on one CUDA device. Sums are of single precision.
+///
+/// It is submitted to the default stream, and returns at once, or when it is done if one of the three lies in pinned
+/// memory. The first call takes longer, since it loads the library.
+///
+/// # Errors
+///
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), saying what is wrong with which;
+/// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where cuBLAS is not installed; and the device's.
+pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut) -> Result<()> {
+    let (a, b, out) = (a.tensor(), b.tensor(), out.tensor());
+    let named = [("a", a), ("b", b), ("out", out)];
+    let [[rows, depth], [b_rows, columns], out_shape] = [shape(named[0])?, shape(named[1])?, shape(named[2])?];
+    if b_rows != depth || out_shape != [rows, columns] {
+        let (a, b, out) = (a.shape(), b.shape(), out.shape());
+        return Err(RpcError::invalid_argument(format!("the product of shapes {a:?} and {b:?} has no shape {out:?}")));
+    }
+    let data_type = data_type(a.dtype())?;
+    let gpu = arguments::memory(a).map_err(|error| error.context("a"))?.gpu();
+    for (name, tensor) in named {
+        let memory = arguments::memory(tensor).map_err(|error| error.context(name))?;
+        let device = memory.gpu().as_device();
+        if device != gpu.as_device() || tensor.dtype() != a.dtype() {
+            let (dtype, wanted, on) = (tensor.dtype(), a.dtype(), gpu.as_device());
+            let message = format!("{name} is of {dtype} on {device}, and a of {wanted} on {on}");
+            return Err(RpcError::invalid_argument(message));
+        }
+    }
+    let cublas = Cublas::get(gpu.driver)?;
+    let address = |(name, tensor)| arguments::address(tensor).map_err(|error: RpcError| error.context(name));
+    let [a_address, b_address, out_address] = [address(named[0])?, address(named[1])?, address(named[2])?];
+    if rows == 0 || columns == 0 {
+        return gpu.check_not_lost();
+    }
+    if depth == 0 {
+        let opened = gpu.enter()?;
+        let (bytes, stream) = (out.size_bytes() as usize, opened.default_stream.handle().0);
+        // SAFETY: the tensor's own bytes, which are borrowed for writing.
+        gpu.check(unsafe { gpu.driver.memset_async(out_address, 0, bytes, stream) })?;
+    } else {
+        let product = Product { rows, columns, depth, data_type, a: a_address, b: b_address, out: out_address };
+        // SAFETY: the tensors have these shapes and lie within their memories. They are borrowed, and whoever borrows
+        // them next comes behind on the stream; unless they are pinned, for which we wait below.
+        unsafe { cublas.submit(gpu, &product)? };
+    }
+    if named.iter().any(|(_, tensor)| arguments::memory(tensor).is_ok_and(|memory| memory.is_pinned())) {
+        gpu.settle()?;
+    }
+    Ok(())
+}
+
+fn shape((name, tensor): (&str, &Tensor)) -> Result<[c_int; 2]> {
+    let number = |size: &i64| c_int::try_from(*size).ok();
+    match tensor.shape() {
+        [rows, columns] => number(rows).zip(number(columns)).map(|(rows, columns)| [rows, columns]),
+        _ => None,
+    }
+    .ok_or_else(|| {
+        let shape = tensor.shape();
+        RpcError::invalid_argument(format!("{name} is no matrix with sides below 2147483648, but of shape {shape:?}"))
+    })
+}
+
+/// The `cudaDataType`.
+fn data_type(dtype: DataType) -> Result<c_int> {
+    match dtype {
+        DataType::F32 => Ok(0),
+        DataType::F16 => Ok(2),
+        DataType::BF16 => Ok(14),
+        other => Err(RpcError::unsupported(format!("products are of float32, float16 or bfloat16, not of {other}"))),
+    }
+}
