@@ -1,6 +1,7 @@
 //! The device kind `cuda` against the fake driver of `tests/cuda`, which runs what is submitted only when somebody waits
 //! for it, and notices every access and every release that comes too early.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 #[path = "cuda/fake.rs"]

@@ -1,5 +1,6 @@
 //! Kernels and products of the device kind `cuda`, called through a session, against the fake driver of `tests/cuda`.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 #[path = "cuda/fake.rs"]

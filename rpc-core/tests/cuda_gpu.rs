@@ -1,6 +1,7 @@
 //! The device kind `cuda` on a real GPU, if there is one: the contract that `cuda_fake.rs` tests, as far as it can be seen
 //! from outside. Without one each test says so and passes.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 #![cfg(feature = "cuda")]
 
 #[path = "cuda/workspace.rs"]

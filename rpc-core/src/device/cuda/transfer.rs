@@ -215,7 +215,7 @@ impl Buffers {
     /// The buffer for the part `index`, with which the device has done.
     fn idle(&mut self, index: usize) -> Result<&mut Buffer> {
         let [first, second] = &mut self.buffers;
-        let buffer = if index % 2 == 0 { first } else { second };
+        let buffer = if index.is_multiple_of(2) { first } else { second };
         let buffer = buffer.as_mut().ok_or_else(|| crate::error::RpcError::internal("a copy has one buffer only"))?;
         if let Some(busy) = buffer.busy.take() {
             busy.wait()?;
