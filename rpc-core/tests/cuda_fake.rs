@@ -159,6 +159,13 @@ fn bytes_pass_between_devices_and_all_kinds_of_host_memory() {
         assert!(read(&*host, 0, len) == data);
         assert_eq!(fake.count("fake_peer_copies"), 2);
 
+        // The processor reads pinned memory when the stream has written it.
+        cuda.context(0).unwrap();
+        fake.fill(of(&*near), 7, len, &cuda.stream(0).unwrap());
+        copy(&cuda, (&*near, 0), (&*host, 0), len as u64);
+        assert_eq!(read(&*host, len as u64 - 2, 2), [7, 7]);
+        write(&*near, 0, &data);
+
         // Memory of the caller's own that happens to be pinned is copied straight: no buffers are taken.
         let before = cuda.pinned_statistics(0).unwrap();
         let bytes = near.host().unwrap();
@@ -204,6 +211,8 @@ fn memory_is_reused_behind_the_work_of_its_last_owner() {
         // The old work is still waiting, and must not come behind the new zeros.
         assert!(fake.pending(stream(&side)) > 0);
         assert_eq!(read(&*again, 0, 900), [0; 900]);
+        fake.run_all();
+        assert_eq!(read(&*again, 0, 900), [0; 900]);
         let statistics = cuda.statistics(0).unwrap();
         assert_eq!((statistics.hits, statistics.misses, statistics.allocated_bytes), (1, 1, 1024));
 
@@ -235,6 +244,8 @@ fn a_dropped_stream_finishes_before_memory_is_reused() {
         drop(side);
         drop(first);
         let again = allocate(&cuda, 0, 1000);
+        assert_eq!(read(&*again, 0, 1000), [0; 1000]);
+        fake.run_all();
         assert_eq!(read(&*again, 0, 1000), [0; 1000]);
         assert_eq!(cuda.statistics(0).unwrap().hits, 1);
     });

@@ -57,6 +57,11 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
 }
 
 impl Fake {
+    /// Runs all that was submitted.
+    pub(crate) fn run_all(&self) {
+        self.count("fake_run_all");
+    }
+
     /// What one of the functions for the tests counts.
     pub(crate) fn count(&self, name: &str) -> u64 {
         // SAFETY: all functions of this form are such.

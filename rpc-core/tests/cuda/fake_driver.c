@@ -27,7 +27,9 @@ enum {
 
 typedef struct Context { int device; } Context;
 typedef struct Stream Stream;
-typedef struct Event { struct Event *next_live; Stream *stream; uint64_t recorded, done; int alive; } Event;
+/* A point in a stream. Never freed: who waits for it may come late. */
+typedef struct Mark { Stream *stream; int done; } Mark;
+typedef struct Event { Mark *last; int alive; } Event;
 typedef struct Block { struct Block *next; uint64_t address; size_t size; char *bytes; int device; } Block;
 typedef struct Kernel { const char *name; int count; size_t sizes[12]; } Kernel;
 typedef struct Module { int device; char *image; } Module;
@@ -40,8 +42,7 @@ typedef struct Op {
     size_t size;
     int value;
     char *staged; /* what a pageable source held when the copy was submitted */
-    Event *event;
-    uint64_t generation;
+    Mark *mark;
     const Kernel *kernel;
     Module *module;
     unsigned threads;
@@ -155,13 +156,12 @@ static int run_kernel(Op *op) {
 
 /* ---- streams ---- */
 
-static void run_until(Stream *stream, Event *event, uint64_t generation);
+static void run_until(Stream *stream, Mark *mark);
 
 static void run_one(Stream *stream) {
     Op *op = stream->first;
     int code = SUCCESS;
-    if (op->kind == WAIT && op->event->done < op->generation)
-        run_until(op->event->stream, op->event, op->generation);
+    if (op->kind == WAIT && op->mark) run_until(op->mark->stream, op->mark);
     if (!sticky[stream->device]) switch (op->kind) {
     case FILL: {
         char *to = resolve(op->to, op->size);
@@ -180,7 +180,7 @@ static void run_one(Stream *stream) {
     case LAUNCH: code = run_kernel(op); break;
     case RECORD: case WAIT: break;
     }
-    if (op->kind == RECORD && op->event->done < op->generation) op->event->done = op->generation;
+    if (op->kind == RECORD) op->mark->done = 1;
     if (code) sticky[stream->device] = code;
     stream->first = op->next;
     if (!stream->first) stream->last = &stream->first;
@@ -188,8 +188,9 @@ static void run_one(Stream *stream) {
     free(op);
 }
 
-static void run_until(Stream *stream, Event *event, uint64_t generation) {
-    while (stream->first && !(event && event->done >= generation)) run_one(stream);
+/* All of the stream, or up to a point in it. */
+static void run_until(Stream *stream, Mark *mark) {
+    while (stream->first && !(mark && mark->done)) run_one(stream);
 }
 
 static Op *submit(Stream *stream, int kind) {
@@ -399,7 +400,7 @@ EXPORT int cuStreamSynchronize(Stream *stream) {
     ENTER()
     if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
     host_waits++;
-    run_until(stream, NULL, 0);
+    run_until(stream, NULL);
     result = sticky[current->device];
     LEAVE()
 }
@@ -408,7 +409,7 @@ EXPORT int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
     ENTER()
     if (!usable(stream) || flags || !event->alive) { result = INVALID_HANDLE; goto out; }
     Op *op = submit(stream, WAIT);
-    op->event = event, op->generation = event->recorded;
+    op->mark = event->last;
     LEAVE()
 }
 
@@ -430,18 +431,16 @@ EXPORT int cuEventDestroy_v2(Event *event) {
 EXPORT int cuEventRecord(Event *event, Stream *stream) {
     ENTER()
     if (!usable(stream) || !event->alive) { result = INVALID_HANDLE; goto out; }
-    /* Who waits for the last record of an event on another stream must not be left waiting for this one. */
-    if (event->stream && event->stream != stream) run_until(event->stream, event, event->recorded);
-    Op *op = submit(stream, RECORD);
-    event->stream = stream;
-    op->event = event, op->generation = ++event->recorded;
+    event->last = calloc(1, sizeof *event->last);
+    event->last->stream = stream;
+    submit(stream, RECORD)->mark = event->last;
     LEAVE()
 }
 
 EXPORT int cuEventQuery(Event *event) {
     ENTER()
-    if (event->done < event->recorded) {
-        run_one(event->stream);
+    if (event->last && !event->last->done) {
+        run_one(event->last->stream);
         result = sticky[current->device] ? sticky[current->device] : NOT_READY;
     }
     LEAVE()
@@ -450,7 +449,7 @@ EXPORT int cuEventQuery(Event *event) {
 EXPORT int cuEventSynchronize(Event *event) {
     ENTER()
     host_waits++;
-    if (event->stream) run_until(event->stream, event, event->recorded);
+    if (event->last) run_until(event->last->stream, event->last);
     result = sticky[current->device];
     LEAVE()
 }
@@ -561,6 +560,14 @@ EXPORT uint64_t fake_peer_copies(void) { return peer_copies; }
 EXPORT uint64_t fake_host_waits(void) { return host_waits; }
 EXPORT void fake_fail(int device, int code) { sticky[device] = code; }
 EXPORT char *fake_resolve(uint64_t address, size_t size) { return resolve(address, size); }
+
+/* Runs all that was submitted, on streams that are destroyed, too. */
+EXPORT uint64_t fake_run_all(void) {
+    pthread_mutex_lock(&mutex);
+    for (Stream *stream = streams; stream; stream = stream->next) run_until(stream, NULL);
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
 
 /* How many pieces of work wait in a stream. */
 EXPORT uint64_t fake_pending(Stream *stream) {
