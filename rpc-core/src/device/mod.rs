@@ -264,6 +264,12 @@ pub unsafe trait Memory: Send + Sync {
     /// Where the bytes lie, if the processor can reach them.
     fn host(&self) -> Option<NonNull<u8>>;
 
+    /// Where the bytes lie on the device, for its own functions and libraries; for host memory that is [`host`](Self::host). It is good until the memory
+    /// is dropped, and never changes.
+    fn device_address(&self) -> Option<NonNull<u8>> {
+        self.host()
+    }
+
     /// Writes `data` at `offset`, and returns when `data` is no longer needed and readers will see it.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
@@ -357,6 +358,12 @@ impl Borrow {
         // `self` holds. Nobody writes to them: another borrow can only be a reader (B-1), and if this is the writer,
         // then `&self` excludes `bytes_mut`.
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), self.storage.len as usize) })
+    }
+
+    /// Where the storage lies on its device, for libraries that work there: for as long as this borrow lives, to be read, and to be written to
+    /// only if this is a write borrow. `None` if the device has no addresses, or the storage no bytes.
+    pub fn device_address(&self) -> Option<NonNull<u8>> {
+        self.storage.memory.device_address()
     }
 
     /// Reads into all of `out` from `at` on, in bytes from the start of the storage, wherever the storage lies.

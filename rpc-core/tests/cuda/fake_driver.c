@@ -11,6 +11,7 @@
 
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -37,7 +38,7 @@ typedef struct Function { Module *module; const Kernel *kernel; struct Function 
 
 typedef struct Op {
     struct Op *next;
-    enum { FILL, COPY, RECORD, WAIT, LAUNCH } kind;
+    enum { FILL, COPY, RECORD, WAIT, LAUNCH, OTHER } kind;
     uint64_t to, from;
     size_t size;
     int value;
@@ -47,6 +48,8 @@ typedef struct Op {
     Module *module;
     unsigned threads;
     uint64_t args[12];
+    int (*other)(void *); /* work of another library: whether it is done */
+    void *other_arg;
 } Op;
 
 struct Stream { Stream *next; int device, alive; Op *first, **last; };
@@ -158,9 +161,11 @@ static int run_kernel(Op *op) {
 
 static void run_until(Stream *stream, Mark *mark);
 
-static void run_one(Stream *stream) {
+/* Whether it is done. */
+static int run_one(Stream *stream) {
     Op *op = stream->first;
     int code = SUCCESS;
+    if (op->kind == OTHER && !op->other(op->other_arg)) return 0;
     if (op->kind == WAIT && op->mark) run_until(op->mark->stream, op->mark);
     if (!sticky[stream->device]) switch (op->kind) {
     case FILL: {
@@ -178,7 +183,7 @@ static void run_one(Stream *stream) {
         break;
     }
     case LAUNCH: code = run_kernel(op); break;
-    case RECORD: case WAIT: break;
+    case RECORD: case WAIT: case OTHER: break;
     }
     if (op->kind == RECORD) op->mark->done = 1;
     if (code) sticky[stream->device] = code;
@@ -186,11 +191,18 @@ static void run_one(Stream *stream) {
     if (!stream->first) stream->last = &stream->first;
     free(op->staged);
     free(op);
+    return 1;
 }
 
 /* All of the stream, or up to a point in it. */
 static void run_until(Stream *stream, Mark *mark) {
-    while (stream->first && !(mark && mark->done)) run_one(stream);
+    while (stream->first && !(mark && mark->done)) {
+        if (run_one(stream)) continue;
+        /* It takes others, on other threads. */
+        pthread_mutex_unlock(&mutex);
+        sched_yield();
+        pthread_mutex_lock(&mutex);
+    }
 }
 
 static Op *submit(Stream *stream, int kind) {
@@ -567,6 +579,14 @@ EXPORT uint64_t fake_run_all(void) {
     for (Stream *stream = streams; stream; stream = stream->next) run_until(stream, NULL);
     pthread_mutex_unlock(&mutex);
     return 0;
+}
+
+/* Submits work of another library, which is called until it is done. */
+EXPORT void fake_submit_other(Stream *stream, int (*other)(void *), void *arg) {
+    pthread_mutex_lock(&mutex);
+    Op *op = submit(stream, OTHER);
+    op->other = other, op->other_arg = arg;
+    pthread_mutex_unlock(&mutex);
 }
 
 /* How many pieces of work wait in a stream. */

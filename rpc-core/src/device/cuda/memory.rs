@@ -120,6 +120,10 @@ unsafe impl Memory for CudaMemory {
         }
     }
 
+    fn device_address(&self) -> Option<NonNull<u8>> {
+        NonNull::new(self.device_pointer().cast())
+    }
+
     /// Returns when `data` has been read: the last part of it may still be on its way from pinned buffers, behind which
     /// every later work of the default stream begins. If the device is lost on the way, the next call says so.
     unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {

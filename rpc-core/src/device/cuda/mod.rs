@@ -57,6 +57,7 @@ mod kernel;
 mod matmul;
 mod memory;
 mod module;
+mod on_demand;
 mod pinned;
 mod pool;
 mod stream;
@@ -75,6 +76,7 @@ use crate::value::Value;
 pub use matmul::{matmul, register};
 pub use memory::CudaMemory;
 pub use module::CudaModules;
+pub use on_demand::{CudaModulesOnDemand, CudaOnDemand};
 pub use pool::PoolStatistics;
 pub use stream::CudaStream;
 

@@ -54,6 +54,15 @@ pub struct CudaModules {
 }
 
 impl CudaModules {
+    /// The name of the loader.
+    pub const NAME: &str = "cuda";
+
+    /// Whether a file is one for this loader, by its name.
+    pub fn is_module(path: &Path) -> bool {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        extension.is_some_and(|extension| EXTENSIONS.contains(&extension))
+    }
+
     /// The loader for `cuda:0`.
     pub fn new(cuda: CudaDevice) -> Self {
         Self::on(cuda, 0)
@@ -67,12 +76,11 @@ impl CudaModules {
 
 impl ModuleLoader for CudaModules {
     fn name(&self) -> &str {
-        "cuda"
+        Self::NAME
     }
 
     fn accepts(&self, path: &str) -> bool {
-        let extension = Path::new(path).extension().and_then(|extension| extension.to_str());
-        extension.is_some_and(|extension| EXTENSIONS.contains(&extension))
+        Self::is_module(Path::new(path))
     }
 
     /// # Errors
