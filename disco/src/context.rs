@@ -1,5 +1,8 @@
 //! What a function sees of the worker that it runs on, and the collectives that it can take part in.
 
+#[allow(unsafe_code)]
+mod lent;
+
 use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
@@ -578,6 +581,10 @@ fn describe(tensor: &Tensor) -> String {
 /// Borrows both tensors for as long as `run` takes. Where they are of one storage they must be the same, the one this rank's share of the other, or
 /// apart.
 fn lend<R>(from: Option<&Tensor>, to: Option<&Tensor>, rank: Rank, run: impl FnOnce(Buffers<'_>) -> R) -> Result<R> {
+    let is_elsewhere = |tensor: &Tensor| tensor.storage().memory().host().is_none();
+    if from.into_iter().chain(to).any(is_elsewhere) {
+        return lent::on_device(from, to, rank, run);
+    }
     match (from, to) {
         (None, None) => Ok(run(Buffers::none())),
         (Some(from), None) => Ok(run(Buffers::input(from.read()?.bytes()?))),
@@ -589,14 +596,9 @@ fn lend<R>(from: Option<&Tensor>, to: Option<&Tensor>, rank: Rank, run: impl FnO
         (Some(from), Some(to)) => {
             let (source, target) = (range(from)?, range(to)?);
             let (_, mut borrow) = to.write()?.into_parts();
-            let bytes = borrow.bytes_mut().ok_or_else(|| {
-                RpcError::unsupported(format!("expected tensors in host memory, got one on {}", to.device()))
-            })?;
-            let longer = if source.len() > target.len() { source.clone() } else { target.clone() };
-            let shorter = if source.len() > target.len() { &target } else { &source };
-            let share = longer.start + if shorter.len() == longer.len() { 0 } else { shorter.len() * rank.0 as usize };
-            if shorter.start == share && share + shorter.len() <= longer.end {
-                return Ok(run(Buffers::in_place(&mut bytes[longer])));
+            let bytes = borrow.bytes_mut().ok_or_else(|| RpcError::internal("host memory without bytes"))?;
+            if let Some(whole) = in_place(&source, &target, rank) {
+                return Ok(run(Buffers::in_place(&mut bytes[whole])));
             }
             if source.end <= target.start {
                 let (low, high) = bytes.split_at_mut(target.start);
@@ -607,18 +609,29 @@ fn lend<R>(from: Option<&Tensor>, to: Option<&Tensor>, rank: Rank, run: impl FnO
                 let len = source.len();
                 Ok(run(Buffers::new(&high[..len], &mut low[target])))
             } else {
-                Err(RpcError::invalid_argument(format!(
-                    "source and destination overlap in part (bytes {source:?} and {target:?} of one storage); they may be the same or apart"
-                )))
+                Err(overlap(&source, &target))
             }
         }
     }
 }
 
+/// The longer of two ranges, if the shorter one is it, or this rank's share of it.
+fn in_place(source: &Range<usize>, target: &Range<usize>, rank: Rank) -> Option<Range<usize>> {
+    let (longer, shorter) = if source.len() > target.len() { (source, target) } else { (target, source) };
+    let share = longer.start + if shorter.len() == longer.len() { 0 } else { shorter.len() * rank.0 as usize };
+    (shorter.start == share && share + shorter.len() <= longer.end).then(|| longer.clone())
+}
+
+fn overlap(source: &Range<usize>, target: &Range<usize>) -> RpcError {
+    RpcError::invalid_argument(format!(
+        "source and destination overlap in part (bytes {source:?} and {target:?} of one storage); they may be the same or apart"
+    ))
+}
+
 /// Where a dense tensor lies in its storage.
 fn range(tensor: &Tensor) -> Result<Range<usize>> {
     let range = tensor.byte_range(0, tensor.size_bytes())?;
-    // Those of host memory fit, and others are refused.
+    // Of memory that has addresses, which those fit.
     Ok(range.start as usize..range.end as usize)
 }
 

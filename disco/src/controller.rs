@@ -143,10 +143,12 @@ impl Controller {
     /// Tells the workers how they meet in this epoch; gives the number of that command. Where there is an error they have not been told.
     pub(crate) async fn meet(&self, epoch: u64, backend: Backend, devices: Vec<Device>) -> Result<u64> {
         let way = match backend {
-            Backend::Host => self.plan(epoch).await?,
+            // NCCL knows nothing of failures: beside it the ranks have what host memory has.
+            Backend::Host | Backend::Nccl | Backend::Rccl => self.plan(epoch).await?,
             Backend::Mpi => self.plan_mpi()?,
         };
-        let plan = Packed::encode(&Plan { epoch, way, limits: Limits::of(&self.options), devices })?;
+        let limits = Limits::of(&self.options);
+        let plan = Packed::encode(&Plan { epoch, way, accelerated: backend.flavour(), limits, devices })?;
         self.lock().collectives.advance(epoch, backend);
         self.push(Command::InitCcl { plan })
     }

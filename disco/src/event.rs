@@ -373,13 +373,22 @@ impl EventSink for EventQueue {
 impl EventQueue {
     fn send_tensor(&self, ticket: u64, tensor: &Tensor) -> Result<()> {
         let view = tensor.read()?;
-        let bytes = view.bytes()?;
+        let range = tensor.byte_range(0, tensor.size_bytes())?;
         self.send(Event::TensorBegins { ticket, dtype: tensor.dtype(), shape: tensor.shape().to_vec() });
-        for (number, chunk) in bytes.chunks(CHUNK).enumerate() {
-            let offset = (number * CHUNK) as u64;
+        let len = range.end - range.start;
+        for offset in (0..len).step_by(CHUNK) {
             // A worker has a thread of its own, which may wait.
             blocking::block_on(poll_fn(|cx| self.poll_room(cx)))?;
-            self.send(Event::TensorBytes { ticket, offset, bytes: Bytes::copy_from_slice(chunk) });
+            let (start, size) = (range.start + offset, (len - offset).min(CHUNK as u64) as usize);
+            let bytes = match view.guard().bytes() {
+                Some(bytes) => Bytes::copy_from_slice(&bytes[start as usize..][..size]),
+                None => {
+                    let mut bytes = vec![0; size];
+                    view.guard().copy_out(start, &mut bytes)?;
+                    bytes.into()
+                }
+            };
+            self.send(Event::TensorBytes { ticket, offset, bytes });
         }
         Ok(())
     }

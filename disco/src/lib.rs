@@ -67,6 +67,7 @@
 
 #![deny(unsafe_code)]
 
+mod accelerated;
 mod backend;
 mod branch;
 pub mod ccl;
@@ -107,7 +108,7 @@ pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use host::register;
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
 pub use logs::WorkerLogLayer;
-pub use node::{JoinOptions, NodePlace, join, join_with, serve_if_worker};
+pub use node::{JoinOptions, NodePlace, join, join_with, serve_if_worker, serve_if_worker_with};
 pub use options::{Advertise, Hosting, Options};
 pub use parameter::ParameterType;
 pub use plane::DataAddress;

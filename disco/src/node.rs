@@ -4,7 +4,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{ErrorKind, LocalSession, Registry, Result as RpcResult, RpcError, SessionLimits, SharedSession};
+use rpc_core::{
+    Devices, ErrorKind, LocalSession, Registry, Result as RpcResult, RpcError, SessionLimits, SharedSession,
+};
 use rpc_transports::{
     Access, Address, Backoff, ConnectError, DialOptions, OpenRequest, ParkOptions, ServeOptions, Server, TokioSpawner,
 };
@@ -91,6 +93,8 @@ pub struct JoinOptions {
     pub patience: Duration,
     /// Where its workers listen for the data of others. Default: as the controller says, or else nowhere that other machines reach.
     pub data_address: Option<IpAddr>,
+    /// The devices of its workers. Default: `cpu` alone.
+    pub devices: Devices,
     /// From which folders its workers read weights. Default: none, so that they get what they load from others.
     pub weights: Option<WeightFolders>,
     /// A controller that says nothing for this long is tested, and is lost after three times as long. Default: 5 s.
@@ -105,6 +109,7 @@ impl Default for JoinOptions {
             access: Access::default(),
             patience: Duration::from_secs(60),
             data_address: None,
+            devices: Devices::new(),
             weights: None,
             keep_alive: Duration::from_secs(5),
         }
@@ -132,7 +137,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             ..ServeOptions::default()
         };
         let node = OfNode { limits: SessionLimits::default(), weights: options.weights.clone() };
-        let server = server_of(registry, node, options.data_address, serve);
+        let server = server_of(registry, options.devices, node, options.data_address, serve);
         Ok(join_with(&server, &controller, options.place, options.patience).await?)
     })
 }
@@ -179,6 +184,11 @@ pub async fn join_with(
 /// A program that calls this first thing in `main`, before anything is printed, is its own worker: see
 /// [`ProcessSession`](crate::ProcessSession) and [`Hosting::Processes`](crate::Hosting::Processes).
 pub fn serve_if_worker(registry: &Registry) {
+    serve_if_worker_with(registry, Devices::new);
+}
+
+/// As [`serve_if_worker`], with devices, which are made only in the process of a worker.
+pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devices) {
     crate::branch::serves_workers();
     if std::env::args().nth(1).as_deref() != Some(WORKER) {
         return;
@@ -189,7 +199,7 @@ pub fn serve_if_worker(registry: &Registry) {
     let of_controller = || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()) };
     let node = std::env::args().nth(2).map_or_else(|| Ok(of_controller()), |text| serde_json::from_str(&text));
     let served = node.map_err(|error| RpcError::invalid_argument(format!("its settings: {error}")));
-    let code = match served.and_then(|node| serve_stdio(registry, node)) {
+    let code = match served.and_then(|node| serve_stdio(registry, devices(), node)) {
         Ok(()) => 0,
         Err(error) => {
             tracing::error!(%error, "a worker process cannot serve");
@@ -200,12 +210,12 @@ pub fn serve_if_worker(registry: &Registry) {
 }
 
 /// Serves one session over standard input and output until that ends.
-fn serve_stdio(registry: &Registry, node: OfNode) -> RpcResult<()> {
+fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> RpcResult<()> {
     let runtime = crate::runtime::runtime()?;
     runtime.block_on(async {
         let channel = rpc_transports::child::stdio_channel().await;
         let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
-        let server = server_of(registry.clone(), node, None, ServeOptions::default());
+        let server = server_of(registry.clone(), devices, node, None, ServeOptions::default());
         server.serve_channel(channel);
         server.idle().await;
         Ok(())
@@ -213,9 +223,15 @@ fn serve_stdio(registry: &Registry, node: OfNode) -> RpcResult<()> {
 }
 
 /// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
-fn server_of(registry: Registry, node: OfNode, data: Option<IpAddr>, options: ServeOptions) -> Server {
+fn server_of(
+    registry: Registry,
+    devices: Devices,
+    node: OfNode,
+    data: Option<IpAddr>,
+    options: ServeOptions,
+) -> Server {
     let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
-        let session = LocalSession::builder(registry.clone()).limits(node.limits.clone());
+        let session = LocalSession::builder(registry.clone()).devices(devices.clone()).limits(node.limits.clone());
         let mut session =
             session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
         if let Some(data) = data {

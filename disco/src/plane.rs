@@ -10,6 +10,7 @@ use rpc_core::{Device, ErrorKind, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
 use crate::ccl::host::{self, Address, Listener, SessionKey};
+use crate::ccl::nccl::Flavour;
 use crate::ccl::{Ccl, Control, Rank};
 use crate::command::On;
 use crate::error::WorkerId;
@@ -56,6 +57,8 @@ impl Layout {
 pub(crate) struct Plan {
     pub(crate) epoch: u64,
     pub(crate) way: Way,
+    /// By what the data of tensors on GPUs moves; without it those on host memory go the way.
+    pub(crate) accelerated: Option<Flavour>,
     pub(crate) limits: Limits,
     /// The default device of each worker; empty where those stay as they are.
     pub(crate) devices: Vec<Device>,

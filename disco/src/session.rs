@@ -319,6 +319,9 @@ impl DiscoSession {
     /// `mpi` is for workers that are processes of one job of MPI, one worker in each: `mpirun -n 4 rpc-server worker --mpi --controller ADDRESS`, of an `rpc-server` that was
     /// built with the feature `mpi`, or [`ccl::host::mpi`](crate::ccl::host). Its tensors are in host memory, too.
     ///
+    /// `nccl` moves the data of tensors on CUDA devices ([`ccl::nccl`](crate::ccl::nccl)), one device for each worker; `rccl` is the same of AMD, for which there are no devices yet. The library is looked for by
+    /// each worker, and all have to have the same version. Workers with GPUs should be processes ([`Hosting::Processes`](crate::Hosting::Processes)): only the end of one helps where NCCL hangs.
+    ///
     /// Its errors are another number of ids, an unknown backend, and those of [`reinit_ccl`](Self::reinit_ccl).
     pub fn init_ccl(&self, name: &str, device_ids: &[i32]) -> Completion<()> {
         let chosen = Backend::named(name).map_err(DiscoError::from);

@@ -8,6 +8,7 @@ use rpc_core::{
     Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, VirtualDevice, blocking,
 };
 
+use crate::accelerated;
 use crate::ccl::{Operation, Rank};
 use crate::ccl_state::Report;
 use crate::command::{Command, HostTensor, Kind, OWN, On, Operand, Register, Scope};
@@ -314,6 +315,10 @@ impl Worker {
                     self.this.set_device(*device);
                 }
                 let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.relays());
+                let joined = joined.and_then(|membership| match plan.accelerated {
+                    Some(flavour) => accelerated::join(membership, flavour, &plan, self.layout, &self.this),
+                    None => Ok(membership),
+                });
                 let failed = joined.as_ref().err().cloned();
                 self.this.set_membership(joined);
                 if let Some(error) = failed {
@@ -692,7 +697,8 @@ impl Worker {
         size: u32,
         source: &Outcome<Option<Tensor>>,
     ) -> Outcome<Outcome<(DataType, Vec<i64>)>> {
-        let header = Tensor::zeros([HEADER], DataType::U8)?;
+        // Where all tensors of collectives are.
+        let header = self.this.allocate(DataType::U8, &[HEADER])?;
         let described = match source {
             Ok(Some(tensor)) => result_layout(kind, tensor, size).map_err(Fault::Own).and_then(|layout| {
                 let (dtype, shape) = layout.ok_or_else(|| RpcError::internal("a result without layout"))?;
@@ -767,8 +773,7 @@ impl Worker {
 const HEADER: i64 = 8 + 8 * rpc_core::tensor::MAX_DIMENSIONS as i64;
 
 fn write_layout(header: &Tensor, dtype: DataType, shape: &[i64]) -> rpc_core::Result<()> {
-    let mut view = header.write()?;
-    let bytes = view.bytes_mut()?;
+    let mut bytes = [0; HEADER as usize];
     bytes[0] = dtype.code.0;
     bytes[1] = dtype.bits;
     bytes[2..4].copy_from_slice(&dtype.lanes.to_le_bytes());
@@ -776,12 +781,12 @@ fn write_layout(header: &Tensor, dtype: DataType, shape: &[i64]) -> rpc_core::Re
     for (place, dimension) in bytes[8..].chunks_exact_mut(8).zip(shape) {
         place.copy_from_slice(&dimension.to_le_bytes());
     }
-    Ok(())
+    header.write()?.into_parts().1.copy_in(0, &bytes)
 }
 
 fn read_layout(header: &Tensor) -> rpc_core::Result<(DataType, Vec<i64>)> {
-    let view = header.read()?;
-    let bytes = view.bytes()?;
+    let mut bytes = [0; HEADER as usize];
+    header.read()?.guard().copy_out(0, &mut bytes)?;
     let code = rpc_core::DataTypeCode(bytes[0]);
     let dtype = DataType { code, bits: bytes[1], lanes: u16::from_le_bytes([bytes[2], bytes[3]]) };
     let shape = bytes[8..].chunks_exact(8).take(bytes[4].into());

@@ -96,6 +96,16 @@ impl<'a> Buffers<'a> {
         Ok(Self { input, output, in_place, device, lent: PhantomData })
     }
 
+    /// As [`in_place`](Self::in_place), by address and length.
+    ///
+    /// # Safety
+    ///
+    /// For `'a` the buffer must be valid for reads and writes, on that device and from any thread, and nobody else may touch it.
+    pub(crate) unsafe fn in_place_raw(device: Device, start: *mut u8, len: usize) -> Self {
+        let span = Some(Span { start, len });
+        Self { input: span, output: span, in_place: true, device, lent: PhantomData }
+    }
+
     /// Where the memory is.
     #[must_use]
     pub fn device(&self) -> Device {

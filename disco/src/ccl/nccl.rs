@@ -52,6 +52,8 @@ mod backend;
 #[allow(unsafe_code)]
 mod communicator;
 mod config;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod elements;
 #[allow(unsafe_code)]
 mod enqueue;

@@ -6,6 +6,8 @@
  * Nothing happens by itself: a stream gets on when it is queried, and a communicator when it is asked how it is. Reductions fold in the order of ranks and round once, as
  * the host backend's do, so that one model serves for both.
  *
+ * With -DON_CUDA its streams and its memory are those of the stand-in for CUDA's driver that rpc-core's tests have, which is loaded already.
+ *
  * Compile with -DVERSION=code for the version to be, without the functions that came later; -DRCCL for what only RCCL has.
  */
 
@@ -16,6 +18,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#ifdef ON_CUDA
+#include <dlfcn.h>
+#endif
 
 #ifndef VERSION
 #define VERSION 23203
@@ -343,6 +348,39 @@ static int advance(Op *op) {
     return 1;
 }
 
+#ifdef ON_CUDA
+static void *driver(const char *name) {
+    void *library = dlopen("libcuda.so", RTLD_NOLOAD | RTLD_NOW), *found = library ? dlsym(library, name) : NULL;
+    if (!found) abort();
+    return found;
+}
+
+/* Where the processor finds an address of a device. */
+static char *here(const char *address) {
+    char *(*resolve)(uint64_t, size_t) = (char *(*)(uint64_t, size_t))driver("fake_resolve");
+    char *found = resolve((uint64_t)address, 1);
+    if (address && !found) violation("an address that no device has");
+    return found;
+}
+
+/* Called by the driver when the stream has come so far, until it is done. */
+static int run_on_cuda(void *pointer) {
+    Op *op = pointer;
+    pthread_mutex_lock(&lock);
+    if (!op->is_posted) {
+        op->part.input = here(op->part.input);
+        op->output = here(op->output);
+        for (int at = 0; at < op->transfer_count; at++) {
+            op->transfers[at].from = here(op->transfers[at].from);
+            op->transfers[at].to = here(op->transfers[at].to);
+        }
+    }
+    int is_done = op->comm->is_dead || advance(op);
+    pthread_mutex_unlock(&lock);
+    return is_done;
+}
+#endif
+
 /* Whether everything on the stream is done. */
 int fake_query(void *pointer) {
     Stream *stream = pointer;
@@ -369,19 +407,28 @@ static int usable(Comm *comm) {
 static int enqueue(Comm *comm, Stream *stream, Op model) {
     pthread_mutex_lock(&lock);
     int result = usable(comm);
+    Op *op = NULL;
     if (result == SUCCESS) {
-        Op *op = malloc(sizeof *op), **end = &stream->first;
+        op = malloc(sizeof *op);
         *op = model;
         op->comm = comm;
         op->number = model.part.kind == TRANSFERS ? 0 : comm->collectives++;
         if (op->number >= MAX_OPS) abort();
+#ifndef ON_CUDA
+        Op **end = &stream->first;
         while (*end) end = &(*end)->next;
         *end = op;
+#endif
         comm->polls = POLLS;
         if (comm->rank == fail_rank) comm->error = fail_code;
         result = IN_PROGRESS;
     }
     pthread_mutex_unlock(&lock);
+#ifdef ON_CUDA
+    /* Its lock comes before ours. */
+    void (*submit)(void *, int (*)(void *), void *) = (void (*)(void *, int (*)(void *), void *))driver("fake_submit_other");
+    if (op) submit(stream, run_on_cuda, op);
+#endif
     return result;
 }
 

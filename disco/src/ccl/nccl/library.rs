@@ -44,6 +44,18 @@ pub struct UniqueId {
     bytes: [u8; ID_LEN],
 }
 
+impl UniqueId {
+    pub(crate) const LEN: usize = ID_LEN;
+
+    pub(crate) fn from_bytes(bytes: [u8; ID_LEN]) -> Self {
+        Self { bytes }
+    }
+
+    pub(crate) fn to_bytes(self) -> [u8; ID_LEN] {
+        self.bytes
+    }
+}
+
 impl fmt::Debug for UniqueId {
     /// Without the bytes: whoever has them can take a rank's place.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

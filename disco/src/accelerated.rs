@@ -1,0 +1,114 @@
+//! How the workers of a session join groups whose data moves in NCCL: over communicators on host memory, which remain beside those for everything else.
+
+use std::sync::Arc;
+
+use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
+
+use crate::ccl::nccl::{DeviceStream, Flavour, Library, NcclCcl, Options, UniqueId, Version};
+use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
+use crate::context::WorkerContext;
+use crate::plane::{Layout, Membership, Plan};
+
+/// Joins, with communicators for control that all workers have.
+///
+/// # Errors
+///
+/// The same on all workers: the cause of the first one that cannot, such as a library that is not found, or versions that differ.
+pub(crate) fn join(
+    membership: Membership,
+    flavour: Flavour,
+    plan: &Plan,
+    layout: Layout,
+    worker: &WorkerContext,
+) -> Result<Membership> {
+    let Membership { epoch, world: mut control, group } = membership;
+    // Everybody hears of whoever cannot.
+    let ready = library(flavour).and_then(|library| Ok((library, stream(worker.device())?)));
+    compare_versions(&mut *control, ready.as_ref().map(|(library, _)| library.version().code()).map_err(Clone::clone))?;
+    let (library, stream) = ready?;
+    let mut options = Options::default();
+    (options.join_timeout, options.stall_timeout) =
+        (plan.limits.join.max(options.join_timeout), options.stall_timeout.max(plan.limits.stall));
+    let id = share_id(&mut *control, &library)?;
+    let (rank, size) = (control.rank(), control.size());
+    let mut world = NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?;
+    let group = match group {
+        // Older libraries cannot split.
+        Some(mut control) if library.version() < SPLITS => {
+            let id = share_id(&mut *control, &library)?;
+            let (rank, size) = (control.rank(), control.size());
+            Some(NcclCcl::new(library, id, rank, size, control, stream, options)?)
+        }
+        Some(control) => {
+            let key = control.rank().0;
+            Some(world.split(layout.group(worker.worker_id()), key, control)?)
+        }
+        None => None,
+    };
+    Ok(Membership { epoch, world: Box::new(world), group: group.map(|group| Box::new(group) as Box<dyn Ccl>) })
+}
+
+/// The first version with `ncclCommSplit`.
+const SPLITS: Version = Version::new(2, 18, 0);
+
+fn library(flavour: Flavour) -> Result<Arc<Library>> {
+    let library = Library::load().map_err(|error| RpcError::new(ErrorKind::NotFound, error.to_string()))?;
+    if library.flavour() == flavour {
+        return Ok(library);
+    }
+    let text = format!("{flavour} was asked for, and {} is there ({})", library.flavour(), library.path().display());
+    Err(RpcError::unsupported(text))
+}
+
+#[cfg(feature = "cuda")]
+fn stream(device: Device) -> Result<Arc<dyn DeviceStream>> {
+    crate::ccl::nccl::cuda::stream(device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn stream(device: Device) -> Result<Arc<dyn DeviceStream>> {
+    Err(RpcError::unsupported(format!("this program was built without streams of {device}")))
+}
+
+/// Whether all ranks have the same library. A rank that has none says why.
+fn compare_versions(control: &mut dyn Ccl, own: Result<u32>) -> Result<()> {
+    let mut all = vec![0; 4 * control.size()];
+    let own = own.map(u32::to_le_bytes);
+    let input = match &own {
+        Ok(own) => CollectiveInput::Ready(Buffers::new(own, &mut all)),
+        Err(error) => CollectiveInput::Poisoned(error.clone()),
+    };
+    control.allgather(DataType::U32, 1, input)?;
+    let versions: Vec<u32> =
+        all.chunks_exact(4).map(|code| u32::from_le_bytes([code[0], code[1], code[2], code[3]])).collect();
+    match versions.iter().position(|code| *code != versions[0]) {
+        None => Ok(()),
+        Some(other) => {
+            let (first, second) = (version(versions[0]), version(versions[other]));
+            Err(RpcError::unsupported(format!(
+                "worker 0 has version {first} of the library of collectives, and worker {other} has {second}: all need the same"
+            )))
+        }
+    }
+}
+
+fn version(code: u32) -> Version {
+    Version::from_code(i32::try_from(code).unwrap_or(i32::MAX))
+}
+
+/// The id that rank 0 makes, on all ranks.
+fn share_id(control: &mut dyn Ccl, library: &Library) -> Result<UniqueId> {
+    let mut bytes = [0; UniqueId::LEN];
+    let made = if control.rank() == Rank(0) { library.unique_id().map(Some) } else { Ok(None) };
+    let input = match &made {
+        Ok(made) => {
+            if let Some(id) = made {
+                bytes = id.to_bytes();
+            }
+            CollectiveInput::Ready(Buffers::in_place(&mut bytes))
+        }
+        Err(error) => CollectiveInput::Poisoned(error.clone().into()),
+    };
+    control.broadcast(Rank(0), DataType::U8, UniqueId::LEN, input)?;
+    Ok(UniqueId::from_bytes(bytes))
+}

@@ -1,0 +1,67 @@
+//! Streams of CUDA devices for NCCL.
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rpc_core::device::cuda::{CudaDevice, CudaStream};
+use rpc_core::device::{AllocRequest, DeviceApi, Memory};
+use rpc_core::{Device, ErrorKind, RpcError};
+
+use super::DeviceStream;
+
+/// The default stream of a CUDA device, on which everything else of this process runs too: so collectives come behind what was submitted before them,
+/// and memory is zeroed, copied and freed around them in order.
+///
+/// # Errors
+///
+/// There is no such device, or no driver.
+pub fn stream(device: Device) -> Result<Arc<dyn DeviceStream>, RpcError> {
+    let cuda = CudaDevice::open()?;
+    if device != Device::cuda(device.index) {
+        return Err(RpcError::unsupported(format!(
+            "NCCL works on CUDA devices, and the worker's default device is {device}"
+        )));
+    }
+    let stream = cuda.stream(device.index)?;
+    Ok(Arc::new(DefaultStream { cuda, index: device.index, stream, scratch: Mutex::new(None) }))
+}
+
+struct DefaultStream {
+    cuda: CudaDevice,
+    index: i32,
+    stream: Arc<CudaStream>,
+    /// The last scratch memory, which grows.
+    scratch: Mutex<Option<Box<dyn Memory>>>,
+}
+
+impl DeviceStream for DefaultStream {
+    fn device(&self) -> Device {
+        Device::cuda(self.index)
+    }
+
+    fn raw(&self) -> *mut c_void {
+        self.stream.raw()
+    }
+
+    fn make_current(&self) -> Result<(), RpcError> {
+        self.cuda.context(self.index).map(drop)
+    }
+
+    fn is_done(&self) -> Result<bool, RpcError> {
+        self.stream.query()
+    }
+
+    fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_room = scratch.as_ref().is_some_and(|memory| memory.len() >= bytes as u64);
+        if !has_room {
+            // The old one goes back behind what was submitted with it.
+            *scratch = Some(self.cuda.allocate(self.index, &AllocRequest::new(bytes.max(1) as u64))?);
+        }
+        let address = scratch.as_ref().and_then(|memory| memory.device_address()).map(NonNull::as_ptr);
+        address
+            .map(<*mut u8>::cast)
+            .ok_or_else(|| RpcError::new(ErrorKind::Internal, "memory of a device without an address"))
+    }
+}
