@@ -11,6 +11,7 @@ pub mod cli;
 pub mod config;
 pub mod exit;
 mod functions;
+pub mod gpu;
 mod http;
 pub mod isolate;
 pub mod logging;

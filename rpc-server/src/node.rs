@@ -4,6 +4,7 @@ use disco::NodePlace;
 use rpc_transports::{Address, Server};
 
 use crate::config::{ServeError, WorkerConfig};
+use crate::gpu;
 use crate::server::{RpcServer, StopReason};
 
 /// A controller to be joined.
@@ -32,7 +33,7 @@ pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
     let WorkerConfig { controller, place, join_timeout, mpi, serve } = config;
     let job = if mpi { Some(mpi::Job::start().map_err(|source| ServeError::Mpi { source })?) } else { None };
     let place = place.or(job.as_ref().map(mpi::Job::place));
-    let mut server = RpcServer::builder().config(serve).build();
+    let mut server = RpcServer::builder().devices(gpu::for_server(&serve)).config(serve).build();
     server.join(Join { controller, place, timeout: join_timeout.0 });
     let reason = server.run_blocking();
     if let Some(job) = job {

@@ -38,7 +38,9 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use disco::{DataAddress, WeightFolders};
-use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
+use rpc_core::{
+    DeviceType, Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota,
+};
 use rpc_transports::tracker::DeviceOffer;
 use rpc_transports::{
     Access, Address, Connector, DialOptions, FunctionPatterns, ListenOptions, OpenRequest, ParkOptions, RequestPolicy,
@@ -194,7 +196,11 @@ impl RpcServer {
     /// The configuration, an address that cannot be listened on, the folder for workspaces, the address for metrics, the ready
     /// file.
     pub async fn start(self) -> Result<Running, ServeError> {
-        let Self { registry, devices, config, relay, reloaded, gauges, also: _, join: _ } = self;
+        let Self { registry, devices, mut config, relay, reloaded, gauges, also: _, join: _ } = self;
+        if config.isolate == Isolate::Auto {
+            let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
+            config.isolate = if has_gpu && isolate::is_possible() { Isolate::Process } else { Isolate::None };
+        }
         config.check()?;
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;

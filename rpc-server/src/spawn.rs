@@ -164,8 +164,8 @@ impl Drop for ServerProcess {
 ///
 /// It stands for [`run_if_isolated`](crate::isolate::run_if_isolated) and for [`disco::serve_if_worker`], too.
 pub fn run_as_child_if_asked(registry: &Registry) {
-    crate::isolate::run_if_isolated(registry);
     disco::serve_if_worker(registry);
+    crate::isolate::run_if_isolated(registry);
     let mut args = env::args().skip(1);
     if args.next().as_deref() != Some(CHILD_ARGUMENT) {
         return;

@@ -10,7 +10,7 @@ use rpc_server::config::{ConfigError, RelaySettings, ServeError, ServeSettings, 
 use rpc_server::relay::Relay;
 use rpc_server::server::{RpcServer, StopReason};
 use rpc_server::tracker::Tracker;
-use rpc_server::{builtins, exit, isolate, logging, node};
+use rpc_server::{builtins, exit, gpu, isolate, logging, node};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -78,10 +78,12 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    isolate::run_if_isolated(&Registry::new());
+    gpu::answer_if_asked();
     let registry = Registry::new();
     builtins::register(&registry);
-    disco::serve_if_worker(&registry);
+    // First, so that sessions in processes of their own can have workers in others.
+    disco::serve_if_worker_with(&registry, || gpu::devices(&registry));
+    isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
         Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
         Command::Worker(settings) => exit::of_server(&work(*settings)).into(),
@@ -109,7 +111,7 @@ fn main() -> ExitCode {
 fn serve(settings: ServeSettings) -> Result<StopReason, ServeError> {
     let config = settings.resolve()?;
     logging::init(&config.log_level, config.log_format);
-    RpcServer::builder().config(config).build().run_blocking()
+    RpcServer::builder().devices(gpu::for_server(&config)).config(config).build().run_blocking()
 }
 
 fn relay(settings: RelaySettings) -> Result<StopReason, ServeError> {

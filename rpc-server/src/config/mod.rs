@@ -251,9 +251,9 @@ settings! {
         #[arg(value_name = "FOLDER", value_delimiter = ',')]
         weights: Vec<PathBuf> = Vec::new(), "RPC_SERVER_WEIGHTS";
         /// Where sessions run: all in the server's own process, or each in a process of its own, so that a crash in a
-        /// function is an error to one client alone
+        /// function is an error to one client alone; auto has processes where there are GPUs, whose drivers share one fate in a process
         #[arg(value_name = "WHERE")]
-        isolate: Isolate = Isolate::None, "RPC_SERVER_ISOLATE";
+        isolate: Isolate = Isolate::Auto, "RPC_SERVER_ISOLATE";
         /// With --isolate process: memory that the process of one session may have for its data; a function that asks for
         /// more gets none, which ends most programs
         #[arg(value_name = "SIZE")]
@@ -534,8 +534,10 @@ fn check_metrics(metrics: Option<HttpAddress>, insecure: bool) -> Result<(), Con
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Isolate {
-    /// All in the process of the server: what ends one ends all.
+    /// In processes of their own where the server has devices of kind `cuda` and can start such processes, else in the server's.
     #[default]
+    Auto,
+    /// All in the process of the server: what ends one ends all. GPUs are not used.
     None,
     /// Each in a process of its own: see [`isolate`](crate::isolate).
     Process,

@@ -255,7 +255,7 @@ fn isolation_wants_limits_that_can_be_kept() {
     assert!(matches!(error, ConfigError::NoShare { .. }) && error.to_string().contains("1GiB"), "{error}");
     resolve(&["--max-total-memory", "1GiB", "--max-memory", "1GiB"]).unwrap();
     assert!(matches!(resolve(&["--isolate-files", "3"]).unwrap_err(), ConfigError::TooFewFiles { .. }));
-    assert_eq!(flags(&["--isolate-files", "3"]).resolve().unwrap().isolate, Isolate::None);
+    assert_eq!(flags(&["--isolate-files", "3"]).resolve().unwrap().isolate, Isolate::Auto);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use disco::NodePlace;
 use rpc_transports::Address;
 
-use super::{ConfigError, ServeConfig, ServeSettings, Span, seconds};
+use super::{ConfigError, Isolate, ServeConfig, ServeSettings, Span, seconds};
 
 /// Settings of a node as the command line and the environment give them. [`resolve`](Self::resolve) makes a [`WorkerConfig`] of them.
 #[derive(Clone, Debug, clap::Args)]
@@ -66,15 +66,18 @@ impl WorkerSettings {
                 NodePlace::from_environment().map_err(|error| ConfigError::NodePlace { problem: error.to_string() })?
             }
         };
-        let serve = self.serve.with_file()?.complete();
+        let mut serve = self.serve.with_file()?.complete();
         serve.check()?;
         // Whoever is found at the address drives this node.
         if !self.controller.is_loopback() && !self.controller.is_encrypted() && !serve.insecure {
             return Err(ConfigError::InsecureController { address: self.controller });
         }
         // The session would be in a process that is none of the job.
-        if self.mpi && serve.isolate != super::Isolate::None {
-            return Err(ConfigError::MpiIsolated);
+        if self.mpi {
+            if serve.isolate == Isolate::Process {
+                return Err(ConfigError::MpiIsolated);
+            }
+            serve.isolate = Isolate::None;
         }
         let join_timeout = self.join_timeout.unwrap_or_else(|| seconds(60));
         Ok(WorkerConfig { controller: self.controller, place, join_timeout, mpi: self.mpi, serve })

@@ -1,0 +1,305 @@
+//! The daemon on a machine with GPUs: with the driver of the tests of `rpc-core`, which stands for NVIDIA's.
+
+// A test that panics has failed, which is what is wanted of it.
+#![allow(clippy::unwrap_used)]
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+use std::path::Path;
+use std::process::Command;
+
+use disco::{Content, DRef, DiscoSession, Hosting, Options, ReduceOp, Scope, SocketSession, WorkerId};
+use rpc_core::files::Files;
+use rpc_core::{DataType, Device, ErrorKind, Pack, RemoteTensor, Session, Tensor, Value};
+use rpc_server::ServerProcess;
+use rpc_server::builtins::ServerInfo;
+use rpc_transports::Connector;
+use tempfile::TempDir;
+
+/// What the driver of the tests takes for code: the names of its kernels.
+const KERNELS: &[u8] = b".entry vector_add .entry trap";
+
+/// A folder with the driver and cuBLAS of the tests. `None`, with a word, where there is no C compiler.
+fn driver() -> Option<TempDir> {
+    let folder = tempfile::tempdir().unwrap();
+    let libraries = [
+        ("rpc-core/tests/cuda/fake_driver.c", "libcuda.so", "-fvisibility=hidden"),
+        ("rpc-core/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
+        ("disco/tests/nccl/fake_nccl.c", "libnccl.so.2", "-DON_CUDA"),
+    ];
+    for (source, library, flag) in libraries {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(source);
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-O1", flag, "-o"]).arg(folder.path().join(library));
+        match compiler.arg(source).args(["-lpthread", "-ldl"]).output() {
+            Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+            Err(error) => {
+                eprintln!("SKIPPED: no C compiler to make a driver for the tests with: {error}");
+                return None;
+            }
+        }
+    }
+    Some(folder)
+}
+
+fn server(folder: &TempDir, args: &[&str]) -> ServerProcess {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    command.args(["serve", "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"]).args(args);
+    command.env_clear().env("XDG_STATE_HOME", folder.path()).env("LD_LIBRARY_PATH", folder.path());
+    ServerProcess::spawn(command).unwrap()
+}
+
+fn connect(server: &ServerProcess) -> Session {
+    Connector::new().connect_blocking(server.address()).unwrap()
+}
+
+fn info(session: &Session) -> ServerInfo {
+    let Pack(info) = session.function::<(), Pack<ServerInfo>>("rpc.info").wait().unwrap().call(()).wait().unwrap();
+    info
+}
+
+/// Whether a process has the driver.
+fn has_driver(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap().contains("libcuda.so")
+}
+
+fn floats(session: &Session, values: &[f32]) -> RemoteTensor {
+    let tensor = session.alloc(Device::cuda(0), DataType::F32, &[values.len() as i64]).wait().unwrap();
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    session.copy_to_remote(&tensor, bytes).wait().unwrap();
+    tensor
+}
+
+fn read(session: &Session, tensor: &RemoteTensor) -> Vec<f32> {
+    let bytes = session.copy_from_remote(tensor).wait().unwrap();
+    bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+fn add_on_the_device(session: &Session) {
+    Files::new(session).put_bytes("kernels.ptx", KERNELS).wait().unwrap();
+    let add = session.load_module("kernels.ptx").wait().unwrap().function("vector_add").wait().unwrap();
+    let (a, b, sum) = (floats(session, &[1.0, 2.0]), floats(session, &[0.5, 4.0]), floats(session, &[0.0; 2]));
+    add.call::<()>((1, 32, 0, &a, &b, &sum, 2)).wait().unwrap();
+    assert_eq!(read(session, &sum), [1.5, 6.0]);
+}
+
+#[test]
+fn sessions_use_gpus_in_processes_of_their_own_and_a_trap_is_the_loss_of_one() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let (first, second) = (connect(&server), connect(&server));
+    add_on_the_device(&first);
+    add_on_the_device(&second);
+    let data: Vec<u8> = (0..5_000_000_u32).map(|byte| (byte % 251) as u8).collect();
+    let tensor = first.alloc(Device::cuda(1), DataType::U8, &[data.len() as i64]).wait().unwrap();
+    first.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+    assert!(first.copy_from_remote(&tensor).wait().unwrap() == data);
+    // The driver is where it is used, and nowhere else.
+    assert!(has_driver(info(&first).pid));
+    assert!(!has_driver(server.id()));
+    // A trap is told by whoever waits, and stays.
+    let trap = first.load_module("kernels.ptx").wait().unwrap().function("trap").wait().unwrap();
+    trap.call::<()>((1, 1, 0, Value::Null)).wait().unwrap();
+    let error = first.stream_wait(Device::cuda(0), None).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+    let error = first.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+    // It has lost the device, and not the session; and nobody else has lost anything.
+    first.alloc(Device::cpu(), DataType::U8, &[1]).wait().unwrap();
+    add_on_the_device(&second);
+    add_on_the_device(&connect(&server));
+}
+
+#[test]
+fn what_a_session_does_not_use_is_not_loaded() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = connect(&server);
+    let tensor = session.alloc(Device::cpu(), DataType::U8, &[3]).wait().unwrap();
+    session.copy_to_remote(&tensor, vec![1, 2, 3]).wait().unwrap();
+    let process = session.get_function("rpc.echo").wait().unwrap();
+    assert_eq!(process.call::<i64>((7,)).wait().unwrap(), 7);
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", server.id()));
+    // Without that file (a kernel without CONFIG_PROC_CHILDREN) there is nothing to look at.
+    for child in children.unwrap_or_default().split_whitespace() {
+        assert!(!has_driver(child.parse().unwrap()), "process {child} has loaded the driver");
+    }
+    // Who asks for the devices uses them.
+    let info = info(&session);
+    let names: Vec<_> = info.devices.iter().filter(|one| one.absent.is_none()).map(|one| &one.device[..]).collect();
+    assert_eq!(names, ["cpu:0", "cuda:0", "cuda:1"]);
+    assert!(has_driver(info.pid));
+}
+
+#[test]
+fn a_server_without_processes_for_sessions_says_why_there_is_no_gpu() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &["--isolate", "none"]);
+    let session = connect(&server);
+    let error = session.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+    assert!(error.message().contains("serve with --isolate process"), "{error}");
+}
+
+#[test]
+fn a_machine_without_a_driver_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    // One that is there and is none.
+    for broken in [false, true] {
+        if broken {
+            std::fs::write(folder.path().join("libcuda.so"), b"not a library").unwrap();
+        }
+        for isolate in ["auto", "process"] {
+            let server = server(&folder, &["--isolate", isolate]);
+            let session = connect(&server);
+            let error = session.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+            assert!(error.message().contains("libcuda.so"), "{error}");
+            // Without a GPU there is no reason for a process.
+            assert_eq!(info(&session).pid == server.id(), isolate == "auto");
+        }
+    }
+}
+
+#[test]
+fn workers_in_processes_have_gpus_of_their_own() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let mut options = Options::default();
+    options.hosting = Hosting::Processes;
+    let session = SocketSession::new([server.address()], 2, 1).options(options).start().wait().unwrap();
+    let tensor = session.empty(&[4], DataType::F32, Some("cuda".parse().unwrap())).unwrap();
+    let echo = session.get_global_func("rpc.info").unwrap().call(()).unwrap();
+    session.sync_all().wait().unwrap();
+    for worker in 0..2 {
+        let zeros = match session.debug_get_from_remote(&tensor, WorkerId(worker)).wait().unwrap() {
+            Content::Tensor(tensor) => tensor.read().unwrap().as_slice::<f32>().unwrap().to_vec(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(zeros, [0.0; 4]);
+        match session.debug_get_from_remote(&echo, WorkerId(worker)).wait().unwrap() {
+            Content::Value(Value::Packed(info)) => assert!(has_driver(info.decode::<ServerInfo>().unwrap().pid)),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(!has_driver(server.id()));
+    session.shutdown().wait().unwrap();
+}
+
+/// A session of as many workers as there are devices, as threads of one process.
+fn on_gpus(server: &ServerProcess, groups: u32) -> DiscoSession {
+    let session = SocketSession::new([server.address()], 2, groups).start().wait().unwrap();
+    session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+    session
+}
+
+fn fetch(session: &DiscoSession, tensor: &DRef, worker: u32) -> Vec<f32> {
+    match session.debug_get_from_remote(tensor, WorkerId(worker)).wait().unwrap() {
+        Content::Tensor(tensor) => tensor.read().unwrap().as_slice::<f32>().unwrap().to_vec(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn collectives_of_a_session_move_data_between_gpus() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = on_gpus(&server, 1);
+    let data: Vec<f32> = (0..300_000).map(|at| (at % 1000) as f32).collect();
+    let x = Tensor::from_slice([2, 150_000], &data).unwrap();
+    let whole = session.broadcast(&x, None, Scope::World).unwrap();
+    let halves = session.scatter(&x, None, Scope::World).unwrap();
+    let sum = session.allreduce(&whole, None, ReduceOp::Sum, Scope::World).unwrap();
+    let gathered = session.allgather(&halves, None, Scope::World).unwrap();
+    let share = session.reduce_scatter(&whole, None, ReduceOp::Max, Scope::World).unwrap();
+    let turned = session.all_to_all(&whole, None, Scope::World).unwrap();
+    session.barrier(Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    for worker in 0..2 {
+        let half = &data[worker as usize * 150_000..][..150_000];
+        assert_eq!(fetch(&session, &whole, worker), data);
+        assert_eq!(fetch(&session, &halves, worker), half);
+        assert_eq!(fetch(&session, &sum, worker), data.iter().map(|one| 2.0 * one).collect::<Vec<_>>());
+        assert_eq!(fetch(&session, &gathered, worker), data);
+        assert_eq!(fetch(&session, &share, worker), half);
+        assert_eq!(fetch(&session, &turned, worker), [half, half].concat());
+    }
+    // In place, and between two.
+    session.allreduce(&whole, Some(&whole), ReduceOp::Avg, Scope::World).unwrap();
+    session.send_recv(&halves, &share, &[(WorkerId(0), WorkerId(1))]).unwrap();
+    session.sync_all().wait().unwrap();
+    assert_eq!(fetch(&session, &whole, 1), data);
+    assert_eq!(fetch(&session, &share, 1), &data[..150_000]);
+    // The data has been on the devices, and nowhere else.
+    let error = session.allreduce(
+        &session.empty(&[4], DataType::F32, Some("cpu".parse().unwrap())).unwrap(),
+        None,
+        ReduceOp::Sum,
+        Scope::World,
+    );
+    drop(error.unwrap());
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains("cpu"), "{error}");
+    // A group that breaks is made anew, with NCCL again; and host memory is there for who asks for it.
+    session.abort_ccl("enough").unwrap();
+    session.reinit_ccl().wait().unwrap();
+    let again = session.broadcast(&x, None, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &again, 1), data);
+    session.init_ccl("host", &[]).wait().unwrap();
+    let on_host = session.broadcast(&x, None, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &on_host, 1), data);
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn groups_are_split_and_what_is_missing_is_told() {
+    let Some(folder) = driver() else { return };
+    let with_groups = server(&folder, &[]);
+    let session = on_gpus(&with_groups, 2);
+    let x = Tensor::from_slice([2], &[1.0_f32, 2.0]).unwrap();
+    let x = session.broadcast(&x, None, Scope::World).unwrap();
+    let group = session.allreduce(&x, None, ReduceOp::Sum, Scope::Group).unwrap();
+    let world = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    assert_eq!((fetch(&session, &group, 1), fetch(&session, &world, 1)), (vec![1.0, 2.0], vec![2.0, 4.0]));
+    let error = session.init_ccl("rccl", &[0, 1]).wait().unwrap_err().to_string();
+    assert!(error.contains("RCCL was asked for, and NCCL is there"), "{error}");
+    let error = session.init_ccl("nccl", &[0, 7]).wait().unwrap_err().to_string();
+    assert!(error.contains("no cuda:7"), "{error}");
+    session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+    session.shutdown().wait().unwrap();
+    // Without the library the workers say where they have looked for it, and the others have theirs.
+    std::fs::remove_file(folder.path().join("libnccl.so.2")).unwrap();
+    let without = server(&folder, &[]);
+    let session = SocketSession::new([without.address()], 2, 1).start().wait().unwrap();
+    let error = session.init_ccl("nccl", &[0, 1]).wait().unwrap_err().to_string();
+    assert!(error.contains("libnccl.so.2") && error.contains("libnccl.so"), "{error}");
+    session.init_ccl("host", &[]).wait().unwrap();
+    let sum = session.broadcast(&Tensor::from_slice([1], &[3.0_f32]).unwrap(), None, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &sum, 1), [3.0]);
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn the_example_multiplies_and_says_where_it_cannot() {
+    let Some(folder) = driver() else { return };
+    let example = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("examples/matmul");
+    if !example.exists() {
+        // A run of this test alone does not build it; that of all tests does.
+        eprintln!("SKIPPED: the example is not built: cargo build -p rpc-server --example matmul");
+        return;
+    }
+    let run = |args: &[&str], path: &Path| {
+        let output = Command::new(&example).args(args).env_clear().env("LD_LIBRARY_PATH", path).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let server = server(&folder, &[]);
+    let nowhere = tempfile::tempdir().unwrap();
+    for (args, path) in
+        [(vec!["--size", "33"], folder.path()), (vec!["--size", "20", server.address()], nowhere.path())]
+    {
+        let text = run(&args, path);
+        assert!(text.contains("differs from the processor's by 0 at most"), "{text}");
+    }
+    assert!(run(&[], nowhere.path()).starts_with("nothing is multiplied: no cuda: the driver"));
+}
