@@ -63,6 +63,11 @@ impl fmt::Debug for UniqueId {
     }
 }
 
+/// What the system says of a library that it does not load, which is the source of the loader's own error.
+fn said(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
+}
+
 /// A loaded library. It is never unloaded: NCCL leaves threads and exit handlers behind.
 pub struct Library {
     path: PathBuf,
@@ -106,7 +111,7 @@ impl Library {
         let failed = |reason: String| Attempt { library: path.to_owned(), reason };
         // SAFETY: code of the library runs, which whoever named it trusts. NCCL's and RCCL's may run on any thread.
         let opened = unsafe { libloading::Library::new(path) };
-        let opened = ManuallyDrop::new(opened.map_err(|error| failed(error.to_string()))?);
+        let opened = ManuallyDrop::new(opened.map_err(|error| failed(said(&error)))?);
         // SAFETY: `ManuallyDrop` keeps it loaded, and NCCL has had this function with this type from its beginning.
         let get_version = unsafe { opened.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
         let get_version = get_version.map_err(|_| failed("it has no ncclGetVersion".to_owned()))?;
