@@ -5,7 +5,8 @@
     tests/benches/collectives.py [--rounds N] [--ranks N...] [--json]
 
 Each round runs all once, so that all see the same weather; a figure is the median of its rounds. `threads` and `processes` share memory, as the ranks
-of Open MPI do; `tcp` are processes with connections over the loopback interface, as those of gloo. The last two columns are how many times as long
+of Open MPI do; `tcp` are processes with connections over the loopback interface, as those of gloo; `mpi` are ours over Open MPI's messages, where there is an
+`mpicc` to build that with. The last two columns are how many times as long
 the better of Open MPI and gloo takes as `processes`, and gloo as `tcp`. Who is not installed is left out.
 """
 
@@ -32,7 +33,7 @@ CASES = [
     ("reduce_scatter", 64 << 20, 1, 11),
 ]
 ORDER = {(name, size): place for place, (name, size, _, _) in enumerate(CASES)}
-COLUMNS = ["threads", "processes", "tcp", "open mpi", "gloo"]
+COLUMNS = ["threads", "processes", "tcp", "mpi", "open mpi", "gloo"]
 
 
 def measure(ranks, rank, barrier, calls_for, at_most=1000):
@@ -132,6 +133,9 @@ def main():
     arguments = arguments.parse_args()
     root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
     bench = ["cargo", "bench", "-q", "--manifest-path", os.path.join(root, "disco", "Cargo.toml"), "--bench", "ccl"]
+    has_mpi = shutil.which("mpicc") and shutil.which("mpirun")
+    if has_mpi:
+        bench += ["--features", "mpi"]
     if arguments.program:
         bench = [arguments.program]
     else:
@@ -145,7 +149,7 @@ def main():
             mpi = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
             mpi += ["--mca", "mpi_yield_when_idle", "1", "--mca", "btl", "self,vader"]
             mpi += [sys.executable, os.path.abspath(__file__), "--rank"]
-            columns = {column: ours(column) for column in COLUMNS[:3]}
+            columns = {column: ours(column) for column in COLUMNS[: 4 if has_mpi else 3]}
             if shutil.which("mpirun") and found("mpi4py") and found("numpy"):
                 columns["open mpi"] = lambda: run(mpi)
             if found("torch"):
