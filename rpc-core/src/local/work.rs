@@ -92,7 +92,10 @@ impl Work {
             Self::Write { storage, .. } | Self::Read { storage, .. } if storage.device().kind != DeviceType::CPU => {
                 Place::Thread
             }
-            Self::Alloc { device, .. } | Self::Attribute { device, .. } | Self::CreateStream { device }
+            Self::Alloc { device, .. }
+            | Self::Attribute { device, .. }
+            | Self::CreateStream { device }
+            | Self::SetStream { device, .. }
                 if device.kind != DeviceType::CPU =>
             {
                 Place::Thread
@@ -102,7 +105,8 @@ impl Work {
             }
             Self::Call { function, .. } if function.kind() == FunctionKind::Blocking => Place::Thread,
             Self::Copy { from, .. } if from.size_bytes() > LARGE_COPY => Place::Thread,
-            Self::StreamWait { .. } | Self::LoadModule { .. } => Place::Thread,
+            // A module may load what a function needs when that is looked up.
+            Self::StreamWait { .. } | Self::LoadModule { .. } | Self::ModuleFunction { .. } => Place::Thread,
             _ => Place::Here,
         }
     }

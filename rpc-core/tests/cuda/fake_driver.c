@@ -61,7 +61,7 @@ static size_t used[MAX_DEVICES], capacity;
 static Block *device_blocks, *host_blocks;
 static Stream *streams;
 static uint64_t next_address = 0x700000000000;
-static uint64_t violations, driver_allocations, peer_copies, host_waits;
+static uint64_t violations, driver_allocations, peer_copies, host_waits, device_waits;
 static __thread Context *current;
 
 static size_t number(const char *name, size_t otherwise) {
@@ -213,6 +213,11 @@ static Op *submit(Stream *stream, int kind) {
     return op;
 }
 
+/* A GPU's driver waits for all work of the device when memory is freed. This one only counts that, and tells of work that still uses the memory. */
+static void wait_for_device(void) {
+    device_waits++;
+}
+
 static int usable(Stream *stream) {
     if (stream && stream->alive && stream->device == current->device) return 1;
     violation("a stream is used that is destroyed or of another context");
@@ -305,6 +310,7 @@ EXPORT int cuMemAlloc_v2(uint64_t *address, size_t size) {
 
 EXPORT int cuMemFree_v2(uint64_t address) {
     ENTER()
+    wait_for_device();
     result = release(&device_blocks, address);
     LEAVE()
 }
@@ -324,6 +330,7 @@ EXPORT int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
 
 EXPORT int cuMemFreeHost(void *address) {
     ENTER()
+    wait_for_device();
     result = release(&host_blocks, (uint64_t)address);
     LEAVE()
 }
@@ -570,6 +577,8 @@ EXPORT uint64_t fake_violations(void) { return violations; }
 EXPORT uint64_t fake_driver_allocations(void) { return driver_allocations; }
 EXPORT uint64_t fake_peer_copies(void) { return peer_copies; }
 EXPORT uint64_t fake_host_waits(void) { return host_waits; }
+/* How often a call has waited for all work of a device. */
+EXPORT uint64_t fake_device_waits(void) { return device_waits; }
 EXPORT void fake_fail(int device, int code) { sticky[device] = code; }
 EXPORT char *fake_resolve(uint64_t address, size_t size) { return resolve(address, size); }
 

@@ -44,7 +44,15 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut) -> Result
         }
     }
     let cublas = Cublas::get(gpu.driver)?;
-    let address = |(name, tensor)| arguments::address(tensor).map_err(|error: RpcError| error.context(name));
+    let element = u64::from(a.dtype().bits) / 8;
+    let address = |(name, tensor)| {
+        let address = arguments::address(tensor).map_err(|error: RpcError| error.context(name))?;
+        // cuBLAS would trap.
+        if address.is_multiple_of(element) {
+            return Ok(address);
+        }
+        Err(RpcError::invalid_argument(format!("{name} does not begin at a multiple of its elements' {element} bytes")))
+    };
     let [a_address, b_address, out_address] = [address(named[0])?, address(named[1])?, address(named[2])?];
     if rows == 0 || columns == 0 {
         return gpu.check_not_lost();

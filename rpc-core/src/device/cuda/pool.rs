@@ -8,7 +8,8 @@
 //! * P-2: pinned memory is handed out again when everything that was submitted before it came back is done, because its
 //!   next user is the processor.
 //! * P-3: memory goes back to the driver only when everything that was submitted before it came back is done.
-//! * P-4: no more lies idle than the limit, but for what P-3 keeps.
+//! * P-4: whoever takes memory first gives the driver what lies idle above the limit, but for what P-3 keeps. Who gives memory back does not: that is often a
+//!   thread that serves connections, and the driver waits for the whole device.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -88,7 +89,9 @@ impl Pool {
     /// A block of `size` bytes at least, whose contents are unspecified. The caller has entered the GPU.
     pub(super) fn take(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
         let size = block_size(size).ok_or_else(|| too_large(gpu, self.space, size))?;
-        if let Some(block) = self.take_idle(opened, size)? {
+        let found = self.take_idle(opened, size)?;
+        self.evict(gpu);
+        if let Some(block) = found {
             return Ok(block);
         }
         let block = match self.ask_driver(gpu, size) {
@@ -133,8 +136,7 @@ impl Pool {
         Ok(Some(idle.block))
     }
 
-    /// Takes back a block. It never blocks, unless it finds more idle than the limit: the driver may take its time over
-    /// taking that back.
+    /// Takes back a block. It never blocks.
     pub(super) fn give_back(&self, gpu: &'static Gpu, block: Block) {
         let size = block.size;
         lock(&self.state).statistics.allocated_bytes -= size;
@@ -153,7 +155,6 @@ impl Pool {
             // It must not be reused, since nobody can tell when it is free.
             Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
         }
-        self.evict(gpu);
     }
 
     /// Gives back what is above the limit (P-4), large blocks first.
@@ -185,11 +186,14 @@ impl Pool {
         let bytes = std::mem::take(&mut state.statistics.cached_bytes);
         state.statistics.trims += 1;
         drop(state);
+        let mut outcome = Ok(bytes);
         for idle in idle.into_values().flatten() {
-            idle.other_streams.iter().chain([&idle.default_stream]).try_for_each(Event::wait)?;
-            self.give_to_driver(gpu, idle.block)?;
+            let done = idle.other_streams.iter().chain([&idle.default_stream]).try_for_each(Event::wait);
+            // What one of them failed with is no reason to keep the others.
+            let given = done.and_then(|()| self.give_to_driver(gpu, idle.block));
+            outcome = outcome.and_then(|bytes| given.map(|()| bytes));
         }
-        Ok(bytes)
+        outcome
     }
 
     pub(super) fn set_limit(&self, gpu: &'static Gpu, bytes: u64) {

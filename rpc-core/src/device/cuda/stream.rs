@@ -126,11 +126,12 @@ impl Drop for CudaStream {
     fn drop(&mut self) {
         let Ok(opened) = self.gpu.enter() else { return };
         if !self.is_default {
-            lock(&opened.streams.0).retain(|raw| raw.0 != self.raw.0);
+            // It stays among those that memory is fenced by until the default stream waits for it.
             if let Err(error) = opened.default_stream.wait_for_stream(self) {
                 tracing::warn!(%error, "a stream is not destroyed, because nothing could be made to wait for it");
                 return;
             }
+            lock(&opened.streams.0).retain(|raw| raw.0 != self.raw.0);
         }
         // SAFETY: nobody has the stream any more; the driver lets it finish.
         if let Err(error) = self.gpu.check(unsafe { self.gpu.driver.stream_destroy(self.raw.0) }) {
