@@ -26,9 +26,7 @@ pub(crate) fn join(
     let ready = library(flavour).and_then(|library| Ok((library, stream(worker.device())?)));
     compare_versions(&mut *control, ready.as_ref().map(|(library, _)| library.version().code()).map_err(Clone::clone))?;
     let (library, stream) = ready?;
-    let mut options = Options::default();
-    (options.join_timeout, options.stall_timeout) =
-        (plan.limits.join.max(options.join_timeout), options.stall_timeout.max(plan.limits.stall));
+    let options = options(plan, Options::default());
     let id = share_id(&mut *control, &library)?;
     let (rank, size) = (control.rank(), control.size());
     let mut world = NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?;
@@ -46,6 +44,15 @@ pub(crate) fn join(
         None => None,
     };
     Ok(Membership { epoch, world: Box::new(world), group: group.map(|group| Box::new(group) as Box<dyn Ccl>) })
+}
+
+/// The session's limits. Others wait for a rank while its stream is busy, so that it has to say so before their time is up.
+fn options(plan: &Plan, mut options: Options) -> Options {
+    let limits = plan.limits;
+    options.join_timeout = limits.join.max(options.join_timeout);
+    options.stall_timeout = limits.stall.max(options.stall_timeout);
+    options.drain_timeout = limits.entry.map(|entry| entry.mul_f64(0.9));
+    options
 }
 
 /// The first version with `ncclCommSplit`.

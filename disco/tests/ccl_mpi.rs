@@ -23,10 +23,15 @@ const PROGRAM: &str = "DISCO_CCL_MPI_PROGRAM";
 
 /// Runs a program as a job of so many processes.
 fn run(ranks: usize, program: &str) -> Output {
+    run_with(&[], ranks, program)
+}
+
+fn run_with(more: &[&str], ranks: usize, program: &str) -> Output {
     let mut command = Command::new("mpirun");
     // As root, more processes than cores, and wherever there is time for them: as in a container.
     command
         .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
+        .args(more)
         .arg(std::env::current_exe().expect("this binary"))
         .args(["rank", "--exact", "--nocapture", "--test-threads=1"])
         .env(PROGRAM, program)
@@ -88,6 +93,12 @@ fn who_does_not_join_or_belongs_elsewhere_is_named() {
     succeeds(2, "strangers");
 }
 
+#[test]
+fn a_rank_that_computes_leaves_nothing_behind_that_others_need() {
+    let output = run_with(&["--mca", "btl", "tcp,self"], 3, "slow");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// It is for MPI to notice, and it ends the job.
 #[test]
 fn a_rank_that_dies_ends_the_job() {
@@ -113,6 +124,7 @@ fn rank() {
         "missing" => missing(process),
         "anew" => anew(process),
         "strangers" => strangers(process),
+        "slow" => slow(process),
         "dies" => {
             let mut world = world(process, &patient());
             world.barrier().expect("all are there");
@@ -146,6 +158,33 @@ fn breakdown(result: Result<(), CclError>) -> Breakdown {
     match result {
         Err(CclError::Broken(breakdown)) => (*breakdown).clone(),
         other => panic!("the group should be broken: {other:?}"),
+    }
+}
+
+/// What goes over a slow way gets there while its sender does something else: MPI moves messages only when it is called.
+fn slow(process: &'static Process) {
+    for encrypt in [false, true] {
+        let mut limits = options(Duration::from_secs(120), Duration::from_secs(1));
+        limits.encrypt = encrypt;
+        limits.epoch = encrypt.into();
+        let mut ccl = world(process, &limits);
+        for len in [70_000, 1_000_000, 12_000_000] {
+            let mut data = vec![1; len];
+            match ccl.rank() {
+                Rank(0) => ccl.recv(Rank(1), DataType::U8, len, Buffers::output(&mut data).into()),
+                Rank(1) => ccl.send(Rank(0), DataType::U8, len, Buffers::input(&data).into()),
+                _ => Ok(()),
+            }
+            .expect("both are there");
+            // Longer than a rank may stand still that others wait for.
+            if ccl.rank() == Rank(1) {
+                let began = std::time::Instant::now();
+                while began.elapsed() < Duration::from_millis(1500) {
+                    std::hint::spin_loop();
+                }
+            }
+        }
+        ccl.barrier().expect("all are there");
     }
 }
 
@@ -265,6 +304,12 @@ fn strangers(process: &'static Process) {
     let other = 1 - process.rank();
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
     assert!(error.message().contains(&format!("not heard of ranks [{other}]")), "{error}");
+    // Another key: they do not even hear of each other.
+    limits = patient();
+    limits.join_timeout = Duration::from_millis(500);
+    limits.epoch = 8;
+    let own = SessionKey::generate().expect("a key");
+    process.join(Circle::World, &[0, 1], &own, &limits).err().expect("nobody has that key");
     // One that encrypts and one that does not.
     limits = patient();
     limits.epoch = 7;

@@ -518,3 +518,34 @@ fn a_rank_that_leaves_alone_is_named_and_does_not_wait_for_ever() {
         fake.assert_tidy();
     }
 }
+
+/// What a rank does on its device besides is its own affair: breaking the group neither waits for it nor ends the process.
+#[test]
+fn a_group_that_breaks_leaves_the_work_of_others_on_the_stream_alone() {
+    let Some(fake) = Fake::new() else { return };
+    let mut options = patient();
+    options.abort_timeout = SHORT;
+    options.close_timeout = SHORT;
+    for poisoned in [false, true] {
+        let broken = std::sync::Barrier::new(2);
+        on_ranks(&fake, Launch::Segment, 2, &options, |mut member| {
+            assert_lives(&mut member.ccl);
+            let is_busy = member.ccl.rank() == Rank(0);
+            member.stream.hold(is_busy);
+            if !is_busy {
+                member.ccl.abort("enough");
+            }
+            let error = if is_busy && poisoned {
+                let cause = CollectiveInput::Poisoned(RpcError::internal("no input"));
+                member.ccl.allreduce(ReduceOp::Sum, DataType::F32, 10, cause).unwrap_err()
+            } else {
+                allreduce(&mut member.ccl, 10).unwrap_err()
+            };
+            assert!(error.is_broken(), "{error}");
+            // It has heard of it while its stream is busy still, and goes in good order once that is not.
+            broken.wait();
+            member.stream.hold(false);
+        });
+        fake.assert_tidy();
+    }
+}

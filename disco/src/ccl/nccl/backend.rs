@@ -81,7 +81,15 @@ impl NcclCcl {
     pub fn split(&mut self, color: u32, key: u32, control: Box<dyn Ccl>) -> Result<Self, RpcError> {
         let communicator = &self.communicator;
         let can_split = communicator.library.functions().comm_split.get(&communicator.library).map(drop);
-        self.control.agree(Collective::barrier(), can_split.and_then(|()| communicator.stream.make_current()))?;
+        // NCCL's are ints, and not negative.
+        let number = |name: &str, number: u32| {
+            let text = || RpcError::invalid_argument(format!("a {name} of {number} is above {}", i32::MAX));
+            i32::try_from(number).map_err(|_| text())
+        };
+        let place = number("color", color).and_then(|color| Ok((color, number("key", key)?)));
+        let ready = can_split.and_then(|()| communicator.stream.make_current());
+        self.control.agree(Collective::barrier(), ready.and(place.as_ref().map(drop).map_err(Clone::clone)))?;
+        let (color, key) = place?;
         let limit = self.communicator.options.join_timeout;
         let (mut group, settled) = match self.communicator.split(&mut *self.control, color, key) {
             Ok(group) => {

@@ -16,11 +16,14 @@ use super::wait::{Fault, wait, wait_alone};
 use super::{DeviceStream, Library, NcclError, Options, UniqueId};
 use crate::ccl::{Agreement, BreakCause, Breakdown, Rank};
 
+/// As good as for ever, and yet a time that can be added to now.
+const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
+
 /// The call that makes a communicator of another.
 pub(super) const SPLIT: &str = "ncclCommSplit";
 
-/// A communicator that does not block. Dropping it takes it down, for which NCCL may need the other ranks, and blocks at most for [`Options::close_timeout`] and
-/// [`Options::abort_timeout`].
+/// A communicator that does not block. Dropping it waits for the work on its stream, at most for [`Options::drain_timeout`], and takes it down, for which NCCL may need the
+/// other ranks, at most for [`Options::close_timeout`] and [`Options::abort_timeout`].
 pub(super) struct Communicator {
     pub(super) library: Arc<Library>,
     pub(super) stream: Arc<dyn DeviceStream>,
@@ -28,7 +31,16 @@ pub(super) struct Communicator {
     /// Null before it is made, and once it has ended. This has the only copy, but for a thread that ends it.
     raw: Comm,
     rank: Rank,
+    /// Whether something of NCCL may be on the stream.
+    enqueued: bool,
+    /// Why the group is broken, if the communicator has to be aborted and that waits for other work on the stream.
+    broken: Option<Breakdown>,
+    /// Where a split that failed may have left a communicator.
+    halfway: Option<Halfway>,
 }
+
+/// A place that NCCL may write to for as long as the communicator exists that was split.
+struct Halfway(*mut Comm);
 
 // SAFETY: NCCL takes calls with a communicator from any thread, one at a time, and `&mut` or ownership sees to that: `&self` methods are called by the
 // owner alone, as there is no `Sync`.
@@ -37,7 +49,7 @@ unsafe impl Send for Communicator {}
 impl Communicator {
     /// A communicator that is yet to be [joined](Self::join).
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>, options: Options, rank: Rank) -> Self {
-        Self { library, stream, options, raw: ptr::null_mut(), rank }
+        Self { library, stream, options, raw: ptr::null_mut(), rank, enqueued: false, broken: None, halfway: None }
     }
 
     /// Makes it a communicator of `size` ranks, together with the others.
@@ -54,23 +66,26 @@ impl Communicator {
 
     /// Makes a communicator of those ranks of this one that give the same `color`, in the order of `key`. All ranks of this one call it. The new one is yet to
     /// [settle](Self::settle).
-    pub(super) fn split(&self, control: &mut dyn Agreement, color: u32, key: u32) -> Result<Self, Fault> {
+    pub(super) fn split(&mut self, control: &mut dyn Agreement, color: c_int, key: c_int) -> Result<Self, Fault> {
         let split = self.library.functions().comm_split.get(&self.library)?;
-        let [color, key] = [color, key].map(|number| c_int::try_from(number).unwrap_or(c_int::MAX));
         let mut config = self.config();
         // NCCL may write there until it has settled, and so possibly after this function.
         let place: *mut Comm = Box::into_raw(Box::new(ptr::null_mut()));
         // SAFETY: this communicator exists, and no call with it is in progress; `place` stays.
         let result = unsafe { split(self.raw, color, key, place, &raw mut config) };
-        self.check(SPLIT, result)?;
-        self.settle(control, SPLIT, self.options.join_timeout)?;
+        let begun = self.check(SPLIT, result).map_err(Fault::from);
+        if let Err(fault) = begun.and_then(|()| self.settle(control, SPLIT, self.options.join_timeout)) {
+            self.halfway = Some(Halfway(place));
+            return Err(fault);
+        }
         // SAFETY: from `Box::into_raw`, and NCCL is through with it.
         let raw = *unsafe { Box::from_raw(place) };
         if raw.is_null() {
             return Err(RpcError::internal(format!("{SPLIT} gave no communicator")).into());
         }
-        let (library, stream) = (Arc::clone(&self.library), Arc::clone(&self.stream));
-        Ok(Self { library, stream, options: self.options.clone(), raw, rank: self.rank })
+        let mut this = Self::new(Arc::clone(&self.library), Arc::clone(&self.stream), self.options.clone(), self.rank);
+        this.raw = raw;
+        Ok(this)
     }
 
     fn config(&self) -> Config {
@@ -122,19 +137,50 @@ impl Communicator {
         self.raw
     }
 
+    /// What is enqueued from here on is NCCL's, too, until the stream is [done](Self::finish).
+    pub(super) fn begin(&mut self) {
+        self.enqueued = true;
+    }
+
+    /// The stream has done all of it.
+    pub(super) fn is_through(&mut self) {
+        self.enqueued = false;
+    }
+
     /// Aborts the communicator, unless it has been, and waits until nothing of it is on the device any more. Calls [`Options::on_stuck`] if that takes too long.
+    ///
+    /// Where only the owner's own work is on the stream, NCCL would wait for that, and nobody waits for this communicator: it is aborted when it is dropped.
     pub(super) fn abort(&mut self, breakdown: &Breakdown) {
+        if self.enqueued || self.stream.is_done().unwrap_or(true) {
+            self.abort_now(breakdown);
+        } else {
+            self.broken = Some(breakdown.clone());
+        }
+    }
+
+    fn abort_now(&mut self, breakdown: &Breakdown) {
         let raw = mem::replace(&mut self.raw, ptr::null_mut());
         if raw.is_null() {
             return;
         }
         let until = Instant::now() + self.options.abort_timeout;
-        let is_over = self.end(self.library.functions().comm_abort, raw, until)
-            // A device that has failed does nothing any more, either.
-            && wait_alone(until, || self.stream.is_done().unwrap_or(true));
-        if !is_over {
+        let functions = self.library.functions();
+        let mut is_over = self.end(functions.comm_abort, raw, until);
+        if let Some(Halfway(place)) = self.halfway.take().filter(|_| is_over) {
+            // SAFETY: from `Box::into_raw`, and with the communicator that it was split from NCCL has let go of it.
+            let child = *unsafe { Box::from_raw(place) };
+            is_over = child.is_null() || self.end(functions.comm_abort, child, until);
+        }
+        // A device that has failed does nothing any more, either.
+        if !(is_over && wait_alone(until, || self.stream.is_done().unwrap_or(true))) {
             (self.options.on_stuck)(breakdown);
         }
+    }
+
+    /// Waits until the stream has done the owner's own work, which may take as long as in front of a collective.
+    fn drain(&self) -> bool {
+        let limit = self.options.drain_timeout.unwrap_or(FOR_EVER);
+        self.enqueued || wait_alone(Instant::now() + limit, || self.stream.is_done().unwrap_or(true))
     }
 
     /// Takes the communicator down while all is well. Says whether that has worked.
@@ -149,7 +195,7 @@ impl Communicator {
             let raw = mem::replace(&mut self.raw, ptr::null_mut());
             return self.end(self.library.functions().comm_destroy, raw, until + self.options.abort_timeout);
         }
-        self.abort(&self.stuck());
+        self.abort_now(&self.stuck());
         true
     }
 
@@ -190,7 +236,13 @@ impl Drop for Communicator {
             return;
         }
         _ = self.stream.make_current();
-        if !self.close() {
+        if !self.drain() {
+            tracing::error!("a communicator of NCCL stays, because the work on its stream does not end");
+            return;
+        }
+        if let Some(breakdown) = self.broken.take() {
+            self.abort_now(&breakdown);
+        } else if !self.close() {
             (self.options.on_stuck)(&self.stuck());
         }
     }

@@ -80,7 +80,14 @@ impl Work {
 
 impl Communicator {
     /// Does all of it, and comes back when it is done.
-    pub(super) fn carry_out(&self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
+    pub(super) fn carry_out(&mut self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
+        self.begin();
+        self.enqueue_all(control, work)?;
+        self.is_through();
+        Ok(())
+    }
+
+    fn enqueue_all(&self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
         let call = self.enqueue(work)?;
         self.settle(control, call, self.options.stall_timeout)?;
         if work.needs_copy() {

@@ -248,6 +248,7 @@ impl Library {
                         calls.is_over = true;
                     }
                     if open == 0 {
+                        self.take_the_rest().map_err(lost)?;
                         // SAFETY: MPI has been started, no message is under way, and nothing of it is called after this.
                         return checked(unsafe { ffi::MPI_Finalize() }).map_err(lost);
                     }
@@ -257,6 +258,32 @@ impl Library {
                 }
             }
             std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Takes the farewells of groups that are gone, for which nobody waits: MPI wants every message to be received. Blocks until all processes have come
+    /// here, as the end of MPI does. The caller has the right to call.
+    fn take_the_rest(&self) -> io::Result<()> {
+        // SAFETY: MPI has been started, and the communicator is one of all processes.
+        checked(unsafe { ffi::MPI_Barrier(self.comm.0) })?;
+        loop {
+            // SAFETY: all pointers are to locals that the calls write; the status is read only after a match, which fills it; the buffer has room for as many
+            // bytes as the status says, and the call returns when MPI is through with it.
+            unsafe {
+                let mut found = 0;
+                let mut matched = ffi::RSMPI_MESSAGE_NULL;
+                let mut status = std::mem::MaybeUninit::<ffi::MPI_Status>::zeroed();
+                let (anybody, any) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
+                checked(ffi::MPI_Improbe(anybody, any, self.comm.0, &mut found, &mut matched, status.as_mut_ptr()))?;
+                if found == 0 {
+                    return Ok(());
+                }
+                let mut len = 0;
+                checked(ffi::MPI_Get_count(status.as_ptr(), ffi::RSMPI_UINT8_T, &mut len))?;
+                let mut bytes = vec![0_u8; usize::try_from(len).unwrap_or(0)];
+                let start = bytes.as_mut_ptr().cast();
+                checked(ffi::MPI_Mrecv(start, len, ffi::RSMPI_UINT8_T, &mut matched, ffi::RSMPI_STATUS_IGNORE))?;
+            }
         }
     }
 }

@@ -34,6 +34,9 @@ use crate::ccl::{Ccl, Rank};
 
 const HELLO: usize = 60;
 const NONCE: usize = 32;
+/// A hello with a proof behind it.
+#[cfg(feature = "mpi")]
+const WORDS: usize = HELLO + 32;
 const VERSION: u16 = 1;
 /// How long a handshake may take from the connection on, however little of it comes at a time.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -97,6 +100,16 @@ impl SessionKey {
     /// The system has no random numbers.
     pub fn generate() -> Result<Self, RpcError> {
         random().map(Self)
+    }
+}
+
+#[cfg(feature = "mpi")]
+impl SessionKey {
+    /// A number that follows from the key and the epoch, and tells nothing of the key.
+    pub(in super::super) fn digest(&self, epoch: u64) -> u64 {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
+        let tag = hmac::sign(&key, &[b"disco data 1: epoch".as_slice(), &epoch.to_le_bytes()].concat());
+        tag.as_ref().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
 }
 
@@ -316,7 +329,7 @@ pub(in super::super) struct Member<'a> {
 }
 
 /// A communicator over streams that are there already, one to each other rank, which `open` gives by number. The two ends of each tell each other in a hello who they
-/// are, as a dialler does, and prove nothing: whoever can send there is trusted. Blocks until all have.
+/// are, as a dialler does, with a proof that they know the key. Blocks until all have.
 ///
 /// # Errors
 ///
@@ -333,7 +346,10 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
     let mut meetings = Vec::new();
     for peer in (0..group.size).filter(|peer| *peer != group.rank) {
         let hello = group.hello(peer, &random()?);
-        meetings.push(Meeting { peer, stream: open(peer as usize), hello, sent: 0, theirs: [0; HELLO], read: 0 });
+        let mut words = [0; WORDS];
+        words[..HELLO].copy_from_slice(&hello);
+        words[HELLO..].copy_from_slice(group.prove(BY_MESSAGES, &hello, &[]).as_ref());
+        meetings.push(Meeting { peer, stream: open(peer as usize), words, sent: 0, theirs: [0; WORDS], read: 0 });
     }
     loop {
         let mut missing = Vec::new();
@@ -366,9 +382,10 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
 struct Meeting<S> {
     peer: u32,
     stream: S,
-    hello: [u8; HELLO],
+    /// A hello, and the proof.
+    words: [u8; WORDS],
     sent: usize,
-    theirs: [u8; HELLO],
+    theirs: [u8; WORDS],
     read: usize,
 }
 
@@ -376,14 +393,14 @@ struct Meeting<S> {
 impl<S: Socket + 'static> Meeting<S> {
     /// Gets on as far as that is possible now; says whether both hellos are through.
     fn advance(&mut self) -> io::Result<bool> {
-        while self.sent < HELLO {
-            match self.stream.write(&self.hello[self.sent..]) {
+        while self.sent < WORDS {
+            match self.stream.write(&self.words[self.sent..]) {
                 Ok(written) => self.sent += written,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error),
             }
         }
-        while self.read < HELLO {
+        while self.read < WORDS {
             match self.stream.read(&mut self.theirs[self.read..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(read) => self.read += read,
@@ -395,7 +412,7 @@ impl<S: Socket + 'static> Meeting<S> {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
             flushed => flushed.map(|()| true)?,
         };
-        Ok(is_out && self.sent == HELLO && self.read == HELLO)
+        Ok(is_out && self.sent == WORDS && self.read == WORDS)
     }
 
     fn failed(&self, error: &io::Error) -> RpcError {
@@ -403,23 +420,30 @@ impl<S: Socket + 'static> Meeting<S> {
     }
 
     fn into_link(self, group: &Group<'_>) -> Result<Link, RpcError> {
+        let refused =
+            |kind, why: &str| Err(RpcError::new(kind, format!("rank {} and rank {}: {why}", group.rank, self.peer)));
+        let (Some(own), Some((theirs, proof))) =
+            (self.words.first_chunk::<HELLO>(), self.theirs.split_first_chunk::<HELLO>())
+        else {
+            return refused(ErrorKind::Internal, "a hello that is too short");
+        };
         let nonce = |hello: &[u8; HELLO]| {
             let mut nonce = [0; NONCE];
             nonce.copy_from_slice(&hello[HELLO - NONCE..]);
             nonce
         };
         let of_peer = Group { rank: self.peer, ..*group };
-        let expected = of_peer.hello(group.rank, &nonce(&self.theirs));
-        if self.theirs != expected {
-            let why = if self.theirs[6..8] == expected[6..8] { "it is in another group" } else { ONE_ENCRYPTS };
-            return Err(RpcError::new(
-                ErrorKind::Refused,
-                format!("rank {} and rank {}: {why}", group.rank, self.peer),
-            ));
+        let expected = of_peer.hello(group.rank, &nonce(theirs));
+        if *theirs != expected {
+            let only_protection = theirs[..6] == expected[..6] && theirs[8..] == expected[8..];
+            return refused(ErrorKind::Refused, if only_protection { ONE_ENCRYPTS } else { "it is in another group" });
+        }
+        if !group.proves(BY_MESSAGES, theirs, &[], proof) {
+            return refused(ErrorKind::Unauthenticated, "one of the two has another key");
         }
         // As where the higher rank dials.
         let is_dialler = group.rank > self.peer;
-        let (dialler, acceptor) = if is_dialler { (&self.hello, &self.theirs) } else { (&self.theirs, &self.hello) };
+        let (dialler, acceptor) = if is_dialler { (own, theirs) } else { (theirs, own) };
         let secret = group.secret(dialler, &nonce(acceptor), is_dialler);
         Ok(Link::new(boxed(self.stream, secret)))
     }
@@ -669,6 +693,8 @@ const ONE_ENCRYPTS: &str = "one of the two encrypts its connections, and the oth
 
 const BY_DIALLER: &[u8] = b"disco data 1: dialler";
 const BY_ACCEPTOR: &[u8] = b"disco data 1: acceptor";
+#[cfg(feature = "mpi")]
+const BY_MESSAGES: &[u8] = b"disco data 1: by messages";
 
 fn random() -> Result<[u8; 32], RpcError> {
     let mut bytes = [0; 32];

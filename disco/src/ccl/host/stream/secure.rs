@@ -102,7 +102,7 @@ pub(super) struct Secure<S> {
 impl<S: Read + Write> Secure<S> {
     /// Makes a record of as many bytes as it can have, and begins to send it.
     fn write_record(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.flush()?;
+        self.send_sealed()?;
         self.sealed.clear();
         self.sent = 0;
         self.sealed.extend_from_slice(&[0; LENGTH]);
@@ -121,10 +121,21 @@ impl<S: Read + Write> Secure<S> {
         let tag = tag.map_err(|_| io::Error::other("a record cannot be encrypted"))?;
         self.sealed[..LENGTH].copy_from_slice(&length);
         self.sealed.extend_from_slice(tag.as_ref());
-        match self.flush() {
+        match self.send_sealed() {
             Err(error) if error.kind() != ErrorKind::WouldBlock => Err(error),
             _ => Ok(taken),
         }
+    }
+
+    /// Gives the stream what is left of the record that is being sent.
+    fn send_sealed(&mut self) -> io::Result<()> {
+        while self.sent < self.sealed.len() {
+            match self.stream.write(&self.sealed[self.sent..])? {
+                0 => return Err(ErrorKind::WriteZero.into()),
+                written => self.sent += written,
+            }
+        }
+        Ok(())
     }
 
     /// Opens the next record, if it is there as a whole.
@@ -178,15 +189,10 @@ impl<S: Read + Write> Write for Secure<S> {
         self.write_record(parts)
     }
 
-    /// Sends what is held back.
+    /// Sends what is held back, here and by the stream.
     fn flush(&mut self) -> io::Result<()> {
-        while self.sent < self.sealed.len() {
-            match self.stream.write(&self.sealed[self.sent..])? {
-                0 => return Err(ErrorKind::WriteZero.into()),
-                written => self.sent += written,
-            }
-        }
-        Ok(())
+        self.send_sealed()?;
+        self.stream.flush()
     }
 }
 
@@ -200,7 +206,7 @@ impl<S: Socket> Socket for Secure<S> {
     }
 
     fn holds_back(&self) -> bool {
-        self.sent < self.sealed.len()
+        self.sent < self.sealed.len() || self.stream.holds_back()
     }
 }
 
