@@ -45,7 +45,7 @@ pub fn devices(registry: &Registry) -> Devices {
 }
 
 /// What devices there are, for a server that leaves their use to others: of GPUs it has attributes, and refuses all else. Starts this program
-/// again to find out, which has to call [`answer_if_asked`], and waits for that process, some seconds at most. Where there is no GPU the devices say why.
+/// again to find out, which has to call [`answer_if_asked`], and waits for that process, which takes what the driver takes, 20 seconds at most. Where there is no GPU the devices say why.
 #[cfg(feature = "cuda")]
 pub fn probe() -> Devices {
     probe::probe()

@@ -36,7 +36,8 @@ pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
     let mut server = RpcServer::builder().devices(gpu::for_server(&serve)).config(serve).build();
     server.join(Join { controller, place, timeout: join_timeout.0 });
     let reason = server.run_blocking();
-    if let Some(job) = job {
+    // Whoever is told to stop does not wait for the others to do the same: the launcher ends them.
+    if let Some(job) = job.filter(|_| matches!(reason, Ok(StopReason::SessionEnded) | Err(_))) {
         job.finish();
     }
     reason

@@ -200,6 +200,13 @@ impl RpcServer {
         if config.isolate == Isolate::Auto {
             let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
             config.isolate = if has_gpu && isolate::is_possible() { Isolate::Process } else { Isolate::None };
+            if config.isolate == Isolate::Process
+                && let Err(error) = config.check()
+            {
+                // What was set is for sessions in one process, and nobody has asked for others.
+                tracing::warn!(%error, "no GPUs for sessions: these settings do not go with a process for each");
+                config.isolate = Isolate::None;
+            }
         }
         config.check()?;
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.

@@ -9,10 +9,11 @@ use std::process::Command;
 
 use disco::{Content, DRef, DiscoSession, Hosting, Options, ReduceOp, Scope, SocketSession, WorkerId};
 use rpc_core::files::Files;
-use rpc_core::{DataType, Device, ErrorKind, Pack, RemoteTensor, Session, Tensor, Value};
+use rpc_core::{DataType, Device, ErrorKind, Pack, RemoteTensor, Session, Tensor, Value, VirtualDevice};
 use rpc_server::ServerProcess;
 use rpc_server::builtins::ServerInfo;
 use rpc_transports::Connector;
+use rpc_transports::tracker::ServerRequest;
 use tempfile::TempDir;
 
 /// What the driver of the tests takes for code: the names of its kernels.
@@ -42,8 +43,13 @@ fn driver() -> Option<TempDir> {
 }
 
 fn server(folder: &TempDir, args: &[&str]) -> ServerProcess {
+    daemon(folder, "serve", args)
+}
+
+fn daemon(folder: &TempDir, command: &str, args: &[&str]) -> ServerProcess {
+    let first = [command, "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"];
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-    command.args(["serve", "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"]).args(args);
+    command.args(first).args(args);
     command.env_clear().env("XDG_STATE_HOME", folder.path()).env("LD_LIBRARY_PATH", folder.path());
     ServerProcess::spawn(command).unwrap()
 }
@@ -302,4 +308,77 @@ fn the_example_multiplies_and_says_where_it_cannot() {
         assert!(text.contains("differs from the processor's by 0 at most"), "{text}");
     }
     assert!(run(&[], nowhere.path()).starts_with("nothing is multiplied: no cuda: the driver"));
+}
+
+#[test]
+fn a_tracker_finds_the_server_with_the_gpu() {
+    let Some(folder) = driver() else { return };
+    let without = tempfile::tempdir().unwrap();
+    let tracker = daemon(&without, "tracker", &[]);
+    let at = ["--tracker", tracker.address(), "--tracker-key", "pool"];
+    let (_plain, gpu) = (server(&without, &at), server(&folder, &at));
+    let ask = |wanted: &str| {
+        let wanted: VirtualDevice = wanted.parse().unwrap();
+        SocketSession::from_tracker(tracker.address(), ServerRequest::new("pool").virtual_device(wanted), 2, 1)
+    };
+    for wanted in ["cuda", "cuda,scope=host", "cuda,target=cuda -arch=sm_90"] {
+        let session = ask(wanted).start().wait().unwrap();
+        session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+        let x = session.broadcast(&Tensor::from_slice([1], &[2.0_f32]).unwrap(), None, Scope::World).unwrap();
+        assert_eq!(fetch(&session, &x, 1), [2.0]);
+        session.shutdown().wait().unwrap();
+    }
+    assert!(!has_driver(gpu.id()));
+}
+
+/// On what this machine has itself: with one GPU two ranks share it, which NCCL 2.30 and later allow for tests.
+#[test]
+fn collectives_on_the_gpus_of_this_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    command.args(["serve", "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"]);
+    command.env("XDG_STATE_HOME", folder.path()).env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_MAX_CTAS", "4");
+    let server = ServerProcess::spawn(command).unwrap();
+    let found = info(&connect(&server)).devices;
+    let gpus = found.iter().filter(|one| one.device.starts_with("cuda:") && one.absent.is_none()).count() as i32;
+    if gpus == 0 {
+        let why = found.into_iter().find(|one| one.device == "cuda").and_then(|one| one.absent);
+        eprintln!("SKIPPED: no GPU on this machine: {}", why.unwrap_or_default());
+        return;
+    }
+    let ids: Vec<i32> = if gpus == 1 { vec![0, 0] } else { (0..gpus.min(4)).collect() };
+    let n = ids.len() as u32;
+    let mut options = Options::default();
+    options.hosting = Hosting::Processes;
+    let session = SocketSession::new([server.address()], n, 1).options(options).start().wait().unwrap();
+    if let Err(error) = session.init_ccl("nccl", &ids).wait() {
+        assert!(gpus == 1 || error.to_string().contains("no library of collectives"), "{error}");
+        eprintln!("SKIPPED: {n} ranks of NCCL on {gpus} GPUs: {error}");
+        return;
+    }
+    for len in [1, 1000, 16 << 20] {
+        let data: Vec<f32> = (0..len).map(|at| (at % 100) as f32).collect();
+        let x = session.broadcast(&Tensor::from_slice([len], &data).unwrap(), None, Scope::World).unwrap();
+        let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+        let all = session.allgather(&x, None, Scope::World).unwrap();
+        session.sync_all().wait().unwrap();
+        for worker in 0..n {
+            assert_eq!(fetch(&session, &sum, worker), data.iter().map(|one| n as f32 * one).collect::<Vec<_>>());
+            assert_eq!(fetch(&session, &all, worker), data.repeat(n as usize));
+        }
+    }
+    session.reinit_ccl().wait().unwrap();
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn settings_that_do_not_go_with_processes_do_without_gpus() {
+    let Some(folder) = driver() else { return };
+    // Of a limit for all, sessions in processes would each need a share, and nobody has asked for processes.
+    let server = server(&folder, &["--max-total-memory", "8GiB"]);
+    let session = connect(&server);
+    assert_eq!(info(&session).pid, server.id());
+    let error = session.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+    assert!(!has_driver(server.id()));
 }

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use std::{env, io, process, thread};
@@ -39,7 +40,11 @@ struct Described {
     memory_scopes: Vec<String>,
 }
 
+/// Whether `main` has called the hook. A program that does not would start itself again and again.
+static ANSWERS: AtomicBool = AtomicBool::new(false);
+
 pub(super) fn answer_if_asked() {
+    ANSWERS.store(true, Ordering::Relaxed);
     if env::args_os().nth(1).is_none_or(|first| first != ARGUMENT) {
         return;
     }
@@ -86,6 +91,10 @@ fn describe(cuda: &CudaDevice, index: i32) -> Result<Described> {
 
 pub(super) fn probe() -> Devices {
     let devices = Devices::new();
+    if !ANSWERS.load(Ordering::Relaxed) {
+        let reason = "this program does not look for it: its main does not call rpc_server::gpu::answer_if_asked";
+        return devices.absent(DeviceType::CUDA, reason);
+    }
     match ask() {
         Ok(Answer::Devices(all)) => devices.with(Arc::new(ToldCuda(all))),
         Ok(Answer::Absent(reason)) => devices.absent(DeviceType::CUDA, reason),
@@ -115,6 +124,8 @@ fn ask() -> io::Result<Answer> {
         Ok(_) => child.wait()?,
         Err(_) => {
             child.kill()?;
+            // It may take its time to die.
+            thread::Builder::new().name("rpc-probe".into()).spawn(move || child.wait())?;
             return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {PATIENCE:?}")));
         }
     };
@@ -176,5 +187,29 @@ impl DeviceApi for ToldCuda {
 
     fn default_stream(&self, _: i32) -> Result<Arc<dyn Stream>> {
         self.refuse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_does_not_answer_is_not_asked() {
+        let error = probe().get(Device::cuda(0)).err().unwrap();
+        assert!(error.message().contains("does not call rpc_server::gpu::answer_if_asked"), "{error}");
+    }
+
+    #[test]
+    fn what_was_told_can_be_looked_at_and_not_used() {
+        let described = r#"[{"name":"H","total_memory":85899345920,"compute_version":"9.0","driver_version":null,"target":"cuda -arch=sm_90","memory_scopes":["host"]}]"#;
+        let devices = Devices::new().with(Arc::new(ToldCuda(serde_json::from_str(described).unwrap())));
+        let gpu = devices.describe().find(|device| device.device == Device::cuda(0)).unwrap();
+        assert!(gpu.satisfies(&"cuda,scope=host,target=cuda -arch=sm_90".parse().unwrap()), "{gpu}");
+        assert_eq!(devices.attribute(Device::cuda(0), DeviceAttribute::WarpSize).unwrap(), Value::Null);
+        assert_eq!(devices.attribute(Device::cuda(1), DeviceAttribute::Exists).unwrap(), Value::Bool(false));
+        let api = devices.get(Device::cuda(0)).unwrap();
+        let error = api.allocate(0, &AllocRequest::new(1)).err().unwrap();
+        assert!(error.message().contains("--isolate process"), "{error}");
     }
 }
