@@ -387,6 +387,10 @@ fn poll_input(
         None => ready!(read.poll_more(io, cx)).map_err(InputError::Lost)?,
     };
     if outcome == 0 {
+        if endpoint.ended().is_some() {
+            // The end would be read again for ever, where output is left that the peer does not take.
+            return Poll::Pending;
+        }
         endpoint.handle_end_of_stream(read.buffer.len());
         return Poll::Ready(Ok(()));
     }

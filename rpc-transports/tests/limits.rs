@@ -248,3 +248,61 @@ async fn a_server_is_idle_when_what_its_sessions_held_is_freed() {
 async fn futures_pending<F: Future<Output = ()>>(mut future: Pin<&mut F>) -> bool {
     std::future::poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_pending())).await
 }
+
+/// A stream whose other end has said that nothing follows and takes nothing more, once it is told to; it answers at once, without asking the runtime, as TLS does
+/// that knows the end.
+struct HalfClosed {
+    io: DuplexStream,
+    closed: Arc<AtomicBool>,
+    last_byte: bool,
+}
+
+impl AsyncRead for HalfClosed {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Poll::Ready(Ok(()));
+        }
+        Pin::new(&mut self.io).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for HalfClosed {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if !self.closed.load(Ordering::SeqCst) {
+            return Pin::new(&mut self.io).poll_write(cx, bytes);
+        }
+        // A message is begun, so that there is output left.
+        if std::mem::replace(&mut self.last_byte, true) { Poll::Pending } else { Poll::Ready(Ok(1)) }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
+
+/// The end is read once, though there is output left that nobody takes.
+#[test]
+fn a_server_that_closes_and_takes_nothing_more_is_lost_to_its_client_and_costs_it_nothing() {
+    let (tell, told) = std::sync::mpsc::channel();
+    // On a thread of its own, which would never come back from the client's task.
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let kind = runtime.block_on(async {
+            let server = server(|options| options.keep_alive = Duration::from_secs(3600));
+            let (ours, theirs) = tokio::io::duplex(1 << 16);
+            let closed = Arc::new(AtomicBool::new(false));
+            server.serve_channel(Channel::new(theirs, "a client"));
+            let ours = HalfClosed { io: ours, closed: closed.clone(), last_byte: false };
+            let connector = Connector::new().keep_alive(Duration::from_secs(3600));
+            let session = connector.connect_channel(Channel::new(ours, "the server")).await.unwrap();
+            closed.store(true, Ordering::SeqCst);
+            session.get_function("nothing").await.unwrap_err().kind()
+        });
+        _ = tell.send(kind);
+    });
+    assert_eq!(told.recv_timeout(LIMIT).expect("the client's task ends"), ErrorKind::PeerLost);
+}
