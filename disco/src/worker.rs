@@ -697,8 +697,15 @@ impl Worker {
         size: u32,
         source: &Outcome<Option<Tensor>>,
     ) -> Outcome<Outcome<(DataType, Vec<i64>)>> {
-        // Where all tensors of collectives are.
-        let header = self.this.allocate(DataType::U8, &[HEADER])?;
+        let operation = Operation::Broadcast { root: Rank(0) };
+        // Where all tensors of collectives are, which may have no room left.
+        let header = match self.this.allocate(DataType::U8, &[HEADER]) {
+            Ok(header) => header,
+            Err(error) => {
+                self.take_part(command, scope, operation, Err(Fault::Own(error.clone())))?;
+                return Err(error.into());
+            }
+        };
         let described = match source {
             Ok(Some(tensor)) => result_layout(kind, tensor, size).map_err(Fault::Own).and_then(|layout| {
                 let (dtype, shape) = layout.ok_or_else(|| RpcError::internal("a result without layout"))?;
@@ -710,7 +717,7 @@ impl Worker {
             Err(Fault::Inherited(failure)) => Err(Fault::Inherited(Arc::clone(failure))),
         };
         let tensors = described.map(|()| (Some(header.clone()), Some(header.clone())));
-        self.take_part(command, scope, Operation::Broadcast { root: Rank(0) }, tensors)?;
+        self.take_part(command, scope, operation, tensors)?;
         Ok(Ok(read_layout(&header)?))
     }
 

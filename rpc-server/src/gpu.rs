@@ -59,7 +59,7 @@ pub fn answer_if_asked() {
 
 /// What a server with these settings offers: without processes for sessions nothing is looked for.
 pub fn for_server(config: &ServeConfig) -> Devices {
-    if config.isolate == Isolate::None {
+    if cfg!(feature = "cuda") && config.isolate == Isolate::None {
         let reason = "all sessions are in the server's own process: serve with --isolate process, or auto";
         return Devices::new().absent(DeviceType::CUDA, reason);
     }

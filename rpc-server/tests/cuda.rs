@@ -382,3 +382,25 @@ fn settings_that_do_not_go_with_processes_do_without_gpus() {
     assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
     assert!(!has_driver(server.id()));
 }
+
+#[test]
+fn devices_without_room_are_an_error_and_the_session_lives_on() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = on_gpus(&server, 1);
+    let x = Tensor::from_slice([2], &[1.0_f32, 2.0]).unwrap();
+    let whole = session.broadcast(&x, None, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    // All that is left of both devices' memory.
+    let rest = session.empty(&[(1 << 30) - (64 << 20)], DataType::U8, None).unwrap();
+    let large = session.empty(&[48 << 20], DataType::U8, None).unwrap();
+    session.sync_all().wait().unwrap();
+    let more = session.broadcast(&Tensor::from_slice([32 << 20], &vec![1_u8; 32 << 20]).unwrap(), None, Scope::World);
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains("out of memory"), "{error}");
+    drop((more, rest, large));
+    // The session lives on.
+    let again = session.allreduce(&whole, None, ReduceOp::Sum, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &again, 1), [2.0, 4.0]);
+    session.shutdown().wait().unwrap();
+}

@@ -219,7 +219,7 @@ impl fmt::Debug for Library {
 
 /// # Safety
 ///
-/// Null, or text that ends with a zero and stays as it is for now.
+/// Null, or text that ends with a zero and does not change until this returns.
 unsafe fn text(start: *const c_char) -> String {
     if start.is_null() {
         return String::new();
