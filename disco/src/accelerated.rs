@@ -6,10 +6,9 @@ use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
 use crate::ccl::nccl::{DeviceStream, Flavour, Library, NcclCcl, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
-use crate::context::WorkerContext;
-use crate::plane::{Layout, Membership, Plan};
+use crate::plane::{Limits, Membership};
 
-/// Joins, with communicators for control that all workers have.
+/// Joins as a worker of group `group_number` with this device, by communicators for control that all workers have.
 ///
 /// # Errors
 ///
@@ -17,16 +16,16 @@ use crate::plane::{Layout, Membership, Plan};
 pub(crate) fn join(
     membership: Membership,
     flavour: Flavour,
-    plan: &Plan,
-    layout: Layout,
-    worker: &WorkerContext,
+    limits: Limits,
+    device: Device,
+    group_number: u32,
 ) -> Result<Membership> {
     let Membership { epoch, world: mut control, group } = membership;
     // Everybody hears of whoever cannot.
-    let ready = library(flavour).and_then(|library| Ok((library, stream(worker.device())?)));
+    let ready = library(flavour).and_then(|library| Ok((library, stream(device)?)));
     compare_versions(&mut *control, ready.as_ref().map(|(library, _)| library.version().code()).map_err(Clone::clone))?;
     let (library, stream) = ready?;
-    let options = options(plan, Options::default());
+    let options = options(limits, Options::default());
     let id = share_id(&mut *control, &library)?;
     let (rank, size) = (control.rank(), control.size());
     let mut world = NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?;
@@ -39,7 +38,7 @@ pub(crate) fn join(
         }
         Some(control) => {
             let key = control.rank().0;
-            Some(world.split(layout.group(worker.worker_id()), key, control)?)
+            Some(world.split(group_number, key, control)?)
         }
         None => None,
     };
@@ -48,8 +47,7 @@ pub(crate) fn join(
 
 /// The session's limits. The controller waits no longer for the groups than it has told; and others wait for a rank while its stream is busy, so that it
 /// has to say so before their time is up.
-fn options(plan: &Plan, mut options: Options) -> Options {
-    let limits = plan.limits;
+fn options(limits: Limits, mut options: Options) -> Options {
     options.join_timeout = limits.join;
     options.stall_timeout = limits.stall.max(options.stall_timeout);
     options.drain_timeout = limits.entry.map(|entry| entry.mul_f64(0.9));

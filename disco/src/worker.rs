@@ -316,7 +316,10 @@ impl Worker {
                 }
                 let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.relays());
                 let joined = joined.and_then(|membership| match plan.accelerated {
-                    Some(flavour) => accelerated::join(membership, flavour, &plan, self.layout, &self.this),
+                    Some(flavour) => {
+                        let (device, group) = (self.this.device(), self.layout.group(self.id));
+                        accelerated::join(membership, flavour, plan.limits, device, group)
+                    }
                     None => Ok(membership),
                 });
                 let failed = joined.as_ref().err().cloned();

@@ -9,6 +9,7 @@ mod flow;
 mod join;
 mod link;
 mod secure;
+mod socket;
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,9 +21,9 @@ use rpc_core::RpcError;
 pub use self::join::{Address, Listener, SessionKey};
 #[cfg(feature = "mpi")]
 pub(super) use self::join::{Member, by_messages};
-#[cfg(feature = "mpi")]
-pub(super) use self::link::Socket;
 use self::link::{FrameKind, Link};
+#[cfg(feature = "mpi")]
+pub(super) use self::socket::Socket;
 use super::agreement::{Announcement, LEN, MAX_POISON, agree, agree_pair, ahead};
 use super::plan::{has_input, input_bytes, route, travels_inline};
 use super::{Options, check, kernel};

@@ -7,7 +7,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 
-use super::link::Socket;
+use super::socket::Socket;
 
 /// How long the others may take to read the last word.
 const LINGER: Duration = Duration::from_secs(10);

@@ -27,8 +27,9 @@ use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{ErrorKind, RpcError};
 use serde::{Deserialize, Serialize};
 
-use super::link::{Link, Socket};
+use super::link::Link;
 use super::secure::Secret;
+use super::socket::Socket;
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
 

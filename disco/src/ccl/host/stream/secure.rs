@@ -12,7 +12,7 @@ use std::os::fd::BorrowedFd;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, Nonce, UnboundKey};
 use ring::hkdf;
 
-use super::link::Socket;
+use super::socket::Socket;
 
 /// The most bytes of one record, before they are encrypted.
 const RECORD: usize = 64 * 1024;

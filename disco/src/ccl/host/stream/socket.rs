@@ -1,0 +1,38 @@
+//! What the bytes between two ranks go through.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+
+/// A stream of bytes, of whichever kind, that does not block.
+pub(in super::super) trait Socket: Read + Write + Send {
+    /// What tells the system's `poll` that it can be read or written; `None` where nothing but an attempt tells that.
+    fn file(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Whether something that it has taken has yet to leave, by a flush or the next write.
+    fn holds_back(&self) -> bool {
+        false
+    }
+
+    /// Lets the other side know that nothing follows: it reads the end behind all that was written.
+    ///
+    /// # Errors
+    ///
+    /// The connection is gone.
+    fn finish(&mut self) -> io::Result<()> {
+        self.file().map_or(Ok(()), |file| socket2::SockRef::from(&file).shutdown(Shutdown::Write))
+    }
+}
+
+impl Socket for TcpStream {
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
+    }
+}
+
+impl Socket for UnixStream {
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
+    }
+}
