@@ -11,8 +11,10 @@
 //! assert_eq!(registry.get("add").unwrap().signature().to_string(), "(int, int) -> int");
 //! ```
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::future::Future;
+use std::sync::Arc;
 
 use crate::convert::{FromArg, IntoReturn};
 use crate::error::{Result, RpcError};
@@ -57,6 +59,17 @@ impl Function {
         signature: Signature,
         body: impl Fn(&Context, Vec<LocalValue>, Vec<Borrow>) -> Result<LocalValue> + Send + Sync + 'static,
     ) -> Self {
+        Self::foreign(FunctionKind::Blocking, signature, None, body)
+    }
+
+    /// As [`dynamic_exclusive`](Self::dynamic_exclusive), of a direct kind (not [`FunctionKind::Async`]), and with what the
+    /// function was [made from](Self::origin).
+    pub(crate) fn foreign(
+        kind: FunctionKind,
+        signature: Signature,
+        origin: Option<Arc<dyn Any + Send + Sync>>,
+        body: impl Fn(&Context, Vec<LocalValue>, Vec<Borrow>) -> Result<LocalValue> + Send + Sync + 'static,
+    ) -> Self {
         let body = Body::Direct(Box::new(move |invocation| {
             let (mut values, mut borrows) = (Vec::new(), Vec::new());
             while let Some(arg) = invocation.next_arg() {
@@ -65,7 +78,7 @@ impl Function {
             }
             body(&invocation.context, values, borrows)
         }));
-        Self::exclusive(signature, body)
+        Self::exclusive(kind, signature, origin, body)
     }
 
     fn direct<A, R>(kind: FunctionKind, handler: impl Handler<A, R>) -> Self {

@@ -11,14 +11,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::device::Devices;
+use crate::device::{Devices, Memory, Stream};
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::local::SessionLimits;
 use crate::module::LoadRequest;
 use crate::reply::Responder;
 use crate::session::Lane;
-use crate::tensor::{Access, Borrow, Storage, Tensor};
+use crate::tensor::{Access, Borrow, Layout, Storage, Tensor};
 use crate::trace::{self, TraceContext};
 use crate::value::Value;
 
@@ -124,13 +124,17 @@ impl Function {
         access: Vec<Option<Access>>,
         body: Body,
     ) -> Self {
-        Self(Arc::new(FunctionInner { kind, signature, access, exclusive: false, body }))
+        Self(Arc::new(FunctionInner { kind, signature, access, exclusive: false, origin: None, body }))
     }
 
-    /// A blocking function that borrows every tensor argument for writing.
-    pub(crate) fn exclusive(signature: Signature, body: Body) -> Self {
-        let kind = FunctionKind::Blocking;
-        Self(Arc::new(FunctionInner { kind, signature, access: Vec::new(), exclusive: true, body }))
+    /// A function that borrows every tensor argument for writing. `origin` is what it was made from.
+    pub(crate) fn exclusive(
+        kind: FunctionKind,
+        signature: Signature,
+        origin: Option<Arc<dyn Any + Send + Sync>>,
+        body: Body,
+    ) -> Self {
+        Self(Arc::new(FunctionInner { kind, signature, access: Vec::new(), exclusive: true, origin, body }))
     }
 
     /// Where the function runs.
@@ -141,6 +145,12 @@ impl Function {
     /// What the function takes and returns.
     pub fn signature(&self) -> &Signature {
         &self.0.signature
+    }
+
+    /// What the function was made from, if that is a `T`: whoever wraps foreign functions finds them again when they come
+    /// back as arguments.
+    pub fn origin<T: Any + Send + Sync>(&self) -> Option<&T> {
+        self.0.origin.as_ref()?.downcast_ref()
     }
 
     /// Whether any parameter borrows a tensor.
@@ -204,6 +214,7 @@ struct FunctionInner {
     access: Vec<Option<Access>>,
     /// Every tensor argument is borrowed for writing instead, each storage once.
     exclusive: bool,
+    origin: Option<Arc<dyn Any + Send + Sync>>,
     body: Body,
 }
 
@@ -328,6 +339,20 @@ pub trait Host: Send + Sync {
     ///
     /// The device's, and a limit that is reached.
     fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor>;
+
+    /// The stream of `device` for the work of `lane`: the one that was set for it, or else the default one.
+    ///
+    /// # Errors
+    ///
+    /// The device's.
+    fn stream(&self, lane: Lane, device: Device) -> Result<Arc<dyn Stream>>;
+
+    /// A tensor in memory that somebody else has allocated, which counts against the session's from now on.
+    ///
+    /// # Errors
+    ///
+    /// A limit that is reached, and a layout that the memory has no room for.
+    fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor>;
 
     /// What the session may hold and queue.
     fn limits(&self) -> &SessionLimits;
@@ -476,6 +501,25 @@ impl Context {
         self.host.allocate(device, dtype, shape, scope)
     }
 
+    /// The stream of `device` for the work of this call: the one that its lane has set, or else the device's default one.
+    ///
+    /// # Errors
+    ///
+    /// The device's.
+    pub fn stream(&self, device: Device) -> Result<Arc<dyn Stream>> {
+        self.host.stream(self.lane, device)
+    }
+
+    /// Makes a tensor of memory on `device` that somebody else has allocated, such as a library. It counts against the
+    /// session's memory until it is dropped.
+    ///
+    /// # Errors
+    ///
+    /// A limit that is reached; [`ErrorKind::InvalidArgument`] for a layout that reaches beyond the memory.
+    pub fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor> {
+        self.host.adopt(device, memory, layout)
+    }
+
     /// What the session holds at present.
     pub fn usage(&self) -> Usage {
         self.host.usage()
@@ -566,6 +610,11 @@ impl fmt::Debug for Context {
 
 /// Several functions under one roof, found by name.
 pub trait Module: Send + Sync {
+    /// For loaders that know their own modules again when these come back as arguments. None of them.
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
+
     /// What the module calls itself.
     fn name(&self) -> &str;
 

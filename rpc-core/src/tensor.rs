@@ -32,6 +32,19 @@ pub struct Tensor {
     extent: u64,
 }
 
+/// How the elements of a tensor lie in its storage: the fields of a [`Tensor`], borrowed.
+#[derive(Clone, Copy, Debug)]
+pub struct Layout<'a> {
+    /// Where the first element lies, in bytes from the start of the storage.
+    pub byte_offset: u64,
+    /// The dimensions, outermost first; none for a scalar.
+    pub shape: &'a [i64],
+    /// Elements to the next entry of each dimension; `None` is densely packed, row-major.
+    pub strides: Option<&'a [i64]>,
+    /// The type of the elements.
+    pub dtype: DataType,
+}
+
 impl Tensor {
     /// The tensor of this layout in `storage`; `byte_offset` is that of the first element, `strides` count elements, and
     /// `None` is densely packed, row-major.

@@ -76,6 +76,18 @@ impl DeviceApi for CpuDevice {
         self.allocator.allocate(request)
     }
 
+    unsafe fn adopt(
+        &self,
+        index: i32,
+        address: NonNull<u8>,
+        len: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Box<dyn Memory>> {
+        self.check(index)?;
+        // SAFETY: the caller promises the same.
+        Ok(Box::new(unsafe { HostMemory::new(address, len, owner) }))
+    }
+
     fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
         self.check(index)?;
         Ok(Arc::new(CpuStream))

@@ -9,6 +9,7 @@ pub mod cuda;
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::str::FromStr;
@@ -191,6 +192,29 @@ pub trait DeviceApi: Send + Sync {
     /// When the device is lost.
     fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>>;
 
+    /// Memory of the device `index` that somebody else has allocated: the `len` bytes at `address`, which live until `owner`
+    /// is dropped. That happens when the memory is, behind all work that was submitted to the device by then.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Unsupported`], which is the default.
+    ///
+    /// # Safety
+    ///
+    /// Until `owner` is dropped the bytes can be read and written, by the device and if that is host memory from any
+    /// thread; they are initialised, no more than `isize::MAX`, and touched by nobody who has not borrowed them.
+    unsafe fn adopt(
+        &self,
+        index: i32,
+        address: NonNull<u8>,
+        len: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Box<dyn Memory>> {
+        let _ = (address, len, owner);
+        let device = Device::new(self.kind(), index);
+        Err(RpcError::unsupported(format!("{device} takes no memory that it has not allocated")))
+    }
+
     /// Copies `len` bytes between two memories of this kind, or between one of this kind and host memory, behind all
     /// work that was submitted to the default stream; returns when the bytes are there. Within one memory the ranges
     /// may overlap, and the destination then holds what the source held before.
@@ -237,6 +261,17 @@ pub trait Stream: Send + Sync {
     ///
     /// When either device is lost.
     fn wait_for(&self, other: &dyn Stream) -> Result<()>;
+
+    /// The stream as the device's libraries know it, such as a `CUstream`; its device is the calling thread's current one
+    /// from then on, where there is such a notion. It is good until the stream is dropped. `None`, the default, if its
+    /// work needs no stream.
+    ///
+    /// # Errors
+    ///
+    /// When the device is lost.
+    fn library_handle(&self) -> Result<Option<NonNull<c_void>>> {
+        Ok(None)
+    }
 
     /// For the device's own functions, which know the concrete type.
     fn as_any(&self) -> &dyn Any;

@@ -3,13 +3,15 @@
 use std::any::{Any, TypeId};
 use std::sync::{Arc, Weak};
 
+use super::lanes::LaneKey;
 use super::{SessionLimits, Shared, lock};
-use crate::device::{AllocRequest, Devices};
+use crate::device::{AllocRequest, Devices, Memory, Stream};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::module::LoadRequest;
 use crate::object::{Function, Host, Module, Signature, ThreadPlace, Usage, WorkspaceFiles};
-use crate::tensor::{Storage, Tensor};
+use crate::session::Lane;
+use crate::tensor::{Layout, Storage, Tensor};
 
 impl Host for Shared {
     fn devices(&self) -> &Devices {
@@ -43,6 +45,21 @@ impl Host for Shared {
         let memory = api.allocate(device.index, &AllocRequest { size, alignment: 0, scope })?;
         let storage = Storage::new(device, memory, Some(Box::new(lease)));
         Tensor::new(storage, 0, shape, None, dtype)
+    }
+
+    fn stream(&self, lane: Lane, device: Device) -> Result<Arc<dyn Stream>> {
+        let set = LaneKey::shared(lane).and_then(|lane| lock(&self.streams).get(&(lane, device)).cloned());
+        match set {
+            Some(stream) => Ok(stream.0.clone()),
+            None => self.devices.get(device)?.default_stream(device.index),
+        }
+    }
+
+    fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor> {
+        let lease = self.memory.reserve(memory.len())?;
+        let Layout { byte_offset, shape, strides, dtype } = layout;
+        let storage = Storage::new(device, memory, Some(Box::new(lease)));
+        Tensor::new(storage, byte_offset, shape, strides.map(<[i64]>::to_vec), dtype)
     }
 
     fn limits(&self) -> &SessionLimits {

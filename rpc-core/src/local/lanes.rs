@@ -23,6 +23,11 @@ impl LaneKey {
         self.0 > u64::from(u32::MAX)
     }
 
+    /// The lane that clients name so; one for a single request has no name.
+    pub(super) fn shared(lane: Lane) -> Option<Self> {
+        (lane != Lane::CONCURRENT).then_some(Self(u64::from(lane.0)))
+    }
+
     /// What functions see as their lane.
     pub(super) fn lane(self) -> Lane {
         u32::try_from(self.0).map_or(Lane::CONCURRENT, Lane)

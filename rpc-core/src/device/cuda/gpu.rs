@@ -150,6 +150,13 @@ impl Gpu {
         Ok(free as u64)
     }
 
+    /// Waits until all that was submitted to any stream of ours so far is done.
+    pub(super) fn settle_all(&'static self) -> Result<()> {
+        let opened = self.enter()?;
+        opened.streams.fences(self, opened)?.into_iter().try_for_each(|event| event.wait())?;
+        self.settle()
+    }
+
     /// Waits until all that was submitted to the default stream so far is done.
     pub(super) fn settle(&'static self) -> Result<()> {
         let opened = self.enter()?;

@@ -19,8 +19,10 @@ use crate::error::{Result, RpcError};
 pub struct CudaMemory {
     gpu: &'static Gpu,
     space: Space,
-    /// `None` if there are no bytes, and once it has been given back.
+    /// `None` if there are no bytes, if they are somebody else's, and once it has been given back.
     block: Option<Block>,
+    /// Keeps bytes that are not of the pool.
+    owner: Option<Box<dyn Any + Send + Sync>>,
     /// Lies, with all of `len`, within the block.
     start: u64,
     len: u64,
@@ -66,12 +68,28 @@ impl CudaMemory {
         if len == 0 {
             // An address for a pointer to nothing, aligned as asked for.
             let start = if space == Space::Host { alignment.max(NATURAL_ALIGNMENT) } else { 0 };
-            return Ok(Self { gpu, space, block: None, start, len });
+            return Ok(Self { gpu, space, block: None, owner: None, start, len });
         }
         let spare = if alignment > NATURAL_ALIGNMENT { alignment } else { 0 };
         let block = pool(opened, space).take(gpu, opened, len.saturating_add(spare))?;
         let start = block.address.next_multiple_of(alignment.max(1));
-        Ok(Self { gpu, space, block: Some(block), start, len })
+        Ok(Self { gpu, space, block: Some(block), owner: None, start, len })
+    }
+
+    /// The bytes of a library, in the device's memory.
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceApi::adopt`](crate::device::DeviceApi::adopt).
+    pub(super) unsafe fn adopt(
+        gpu: &'static Gpu,
+        address: NonNull<u8>,
+        len: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Self> {
+        gpu.enter()?;
+        let start = address.as_ptr().expose_provenance() as u64;
+        Ok(Self { gpu, space: Space::Device, block: None, owner: Some(owner), start, len: len as u64 })
     }
 
     /// The address of the first byte, for kernels and libraries on the same device; null if there are no bytes. Pinned
@@ -157,6 +175,11 @@ unsafe impl Memory for CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
+        if self.owner.is_some()
+            && let Err(error) = self.gpu.settle_all()
+        {
+            tracing::warn!(%error, "memory of a library is given back, and nobody knows whether it is still in use");
+        }
         let Some(block) = self.block.take() else { return };
         // It is open, or there would be no block; if the device is lost, only the statistics change.
         if let Some(opened) = self.gpu.opened() {

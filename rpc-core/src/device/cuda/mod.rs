@@ -63,8 +63,10 @@ mod pool;
 mod stream;
 mod transfer;
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use self::gpu::{Gpu, Gpus};
@@ -190,6 +192,17 @@ impl DeviceApi for CudaDevice {
     /// Alignments up to 2 MiB. The scope `host` is pinned memory of the host.
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
         Ok(Box::new(CudaMemory::allocate(self.gpu(index)?, request)?))
+    }
+
+    unsafe fn adopt(
+        &self,
+        index: i32,
+        address: NonNull<u8>,
+        len: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Box<dyn Memory>> {
+        // SAFETY: the caller promises the same.
+        Ok(Box::new(unsafe { CudaMemory::adopt(self.gpu(index)?, address, len, owner)? }))
     }
 
     fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {

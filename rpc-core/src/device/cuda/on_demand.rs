@@ -1,6 +1,8 @@
 //! CUDA for processes that may never want it: nothing is loaded before somebody does.
 
+use std::any::Any;
 use std::path::Path;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::{CudaDevice, CudaModules};
@@ -31,6 +33,17 @@ impl DeviceApi for CudaOnDemand {
 
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
         open()?.allocate(index, request)
+    }
+
+    unsafe fn adopt(
+        &self,
+        index: i32,
+        address: NonNull<u8>,
+        len: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Box<dyn Memory>> {
+        // SAFETY: the caller's promises are the same.
+        unsafe { open()?.adopt(index, address, len, owner) }
     }
 
     fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::sync::Mutex;
 
 use cudarc::driver::sys::{CUstream_flags_enum, CUstream_st, cudaError_enum as Code};
@@ -115,6 +115,11 @@ impl Stream for CudaStream {
                 other.synchronize()
             }
         }
+    }
+
+    fn library_handle(&self) -> Result<Option<NonNull<c_void>>> {
+        self.gpu.enter()?;
+        Ok(NonNull::new(self.raw()))
     }
 
     fn as_any(&self) -> &dyn Any {
