@@ -1,5 +1,6 @@
 //! References to registers: what the controller has of values that live on the workers.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -278,6 +279,13 @@ impl<T: IntoArgument> IntoArgument for Option<T> {
 impl<T: IntoArgument> IntoArgument for Vec<T> {
     fn into_argument(self) -> Result<Argument> {
         self.into_iter().map(T::into_argument).collect::<Result<_>>().map(Value::List)
+    }
+}
+
+impl<K: IntoArgument, V: IntoArgument> IntoArgument for BTreeMap<K, V> {
+    fn into_argument(self) -> Result<Argument> {
+        let pair = |(key, value): (K, V)| Ok((key.into_argument()?, value.into_argument()?));
+        self.into_iter().map(pair).collect::<Result<_>>().map(Value::Map)
     }
 }
 

@@ -29,6 +29,8 @@ pub enum ParameterType {
     Device,
     /// A list.
     List,
+    /// A map.
+    Map,
     /// A packed `serde` value.
     Packed,
     /// A function.
@@ -45,7 +47,7 @@ pub enum ParameterType {
 }
 
 impl ParameterType {
-    const PLAIN: [Self; 13] = [
+    const PLAIN: [Self; 14] = [
         Self::Any,
         Self::Bool,
         Self::Int,
@@ -56,6 +58,7 @@ impl ParameterType {
         Self::DataType,
         Self::Device,
         Self::List,
+        Self::Map,
         Self::Packed,
         Self::Function,
         Self::Module,
@@ -79,6 +82,7 @@ impl ParameterType {
             Self::DataType => "dtype",
             Self::Device => "device",
             Self::List => "list",
+            Self::Map => "map",
             Self::Packed => "packed",
             Self::Function => "function",
             Self::Module => "module",

@@ -538,6 +538,10 @@ impl Worker {
             Value::Object(Operand::Register(register)) => self.value(*register)?,
             Value::Object(Operand::Tensor(tensor)) => Value::Object(Object::Tensor(self.receive(tensor)?)),
             Value::List(values) => Value::List(values.iter().map(|value| self.resolve(value)).collect::<Outcome<_>>()?),
+            Value::Map(pairs) => {
+                let pair = |(key, value): &(_, _)| Ok((self.resolve(key)?, self.resolve(value)?));
+                Value::Map(pairs.iter().map(pair).collect::<Outcome<_>>()?)
+            }
             plain => plain.clone().try_map(&mut |_: Operand| Err(RpcError::internal("an operand in a plain value")))?,
         })
     }

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -128,7 +129,7 @@ macro_rules! plain {
             impl FromReply for $rust {
                 fn from_reply($value: Value, session: &SharedSession) -> Result<Self> {
                     // None of these types holds an object, so one that came all the same has no owner.
-                    if let Value::Object(_) | Value::List(_) = $value {
+                    if $value.may_hold_objects() {
                         release(session, &$value);
                     }
                     $from
@@ -250,7 +251,6 @@ impl<T: Serialize> IntoArg for Pack<T> {
     }
 }
 
-/// The last part of a type's path.
 /// The name of a type without the paths of the types in it.
 fn short_name<T>() -> String {
     let mut short = String::new();
@@ -352,6 +352,67 @@ impl<T: IntoReturn> IntoReturn for Vec<T> {
 impl<T: IntoArg> IntoArg for Vec<T> {
     fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
         self.into_iter().map(|value| value.into_arg(scope)).collect::<Result<_>>().map(Value::List)
+    }
+}
+
+/// The pairs as a map; the first key that is there twice is an error.
+fn unique<K: Ord, V>(pairs: impl IntoIterator<Item = (K, V)>) -> Result<BTreeMap<K, V>> {
+    let mut map = BTreeMap::new();
+    for (at, (key, value)) in pairs.into_iter().enumerate() {
+        if map.insert(key, value).is_some() {
+            return Err(RpcError::invalid_argument(format!("the key of pair {at} is in the map already")));
+        }
+    }
+    Ok(map)
+}
+
+impl<K: FromArg + Ord, V: FromArg> FromArg for BTreeMap<K, V> {
+    fn type_name() -> Cow<'static, str> {
+        format!("{{{}: {}}}", K::type_name(), V::type_name()).into()
+    }
+
+    fn from_arg(arg: Arg) -> Result<Self> {
+        let Value::Map(pairs) = arg.value else { return Err(mismatch("map", &arg.value)) };
+        let convert = |(at, (key, value))| {
+            let key = K::from_arg(Arg { value: key, borrow: None })
+                .map_err(|error| error.context(format_args!("key of pair {at}")))?;
+            let value = V::from_arg(Arg { value, borrow: None })
+                .map_err(|error| error.context(format_args!("value of pair {at}")))?;
+            Ok((key, value))
+        };
+        unique(pairs.into_iter().enumerate().map(convert).collect::<Result<Vec<_>>>()?)
+    }
+}
+
+impl<K: FromReply + Ord, V: FromReply> FromReply for BTreeMap<K, V> {
+    fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
+        let Value::Map(pairs) = value else {
+            let error = mismatch("map", &value);
+            release(session, &value);
+            return Err(error);
+        };
+        // Every key and value is converted even after an error, so that all objects are owned and freed.
+        let convert = |(key, value)| (K::from_reply(key, session), V::from_reply(value, session));
+        let converted: Vec<_> = pairs.into_iter().map(convert).collect();
+        unique(converted.into_iter().map(|(key, value)| Ok((key?, value?))).collect::<Result<Vec<_>>>()?)
+    }
+}
+
+impl<K: IntoReturn, V: IntoReturn> IntoReturn for BTreeMap<K, V> {
+    fn type_name() -> Cow<'static, str> {
+        format!("{{{}: {}}}", K::type_name(), V::type_name()).into()
+    }
+
+    fn into_return(self) -> Result<LocalValue> {
+        let convert = |(key, value): (K, V)| Ok((key.into_return()?, value.into_return()?));
+        self.into_iter().map(convert).collect::<Result<_>>().map(Value::Map)
+    }
+}
+
+impl<K: IntoArg, V: IntoArg> IntoArg for BTreeMap<K, V> {
+    fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+        let mut convert = |(key, value): (K, V)| Ok((key.into_arg(scope)?, value.into_arg(scope)?));
+        self.into_iter().map(&mut convert).collect::<Result<_>>().map(Value::Map)
     }
 }
 

@@ -37,6 +37,9 @@ pub enum Value<O = Reference> {
     Device(Device),
     /// Several values. They may be objects.
     List(Vec<Self>),
+    /// Pairs of a key and its value, in an order that is kept. Both may be anything, objects included; whether a key is
+    /// there twice nobody looks at on the way.
+    Map(Vec<(Self, Self)>),
     /// Any `serde` type, as MessagePack. It holds no objects.
     Packed(Packed),
     /// Something that lives in the session.
@@ -151,7 +154,7 @@ pub(crate) fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::
     T::deserialize(&mut deserializer)
 }
 
-/// How deep lists and packed values may nest: deeper ones are refused rather than recursed into.
+/// How deep lists, maps and packed values may nest: deeper ones are refused rather than recursed into.
 pub const MAX_DEPTH: usize = 64;
 
 impl<O> Value<O> {
@@ -168,6 +171,7 @@ impl<O> Value<O> {
             Self::DataType(_) => "dtype",
             Self::Device(_) => "device",
             Self::List(_) => "list",
+            Self::Map(_) => "map",
             Self::Packed(_) => "packed",
             Self::Object(_) => "object",
         }
@@ -193,14 +197,27 @@ impl<O> Value<O> {
             Self::List(values) => {
                 Value::List(values.into_iter().map(|value| value.try_map(replace)).collect::<Result<_, E>>()?)
             }
+            Self::Map(pairs) => {
+                let pairs = pairs.into_iter().map(|(key, value)| Ok((key.try_map(replace)?, value.try_map(replace)?)));
+                Value::Map(pairs.collect::<Result<_, E>>()?)
+            }
             Self::Object(object) => Value::Object(replace(object)?),
         })
+    }
+
+    /// Whether the value can hold objects, by its type alone: what can not needs no look for them.
+    pub fn may_hold_objects(&self) -> bool {
+        matches!(self, Self::Object(_) | Self::List(_) | Self::Map(_))
     }
 
     /// Calls `visit` with every object in the value.
     pub fn for_each_object(&self, visit: &mut impl FnMut(&O)) {
         match self {
             Self::List(values) => values.iter().for_each(|value| value.for_each_object(visit)),
+            Self::Map(pairs) => pairs.iter().for_each(|(key, value)| {
+                key.for_each_object(visit);
+                value.for_each_object(visit);
+            }),
             Self::Object(object) => visit(object),
             _ => {}
         }
@@ -221,6 +238,10 @@ impl<O> Value<O> {
             Self::List(values) => {
                 let nested = values.iter().map(|value| value.heap_bytes(of_object));
                 size_of::<Self>() * values.capacity() + nested.sum::<usize>()
+            }
+            Self::Map(pairs) => {
+                let nested = pairs.iter().map(|(key, value)| key.heap_bytes(of_object) + value.heap_bytes(of_object));
+                size_of::<(Self, Self)>() * pairs.capacity() + nested.sum::<usize>()
             }
             Self::Object(object) => of_object(object),
             Self::Null | Self::Bool(_) | Self::Int(_) | Self::Float(_) | Self::DataType(_) | Self::Device(_) => 0,
@@ -287,6 +308,12 @@ impl<O> From<Vec<Self>> for Value<O> {
     }
 }
 
+impl<O> From<Vec<(Self, Self)>> for Value<O> {
+    fn from(pairs: Vec<(Self, Self)>) -> Self {
+        Self::Map(pairs)
+    }
+}
+
 impl From<Reference> for Value {
     fn from(reference: Reference) -> Self {
         Self::Object(reference)
@@ -313,6 +340,8 @@ mod tests {
         assert_eq!(Value::from("x".repeat(1000)).size_hint(), 1000 + element);
         let nested = Value::List(vec![Value::List(vec![Value::Bytes(Bytes::from_static(&[0; 100]))])]);
         assert_eq!(nested.size_hint(), 3 * element + 100);
+        let map = |pairs| Value::Map(vec![(Value::from("key"), Value::List(vec![Value::Null])); pairs]);
+        assert_eq!(map(1000).size_hint(), 1000 * (3 * element + 3) + element);
         // A list may have been given more room than it needs.
         let mut roomy = Vec::with_capacity(100);
         roomy.push(Value::Null);
@@ -326,5 +355,24 @@ mod tests {
             device: Device::cpu(),
         };
         assert_eq!(Value::from(tensor).size_hint(), element + 1024);
+    }
+
+    #[test]
+    fn objects_are_found_in_keys_and_in_values() {
+        let object = |bits| Value::Object(Reference::Object(Handle::from_bits(bits)));
+        let pairs =
+            vec![(object(1), Value::List(vec![object(2)])), (Value::Null, Value::Map(vec![(object(3), 4.into())]))];
+        let map = Value::Map(pairs);
+        assert!(map.may_hold_objects());
+        assert_eq!(map.handles(), [1, 2, 3].map(Handle::from_bits));
+        let kept: Value<u64> = map.clone().try_map(&mut |object| Ok::<_, ()>(object.handle().to_bits())).unwrap();
+        let mut found = Vec::new();
+        kept.for_each_object(&mut |bits| found.push(*bits));
+        assert_eq!(found, [1, 2, 3]);
+        let refused: Result<Value<()>, _> = map.try_map(&mut |object| match object.handle().to_bits() {
+            3 => Err("no"),
+            _ => Ok(()),
+        });
+        assert_eq!(refused, Err("no"));
     }
 }

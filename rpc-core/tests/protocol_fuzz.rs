@@ -40,7 +40,7 @@ fn for_seeds(explicit: &[u64], count: u64, limit: Duration, mut run: impl FnMut(
 
 fn random_value(rng: &mut Rng, depth: usize) -> Value {
     let handle = Handle::from_bits(rng.next());
-    match rng.below(if depth > 3 { 14 } else { 15 }) {
+    match rng.below(if depth > 3 { 14 } else { 16 }) {
         0 => Value::Null,
         1 => Value::Bool(rng.one_in(2)),
         2 => Value::Int(rng.next() as i64 >> rng.below(64)),
@@ -60,7 +60,11 @@ fn random_value(rng: &mut Rng, depth: usize) -> Value {
         11 => Value::Object(Reference::Function(handle)),
         12 => Value::Object(Reference::Module(handle)),
         13 => Value::Object(Reference::Tensor(random_tensor(rng))),
-        _ => Value::List((0..rng.below(20)).map(|_| random_value(rng, depth + 1)).collect()),
+        14 => Value::List((0..rng.below(20)).map(|_| random_value(rng, depth + 1)).collect()),
+        _ => {
+            let pairs = 0..rng.below(10);
+            Value::Map(pairs.map(|_| (random_value(rng, depth + 1), random_value(rng, depth + 1))).collect())
+        }
     }
 }
 
@@ -355,7 +359,10 @@ fn answer(pair: &mut Pair, model: &mut Model, rng: &mut Rng, id: u64) {
                 model.live.insert(model.minted);
                 values.push(object(model.minted));
             }
-            Ok(Value::List(values))
+            Ok(match values.len() % 2 {
+                0 => Value::Map(values.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect()),
+                _ => Value::List(values),
+            })
         }
         _ => Ok(Value::Null),
     };

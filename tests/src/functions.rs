@@ -3,7 +3,7 @@
 //! Whatever a test needs to control at the origin (gates, counters, journals) is an object of the session and is worked
 //! through functions, because the origin may be another process, several hops away.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -217,6 +217,9 @@ fn values(registry: &Registry) {
     registry.add_inline("half", |x: f64| x / 2.0);
     registry.add_inline("optional", |value: Option<i64>| value.unwrap_or(-1));
     registry.add_inline("mean", |values: Vec<f64>| values.iter().sum::<f64>() / values.len() as f64);
+    registry.add_inline("swap_keys", |names: BTreeMap<i64, String>| -> BTreeMap<String, i64> {
+        names.into_iter().map(|(number, name)| (name, number)).collect()
+    });
     registry.add_inline("nothing", || ());
     registry.add_inline("count", |Rest(values): Rest| values.len() as i64);
     registry.add("move_point", |Pack(mut point): Pack<Point>, by: f64| {

@@ -3,6 +3,7 @@
 // A test that panics has failed.
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use disco::{
@@ -114,6 +115,7 @@ fn calls_values_and_registers() {
             Value::DataType(DataType::BF16),
             Value::Device(Device::cuda(3)),
             Value::List(vec![Value::Int(1), Value::List(vec![])]),
+            Value::Map(vec![("a".into(), Value::Map(vec![(Value::Int(1), Value::Null)]))]),
             packed,
         ];
         for expected in values {
@@ -124,6 +126,8 @@ fn calls_values_and_registers() {
         let back = echo.call((Pack((1, "x")),)).unwrap();
         let Value::Packed(packed) = value(session, &back, 0) else { panic!() };
         assert_eq!(packed.decode::<(i32, String)>().unwrap(), (1, "x".to_owned()));
+        let named = echo.call((BTreeMap::from([("id", &id)]),)).unwrap();
+        assert_eq!(value(session, &named, n - 1), Value::Map(vec![("id".into(), Value::from(n - 1))]));
         // A small tensor is an argument, a large one is told the way.
         let small = echo.call((&f32s(&[2], [1.0, 2.0]),)).unwrap();
         assert_eq!(tensor(session, &small, n - 1), (vec![2], vec![1.0, 2.0]));

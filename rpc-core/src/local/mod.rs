@@ -414,7 +414,7 @@ impl Shared {
 
     fn ready(&self, outcome: Outcome) -> Submission {
         match &outcome {
-            Ok(Value::Object(_) | Value::List(_)) => {
+            Ok(value) if value.may_hold_objects() => {
                 Submission::ready_with(Arc::new(Control(self.this.clone())), outcome)
             }
             _ => Submission::ready(outcome),

@@ -18,7 +18,7 @@ use crate::panics::drop_each;
 use crate::reply::{Outcome, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane};
 use crate::tensor::{Access, Borrow, borrow_all};
-use crate::value::{TensorRef, Value};
+use crate::value::TensorRef;
 
 /// What became of the first job of [`Shared::run_lane`], if its submitter waits for it in place.
 pub(super) enum Ran {
@@ -304,10 +304,9 @@ impl Shared {
 
     /// Stores the objects of a return and names them. If one cannot be stored, none is.
     pub(super) fn name_objects(&self, value: LocalValue) -> Outcome {
-        match value {
+        if !value.may_hold_objects() {
             // The usual returns need no look at the table.
-            Value::Object(_) | Value::List(_) => {}
-            plain => return plain.try_map(&mut |_| Err(RpcError::internal("a plain value held an object"))),
+            return value.try_map(&mut |_| Err(RpcError::internal("a plain value held an object")));
         }
         let mut count = 0;
         value.for_each_object(&mut |_| count += 1);

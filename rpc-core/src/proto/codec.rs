@@ -39,7 +39,7 @@ pub enum CodecError {
     /// A string that is not UTF-8.
     #[error("a string is not UTF-8")]
     NotUtf8,
-    /// Lists within lists within lists.
+    /// Lists and maps within lists and maps within lists.
     #[error("values are nested deeper than {MAX_DEPTH}")]
     TooDeep,
     /// Many small values, which take far more memory than bytes on the wire.
@@ -63,7 +63,7 @@ impl From<CodecError> for RpcError {
 
 type Result<T> = std::result::Result<T, CodecError>;
 
-/// The most values in one message, those in lists included: numbers in such numbers belong into a tensor, bytes or a packed
+/// The most values in one message, those in lists and the keys and values of maps included: numbers in such numbers belong into a tensor, bytes or a packed
 /// value.
 pub(crate) const MAX_VALUES: usize = 1 << 20;
 
@@ -133,6 +133,14 @@ impl Writer {
             0..=15 => self.body.push(0x90 | len as u8),
             16..=0xffff => self.tagged(0xdc, &(len as u16).to_be_bytes()),
             _ => self.tagged(0xdd, &(len as u32).to_be_bytes()),
+        }
+    }
+
+    pub(crate) fn map(&mut self, len: usize) {
+        match len {
+            0..=15 => self.body.push(0x80 | len as u8),
+            16..=0xffff => self.tagged(0xde, &(len as u16).to_be_bytes()),
+            _ => self.tagged(0xdf, &(len as u32).to_be_bytes()),
         }
     }
 
@@ -262,13 +270,16 @@ impl Writer {
             Value::Device(device) => self.device(*device),
             Value::List(values) => {
                 self.array(values.len());
-                if self.depth >= MAX_DEPTH {
-                    self.invalid = Some("values are nested too deeply");
-                    return;
-                }
-                self.depth += 1;
-                values.iter().for_each(|value| self.value(value));
-                self.depth -= 1;
+                self.nested(|this| values.iter().for_each(|value| this.value(value)));
+            }
+            Value::Map(pairs) => {
+                self.map(pairs.len());
+                self.nested(|this| {
+                    pairs.iter().for_each(|(key, value)| {
+                        this.value(key);
+                        this.value(value);
+                    });
+                });
             }
             Value::Packed(packed) => {
                 self.ext(EXT_PACKED, packed.as_bytes().len());
@@ -279,6 +290,17 @@ impl Writer {
             Value::Object(Reference::Object(handle)) => self.reference(EXT_OBJECT, *handle),
             Value::Object(Reference::Tensor(tensor)) => self.tensor(tensor),
         }
+    }
+
+    /// What is in a list or a map, one level further down.
+    fn nested(&mut self, write: impl FnOnce(&mut Self)) {
+        if self.depth >= MAX_DEPTH {
+            self.invalid = Some("values are nested too deeply");
+            return;
+        }
+        self.depth += 1;
+        write(self);
+        self.depth -= 1;
     }
 }
 
@@ -544,6 +566,15 @@ impl<'a> Reader<'a> {
                 let len = self.number_len(4)?;
                 self.list(len, depth)?
             }
+            0x80..=0x8f => self.pairs((marker & 0x0f).into(), depth)?,
+            0xde => {
+                let len = self.number_len(2)?;
+                self.pairs(len, depth)?
+            }
+            0xdf => {
+                let len = self.number_len(4)?;
+                self.pairs(len, depth)?
+            }
             _ => {
                 let (kind, mut content) = self.ext_after(marker)?;
                 match kind {
@@ -576,6 +607,15 @@ impl<'a> Reader<'a> {
             return Err(CodecError::Truncated);
         }
         (0..len).map(|_| self.value(depth + 1)).collect::<Result<_>>().map(Value::List)
+    }
+
+    fn pairs(&mut self, len: usize, depth: usize) -> Result<Value> {
+        // As for a list, with two bytes for each pair.
+        if len > self.body.len() / 2 {
+            return Err(CodecError::Truncated);
+        }
+        let pair = |_| Ok((self.value(depth + 1)?, self.value(depth + 1)?));
+        (0..len).map(pair).collect::<Result<_>>().map(Value::Map)
     }
 }
 

@@ -31,6 +31,7 @@ pub(super) enum Shown {
     Shape(Vec<i64>),
     Packed(Json),
     List(Vec<Self>),
+    Map(Vec<(Self, Self)>),
     Tensor {
         tensor: RemoteTensor,
         elements: Option<Json>,
@@ -53,6 +54,10 @@ impl Shown {
             Value::List(values) => {
                 Self::List(values.into_iter().map(|value| Self::new(session, value)).collect::<Result<_, _>>()?)
             }
+            Value::Map(pairs) => {
+                let pair = |(key, value)| Ok((Self::new(session, key)?, Self::new(session, value)?));
+                Self::Map(pairs.into_iter().map(pair).collect::<Result<_, Failure>>()?)
+            }
             Value::Packed(packed) => match packed.decode() {
                 Ok(decoded) => Self::Packed(decoded),
                 // Well-formed, perhaps, but with keys or bytes that JSON has not.
@@ -73,6 +78,7 @@ impl Shown {
         match self {
             Self::Tensor { tensor, .. } => vec![tensor],
             Self::List(items) => items.iter().flat_map(Self::tensors).collect(),
+            Self::Map(pairs) => pairs.iter().flat_map(|(key, value)| [key, value]).flat_map(Self::tensors).collect(),
             _ => Vec::new(),
         }
     }
@@ -83,6 +89,7 @@ impl Shown {
         while let Some(shown) = todo.pop() {
             match shown {
                 Self::List(items) => todo.extend(items),
+                Self::Map(pairs) => todo.extend(pairs.iter_mut().flat_map(|(key, value)| [key, value])),
                 Self::Tensor { tensor, elements } => {
                     let count: i64 = tensor.shape().iter().product();
                     if count.unsigned_abs() <= SMALL_TENSOR && tensor.strides().is_none() {
@@ -111,6 +118,13 @@ impl Shown {
             Self::Shape(shape) => json!({ "shape": shape }),
             Self::Packed(value) => value.clone(),
             Self::List(items) => items.iter().map(Self::to_json).collect(),
+            Self::Map(pairs) => match object(pairs) {
+                Some(object) => Json::Object(object),
+                None => {
+                    let pair = |(key, value): &(Self, Self)| json!([key.to_json(), value.to_json()]);
+                    json!({ "map": pairs.iter().map(pair).collect::<Vec<_>>() })
+                }
+            },
             Self::Tensor { tensor, elements } => json!({ "tensor": {
                 "dtype": tensor.dtype().to_string(),
                 "shape": tensor.shape(),
@@ -121,12 +135,15 @@ impl Shown {
         }
     }
 
-    /// As text. A string alone is itself, so that it can be piped on; within a list it is quoted.
+    /// As text. A string alone is itself, so that it can be piped on; within a list or a map it is quoted.
     pub(super) fn to_text(&self) -> String {
         match self {
             Self::Text(text) => text.clone(),
             Self::List(items) if items.iter().any(|item| matches!(item, Self::Tensor { .. } | Self::List(_))) => {
                 items.iter().map(Self::to_text).collect::<Vec<_>>().join("\n")
+            }
+            Self::Map(pairs) if !self.tensors().is_empty() => {
+                pairs.iter().map(pair_text).collect::<Vec<_>>().join("\n")
             }
             other => other.inner_text(),
         }
@@ -149,6 +166,10 @@ impl Shown {
                 let items: Vec<_> = items.iter().map(Self::inner_text).collect();
                 format!("[{}]", items.join(", "))
             }
+            Self::Map(pairs) => {
+                let pairs: Vec<_> = pairs.iter().map(pair_text).collect();
+                format!("{{{}}}", pairs.join(", "))
+            }
             Self::Tensor { tensor, elements } => {
                 let (dtype, shape, device) = (tensor.dtype(), tensor.shape(), tensor.device());
                 let mut text = format!("tensor {dtype} {shape:?} on {device}, {}", size(tensor.size_bytes()));
@@ -159,6 +180,22 @@ impl Shown {
             }
         }
     }
+}
+
+fn pair_text((key, value): &(Shown, Shown)) -> String {
+    format!("{}: {}", key.inner_text(), value.inner_text())
+}
+
+/// The object of JSON that says the same, if there is one: its keys are text, and each is there once.
+fn object(pairs: &[(Shown, Shown)]) -> Option<serde_json::Map<String, Json>> {
+    let mut object = serde_json::Map::new();
+    for (key, value) in pairs {
+        let Shown::Text(key) = key else { return None };
+        if object.insert(key.clone(), value.to_json()).is_some() {
+            return None;
+        }
+    }
+    Some(object)
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -201,6 +238,20 @@ mod tests {
         let long = shown(Bytes::from(vec![b'x'; 1000]).into());
         assert!(long.to_text().ends_with("x\"… (1000 bytes)"));
         assert_eq!(long.to_json()["complete"], false);
+    }
+
+    #[test]
+    fn maps_are_objects_of_json_where_those_can_say_it() {
+        let map = |pairs: &[(Value, Value)]| shown(Value::Map(pairs.to_vec()));
+        let named = map(&[("a".into(), 1.into()), ("b c".into(), vec![Value::from(2.0)].into())]);
+        assert_eq!(named.to_text(), r#"{"a": 1, "b c": [2.0]}"#);
+        assert_eq!(named.to_json(), json!({ "a": 1, "b c": [2.0] }));
+        assert_eq!((map(&[]).to_text(), map(&[]).to_json()), ("{}".to_owned(), json!({})));
+        let numbered = map(&[(1.into(), "x".into()), (1.into(), Value::Null)]);
+        assert_eq!(numbered.to_text(), r#"{1: "x", 1: null}"#);
+        assert_eq!(numbered.to_json(), json!({ "map": [[1, "x"], [1, null]] }));
+        let twice = map(&[("a".into(), 1.into()), ("a".into(), 2.into())]);
+        assert_eq!(twice.to_json(), json!({ "map": [["a", 1], ["a", 2]] }));
     }
 
     #[test]

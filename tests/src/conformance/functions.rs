@@ -1,10 +1,14 @@
 //! Functions and values.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
+use rpc_core::session::release;
 use rpc_core::transfer::CHUNK;
 use rpc_core::value::MAX_DEPTH;
 use rpc_core::{
-    DataType, Device, ErrorKind, Lane, Pack, Packed, RemoteFunction, RemoteObject, Shape, TypedFunction, Value,
+    DataType, Device, ErrorKind, Lane, Pack, Packed, Reference, RemoteFunction, RemoteObject, RemoteTensor, Shape,
+    TypedFunction, Value,
 };
 
 use crate::functions::Point;
@@ -57,6 +61,15 @@ fn samples() -> Vec<Value> {
         Value::Device("cuda:3".parse().unwrap()),
         Value::List(vec![]),
         Value::List(vec![Value::Null, Value::Int(1), Value::List(vec![Value::Str("deep".to_owned())])]),
+        Value::Map(vec![]),
+        Value::Map(vec![
+            ("text".into(), Value::Int(1)),
+            (Value::Null, Value::List(vec![Value::Map(vec![(Value::Bool(true), "deep".into())])])),
+            // Neither the order nor a key that is there twice is anybody's business.
+            (Value::Bytes(Bytes::from_static(b"first")), Value::Bytes(Bytes::from_static(b"second"))),
+            (Value::Null, Value::Null),
+        ]),
+        Value::Map((0..1000).map(|n| (Value::Int(n), n.to_string().into())).collect()),
         Value::Packed(Packed::encode(&("tuple", 1, [1.5_f32, -0.0])).unwrap()),
     ];
     let integers =
@@ -102,14 +115,63 @@ pub async fn bytes_larger_than_a_chunk_come_back(scene: &Scene) {
     }
 }
 
-/// Lists may nest to the limit.
-pub async fn lists_nest_to_the_limit(scene: &Scene) {
+/// Lists and maps may nest to the limit.
+pub async fn lists_and_maps_nest_to_the_limit(scene: &Scene) {
     let kit = scene.kit().await;
     let mut value = Value::Int(7);
-    for _ in 0..MAX_DEPTH - 1 {
-        value = Value::List(vec![value, Value::Null]);
+    for depth in 0..MAX_DEPTH - 1 {
+        value = match depth % 3 {
+            0 => Value::List(vec![value, Value::Null]),
+            1 => Value::Map(vec![(value, Value::Null)]),
+            _ => Value::Map(vec![(Value::Null, value)]),
+        };
     }
     assert_eq!(kit.run::<Value>("echo", (value.clone(),)).await, value);
+}
+
+/// Objects pass in maps, as keys and as values, tensors and functions among them; each that comes back is freed by whoever
+/// holds it, or with a map that does not fit.
+pub async fn maps_hold_objects(scene: &Scene) {
+    let kit = scene.kit().await;
+    let baseline = kit.usage().await;
+    let tensor = kit.get(kit.session.alloc(Device::cpu(), DataType::F32, &[3])).await;
+    let plus_two: RemoteFunction = kit.run("make_adder", (2,)).await;
+    for echo in ECHOES {
+        let tensors: BTreeMap<String, RemoteTensor> =
+            kit.run(echo, (BTreeMap::from([("a", &tensor), ("b", &tensor)]),)).await;
+        assert_eq!(tensors.keys().collect::<Vec<_>>(), ["a", "b"]);
+        assert!(tensors.values().all(|tensor| tensor.shape() == [3]));
+        let functions: BTreeMap<i64, RemoteFunction> = kit.run(echo, (BTreeMap::from([(1, &plus_two)]),)).await;
+        assert_eq!(kit.get(functions[&1].call::<i64>((40,))).await, 42);
+        let error = kit.try_run::<BTreeMap<i64, i64>>(echo, (BTreeMap::from([(1, &plus_two)]),)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        // As a key, which only a raw value can be.
+        let key = Value::Object(Reference::Function(plus_two.handle()));
+        let raw: Value = kit.run(echo, (Value::Map(vec![(key, Value::Null)]),)).await;
+        assert_eq!(raw.handles().len(), 1);
+        release(kit.session.shared(), &raw);
+    }
+    drop((tensor, plus_two));
+    kit.settles_at(baseline).await;
+}
+
+/// Maps are converted to types of maps, in which a key is there once.
+pub async fn typed_maps_have_each_key_once(scene: &Scene) {
+    let kit = scene.kit().await;
+    let ages = BTreeMap::from([("a".to_owned(), 1_i64), ("b".to_owned(), 2)]);
+    assert_eq!(kit.run::<BTreeMap<String, i64>>("swap_keys", (BTreeMap::from([(1, "a"), (2, "b")]),)).await, ages);
+    for (pairs, place) in [
+        (vec![(1.into(), "a".into()), (1.into(), "b".into())], "argument 0: the key of pair 1"),
+        (vec![(1.into(), Value::Null)], "argument 0: value of pair 0"),
+        (vec![(1.into(), "a".into()), ("b".into(), "b".into())], "argument 0: key of pair 1"),
+    ] {
+        let error = kit.try_run::<Value>("swap_keys", (Value::Map(pairs),)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.message().contains(place), "{error} should name {place}");
+    }
+    let twice = Value::Map(vec![(1.into(), 1.into()), (1.into(), 2.into())]);
+    let error = kit.try_run::<BTreeMap<i64, i64>>("echo", (twice,)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
 }
 
 /// Arguments and returns are converted to the types that the function and the caller name.

@@ -26,7 +26,9 @@ macro_rules! conformance {
                 every_value_comes_back_as_it_went
                 floats_keep_their_bits
                 bytes_larger_than_a_chunk_come_back
-                lists_nest_to_the_limit
+                lists_and_maps_nest_to_the_limit
+                maps_hold_objects
+                typed_maps_have_each_key_once
                 typed_calls_convert_arguments_and_returns
                 arguments_that_do_not_fit_are_refused_with_their_place
                 returns_that_do_not_fit_are_refused_and_freed

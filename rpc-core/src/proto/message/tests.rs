@@ -3,7 +3,7 @@
 use super::*;
 use crate::dlpack::{DataType, Device};
 use crate::handle::Handle;
-use crate::proto::codec::{decode_value, encode_value};
+use crate::proto::codec::{MAX_VALUES, decode_value, encode_value};
 use crate::value::{Packed, Reference, TensorRef};
 use proptest::prelude::*;
 
@@ -161,6 +161,14 @@ fn golden_replies() {
         (Value::Bool(true), "c3"),
         (Value::Str("hé\0".into()), "a4 68c3a900"),
         (Value::List(vec![Value::Int(1000), Value::Null]), "92 cd03e8 c0"),
+        (Value::Map(vec![]), "80"),
+        (
+            Value::Map(vec![
+                ("a".into(), 1.into()),
+                (Value::Null, Value::Object(Reference::Object(Handle::from_bits(1)))),
+            ]),
+            "82 a161 01 c0 d708 0100000000000000",
+        ),
         (Value::Shape(vec![]), "c70002"),
         (Value::Packed(Packed::encode(&7).unwrap()), "d405 07"),
         (Value::Object(Reference::Function(Handle::from_bits(1))), "d706 0100000000000000"),
@@ -200,6 +208,51 @@ fn nesting_beyond_the_limit_is_refused() {
     assert_eq!(decode_value(&body, Bytes::new()), Err(CodecError::TooDeep));
     assert!(decode_value(&body[1..], Bytes::new()).is_ok());
     assert!(decode_value(&vec![0x91; 10_000_000], Bytes::new()).is_err());
+    // Keys nest as values do.
+    for (deeper, behind) in [(&[0x81, 0xc0][..], 0), (&[0x81], crate::value::MAX_DEPTH + 1)] {
+        let mut body = deeper.repeat(crate::value::MAX_DEPTH + 1);
+        body.extend(vec![0xc0; 1 + behind]);
+        assert_eq!(decode_value(&body, Bytes::new()), Err(CodecError::TooDeep));
+        body.truncate(body.len() - behind.min(1));
+        assert!(decode_value(&body[deeper.len()..], Bytes::new()).is_ok());
+    }
+}
+
+#[test]
+fn what_is_too_deep_is_not_sent() {
+    let nest = |depth, wrap: fn(Value) -> Value| (0..depth).fold(Value::Null, |inner, _| wrap(inner));
+    let wraps: [fn(Value) -> Value; 3] = [
+        |inner| Value::List(vec![inner]),
+        |inner| Value::Map(vec![(inner, Value::Null)]),
+        |inner| Value::Map(vec![(Value::Null, inner)]),
+    ];
+    for wrap in wraps {
+        for (depth, invalid) in [(crate::value::MAX_DEPTH, false), (crate::value::MAX_DEPTH + 1, true)] {
+            let mut writer = Writer::default();
+            writer.value(&nest(depth, wrap));
+            assert_eq!(writer.invalid.is_some(), invalid);
+            assert_eq!(decode_value(&writer.body, Bytes::new()).is_err(), invalid);
+        }
+    }
+}
+
+#[test]
+fn maps_of_any_length_come_back_and_a_length_that_lies_is_found_out() {
+    for (len, marker) in [(15, 0x8f), (16, 0xde), (0xffff, 0xde), (0x1_0000, 0xdf)] {
+        let map = Value::Map((0..len).map(|n| (Value::Int(n), Value::Bool(n % 2 == 0))).collect());
+        let (body, _) = encode_value(&map);
+        assert_eq!(body[0], marker);
+        assert_eq!(decode_value(&body, Bytes::new()), Ok(map));
+    }
+    for cut in ["81", "81c0", "82c0c0c0", "de0001c0", "dfffffffff", "df00000002c0c0c0"] {
+        assert_eq!(decode_value(&unhex(cut), Bytes::new()), Err(CodecError::Truncated), "{cut}");
+    }
+    // Keys and values both count.
+    let half = MAX_VALUES / 2;
+    let mut body = vec![0xdf];
+    body.extend((half as u32).to_be_bytes());
+    body.extend(vec![0xc0; 2 * half]);
+    assert_eq!(decode_value(&body, Bytes::new()), Err(CodecError::TooMany));
 }
 
 fn reference() -> impl Strategy<Value = Reference> {
@@ -229,7 +282,12 @@ fn value() -> impl Strategy<Value = Value> {
         prop::collection::vec(any::<u8>(), 0..300).prop_map(|bytes| Value::Packed(Packed::from_bytes(bytes.into()))),
         reference().prop_map(Value::Object),
     ];
-    leaf.prop_recursive(4, 40, 20, |inner| prop::collection::vec(inner, 0..20).prop_map(Value::List))
+    leaf.prop_recursive(4, 40, 20, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..20).prop_map(Value::List),
+            prop::collection::vec((inner.clone(), inner), 0..10).prop_map(Value::Map),
+        ]
+    })
 }
 
 proptest! {
