@@ -52,8 +52,9 @@ impl Function {
         Self::from_parts(FunctionKind::Blocking, signature, Vec::new(), body)
     }
 
-    /// As [`dynamic`](Self::dynamic), and before each call every tensor argument is borrowed for writing: for foreign code,
-    /// of which nobody knows what it reads and what it writes. A storage that is given several times is borrowed once.
+    /// As [`dynamic`](Self::dynamic), and before each call every tensor among the arguments, in lists and maps too, is
+    /// borrowed for writing: for foreign code, of which nobody knows what it reads and what it writes. A storage that is
+    /// given several times is borrowed once.
     /// `body` gets the borrows beside the arguments; dropping them ends them.
     pub fn dynamic_exclusive(
         signature: Signature,
@@ -71,11 +72,7 @@ impl Function {
         body: impl Fn(&Context, Vec<LocalValue>, Vec<Borrow>) -> Result<LocalValue> + Send + Sync + 'static,
     ) -> Self {
         let body = Body::Direct(Box::new(move |invocation| {
-            let (mut values, mut borrows) = (Vec::new(), Vec::new());
-            while let Some(arg) = invocation.next_arg() {
-                values.push(arg.value);
-                borrows.extend(arg.borrow);
-            }
+            let (values, borrows) = invocation.take_all();
             body(&invocation.context, values, borrows)
         }));
         Self::exclusive(kind, signature, origin, body)
@@ -248,14 +245,14 @@ handlers!(A1 A2 A3 A4 A5 A6 A7 A8);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DataType, Device, LocalSession, Registry, Session, Value};
+    use crate::{DataType, Device, LocalSession, Registry, RemoteTensor, Session, Value};
 
     #[test]
     fn foreign_code_has_each_storage_once_and_for_writing() {
         let registry = Registry::new();
         let signature = Signature { params: vec!["...".into()], returns: "int".into() };
         let foreign = Function::dynamic_exclusive(signature, |_, values, borrows| {
-            assert_eq!(values.len(), 4);
+            assert!(values.len() >= 2);
             assert!(borrows.iter().all(|borrow| borrow.access() == Access::Write));
             Ok(Value::Int(borrows.len() as i64))
         });
@@ -265,6 +262,11 @@ mod tests {
         let (x, y) = (new(), new());
         let foreign = session.get_function("foreign").wait().unwrap();
         assert_eq!(foreign.call::<i64>((&x, 1, &y, &x)).wait().unwrap(), 2);
+        // In lists and maps, too.
+        let value = |tensor: &RemoteTensor| Value::from(tensor.reference_in(session.shared()).unwrap());
+        let nested =
+            Value::List(vec![value(&x), Value::Map(vec![(value(&y), Value::List(vec![value(&x), value(&y)]))])]);
+        assert_eq!(foreign.call::<i64>((nested, &x)).wait().unwrap(), 2);
         // They end with the call.
         assert_eq!(foreign.call::<i64>((&x, &x, &x, &x)).wait().unwrap(), 1);
     }

@@ -158,20 +158,18 @@ impl Function {
         self.0.exclusive || self.0.access.iter().any(Option::is_some)
     }
 
-    /// The tensor arguments that the function borrows, with their places.
-    pub(crate) fn borrowed_args<'a>(
-        &'a self,
-        args: &'a [LocalValue],
-    ) -> impl Iterator<Item = (usize, &'a Arc<Storage>, Access)> {
-        let mut seen = HashSet::new();
-        args.iter().enumerate().filter_map(move |(index, arg)| {
-            let Value::Object(Object::Tensor(tensor)) = arg else { return None };
-            if self.0.exclusive {
-                return seen.insert(Arc::as_ptr(tensor.storage())).then_some((index, tensor.storage(), Access::Write));
+    /// The storages that the function borrows, with the arguments that they are from, in the order of these.
+    pub(crate) fn borrowed_args<'a>(&self, args: &'a [LocalValue]) -> Vec<(usize, &'a Arc<Storage>, Access)> {
+        if self.0.exclusive {
+            return all_storages(args);
+        }
+        let borrowed = |(index, arg): (usize, &'a LocalValue)| match arg {
+            Value::Object(Object::Tensor(tensor)) => {
+                Some((index, tensor.storage(), self.0.access.get(index).copied().flatten()?))
             }
-            let access = self.0.access.get(index).copied().flatten()?;
-            Some((index, tensor.storage(), access))
-        })
+            _ => None,
+        };
+        args.iter().enumerate().filter_map(borrowed).collect()
     }
 
     /// Runs the function, or starts its future. A panic becomes an error.
@@ -187,6 +185,31 @@ impl Function {
         }));
         outcome.unwrap_or_else(|payload| Started::Done(Err(panic_error(&*payload))))
     }
+}
+
+/// The storages of all tensors in `args`, in lists and maps too, each once and for writing.
+fn all_storages(args: &[LocalValue]) -> Vec<(usize, &Arc<Storage>, Access)> {
+    fn visit<'a>(value: &'a LocalValue, found: &mut impl FnMut(&'a Arc<Storage>)) {
+        match value {
+            Value::Object(Object::Tensor(tensor)) => found(tensor.storage()),
+            Value::List(values) => values.iter().for_each(|value| visit(value, found)),
+            Value::Map(pairs) => pairs.iter().for_each(|(key, value)| {
+                visit(key, found);
+                visit(value, found);
+            }),
+            _ => {}
+        }
+    }
+
+    let (mut seen, mut storages) = (HashSet::new(), Vec::new());
+    for (index, arg) in args.iter().enumerate() {
+        visit(arg, &mut |storage| {
+            if seen.insert(Arc::as_ptr(storage)) {
+                storages.push((index, storage, Access::Write));
+            }
+        });
+    }
+    storages
 }
 
 impl fmt::Debug for Function {
@@ -289,6 +312,12 @@ impl Invocation {
     pub(crate) fn new(values: Vec<LocalValue>, borrows: Vec<(usize, Borrow)>, context: Context) -> Self {
         let args = Args { values: values.into_iter(), borrows: borrows.into_iter().peekable(), next: 0 };
         Self { args, context }
+    }
+
+    /// All arguments and borrows that are left.
+    pub(crate) fn take_all(&mut self) -> (Vec<LocalValue>, Vec<Borrow>) {
+        let borrows = self.args.borrows.by_ref().map(|(_, borrow)| borrow).collect();
+        (self.args.by_ref().collect(), borrows)
     }
 
     pub(crate) fn next_arg(&mut self) -> Option<Arg> {

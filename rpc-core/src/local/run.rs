@@ -173,7 +173,8 @@ impl Shared {
                 let borrows = if borrows.is_empty() {
                     Vec::new()
                 } else {
-                    let places: Vec<_> = function.borrowed_args(&args).map(|(place, ..)| place).collect();
+                    let borrowed = function.borrowed_args(&args).into_iter();
+                    let places: Vec<_> = borrowed.map(|(place, ..)| place).collect();
                     places.into_iter().zip(borrows).collect()
                 };
                 match function.start(Invocation::new(args, borrows, context())) {

@@ -128,7 +128,8 @@ impl Work {
                 vec![(from.storage().clone(), Access::Read), (to.storage().clone(), Access::Write)]
             }
             Self::Call { function, args } if function.borrows_tensors() => {
-                function.borrowed_args(args).map(|(_, storage, access)| (storage.clone(), access)).collect()
+                let borrowed = function.borrowed_args(args).into_iter();
+                borrowed.map(|(_, storage, access)| (storage.clone(), access)).collect()
             }
             _ => Vec::new(),
         }
