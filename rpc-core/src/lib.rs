@@ -54,6 +54,9 @@ pub mod target;
 pub mod tensor;
 pub mod trace;
 pub mod transfer;
+#[cfg(all(feature = "tvm-ffi", unix))]
+#[allow(unsafe_code)]
+pub mod tvm_ffi;
 pub mod value;
 pub mod virtual_device;
 

@@ -16,3 +16,4 @@ pub mod forwarder;
 pub mod functions;
 pub mod scene;
 pub mod spmd;
+pub mod tvm_ffi;

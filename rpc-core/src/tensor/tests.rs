@@ -495,7 +495,8 @@ mod waiting {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        let writes = (0..4_u64).map(|thread| (0..500).filter(|round| (thread + round) % 3 == 0).count() as u64).sum();
+        let writes =
+            (0..4_u64).map(|thread| (0..500).filter(|round| (thread + round) % 3 == 0).count() as u64).sum::<u64>();
         assert_eq!(tensor.read().unwrap().as_slice::<u64>().unwrap(), [writes; 16]);
     }
 

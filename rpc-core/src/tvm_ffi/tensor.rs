@@ -1,0 +1,262 @@
+//! Tensors, as foreign code sees them: lent as `DLTensor`, shared as tensor objects, and taken over.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::abi::{self, DlTensor, ManagedTensor};
+use super::api::Api;
+use super::frame;
+use super::object::{Ref, slice_of};
+use crate::dlpack::{self, DataType, Device, DeviceType, dense_strides};
+use crate::error::{Result, RpcError};
+use crate::object::Context;
+use crate::tensor::{Layout, Storage, Tensor};
+
+/// A description of a tensor that is lent to foreign code for one call.
+pub(super) struct Lent {
+    tensor: DlTensor,
+    _shape: Box<[i64]>,
+    _strides: Box<[i64]>,
+}
+
+impl Lent {
+    /// The tensor must be borrowed for as long as it is lent. Nothing is copied.
+    pub(super) fn new(tensor: &Tensor) -> Box<Self> {
+        let (mut shape, mut strides, description) = describe(tensor);
+        let tensor = DlTensor { shape: shape.as_mut_ptr(), strides: strides.as_mut_ptr(), ..description };
+        Box::new(Self { tensor, _shape: shape, _strides: strides })
+    }
+
+    pub(super) fn pointer(&self) -> *mut c_void {
+        (&raw const self.tensor).cast_mut().cast()
+    }
+}
+
+/// Shape, strides, and all else. The first element is where the data begin: much compiled code takes no other offset.
+fn describe(tensor: &Tensor) -> (Box<[i64]>, Box<[i64]>, DlTensor) {
+    let shape: Box<[i64]> = tensor.shape().into();
+    let strides = tensor.strides().map_or_else(|| dense_strides(&shape), <[i64]>::to_vec).into_boxed_slice();
+    let start = tensor.storage().memory().device_address().map_or(ptr::null_mut(), NonNull::as_ptr);
+    // A null pointer is that of a storage without bytes, where every offset is 0.
+    let data = start.wrapping_add(tensor.byte_offset() as usize).cast();
+    let description = DlTensor {
+        data,
+        device: tensor.device().into(),
+        // No tensor has more dimensions than `MAX_DIMENSIONS`.
+        ndim: shape.len() as i32,
+        dtype: tensor.dtype().into(),
+        shape: ptr::null_mut(),
+        strides: ptr::null_mut(),
+        byte_offset: 0,
+    };
+    (shape, strides, description)
+}
+
+/// A tensor object over the same storage. It keeps the memory for as long as foreign code holds it, and borrows nothing.
+pub(super) fn share(api: &'static Api, tensor: &Tensor) -> Result<Ref> {
+    // SAFETY: it is whole.
+    unsafe { api.tensor(manage(tensor)) }
+}
+
+/// The same as a tensor that whoever has it must delete.
+pub(super) fn manage(tensor: &Tensor) -> NonNull<ManagedTensor> {
+    let (mut shape, mut strides, description) = describe(tensor);
+    let tensor_description = DlTensor { shape: shape.as_mut_ptr(), strides: strides.as_mut_ptr(), ..description };
+    let storage = tensor.storage().clone();
+    shared().note(&storage);
+    let managed = Box::new(Managed {
+        managed: ManagedTensor {
+            version: abi::DLPACK_VERSION,
+            context: ptr::null_mut(),
+            deleter: Some(delete),
+            flags: 0,
+            tensor: tensor_description,
+        },
+        _shape: shape,
+        _strides: strides,
+        storage,
+    });
+    NonNull::from(Box::leak(managed)).cast()
+}
+
+/// What [`manage`] makes. The part that foreign code sees comes first.
+#[repr(C)]
+struct Managed {
+    managed: ManagedTensor,
+    _shape: Box<[i64]>,
+    _strides: Box<[i64]>,
+    storage: Arc<Storage>,
+}
+
+/// # Safety
+///
+/// `managed` is from [`manage`], and nobody uses it any more.
+unsafe extern "C" fn delete(managed: *mut ManagedTensor) {
+    // SAFETY: it was made by leaking such a box.
+    let managed = unsafe { Box::from_raw(managed.cast::<Managed>()) };
+    shared().forget(&managed.storage);
+}
+
+/// The storages that foreign code shares, by their address: a tensor that comes back is known by where it lies.
+static SHARED: Mutex<Shared> = Mutex::new(Shared(BTreeMap::new()));
+
+fn shared() -> MutexGuard<'static, Shared> {
+    SHARED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Shared(BTreeMap<usize, (Weak<Storage>, usize)>);
+
+impl Shared {
+    fn note(&mut self, storage: &Arc<Storage>) {
+        if let Some(address) = storage.memory().device_address() {
+            self.0.entry(address.addr().get()).or_insert_with(|| (Arc::downgrade(storage), 0)).1 += 1;
+        }
+    }
+
+    fn forget(&mut self, storage: &Arc<Storage>) {
+        let Some(address) = storage.memory().device_address() else { return };
+        if let Some((_, count)) = self.0.get_mut(&address.addr().get()) {
+            *count -= 1;
+            if *count == 0 {
+                self.0.remove(&address.addr().get());
+            }
+        }
+    }
+
+    fn find(&self, device: Device, address: usize) -> Option<Arc<Storage>> {
+        let (_, (storage, _)) = self.0.range(..=address).next_back()?;
+        storage.upgrade().filter(|storage| lies_in(storage, device, address))
+    }
+}
+
+fn lies_in(storage: &Storage, device: Device, address: usize) -> bool {
+    let start = storage.memory().device_address().map(|start| start.addr().get());
+    let offset = start.and_then(|start| address.checked_sub(start));
+    storage.device() == device && offset.is_some_and(|offset| (offset as u64) < storage.len())
+}
+
+/// What a `DLTensor` says.
+struct Described<'a> {
+    device: Device,
+    dtype: DataType,
+    shape: &'a [i64],
+    strides: Option<&'a [i64]>,
+    /// Of the first element.
+    address: *mut u8,
+    /// In bytes, from there to the end of the last one.
+    extent: u64,
+}
+
+impl<'a> Described<'a> {
+    /// # Safety
+    ///
+    /// What `tensor` points to is there for as long as it is borrowed.
+    unsafe fn read(tensor: &'a DlTensor) -> Result<Self> {
+        let dtype = DataType::from(tensor.dtype);
+        let rank = usize::try_from(tensor.ndim).ok().filter(|rank| *rank <= crate::tensor::MAX_DIMENSIONS);
+        let rank =
+            rank.ok_or_else(|| RpcError::invalid_argument(format!("a tensor with {} dimensions", tensor.ndim)))?;
+        // SAFETY: the caller's promise.
+        let (shape, strides) = unsafe {
+            (slice_of(tensor.shape, rank), (!tensor.strides.is_null()).then(|| slice_of(tensor.strides, rank)))
+        };
+        let dense = dlpack::dense_size(shape, dtype)?;
+        let extent = match strides {
+            Some(strides) if strides != dense_strides(shape) => dlpack::strided_extent(shape, strides, dtype)?,
+            _ => dense,
+        };
+        let address = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
+        if extent > 0 && (tensor.data.is_null() || isize::try_from(extent).is_err()) {
+            return Err(RpcError::invalid_argument("a tensor without memory"));
+        }
+        Ok(Self { device: tensor.device.into(), dtype, shape, strides, address, extent })
+    }
+
+    /// The tensor of a session that this is, if it lies in a storage that foreign code was given.
+    fn recognise(&self) -> Option<Result<Tensor>> {
+        if self.extent == 0 {
+            return None;
+        }
+        let address = self.address.addr();
+        let lent = || {
+            let frame = frame::current()?;
+            frame.storages.iter().find(|storage| lies_in(storage, self.device, address)).cloned()
+        };
+        let storage = lent().or_else(|| shared().find(self.device, address))?;
+        let start = storage.memory().device_address()?.addr().get();
+        let strides = self.strides.map(<[i64]>::to_vec);
+        Some(Tensor::new(storage, (address - start) as u64, self.shape, strides, self.dtype))
+    }
+}
+
+/// The tensor of a tensor object: the session's own if it lies in one of its storages, and else one over the object's memory,
+/// which counts against the session's from now on.
+pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
+    let Some(tensor) = object.tensor() else { return Err(RpcError::internal("an object that is no tensor")) };
+    // SAFETY: a tensor object has what it describes.
+    let described = unsafe { Described::read(tensor)? };
+    if let Some(known) = described.recognise() {
+        return known;
+    }
+    let Described { device, dtype, shape, strides, address, extent } = described;
+    let Some(start) = NonNull::new(address).filter(|_| extent > 0) else {
+        return context.allocate(device, dtype, shape);
+    };
+    let (shape, strides) = (shape.to_vec(), strides.map(<[i64]>::to_vec));
+    let api = context.devices().get(device)?;
+    // SAFETY: the object owns these bytes, and lives until the memory is dropped. That the code which made them leaves them
+    // alone from now on, but where it is called with the tensor, is what modules are told to do.
+    let memory = unsafe { api.adopt(device.index, start, extent as usize, Box::new(object))? };
+    context.adopt(device, memory, Layout { byte_offset: 0, shape: &shape, strides: strides.as_deref(), dtype })
+}
+
+/// The tensor of a `DLTensor` that foreign code lends: the session's own if it lies in one of its storages, and else a copy,
+/// since nothing would keep it.
+///
+/// # Safety
+///
+/// What `tensor` points to is there.
+pub(super) unsafe fn copy(context: &Context, tensor: &DlTensor) -> Result<Tensor> {
+    // SAFETY: the caller's promise.
+    let described = unsafe { Described::read(tensor)? };
+    if let Some(known) = described.recognise() {
+        return known;
+    }
+    if described.device.kind != DeviceType::CPU {
+        let device = described.device;
+        return Err(RpcError::unsupported(format!(
+            "foreign code lends a tensor on {device} that it has allocated itself: it has to pass a tensor object"
+        )));
+    }
+    let copy = context.allocate(described.device, described.dtype, described.shape)?;
+    if described.extent > 0 {
+        // SAFETY: as far as the elements reach, which has been computed.
+        let bytes = unsafe { slice_of(described.address.cast_const(), described.extent as usize) };
+        gather(bytes, &described, copy.write()?.bytes_mut()?);
+    }
+    Ok(copy)
+}
+
+/// Writes the elements of `bytes` one behind the other.
+fn gather(bytes: &[u8], described: &Described<'_>, into: &mut [u8]) {
+    let strides = match described.strides {
+        Some(strides) if strides != dense_strides(described.shape) => strides,
+        _ => return into.copy_from_slice(&bytes[..into.len()]),
+    };
+    // Strided tensors have elements of whole bytes, which `strided_extent` has seen to.
+    let size = described.dtype.bits_per_element() as usize / 8;
+    let mut index = vec![0; described.shape.len()];
+    for element in into.chunks_exact_mut(size) {
+        let at: i64 = index.iter().zip(strides).map(|(index, stride)| index * stride).sum();
+        element.copy_from_slice(&bytes[at as usize * size..][..size]);
+        for (index, dimension) in index.iter_mut().zip(described.shape).rev() {
+            *index += 1;
+            if *index < *dimension {
+                break;
+            }
+            *index = 0;
+        }
+    }
+}

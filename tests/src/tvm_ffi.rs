@@ -1,0 +1,121 @@
+//! What tests of modules need: TVM-FFI, as `tests/modules/prepare.sh` brings it, and small modules that are compiled
+//! against it.
+
+use std::collections::hash_map::DefaultHasher;
+use std::fs;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use rpc_core::tvm_ffi::{TvmFfi, TvmFfiOptions};
+use rpc_core::{LoadRequest, Module, ModuleLoader, Result};
+
+/// A Python environment with TVM-FFI.
+#[derive(Debug)]
+pub struct Environment {
+    packages: PathBuf,
+    /// Its interpreter.
+    pub python: PathBuf,
+}
+
+/// The environment. `None` where there is none, which is said once; or a panic where `RPC_TESTS_REQUIRE_TVM_FFI` is set.
+pub fn environment() -> Option<&'static Environment> {
+    static FOUND: OnceLock<Option<Environment>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        let venv = folder().join("venv");
+        let versions = fs::read_dir(venv.join("lib")).into_iter().flatten().flatten();
+        let packages = versions.map(|version| version.path().join("site-packages"));
+        let packages = packages.into_iter().find(|packages| packages.join("tvm_ffi/lib/libtvm_ffi.so").is_file());
+        if packages.is_none() {
+            let message = "there is no TVM-FFI: tests/modules/prepare.sh brings it";
+            assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM_FFI").is_none(), "{message}");
+            eprintln!("SKIPPED: {message}");
+        }
+        Some(Environment { packages: packages?, python: venv.join("bin/python") })
+    });
+    found.as_ref()
+}
+
+fn folder() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace is above");
+    root.join("target/tvm-ffi")
+}
+
+impl Environment {
+    /// `libtvm_ffi.so`.
+    pub fn library(&self) -> PathBuf {
+        self.packages.join("tvm_ffi/lib/libtvm_ffi.so")
+    }
+
+    /// TVM's runtime, if TVM is there.
+    pub fn tvm_runtime(&self) -> Option<PathBuf> {
+        let runtime = self.packages.join("tvm/lib/libtvm_runtime.so");
+        if !runtime.is_file() {
+            assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
+            eprintln!("SKIPPED: there is no TVM beside TVM-FFI");
+            return None;
+        }
+        Some(runtime)
+    }
+
+    /// The module of `tests/modules/SOURCE`, compiled. One that has not changed is compiled once.
+    pub fn compile(&self, source: &str) -> PathBuf {
+        self.compile_with(source, &[])
+    }
+
+    /// As [`compile`](Self::compile), with further options.
+    pub fn compile_with(&self, source: &str, options: &[&str]) -> PathBuf {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("modules").join(source);
+        let text = fs::read(&path).expect("the source is there");
+        let mut hasher = DefaultHasher::new();
+        (&text, &self.packages, options).hash(&mut hasher);
+        static COMPILING: Mutex<()> = Mutex::new(());
+        let _one_at_a_time = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
+        let modules = folder().join("modules");
+        let compiled = modules.join(format!("{}-{:016x}.so", source.replace('.', "_"), hasher.finish()));
+        if compiled.is_file() {
+            return compiled;
+        }
+        fs::create_dir_all(&modules).expect("there is room below target");
+        // Other programs may compile the same.
+        let unfinished = compiled.with_extension(format!("{}.so", std::process::id()));
+        let is_c = source.ends_with(".c");
+        let (compiler, standard) = if is_c { ("cc", "-std=gnu11") } else { ("c++", "-std=c++17") };
+        let status = Command::new(compiler)
+            .args([standard, "-shared", "-fPIC", "-O1"])
+            .arg("-I")
+            .arg(self.packages.join("tvm_ffi/include"))
+            .args(options)
+            .arg(&path)
+            .arg("-o")
+            .arg(&unfinished)
+            .status()
+            .expect("there is a compiler");
+        assert!(status.success(), "cannot compile {source}");
+        fs::rename(&unfinished, &compiled).expect("both lie in one folder");
+        compiled
+    }
+
+    /// The loader for this environment.
+    pub fn tvm_ffi(&self) -> TvmFfi {
+        TvmFfi::new(TvmFfiOptions { library: Some(self.library()), preload: Vec::new() })
+    }
+}
+
+/// Loads modules of any path, without a server around it.
+pub struct AnyPath(pub TvmFfi);
+
+impl ModuleLoader for AnyPath {
+    fn name(&self) -> &str {
+        "any path"
+    }
+
+    fn accepts(&self, path: &str) -> bool {
+        path.ends_with(".so")
+    }
+
+    fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        self.0.load(request.context, Path::new(request.path), request.path)
+    }
+}
