@@ -19,20 +19,31 @@ pub struct Environment {
     pub python: PathBuf,
 }
 
-/// The environment. `None` where there is none, which is said once; or a panic where `RPC_TESTS_REQUIRE_TVM_FFI` is set.
+/// The environment, for a test that needs it. `None` where there is none, which is said; or a panic where
+/// `RPC_TESTS_REQUIRE_TVM_FFI` is set.
+///
+/// # Panics
+///
+/// See above.
 pub fn environment() -> Option<&'static Environment> {
+    let found = find();
+    if found.is_none() {
+        let message = "there is no TVM-FFI: tests/modules/prepare.sh brings it";
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM_FFI").is_none(), "{message}");
+        eprintln!("SKIPPED: {message}");
+    }
+    found
+}
+
+/// The environment, if there is one.
+pub(crate) fn find() -> Option<&'static Environment> {
     static FOUND: OnceLock<Option<Environment>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
         let venv = folder().join("venv");
         let versions = fs::read_dir(venv.join("lib")).into_iter().flatten().flatten();
-        let packages = versions.map(|version| version.path().join("site-packages"));
-        let packages = packages.into_iter().find(|packages| packages.join("tvm_ffi/lib/libtvm_ffi.so").is_file());
-        if packages.is_none() {
-            let message = "there is no TVM-FFI: tests/modules/prepare.sh brings it";
-            assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM_FFI").is_none(), "{message}");
-            eprintln!("SKIPPED: {message}");
-        }
-        Some(Environment { packages: packages?, python: venv.join("bin/python") })
+        let mut packages = versions.map(|version| version.path().join("site-packages"));
+        let packages = packages.find(|packages| packages.join("tvm_ffi/lib/libtvm_ffi.so").is_file())?;
+        Some(Environment { packages, python: venv.join("bin/python") })
     });
     found.as_ref()
 }
@@ -50,13 +61,30 @@ impl Environment {
 
     /// TVM's runtime, if TVM is there.
     pub fn tvm_runtime(&self) -> Option<PathBuf> {
-        let runtime = self.packages.join("tvm/lib/libtvm_runtime.so");
-        if !runtime.is_file() {
-            assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
-            eprintln!("SKIPPED: there is no TVM beside TVM-FFI");
-            return None;
-        }
-        Some(runtime)
+        Some(self.packages.join("tvm/lib/libtvm_runtime.so")).filter(|runtime| runtime.is_file())
+    }
+
+    /// The model of `tests/modules/model.py`, compiled by TVM, with its inputs and its output: the folder that they are in. `None` where there is no TVM,
+    /// which is said; or a panic where `RPC_TESTS_REQUIRE_TVM` is set.
+    ///
+    /// # Panics
+    ///
+    /// See above; and if the model cannot be compiled.
+    pub fn model(&self) -> Option<&'static Path> {
+        static FOLDER: OnceLock<Option<tempfile::TempDir>> = OnceLock::new();
+        let folder = FOLDER.get_or_init(|| {
+            if self.tvm_runtime().is_none() {
+                assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
+                eprintln!("SKIPPED: there is no TVM beside TVM-FFI: tests/modules/prepare.sh brings it");
+                return None;
+            }
+            let folder = tempfile::tempdir().expect("there is room for temporary files");
+            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("modules/model.py");
+            let status = Command::new(&self.python).arg(script).arg(folder.path()).status();
+            assert!(status.is_ok_and(|status| status.success()), "cannot compile the model");
+            Some(folder)
+        });
+        folder.as_ref().map(tempfile::TempDir::path)
     }
 
     /// The module of `tests/modules/SOURCE`, compiled. One that has not changed is compiled once.
@@ -97,9 +125,9 @@ impl Environment {
         compiled
     }
 
-    /// The loader for this environment.
+    /// The loader for this environment, with TVM's runtime if that is there.
     pub fn tvm_ffi(&self) -> TvmFfi {
-        TvmFfi::new(TvmFfiOptions { library: Some(self.library()), preload: Vec::new() })
+        TvmFfi::new(TvmFfiOptions { library: Some(self.library()), preload: self.tvm_runtime().into_iter().collect() })
     }
 }
 

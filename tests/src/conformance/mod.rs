@@ -10,6 +10,7 @@ pub mod errors;
 pub mod functions;
 pub mod handles;
 pub mod modules;
+pub mod native;
 pub mod order;
 pub mod pipelining;
 pub mod tensors;
@@ -132,6 +133,10 @@ macro_rules! conformance {
                 a_registered_module_is_loaded_and_its_functions_called
                 a_function_outlives_the_reference_to_its_module
                 what_there_is_not_is_not_found
+            }
+            native {
+                functions_of_native_modules_are_functions
+                a_compiled_model_gives_the_numbers_that_it_gives_at_home
             }
             threads {
                 a_blocking_form_inside_a_runtime_is_misuse
