@@ -27,7 +27,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use rpc_core::{Context, Device, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
+use rpc_core::{Context, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
 use serde::{Deserialize, Serialize};
 
 use crate::branch::Branch;
@@ -40,7 +40,7 @@ use crate::options::Hosting;
 use crate::plane::{DataAddress, Layout, Listening, MeetingPlace, machine};
 use crate::relay::{self, Destination, Relays};
 use crate::weights;
-use crate::worker::{self, ModuleKey};
+use crate::worker;
 
 /// The most nodes that one has directly below it.
 const MAX_BELOW: usize = 1024;
@@ -179,7 +179,7 @@ pub(crate) struct Shared {
     set_up: SetUp,
     place: MeetingPlace,
     relays: Arc<Relays>,
-    modules: Mutex<HashMap<ModuleKey, Arc<dyn Module>>>,
+    modules: Mutex<HashMap<String, Arc<dyn Module>>>,
 }
 
 impl Shared {
@@ -200,15 +200,14 @@ impl Shared {
     }
 
     /// Loads a module, or finds it where another worker of this process has.
-    pub(crate) fn load_module(&self, context: &Context, path: &str, device: Option<Device>) -> Result<Arc<dyn Module>> {
+    pub(crate) fn load_module(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
         // Held while it loads, so that it is loaded once.
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (path.to_owned(), device);
-        if let Some(module) = modules.get(&key) {
+        if let Some(module) = modules.get(path) {
             return Ok(Arc::clone(module));
         }
         let module = context.load_module(path, None)?;
-        modules.insert(key, Arc::clone(&module));
+        modules.insert(path.to_owned(), Arc::clone(&module));
         Ok(module)
     }
 }

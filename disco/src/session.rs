@@ -92,7 +92,11 @@ impl DiscoSession {
         function.call(args)
     }
 
-    /// Loads a module on every worker, once in each process. `path` is what a loader there takes: a name, or a path in the workspace.
+    /// Loads a module on every worker, once in each process. `path` is what a loader there takes: a name, a path in the workspace,
+    /// on servers that allow modules also a path of theirs, or `sha256:` and the digest of one that they have.
+    ///
+    /// With a `device`, a module that has to be set up for one, such as a model for TVM's virtual machine, is set up for that on
+    /// each worker by itself ([`Module::instance`](rpc_core::Module::instance)).
     ///
     /// # Errors
     ///

@@ -4,9 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use rpc_core::object::{Function, FunctionKind, Object};
-use rpc_core::{
-    Context, DataType, Device, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, VirtualDevice, blocking,
-};
+use rpc_core::{Context, DataType, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, VirtualDevice, blocking};
 
 use crate::accelerated;
 use crate::ccl::{Operation, Rank};
@@ -273,7 +271,12 @@ impl Worker {
                 self.set(*to, Slot::Value(result?));
             }
             Command::LoadModule { to, path, device } => {
-                let module = self.shared.load_module(self.this.context(), path, *device)?;
+                let context = self.this.context();
+                let mut module = self.shared.load_module(context, path)?;
+                if let Some(device) = device {
+                    // One for each worker: what is set up serves one caller at a time.
+                    module = module.instance(context, *device)?.unwrap_or(module);
+                }
                 self.set_object(*to, Object::Module(module));
             }
             Command::ModuleFunction { to, module, name } => {
@@ -882,6 +885,3 @@ fn pin_to_processor(id: WorkerId) {
 fn pin_to_processor(_: WorkerId) {
     tracing::warn!("workers cannot be pinned to processors on this system");
 }
-
-/// What modules are loaded for: a path, and a device.
-pub(crate) type ModuleKey = (String, Option<Device>);

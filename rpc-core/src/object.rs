@@ -644,6 +644,17 @@ pub trait Module: Send + Sync {
         None
     }
 
+    /// A new instance of the module, set up to run on `device`, for modules that are only code and have to be set up before they
+    /// run. `None`, the default: this one serves every device. It may block.
+    ///
+    /// # Errors
+    ///
+    /// The module's, and [`ErrorKind::DeviceUnavailable`].
+    fn instance(&self, context: &Context, device: Device) -> Result<Option<Arc<dyn Module>>> {
+        let _ = (context, device);
+        Ok(None)
+    }
+
     /// What the module calls itself.
     fn name(&self) -> &str;
 

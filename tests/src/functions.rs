@@ -18,7 +18,7 @@ use rpc_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::tvm_ffi::{self, AnyPath};
+use crate::tvm_ffi;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -208,7 +208,7 @@ pub fn registry() -> Registry {
         .add_async("half", |x: f64| async move { x / 2.0 });
     registry.add_module(Arc::new(module));
     if let Some(environment) = tvm_ffi::find() {
-        registry.add_loader(Arc::new(AnyPath(environment.tvm_ffi())));
+        registry.add_loader(Arc::new(environment.tvm_ffi()));
     }
     registry
 }

@@ -135,6 +135,9 @@ pub fn registry() -> Registry {
         .add("id_times", |worker: WorkerContext, x: f64| x * f64::from(worker.worker_id().0))
         .add_async("negate", |x: f64| async move { -x });
     registry.add_module(Arc::new(module));
+    if let Some(environment) = crate::tvm_ffi::find() {
+        registry.add_loader(Arc::new(environment.tvm_ffi()));
+    }
     registry
 }
 

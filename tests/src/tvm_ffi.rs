@@ -6,10 +6,9 @@ use std::fs;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use rpc_core::tvm_ffi::{TvmFfi, TvmFfiOptions};
-use rpc_core::{LoadRequest, Module, ModuleLoader, Result};
 
 /// A Python environment with TVM-FFI.
 #[derive(Debug)]
@@ -48,9 +47,18 @@ pub(crate) fn find() -> Option<&'static Environment> {
     found.as_ref()
 }
 
+/// What is brought and what is compiled.
 fn folder() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace is above");
-    root.join("target/tvm-ffi")
+    workspace().join("target/tvm-ffi")
+}
+
+fn sources() -> PathBuf {
+    workspace().join("tests/modules")
+}
+
+/// That of this checkout, whichever package these lines are compiled in.
+fn workspace() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("packages lie in the workspace")
 }
 
 impl Environment {
@@ -79,7 +87,7 @@ impl Environment {
                 return None;
             }
             let folder = tempfile::tempdir().expect("there is room for temporary files");
-            let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("modules/model.py");
+            let script = sources().join("model.py");
             let status = Command::new(&self.python).arg(script).arg(folder.path()).status();
             assert!(status.is_ok_and(|status| status.success()), "cannot compile the model");
             Some(folder)
@@ -94,7 +102,7 @@ impl Environment {
 
     /// As [`compile`](Self::compile), with further options.
     pub fn compile_with(&self, source: &str, options: &[&str]) -> PathBuf {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("modules").join(source);
+        let path = sources().join(source);
         let text = fs::read(&path).expect("the source is there");
         let mut hasher = DefaultHasher::new();
         (&text, &self.packages, options).hash(&mut hasher);
@@ -128,22 +136,5 @@ impl Environment {
     /// The loader for this environment, with TVM's runtime if that is there.
     pub fn tvm_ffi(&self) -> TvmFfi {
         TvmFfi::new(TvmFfiOptions { library: Some(self.library()), preload: self.tvm_runtime().into_iter().collect() })
-    }
-}
-
-/// Loads modules of any path, without a server around it.
-pub struct AnyPath(pub TvmFfi);
-
-impl ModuleLoader for AnyPath {
-    fn name(&self) -> &str {
-        "any path"
-    }
-
-    fn accepts(&self, path: &str) -> bool {
-        path.ends_with(".so")
-    }
-
-    fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
-        self.0.load(request.context, Path::new(request.path), request.path)
     }
 }

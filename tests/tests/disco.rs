@@ -12,6 +12,7 @@ use disco::{
 };
 use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
 use rpc_tests::spmd::{Data, Launch, Node, everywhere, runtime, serve};
+use rpc_tests::tvm_ffi::{Environment, environment};
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
@@ -286,6 +287,47 @@ fn backends_take_a_device_for_each_worker_or_for_each_of_a_node() {
     assert!(error.to_string().contains("one for each of the 2 of a node"), "{error}");
     fixture.session.barrier(Scope::World).unwrap();
     fixture.session.sync_all().wait().unwrap();
+}
+
+#[test]
+fn native_modules_run_on_every_worker() {
+    let Some(environment) = environment() else { return };
+    let kernels = environment.compile("kernels.c");
+    everywhere(NODE, &[(2, 1), (4, 2)], |session| {
+        let module = session.load_module(kernels.to_str().unwrap(), None).unwrap();
+        let x = by_worker(session, &[3]);
+        let scale = module.function("scale").unwrap();
+        scale.call((&x, &x, 2.0)).unwrap();
+        for worker in 0..session.num_workers() {
+            let of_worker = 100.0 * worker as f32;
+            let expected = [0.0, 1.0, 2.0].map(|i| 2.0 * (of_worker + i));
+            assert_eq!(tensor(session, &x, worker), (vec![3], expected.to_vec()));
+        }
+        session.sync_all().wait().unwrap();
+        scale.call((&x, 1)).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.failures().len(), session.num_workers() as usize, "{error}");
+        assert!(error.to_string().contains("scale takes x, y and a factor"), "{error}");
+    });
+}
+
+#[test]
+fn a_compiled_model_is_set_up_for_each_worker() {
+    let Some(model) = environment().and_then(Environment::model) else { return };
+    let read = |name: &str| rpc_core::dlpack::from_bytes::<f32>(&std::fs::read(model.join(name)).unwrap());
+    everywhere(NODE, &[(2, 1)], |session| {
+        let path = model.join("model.so");
+        let main = session.load_module(path.to_str().unwrap(), Some(Device::cpu())).unwrap().function("main").unwrap();
+        let input =
+            |name: &str, shape: &[i64]| session.broadcast(&f32s(shape, read(name)), None, Scope::World).unwrap();
+        let (x, hidden, output) =
+            (input("x.f32", &[4, 64]), input("hidden.f32", &[64, 32]), input("output.f32", &[32, 10]));
+        let classes = main.call((&x, &hidden, &output)).unwrap();
+        for worker in 0..session.num_workers() {
+            assert_eq!(tensor(session, &classes, worker), (vec![4, 10], read("classes.f32")));
+        }
+        session.sync_all().wait().unwrap();
+    });
 }
 
 #[test]

@@ -9,7 +9,7 @@ use rpc_core::{
     DataType, Device, ErrorKind, LocalSession, LocalValue, Registry, RemoteFunction, RemoteModule, RemoteObject,
     RemoteTensor, RpcError, Session, Shape, Value,
 };
-use rpc_tests::tvm_ffi::{AnyPath, Environment, environment};
+use rpc_tests::tvm_ffi::{Environment, environment};
 
 struct Fixture {
     session: Session,
@@ -30,7 +30,7 @@ fn fixture() -> Option<Fixture> {
 }
 
 fn in_session(environment: &Environment, registry: &Registry) -> Fixture {
-    registry.add_loader(Arc::new(AnyPath(environment.tvm_ffi())));
+    registry.add_loader(Arc::new(environment.tvm_ffi()));
     let session = Session::new(LocalSession::new(registry.clone()));
     let load = |source| session.load_module(environment.compile(source).to_str().unwrap()).wait().unwrap();
     Fixture { c: load("kernels.c"), cpp: load("kernels.cc"), session }
@@ -223,7 +223,7 @@ fn memory_of_modules_counts_against_the_sessions() {
     while memory() != 16 {}
     // More than the session may have, of either kind.
     let limits = rpc_core::SessionLimits { max_memory: 1000, ..Default::default() };
-    registry.add_loader(Arc::new(AnyPath(environment.tvm_ffi())));
+    registry.add_loader(Arc::new(environment.tvm_ffi()));
     let session = Session::new(LocalSession::builder(registry).limits(limits).build());
     let module = session.load_module(environment.compile("kernels.cc").to_str().unwrap()).wait().unwrap();
     let count = module.function("count").wait().unwrap();

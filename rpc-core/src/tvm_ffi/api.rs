@@ -117,7 +117,7 @@ impl Api {
         // SAFETY: the allocator is a function of this program. For every thread, and whoever asked for none of its own.
         api.check(unsafe { (api.functions.env_set_allocator)(allocator::allocate, 1, ptr::null_mut()) })?;
         let _ = api.own_globals.set(api.global_names()?.into_iter().collect());
-        tracing::info!(path = %path.display(), version = %api.version, "loaded TVM-FFI");
+        tracing::debug!(path = %path.display(), version = %api.version, "loaded TVM-FFI");
         Ok(api)
     }
 

@@ -21,6 +21,10 @@
 //! `TVMFFIEnvTensorAlloc` gives a module memory of the session that calls it, and `TVMFFIEnvGetStream` the stream of the call's
 //! lane for each device that its arguments name.
 //!
+//! A model that TVM has compiled for its virtual machine has a function `vm_load_executable`, which gives a machine; its
+//! `vm_initialization` takes kind, index and allocator of each device, and then it has the model's functions.
+//! [`Module::instance`] does these two steps.
+//!
 //! # Calls
 //!
 //! A function borrows all tensors that it is given for writing, since nobody knows what it does with them; two calls with
@@ -67,6 +71,7 @@ use self::api::Api;
 use self::module::FfiModule;
 use self::signature::Typed;
 use crate::error::Result;
+use crate::module::{LoadRequest, ModuleLoader};
 use crate::object::{Context, FunctionKind, Module};
 use crate::registry::Registry;
 
@@ -87,6 +92,9 @@ pub struct TvmFfiOptions {
 pub struct TvmFfi(Arc<TvmFfiOptions>);
 
 impl TvmFfi {
+    /// The name of the loader.
+    pub const NAME: &str = "tvm_ffi";
+
     /// A loader with these options.
     pub fn new(options: TvmFfiOptions) -> Self {
         Self(Arc::new(options))
@@ -144,6 +152,26 @@ impl TvmFfi {
 
     fn api(&self) -> Result<&'static Api> {
         Api::load(self.0.library.as_deref(), &self.0.preload)
+    }
+}
+
+/// For programs whose sessions are trusted with every file that they can name: a path that ends in `.so` is one of the
+/// session's workspace, or if the session has none, of this machine.
+impl ModuleLoader for TvmFfi {
+    fn name(&self) -> &str {
+        Self::NAME
+    }
+
+    fn accepts(&self, path: &str) -> bool {
+        path.ends_with(".so")
+    }
+
+    fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        let file = match request.context.workspace() {
+            Some(workspace) => workspace.resolve(request.path)?,
+            None => PathBuf::from(request.path),
+        };
+        Self::load(self, request.context, &file, request.path)
     }
 }
 

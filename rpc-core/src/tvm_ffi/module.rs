@@ -2,15 +2,18 @@
 
 use std::any::Any as AnyType;
 use std::path::Path;
+use std::sync::Arc;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
+use super::abi::Any;
 use super::api::{self, Api};
 use super::object::Ref;
 use super::signature::Typed;
 use super::{elf, function};
+use crate::dlpack::{Device, DeviceType};
 use crate::error::{Result, RpcError};
-use crate::object::{Function, FunctionKind, Module, Signature};
+use crate::object::{Context, Function, FunctionKind, Module, Signature};
 
 /// A module of TVM-FFI.
 pub(super) struct FfiModule {
@@ -76,6 +79,27 @@ impl Module for FfiModule {
 
     fn name(&self) -> &str {
         &self.name
+    }
+
+    /// For a model that TVM has compiled for its virtual machine: a machine with the model in it, whose memory comes from pools.
+    fn instance(&self, context: &Context, device: Device) -> Result<Option<Arc<dyn Module>>> {
+        const POOLED: Any = Any::int(2);
+
+        let Some(load) = self.api.module_function(&self.object, "vm_load_executable")? else { return Ok(None) };
+        context.devices().get(device)?;
+        let failed = |error: RpcError| error.context(format_args!("cannot set up the model {} on {device}", self.name));
+        let machine = self.api.call(&load, &mut []).and_then(|machine| machine.to_object()).map_err(failed)?;
+        let machine = Self { name: self.name.clone(), ..Self::returned(self.api, machine) };
+        let initialise = self.api.module_function(&machine.object, "vm_initialization")?;
+        let initialise =
+            initialise.ok_or_else(|| failed(RpcError::unsupported("its machine is of another version")))?;
+        let mut args = vec![Any::int(device.kind.0.into()), Any::int(device.index.into()), POOLED];
+        if device.kind != DeviceType::CPU {
+            // Shapes are computed there.
+            args.extend([Any::int(DeviceType::CPU.0.into()), Any::int(0), POOLED]);
+        }
+        self.api.call(&initialise, &mut args).map_err(failed)?;
+        Ok(Some(Arc::new(machine)))
     }
 
     fn function(&self, name: &str) -> Result<Function> {
