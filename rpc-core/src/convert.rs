@@ -457,14 +457,20 @@ impl<T: IntoReturn, E: fmt::Display + 'static> IntoReturn for Result<T, E> {
     fn into_return(self) -> Result<LocalValue> {
         match self {
             Ok(value) => value.into_return(),
-            Err(error) => Err(match (&error as &dyn Any).downcast_ref::<RpcError>() {
-                Some(error) => error.clone(),
-                None => RpcError::new(ErrorKind::Application, error.to_string())
-                    .with_application_kind(std::any::type_name::<E>()),
-            }
-            .may_have_run(true)),
+            Err(error) => Err(failure(&error)),
         }
     }
+}
+
+/// What becomes of the error that a function or a closure has returned.
+pub(crate) fn failure<E: fmt::Display + 'static>(error: &E) -> RpcError {
+    match (error as &dyn Any).downcast_ref::<RpcError>() {
+        Some(error) => error.clone(),
+        None => {
+            RpcError::new(ErrorKind::Application, error.to_string()).with_application_kind(std::any::type_name::<E>())
+        }
+    }
+    .may_have_run(true)
 }
 
 macro_rules! objects_in {
@@ -585,6 +591,13 @@ macro_rules! tuples {
                         Err(error)
                     }
                 }
+            }
+        }
+
+        #[allow(non_snake_case, unused_variables)]
+        impl<$($item: IntoArg),*> IntoArg for ($($item,)*) {
+            fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+                self.into_args(scope).map(Value::List)
             }
         }
 

@@ -23,12 +23,13 @@
 //! # Ok::<(), rpc_core::RpcError>(())
 //! ```
 //!
-//! Read first [`session`] (the contract), then [`remote`] (the client's view), [`function`] (what a server registers)
-//! and [`local`] (how it is served).
+//! Read first [`session`] (the contract), then [`remote`] (the client's view), [`function`] (what a server registers),
+//! [`local`] (how it is served) and [`callback`] (how it calls the client).
 
 #![deny(unsafe_code)]
 
 pub mod blocking;
+pub mod callback;
 pub mod convert;
 #[allow(unsafe_code)]
 pub mod device;
@@ -60,6 +61,7 @@ pub mod tvm_ffi;
 pub mod value;
 pub mod virtual_device;
 
+pub use callback::{CallbackHandler, CallbackReturn, NewCallback, RemoteCallback};
 pub use convert::{FromReply, IntoArg, IntoArgs, Pack, Shape, Shared};
 pub use device::{DeviceApi, DeviceAttribute, Devices};
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};

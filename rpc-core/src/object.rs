@@ -264,7 +264,8 @@ impl Future for CatchPanic {
     }
 }
 
-fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
+/// The error of a panic on this thread, with its message and place.
+pub(crate) fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
     let message = payload
         .downcast_ref::<&str>()
         .map(|message| (*message).to_owned())
@@ -570,6 +571,11 @@ impl Context {
     /// Requests that the function makes itself carry it already, see [`crate::trace`].
     pub fn trace(&self) -> Option<TraceContext> {
         self.trace
+    }
+
+    /// Whether both are of one session.
+    pub(crate) fn is_of_the_session_of(&self, other: &Self) -> bool {
+        Arc::as_ptr(&self.host).cast::<()>() == Arc::as_ptr(&other.host).cast::<()>()
     }
 
     /// Whether nobody waits for the result any more: cancelled, past the deadline, or the session is gone. A function

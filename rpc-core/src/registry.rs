@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::callback;
 use crate::error::{Result, RpcError};
 use crate::function::{AsyncHandler, Handler};
 use crate::module::{LoadRequest, ModuleLoader, NamedModules};
@@ -22,10 +23,11 @@ struct Contents {
 }
 
 impl Registry {
-    /// A registry with no functions, and one loader: for the modules that [`add_module`](Self::add_module) registers.
+    /// A registry with no functions but those that [callbacks](crate::callback) are made of, and one loader: for the modules that [`add_module`](Self::add_module) registers.
     pub fn new() -> Self {
         let named = NamedModules::default();
-        let contents = Contents { functions: BTreeMap::new(), loaders: vec![Arc::new(named.clone())], named };
+        let contents =
+            Contents { functions: callback::functions().into(), loaders: vec![Arc::new(named.clone())], named };
         Self(Arc::new(RwLock::new(contents)))
     }
 

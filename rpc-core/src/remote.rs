@@ -25,6 +25,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use crate::blocking;
+use crate::callback;
 use crate::convert::{ArgScope, FromReply, IntoArg, IntoArgs};
 use crate::device::DeviceAttribute;
 use crate::dlpack::{self, DataType, Device, Element};
@@ -239,7 +240,8 @@ impl Session {
         self.0.is_encrypted()
     }
 
-    /// Ends the session in good order: what was admitted before completes first.
+    /// Ends the session in good order: what was admitted before completes first. [Callbacks](crate::callback) do not go on:
+    /// what waits for one fails.
     pub fn shutdown(&self) -> Action<()> {
         self.action(Operation::Shutdown)
     }
@@ -378,8 +380,14 @@ impl<T: FromReply> Action<T> {
 
     /// Submits the operation without waiting for it.
     pub fn start(self) -> Pending<T> {
-        let submission = match self.request {
+        let submission = match self.request.and_then(|request| {
+            callback::check_lane(&self.session, request.lane)?;
+            Ok(request)
+        }) {
             Ok(mut request) => {
+                if let Operation::Shutdown = request.operation {
+                    callback::stop_all(&self.session);
+                }
                 request.trace = request.trace.or_else(trace::current);
                 self.session.submit(request)
             }
@@ -598,6 +606,13 @@ macro_rules! references {
                 }
             }
 
+            /// Kept until the reply, and freed then if this was the last reference.
+            impl IntoArg for $name {
+                fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+                    (&self).into_arg(scope)
+                }
+            }
+
             impl fmt::Debug for $name {
                 fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                     write!(f, concat!(stringify!($name), "({})"), self.0.handle)
@@ -768,6 +783,13 @@ impl IntoArg for &RemoteTensor {
         let reference = self.reference_in(scope.session)?;
         scope.pins.push(self.0.pin());
         Ok(reference.into())
+    }
+}
+
+/// Kept until the reply, and freed then if this was the last reference.
+impl IntoArg for RemoteTensor {
+    fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+        (&self).into_arg(scope)
     }
 }
 

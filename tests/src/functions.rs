@@ -241,8 +241,7 @@ fn values(registry: &Registry) {
             context.call(&second, vec![between])
         })
     });
-    registry
-        .add("apply", |context: Context, function: Function, value: LocalValue| context.call(&function, vec![value]));
+    registry.add("apply", |context: Context, function: Function, Rest(args): Rest| context.call(&function, args));
 }
 
 fn control(registry: &Registry) {

@@ -166,6 +166,7 @@ both_forms! {
     [] CopyTo => ();
     [] CopyFrom => bytes::BytesMut;
     [] rpc_core::PendingReply => rpc_core::Value;
+    [] rpc_core::NewCallback => rpc_core::RemoteCallback;
 }
 
 /// Runs `body` on a thread that knows no runtime, from now on; the future resolves to what it returns.

@@ -42,7 +42,8 @@ pub async fn an_unknown_function_is_not_found_at_the_origin(scene: &Scene) {
     }
 }
 
-fn samples() -> Vec<Value> {
+/// A value of every type but objects.
+pub(super) fn samples() -> Vec<Value> {
     let mut values = vec![
         Value::Null,
         Value::Bool(false),

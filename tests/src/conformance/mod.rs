@@ -3,6 +3,7 @@
 //! Each clause is a function over a [`Scene`](crate::scene::Scene) and is named after the behaviour that it asks for.
 //! [`conformance!`](macro@crate::conformance) makes tests of all of them for one fixture, in both forms.
 
+pub mod callbacks;
 pub mod copies;
 pub mod deadlines;
 pub mod ends;
@@ -129,6 +130,24 @@ macro_rules! conformance {
                 copies_on_several_lanes_run_beside_each_other
                 a_copy_keeps_its_tensor
             }
+            callbacks {
+                a_closure_takes_and_returns_every_value
+                closures_convert_arguments_and_returns
+                arguments_that_do_not_fit_a_closure_are_refused_and_freed
+                each_call_runs_the_closure_once
+                a_closure_reads_and_returns_tensors
+                a_closure_calls_and_returns_functions
+                errors_of_a_closure_keep_their_facts
+                a_panic_in_a_closure_harms_nobody_else
+                closures_nest
+                two_callbacks_call_each_other
+                a_closure_runs_for_several_lanes_at_once
+                a_request_on_the_waiting_lane_is_misuse
+                a_callback_that_is_dropped_fails_its_calls
+                a_call_keeps_the_callback_that_it_was_given
+                a_deadline_passes_while_the_closure_runs
+                a_shutdown_lets_go_of_callbacks
+            }
             modules {
                 a_registered_module_is_loaded_and_its_functions_called
                 a_function_outlives_the_reference_to_its_module
@@ -202,6 +221,7 @@ mod tests {
     fn every_clause_is_listed() {
         let list = include_str!("mod.rs");
         let sources = [
+            include_str!("callbacks.rs"),
             include_str!("copies.rs"),
             include_str!("deadlines.rs"),
             include_str!("ends.rs"),

@@ -1,0 +1,46 @@
+//! The one mistake that is easily made in a closure: a request on the lane that waits for it. Each would wait for the other.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::session::{Lane, SharedSession};
+
+thread_local! {
+    /// The session and lane that wait for the closure which runs on this thread.
+    static HELD: RefCell<Option<(SharedSession, Lane)>> = const { RefCell::new(None) };
+}
+
+/// Notes on this thread that `lane` of `session` waits for it, until the guard is dropped.
+pub(super) fn hold(session: &SharedSession, lane: Option<Lane>) -> impl Drop {
+    struct Release;
+    impl Drop for Release {
+        fn drop(&mut self) {
+            let held = HELD.with_borrow_mut(Option::take);
+            // Outside of the borrow: it may be the last reference to the session.
+            drop(held);
+        }
+    }
+    HELD.with_borrow_mut(|held| *held = lane.map(|lane| (session.clone(), lane)));
+    Release
+}
+
+/// Refuses a request on a lane that waits for the closure on this thread.
+///
+/// # Errors
+///
+/// [`ErrorKind::ApiMisuse`].
+pub(crate) fn check(session: &SharedSession, lane: Lane) -> Result<()> {
+    let is_held = HELD.with_borrow(|held| {
+        held.as_ref().is_some_and(|(held, waiting)| {
+            *waiting == lane && Arc::as_ptr(held).cast::<()>() == Arc::as_ptr(session).cast::<()>()
+        })
+    });
+    if !is_held {
+        return Ok(());
+    }
+    Err(RpcError::new(
+        ErrorKind::ApiMisuse,
+        format!("lane {lane} waits for the closure that makes this request: make it concurrent, or use another lane"),
+    ))
+}

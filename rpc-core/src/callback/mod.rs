@@ -1,0 +1,50 @@
+//! Closures of a client as functions of its session: code that runs there calls them, over any number of hops.
+//!
+//! ```
+//! use rpc_core::object::{Context, Function, LocalValue};
+//! use rpc_core::{LocalSession, Registry, Session};
+//!
+//! let registry = Registry::new();
+//! registry.add("twice", |context: Context, f: Function, x: LocalValue| {
+//!     let once = context.call(&f, vec![x])?;
+//!     context.call(&f, vec![once])
+//! });
+//!
+//! // Any session would do here; over a network the closure still runs in this process.
+//! let session = Session::new(LocalSession::new(registry));
+//! let add_ten = session.callback(|x: i64| x + 10).wait()?;
+//! let twice = session.get_function("twice").wait()?;
+//! assert_eq!(twice.call::<i64>((&add_ten, 1)).wait()?, 21);
+//! # Ok::<(), rpc_core::RpcError>(())
+//! ```
+//!
+//! Nothing in the protocol knows of this. Every [`Registry`](crate::Registry) has three functions (`origin.rs`), and the
+//! client has threads that ask, by an ordinary call, for the next call of the closure, run it, and answer by another call
+//! (`client.rs`). So whatever passes calls on passes callbacks on.
+//!
+//! # What a closure may do
+//!
+//! While it runs, the function that called it waits, and with that the lane of whoever called that function. A closure
+//! may use the session freely, and may call functions that call it again, but on **another lane**: a request on the lane
+//! that waits for the closure would wait for it, too. On the closure's own thread that mistake is an
+//! [`ApiMisuse`](crate::ErrorKind::ApiMisuse) error;
+//! [`Action::concurrent`](crate::Action::concurrent) is the usual remedy. The same holds for a tensor which the waiting
+//! function has borrowed: whatever conflicts with that borrow waits for the function.
+//!
+//! At the origin a call of the closure takes the thread of the function that calls it until the answer is there. So an
+//! inline function must not call one: the answer would come on the connection that it holds up. Nor should a future, unless
+//! its runtime has other threads.
+
+mod client;
+mod handler;
+mod lane;
+mod origin;
+#[cfg(test)]
+mod tests;
+
+pub use client::{MAX_RUNNING, NewCallback, RemoteCallback};
+pub use handler::{CallbackHandler, CallbackReturn};
+
+pub(crate) use client::stop_all;
+pub(crate) use lane::check as check_lane;
+pub(crate) use origin::functions;
