@@ -190,7 +190,10 @@ fn what_a_client_may_not_send_ends_the_session() {
         ("nested extras", request(1, &[&[0x93, 2, 0x81, 0xa1, b'x'][..], &[0x91; 200]].concat(), &[])),
         ("a list of 4 billion", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xdd, 255, 255, 255, 255], &[])),
         ("the marker that means nothing", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xc1], &[])),
-        ("a map among the values", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0x80], &[])),
+        ("a map of 4 billion", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xdf, 255, 255, 255, 255], &[])),
+        ("a key without a value", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0x81, 0xc0], &[])),
+        ("keys within keys", request(1, &[&[0x93, 2, 0xc0, 0x92, 1, 0x91][..], &[0x81; 60_000]].concat(), &[])),
+        ("bin among the values", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xc4, 1, 0], &[])),
         ("an unknown extension", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd4, 99, 0], &[])),
         ("a shape of 9 bytes", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xc7, 9, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0], &[])),
         ("a tensor of 255 dimensions", {
