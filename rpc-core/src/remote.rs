@@ -13,6 +13,27 @@
 //! assert_eq!(add.call((1, 2)).wait()?, 3);
 //! # Ok::<(), rpc_core::RpcError>(())
 //! ```
+//!
+//! The other way, a function of the session may call a closure of the client, see [`crate::callback`]:
+//!
+//! ```
+//! use rpc_core::{Context, Function, LocalSession, Registry, Session};
+//!
+//! let registry = Registry::new();
+//! registry.add("train", |context: Context, epochs: i64, report: Function| -> rpc_core::Result<()> {
+//!     for epoch in 1..=epochs {
+//!         context.call(&report, vec![epoch.into(), (1.0 / epoch as f64).into()])?;
+//!     }
+//!     Ok(())
+//! });
+//! let session = Session::new(LocalSession::new(registry));
+//! let (sender, losses) = std::sync::mpsc::channel();
+//! let report = session.callback(move |_epoch: i64, loss: f64| sender.send(loss)).wait()?;
+//! session.get_function("train").wait()?.call::<()>((3, &report)).wait()?;
+//! drop(report);
+//! assert_eq!(losses.iter().collect::<Vec<_>>(), [1.0, 0.5, 1.0 / 3.0]);
+//! # Ok::<(), rpc_core::RpcError>(())
+//! ```
 
 use std::any::Any;
 use std::fmt;

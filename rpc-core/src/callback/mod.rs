@@ -31,6 +31,9 @@
 //! [`Action::concurrent`](crate::Action::concurrent) is the usual remedy. The same holds for a tensor which the waiting
 //! function has borrowed: whatever conflicts with that borrow waits for the function.
 //!
+//! As long as there is a callback two requests of its own wait at the origin. Where asynchronous functions have threads, for
+//! want of a [spawner](crate::LocalSessionBuilder::spawner), they take two of the session's.
+//!
 //! At the origin a call of the closure takes the thread of the function that calls it until the answer is there. So an
 //! inline function must not call one: the answer would come on the connection that it holds up. Nor should a future, unless
 //! its runtime has other threads.
