@@ -213,6 +213,18 @@ impl State {
         self.last += 1;
         self.last
     }
+
+    /// The first call that nobody has taken. Those whose deadline has passed stay: their callers, who have been told, are
+    /// about to take them back.
+    fn take(&mut self) -> Option<Queued> {
+        let in_time = |queued: &Queued| queued.context.deadline().is_none_or(|deadline| Instant::now() < deadline);
+        let at = self.queue.iter().position(in_time)?;
+        let queued = self.queue.remove(at)?;
+        if let Some(call) = self.calls.get_mut(&queued.id) {
+            call.taken = true;
+        }
+        Some(queued)
+    }
 }
 
 /// Resolves to the next call that nobody has taken; to nothing when there will be none.
@@ -236,10 +248,7 @@ impl Future for Next {
         }
         let exchange = self.exchange.clone();
         let mut state = exchange.lock();
-        if let Some(Queued { id, args, context }) = state.queue.pop_front() {
-            if let Some(call) = state.calls.get_mut(&id) {
-                call.taken = true;
-            }
+        if let Some(Queued { id, args, context }) = state.take() {
             drop(state);
             let lane = (context.lane() != Lane::CONCURRENT && context.is_of_the_session_of(&self.context))
                 .then_some(context.lane().0);
