@@ -71,3 +71,41 @@ pub async fn a_compiled_model_gives_the_numbers_that_it_gives_at_home(scene: &Sc
         assert!(bytes == read("classes.f32")[..], "the numbers differ");
     }
 }
+
+/// Native code calls closures of the client: with values and tensors, again from within, and errors come through it.
+pub async fn native_code_calls_closures_of_the_client(scene: &Scene) {
+    let Some(environment) = environment() else { return };
+    let kit = scene.kit().await;
+    let baseline = kit.usage().await;
+    let module = module(&kit, environment, "kernels.cc").await;
+    let function = async |name: &str| kit.get(module.function(name)).await;
+    let apply = function("apply").await;
+
+    let add_ten = kit.get(kit.session.callback(|x: i64| x + 10)).await;
+    assert_eq!(kit.get(apply.call::<i64>((&add_ten, 1))).await, 11);
+
+    // From within: the native function again, with the other closure.
+    let (again, inner) = (apply.clone(), add_ten.clone());
+    let nested = kit.session.callback(move |x: i64| again.call::<i64>((&inner, 2 * x)).concurrent().wait());
+    let nested = kit.get(nested).await;
+    assert_eq!(kit.get(apply.call::<i64>((&nested, 5))).await, 20);
+
+    // The tensor is the closure's to read and to write while the native function waits for it.
+    let x = tensor(&kit, &[2], dlpack::to_bytes(&[1.0_f32, 2.0]).to_vec()).await;
+    let session = kit.session.clone();
+    let triple = kit.session.callback(move |tensor: RemoteTensor| -> rpc_core::Result<()> {
+        let bytes = session.copy_from_remote(&tensor).lane(rpc_core::Lane(7)).wait()?;
+        let tripled: Vec<_> = dlpack::from_bytes::<f32>(&bytes).iter().map(|x| 3.0 * x).collect();
+        session.copy_to_remote(&tensor, dlpack::to_bytes(&tripled)).lane(rpc_core::Lane(7)).wait()
+    });
+    let triple = kit.get(triple).await;
+    assert_eq!(kit.get(function("apply_to_tensor").await.call::<f64>((&triple, &x))).await, 3.0);
+
+    let refuse = |_: i64| -> rpc_core::Result<()> { Err(rpc_core::RpcError::new(ErrorKind::Busy, "not now")) };
+    let refuse = kit.get(kit.session.callback(refuse)).await;
+    let error = scene.get(apply.call::<()>((&refuse, 1))).await.unwrap_err();
+    assert_eq!((error.kind(), error.message()), (ErrorKind::Busy, "not now"));
+
+    drop((add_ten, nested, triple, refuse, apply, x, module));
+    kit.settles_at(baseline).await;
+}
