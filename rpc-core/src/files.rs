@@ -145,42 +145,21 @@ impl Files {
     async fn upload(
         &self,
         path: &str,
-        mut source: impl Pieces,
+        source: impl Pieces,
         len: Option<u64>,
         report: &mut Report<'_>,
     ) -> Result<u64> {
         let names = ["rpc.file.begin_write", "rpc.file.write", "rpc.file.commit"];
-        let [begin, write, commit] = self.functions(names).await?;
+        let [begin, write, commit] = functions(&self.session, self.lane, names).await?;
         // Dropped on every error below: that frees the writer, and with it what it has written.
         let writer: RemoteObject = begin.call((path, len)).lane(self.lane).await?;
-        let (mut sent, mut done) = (0, 0);
-        let mut window: VecDeque<(u64, Pending<()>)> = VecDeque::with_capacity(IN_FLIGHT);
-        loop {
-            let piece = source.next_piece().map_err(|error| local_io("cannot read what is to be sent", &error))?;
-            if window.len() == IN_FLIGHT || piece.is_empty() {
-                let target = if piece.is_empty() { 0 } else { IN_FLIGHT - 1 };
-                while window.len() > target {
-                    let Some((end, pending)) = window.pop_front() else { break };
-                    pending.await?;
-                    done = end;
-                    report(done);
-                }
-            }
-            if piece.is_empty() {
-                break;
-            }
-            let end = sent + piece.len() as u64;
-            let mut pending = write.call((&writer, sent, piece)).lane(self.lane).start();
-            pending.admitted().await?;
-            window.push_back((end, pending));
-            sent = end;
-        }
+        let sent = send_pieces(&write, &writer, self.lane, source, report).await?;
         commit.call::<()>((&writer,)).lane(self.lane).await?;
-        Ok(done)
+        Ok(sent)
     }
 
     async fn download(&self, path: &str, sink: &mut (impl Write + Send), report: &mut Report<'_>) -> Result<u64> {
-        let [open, read] = self.functions(["rpc.file.open", "rpc.file.read"]).await?;
+        let [open, read] = functions(&self.session, self.lane, ["rpc.file.open", "rpc.file.read"]).await?;
         let (reader, len): (RemoteObject, u64) = open.call((path,)).lane(self.lane).await?;
         let mut window: VecDeque<(u64, Pending<Bytes>)> = VecDeque::with_capacity(IN_FLIGHT);
         let (mut asked, mut done) = (0, 0);
@@ -208,32 +187,78 @@ impl Files {
         Ok(done)
     }
 
-    /// Several functions in one round trip.
-    async fn functions<const N: usize>(&self, names: [&str; N]) -> Result<[RemoteFunction; N]> {
-        let pending = names.map(|name| self.session.get_function(name).lane(self.lane).start());
-        let mut functions = Vec::with_capacity(N);
-        for function in pending {
-            functions.push(function.await?);
-        }
-        functions.try_into().map_err(|_| RpcError::internal("as many functions as names"))
-    }
-
     async fn call_by_name<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> Result<R> {
-        let function = self.session.get_function(name).lane(self.lane).await?;
-        function.call(args).lane(self.lane).await
+        call_by_name(&self.session, self.lane, name, args).await
+    }
+}
+
+/// Several functions in one round trip.
+pub(crate) async fn functions<const N: usize>(
+    session: &Session,
+    lane: Lane,
+    names: [&str; N],
+) -> Result<[RemoteFunction; N]> {
+    let pending = names.map(|name| session.get_function(name).lane(lane).start());
+    let mut functions = Vec::with_capacity(N);
+    for function in pending {
+        functions.push(function.await?);
+    }
+    functions.try_into().map_err(|_| RpcError::internal("as many functions as names"))
+}
+
+pub(crate) async fn call_by_name<R: FromReply>(
+    session: &Session,
+    lane: Lane,
+    name: &str,
+    args: impl IntoArgs,
+) -> Result<R> {
+    let function = session.get_function(name).lane(lane).await?;
+    function.call(args).lane(lane).await
+}
+
+/// Sends all of `source` to `writer`, by calls of `write` with the writer, the offset and a piece, several of which are under
+/// way at a time. The result is how many bytes there were.
+pub(crate) async fn send_pieces(
+    write: &RemoteFunction,
+    writer: &RemoteObject,
+    lane: Lane,
+    mut source: impl Pieces,
+    report: &mut Report<'_>,
+) -> Result<u64> {
+    let (mut sent, mut done) = (0, 0);
+    let mut window: VecDeque<(u64, Pending<()>)> = VecDeque::with_capacity(IN_FLIGHT);
+    loop {
+        let piece = source.next_piece().map_err(|error| local_io("cannot read what is to be sent", &error))?;
+        if window.len() == IN_FLIGHT || piece.is_empty() {
+            let target = if piece.is_empty() { 0 } else { IN_FLIGHT - 1 };
+            while window.len() > target {
+                let Some((end, pending)) = window.pop_front() else { break };
+                pending.await?;
+                done = end;
+                report(done);
+            }
+        }
+        if piece.is_empty() {
+            return Ok(done);
+        }
+        let end = sent + piece.len() as u64;
+        let mut pending = write.call((writer, sent, piece)).lane(lane).start();
+        pending.admitted().await?;
+        window.push_back((end, pending));
+        sent = end;
     }
 }
 
 /// Told the bytes that have arrived so far.
-type Report<'a> = Box<dyn FnMut(u64) + Send + 'a>;
+pub(crate) type Report<'a> = Box<dyn FnMut(u64) + Send + 'a>;
 
-type FileFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
+pub(crate) type FileFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
 
 /// What will be done, given the progress report and the announced length.
 type Start<'a, T> = Box<dyn FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a>;
 
-/// An operation on files that has not been started: await it, or [`wait`](Self::wait) for it. Dropping the future stops the
-/// transfer: an upload leaves no file then.
+/// An operation on files, or on [modules](crate::modules), that has not been started: await it, or [`wait`](Self::wait) for
+/// it. Dropping the future stops the transfer: an upload leaves no file then.
 #[must_use = "a file operation does nothing until it is awaited or waited for"]
 pub struct FileAction<'a, T> {
     start: Start<'a, T>,
@@ -242,7 +267,7 @@ pub struct FileAction<'a, T> {
 }
 
 impl<'a, T> FileAction<'a, T> {
-    fn new(start: impl FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a) -> Self {
+    pub(crate) fn new(start: impl FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a) -> Self {
         Self { start: Box::new(start), report: Box::new(|_| {}), len: None }
     }
 
@@ -252,8 +277,8 @@ impl<'a, T> FileAction<'a, T> {
         self
     }
 
-    /// Announces the length of an upload: the quota is claimed at once, and a file of any other length is an error. Other
-    /// operations ignore it.
+    /// Announces the length of an upload of a file: the quota is claimed at once, and a file of any other length is an error.
+    /// Other operations ignore it.
     pub fn expect_len(mut self, bytes: u64) -> Self {
         self.len = Some(bytes);
         self
@@ -285,7 +310,7 @@ impl<T> fmt::Debug for FileAction<'_, T> {
 }
 
 /// Where an upload comes from.
-trait Pieces: Send {
+pub(crate) trait Pieces: Send {
     /// The next piece, no larger than [`CHUNK`]; empty at the end.
     fn next_piece(&mut self) -> io::Result<Bytes>;
 }
@@ -296,8 +321,8 @@ impl Pieces for Bytes {
     }
 }
 
-struct Reading<R> {
-    source: R,
+pub(crate) struct Reading<R> {
+    pub(crate) source: R,
 }
 
 impl<R: Read + Send> Pieces for Reading<R> {

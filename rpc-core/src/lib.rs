@@ -41,6 +41,7 @@ pub mod function;
 pub mod handle;
 pub mod local;
 pub mod module;
+pub mod modules;
 pub mod object;
 mod panics;
 pub mod placement;

@@ -1,0 +1,256 @@
+//! Modules of native code, from the client's side: upload one that the server lacks, and load it by its digest.
+//!
+//! A server that takes modules keeps them by their SHA-256 and registers the functions `rpc.module.*`; this is what calls
+//! them. What the server has already is not sent again, and what is loaded is what was hashed here, whoever has sent it.
+//!
+//! ```no_run
+//! # fn example(session: &rpc_core::Session, code: bytes::Bytes, digest: rpc_core::modules::Digest) -> rpc_core::Result<()> {
+//! use rpc_core::modules::Modules;
+//!
+//! let modules = Modules::new(session);
+//! modules.upload_bytes(digest, code).wait()?;
+//! let scale = modules.load(digest).wait()?.function("scale").wait()?;
+//! assert_eq!(scale.call::<f64>((2.0, 0.5)).wait()?, 1.0);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! This crate has no cryptography: the caller brings the digest, which `sha256sum` prints and `rpc_server::modules::hash`
+//! computes.
+
+use std::fmt;
+use std::io::Read;
+use std::str::FromStr;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::files::{FileAction, Pieces, Reading, Report, call_by_name, functions, send_pieces};
+use crate::remote::{Action, RemoteModule, RemoteObject, Session};
+use crate::session::Lane;
+
+/// The SHA-256 of a module's file, by which servers keep it. Written as 64 hexadecimal digits.
+///
+/// ```
+/// use rpc_core::modules::Digest;
+///
+/// let digest: Digest = "E3B0C44298FC1C149AFBF4C8996FB92427AE41E4649B934CA495991B7852B855".parse()?;
+/// assert!(digest.to_string().starts_with("e3b0c442"));
+/// assert_eq!(Digest::from_module_path(&digest.module_path()), Some(Ok(digest)));
+/// # Ok::<(), rpc_core::modules::DigestError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Digest([u8; 32]);
+
+/// Why a text is no digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a SHA-256 has 64 hexadecimal digits, as sha256sum prints it")]
+#[non_exhaustive]
+pub struct DigestError;
+
+impl Digest {
+    /// How many bytes a digest has.
+    pub const LEN: usize = 32;
+
+    /// What stands in front of a digest in the path of a module.
+    const SCHEME: &str = "sha256:";
+
+    /// The digest of these bytes, which are a SHA-256 already.
+    pub const fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
+        Self(bytes)
+    }
+
+    /// Its bytes.
+    pub const fn as_bytes(&self) -> &[u8; Self::LEN] {
+        &self.0
+    }
+
+    /// What [`Session::load_module`] takes to load the module from the server's store: `sha256:` and the digits.
+    pub fn module_path(&self) -> String {
+        format!("{}{self}", Self::SCHEME)
+    }
+
+    /// The digest in a path of that form; `None` for a path that is of another form.
+    pub fn from_module_path(path: &str) -> Option<std::result::Result<Self, DigestError>> {
+        path.strip_prefix(Self::SCHEME).map(str::parse)
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Digest({self})")
+    }
+}
+
+impl FromStr for Digest {
+    type Err = DigestError;
+
+    fn from_str(text: &str) -> std::result::Result<Self, DigestError> {
+        let digit = |byte: u8| char::from(byte).to_digit(16).ok_or(DigestError);
+        let mut bytes = [0; Self::LEN];
+        if text.len() != 2 * Self::LEN {
+            return Err(DigestError);
+        }
+        for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
+            // Two digits of four bits each.
+            *byte = (digit(pair[0])? << 4 | digit(pair[1])?) as u8;
+        }
+        Ok(Self(bytes))
+    }
+}
+
+impl TryFrom<String> for Digest {
+    type Error = DigestError;
+
+    fn try_from(text: String) -> std::result::Result<Self, DigestError> {
+        text.parse()
+    }
+}
+
+impl From<Digest> for String {
+    fn from(digest: Digest) -> Self {
+        digest.to_string()
+    }
+}
+
+/// The modules that a session's server keeps.
+///
+/// All operations fail with [`ErrorKind::Refused`](crate::ErrorKind::Refused) where the server takes no modules, or not this
+/// one; and with [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) where it knows nothing of modules. Every operation does
+/// nothing until it is awaited or waited for.
+#[derive(Clone, Debug)]
+pub struct Modules {
+    session: Session,
+    lane: Lane,
+}
+
+impl Modules {
+    /// The modules of the server of `session`.
+    pub fn new(session: &Session) -> Self {
+        Self { session: session.clone(), lane: Lane::DEFAULT }
+    }
+
+    /// Moves all operations to `lane`; [`Lane::DEFAULT`] without this.
+    #[must_use]
+    pub fn lane(mut self, lane: Lane) -> Self {
+        self.lane = lane;
+        self
+    }
+
+    /// Whether the server has the module.
+    pub fn has(&self, digest: Digest) -> FileAction<'static, bool> {
+        let this = self.clone();
+        FileAction::new(move |_, _| Box::pin(async move { this.find(digest).await }))
+    }
+
+    /// Sends the `len` bytes of `source`, whose SHA-256 is `digest`, unless the server has them; the result says whether they
+    /// were sent. Nothing is kept until all of it has come and is what was announced.
+    ///
+    /// `source` is read on the thread that polls: if it may block for long, [`wait`](FileAction::wait) on a thread for it.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded) if the module is too large or the server has no room;
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `source` has another length or digest;
+    /// [`ErrorKind::Io`](crate::ErrorKind::Io) if it cannot be read.
+    pub fn upload<'a>(&self, digest: Digest, len: u64, source: impl Read + Send + 'a) -> FileAction<'a, bool> {
+        self.upload_pieces(digest, len, Reading { source })
+    }
+
+    /// As [`upload`](Self::upload), from memory, without copying it.
+    pub fn upload_bytes(&self, digest: Digest, data: impl Into<Bytes>) -> FileAction<'static, bool> {
+        let data = data.into();
+        self.upload_pieces(digest, data.len() as u64, data)
+    }
+
+    /// Has the server take a file of its own as a module: one in the session's workspace, or at an absolute path.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with the file, and the limits of [`upload`](Self::upload).
+    pub fn import(&self, path: &str) -> FileAction<'static, Digest> {
+        let (this, path) = (self.clone(), path.to_owned());
+        FileAction::new(move |_, _| {
+            Box::pin(async move {
+                let digest: String = call_by_name(&this.session, this.lane, "rpc.module.import", (path,)).await?;
+                digest.parse().map_err(|error: DigestError| {
+                    crate::RpcError::new(crate::ErrorKind::Protocol, format!("rpc.module.import: {error}"))
+                })
+            })
+        })
+    }
+
+    /// Loads a module that the server has.
+    pub fn load(&self, digest: Digest) -> Action<RemoteModule> {
+        self.session.load_module(&digest.module_path()).lane(self.lane)
+    }
+
+    /// The functions of a module of any kind, with their signatures.
+    pub fn functions(&self, module: &RemoteModule) -> FileAction<'static, Vec<(String, String)>> {
+        let (this, module) = (self.clone(), module.clone());
+        FileAction::new(move |_, _| {
+            Box::pin(async move { call_by_name(&this.session, this.lane, "rpc.module.functions", (&module,)).await })
+        })
+    }
+
+    fn upload_pieces<'a>(&self, digest: Digest, len: u64, source: impl Pieces + 'a) -> FileAction<'a, bool> {
+        let this = self.clone();
+        FileAction::new(move |mut report, _| {
+            Box::pin(async move { this.send(digest, len, source, &mut report).await })
+        })
+    }
+
+    async fn send(
+        &self,
+        digest: Digest,
+        len: u64,
+        source: impl Pieces,
+        report: &mut Report<'_>,
+    ) -> Result<bool> {
+        if self.find(digest).await? {
+            return Ok(false);
+        }
+        let names = ["rpc.module.begin_upload", "rpc.module.write", "rpc.module.commit"];
+        let [begin, write, commit] = functions(&self.session, self.lane, names).await?;
+        // Dropped on every error below, and nothing of it stays at the server.
+        let upload: RemoteObject = begin.call((digest.to_string(), len)).lane(self.lane).await?;
+        send_pieces(&write, &upload, self.lane, source, report).await?;
+        commit.call::<()>((&upload,)).lane(self.lane).await?;
+        Ok(true)
+    }
+
+    async fn find(&self, digest: Digest) -> Result<bool> {
+        call_by_name(&self.session, self.lane, "rpc.module.find", (digest.to_string(),)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_digest_is_64_hexadecimal_digits_and_nothing_else() {
+        let text = "0123456789abcdef".repeat(4);
+        let digest: Digest = text.parse().unwrap();
+        assert_eq!(digest.to_string(), text);
+        assert_eq!(digest.as_bytes()[..3], [0x01, 0x23, 0x45]);
+        let wrong = [&text[1..], &format!("{text}0"), "", &"g".repeat(64), &"ä".repeat(32), &format!(" {}", &text[1..])];
+        for wrong in wrong {
+            assert_eq!(wrong.parse::<Digest>(), Err(DigestError), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn only_paths_with_the_scheme_name_digests() {
+        assert_eq!(Digest::from_module_path("kernels.so"), None);
+        assert_eq!(Digest::from_module_path("sha256:kernels.so"), Some(Err(DigestError)));
+    }
+}
