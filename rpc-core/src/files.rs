@@ -142,13 +142,7 @@ impl Files {
         })
     }
 
-    async fn upload(
-        &self,
-        path: &str,
-        source: impl Pieces,
-        len: Option<u64>,
-        report: &mut Report<'_>,
-    ) -> Result<u64> {
+    async fn upload(&self, path: &str, source: impl Pieces, len: Option<u64>, report: &mut Report<'_>) -> Result<u64> {
         let names = ["rpc.file.begin_write", "rpc.file.write", "rpc.file.commit"];
         let [begin, write, commit] = functions(&self.session, self.lane, names).await?;
         // Dropped on every error below: that frees the writer, and with it what it has written.

@@ -203,18 +203,10 @@ impl Modules {
 
     fn upload_pieces<'a>(&self, digest: Digest, len: u64, source: impl Pieces + 'a) -> FileAction<'a, bool> {
         let this = self.clone();
-        FileAction::new(move |mut report, _| {
-            Box::pin(async move { this.send(digest, len, source, &mut report).await })
-        })
+        FileAction::new(move |mut report, _| Box::pin(async move { this.send(digest, len, source, &mut report).await }))
     }
 
-    async fn send(
-        &self,
-        digest: Digest,
-        len: u64,
-        source: impl Pieces,
-        report: &mut Report<'_>,
-    ) -> Result<bool> {
+    async fn send(&self, digest: Digest, len: u64, source: impl Pieces, report: &mut Report<'_>) -> Result<bool> {
         if self.find(digest).await? {
             return Ok(false);
         }
@@ -242,7 +234,8 @@ mod tests {
         let digest: Digest = text.parse().unwrap();
         assert_eq!(digest.to_string(), text);
         assert_eq!(digest.as_bytes()[..3], [0x01, 0x23, 0x45]);
-        let wrong = [&text[1..], &format!("{text}0"), "", &"g".repeat(64), &"ä".repeat(32), &format!(" {}", &text[1..])];
+        let wrong =
+            [&text[1..], &format!("{text}0"), "", &"g".repeat(64), &"ä".repeat(32), &format!(" {}", &text[1..])];
         for wrong in wrong {
             assert_eq!(wrong.parse::<Digest>(), Err(DigestError), "{wrong:?}");
         }

@@ -10,6 +10,7 @@ pub mod builtins;
 pub mod cli;
 pub mod config;
 pub mod exit;
+mod file_lock;
 mod functions;
 pub mod gpu;
 mod http;

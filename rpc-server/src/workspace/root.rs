@@ -19,6 +19,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::tree::{move_entry, purge};
 use super::{Home, Inner, Keeper, Workspace, WorkspaceError, abridged, make_folder};
+use crate::file_lock::Held;
 
 /// How much workspaces may hold, and how long named ones are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -300,22 +301,6 @@ impl Drop for RootInner {
         purge(&self.private, &self.instance);
         // Last, and still locked: until then whoever finds the folder knows whose it is.
         let _ = self.private.remove_file(lock_name(&self.instance));
-    }
-}
-
-/// A file lock, freed on drop.
-struct Held<'a>(&'a File);
-
-impl<'a> Held<'a> {
-    fn exclusive(file: &'a File) -> io::Result<Self> {
-        rustix::io::retry_on_intr(|| flock(file, FlockOperation::LockExclusive))?;
-        Ok(Self(file))
-    }
-}
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        let _ = flock(self.0, FlockOperation::Unlock);
     }
 }
 
