@@ -22,7 +22,9 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
         Err(error) => {
             report(error);
             match error {
-                ServeError::Trust(_) | ServeError::Config(_) => CONFIG,
+                ServeError::Trust(_) | ServeError::Config(_) | ServeError::Modules(_) | ServeError::Library(_) => {
+                    CONFIG
+                }
                 ServeError::Listen(_)
                 | ServeError::Workdir { .. }
                 | ServeError::Metrics { .. }

@@ -64,6 +64,9 @@ use std::time::Duration;
 
 use rpc_core::{Devices, Registry};
 
+use crate::modules;
+
+pub(crate) use keeper::this_program;
 pub(crate) use session::Isolation;
 
 /// How long the process of a session may take to end once the session has. Enough to free what it held, and little enough
@@ -91,7 +94,9 @@ pub fn run_if_isolated(registry: &Registry) {
 /// As [`run_if_isolated`], with devices, which are made only in the process of a session.
 pub fn run_if_isolated_with(registry: &Registry, devices: impl FnOnce() -> Devices) {
     let mut args = env::args_os().skip(1);
-    if args.next().is_some_and(|first| first == CHILD_ARGUMENT) {
+    let first = args.next();
+    modules::answer_if_asked(first.as_ref());
+    if first.is_some_and(|first| first == CHILD_ARGUMENT) {
         let server = args.next().and_then(|pid| pid.to_str()?.parse().ok());
         child::run(registry, devices, server);
     }

@@ -2,7 +2,7 @@
 //!
 //! [`server`] is the daemon as a library, [`spawn`] runs it as a child process, [`isolate`] gives each session a process of
 //! its own, [`builtins`] are the functions that every server has. [`tracker`] hands out
-//! servers, [`node`] is a node of a Disco session. [`config`] says what can be set, [`workspace`] keeps the files of sessions.
+//! servers, [`node`] is a node of a Disco session. [`config`] says what can be set, [`workspace`] keeps the files of sessions, [`modules`] the native code of clients.
 
 #![forbid(unsafe_code)]
 
@@ -16,6 +16,7 @@ pub mod gpu;
 mod http;
 pub mod isolate;
 pub mod logging;
+pub mod modules;
 mod monitor;
 pub mod node;
 pub mod npy;

@@ -51,8 +51,9 @@ use tokio::task::JoinHandle;
 
 use self::ready::ReadyFile;
 use self::signals::Signals;
-use crate::config::{Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
+use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
+use crate::modules::{DigestList, ModuleService, Native};
 use crate::monitor::{Gauges, Monitoring, Phase};
 use crate::node::Join;
 use crate::otel::Spans;
@@ -60,7 +61,7 @@ use crate::session::{Cleaner, Client, ServerState, SessionWorkspace, Source};
 use crate::tracker::{Gate, Registrar, Told};
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
-use crate::{builtins, isolate};
+use crate::{builtins, isolate, modules};
 
 /// How long clients are waited for that are being told why their sessions end.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -198,15 +199,7 @@ impl RpcServer {
     pub async fn start(self) -> Result<Running, ServeError> {
         let Self { registry, devices, mut config, relay, reloaded, gauges, also: _, join: _ } = self;
         if config.isolate == Isolate::Auto {
-            let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
-            config.isolate = if has_gpu && isolate::is_possible() { Isolate::Process } else { Isolate::None };
-            if config.isolate == Isolate::Process
-                && let Err(error) = config.check()
-            {
-                // What was set is for sessions in one process, and nobody has asked for others.
-                tracing::warn!(%error, "no GPUs for sessions: these settings do not go with a process for each");
-                config.isolate = Isolate::None;
-            }
+            config.isolate = choose_isolation(&config, &devices);
         }
         config.check()?;
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
@@ -217,6 +210,7 @@ impl RpcServer {
         let (credentials, dial) = (trust.load()?, onward.dial_options()?);
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
+        let (digests, modules) = prepare_modules(&config, &registry).await?;
         let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated);
         let monitoring = match &config.metrics {
             Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone(), gauges).await?),
@@ -226,7 +220,8 @@ impl RpcServer {
         let offered = if gate.is_some() { offered_devices(devices.clone()).await } else { Vec::new() };
         let cleaner = Cleaner::start();
         let (factory, isolation) = if isolated {
-            let isolation = Arc::new(Isolation::new(&config, workspaces.clone(), cleaner.clone(), state.clone())?);
+            let isolation =
+                Arc::new(Isolation::new(&config, digests, workspaces.clone(), cleaner.clone(), state.clone())?);
             (Factory::Isolated(isolation.clone()), Some(isolation))
         } else {
             let factory = LocalFactory {
@@ -241,6 +236,7 @@ impl RpcServer {
                 state: state.clone(),
                 data_address: config.data_address,
                 weights: config.weights.clone(),
+                modules,
             };
             (Factory::Local(factory), None)
         };
@@ -587,6 +583,7 @@ struct LocalFactory {
     state: Arc<ServerState>,
     data_address: Option<IpAddr>,
     weights: Vec<PathBuf>,
+    modules: Option<Arc<ModuleService>>,
 }
 
 impl LocalFactory {
@@ -617,8 +614,54 @@ impl LocalFactory {
         if !self.weights.is_empty() {
             session = session.extension(Arc::new(WeightFolders::new(&self.weights)));
         }
+        if let Some(modules) = &self.modules {
+            session = session.extension(modules.clone());
+        }
         Ok(self.state.count_local(session.build()))
     }
+}
+
+/// What `auto` means with these settings and devices.
+fn choose_isolation(config: &ServeConfig, devices: &Devices) -> Isolate {
+    // Not weighed against other settings: native code in a process with others' sessions is for the operator to choose.
+    if config.runs_native_code() {
+        return Isolate::Process;
+    }
+    let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
+    if !has_gpu || !isolate::is_possible() {
+        return Isolate::None;
+    }
+    match (ServeConfig { isolate: Isolate::Process, ..config.clone() }).check() {
+        Ok(()) => Isolate::Process,
+        Err(error) => {
+            // What was set is for sessions in one process, and nobody has asked for others.
+            tracing::warn!(%error, "no GPUs for sessions: these settings do not go with a process for each");
+            Isolate::None
+        }
+    }
+}
+
+/// Looks whether modules and libraries can be had, so that the operator hears of it and not the first client. The result is for the
+/// processes of sessions the list of modules, and for sessions in this process all that they need: there the libraries are loaded.
+async fn prepare_modules(
+    config: &ServeConfig,
+    registry: &Registry,
+) -> Result<(Option<DigestList>, Option<Arc<ModuleService>>), ServeError> {
+    let (config, registry) = (config.clone(), registry.clone());
+    let prepare = move || {
+        let digests = config.module_digests.as_deref().map(DigestList::read).transpose()?;
+        let native = Native::new(&config);
+        let service = ModuleService::open(&config, digests.clone(), &native)?;
+        let loaded = match config.isolate {
+            Isolate::Process if !isolate::is_possible() => return Err(ConfigError::NoIsolationHook.into()),
+            Isolate::Process => modules::check_libraries(&native),
+            Isolate::None | Isolate::Auto => native.offer_libraries(&registry),
+        };
+        loaded.map_err(ServeError::Library)?;
+        Ok((digests, service))
+    };
+    let prepared = tokio::task::spawn_blocking(prepare).await;
+    prepared.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
 /// What trackers are told of the devices. Drivers may take their time to say.

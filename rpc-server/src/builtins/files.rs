@@ -64,7 +64,8 @@ fn read(Shared(reader): Shared<FileReader>, offset: u64, len: u64) -> Result<Byt
     Ok(buffer.freeze())
 }
 
-fn workspace(context: &Context) -> Result<Workspace> {
+/// The folder of the session.
+pub(crate) fn workspace(context: &Context) -> Result<Workspace> {
     let files = context.workspace().ok_or_else(|| RpcError::unsupported("this session has no workspace for files"))?;
     let files = files.as_any();
     if let Some(workspace) = files.downcast_ref::<Workspace>() {

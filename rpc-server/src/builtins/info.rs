@@ -7,6 +7,7 @@ use rpc_core::proto::VERSION_MAX;
 use rpc_core::{Context, Device, DeviceAttribute, DeviceType, Devices, Pack, Registry, Value};
 use serde::{Deserialize, Serialize};
 
+use crate::modules::ModuleService;
 use crate::session::ServerState;
 
 /// What `rpc.info` returns. Fields may be added; readers ignore those that they do not know.
@@ -37,6 +38,19 @@ pub struct ServerInfo {
     pub arch: String,
     /// The operating system, such as `linux`.
     pub os: String,
+    /// Which native modules clients may bring; `None` if they may not bring any.
+    #[serde(default)]
+    pub modules: Option<ModulesInfo>,
+}
+
+/// Which native modules a server takes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ModulesInfo {
+    /// The size of the largest, in bytes.
+    pub max_bytes: u64,
+    /// Whether only those are taken that the operator has listed.
+    pub listed_only: bool,
 }
 
 /// One device, or one kind of which there is none.
@@ -89,6 +103,10 @@ fn collect(context: &Context) -> ServerInfo {
         host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
         arch: std::env::consts::ARCH.to_owned(),
         os: std::env::consts::OS.to_owned(),
+        modules: context.extension::<ModuleService>().map(|service| {
+            let store = service.store();
+            ModulesInfo { max_bytes: store.limits().max_module_bytes, listed_only: store.is_limited_to_list() }
+        }),
     }
 }
 

@@ -16,12 +16,20 @@
 //! | `rpc.file.read` | reader, offset, length of up to [`MAX_READ_BYTES`] | bytes, fewer only at the end of the file |
 //! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::files::FileEntry), packed |
 //! | `rpc.file.rm` | path | null |
+//! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
+//! | `rpc.module.begin_upload` | digest, length | an upload |
+//! | `rpc.module.write` | upload, offset, bytes, in order | null |
+//! | `rpc.module.commit` | upload | null |
+//! | `rpc.module.import` | path in the workspace, or absolute at the server | the digest |
+//! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
 //!
-//! Writers and readers are objects of the session and go with it. [`rpc_core::files::Files`] is the client of the file
-//! functions.
+//! Writers, readers and uploads are objects of the session and go with it. [`rpc_core::files::Files`] is the client of the
+//! file functions, [`rpc_core::modules::Modules`] that of those for modules, which refuse without `--allow-modules`. With
+//! them comes the module loader `tvm_ffi`.
 
 mod files;
 mod info;
+mod modules;
 mod timing;
 
 use std::sync::Arc;
@@ -31,7 +39,8 @@ use rpc_core::function::Rest;
 use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Value};
 
 pub use files::MAX_READ_BYTES;
-pub use info::{DeviceInfo, ServerInfo};
+pub(crate) use files::workspace;
+pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
 pub use timing::{TimeOptions, time_function};
 
 /// How often a sleeping call looks whether its caller still waits.
@@ -51,6 +60,7 @@ pub fn register(registry: &Registry) {
     info::register(registry);
     timing::register(registry);
     files::register(registry);
+    modules::register(registry);
 }
 
 /// What `rpc.new_object` makes: something that has a handle and nothing else.

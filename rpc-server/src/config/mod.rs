@@ -17,6 +17,7 @@ use rpc_transports::{Address, AddressError, TransportError};
 use serde::{Deserialize, Serialize};
 
 use crate::logging::{LogFilter, LogFormat};
+use crate::modules::ModuleError;
 use crate::trust::{ClientTrust, ServerTrust, TrustError};
 
 pub use pool::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};
@@ -250,8 +251,26 @@ settings! {
         /// commas. None without it
         #[arg(value_name = "FOLDER", value_delimiter = ',')]
         weights: Vec<PathBuf> = Vec::new(), "RPC_SERVER_WEIGHTS";
+        /// Take native modules from clients and run them: shared libraries that follow the ABI of TVM-FFI. Whoever is let in may then
+        /// do whatever the server's user may
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        allow_modules: bool = false, "RPC_SERVER_ALLOW_MODULES";
+        /// Bytes of all modules that are kept; those unused for --module-expiry make room for others
+        #[arg(value_name = "SIZE")]
+        module_store_size: ByteSize = ByteSize(4 << 30), "RPC_SERVER_MODULE_STORE_SIZE";
+        /// The largest module
+        #[arg(value_name = "SIZE")]
+        max_module: ByteSize = ByteSize(512 << 20), "RPC_SERVER_MAX_MODULE";
+        /// How long a module has to be unused before it makes room for another
+        #[arg(value_name = "TIME")]
+        module_expiry: Span = seconds(30 * 24 * 3600), "RPC_SERVER_MODULE_EXPIRY";
+        /// Shared libraries that are loaded for each session, and whose global TVM-FFI functions are offered by their names; may be
+        /// repeated, or given as a list with commas. Without --allow-modules, too
+        #[arg(value_name = "FILE", value_delimiter = ',')]
+        library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_LIBRARY";
         /// Where sessions run: all in the server's own process, or each in a process of its own, so that a crash in a
-        /// function is an error to one client alone; auto has processes where there are GPUs, whose drivers share one fate in a process
+        /// function is an error to one client alone; auto has processes where there are GPUs, whose drivers share one fate in a
+        /// process, and with --allow-modules or --library
         #[arg(value_name = "WHERE")]
         isolate: Isolate = Isolate::Auto, "RPC_SERVER_ISOLATE";
         /// With --isolate process: memory that the process of one session may have for its data; a function that asks for
@@ -299,6 +318,17 @@ settings! {
         data_address: IpAddr, "RPC_SERVER_DATA_ADDRESS";
         /// With --tracker: what clients ask the tracker for. Without it: the same as --key
         tracker_key: String, "RPC_SERVER_TRACKER_KEY";
+        /// With --allow-modules: a file of the SHA-256 digests of the modules that are taken, and no others, one a line, as sha256sum
+        /// prints them. It is read at the start
+        #[arg(value_name = "FILE")]
+        module_digests: PathBuf, "RPC_SERVER_MODULE_DIGESTS";
+        /// The folder for modules, which nobody else may write to. Without it: a folder in --workdir
+        #[arg(value_name = "FOLDER")]
+        module_store: PathBuf, "RPC_SERVER_MODULE_STORE";
+        /// With --allow-modules or --library: libtvm_ffi.so, or the folder that it lies in. Without it, it is looked for in Python
+        /// environments and folders of the system
+        #[arg(value_name = "FILE")]
+        tvm_ffi: PathBuf, "RPC_SERVER_TVM_FFI";
         /// Ports to try when an address says port 0 or its port is in use, such as 9090-9199
         #[arg(value_name = "FIRST-LAST")]
         port_range: PortRange, "RPC_SERVER_PORT_RANGE";
@@ -384,8 +414,22 @@ impl ServeConfig {
         match self.max_total_memory {
             Some(limit) => limit,
             // The kernel ends the process of one session then, and each session would need its share.
-            None if self.isolate == Isolate::Process => ByteSize::UNLIMITED,
+            None if self.wants_processes() => ByteSize::UNLIMITED,
             None => memory::most_of_memory(),
+        }
+    }
+
+    /// Whether native code that this program does not bring is to be run.
+    pub(crate) fn runs_native_code(&self) -> bool {
+        self.allow_modules || !self.library.is_empty()
+    }
+
+    /// Whether each session is to have a process of its own, whatever devices there are.
+    fn wants_processes(&self) -> bool {
+        match self.isolate {
+            Isolate::Process => true,
+            Isolate::Auto => self.runs_native_code(),
+            Isolate::None => false,
         }
     }
 
@@ -396,7 +440,7 @@ impl ServeConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::InsecureMetrics`], [`ConfigError::NotListenable`], [`ConfigError::Key`],
     /// [`ConfigError::StdinTaken`], [`ConfigError::NoShare`], [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`],
     /// [`ConfigError::NoOtel`], [`ConfigError::NoTrackerKey`], [`ConfigError::NothingToAdvertise`],
-    /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::Zero`].
+    /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::NoTvmFfi`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
         check_addresses(&self.listen, &self.trust(), self.insecure)?;
         if let Some(address) = self.data_address.filter(|address| address.is_unspecified() || address.is_multicast()) {
@@ -430,6 +474,8 @@ impl ServeConfig {
             ("--max-requests", self.max_requests.into()),
             ("--max-handles", self.max_handles as u64),
             ("--max-message", self.max_message.0),
+            ("--max-module", self.max_module.0),
+            ("--module-store-size", self.module_store_size.0),
             ("--keep-alive", u64::from(!self.keep_alive.0.is_zero())),
             ("--handshake-timeout", u64::from(!self.handshake_timeout.0.is_zero())),
             ("--write-timeout", u64::from(!self.write_timeout.0.is_zero())),
@@ -451,7 +497,10 @@ impl ServeConfig {
         if self.otlp_endpoint.is_some() && !cfg!(feature = "otel") {
             return Err(ConfigError::NoOtel);
         }
-        if self.isolate == Isolate::Process {
+        if (self.runs_native_code() || self.tvm_ffi.is_some()) && !cfg!(feature = "tvm-ffi") {
+            return Err(ConfigError::NoTvmFfi);
+        }
+        if self.wants_processes() {
             if self.max_memory > self.total_memory() {
                 return Err(ConfigError::NoShare { max_total_memory: self.total_memory() });
             }
@@ -534,7 +583,8 @@ fn check_metrics(metrics: Option<HttpAddress>, insecure: bool) -> Result<(), Con
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Isolate {
-    /// In processes of their own where the server has devices of kind `cuda` and can start such processes, else in the server's.
+    /// In processes of their own where the server has devices of kind `cuda` and can start such processes, or runs native modules
+    /// and libraries; else in the server's.
     #[default]
     Auto,
     /// All in the process of the server: what ends one ends all. GPUs are not used.
@@ -673,9 +723,15 @@ pub enum ConfigError {
          cargo build -p rpc-server --features otel"
     )]
     NoOtel,
+    /// This program has no loader of native modules.
+    #[error(
+        "--allow-modules, --library and --tvm-ffi need a server that can load native modules, and this one is built without; \
+         build it with cargo build -p rpc-server --features tvm-ffi"
+    )]
+    NoTvmFfi,
     /// Sessions in processes of their own get their share of the total at the beginning, and it is not known how much.
     #[error(
-        "with --isolate process each session has its --max-memory set aside from --max-total-memory ({max_total_memory}), \
+        "with --isolate process (or auto, with --allow-modules or --library) each session has its --max-memory set aside from --max-total-memory ({max_total_memory}), \
          so --max-memory has to be given, and be no larger"
     )]
     NoShare {
@@ -696,8 +752,8 @@ pub enum ConfigError {
     },
     /// The program cannot be started again as the process of a session.
     #[error(
-        "with --isolate process the program is started again for each session, so its main has to begin with a call of \
-         rpc_server::isolate::run_if_isolated"
+        "with --isolate process (or auto, with --allow-modules or --library) the program is started again for each session, so \
+         its main has to begin with a call of rpc_server::isolate::run_if_isolated"
     )]
     NoIsolationHook,
 }
@@ -728,6 +784,12 @@ pub enum ServeError {
         /// What the system said.
         source: io::Error,
     },
+    /// The store of modules, or the list of those that are taken.
+    #[error("modules cannot be taken")]
+    Modules(#[from] ModuleError),
+    /// A library of the operator cannot be loaded.
+    #[error("a library cannot be loaded (--library)")]
+    Library(#[source] RpcError),
     /// Metrics cannot be served at their address.
     #[error("cannot serve metrics on {address}")]
     Metrics {

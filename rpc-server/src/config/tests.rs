@@ -102,6 +102,9 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
         ready_file: Some("ready".into()),
         metrics: Some("127.0.0.1:9464".parse().unwrap()),
         otlp_endpoint: Some("http://127.0.0.1:4318".parse().unwrap()),
+        module_digests: Some("digests".into()),
+        module_store: Some("modules".into()),
+        tvm_ffi: Some("libtvm_ffi.so".into()),
         ..ServeConfig::default()
     };
     let keys: toml::Table = config.to_toml().unwrap().parse().unwrap();
@@ -256,6 +259,47 @@ fn isolation_wants_limits_that_can_be_kept() {
     resolve(&["--max-total-memory", "1GiB", "--max-memory", "1GiB"]).unwrap();
     assert!(matches!(resolve(&["--isolate-files", "3"]).unwrap_err(), ConfigError::TooFewFiles { .. }));
     assert_eq!(flags(&["--isolate-files", "3"]).resolve().unwrap().isolate, Isolate::Auto);
+}
+
+#[test]
+fn modules_are_off_and_bounded_by_default() {
+    let config = flags(&[]).resolve().unwrap();
+    assert!(!config.allow_modules && config.library.is_empty() && config.module_digests.is_none());
+    assert_eq!(
+        (config.module_store_size, config.max_module, config.module_expiry),
+        (ByteSize(4 << 30), ByteSize(512 << 20), seconds(30 * 24 * 3600))
+    );
+    for flag in ["--max-module", "--module-store-size"] {
+        assert!(matches!(flags(&[flag, "0"]).resolve().unwrap_err(), ConfigError::Zero { .. }), "{flag}");
+    }
+}
+
+#[cfg(feature = "tvm-ffi")]
+#[test]
+fn native_code_has_the_limits_of_sessions_with_processes_unless_told_otherwise() {
+    for native in [&["--allow-modules"][..], &["--library", "/lib/a.so,/lib/b.so"]] {
+        let with = |more: &[&str]| flags(&[native, &["--max-total-memory", "1GiB"], more].concat()).resolve();
+        let error = with(&[]).unwrap_err();
+        assert!(
+            matches!(error, ConfigError::NoShare { .. }) && error.to_string().contains("--allow-modules"),
+            "{error}"
+        );
+        with(&["--isolate", "process"]).unwrap_err();
+        with(&["--isolate", "none"]).unwrap();
+        let config = with(&["--max-memory", "1GiB"]).unwrap();
+        assert_eq!(file(&config.to_toml().unwrap()).unwrap().resolve().unwrap(), config);
+        assert_eq!(flags(native).resolve().unwrap().total_memory(), ByteSize::UNLIMITED);
+    }
+}
+
+#[cfg(not(feature = "tvm-ffi"))]
+#[test]
+fn native_code_is_for_those_that_can_load_it() {
+    for native in [["--allow-modules=true", "--stdio"], ["--library", "/lib/a.so"], ["--tvm-ffi", "/lib/b.so"]] {
+        let error = flags(&native).resolve().unwrap_err();
+        assert!(matches!(error, ConfigError::NoTvmFfi) && error.to_string().contains("--features tvm-ffi"), "{error}");
+    }
+    flags(&["--max-module", "1MiB"]).resolve().unwrap();
 }
 
 #[test]

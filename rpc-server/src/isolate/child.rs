@@ -22,6 +22,7 @@ use tokio::sync::Notify;
 use super::messages::{Report, SetUp};
 use super::{GRACE, REPORT_INTERVAL};
 use crate::config::{ByteSize, ServeConfig, ServeSettings};
+use crate::modules::{ModuleService, Native};
 use crate::server::{session_limits, wire_limits};
 use crate::session::{Cleaner, Counted, Holder, ServerState, SessionWorkspace, Source, Totals};
 use crate::workspace::Workspace;
@@ -52,13 +53,18 @@ fn serve(
         return Ok(());
     }
     let (mut connection, control) = (UnixStream::from(read), UnixDatagram::from(write));
-    let Some(SetUp { config, workspace, uptime }) = SetUp::read(&mut connection)? else { return Ok(()) };
+    let Some(SetUp { config, workspace, uptime, module_digests }) = SetUp::read(&mut connection)? else {
+        return Ok(());
+    };
     let config = ServeSettings::from_toml(&config, "of the server".as_ref())?.resolve()?;
     logging::init(&config.log_level, config.log_format);
     limit(&config)?;
     watch(connection.try_clone()?)?;
     builtins::register(registry);
     disco::register(registry);
+    let native = Native::new(&config);
+    native.offer_libraries(registry)?;
+    let modules = ModuleService::open(&config, module_digests, &native)?;
 
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // One to serve the connection, and one so that it is served while an asynchronous function blocks the other.
@@ -83,6 +89,9 @@ fn serve(
         }
         if !config.weights.is_empty() {
             session = session.extension(Arc::new(WeightFolders::new(&config.weights)));
+        }
+        if let Some(modules) = modules {
+            session = session.extension(modules);
         }
         let session = session.build();
         let changes = Arc::new(Notify::new());

@@ -391,7 +391,7 @@ impl Tenant {
 }
 
 /// This very program, even if its file has been replaced since, and the name that it was called by.
-fn this_program() -> io::Result<(PathBuf, OsString)> {
+pub(crate) fn this_program() -> io::Result<(PathBuf, OsString)> {
     const RUNNING: &str = "/proc/self/exe";
     let path = if Path::new(RUNNING).exists() { RUNNING.into() } else { env::current_exe()? };
     let name = env::args_os().next().unwrap_or_else(|| path.clone().into_os_string());

@@ -9,6 +9,7 @@ use std::time::Duration;
 use rpc_core::Usage;
 use serde::{Deserialize, Serialize};
 
+use crate::modules::DigestList;
 use crate::session::Totals;
 use crate::workspace::WorkspaceLoan;
 
@@ -21,10 +22,12 @@ pub(super) struct SetUp {
     pub(super) workspace: WorkspaceLoan,
     /// For how long the server has been running.
     pub(super) uptime: Duration,
+    /// The modules that may be loaded, as the server has read them; `None` for any.
+    pub(super) module_digests: Option<DigestList>,
 }
 
-/// Far more than a configuration takes.
-const MAX_SET_UP_BYTES: u32 = 1 << 20;
+/// Far more than a configuration and the longest list of digests take.
+const MAX_SET_UP_BYTES: u32 = 8 << 20;
 
 impl SetUp {
     pub(super) fn to_bytes(&self) -> io::Result<Vec<u8>> {

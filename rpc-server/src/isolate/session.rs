@@ -17,6 +17,7 @@ use super::keeper::{self, Started, Tenancy};
 use super::messages::SetUp;
 use super::{GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
+use crate::modules::DigestList;
 use crate::server::wire_limits;
 use crate::session::{Cleaner, Counted, Holder, ServerState};
 use crate::workspace::{Workspace, WorkspaceRoot};
@@ -24,6 +25,7 @@ use crate::workspace::{Workspace, WorkspaceRoot};
 /// Opens isolated sessions for one server.
 pub(crate) struct Isolation {
     config: String,
+    module_digests: Option<DigestList>,
     limits: Limits,
     /// What each session has set aside of the memory of all.
     share: Option<u64>,
@@ -44,6 +46,7 @@ impl Isolation {
     /// [`ConfigError::NoIsolationHook`].
     pub(crate) fn new(
         config: &ServeConfig,
+        module_digests: Option<DigestList>,
         workspaces: WorkspaceRoot,
         cleaner: Arc<Cleaner>,
         state: Arc<ServerState>,
@@ -59,6 +62,7 @@ impl Isolation {
         let total_is_limited = config.total_memory() != ByteSize::UNLIMITED;
         let isolation = Self {
             config: config.to_toml()?,
+            module_digests,
             limits: Limits::of(config),
             share: total_is_limited.then_some(config.max_memory.0),
             connector,
@@ -80,8 +84,12 @@ impl Isolation {
     pub(crate) async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let share = self.share.map(|bytes| self.state.memory().reserve(bytes)).transpose()?;
         let workspace = self.workspace(request).await?;
-        let set_up =
-            SetUp { config: self.config.clone(), workspace: workspace.lend(), uptime: self.state.started().elapsed() };
+        let set_up = SetUp {
+            config: self.config.clone(),
+            workspace: workspace.lend(),
+            uptime: self.state.started().elapsed(),
+            module_digests: self.module_digests.clone(),
+        };
         let remains = Remains { _workspace: workspace, _share: share, _resident: Residents::enter(&self.residents) };
         let Started { stream, mut tenancy } = self.process().await.map_err(cannot_start)?;
         let cleaner = self.cleaner.clone();

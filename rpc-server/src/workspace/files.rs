@@ -177,6 +177,11 @@ impl FileReader {
         self.len_bytes
     }
 
+    /// The file itself.
+    pub(crate) fn as_file(&self) -> &File {
+        &self.file
+    }
+
     /// The file had no bytes when it was opened.
     pub fn is_empty(&self) -> bool {
         self.len_bytes == 0

@@ -1,0 +1,224 @@
+//! What can go wrong with modules, and what can be done about it.
+
+use std::io;
+use std::path::PathBuf;
+
+use rpc_core::modules::{Digest, DigestError};
+use rpc_core::{ErrorKind, RpcError};
+
+use crate::config::{ByteSize, Span};
+
+/// Why a module was not taken or not found, or a store cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModuleError {
+    /// The server takes no modules.
+    #[error(
+        "this server takes no modules, which are native code and do what its user may do: its operator allows them with \
+         --allow-modules"
+    )]
+    Off,
+    /// The operator has listed the modules that may be loaded, and this is none of them.
+    #[error("the module {digest} is not on the server's list of modules (--module-digests)")]
+    NotListed {
+        /// The module.
+        digest: Digest,
+    },
+    /// The same, for a file of the server; nothing else is told of it.
+    #[error(
+        "{path:?} is no file here whose digest is on the server's list of modules (--module-digests); of other files \
+         nothing is told"
+    )]
+    NotListedHere {
+        /// The path given.
+        path: String,
+    },
+    /// The store does not have it.
+    #[error("the server has no module {digest}: upload it, it may have been removed since")]
+    NotFound {
+        /// The module.
+        digest: Digest,
+    },
+    /// What the store had under that name was something else, and is removed.
+    #[error("the server's copy of the module {digest} was damaged, and is removed: upload it again")]
+    Damaged {
+        /// The module.
+        digest: Digest,
+    },
+    /// What should be a digest is none.
+    #[error("{text:?} names no module: {source}")]
+    NoDigest {
+        /// The beginning of what was given.
+        text: String,
+        /// Why.
+        source: DigestError,
+    },
+    /// One module is larger than one may be.
+    #[error("a module of {len} bytes is larger than this server takes ({limit}, --max-module)")]
+    TooLarge {
+        /// Its length in bytes.
+        len: u64,
+        /// The most that is taken.
+        limit: ByteSize,
+    },
+    /// A module without any bytes.
+    #[error("the module is empty: name a shared library")]
+    Empty,
+    /// The store has no room.
+    #[error(
+        "a module of {len} bytes finds no room: modules take {held} bytes of {limit} (--module-store-size), and none is left \
+         that was unused for {expiry} (--module-expiry); the operator can raise the one, lower the other, or remove files \
+         from the folder (--module-store)"
+    )]
+    Full {
+        /// The module's length in bytes.
+        len: u64,
+        /// What modules and uploads in progress take.
+        held: u64,
+        /// The most that they may take.
+        limit: ByteSize,
+        /// How long a module has to be unused to make room.
+        expiry: Span,
+    },
+    /// Too many uploads are in progress.
+    #[error("{limit} uploads of modules are in progress at this server, and there can be no more: try again later")]
+    TooManyUploads {
+        /// How many there can be.
+        limit: usize,
+    },
+    /// The pieces of an upload did not come one behind the other.
+    #[error("a piece at byte {offset} came where byte {expected} of the module was due: send pieces in order")]
+    OutOfOrder {
+        /// Where it begins.
+        offset: u64,
+        /// Where it should have begun.
+        expected: u64,
+    },
+    /// More came than was announced.
+    #[error("{len} bytes were announced, and a piece ends at byte {end}: begin again with the right length")]
+    TooLong {
+        /// The announced length.
+        len: u64,
+        /// Where the piece ends.
+        end: u64,
+    },
+    /// Less came than was announced.
+    #[error("{len} bytes were announced, and {got} have come: send the rest before the commit")]
+    TooShort {
+        /// The announced length.
+        len: u64,
+        /// How many have come.
+        got: u64,
+    },
+    /// What came is not what was announced.
+    #[error("what has come is the module {got}, and {announced} was announced: the file has changed, or is another")]
+    Mismatch {
+        /// What should have come.
+        announced: Digest,
+        /// What did.
+        got: Digest,
+    },
+    /// An earlier piece failed.
+    #[error("an earlier piece of this module failed: begin the upload again")]
+    Broken,
+    /// The upload was committed, or has failed.
+    #[error("this upload is over: it was committed already, or failed; begin another")]
+    Over,
+    /// A file that should be imported cannot be read.
+    #[error("cannot read {path:?} at the server: {source}")]
+    ReadFile {
+        /// The path given.
+        path: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// What should be imported is a folder, a device or the like.
+    #[error("{path:?} at the server is no regular file: name a shared library")]
+    NoFile {
+        /// The path given.
+        path: String,
+    },
+    /// The list of digests cannot be read.
+    #[error("cannot read the list of modules {} (--module-digests)", file.display())]
+    ReadDigests {
+        /// The file.
+        file: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A line of the list of digests is none.
+    #[error("line {line} of {} (--module-digests) is no digest: {problem}", file.display())]
+    Digests {
+        /// The file.
+        file: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The folder of the store belongs to somebody else, or others may write to it.
+    #[error(
+        "others than this user may write to {} (its mode is {mode:o}, its owner {owner}), and what is in it is run: give \
+         --module-store a folder of this user, and take the rights of others with chmod go-w",
+        folder.display()
+    )]
+    Exposed {
+        /// The folder.
+        folder: PathBuf,
+        /// Its mode.
+        mode: u32,
+        /// The number of its owner.
+        owner: u32,
+    },
+    /// The folder of the store cannot be made or opened.
+    #[error("cannot use the folder {} for modules (--module-store)", folder.display())]
+    Folder {
+        /// The folder.
+        folder: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file system failed in the folder of the store.
+    #[error("the server's store of modules failed: {0}")]
+    Io(#[from] io::Error),
+}
+
+impl ModuleError {
+    pub(super) fn too_large(len: u64, limit: u64) -> Self {
+        Self::TooLarge { len, limit: ByteSize(limit) }
+    }
+
+    fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Off | Self::NotListed { .. } | Self::NotListedHere { .. } => ErrorKind::Refused,
+            Self::NotFound { .. } => ErrorKind::NotFound,
+            Self::TooLarge { .. } | Self::Full { .. } | Self::TooManyUploads { .. } => ErrorKind::LimitExceeded,
+            Self::Damaged { .. }
+            | Self::Io(_)
+            | Self::ReadFile { .. }
+            | Self::Folder { .. }
+            | Self::Exposed { .. }
+            | Self::ReadDigests { .. }
+            | Self::Digests { .. } => ErrorKind::Io,
+            Self::NoDigest { .. }
+            | Self::Empty
+            | Self::OutOfOrder { .. }
+            | Self::TooLong { .. }
+            | Self::TooShort { .. }
+            | Self::Mismatch { .. }
+            | Self::Broken
+            | Self::Over
+            | Self::NoFile { .. } => ErrorKind::InvalidArgument,
+        }
+    }
+}
+
+impl From<ModuleError> for RpcError {
+    fn from(error: ModuleError) -> Self {
+        let kind = match &error {
+            ModuleError::ReadFile { source, .. } if source.kind() == io::ErrorKind::NotFound => ErrorKind::NotFound,
+            error => error.kind(),
+        };
+        Self::new(kind, error.to_string())
+    }
+}

@@ -1,0 +1,27 @@
+//! The loader `tvm_ffi`: native modules by their digest, or by the path of a file.
+
+use std::sync::Arc;
+
+use rpc_core::modules::Digest;
+use rpc_core::{LoadRequest, Module, ModuleLoader, Result};
+
+use super::ModuleService;
+
+/// Loads `sha256:HEX` from the store, and files `*.so` by way of it: of the session's workspace, or of the server at an absolute
+/// path. A server that takes no modules has this loader, too, and is told by it what to do.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StoreLoader;
+
+impl ModuleLoader for StoreLoader {
+    fn name(&self) -> &str {
+        "tvm_ffi"
+    }
+
+    fn accepts(&self, path: &str) -> bool {
+        Digest::from_module_path(path).is_some() || path.ends_with(".so")
+    }
+
+    fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        ModuleService::of(request.context)?.load(request.context, request.path)
+    }
+}

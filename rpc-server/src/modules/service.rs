@@ -1,0 +1,188 @@
+//! What one process does with modules: imports files into the store, loads from it, and knows what it has loaded.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rpc_core::modules::Digest;
+use rpc_core::{Context, Module, Result, RpcError};
+use rustix::fs::OFlags;
+
+use super::native::{Native, NativeLoader};
+use super::store::{ModuleStore, StoreLimits};
+use super::{DigestList, ModuleError};
+use crate::builtins::workspace;
+use crate::config::ServeConfig;
+
+/// The modules of one process: an extension of its sessions, where the operator allows modules.
+pub(crate) struct ModuleService {
+    store: ModuleStore,
+    loader: Arc<dyn NativeLoader>,
+    /// They are never unloaded: others may have pointers into them.
+    loaded: Mutex<HashMap<Digest, Arc<Place>>>,
+    /// What files were when they were imported, by device and inode.
+    imported: Mutex<HashMap<(u64, u64), (Stamp, Digest)>>,
+}
+
+/// A module, once it is loaded. Locked while it is, so that it is loaded once.
+type Place = Mutex<Option<Arc<dyn Module>>>;
+
+/// What tells whether a file has changed: length, and the times of the last change of its bytes and of itself, in seconds and
+/// nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    len: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+/// How old a change has to be before a file is known by its times: another one in the same tick of the clock would not show.
+const SETTLED: Duration = Duration::from_secs(2);
+
+/// Files that are remembered. Whoever imports more has them hashed again.
+const MAX_IMPORTED: usize = 1024;
+
+impl ModuleService {
+    /// The service of a server or a session with these settings; `None` if modules are not allowed. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// The folder of the store cannot be used.
+    pub(crate) fn open(
+        config: &ServeConfig,
+        admitted: Option<DigestList>,
+        native: &Native,
+    ) -> Result<Option<Arc<Self>>, ModuleError> {
+        if !config.allow_modules {
+            return Ok(None);
+        }
+        let folder = config.module_store.clone().unwrap_or_else(|| config.workdir.join("modules"));
+        let limits = StoreLimits {
+            max_bytes: config.module_store_size.0,
+            max_module_bytes: config.max_module.0,
+            expiry: config.module_expiry.0,
+        };
+        let store = ModuleStore::open(&folder, limits, admitted.map(Arc::new))?;
+        Ok(Some(Arc::new(Self::new(store, native.loader()))))
+    }
+
+    pub(super) fn new(store: ModuleStore, loader: Arc<dyn NativeLoader>) -> Self {
+        Self { store, loader, loaded: Mutex::default(), imported: Mutex::default() }
+    }
+
+    /// That of the session.
+    ///
+    /// # Errors
+    ///
+    /// [`ModuleError::Off`].
+    pub(crate) fn of(context: &Context) -> Result<Arc<Self>, ModuleError> {
+        context.extension::<Self>().ok_or(ModuleError::Off)
+    }
+
+    pub(crate) fn store(&self) -> &ModuleStore {
+        &self.store
+    }
+
+    /// Loads a module by its digest or by the path of a file, or gives the one that is loaded already. Blocks.
+    pub(super) fn load(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
+        let (digest, name) = match Digest::from_module_path(path) {
+            Some(digest) => {
+                let digest = digest.map_err(|source| ModuleError::NoDigest { text: clip(path), source })?;
+                // As much as people compare.
+                (digest, digest.module_path()[..19].to_owned())
+            }
+            None => (self.import(context, path)?, path.to_owned()),
+        };
+        let place = lock(&self.loaded).entry(digest).or_default().clone();
+        let mut module = lock(&place);
+        if let Some(module) = &*module {
+            return Ok(module.clone());
+        }
+        let loaded = self.store.verified(&digest).map_err(RpcError::from);
+        let loaded = loaded.and_then(|file| self.loader.load(context, &file, &name));
+        match &loaded {
+            Ok(loaded) => *module = Some(loaded.clone()),
+            // Whoever asks for things that are not there leaves nothing here.
+            Err(_) => drop(lock(&self.loaded).remove(&digest)),
+        }
+        loaded
+    }
+
+    /// Takes a file of the session's workspace, or one of the server at an absolute path, into the store. Blocks.
+    pub(crate) fn import(&self, context: &Context, path: &str) -> Result<Digest> {
+        if !path.starts_with('/') {
+            let file = workspace(context)?.open_read(path)?;
+            return Ok(self.import_file(path, file.as_file())?);
+        }
+        let imported = open(path).and_then(|file| self.import_file(path, &file));
+        Ok(imported.map_err(|error| match error {
+            // Without a list a client may run any code, and read what it likes. With one it may not, and must not be able to ask
+            // for the digests of files, or whether they are there.
+            ModuleError::NotListed { .. }
+            | ModuleError::ReadFile { .. }
+            | ModuleError::NoFile { .. }
+            | ModuleError::Empty
+            | ModuleError::TooLarge { .. }
+                if self.store.is_limited_to_list() =>
+            {
+                ModuleError::NotListedHere { path: clip(path) }
+            }
+            error => error,
+        })?)
+    }
+
+    fn import_file(&self, path: &str, file: &File) -> Result<Digest, ModuleError> {
+        let unreadable = |source| ModuleError::ReadFile { path: path.to_owned(), source };
+        let metadata = file.metadata().map_err(unreadable)?;
+        let (key, stamp) = ((metadata.dev(), metadata.ino()), Stamp::of(&metadata));
+        let known = lock(&self.imported).get(&key).filter(|(known, _)| *known == stamp).map(|(_, digest)| *digest);
+        // It may have been removed from the store since, unless it is loaded.
+        if let Some(digest) = known
+            && (lock(&self.loaded).contains_key(&digest) || self.store.contains(&digest)?)
+        {
+            return Ok(digest);
+        }
+        let digest = self.store.import(path, file)?;
+        let age = metadata.modified().ok().and_then(|modified| SystemTime::now().duration_since(modified).ok());
+        if age.is_some_and(|age| age >= SETTLED) {
+            let mut imported = lock(&self.imported);
+            if imported.len() >= MAX_IMPORTED {
+                imported.clear();
+            }
+            imported.insert(key, (stamp, digest));
+        }
+        Ok(digest)
+    }
+}
+
+impl Stamp {
+    fn of(metadata: &std::fs::Metadata) -> Self {
+        Self {
+            len: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        }
+    }
+}
+
+/// Opens a file of the server. It does not wait for whoever should write to a FIFO.
+fn open(path: &str) -> Result<File, ModuleError> {
+    let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
+    let opened = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path);
+    opened.map_err(|source| ModuleError::ReadFile { path: clip(path), source })
+}
+
+/// As much of a text as an error should carry.
+fn clip(text: &str) -> String {
+    text.chars().take(256).collect()
+}
+
+/// A panic of a loader leaves a place that is merely empty.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,394 @@
+//! The folder of modules, named by their SHA-256.
+//!
+//! Any number of processes share it. On disk:
+//!
+//! ```text
+//! STORE/lock               held while somebody looks what there is, makes room, or takes a place
+//! STORE/HEX.so             a module, complete, 0400; its time is that of its last use
+//! STORE/upload-RANDOM      one that is on its way, 0600, as long as announced; locked by whoever writes it
+//! ```
+//!
+//! There is no account but the folder itself: an upload takes its place by a file that has its full length from the beginning,
+//! so that all processes see the same, and whoever dies leaves nothing that would have to be counted back. What it does leave,
+//! an upload that nobody has locked, is removed by the next one who looks.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rpc_core::modules::Digest;
+use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
+use rustix::io::Errno;
+
+use super::hash::hash;
+use super::{DigestList, ModuleError, ModuleUpload};
+use crate::config::{ByteSize, Span};
+use crate::file_lock::Held;
+
+/// How much a store holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StoreLimits {
+    /// Bytes of all modules and uploads together, a module counting as 4 KiB at least. Default 4 GiB.
+    pub max_bytes: u64,
+    /// Bytes of one module. Default 512 MiB: libraries of kernels for several GPUs have a few hundred.
+    pub max_module_bytes: u64,
+    /// How long a module has to be unused before another may have its place. Default 30 days.
+    pub expiry: Duration,
+}
+
+impl Default for StoreLimits {
+    fn default() -> Self {
+        Self { max_bytes: 4 << 30, max_module_bytes: 512 << 20, expiry: Duration::from_secs(30 * 24 * 60 * 60) }
+    }
+}
+
+/// A folder of modules. Cloning it gives another reference to the same. All methods block.
+#[derive(Clone)]
+pub struct ModuleStore(Arc<Inner>);
+
+struct Inner {
+    /// The real path of the folder.
+    path: PathBuf,
+    folder: OwnedFd,
+    /// The mutex is for threads: a file lock is for processes.
+    lock: Mutex<File>,
+    limits: StoreLimits,
+    /// What may be in it; `None` for anything.
+    admitted: Option<Arc<DigestList>>,
+}
+
+/// The least that a module counts for, in bytes: a block of the usual file systems, so that many small ones do not take more
+/// than the limit says.
+const LEAST: u64 = 4096;
+
+/// Uploads in progress at a time, of all processes.
+const MAX_UPLOADS: usize = 64;
+
+const LOCK: &str = "lock";
+const SUFFIX: &str = ".so";
+const UPLOAD: &str = "upload-";
+
+impl ModuleStore {
+    /// Opens the store in `folder`, which is made if need be, for its user alone. With a list it takes and gives the modules
+    /// on that alone.
+    ///
+    /// # Errors
+    ///
+    /// [`ModuleError::Folder`], and [`ModuleError::Exposed`] for a folder that others may write to.
+    pub fn open(folder: &Path, limits: StoreLimits, admitted: Option<Arc<DigestList>>) -> Result<Self, ModuleError> {
+        let failed = |source| ModuleError::Folder { folder: folder.to_owned(), source };
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
+        let path = folder.canonicalize().map_err(failed)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(&path, flags, Mode::empty()).map_err(|errno| failed(errno.into()))?;
+        let opened = File::from(opened);
+        let metadata = opened.metadata().map_err(failed)?;
+        let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
+        // Root could change anything as it is.
+        let is_ours = owner == rustix::process::geteuid().as_raw() || owner == 0;
+        if mode & 0o022 != 0 || !is_ours {
+            return Err(ModuleError::Exposed { folder: path, mode, owner });
+        }
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let lock = openat(&opened, LOCK, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| failed(errno.into()))?;
+        let lock = Mutex::new(File::from(lock));
+        let store = Self(Arc::new(Inner { path, folder: opened.into(), lock, limits, admitted }));
+        store.locked(|store| store.look().map(drop)).map_err(|error| match error {
+            ModuleError::Io(source) => failed(source),
+            error => error,
+        })?;
+        Ok(store)
+    }
+
+    /// Whether the module is there. If it is, that counts as a use.
+    ///
+    /// # Errors
+    ///
+    /// [`ModuleError::NotListed`]; and [`ModuleError::Io`].
+    pub fn contains(&self, digest: &Digest) -> Result<bool, ModuleError> {
+        self.admit(digest)?;
+        self.locked(|store| store.touch(digest)).map(|found| found.is_some())
+    }
+
+    /// Begins to take the module with that digest and length in bytes, for which it makes room. Nothing of it shows until
+    /// [`ModuleUpload::commit`].
+    ///
+    /// # Errors
+    ///
+    /// [`ModuleError::NotListed`], [`ModuleError::Empty`], [`ModuleError::TooLarge`], [`ModuleError::Full`],
+    /// [`ModuleError::TooManyUploads`], [`ModuleError::Io`].
+    pub fn begin_upload(&self, digest: Digest, len: u64) -> Result<ModuleUpload, ModuleError> {
+        self.admit(&digest)?;
+        self.check_len(len)?;
+        let (name, file) = self.locked(|store| {
+            store.make_room(len)?;
+            // Nobody sweeps it away before it is locked: that is done under the same lock.
+            let (name, file) = store.create()?;
+            let ready = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
+            match ready.and_then(|()| file.set_len(len)) {
+                Ok(()) => Ok((name, file)),
+                Err(error) => {
+                    store.discard(&name);
+                    Err(error.into())
+                }
+            }
+        })?;
+        Ok(ModuleUpload::new(self.clone(), digest, len, name, file))
+    }
+
+    /// Takes a file as a module, unless it is there already. `path` is what errors call it.
+    ///
+    /// # Errors
+    ///
+    /// [`ModuleError::NoFile`], [`ModuleError::ReadFile`], and those of [`begin_upload`](Self::begin_upload) and of the
+    /// upload, if the file changes meanwhile.
+    pub fn import(&self, path: &str, file: &File) -> Result<Digest, ModuleError> {
+        let unreadable = |source| ModuleError::ReadFile { path: path.to_owned(), source };
+        let metadata = file.metadata().map_err(unreadable)?;
+        if !metadata.is_file() {
+            return Err(ModuleError::NoFile { path: path.to_owned() });
+        }
+        self.check_len(metadata.len())?;
+        let mut from_start = file;
+        from_start.rewind().map_err(unreadable)?;
+        // One that grows is not read for ever.
+        let (digest, len) = hash(from_start.take(self.0.limits.max_module_bytes + 1)).map_err(unreadable)?;
+        self.check_len(len)?;
+        if self.contains(&digest)? {
+            return Ok(digest);
+        }
+        // A second time, so that nothing is written of what is not taken.
+        let mut upload = self.begin_upload(digest, len)?;
+        from_start.rewind().map_err(unreadable)?;
+        let mut piece = vec![0; 1 << 20];
+        loop {
+            match from_start.read(&mut piece) {
+                Ok(0) => break,
+                Ok(count) => upload.write(upload.len(), &piece[..count])?,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(unreadable(error)),
+            }
+        }
+        upload.commit()?;
+        Ok(digest)
+    }
+
+    /// The path of a module's file, to be loaded: it is what its name says, and nobody but this user can change it. Counts as
+    /// a use. Reads all of the file.
+    ///
+    /// # Errors
+    ///
+    /// [`ModuleError::NotListed`], [`ModuleError::NotFound`], [`ModuleError::Damaged`], [`ModuleError::Io`].
+    pub fn verified(&self, digest: &Digest) -> Result<PathBuf, ModuleError> {
+        self.admit(digest)?;
+        let found = self.locked(|store| store.touch(digest))?;
+        let file = found.ok_or(ModuleError::NotFound { digest: *digest })?;
+        // A machine that stopped at the wrong moment may have kept the name and not the bytes.
+        if hash(&file)?.0 != *digest {
+            self.locked(|store| {
+                store.discard(&entry_name(digest));
+                Ok(())
+            })?;
+            return Err(ModuleError::Damaged { digest: *digest });
+        }
+        Ok(self.0.path.join(entry_name(digest)))
+    }
+
+    /// How much it holds.
+    pub fn limits(&self) -> &StoreLimits {
+        &self.0.limits
+    }
+
+    /// Whether it takes the modules of a list alone.
+    pub fn is_limited_to_list(&self) -> bool {
+        self.0.admitted.is_some()
+    }
+
+    fn admit(&self, digest: &Digest) -> Result<(), ModuleError> {
+        match &self.0.admitted {
+            Some(list) if !list.admits(digest) => Err(ModuleError::NotListed { digest: *digest }),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_len(&self, len: u64) -> Result<(), ModuleError> {
+        match len {
+            0 => Err(ModuleError::Empty),
+            len if len > self.0.limits.max_module_bytes => {
+                Err(ModuleError::too_large(len, self.0.limits.max_module_bytes))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Does `work` while no other process looks at the folder or changes it.
+    fn locked<T>(&self, work: impl FnOnce(&Inner) -> Result<T, ModuleError>) -> Result<T, ModuleError> {
+        let guard: MutexGuard<'_, File> = self.0.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let _held = Held::exclusive(&guard)?;
+        work(&self.0)
+    }
+
+    /// Gives the complete file of an upload its name. If another one has come first, that stays: it may be loaded already.
+    pub(super) fn place(&self, upload: &str, file: &File, digest: &Digest) -> Result<(), ModuleError> {
+        file.set_permissions(fs::Permissions::from_mode(0o400))?;
+        self.locked(|store| {
+            if store.touch(digest)?.is_some() {
+                store.discard(upload);
+                return Ok(());
+            }
+            let name = entry_name(digest);
+            Ok(rustix::fs::renameat(&store.folder, upload, &store.folder, name).map_err(io::Error::from)?)
+        })
+    }
+
+    pub(super) fn discard(&self, upload: &str) {
+        self.0.discard(upload);
+    }
+}
+
+impl fmt::Debug for ModuleStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ModuleStore")
+            .field("path", &self.0.path)
+            .field("limits", &self.0.limits)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A file of the store.
+struct Found {
+    name: String,
+    /// What it counts for.
+    bytes: u64,
+    used: SystemTime,
+    is_upload: bool,
+}
+
+// All of this is done under the lock.
+impl Inner {
+    /// What there is, after what dead writers have left is removed.
+    fn look(&self) -> Result<Vec<Found>, ModuleError> {
+        let mut all = Vec::new();
+        for entry in Dir::read_from(&self.folder).map_err(io::Error::from)? {
+            let entry = entry.map_err(io::Error::from)?;
+            let Ok(name) = entry.file_name().to_str() else { continue };
+            let is_upload = name.starts_with(UPLOAD);
+            if !is_upload && !is_entry(name) {
+                continue;
+            }
+            let stat = match statat(&self.folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+                // A link or a folder is none of ours, and counts for nothing.
+                Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile => stat,
+                _ => continue,
+            };
+            if is_upload && self.is_left(name) {
+                self.discard(name);
+                continue;
+            }
+            let bytes = u64::try_from(stat.st_size).unwrap_or(0).max(LEAST);
+            let since = Duration::from_secs(u64::try_from(stat.st_mtime).unwrap_or(0));
+            let used = SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH);
+            all.push(Found { name: name.to_owned(), bytes, used, is_upload });
+        }
+        Ok(all)
+    }
+
+    /// Whether nobody writes to an upload any more.
+    fn is_left(&self, name: &str) -> bool {
+        self.open(name).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
+    }
+
+    /// Sees to it that `len` bytes more fit.
+    fn make_room(&self, len: u64) -> Result<(), ModuleError> {
+        let all = self.look()?;
+        if all.iter().filter(|found| found.is_upload).count() >= MAX_UPLOADS {
+            return Err(ModuleError::TooManyUploads { limit: MAX_UPLOADS });
+        }
+        let StoreLimits { max_bytes, expiry, .. } = self.limits;
+        let more = len.max(LEAST);
+        let fits = |held: u64| held.saturating_add(more) <= max_bytes;
+        let mut held = all.iter().fold(0_u64, |sum, found| sum.saturating_add(found.bytes));
+        if fits(held) {
+            return Ok(());
+        }
+        let now = SystemTime::now();
+        let is_unused = |found: &&Found| now.duration_since(found.used).is_ok_and(|idle| idle >= expiry);
+        for found in all.iter().filter(|found| !found.is_upload).filter(is_unused) {
+            // Whoever has it loaded keeps what is mapped.
+            self.discard(&found.name);
+            held -= found.bytes;
+        }
+        if fits(held) {
+            return Ok(());
+        }
+        Err(ModuleError::Full { len, held, limit: ByteSize(max_bytes), expiry: Span(expiry) })
+    }
+
+    /// Makes a new file for an upload.
+    fn create(&self) -> io::Result<(String, File)> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        loop {
+            let name = format!("{UPLOAD}{:016x}", getrandom::u64()?);
+            match openat(&self.folder, &name, flags, Mode::RUSR | Mode::WUSR) {
+                Ok(file) => return Ok((name, file.into())),
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    /// Opens a module, if it is there, and makes this its last use. What is not a file that this user alone may write to is
+    /// removed: nobody here has made it.
+    fn touch(&self, digest: &Digest) -> Result<Option<File>, ModuleError> {
+        let name = entry_name(digest);
+        let file = match self.open(&name) {
+            Ok(file) => file,
+            Err(Errno::NOENT) => return Ok(None),
+            // A link.
+            Err(Errno::LOOP) => {
+                self.discard(&name);
+                return Ok(None);
+            }
+            Err(errno) => return Err(io::Error::from(errno).into()),
+        };
+        let metadata = file.metadata()?;
+        let is_ours =
+            metadata.is_file() && metadata.mode() & 0o022 == 0 && metadata.uid() == rustix::process::geteuid().as_raw();
+        if !is_ours {
+            self.discard(&name);
+            return Ok(None);
+        }
+        file.set_modified(SystemTime::now())?;
+        Ok(Some(file))
+    }
+
+    /// Opens a file for reading: never through a link, and without waiting for whoever should write to a FIFO.
+    fn open(&self, name: &str) -> rustix::io::Result<File> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        openat(&self.folder, name, flags, Mode::empty()).map(File::from)
+    }
+
+    fn discard(&self, name: &str) {
+        match unlinkat(&self.folder, name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => tracing::warn!(name, error = %errno, "cannot remove a file from the store of modules"),
+        }
+    }
+}
+
+fn entry_name(digest: &Digest) -> String {
+    format!("{digest}{SUFFIX}")
+}
+
+fn is_entry(name: &str) -> bool {
+    name.strip_suffix(SUFFIX).is_some_and(|stem| stem.parse::<Digest>().is_ok())
+}
+
+#[cfg(test)]
+mod tests;
