@@ -14,6 +14,7 @@ mod doctor;
 mod failure;
 mod files;
 mod missing;
+mod module;
 mod output;
 mod ping;
 mod report;
@@ -66,8 +67,8 @@ struct Cli {
 enum Command {
     /// Call a function and print what it returns
     Call(call::CallArgs),
-    /// List the functions of a server with their signatures
-    Functions(report::AddressArgs),
+    /// List the functions of a server, or of a module, with their signatures
+    Functions(report::FunctionsArgs),
     /// Tell what a server is and what it holds
     Info(report::AddressArgs),
     /// Copy a file into the workspace at a server

@@ -469,3 +469,40 @@ fn help_completions_and_manual() {
     assert!(!folder.path().join("rpc-cli-bench-child.1").exists());
     assert!(!folder.path().join("rpc-cli-disco-bench-node.1").exists());
 }
+
+#[cfg(feature = "tvm-ffi")]
+#[test]
+fn a_module_is_sent_unless_the_server_has_it_and_what_goes_wrong_is_told() {
+    // Without the library, so that loading ends where it would begin.
+    let fixture = Fixture::new(&["--allow-modules", "--isolate", "none", "--tvm-ffi", "/nowhere/libtvm_ffi.so"]);
+    let file = fixture.path("kernels.so");
+    std::fs::write(&file, "kernels").unwrap();
+    let digest = rpc_server::modules::hash(&b"kernels"[..]).unwrap().0;
+    let first = fixture.cli("call", &["--module", &file, "scale", "2"]);
+    assert!(first.code == 1 && first.stderr.contains(&format!("sent as sha256:{digest}")), "{first:?}");
+    assert!(first.stderr.contains("libtvm_ffi.so"), "{first:?}");
+    for (command, args) in [("call", &["scale", "2"][..]), ("time", &["scale", "2"]), ("functions", &[])] {
+        for module in [file.clone(), digest.module_path()] {
+            let again = fixture.cli(command, &[&["--module", &module], args].concat());
+            assert!(again.code == 1 && !again.stderr.contains("sent as"), "{again:?}");
+            assert!(again.stderr.contains("libtvm_ffi.so"), "{again:?}");
+        }
+    }
+    let missing = fixture.cli("call", &["--module", &fixture.path("none.so"), "scale"]);
+    assert!(missing.code == 1 && missing.stderr.contains("none.so"), "{missing:?}");
+    let remote = fixture.cli("functions", &["--module", "remote:none.so"]);
+    assert!(remote.code == 1 && remote.stderr.contains("\"none.so\" in the workspace"), "{remote:?}");
+    let folder = fixture.cli("functions", &["--module", &fixture.path("")]);
+    assert!(folder.code == 1 && folder.stderr.contains("no regular file"), "{folder:?}");
+    assert!(fixture.cli("info", &[]).ok().contains("modules    any, up to 512.00 MiB"));
+}
+
+#[test]
+fn a_server_takes_no_modules_unless_it_is_told_to() {
+    let fixture = Fixture::new(&[]);
+    let file = fixture.path("kernels.so");
+    std::fs::write(&file, "kernels").unwrap();
+    let refused = fixture.cli("call", &["--module", &file, "scale"]);
+    assert!(refused.code == 77 && refused.stderr.contains("--allow-modules"), "{refused:?}");
+    assert!(fixture.cli("info", &[]).ok().contains("modules    not taken (--allow-modules)"));
+}

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use rpc_core::{RemoteFunction, Session, Value};
+use rpc_core::{Session, Value};
 use serde_json::json;
 
 use super::argument::{Argument, Arguments, GRAMMAR};
 use super::connect::{Files, Globals};
 use super::failure::Failure;
+use super::module::ModuleArgs;
 use super::output::{Output, seconds};
 use super::show::Shown;
 use super::tensor::{self, NewFile};
@@ -24,6 +25,8 @@ pub(super) struct CallArgs {
     function: String,
     /// Its arguments, as below
     args: Vec<Argument>,
+    #[command(flatten)]
+    module: ModuleArgs,
     /// Store the tensor that is returned in this .npy file; repeated, the tensors of a list. Bytes are stored as they are
     #[arg(short, long, env = "RPC_CLI_OUTPUT", value_name = "FILE")]
     output: Vec<PathBuf>,
@@ -33,7 +36,7 @@ pub(super) async fn call(globals: &Globals, output: &Output, args: CallArgs) -> 
     globals
         .with_session(&args.address, Files::Workspace, async |session| {
             let deadline = globals.timeout().and_then(|limit| Instant::now().checked_add(limit));
-            let function = find(&session, &args.function).await?;
+            let function = args.module.find(&session, output, &args.function).await?;
             let arguments = Arguments::upload(&session, output, args.args).await?;
             let mut action = function.call::<Value>(&arguments);
             if let Some(deadline) = deadline {
@@ -53,10 +56,6 @@ pub(super) async fn call(globals: &Globals, output: &Output, args: CallArgs) -> 
             }
         })
         .await
-}
-
-async fn find(session: &Session, name: &str) -> Result<RemoteFunction, Failure> {
-    Ok(session.get_function(name).await?)
 }
 
 /// Stores the tensors of a result in `files`.
@@ -89,6 +88,8 @@ pub(super) struct TimeArgs {
     function: String,
     /// Its arguments, as below
     args: Vec<Argument>,
+    #[command(flatten)]
+    module: ModuleArgs,
     /// Calls in one sample; more if a sample would be shorter than --min-repeat-ms
     #[arg(long, env = "RPC_CLI_NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     number: u64,
@@ -106,7 +107,7 @@ pub(super) struct TimeArgs {
 pub(super) async fn time(globals: &Globals, output: &Output, args: TimeArgs) -> Result<(), Failure> {
     globals
         .with_session(&args.address, Files::Workspace, async |session| {
-            let function = find(&session, &args.function).await?;
+            let function = args.module.find(&session, output, &args.function).await?;
             let arguments = Arguments::upload(&session, output, args.args).await?;
             let min_repeat = Duration::from_millis(args.min_repeat_ms);
             let options = TimeOptions { number: args.number, repeat: args.repeat, min_repeat, warmup: args.warmup };

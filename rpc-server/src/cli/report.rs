@@ -4,12 +4,14 @@ use std::time::Duration;
 
 use clap::Args;
 use rpc_core::Pack;
+use rpc_core::modules::Modules;
 use serde_json::{Value as Json, json};
 
 use super::connect::{Files, Globals};
 use super::failure::Failure;
+use super::module::ModuleArgs;
 use super::output::{Output, size};
-use crate::builtins::{DeviceInfo, ServerInfo};
+use crate::builtins::{DeviceInfo, ModulesInfo, ServerInfo};
 
 #[derive(Args, Debug)]
 pub(super) struct AddressArgs {
@@ -17,11 +19,23 @@ pub(super) struct AddressArgs {
     address: String,
 }
 
-pub(super) async fn functions(globals: &Globals, output: &Output, args: AddressArgs) -> Result<(), Failure> {
+#[derive(Args, Debug)]
+pub(super) struct FunctionsArgs {
+    /// The server
+    address: String,
+    #[command(flatten)]
+    module: ModuleArgs,
+}
+
+pub(super) async fn functions(globals: &Globals, output: &Output, args: FunctionsArgs) -> Result<(), Failure> {
+    // A module may be a file of it.
+    let files = if args.module.is_given() { Files::Workspace } else { Files::None };
     globals
-        .with_session(&args.address, Files::None, async |session| {
-            let list = session.function::<(), Vec<(String, String)>>("rpc.functions").await?;
-            let functions = list.call(()).await?;
+        .with_session(&args.address, files, async |session| {
+            let functions = match args.module.load(&session, output).await? {
+                Some(module) => Modules::new(&session).functions(&module).await?,
+                None => session.get_function("rpc.functions").await?.call::<Vec<(String, String)>>(()).await?,
+            };
             if output.is_json() {
                 let entry = |(name, signature): &(String, String)| json!({ "name": name, "signature": signature });
                 return output.json(&functions.iter().map(entry).collect::<Vec<Json>>());
@@ -55,12 +69,19 @@ fn text(info: &ServerInfo) -> Vec<String> {
         format!("sessions   {}", info.sessions),
         format!("handles    {}", info.handles),
         format!("memory     {}", size(info.memory_bytes)),
+        format!("modules    {}", modules_text(info.modules.as_ref())),
     ];
     for (at, device) in info.devices.iter().enumerate() {
         let label = if at == 0 { "devices" } else { "" };
         lines.push(format!("{label:10} {}", device_text(device)));
     }
     lines
+}
+
+fn modules_text(modules: Option<&ModulesInfo>) -> String {
+    let Some(modules) = modules else { return "not taken (--allow-modules)".to_owned() };
+    let which = if modules.listed_only { "those that the operator has listed" } else { "any" };
+    format!("{which}, up to {}", size(modules.max_bytes))
 }
 
 fn device_text(device: &DeviceInfo) -> String {

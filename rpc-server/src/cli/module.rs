@@ -1,0 +1,106 @@
+//! `--module`: native modules from the shell.
+
+use std::convert::Infallible;
+use std::fs::File;
+use std::io::{self, Seek};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use clap::Args;
+use rpc_core::modules::{Digest, Modules};
+use rpc_core::{RemoteFunction, RemoteModule, Session};
+
+use super::failure::Failure;
+use super::output::{Output, size};
+use crate::modules::hash;
+
+#[derive(Args, Debug)]
+pub(super) struct ModuleArgs {
+    /// A module in which the function is looked for: a shared library here, which is sent to the server unless that has it;
+    /// sha256:DIGEST for one that it has; or remote:PATH for a file of the workspace there, or of the server
+    #[arg(short, long, env = "RPC_CLI_MODULE", value_name = "FILE")]
+    module: Option<ModuleSource>,
+}
+
+/// Where a module comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum ModuleSource {
+    /// A file here.
+    Local(PathBuf),
+    /// Whatever the server understands.
+    Remote(String),
+}
+
+impl FromStr for ModuleSource {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(match text.strip_prefix("remote:") {
+            Some(path) => Self::Remote(path.to_owned()),
+            None if Digest::from_module_path(text).is_some() => Self::Remote(text.to_owned()),
+            None => Self::Local(text.into()),
+        })
+    }
+}
+
+impl ModuleArgs {
+    pub(super) fn is_given(&self) -> bool {
+        self.module.is_some()
+    }
+
+    /// The module, if one was named.
+    pub(super) async fn load(&self, session: &Session, output: &Output) -> Result<Option<RemoteModule>, Failure> {
+        let path = match &self.module {
+            None => return Ok(None),
+            Some(ModuleSource::Remote(path)) => path.clone(),
+            Some(ModuleSource::Local(file)) => upload(session, output, file).await?.module_path(),
+        };
+        Ok(Some(session.load_module(&path).await?))
+    }
+
+    /// The function `name` of the module, or else of the server.
+    pub(super) async fn find(&self, session: &Session, output: &Output, name: &str) -> Result<RemoteFunction, Failure> {
+        Ok(match self.load(session, output).await? {
+            Some(module) => module.function(name).await?,
+            None => session.get_function(name).await?,
+        })
+    }
+}
+
+/// Sends a file to the server, unless that has it.
+async fn upload(session: &Session, output: &Output, file: &Path) -> Result<Digest, Failure> {
+    let cannot = |error| Failure::file("cannot read", file, error);
+    let mut opened = File::open(file).map_err(cannot)?;
+    // It is read twice.
+    if !opened.metadata().map_err(cannot)?.is_file() {
+        return Err(cannot(io::Error::other("it is no regular file")));
+    }
+    let (digest, len) = hash(&opened).map_err(cannot)?;
+    opened.rewind().map_err(cannot)?;
+    let name = file.file_name().unwrap_or(file.as_os_str()).display().to_string();
+    let bar = output.progress(&name, Some(len));
+    let sent = Modules::new(session).upload(digest, len, opened).progress(|bytes| bar.set_position(bytes)).await?;
+    bar.finish_and_clear();
+    if sent {
+        output.note(&format!("{name}: {} sent as {}", size(len), digest.module_path()));
+    }
+    Ok(digest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_module_is_a_file_here_unless_it_says_otherwise() {
+        let parse = |text: &str| text.parse::<ModuleSource>().unwrap();
+        for text in ["./kernels.so", "kernels.so", "/a/sha256:b.so", "sha256", "remote"] {
+            assert_eq!(parse(text), ModuleSource::Local(text.into()));
+        }
+        for text in [format!("sha256:{}", "a".repeat(64)), "sha256:short".to_owned()] {
+            assert_eq!(parse(&text), ModuleSource::Remote(text));
+        }
+        assert_eq!(parse("remote:lib/a.so"), ModuleSource::Remote("lib/a.so".to_owned()));
+        assert_eq!(parse("remote:/opt/a.so"), ModuleSource::Remote("/opt/a.so".to_owned()));
+    }
+}
