@@ -19,6 +19,7 @@ use crate::host::{Below, Leaf, SetUp};
 use crate::launch::{KEEP_ALIVE, Source, WORKER, open_links};
 use crate::link::{Inbox, Link, QUEUED, Upstream};
 use crate::logs;
+use crate::node_settings::NodeSettings;
 use crate::options::Hosting;
 use crate::plane::{Layout, Listening};
 use crate::relay::{Destination, Relays, Wanted};
@@ -262,12 +263,19 @@ fn far_end(link: &Link) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
 pub(crate) struct OfNode {
     pub(crate) limits: SessionLimits,
     pub(crate) weights: Option<WeightFolders>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) settings: Option<NodeSettings>,
 }
 
 impl OfNode {
     fn of(context: &rpc_core::Context) -> Self {
         let weights = context.extension::<WeightFolders>();
-        Self { limits: context.limits().clone(), weights: weights.map(|folders| WeightFolders::clone(&folders)) }
+        let settings = context.extension::<NodeSettings>();
+        Self {
+            limits: context.limits().clone(),
+            weights: weights.map(|folders| WeightFolders::clone(&folders)),
+            settings: settings.map(|settings| NodeSettings::clone(&settings)),
+        }
     }
 }
 

@@ -136,7 +136,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             keep_alive: options.keep_alive,
             ..ServeOptions::default()
         };
-        let node = OfNode { limits: SessionLimits::default(), weights: options.weights.clone() };
+        let node = OfNode { limits: SessionLimits::default(), weights: options.weights.clone(), settings: None };
         let server = server_of(registry, options.devices, node, options.data_address, serve);
         Ok(join_with(&server, &controller, options.place, options.patience).await?)
     })
@@ -196,8 +196,9 @@ pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devic
     register(registry);
     crate::logs::install();
     // A controller's own process reads what the controller may.
-    let of_controller = || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()) };
-    let node = std::env::args().nth(2).map_or_else(|| Ok(of_controller()), |text| serde_json::from_str(&text));
+    let of_controller =
+        || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()), settings: None };
+    let node = of_node().unwrap_or_else(|| Ok(of_controller()));
     let served = node.map_err(|error| RpcError::invalid_argument(format!("its settings: {error}")));
     let code = match served.and_then(|node| serve_stdio(registry, devices(), node)) {
         Ok(()) => 0,
@@ -207,6 +208,14 @@ pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devic
         }
     };
     std::process::exit(code);
+}
+
+/// What this process takes over from its node, if it was started as a worker of one.
+pub(crate) fn of_node() -> Option<serde_json::Result<OfNode>> {
+    let mut args = std::env::args_os().skip(1);
+    args.next().filter(|first| first == WORKER)?;
+    // What is not UTF-8 is no JSON either, and told as that.
+    args.next().map(|text| serde_json::from_slice(text.as_encoded_bytes()))
 }
 
 /// Serves one session over standard input and output until that ends.
