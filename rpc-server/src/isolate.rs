@@ -85,7 +85,8 @@ static HOOKED: AtomicBool = AtomicBool::new(false);
 /// Serves one session and exits, if this process was started to do that; otherwise returns at once.
 ///
 /// Call it first thing in `main`, before arguments are looked at, anything is printed, and threads are started. The first
-/// argument `--serve-isolated-session` is what tells. `registry` is to hold all functions and module loaders that clients
+/// argument `--serve-isolated-session` is what tells; with `--load-libraries` the process tries the libraries of a server
+/// (`--library`) instead. `registry` is to hold all functions and module loaders that clients
 /// of isolated sessions are to find; those of [`builtins`](crate::builtins) are added.
 pub fn run_if_isolated(registry: &Registry) {
     run_if_isolated_with(registry, Devices::new);

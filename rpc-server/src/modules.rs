@@ -28,6 +28,7 @@ mod probe;
 mod service;
 mod store;
 mod upload;
+pub(crate) mod worker;
 
 pub use digest_list::DigestList;
 pub use error::ModuleError;

@@ -1,11 +1,12 @@
 //! A node of a Disco session as a program: what `rpc-server worker` runs.
 
 use disco::NodePlace;
+use rpc_core::{Devices, Registry};
 use rpc_transports::{Address, Server};
 
 use crate::config::{ServeError, WorkerConfig};
-use crate::gpu;
 use crate::server::{RpcServer, StopReason};
+use crate::{gpu, modules};
 
 /// A controller to be joined.
 #[derive(Debug)]
@@ -41,6 +42,14 @@ pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
         job.finish();
     }
     reason
+}
+
+/// The devices for the process of a worker, with all that its node has handed down: the functions of the operator's libraries are
+/// added to `registry`, and so is what [`gpu::devices`] adds. For
+/// [`serve_if_worker_with`](disco::serve_if_worker_with).
+pub fn worker_devices(registry: &Registry) -> Devices {
+    modules::worker::offer_libraries(registry);
+    gpu::devices(registry)
 }
 
 /// This process's part in a job of MPI.

@@ -37,7 +37,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use disco::{DataAddress, WeightFolders};
+use disco::{DataAddress, NodeSettings, WeightFolders};
 use rpc_core::{
     DeviceType, Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota,
 };
@@ -237,6 +237,7 @@ impl RpcServer {
                 data_address: config.data_address,
                 weights: config.weights.clone(),
                 modules,
+                worker_settings: modules::worker::handed_down(&config),
             };
             (Factory::Local(factory), None)
         };
@@ -584,6 +585,7 @@ struct LocalFactory {
     data_address: Option<IpAddr>,
     weights: Vec<PathBuf>,
     modules: Option<Arc<ModuleService>>,
+    worker_settings: Option<Arc<NodeSettings>>,
 }
 
 impl LocalFactory {
@@ -616,6 +618,9 @@ impl LocalFactory {
         }
         if let Some(modules) = &self.modules {
             session = session.extension(modules.clone());
+        }
+        if let Some(settings) = &self.worker_settings {
+            session = session.extension(settings.clone());
         }
         Ok(self.state.count_local(session.build()))
     }

@@ -8,6 +8,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use disco::{Hosting, Options, SocketSession};
 use rpc_core::files::Files;
 use rpc_core::modules::{Digest, Modules};
 use rpc_core::{ErrorKind, Pack, Registry, RpcError, Session};
@@ -233,5 +234,27 @@ fn a_library_that_cannot_be_loaded_keeps_the_server_from_starting() {
         assert_eq!(output.status.code(), Some(78), "{stderr}");
         assert!(output.stdout.is_empty());
         assert!(stderr.contains("--library") && stderr.contains(library.to_str().unwrap()), "{stderr}");
+    }
+}
+
+#[test]
+fn workers_take_what_their_node_takes_as_threads_and_as_processes() {
+    let folder = tempfile::tempdir().unwrap();
+    let list = folder.path().join("digests");
+    fs::write(&list, digest_of(b"listed").to_string()).unwrap();
+    let flags = ["--allow-modules", "--module-digests", list.to_str().unwrap()];
+    let server = ServerProcess::spawn(server(folder.path(), &flags)).unwrap();
+    let session = Connector::new().connect_blocking(server.address()).unwrap();
+    Modules::new(&session).upload_bytes(digest_of(b"listed"), &b"listed"[..]).wait().unwrap();
+    for hosting in [Hosting::Threads, Hosting::Processes] {
+        let mut options = Options::default();
+        options.hosting = hosting;
+        let session = SocketSession::new([server.address()], 2, 1).options(options).start().wait().unwrap();
+        for (content, word) in [(&b"listed"[..], "libtvm_ffi.so"), (b"other", "--module-digests")] {
+            let _module = session.load_module(&digest_of(content).module_path(), None).unwrap();
+            let error = session.sync_all().wait().unwrap_err().to_string();
+            assert!(error.contains(word), "{hosting:?}: {error}");
+        }
+        session.shutdown().wait().unwrap();
     }
 }

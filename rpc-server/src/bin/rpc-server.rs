@@ -82,7 +82,7 @@ fn main() -> ExitCode {
     let registry = Registry::new();
     builtins::register(&registry);
     // First, so that sessions in processes of their own can have workers in others.
-    disco::serve_if_worker_with(&registry, || gpu::devices(&registry));
+    disco::serve_if_worker_with(&registry, || node::worker_devices(&registry));
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
         Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),

@@ -67,17 +67,17 @@ impl WorkerSettings {
             }
         };
         let mut serve = self.serve.with_file()?.complete();
-        serve.check()?;
-        // Whoever is found at the address drives this node.
-        if !self.controller.is_loopback() && !self.controller.is_encrypted() && !serve.insecure {
-            return Err(ConfigError::InsecureController { address: self.controller });
-        }
         // The session would be in a process that is none of the job.
         if self.mpi {
             if serve.isolate == Isolate::Process {
                 return Err(ConfigError::MpiIsolated);
             }
             serve.isolate = Isolate::None;
+        }
+        serve.check()?;
+        // Whoever is found at the address drives this node.
+        if !self.controller.is_loopback() && !self.controller.is_encrypted() && !serve.insecure {
+            return Err(ConfigError::InsecureController { address: self.controller });
         }
         let join_timeout = self.join_timeout.unwrap_or_else(|| seconds(60));
         Ok(WorkerConfig { controller: self.controller, place, join_timeout, mpi: self.mpi, serve })

@@ -26,7 +26,7 @@ use crate::modules::{ModuleService, Native};
 use crate::server::{session_limits, wire_limits};
 use crate::session::{Cleaner, Counted, Holder, ServerState, SessionWorkspace, Source, Totals};
 use crate::workspace::Workspace;
-use crate::{builtins, exit, logging};
+use crate::{builtins, exit, logging, modules};
 
 /// Serves the session of this process, whose server has the process id `server`, and ends the process.
 pub(super) fn run(registry: &Registry, devices: impl FnOnce() -> Devices, server: Option<i32>) -> ! {
@@ -64,7 +64,7 @@ fn serve(
     disco::register(registry);
     let native = Native::new(&config);
     native.offer_libraries(registry)?;
-    let modules = ModuleService::open(&config, module_digests, &native)?;
+    let service = ModuleService::open(&config, module_digests, &native)?;
 
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // One to serve the connection, and one so that it is served while an asynchronous function blocks the other.
@@ -90,8 +90,11 @@ fn serve(
         if !config.weights.is_empty() {
             session = session.extension(Arc::new(WeightFolders::new(&config.weights)));
         }
-        if let Some(modules) = modules {
-            session = session.extension(modules);
+        if let Some(service) = service {
+            session = session.extension(service);
+        }
+        if let Some(settings) = modules::worker::handed_down(&config) {
+            session = session.extension(settings);
         }
         let session = session.build();
         let changes = Arc::new(Notify::new());

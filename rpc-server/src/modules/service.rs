@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 
 use super::native::{Native, NativeLoader};
 use super::store::{ModuleStore, StoreLimits};
-use super::{DigestList, ModuleError};
+use super::{DigestList, ModuleError, worker};
 use crate::builtins::workspace;
 use crate::config::ServeConfig;
 
@@ -72,13 +72,16 @@ impl ModuleService {
         Self { store, loader, loaded: Mutex::default(), imported: Mutex::default() }
     }
 
-    /// That of the session.
+    /// That of the session; in the process of a worker that of the process.
     ///
     /// # Errors
     ///
-    /// [`ModuleError::Off`].
+    /// [`ModuleError::Off`]; and in the process of a worker what is wrong with the store.
     pub(crate) fn of(context: &Context) -> Result<Arc<Self>, ModuleError> {
-        context.extension::<Self>().ok_or(ModuleError::Off)
+        match context.extension::<Self>() {
+            Some(service) => Ok(service),
+            None => worker::service()?.ok_or(ModuleError::Off),
+        }
     }
 
     pub(crate) fn store(&self) -> &ModuleStore {
