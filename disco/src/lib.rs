@@ -84,6 +84,7 @@ mod host;
 mod launch;
 mod link;
 mod logs;
+mod modules;
 mod node;
 mod node_settings;
 mod options;

@@ -1,6 +1,7 @@
 //! The session: all operations that a controller has on its workers.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -16,6 +17,7 @@ use crate::completion::Completion;
 use crate::controller::Controller;
 use crate::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Recorded, resolve};
 use crate::error::{DiscoError, Result, WorkerId};
+use crate::modules;
 use crate::program::{Program, Recorder};
 
 /// How many bytes of a copy travel in one command.
@@ -103,6 +105,21 @@ impl DiscoSession {
     /// The session has ended. Where a worker has no such module, its uses fail there.
     pub fn load_module(&self, path: &str, device: Option<Device>) -> Result<DModule> {
         self.fresh(|to| Command::LoadModule { to, path: path.to_owned(), device }).map(DModule)
+    }
+
+    /// Brings the module in `file`, a file of the controller, to all workers, and gives the path for
+    /// [`load_module`](Self::load_module): `sha256:` and its digest. If any of them lacks it, its bytes go to worker 0 once, which
+    /// passes them on as a [broadcast](Self::broadcast) does.
+    ///
+    /// The workers must be on servers that allow modules (`rpc-server serve --allow-modules`), and these keep it in their stores.
+    /// Worker 0's memory, and that of the others, must hold it for a moment.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read; what a worker's server has against the module, such as that it allows none, that its digest is
+    /// not on the list, or that its store is full; the session has ended.
+    pub fn upload_module(&self, file: impl Into<PathBuf>) -> Completion<String> {
+        modules::upload(self.clone(), file.into())
     }
 
     /// Allocates a zeroed tensor on every worker: on its default device if that satisfies `device`, else on the first of the worker's devices that does, in

@@ -65,6 +65,14 @@ pub(crate) struct PlaceArgs {
     connect: Vec<String>,
 }
 
+impl PlaceArgs {
+    /// Whether servers run the workers, of which this program knows nothing but what they offer.
+    #[allow(dead_code, reason = "not every example asks")]
+    pub(crate) fn is_on_servers(&self) -> bool {
+        !self.connect.is_empty() || !matches!(self.over, Over::Threads | Over::Processes)
+    }
+}
+
 /// What has been started. Dropping it ends the servers.
 pub(crate) struct Place {
     pub(crate) session: DiscoSession,

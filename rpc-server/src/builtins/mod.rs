@@ -21,6 +21,7 @@
 //! | `rpc.module.write` | upload, offset, bytes, in order | null |
 //! | `rpc.module.commit` | upload | null |
 //! | `rpc.module.import` | path in the workspace, or absolute at the server | the digest |
+//! | `rpc.module.import_tensor` | digest, a tensor whose bytes are the module | null |
 //! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
 //!
 //! Writers, readers and uploads are objects of the session and go with it. [`rpc_core::files::Files`] is the client of the

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use rpc_core::modules::Digest;
-use rpc_core::{Context, Module, Registry, Result, Shared};
+use rpc_core::{Context, Module, Registry, Result, Shared, TensorView};
 
 use crate::modules::{ModuleError, ModuleService, ModuleUpload, StoreLoader};
 
@@ -41,10 +41,33 @@ pub(super) fn register(registry: &Registry) {
         .add("rpc.module.import", |context: Context, path: String| -> Result<String> {
             Ok(ModuleService::of(&context)?.import(&context, &path)?.to_string())
         })
+        .add("rpc.module.import_tensor", |context: Context, digest: String, tensor: TensorView| -> Result<()> {
+            let service = ModuleService::of(&context)?;
+            import_tensor(&service, parse(&digest)?, &tensor)
+        })
         .add("rpc.module.functions", |module: Arc<dyn Module>| {
             let functions = module.functions().into_iter();
             functions.map(|(name, signature)| (name, signature.to_string())).collect::<Vec<_>>()
         });
+}
+
+/// Takes the module whose bytes are those of `tensor`, which may lie on any device: how it comes to the workers of Disco, each of which gets it from
+/// another one.
+fn import_tensor(service: &ModuleService, digest: Digest, tensor: &TensorView) -> Result<()> {
+    if service.store().contains(&digest)? {
+        return Ok(());
+    }
+    let bytes = tensor.tensor().byte_range(0, tensor.tensor().size_bytes())?;
+    let mut upload = service.store().begin_upload(digest, bytes.end - bytes.start)?;
+    let mut piece = vec![0; 1 << 20];
+    while upload.len() < bytes.end - bytes.start {
+        let at = bytes.start + upload.len();
+        // At most a piece, which fits memory.
+        let piece = &mut piece[..(bytes.end - at).min(1 << 20) as usize];
+        tensor.guard().copy_out(at, piece)?;
+        upload.write(upload.len(), piece)?;
+    }
+    Ok(upload.commit()?)
 }
 
 /// A digest, with `sha256:` in front or without.

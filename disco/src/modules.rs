@@ -1,0 +1,54 @@
+//! Modules of the controller, brought to all workers.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use ring::digest::{SHA256, digest};
+use rpc_core::modules::Digest;
+use rpc_core::{ErrorKind, RpcError, Tensor, Value};
+
+use crate::command::Scope;
+use crate::completion::Completion;
+use crate::dref::DRef;
+use crate::error::{Result, WorkerId};
+use crate::session::{Content, DiscoSession};
+
+/// Sends the module in `file` to the workers, unless they all have it. The path that [`DiscoSession::load_module`] takes.
+pub(crate) fn upload(session: DiscoSession, file: PathBuf) -> Completion<String> {
+    Completion::spawn(async move {
+        // Files are read, and commands issued, on a thread that may block.
+        let upload = tokio::task::spawn_blocking(move || upload_here(&session, &file)).await;
+        upload.map_err(|error| RpcError::internal(format!("sending a module panicked: {error}")))?
+    })
+}
+
+fn upload_here(session: &DiscoSession, file: &Path) -> Result<String> {
+    let unreadable = |error| RpcError::new(ErrorKind::Io, format!("cannot read {}: {error}", file.display()));
+    let module = fs::read(file).map_err(unreadable)?;
+    let mut hash = [0; Digest::LEN];
+    hash.copy_from_slice(digest(&SHA256, &module).as_ref());
+    let name = Digest::from_bytes(hash).module_path();
+    let found = session.get_global_func("rpc.module.find")?.call((name.as_str(),))?;
+    if of_all(session, &found)?.iter().all(|found| *found == Value::Bool(true)) {
+        return Ok(name);
+    }
+    let len =
+        i64::try_from(module.len()).map_err(|_| RpcError::invalid_argument("a module of more than 2^63 bytes"))?;
+    let module = session.broadcast(&Tensor::from_slice([len], &module)?, None, Scope::World)?;
+    let import = session.get_global_func("rpc.module.import_tensor")?;
+    let imported = import.call((name.as_str(), &module))?;
+    of_all(session, &imported)?;
+    Ok(name)
+}
+
+/// What the register holds on every worker.
+fn of_all(session: &DiscoSession, register: &DRef) -> Result<Vec<Value>> {
+    let workers = (0..session.num_workers()).map(WorkerId);
+    // All are asked before the first answer is waited for.
+    let asked: Vec<_> = workers.map(|worker| session.debug_get_from_remote(register, worker)).collect();
+    let values = asked.into_iter().map(|answer| match answer.wait()? {
+        Content::Value(value) => Ok(value),
+        Content::Tensor(_) => Err(RpcError::internal("a tensor, where a value was expected").into()),
+    });
+    values.collect()
+}
