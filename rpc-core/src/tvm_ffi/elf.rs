@@ -47,8 +47,8 @@ fn exports_in<'a, R: ReadRef<'a>>(data: R) -> Result<Vec<String>> {
     for symbol in file.dynamic_symbols().filter(object::ObjectSymbol::is_definition) {
         let Some(name) = symbol.name().ok().and_then(|name| name.strip_prefix(PREFIX)) else { continue };
         is_module = true;
-        // Two underscores more are metadata, documents, and the modules within.
-        if !name.starts_with("__") && !name.is_empty() && names.len() < MAX_FUNCTIONS {
+        let is_function = !name.is_empty() && !BESIDE.iter().any(|beside| name.starts_with(beside));
+        if is_function && names.len() < MAX_FUNCTIONS {
             names.push(name.to_owned());
         }
     }
@@ -79,6 +79,9 @@ const ELF_MAGIC: &[u8] = b"\x7fELF";
 
 /// What exported functions are called: this, and their name.
 const PREFIX: &str = "__tvm_ffi_";
+
+/// What follows the prefix in names of other things: metadata and documents of functions, the modules within and their context.
+const BESIDE: [&str; 4] = ["_metadata_", "_doc_", "_library_bin", "_library_ctx"];
 
 /// As many names as fit an answer.
 const MAX_FUNCTIONS: usize = 1 << 16;
