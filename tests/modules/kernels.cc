@@ -117,8 +117,8 @@ int64_t Length(const char* text) { return static_cast<int64_t>(std::char_traits<
 
 void Raise(ffi::String kind, ffi::String message) { throw ffi::Error(kind, message, ""); }
 
-int64_t Stream(int64_t device_type, int64_t device_id) {
-  return reinterpret_cast<intptr_t>(TVMFFIEnvGetStream(static_cast<int32_t>(device_type), static_cast<int32_t>(device_id)));
+int64_t Stream(DLDevice device) {
+  return reinterpret_cast<intptr_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
 ffi::String NotText() { return ffi::String("\xff\xfe plainly not UTF-8", 20); }

@@ -1,7 +1,9 @@
 //! A device for tests whose memory the processor cannot reach, as that of a GPU: two of them, each with a second memory.
 
 use std::any::Any;
+use std::ffi::c_void;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rpc_core::device::{AllocRequest, Memory, Stream};
@@ -68,21 +70,30 @@ impl DeviceApi for Accelerator {
     }
 
     fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        static NEXT: AtomicUsize = AtomicUsize::new(1 << 20);
+
         Self::check(index)?;
-        Ok(Arc::new(InOrder(index)))
+        Ok(Arc::new(InOrder { index, handle: NEXT.fetch_add(1, Ordering::Relaxed) }))
     }
 
     fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
-        self.create_stream(index)
+        Self::check(index)?;
+        Ok(Arc::new(InOrder { index, handle: DEFAULT_STREAMS[index as usize] }))
     }
 }
 
 /// Work is done when it has been submitted.
-struct InOrder(i32);
+struct InOrder {
+    index: i32,
+    handle: usize,
+}
+
+/// What libraries of the devices know the default streams by.
+pub const DEFAULT_STREAMS: [usize; COUNT as usize] = [0x100, 0x200];
 
 impl Stream for InOrder {
     fn device(&self) -> Device {
-        Device::new(DeviceType::EXT_DEV, self.0)
+        Device::new(DeviceType::EXT_DEV, self.index)
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -91,6 +102,10 @@ impl Stream for InOrder {
 
     fn wait_for(&self, other: &dyn Stream) -> Result<()> {
         other.synchronize()
+    }
+
+    fn library_handle(&self) -> Result<Option<NonNull<c_void>>> {
+        Ok(NonNull::new(std::ptr::without_provenance_mut(self.handle)))
     }
 
     fn as_any(&self) -> &dyn Any {

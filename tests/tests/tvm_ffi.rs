@@ -6,9 +6,10 @@ use std::sync::{Arc, mpsc};
 
 use bytes::Bytes;
 use rpc_core::{
-    DataType, Device, ErrorKind, LocalSession, LocalValue, Registry, RemoteFunction, RemoteModule, RemoteObject,
-    RemoteTensor, RpcError, Session, Shape, Value,
+    DataType, Device, DeviceType, ErrorKind, Lane, LocalSession, LocalValue, Registry, RemoteFunction, RemoteModule,
+    RemoteObject, RemoteTensor, RpcError, Session, Shape, Value,
 };
+use rpc_tests::accelerator::{Accelerator, DEFAULT_STREAMS};
 use rpc_tests::tvm_ffi::{Environment, environment};
 
 struct Fixture {
@@ -427,6 +428,37 @@ fn what_a_module_declares_as_inline_runs_where_it_was_read() {
     assert_eq!(fixture.c("calls_inline").call::<i64>((&inline,)).wait().unwrap(), 7);
     let error = failure(fixture.c("calls_inline").call::<i64>((&blocking,)).wait());
     assert_eq!(error.kind(), ErrorKind::ApiMisuse);
+}
+
+#[test]
+fn functions_see_the_streams_of_their_lane() {
+    let Some(environment) = environment() else { return };
+    let registry = Registry::new();
+    registry.add_loader(Arc::new(environment.tvm_ffi()));
+    let devices = rpc_core::Devices::new().with(Arc::new(Accelerator));
+    let session = Session::new(LocalSession::builder(registry).devices(devices).build());
+    let module = session.load_module(environment.compile("kernels.cc").to_str().unwrap()).wait().unwrap();
+    let stream = module.function("stream").wait().unwrap();
+    let [first, second] = [0, 1].map(|index| Device::new(DeviceType::EXT_DEV, index));
+    let seen = |device: Device, lane: Lane| stream.call::<usize>((device,)).lane(lane).wait().unwrap();
+    assert_eq!([seen(first, Lane(0)), seen(second, Lane(0))], DEFAULT_STREAMS);
+    let own = session.create_stream(first).wait().unwrap();
+    session.set_stream(first, Some(&own)).lane(Lane(3)).wait().unwrap();
+    let handle = seen(first, Lane(3));
+    assert!(!DEFAULT_STREAMS.contains(&handle) && handle != 0);
+    assert_eq!([seen(second, Lane(3)), seen(first, Lane(0))], [DEFAULT_STREAMS[1], DEFAULT_STREAMS[0]]);
+    assert_eq!(seen(first, Lane(3)), handle);
+    assert_eq!(seen(first, Lane::CONCURRENT), DEFAULT_STREAMS[0]);
+    session.set_stream(first, None).lane(Lane(3)).wait().unwrap();
+    assert_eq!(seen(first, Lane(3)), DEFAULT_STREAMS[0]);
+    // The host has none, and a device that is not offered is for the function to judge.
+    assert_eq!([seen(Device::cpu(), Lane(0)), seen(Device::cuda(0), Lane(0))], [0, 0]);
+    // Memory without an address is not lent.
+    let tensor = session.alloc(first, DataType::F32, &[4]).wait().unwrap();
+    for argument in ["identity", "identity_tensor"] {
+        let error = failure(module.function(argument).wait().unwrap().call::<Value>((&tensor,)).wait());
+        assert!(error.kind() == ErrorKind::Unsupported && error.message().contains("ext_dev:0"), "{error}");
+    }
 }
 
 #[test]

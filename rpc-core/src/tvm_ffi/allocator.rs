@@ -50,5 +50,5 @@ unsafe fn allocate_like(prototype: &DlTensor) -> Result<*mut ManagedTensor> {
     // SAFETY: the caller's promise.
     let shape = unsafe { slice_of(prototype.shape, rank) };
     let allocated = frame.context.allocate(prototype.device.into(), prototype.dtype.into(), shape)?;
-    Ok(tensor::manage(&allocated).as_ptr())
+    Ok(tensor::manage(&allocated)?.as_ptr())
 }

@@ -60,7 +60,7 @@ impl Arguments {
 fn lend(api: &'static Api, context: &Context, value: LocalValue, wants: Wants) -> Result<(Any, Option<Keep>)> {
     Ok(match value {
         Value::Object(Object::Tensor(tensor)) if wants != Wants::TensorObject => {
-            let lent = Lent::new(&tensor);
+            let lent = Lent::new(&tensor)?;
             (Any::pointer(type_index::DL_TENSOR, lent.pointer()), Some(Keep::Tensor(lent)))
         }
         Value::Str(text) if wants == Wants::CString => {

@@ -23,10 +23,14 @@ pub(super) struct Lent {
 
 impl Lent {
     /// The tensor must be borrowed for as long as it is lent. Nothing is copied.
-    pub(super) fn new(tensor: &Tensor) -> Box<Self> {
-        let (mut shape, mut strides, description) = describe(tensor);
+    ///
+    /// # Errors
+    ///
+    /// The tensor's device has no addresses.
+    pub(super) fn new(tensor: &Tensor) -> Result<Box<Self>> {
+        let (mut shape, mut strides, description) = describe(tensor)?;
         let tensor = DlTensor { shape: shape.as_mut_ptr(), strides: strides.as_mut_ptr(), ..description };
-        Box::new(Self { tensor, _shape: shape, _strides: strides })
+        Ok(Box::new(Self { tensor, _shape: shape, _strides: strides }))
     }
 
     pub(super) fn pointer(&self) -> *mut c_void {
@@ -35,10 +39,19 @@ impl Lent {
 }
 
 /// Shape, strides, and all else. The first element is where the data begin: much compiled code takes no other offset.
-fn describe(tensor: &Tensor) -> (Box<[i64]>, Box<[i64]>, DlTensor) {
+fn describe(tensor: &Tensor) -> Result<(Box<[i64]>, Box<[i64]>, DlTensor)> {
     let shape: Box<[i64]> = tensor.shape().into();
     let strides = tensor.strides().map_or_else(|| dense_strides(&shape), <[i64]>::to_vec).into_boxed_slice();
-    let start = tensor.storage().memory().device_address().map_or(ptr::null_mut(), NonNull::as_ptr);
+    let start = match tensor.storage().memory().device_address() {
+        Some(start) => start.as_ptr(),
+        None if tensor.storage().is_empty() => ptr::null_mut(),
+        None => {
+            let device = tensor.device();
+            return Err(RpcError::unsupported(format!(
+                "a tensor on {device} has no address that foreign code could use"
+            )));
+        }
+    };
     // A null pointer is that of a storage without bytes, where every offset is 0.
     let data = start.wrapping_add(tensor.byte_offset() as usize).cast();
     let description = DlTensor {
@@ -51,18 +64,23 @@ fn describe(tensor: &Tensor) -> (Box<[i64]>, Box<[i64]>, DlTensor) {
         strides: ptr::null_mut(),
         byte_offset: 0,
     };
-    (shape, strides, description)
+    Ok((shape, strides, description))
 }
 
 /// A tensor object over the same storage. It keeps the memory for as long as foreign code holds it, and borrows nothing.
 pub(super) fn share(api: &'static Api, tensor: &Tensor) -> Result<Ref> {
+    let managed = manage(tensor)?;
     // SAFETY: it is whole.
-    unsafe { api.tensor(manage(tensor)) }
+    unsafe { api.tensor(managed) }
 }
 
 /// The same as a tensor that whoever has it must delete.
-pub(super) fn manage(tensor: &Tensor) -> NonNull<ManagedTensor> {
-    let (mut shape, mut strides, description) = describe(tensor);
+///
+/// # Errors
+///
+/// As [`Lent::new`].
+pub(super) fn manage(tensor: &Tensor) -> Result<NonNull<ManagedTensor>> {
+    let (mut shape, mut strides, description) = describe(tensor)?;
     let tensor_description = DlTensor { shape: shape.as_mut_ptr(), strides: strides.as_mut_ptr(), ..description };
     let storage = tensor.storage().clone();
     shared().note(&storage);
@@ -78,7 +96,7 @@ pub(super) fn manage(tensor: &Tensor) -> NonNull<ManagedTensor> {
         _strides: strides,
         storage,
     });
-    NonNull::from(Box::leak(managed)).cast()
+    Ok(NonNull::from(Box::leak(managed)).cast())
 }
 
 /// What [`manage`] makes. The part that foreign code sees comes first.
