@@ -53,7 +53,7 @@ fn main() {
         let connect = || Connector::new().connect_blocking(&address).unwrap();
         let code = std::fs::read(&module).unwrap();
         let (digest, _) = rpc_server::modules::hash(&*code).unwrap();
-        Modules::new(&connect()).upload_bytes(digest, code.into()).wait().unwrap();
+        Modules::new(&connect()).upload_bytes(digest, code).wait().unwrap();
         loads(&report, &connect, digest);
         calls(&report, &connect(), digest);
         drop(running);

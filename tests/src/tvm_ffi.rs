@@ -10,12 +10,10 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use rpc_core::tvm_ffi::{TvmFfi, TvmFfiOptions};
 
-/// A Python environment with TVM-FFI.
+/// A folder of Python packages, with that of TVM-FFI.
 #[derive(Debug)]
 pub struct Environment {
     packages: PathBuf,
-    /// Its interpreter.
-    pub python: PathBuf,
 }
 
 /// The environment, for a test that needs it. `None` where there is none, which is said; or a panic where
@@ -38,11 +36,8 @@ pub fn environment() -> Option<&'static Environment> {
 pub(crate) fn find() -> Option<&'static Environment> {
     static FOUND: OnceLock<Option<Environment>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
-        let venv = folder().join("venv");
-        let versions = fs::read_dir(venv.join("lib")).into_iter().flatten().flatten();
-        let mut packages = versions.map(|version| version.path().join("site-packages"));
-        let packages = packages.find(|packages| packages.join("tvm_ffi/lib/libtvm_ffi.so").is_file())?;
-        Some(Environment { packages, python: venv.join("bin/python") })
+        let found = Environment { packages: folder().join("packages") };
+        found.library().is_file().then_some(found)
     });
     found.as_ref()
 }
@@ -88,7 +83,9 @@ impl Environment {
             }
             let folder = tempfile::tempdir().expect("there is room for temporary files");
             let script = sources().join("model.py");
-            let status = Command::new(&self.python).arg(script).arg(folder.path()).status();
+            let mut command = Command::new("python3");
+            command.env("PYTHONPATH", &self.packages).arg(script).arg(folder.path());
+            let status = command.status();
             assert!(status.is_ok_and(|status| status.success()), "cannot compile the model");
             Some(folder)
         });

@@ -17,8 +17,7 @@ use crate::tensor::{Layout, Storage, Tensor};
 /// A description of a tensor that is lent to foreign code for one call.
 pub(super) struct Lent {
     tensor: DlTensor,
-    _shape: Box<[i64]>,
-    _strides: Box<[i64]>,
+    _dimensions: Dimensions,
 }
 
 impl Lent {
@@ -28,9 +27,8 @@ impl Lent {
     ///
     /// The tensor's device has no addresses.
     pub(super) fn new(tensor: &Tensor) -> Result<Box<Self>> {
-        let (mut shape, mut strides, description) = describe(tensor)?;
-        let tensor = DlTensor { shape: shape.as_mut_ptr(), strides: strides.as_mut_ptr(), ..description };
-        Ok(Box::new(Self { tensor, _shape: shape, _strides: strides }))
+        let (_dimensions, tensor) = describe(tensor)?;
+        Ok(Box::new(Self { tensor, _dimensions }))
     }
 
     pub(super) fn pointer(&self) -> *mut c_void {
@@ -38,10 +36,15 @@ impl Lent {
     }
 }
 
-/// Shape, strides, and all else. The first element is where the data begin: much compiled code takes no other offset.
-fn describe(tensor: &Tensor) -> Result<(Box<[i64]>, Box<[i64]>, DlTensor)> {
-    let shape: Box<[i64]> = tensor.shape().into();
-    let strides = tensor.strides().map_or_else(|| dense_strides(&shape), <[i64]>::to_vec).into_boxed_slice();
+/// What the pointers of a description point to, wherever this moves.
+struct Dimensions {
+    shape: Box<[i64]>,
+    strides: Box<[i64]>,
+}
+
+/// The description of a tensor, good for as long as the dimensions beside it. The first element is where the data begin: much
+/// compiled code takes no other offset.
+fn describe(tensor: &Tensor) -> Result<(Dimensions, DlTensor)> {
     let start = match tensor.storage().memory().device_address() {
         Some(start) => start.as_ptr(),
         None if tensor.storage().is_empty() => ptr::null_mut(),
@@ -52,19 +55,21 @@ fn describe(tensor: &Tensor) -> Result<(Box<[i64]>, Box<[i64]>, DlTensor)> {
             )));
         }
     };
-    // A null pointer is that of a storage without bytes, where every offset is 0.
-    let data = start.wrapping_add(tensor.byte_offset() as usize).cast();
+    let shape: Box<[i64]> = tensor.shape().into();
+    let strides = tensor.strides().map_or_else(|| dense_strides(&shape), <[i64]>::to_vec).into_boxed_slice();
+    let mut dimensions = Dimensions { shape, strides };
     let description = DlTensor {
-        data,
+        // A null pointer is that of a storage without bytes, where every offset is 0.
+        data: start.wrapping_add(tensor.byte_offset() as usize).cast(),
         device: tensor.device().into(),
         // No tensor has more dimensions than `MAX_DIMENSIONS`.
-        ndim: shape.len() as i32,
+        ndim: dimensions.shape.len() as i32,
         dtype: tensor.dtype().into(),
-        shape: ptr::null_mut(),
-        strides: ptr::null_mut(),
+        shape: dimensions.shape.as_mut_ptr(),
+        strides: dimensions.strides.as_mut_ptr(),
         byte_offset: 0,
     };
-    Ok((shape, strides, description))
+    Ok((dimensions, description))
 }
 
 /// A tensor object over the same storage. It keeps the memory for as long as foreign code holds it, and borrows nothing.
@@ -80,8 +85,7 @@ pub(super) fn share(api: &'static Api, tensor: &Tensor) -> Result<Ref> {
 ///
 /// As [`Lent::new`].
 pub(super) fn manage(tensor: &Tensor) -> Result<NonNull<ManagedTensor>> {
-    let (mut shape, mut strides, description) = describe(tensor)?;
-    let tensor_description = DlTensor { shape: shape.as_mut_ptr(), strides: strides.as_mut_ptr(), ..description };
+    let (_dimensions, description) = describe(tensor)?;
     let storage = tensor.storage().clone();
     shared().note(&storage);
     let managed = Box::new(Managed {
@@ -90,10 +94,9 @@ pub(super) fn manage(tensor: &Tensor) -> Result<NonNull<ManagedTensor>> {
             context: ptr::null_mut(),
             deleter: Some(delete),
             flags: 0,
-            tensor: tensor_description,
+            tensor: description,
         },
-        _shape: shape,
-        _strides: strides,
+        _dimensions,
         storage,
     });
     Ok(NonNull::from(Box::leak(managed)).cast())
@@ -103,8 +106,7 @@ pub(super) fn manage(tensor: &Tensor) -> Result<NonNull<ManagedTensor>> {
 #[repr(C)]
 struct Managed {
     managed: ManagedTensor,
-    _shape: Box<[i64]>,
-    _strides: Box<[i64]>,
+    _dimensions: Dimensions,
     storage: Arc<Storage>,
 }
 
