@@ -179,8 +179,11 @@ pub(crate) struct Shared {
     set_up: SetUp,
     place: MeetingPlace,
     relays: Arc<Relays>,
-    modules: Mutex<HashMap<String, Arc<dyn Module>>>,
+    modules: Mutex<HashMap<String, Arc<Place>>>,
 }
+
+/// A module, once it is loaded.
+type Place = Mutex<Option<Arc<dyn Module>>>;
 
 impl Shared {
     pub(crate) fn sink(&self) -> Arc<dyn EventSink> {
@@ -201,13 +204,17 @@ impl Shared {
 
     /// Loads a module, or finds it where another worker of this process has.
     pub(crate) fn load_module(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
-        // Held while it loads, so that it is loaded once.
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = modules.get(path) {
+        let place = {
+            let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(modules.entry(path.to_owned()).or_default())
+        };
+        // Held while it loads, so that it is loaded once. Others may load others meanwhile.
+        let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = &*place {
             return Ok(Arc::clone(module));
         }
         let module = context.load_module(path, None)?;
-        modules.insert(path.to_owned(), Arc::clone(&module));
+        *place = Some(Arc::clone(&module));
         Ok(module)
     }
 }

@@ -56,7 +56,7 @@ pub mod target;
 pub mod tensor;
 pub mod trace;
 pub mod transfer;
-#[cfg(all(feature = "tvm-ffi", unix))]
+#[cfg(all(feature = "tvm-ffi", unix, target_pointer_width = "64"))]
 #[allow(unsafe_code)]
 pub mod tvm_ffi;
 pub mod value;

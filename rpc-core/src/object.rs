@@ -592,7 +592,7 @@ impl Context {
     /// The function's; [`ErrorKind::Busy`] if it needs a tensor that is borrowed, by this call or another;
     /// [`ErrorKind::ApiMisuse`] if `function` is asynchronous: use [`call_async`](Self::call_async).
     pub fn call(&self, function: &Function, args: Vec<LocalValue>) -> Result<LocalValue> {
-        match self.start_nested(function, args)? {
+        match self.start_nested(function, args, Vec::new())? {
             Started::Done(outcome) => outcome,
             Started::Future(_) => Err(RpcError::new(
                 ErrorKind::ApiMisuse,
@@ -607,22 +607,44 @@ impl Context {
     ///
     /// The function's; [`ErrorKind::Busy`] if it needs a tensor that is borrowed.
     pub async fn call_async(&self, function: &Function, args: Vec<LocalValue>) -> Result<LocalValue> {
-        match self.start_nested(function, args)? {
+        match self.start_nested(function, args, Vec::new())? {
             Started::Done(outcome) => outcome,
             Started::Future(future) => future.await,
         }
     }
 
-    fn start_nested(&self, function: &Function, args: Vec<LocalValue>) -> Result<Started> {
+    /// As [`call_async`](Self::call_async) on this thread, for a caller that has borrowed tensors itself and does without them
+    /// for so long: `function` gets those of `held` that it wants, and the others end before it starts.
+    #[cfg(all(feature = "tvm-ffi", unix, target_pointer_width = "64"))]
+    pub(crate) fn call_lending(
+        &self,
+        function: &Function,
+        args: Vec<LocalValue>,
+        held: Vec<Borrow>,
+    ) -> Result<LocalValue> {
+        match self.start_nested(function, args, held)? {
+            Started::Done(outcome) => outcome,
+            Started::Future(future) => crate::blocking::block_on(future)?,
+        }
+    }
+
+    fn start_nested(&self, function: &Function, args: Vec<LocalValue>, mut held: Vec<Borrow>) -> Result<Started> {
         let mut borrows = Vec::new();
         for (index, storage, access) in function.borrowed_args(&args) {
-            // A reader does not queue behind writers that wait, perhaps for this very call.
-            let borrow = match access {
-                Access::Read => storage.try_read(),
-                Access::Write => storage.try_borrow(access),
+            let at_hand = held.iter().position(|borrow| Arc::ptr_eq(borrow.storage(), storage));
+            let borrow = match (at_hand, access) {
+                (Some(place), Access::Read) => {
+                    held[place].downgrade();
+                    held[place].share()
+                }
+                (Some(place), Access::Write) => Some(held.swap_remove(place)).filter(|held| held.access() == access),
+                // A reader does not queue behind writers that wait, perhaps for this very call.
+                (None, Access::Read) => storage.try_read(),
+                (None, Access::Write) => storage.try_borrow(access),
             };
             borrows.push((index, borrow.ok_or_else(|| busy(index))?));
         }
+        drop(held);
         Ok(function.start(Invocation::new(args, borrows, self.clone())))
     }
 }

@@ -36,6 +36,9 @@ pub use hash::hash;
 pub use store::{ModuleStore, StoreLimits};
 pub use upload::ModuleUpload;
 
+/// Whether this build has a loader.
+pub(crate) const CAN_LOAD: bool = cfg!(all(feature = "tvm-ffi", target_pointer_width = "64"));
+
 pub(crate) use loader::StoreLoader;
 pub(crate) use native::Native;
 pub(crate) use probe::{answer_if_asked, check_libraries};

@@ -86,8 +86,8 @@ fn functions_are_called_timed_and_listed_from_the_shell() {
     assert_eq!((code, stdout.trim()), (0, "42"), "{stderr}");
     // It is there by now.
     let digest = format!("sha256:{}", digest_of(&module));
-    let (code, stdout, stderr) = said(&fixture.cli("call", &["--module", &digest, "describe", "{}"]));
-    assert!(code == 0 || stderr.contains("argument"), "{stdout}{stderr}");
+    let (code, stdout, stderr) = said(&fixture.cli("call", &["--module", &digest, "identity", "7"]));
+    assert_eq!((code, stdout.trim()), (0, "7"), "{stderr}");
     let (code, stdout, stderr) = said(&fixture.cli("functions", &["--module", &digest]));
     assert_eq!(code, 0, "{stderr}");
     for line in ["(tensor, tensor, tensor) -> null", "(int, int) -> int", "({str: any}) -> {str: any}"] {
@@ -157,13 +157,30 @@ fn libraries_of_the_operator_bring_functions_by_name() {
 }
 
 #[test]
+fn functions_of_a_runtime_are_for_modules_alone() {
+    let Some(environment) = environment() else { return };
+    let Some(runtime) = environment.tvm_runtime() else { return };
+    let (runtime, tvm_ffi, library) = (runtime, environment.library(), environment.compile("globals.cc"));
+    let [runtime, tvm_ffi, library] = [&runtime, &tvm_ffi, &library].map(|path| path.to_str().unwrap());
+    for flags in [["--runtime-library", runtime], ["--library", runtime]] {
+        let flags = [&flags[..], &["--library", library, "--tvm-ffi", tvm_ffi]].concat();
+        let fixture = Fixture::with(&flags);
+        let session = fixture.connect();
+        let triple = session.function::<(i64,), i64>("tests.triple").wait().unwrap();
+        assert_eq!(triple.call((2,)).wait().unwrap(), 6);
+        // It starts any program.
+        let error = session.get_function("rpc.CreatePipeClient").wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{flags:?}: {error}");
+    }
+}
+
+#[test]
 fn what_ends_its_process_is_an_error_to_its_client_alone() {
     let Some(environment) = environment() else { return };
     let fixture = Fixture::new(environment, &["--isolate-memory", "2GiB"]);
     let file = environment.compile("kernels.c");
     let bystander = fixture.connect();
     let adder = load(&bystander, &environment.compile("kernels.cc")).unwrap().function("add").wait().unwrap();
-    let server = fixture.server.id();
     for (name, words) in [
         ("segfaults", "SIGSEGV"),
         ("aborts", "SIGABRT"),
@@ -177,7 +194,6 @@ fn what_ends_its_process_is_an_error_to_its_client_alone() {
         assert!(error.message().contains(words) && error.request_may_have_run(), "{name}: {error}");
         assert_eq!(adder.call::<i64>((1, 2)).wait().unwrap(), 3, "after {name}");
     }
-    assert_eq!(fixture.server.id(), server);
     call(&load(&fixture.connect(), &file).unwrap(), "empty").unwrap();
 }
 
@@ -253,4 +269,29 @@ fn another_abi_is_refused_and_an_absent_library_says_how_to_get_it() {
     let error = load(&Fixture::with(&["--allow-modules", "--tvm-ffi", other.to_str().unwrap()]).connect(), &module);
     let error = error.unwrap_err();
     assert!(error.kind() == ErrorKind::Unsupported && error.message().contains("0.9.3"), "{error}");
+}
+
+#[test]
+fn a_module_goes_to_all_workers_of_a_server_whose_store_has_room_for_one() {
+    let Some(environment) = environment() else { return };
+    let file = environment.compile("kernels.cc");
+    let len = fs::metadata(&file).unwrap().len();
+    let room = format!("{}", len + len / 2);
+    for hosting in [disco::Hosting::Threads, disco::Hosting::Processes] {
+        let fixture = Fixture::new(environment, &["--module-store-size", &room]);
+        let mut options = disco::Options::default();
+        options.hosting = hosting;
+        let nodes = disco::SocketSession::new([fixture.server.address()], 3, 1).options(options);
+        let session = nodes.start().wait().unwrap();
+        let path = session.upload_module(&file).wait().unwrap();
+        assert_eq!(path, digest_of(&file).module_path());
+        let sum = session.load_module(&path, None).unwrap().function("add").unwrap().call((20, 22)).unwrap();
+        for worker in 0..3 {
+            let content = session.debug_get_from_remote(&sum, disco::WorkerId(worker)).wait().unwrap();
+            assert!(matches!(content, disco::Content::Value(rpc_core::Value::Int(42))), "{content:?}");
+        }
+        // A second time nothing is sent.
+        assert_eq!(session.upload_module(&file).wait().unwrap(), path);
+        session.shutdown().wait().unwrap();
+    }
 }

@@ -38,8 +38,8 @@ FUNCTION(rpc_inline) {
   return TVMFFIStringFromByteArray(&array, result);
 }
 
-/* The second argument called from a function that promises not to block. */
-FUNCTION(calls_inline) { return TVMFFIFunctionCall(args[0].v_obj, NULL, 0, result); }
+/* The first argument called with the others, from a function that promises not to block. */
+FUNCTION(calls_inline) { return TVMFFIFunctionCall(args[0].v_obj, (TVMFFIAny *)args + 1, count - 1, result); }
 
 /* y = factor * x, of dense tensors of float32 in host memory. */
 FUNCTION(scale) {

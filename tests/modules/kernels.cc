@@ -4,6 +4,7 @@
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/tvm_ffi.h>
 
+#include <algorithm>
 #include <string>
 #include <thread>
 
@@ -55,6 +56,34 @@ ffi::Tensor Count(int64_t n) {
   ffi::Tensor y = ffi::Tensor::FromNDAlloc(HeapAllocator(), ffi::Shape({n}), DLDataType{kDLFloat, 32, 1}, DLDevice{kDLCPU, 0});
   for (int64_t i = 0; i < n; ++i) static_cast<float*>(y.data_ptr())[i] = static_cast<float>(i);
   return y;
+}
+
+// One tensor of the module's own, and views of its two halves, in the order that is asked for.
+ffi::Array<ffi::Tensor> Parts(ffi::String names) {
+  static ffi::Tensor whole = Count(4);
+  auto half = [&](int64_t offset) {
+    DLTensor view = *whole.GetDLTensorPtr();
+    static int64_t shape[1] = {2}, strides[1] = {1};
+    view.data = static_cast<float*>(view.data) + offset;
+    view.shape = shape;
+    view.strides = strides;
+    struct Shared {
+      ffi::Tensor owner;
+      void* data;
+      void AllocData(DLTensor* tensor) { tensor->data = data; }
+      void FreeData(DLTensor*) {}
+    };
+    return ffi::Tensor::FromNDAlloc(Shared{whole, view.data}, ffi::Shape({2}), view.dtype, view.device);
+  };
+  ffi::Array<ffi::Tensor> parts;
+  std::string rest(names.data(), names.size());
+  while (!rest.empty()) {
+    size_t end = std::min(rest.find(','), rest.size());
+    std::string name = rest.substr(0, end);
+    parts.push_back(name == "whole" ? whole : half(name == "left" ? 0 : 2));
+    rest.erase(0, end + 1);
+  }
+  return parts;
 }
 
 int64_t ReferencesOf(ffi::Tensor tensor) { return tensor.use_count(); }
@@ -163,6 +192,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(identity, Identity);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(identity_tensor, IdentityTensor);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(squares, Squares);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(count, Count);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(parts, Parts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(references_of, ReferencesOf);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_of_all, SumOfAll);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(describe, Describe);

@@ -132,6 +132,7 @@ impl Environment {
 
     /// The loader for this environment, with TVM's runtime if that is there.
     pub fn tvm_ffi(&self) -> TvmFfi {
-        TvmFfi::new(TvmFfiOptions { library: Some(self.library()), preload: self.tvm_runtime().into_iter().collect() })
+        let runtimes = self.tvm_runtime().into_iter().collect();
+        TvmFfi::new(TvmFfiOptions { library: Some(self.library()), runtimes, libraries: Vec::new() })
     }
 }

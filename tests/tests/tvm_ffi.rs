@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rpc_core::{
@@ -221,7 +222,10 @@ fn memory_of_modules_counts_against_the_sessions() {
     let count: RemoteTensor = fixture.cpp("count").call((1000,)).wait().unwrap();
     assert_eq!(memory(), 16 + 16 + 4000);
     drop((squares, count));
-    while memory() != 16 {}
+    let begun = Instant::now();
+    while memory() != 16 {
+        assert!(begun.elapsed() < Duration::from_secs(30), "memory that nobody has is still counted");
+    }
     // More than the session may have, of either kind.
     let limits = rpc_core::SessionLimits { max_memory: 1000, ..Default::default() };
     registry.add_loader(Arc::new(environment.tvm_ffi()));
@@ -329,8 +333,13 @@ fn a_tensor_that_others_have_taken_meanwhile_is_waited_for() {
     let (held, when_held) = mpsc::channel::<()>();
     let (go_on, may_go_on) = mpsc::channel::<()>();
     let (when_held, may_go_on) = (std::sync::Mutex::new(when_held), std::sync::Mutex::new(may_go_on));
+    let (running, when_running) = mpsc::channel::<()>();
+    let running = std::sync::Mutex::new(running);
     // The call back waits until another lane has the tensor for writing.
-    registry.add("wait", move |_: LocalValue| when_held.lock().unwrap().recv().unwrap());
+    registry.add("wait", move |_: LocalValue| {
+        running.lock().unwrap().send(()).unwrap();
+        when_held.lock().unwrap().recv().unwrap();
+    });
     let held = std::sync::Mutex::new(held);
     registry.add("take", move |mut tensor: rpc_core::TensorViewMut| -> rpc_core::Result<()> {
         held.lock().unwrap().send(()).unwrap();
@@ -342,11 +351,84 @@ fn a_tensor_that_others_have_taken_meanwhile_is_waited_for() {
     let x = fixture.tensor(&[1], &[1.0]);
     let [wait, take] = ["wait", "take"].map(|name| fixture.session.get_function(name).wait().unwrap());
     let outer = fixture.cpp("apply_to_tensor").call::<f64>((&wait, &x)).concurrent().start();
+    when_running.recv().unwrap();
     let inner = take.call::<()>((&x,)).concurrent().start();
     go_on.send(()).unwrap();
     inner.wait().unwrap();
     // It read the tensor after the other one had written it.
     assert_eq!(outer.wait().unwrap(), 9.0);
+}
+
+#[test]
+fn functions_that_borrow_get_the_tensors_of_whoever_calls_them_back() {
+    let Some(environment) = environment() else { return };
+    let registry = Registry::new();
+    registry.add("add_one", |mut tensor: rpc_core::TensorViewMut| -> rpc_core::Result<()> {
+        tensor.as_mut_slice::<f32>()?.iter_mut().for_each(|x| *x += 1.0);
+        Ok(())
+    });
+    registry.add("read", |tensor: rpc_core::TensorView| -> rpc_core::Result<()> {
+        assert!(tensor.as_slice::<f32>()?[0] >= 0.0);
+        Ok(())
+    });
+    let fixture = in_session(environment, &registry);
+    let [add_one, read] = ["add_one", "read"].map(|name| fixture.session.get_function(name).wait().unwrap());
+    let (apply, x) = (fixture.cpp("apply_to_tensor"), fixture.tensor(&[1], &[0.0]));
+    // Others wait for the tensor all the time, and are not let in between.
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    apply.call::<f64>((&add_one, &x)).concurrent().wait().unwrap();
+                    apply.call::<f64>((&read, &x)).concurrent().wait().unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(fixture.elements(&x), [200.0]);
+}
+
+#[test]
+fn a_tensor_of_a_module_is_one_however_often_it_comes() {
+    let Some(environment) = environment() else { return };
+    let registry = Registry::new();
+    registry.add("memory", |context: rpc_core::Context| context.usage().memory_bytes);
+    registry.add("both", |_: rpc_core::TensorViewMut, _: rpc_core::TensorView| ());
+    let fixture = in_session(environment, &registry);
+    let [memory, both] = ["memory", "both"].map(|name| fixture.session.get_function(name).wait().unwrap());
+    let parts = fixture.cpp("parts");
+    let first: Vec<RemoteTensor> = parts.call(("whole,left,right,whole",)).wait().unwrap();
+    let second: Vec<RemoteTensor> = parts.call(("right",)).wait().unwrap();
+    assert_eq!(memory.call::<u64>(()).wait().unwrap(), 16);
+    assert_eq!((first[1].byte_offset(), first[2].byte_offset(), second[0].byte_offset()), (0, 8, 8));
+    for (a, b) in [(&first[0], &first[3]), (&first[1], &first[2]), (&first[0], &second[0])] {
+        let error = failure(both.call::<()>((a, b)).wait());
+        assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    }
+    drop((first, second));
+    // The other way round the larger one would be a second way to the same bytes.
+    for order in ["left,whole", "right,whole"] {
+        let error = failure(parts.call::<Vec<RemoteTensor>>((order,)).wait());
+        assert!(error.kind() == ErrorKind::Unsupported && error.message().contains("overlaps"), "{error}");
+    }
+    // Nothing is left of it.
+    let again: Vec<RemoteTensor> = parts.call(("whole",)).wait().unwrap();
+    assert_eq!(fixture.elements(&again[0]), [0.0, 1.0, 2.0, 3.0]);
+}
+
+#[test]
+fn an_inline_function_keeps_its_tensors_while_it_calls() {
+    let Some(environment) = environment() else { return };
+    let registry = Registry::new();
+    registry.add_inline("take", |_: rpc_core::TensorViewMut| ());
+    registry.add_inline("look", |tensor: rpc_core::Tensor| tensor.shape().to_vec());
+    let fixture = in_session(environment, &registry);
+    let [take, look] = ["take", "look"].map(|name| fixture.session.get_function(name).wait().unwrap());
+    let x = fixture.tensor(&[1], &[0.0]);
+    let calls = fixture.c("calls_inline");
+    assert_eq!(calls.call::<Vec<i64>>((&look, &x)).wait().unwrap(), [1]);
+    // It could not wait for them afterwards, on the thread that reads.
+    assert_eq!(failure(calls.call::<()>((&take, &x)).wait()).kind(), ErrorKind::Busy);
 }
 
 #[test]

@@ -70,7 +70,7 @@ impl LaneThread {
             let leave = Leave(employer);
             own.run(|thread| leave.0.upgrade().is_none_or(|employer| employer.may_leave(thread)));
         };
-        std::thread::Builder::new().name("rpc-lane".into()).spawn(run)?;
+        std::thread::Builder::new().name("rpc-lane".into()).stack_size(STACK_BYTES).spawn(run)?;
         Ok(Self(shared))
     }
 
@@ -338,3 +338,6 @@ thread_local! {
     /// Starting threads from this one fails, as if the system had no more.
     pub(super) static REFUSE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
+
+/// What the main thread of a program has on most systems, which native code expects. It is only reserved.
+const STACK_BYTES: usize = 8 << 20;

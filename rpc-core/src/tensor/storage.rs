@@ -393,6 +393,14 @@ impl Borrow {
         Some(Bytes::from_owner(OwnedRead { borrow: self, range }))
     }
 
+    /// Makes a write borrow one for reading, so that other readers may come in. One for reading stays what it is.
+    pub fn downgrade(&mut self) {
+        if self.access == Access::Write {
+            self.access = Access::Read;
+            self.storage.update(|state| state.holders = Holders::Readers(1));
+        }
+    }
+
     /// Another read borrow of the same storage, beside this one: it does not queue behind those who wait, because they
     /// wait for this one anyway. `None` if this is a write borrow.
     pub fn share(&self) -> Option<Self> {

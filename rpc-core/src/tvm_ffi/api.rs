@@ -1,6 +1,6 @@
 //! `libtvm_ffi.so`, loaded once for the process, and what is asked of it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
@@ -10,7 +10,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::abi::{self, Any, ByteArray, ManagedTensor, ObjectHeader, SafeCall, TensorAllocator, TypeInfo, Version};
 use super::object::{OwnedAny, Ref};
-use super::{allocator, failure, locate};
+use super::{TvmFfiOptions, allocator, failure, locate};
 use crate::error::{ErrorKind, Result, RpcError};
 
 macro_rules! functions {
@@ -21,12 +21,12 @@ macro_rules! functions {
         }
 
         impl Functions {
-            fn find(library: &Library, path: &Path) -> Result<Self> {
+            fn find(library: &Library, path: &Path, version: &str) -> Result<Self> {
                 Ok(Self {
                     $($name: {
                         // SAFETY: of that name, `tvm/ffi/c_api.h` and `extra/c_env_api.h` declare this type.
                         let found = unsafe { library.get::<unsafe extern "C" fn($($type),*) $(-> $return)?>($symbol) };
-                        *found.map_err(|_| lacking(path, $symbol))?
+                        *found.map_err(|_| lacking(path, version, $symbol))?
                     },)*
                 })
             }
@@ -55,9 +55,12 @@ functions! {
         (TensorAllocator, c_int, *mut Option<TensorAllocator>) -> c_int;
 }
 
-fn lacking(path: &Path, symbol: &str) -> RpcError {
+fn lacking(path: &Path, version: &str, symbol: &str) -> RpcError {
     let (major, minor) = abi::SUPPORTED;
-    RpcError::unsupported(format!("{} is no libtvm_ffi of ABI {major}.{minor}: it has no {symbol}", path.display()))
+    let path = path.display();
+    RpcError::unsupported(format!(
+        "{path} ({version}) has no {symbol}: install a later apache-tvm-ffi of ABI {major}.{minor}"
+    ))
 }
 
 /// The library. It is never unloaded.
@@ -66,8 +69,6 @@ pub(super) struct Api {
     /// Where it was found.
     pub(super) path: PathBuf,
     pub(super) version: String,
-    /// The global functions that it brought itself.
-    own_globals: OnceLock<HashSet<String>>,
     globals: Globals,
 }
 
@@ -81,52 +82,61 @@ struct Globals {
     module_metadata: OnceLock<Ref>,
 }
 
-/// The first library that was loaded serves the process: two would not know each other's objects.
-static LOADED: Mutex<Option<&'static Api>> = Mutex::new(None);
+/// What has been loaded. The first library serves the process: two would not know each other's objects.
+static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
+
+struct Loaded {
+    api: &'static Api,
+    /// Runtimes and libraries of functions.
+    opened: HashSet<PathBuf>,
+    /// The global functions that libraries of functions have brought.
+    offered: BTreeSet<String>,
+}
 
 impl Api {
-    /// Loads the library, unless that has been done, from `given` or else from where it is found. Then `preload` too, with
-    /// their symbols for everybody, unless they are there.
-    pub(super) fn load(given: Option<&Path>, preload: &[PathBuf]) -> Result<&'static Self> {
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        let api = match *loaded {
-            Some(api) => api,
+    /// Loads the library, from where the options say or else from where it is found, and what goes with it, unless that has
+    /// been done.
+    pub(super) fn load(options: &TvmFfiOptions) -> Result<&'static Self> {
+        Self::with_loaded(options, |loaded| loaded.api)
+    }
+
+    /// As [`load`](Self::load), and the names of the global functions that libraries have brought.
+    pub(super) fn offered(options: &TvmFfiOptions) -> Result<(&'static Self, Vec<String>)> {
+        Self::with_loaded(options, |loaded| (loaded.api, loaded.offered.iter().cloned().collect()))
+    }
+
+    fn with_loaded<T>(options: &TvmFfiOptions, get: impl FnOnce(&Loaded) -> T) -> Result<T> {
+        let mut place = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let loaded = match &mut *place {
+            Some(loaded) => loaded,
             None => {
-                let api = Self::open(&locate::find(given)?)?;
-                *loaded = Some(api);
-                api
+                let api = Self::open(&locate::find(options.library.as_deref())?)?;
+                place.insert(Loaded { api, opened: HashSet::new(), offered: BTreeSet::new() })
             }
         };
-        for path in preload {
-            open_global(path)?;
+        for path in &options.runtimes {
+            loaded.open(path)?;
         }
-        Ok(api)
+        for path in &options.libraries {
+            let before: HashSet<_> = loaded.api.global_names()?.into_iter().collect();
+            if loaded.open(path)? {
+                let brought = loaded.api.global_names()?.into_iter().filter(|name| !before.contains(name));
+                loaded.offered.extend(brought.filter(|name| !is_of_tvm(name)));
+            }
+        }
+        Ok(get(loaded))
     }
 
     fn open(path: &Path) -> Result<&'static Self> {
         let library = open_global(path)?;
         let version = version(library, path)?;
-        let functions = Functions::find(library, path)?;
-        let api: &'static Self = Box::leak(Box::new(Self {
-            functions,
-            path: path.to_owned(),
-            version,
-            own_globals: OnceLock::new(),
-            globals: Globals::default(),
-        }));
+        let functions = Functions::find(library, path, &version)?;
+        let api: &'static Self =
+            Box::leak(Box::new(Self { functions, path: path.to_owned(), version, globals: Globals::default() }));
         // SAFETY: the allocator is a function of this program. For every thread, and whoever asked for none of its own.
         api.check(unsafe { (api.functions.env_set_allocator)(allocator::allocate, 1, ptr::null_mut()) })?;
-        let _ = api.own_globals.set(api.global_names()?.into_iter().collect());
         tracing::debug!(path = %path.display(), version = %api.version, "loaded TVM-FFI");
         Ok(api)
-    }
-
-    /// The global functions that were registered by others than the library itself, by name.
-    pub(super) fn brought_globals(&'static self) -> Result<Vec<String>> {
-        let mut names = self.global_names()?;
-        names.retain(|name| !self.own_globals.get().is_some_and(|own| own.contains(name)));
-        names.sort_unstable();
-        Ok(names)
     }
 
     fn global_names(&'static self) -> Result<Vec<String>> {
@@ -265,9 +275,11 @@ impl Api {
         if found.is_none() { Ok(None) } else { found.to_text().map(Some) }
     }
 
-    /// The name of the type of that index.
-    pub(super) fn type_key(&'static self, index: i32) -> String {
-        // SAFETY: any index may be asked for; types are never taken back, and their names live as long as they.
+    /// The name of the type of `object`.
+    pub(super) fn type_key(&'static self, object: &Ref) -> String {
+        let index = object.type_index();
+        // SAFETY: there is such a type, since there is an object of it (of no other index it may be asked: the library ends the
+        // process); types are never taken back, and their names live as long as they.
         let key = unsafe { (self.functions.type_info)(index).as_ref().map(|info| failure::text(&info.type_key)) };
         key.unwrap_or_else(|| format!("type {index}"))
     }
@@ -330,6 +342,49 @@ impl Api {
     }
 }
 
+impl Loaded {
+    /// Opens a library, and says whether that is new.
+    fn open(&mut self, path: &Path) -> Result<bool> {
+        if self.opened.contains(path) {
+            return Ok(false);
+        }
+        open_global(path)?;
+        Ok(self.opened.insert(path.to_owned()))
+    }
+}
+
+/// Whether a global function is TVM's own. Some of them start programs, and read and write files: they come with every
+/// library that needs TVM's runtime, and nobody has meant to offer them.
+fn is_of_tvm(name: &str) -> bool {
+    let first = name.split('.').next().unwrap_or(name);
+    name.starts_with("__")
+        || [
+            "arith",
+            "cache_flush_cpu_non_first_arg",
+            "device_api",
+            "disco",
+            "ffi",
+            "ir",
+            "meta_schedule",
+            "node",
+            "relax",
+            "rpc",
+            "runtime",
+            "s_tir",
+            "script",
+            "support",
+            "target",
+            "te",
+            "testing",
+            "tir",
+            "tirx",
+            "topi",
+            "tvm",
+            "vm",
+        ]
+        .contains(&first)
+}
+
 /// Opens a library for good, with its symbols for everybody.
 fn open_global(path: &Path) -> Result<&'static Library> {
     // SAFETY: whoever runs the program has named the library, and answers for what it does when it is loaded.
@@ -354,7 +409,7 @@ fn version(library: &Library, path: &Path) -> Result<String> {
     let symbol = "TVMFFIGetVersion";
     // SAFETY: that is its type, in all versions.
     let ask = unsafe { library.get::<unsafe extern "C" fn(*mut Version)>(symbol) };
-    let ask = ask.map_err(|_| lacking(path, symbol))?;
+    let ask = ask.map_err(|_| lacking(path, "of no known version", symbol))?;
     let mut version = Version::default();
     // SAFETY: there is room for the answer.
     unsafe { ask(&raw mut version) };

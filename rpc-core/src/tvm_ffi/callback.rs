@@ -7,7 +7,6 @@ use super::abi::Any;
 use super::api::Api;
 use super::object::{OwnedAny, Ref, slice_of};
 use super::{arguments, failure, frame, value};
-use crate::blocking::block_on;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::object::{Context, Function, FunctionKind};
 
@@ -47,11 +46,9 @@ impl Callback {
         let args = args.iter().map(|arg| unsafe { value::from_any(self.api, context, arg) });
         let args = args.collect::<Result<_>>()?;
         let returned = {
-            let _suspended = frame.as_ref().map(|frame| frame.suspend());
-            match self.function.kind() {
-                FunctionKind::Async => block_on(context.call_async(&self.function, args))??,
-                FunctionKind::Blocking | FunctionKind::Inline => context.call(&self.function, args)?,
-            }
+            let suspended = frame.as_ref().map(|frame| frame.suspend());
+            let (_suspended, held) = suspended.unzip();
+            context.call_lending(&self.function, args, held.unwrap_or_default())?
         };
         arguments::to_owned(self.api, context, returned)
     }

@@ -10,7 +10,7 @@ use std::sync::{Arc, mpsc};
 use super::object::Ref;
 use crate::error::RpcError;
 use crate::object::{Context, FunctionKind};
-use crate::tensor::{Borrow, Storage, borrow_all};
+use crate::tensor::{Access, Borrow, Storage, borrow_all};
 
 thread_local! {
     static STACK: RefCell<Vec<Rc<Frame>>> = const { RefCell::new(Vec::new()) };
@@ -55,16 +55,20 @@ impl Drop for Entered {
 }
 
 impl Frame {
-    /// Ends the borrows of the call's tensors until what is returned is dropped: foreign code that calls back does not
-    /// touch them meanwhile, and whom it calls may want to.
-    pub(super) fn suspend(&self) -> Suspended<'_> {
-        drop(self.borrows.take());
-        Suspended(self)
+    /// Gives the borrows of the call's tensors away until what is returned is dropped: foreign code that calls back does not
+    /// touch them meanwhile, and whom it calls may want to. Not those of an inline function, which could not wait for them
+    /// afterwards.
+    pub(super) fn suspend(&self) -> (Suspended<'_>, Vec<Borrow>) {
+        let given = if self.kind == FunctionKind::Inline { Vec::new() } else { self.borrows.take() };
+        (Suspended(self), given)
     }
 
     /// Borrows the tensors again, when those who have them are done.
     fn resume(&self) {
-        let wanted = self.storages.iter().map(|storage| (storage.clone(), crate::tensor::Access::Write)).collect();
+        if self.kind == FunctionKind::Inline {
+            return;
+        }
+        let wanted = self.storages.iter().map(|storage| (storage.clone(), Access::Write)).collect();
         let (give, given) = mpsc::channel();
         let borrowed = borrow_all(wanted, Box::new(move |borrows| _ = give.send(borrows)));
         match borrowed {

@@ -23,7 +23,9 @@ pub(super) fn find(given: Option<&Path>) -> Result<PathBuf> {
     let named = env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
     if let Some(path) = given.or(named.as_deref()) {
         let path = if path.is_dir() { path.join(NAME) } else { path.to_owned() };
-        return if path.is_file() { Ok(path) } else { Err(absent(&[path])) };
+        let absent =
+            || RpcError::not_found(format!("{} is not there: 'pip install apache-tvm-ffi' brings it", path.display()));
+        return if path.is_file() { Ok(path.clone()) } else { Err(absent()) };
     }
     let mut looked = Vec::new();
     for prefix in prefixes(|name| env::var_os(name)) {
@@ -42,15 +44,15 @@ pub(super) fn find(given: Option<&Path>) -> Result<PathBuf> {
             drop(found);
             Ok(plain)
         }
-        Err(_) => Err(absent(&looked)),
+        Err(error) => Err(absent(&looked, &super::api::reason(&error))),
     }
 }
 
-fn absent(looked: &[PathBuf]) -> RpcError {
+fn absent(looked: &[PathBuf], reason: &str) -> RpcError {
     let looked: Vec<_> = looked.iter().map(|path| path.display().to_string()).collect();
     let places = if looked.is_empty() { "no Python environment was found".to_owned() } else { looked.join(", ") };
     RpcError::not_found(format!(
-        "{NAME} was not found: looked in {places}, and where the system has its libraries; 'pip install apache-tvm-ffi' \
+        "{NAME} was not found: looked in {places}, and where the system has its libraries ({reason}); 'pip install apache-tvm-ffi' \
          brings it; name it with --tvm-ffi or {VARIABLE} if it lies elsewhere"
     ))
 }

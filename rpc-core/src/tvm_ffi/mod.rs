@@ -12,7 +12,7 @@
 //! | str | a string; a C string where the metadata say `const char*` | str; bytes if it is not UTF-8 |
 //! | bytes | lent as `TVMFFIByteArray`, not copied | bytes; those of a bytes object are not copied |
 //! | shape, list, map | `Shape`, `Array`, `Map` | `Array` and `List`, `Map` and `Dict` alike |
-//! | tensor | lent as `DLTensor`, not copied; a `Tensor` object in lists and maps, and where the metadata say `ffi.Tensor` | the session's own tensor if it lies in one, else one over the object's memory, not copied |
+//! | tensor | lent as `DLTensor`, not copied; a `Tensor` object in lists and maps, and where the metadata say `ffi.Tensor` | the session's own tensor if it lies in one, else one over the object's memory, not copied; a `DLTensor` of the code's own, as an argument of a call back, is copied, because nothing would keep it |
 //! | function | the function object if it is foreign, else one that calls it | function |
 //! | module | if it is foreign | module |
 //! | object | if it came from a function | any other object, and pointers: held, and only good as arguments |
@@ -72,7 +72,7 @@ use self::module::FfiModule;
 use self::signature::Typed;
 use crate::error::Result;
 use crate::module::{LoadRequest, ModuleLoader};
-use crate::object::{Context, FunctionKind, Module};
+use crate::object::{FunctionKind, Module};
 use crate::registry::Registry;
 
 /// What to load, and from where.
@@ -82,9 +82,11 @@ pub struct TvmFfiOptions {
     /// else that of the first Python environment which has the package `apache-tvm-ffi` (that of `VIRTUAL_ENV`, of
     /// `CONDA_PREFIX`, those on the `PATH`, the user's, the system's), or else one in the system's library folders.
     pub library: Option<PathBuf>,
-    /// Libraries that are loaded first, in this order, with their symbols for all others: runtimes that modules need, such
-    /// as TVM's `libtvm_runtime.so`, and libraries of functions.
-    pub preload: Vec<PathBuf>,
+    /// Libraries that are loaded before all else, in this order, with their symbols for all others: runtimes that modules need,
+    /// such as TVM's `libtvm_runtime.so`. The functions that they register are for modules alone.
+    pub runtimes: Vec<PathBuf>,
+    /// Libraries of functions, which are loaded next, in the same way: what [`TvmFfi::register_globals`] registers.
+    pub libraries: Vec<PathBuf>,
 }
 
 /// Loads modules of TVM-FFI. Clones share everything; nothing is loaded before it is needed.
@@ -107,25 +109,27 @@ impl TvmFfi {
     ///
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a file that is no ELF shared library, is for another
     /// architecture, exports no function for TVM-FFI, or lacks a symbol or library that it needs;
-    /// [`NotFound`](crate::ErrorKind::NotFound) if TVM-FFI itself or a library to preload is not there, with the places that
+    /// [`NotFound`](crate::ErrorKind::NotFound) if TVM-FFI itself or a library of the options is not there, with the places that
     /// were looked at; [`Unsupported`](crate::ErrorKind::Unsupported) if it has another ABI.
-    pub fn load(&self, context: &Context, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
-        let _ = context;
+    pub fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
         Ok(Arc::new(FfiModule::load(self.api()?, file, name)?))
     }
 
-    /// Loads the library and all that is to be preloaded, now, and registers every global function that was registered with
-    /// TVM-FFI by others than the library itself, by its name. Says how many these are. Names that are taken in the registry
-    /// stay what they are.
+    /// Loads all that the options name, now, and registers the global functions that the
+    /// [libraries](TvmFfiOptions::libraries) have registered with TVM-FFI, by their names. Says how many these are. Names that are
+    /// taken in the registry stay what they are.
+    ///
+    /// Functions of TVM itself, by the first part of their names, are never registered, though a library may bring them along
+    /// with a runtime that it needs: among them are some that start programs.
     ///
     /// # Errors
     ///
     /// As [`load`](Self::load) for TVM-FFI itself.
     pub fn register_globals(&self, registry: &Registry) -> Result<usize> {
-        let api = self.api()?;
+        let (api, names) = Api::offered(&self.0)?;
         let describe = api.global("ffi.GetGlobalFuncMetadata")?;
         let mut count = 0;
-        for name in api.brought_globals()? {
+        for name in names {
             if registry.get(&name).is_ok() {
                 tracing::warn!(%name, "a library registers a function under a name that is taken");
                 continue;
@@ -140,7 +144,7 @@ impl TvmFfi {
         Ok(count)
     }
 
-    /// The version of the library and where it was found; loads it, and what is to be preloaded, unless that has been done.
+    /// The version of the library and where it was found; loads it, and what the options name, unless that has been done.
     ///
     /// # Errors
     ///
@@ -151,7 +155,7 @@ impl TvmFfi {
     }
 
     fn api(&self) -> Result<&'static Api> {
-        Api::load(self.0.library.as_deref(), &self.0.preload)
+        Api::load(&self.0)
     }
 }
 
@@ -171,7 +175,7 @@ impl ModuleLoader for TvmFfi {
             Some(workspace) => workspace.resolve(request.path)?,
             None => PathBuf::from(request.path),
         };
-        Self::load(self, request.context, &file, request.path)
+        Self::load(self, &file, request.path)
     }
 }
 

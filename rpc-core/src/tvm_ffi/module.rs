@@ -53,7 +53,7 @@ impl FfiModule {
 
     /// A module that a function has returned, of which is known only what it can be asked.
     pub(super) fn returned(api: &'static Api, object: Ref) -> Self {
-        let kind = api.type_key(object.type_index());
+        let kind = api.type_key(&object);
         Self { api, object, name: kind, exports: Vec::new(), inline: Vec::new() }
     }
 

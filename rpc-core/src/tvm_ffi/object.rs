@@ -187,7 +187,11 @@ impl OwnedAny {
     }
 
     fn unexpected(&self, expected: &str) -> RpcError {
-        let got = self.api.type_key(self.value.type_index);
+        // SAFETY: the value is whole, and lives.
+        let got = match unsafe { object_in(self.api, &self.value) } {
+            Some(object) => self.api.type_key(&object),
+            None => format!("a value of type {}", self.value.type_index),
+        };
         RpcError::internal(format!("TVM-FFI answered with {got} where {expected} was expected"))
     }
 }

@@ -115,46 +115,53 @@ struct Managed {
 /// `managed` is from [`manage`], and nobody uses it any more.
 unsafe extern "C" fn delete(managed: *mut ManagedTensor) {
     // SAFETY: it was made by leaking such a box.
-    let managed = unsafe { Box::from_raw(managed.cast::<Managed>()) };
-    shared().forget(&managed.storage);
+    drop(unsafe { Box::from_raw(managed.cast::<Managed>()) });
 }
 
-/// The storages that foreign code shares, by their address: a tensor that comes back is known by where it lies.
-static SHARED: Mutex<Shared> = Mutex::new(Shared(BTreeMap::new()));
+/// The storages that foreign code shares, by their address: a tensor that comes back is known by where it lies, so that no
+/// two storages are the same bytes.
+static SHARED: Mutex<Shared> = Mutex::new(Shared { storages: BTreeMap::new(), swept: 0 });
 
 fn shared() -> MutexGuard<'static, Shared> {
     SHARED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-struct Shared(BTreeMap<usize, (Weak<Storage>, usize)>);
+struct Shared {
+    /// Also those that are gone, until they are swept out.
+    storages: BTreeMap<usize, Weak<Storage>>,
+    /// How many there were after that was done last.
+    swept: usize,
+}
 
 impl Shared {
     fn note(&mut self, storage: &Arc<Storage>) {
-        if let Some(address) = storage.memory().device_address() {
-            self.0.entry(address.addr().get()).or_insert_with(|| (Arc::downgrade(storage), 0)).1 += 1;
-        }
-    }
-
-    fn forget(&mut self, storage: &Arc<Storage>) {
         let Some(address) = storage.memory().device_address() else { return };
-        if let Some((_, count)) = self.0.get_mut(&address.addr().get()) {
-            *count -= 1;
-            if *count == 0 {
-                self.0.remove(&address.addr().get());
-            }
+        self.storages.insert(address.addr().get(), Arc::downgrade(storage));
+        if self.storages.len() > 2 * self.swept + 64 {
+            self.storages.retain(|_, storage| storage.strong_count() > 0);
+            self.swept = self.storages.len();
         }
     }
 
-    fn find(&self, device: Device, address: usize) -> Option<Arc<Storage>> {
-        let (_, (storage, _)) = self.0.range(..=address).next_back()?;
-        storage.upgrade().filter(|storage| lies_in(storage, device, address))
+    /// Those that may lie around the bytes from `start` to `end`: the nearest one below, and all within. To be looked at, and
+    /// let go of, without the lock: the last reference to one may be among them, and freeing it may come back here.
+    fn around(&self, start: usize, end: usize) -> Vec<Arc<Storage>> {
+        // One that is gone hides nothing below it: storages do not overlap while they are alive.
+        let below = self.storages.range(..=start).rev().find_map(|(_, storage)| storage.upgrade());
+        let within = self.storages.range(start..end).filter_map(|(_, storage)| storage.upgrade());
+        below.into_iter().chain(within).collect()
     }
 }
 
+/// Where the storage begins, if it has bytes on that device.
+fn start_of(storage: &Storage, device: Device) -> Option<usize> {
+    let start = storage.memory().device_address()?.addr().get();
+    (storage.device() == device && !storage.is_empty()).then_some(start)
+}
+
 fn lies_in(storage: &Storage, device: Device, address: usize) -> bool {
-    let start = storage.memory().device_address().map(|start| start.addr().get());
-    let offset = start.and_then(|start| address.checked_sub(start));
-    storage.device() == device && offset.is_some_and(|offset| (offset as u64) < storage.len())
+    let offset = start_of(storage, device).and_then(|start| address.checked_sub(start));
+    offset.is_some_and(|offset| (offset as u64) < storage.len())
 }
 
 /// What a `DLTensor` says.
@@ -194,7 +201,7 @@ impl<'a> Described<'a> {
         Ok(Self { device: tensor.device.into(), dtype, shape, strides, address, extent })
     }
 
-    /// The tensor of a session that this is, if it lies in a storage that foreign code was given.
+    /// The tensor of a session that this is, if it lies in a storage that foreign code was given or has given.
     fn recognise(&self) -> Option<Result<Tensor>> {
         if self.extent == 0 {
             return None;
@@ -204,11 +211,33 @@ impl<'a> Described<'a> {
             let frame = frame::current()?;
             frame.storages.iter().find(|storage| lies_in(storage, self.device, address)).cloned()
         };
-        let storage = lent().or_else(|| shared().find(self.device, address))?;
-        let start = storage.memory().device_address()?.addr().get();
+        let end = address.saturating_add(self.extent as usize);
+        let known = lent().or_else(|| {
+            let around = shared().around(address, end);
+            around.into_iter().find(|storage| lies_in(storage, self.device, address))
+        });
+        let Some(storage) = known else {
+            let around = shared().around(address, end);
+            let begins_within = |storage: &Arc<Storage>| {
+                start_of(storage, self.device).is_some_and(|start| (address..end).contains(&start))
+            };
+            return around.iter().any(begins_within).then(|| Err(overlaps()));
+        };
+        let start = start_of(&storage, self.device)?;
+        if (end - start) as u64 > storage.len() {
+            return Some(Err(overlaps()));
+        }
         let strides = self.strides.map(<[i64]>::to_vec);
         Some(Tensor::new(storage, (address - start) as u64, self.shape, strides, self.dtype))
     }
+}
+
+/// The error of a tensor that would be a second way to the bytes of another one.
+fn overlaps() -> RpcError {
+    RpcError::unsupported(
+        "foreign code gives a tensor that overlaps another one which the session has, and reaches beyond it: let go of that one \
+         first, or have the larger one returned first",
+    )
 }
 
 /// The tensor of a tensor object: the session's own if it lies in one of its storages, and else one over the object's memory,
@@ -217,6 +246,9 @@ pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
     let Some(tensor) = object.tensor() else { return Err(RpcError::internal("an object that is no tensor")) };
     // SAFETY: a tensor object has what it describes.
     let described = unsafe { Described::read(tensor)? };
+    // What two threads are given at once is taken over once.
+    static TAKING: Mutex<()> = Mutex::new(());
+    let _one_at_a_time = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(known) = described.recognise() {
         return known;
     }
@@ -229,7 +261,10 @@ pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
     // SAFETY: the object owns these bytes, and lives until the memory is dropped. That the code which made them leaves them
     // alone from now on, but where it is called with the tensor, is what modules are told to do.
     let memory = unsafe { api.adopt(device.index, start, extent as usize, Box::new(object))? };
-    context.adopt(device, memory, Layout { byte_offset: 0, shape: &shape, strides: strides.as_deref(), dtype })
+    let layout = Layout { byte_offset: 0, shape: &shape, strides: strides.as_deref(), dtype };
+    let tensor = context.adopt(device, memory, layout)?;
+    shared().note(tensor.storage());
+    Ok(tensor)
 }
 
 /// The tensor of a `DLTensor` that foreign code lends: the session's own if it lies in one of its storages, and else a copy,

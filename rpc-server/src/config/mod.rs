@@ -268,6 +268,10 @@ settings! {
         /// repeated, or given as a list with commas. Without --allow-modules, too
         #[arg(value_name = "FILE", value_delimiter = ',')]
         library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_LIBRARY";
+        /// Shared libraries that modules and --library need, such as TVM's libtvm_runtime.so: loaded for each session before them,
+        /// with their symbols for all; may be repeated, or given as a list with commas. Their functions are not offered
+        #[arg(value_name = "FILE", value_delimiter = ',')]
+        runtime_library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_RUNTIME_LIBRARY";
         /// Where sessions run: all in the server's own process, or each in a process of its own, so that a crash in a
         /// function is an error to one client alone; auto has processes where there are GPUs, whose drivers share one fate in a
         /// process, and with --allow-modules or --library
@@ -319,7 +323,7 @@ settings! {
         /// With --tracker: what clients ask the tracker for. Without it: the same as --key
         tracker_key: String, "RPC_SERVER_TRACKER_KEY";
         /// With --allow-modules: a file of the SHA-256 digests of the modules that are taken, and no others, one a line, as sha256sum
-        /// prints them. It is read at the start
+        /// prints them. It is read at the start, and again by workers of Disco that have processes of their own
         #[arg(value_name = "FILE")]
         module_digests: PathBuf, "RPC_SERVER_MODULE_DIGESTS";
         /// The folder for modules, which nobody else may write to. Without it: a folder in --workdir
@@ -421,7 +425,7 @@ impl ServeConfig {
 
     /// Whether native code that this program does not bring is to be run.
     pub(crate) fn runs_native_code(&self) -> bool {
-        self.allow_modules || !self.library.is_empty()
+        self.allow_modules || !self.library.is_empty() || !self.runtime_library.is_empty()
     }
 
     /// Whether each session is to have a process of its own, whatever devices there are.
@@ -497,7 +501,7 @@ impl ServeConfig {
         if self.otlp_endpoint.is_some() && !cfg!(feature = "otel") {
             return Err(ConfigError::NoOtel);
         }
-        if (self.runs_native_code() || self.tvm_ffi.is_some()) && !cfg!(feature = "tvm-ffi") {
+        if (self.runs_native_code() || self.tvm_ffi.is_some()) && !crate::modules::CAN_LOAD {
             return Err(ConfigError::NoTvmFfi);
         }
         if self.wants_processes() {
@@ -725,8 +729,8 @@ pub enum ConfigError {
     NoOtel,
     /// This program has no loader of native modules.
     #[error(
-        "--allow-modules, --library and --tvm-ffi need a server that can load native modules, and this one is built without; \
-         build it with cargo build -p rpc-server --features tvm-ffi"
+        "--allow-modules, --library, --runtime-library and --tvm-ffi need a server that can load native modules, and this one is built without; \
+         build it with cargo build -p rpc-server --features tvm-ffi, for a machine of 64 bits"
     )]
     NoTvmFfi,
     /// Sessions in processes of their own get their share of the total at the beginning, and it is not known how much.

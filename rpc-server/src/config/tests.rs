@@ -264,7 +264,12 @@ fn isolation_wants_limits_that_can_be_kept() {
 #[test]
 fn modules_are_off_and_bounded_by_default() {
     let config = flags(&[]).resolve().unwrap();
-    assert!(!config.allow_modules && config.library.is_empty() && config.module_digests.is_none());
+    assert!(
+        !config.allow_modules
+            && config.library.is_empty()
+            && config.runtime_library.is_empty()
+            && config.module_digests.is_none()
+    );
     assert_eq!(
         (config.module_store_size, config.max_module, config.module_expiry),
         (ByteSize(4 << 30), ByteSize(512 << 20), seconds(30 * 24 * 3600))

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rpc_core::{Context, Module, Registry, Result};
+use rpc_core::{Module, Registry, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::config::ServeConfig;
@@ -11,7 +11,7 @@ use crate::config::ServeConfig;
 /// Loads shared libraries into this process.
 pub(crate) trait NativeLoader: Send + Sync {
     /// Loads `file`, which nobody changes any more; `name` is what the module calls itself.
-    fn load(&self, context: &Context, file: &Path, name: &str) -> Result<Arc<dyn Module>>;
+    fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>>;
 
     /// Loads the libraries of the operator, and registers the functions that they bring, unless their names are taken. The
     /// result is how many.
@@ -23,6 +23,8 @@ pub(crate) trait NativeLoader: Send + Sync {
 pub(crate) struct NativeSettings {
     /// `libtvm_ffi.so`; `None` for wherever it is found.
     tvm_ffi: Option<PathBuf>,
+    /// What these and modules need.
+    runtimes: Vec<PathBuf>,
     /// The libraries of the operator.
     libraries: Vec<PathBuf>,
 }
@@ -40,6 +42,7 @@ impl Native {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         Self::with(NativeSettings {
             tvm_ffi: config.tvm_ffi.as_ref().map(absolute),
+            runtimes: config.runtime_library.iter().map(absolute).collect(),
             libraries: config.library.iter().map(absolute).collect(),
         })
     }
@@ -55,7 +58,8 @@ impl Native {
 
     /// The files of the operator's libraries, for messages.
     pub(super) fn libraries(&self) -> String {
-        let names: Vec<_> = self.settings.libraries.iter().map(|file| file.display().to_string()).collect();
+        let files = self.settings.runtimes.iter().chain(&self.settings.libraries);
+        let names: Vec<_> = files.map(|file| file.display().to_string()).collect();
         names.join(", ")
     }
 
@@ -70,7 +74,7 @@ impl Native {
     ///
     /// What cannot be loaded, and why.
     pub(crate) fn offer_libraries(&self, registry: &Registry) -> Result<()> {
-        if self.settings.libraries.is_empty() {
+        if self.settings.libraries.is_empty() && self.settings.runtimes.is_empty() {
             return Ok(());
         }
         let loaded = self.loader.register_globals(registry);
@@ -80,24 +84,24 @@ impl Native {
     }
 }
 
-#[cfg(feature = "tvm-ffi")]
+#[cfg(all(feature = "tvm-ffi", target_pointer_width = "64"))]
 mod with_loader {
     use std::path::Path;
     use std::sync::Arc;
 
     use rpc_core::tvm_ffi::{TvmFfi, TvmFfiOptions};
-    use rpc_core::{Context, Module, Registry, Result};
+    use rpc_core::{Module, Registry, Result};
 
     use super::{NativeLoader, NativeSettings};
 
     pub(super) fn loader(settings: &NativeSettings) -> Arc<dyn NativeLoader> {
-        let NativeSettings { tvm_ffi, libraries } = settings.clone();
-        Arc::new(TvmFfi::new(TvmFfiOptions { library: tvm_ffi, preload: libraries }))
+        let NativeSettings { tvm_ffi: library, runtimes, libraries } = settings.clone();
+        Arc::new(TvmFfi::new(TvmFfiOptions { library, runtimes, libraries }))
     }
 
     impl NativeLoader for TvmFfi {
-        fn load(&self, context: &Context, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
-            Self::load(self, context, file, name)
+        fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
+            Self::load(self, file, name)
         }
 
         fn register_globals(&self, registry: &Registry) -> Result<usize> {
@@ -107,12 +111,12 @@ mod with_loader {
 }
 
 /// A configuration that asks for more has been refused before.
-#[cfg(not(feature = "tvm-ffi"))]
+#[cfg(not(all(feature = "tvm-ffi", target_pointer_width = "64")))]
 mod with_loader {
     use std::path::Path;
     use std::sync::Arc;
 
-    use rpc_core::{Context, Module, Registry, Result, RpcError};
+    use rpc_core::{Module, Registry, Result, RpcError};
 
     use super::{NativeLoader, NativeSettings};
     use crate::config::ConfigError;
@@ -124,7 +128,7 @@ mod with_loader {
     struct Absent;
 
     impl NativeLoader for Absent {
-        fn load(&self, _: &Context, _: &Path, _: &str) -> Result<Arc<dyn Module>> {
+        fn load(&self, _: &Path, _: &str) -> Result<Arc<dyn Module>> {
             Err(RpcError::unsupported(ConfigError::NoTvmFfi.to_string()))
         }
 

@@ -104,11 +104,18 @@ impl ModuleService {
             return Ok(module.clone());
         }
         let loaded = self.store.verified(&digest).map_err(RpcError::from);
-        let loaded = loaded.and_then(|file| self.loader.load(context, &file, &name));
+        let loaded = loaded.and_then(|file| self.loader.load(&file, &name));
         match &loaded {
             Ok(loaded) => *module = Some(loaded.clone()),
             // Whoever asks for things that are not there leaves nothing here.
-            Err(_) => drop(lock(&self.loaded).remove(&digest)),
+            Err(_) => {
+                // Somebody who has waited for this place may be about to fill it, and others another one.
+                let mut places = lock(&self.loaded);
+                if places.get(&digest).is_some_and(|known| Arc::ptr_eq(known, &place) && Arc::strong_count(known) == 2)
+                {
+                    places.remove(&digest);
+                }
+            }
         }
         loaded
     }

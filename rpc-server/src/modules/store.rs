@@ -71,6 +71,9 @@ const LEAST: u64 = 4096;
 const MAX_UPLOADS: usize = 64;
 
 const LOCK: &str = "lock";
+
+/// Locked by whoever takes a module that others are about to take at the same time.
+const IMPORT_LOCK: &str = "import";
 const SUFFIX: &str = ".so";
 const UPLOAD: &str = "upload-";
 
@@ -91,9 +94,18 @@ impl ModuleStore {
         let metadata = opened.metadata().map_err(failed)?;
         let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
         // Root could change anything as it is.
-        let is_ours = owner == rustix::process::geteuid().as_raw() || owner == 0;
-        if mode & 0o022 != 0 || !is_ours {
+        let is_ours = |owner: u32| owner == rustix::process::geteuid().as_raw() || owner == 0;
+        if mode & 0o022 != 0 || !is_ours(owner) {
             return Err(ModuleError::Exposed { folder: path, mode, owner });
+        }
+        // Modules are loaded by their paths, and who may rename a folder above could put another one in its place; in a sticky
+        // one nobody may rename what is not theirs.
+        for above in path.ancestors().skip(1) {
+            let metadata = fs::symlink_metadata(above).map_err(failed)?;
+            let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
+            if (mode & 0o022 != 0 && mode & 0o1000 == 0) || !is_ours(owner) {
+                return Err(ModuleError::Exposed { folder: above.to_owned(), mode, owner });
+            }
         }
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let lock = openat(&opened, LOCK, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| failed(errno.into()))?;
@@ -114,6 +126,16 @@ impl ModuleStore {
     pub fn contains(&self, digest: &Digest) -> Result<bool, ModuleError> {
         self.admit(digest)?;
         self.locked(|store| store.touch(digest)).map(|found| found.is_some())
+    }
+
+    /// Waits until no other process or thread that asks takes a module: for those that all take the same one, of which the first
+    /// one needs the room, and the others will find it there. Until the guard is dropped.
+    pub(crate) fn importing(&self) -> Result<File, ModuleError> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        // One that is opened anew is locked against threads, too.
+        let file = openat(&self.0.folder, IMPORT_LOCK, flags, Mode::RUSR | Mode::WUSR).map_err(io::Error::from)?;
+        rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive)).map_err(io::Error::from)?;
+        Ok(File::from(file))
     }
 
     /// Begins to take the module with that digest and length in bytes, for which it makes room. Nothing of it shows until

@@ -25,6 +25,7 @@ pub(crate) fn handed_down(config: &ServeConfig) -> Option<Arc<NodeSettings>> {
         max_module: Some(config.max_module),
         module_expiry: Some(config.module_expiry),
         library: Some(config.library.clone()),
+        runtime_library: Some(config.runtime_library.clone()),
         tvm_ffi: config.tvm_ffi.clone(),
         ..ServeSettings::default()
     };
@@ -50,7 +51,9 @@ pub(crate) fn offer_libraries(registry: &Registry) {
 pub(super) fn service() -> Result<Option<Arc<ModuleService>>, ModuleError> {
     static SERVICE: Mutex<Option<Arc<ModuleService>>> = Mutex::new(None);
     let mut service = SERVICE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let (None, Some(config)) = (&*service, config()) {
+    if service.is_none()
+        && let Some(config) = config()
+    {
         let digests = config.module_digests.as_deref().map(DigestList::read).transpose()?;
         *service = ModuleService::open(&config, digests, &Native::new(&config))?;
     }

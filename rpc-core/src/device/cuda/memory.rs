@@ -4,6 +4,8 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::{self, NonNull};
+use std::sync::{LazyLock, mpsc};
+use std::thread;
 
 use super::gpu::{Gpu, Opened};
 use super::pool::{Block, Pool, Space};
@@ -175,10 +177,8 @@ unsafe impl Memory for CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        if self.owner.is_some()
-            && let Err(error) = self.gpu.settle_all()
-        {
-            tracing::warn!(%error, "memory of a library is given back, and nobody knows whether it is still in use");
+        if let Some(owner) = self.owner.take() {
+            give_back(self.gpu, owner);
         }
         let Some(block) = self.block.take() else { return };
         // It is open, or there would be no block; if the device is lost, only the statistics change.
@@ -196,6 +196,31 @@ impl fmt::Debug for CudaMemory {
             .field("start", &format_args!("{:#x}", self.start))
             .field("len", &self.len)
             .finish()
+    }
+}
+
+/// Drops the owner of a library's memory when all that was submitted to the device so far is done, on a thread that may wait
+/// for that: memory is freed on threads that must not.
+fn give_back(gpu: &'static Gpu, owner: Box<dyn Any + Send + Sync>) {
+    type Given = (&'static Gpu, Box<dyn Any + Send + Sync>);
+    static THREAD: LazyLock<mpsc::Sender<Given>> = LazyLock::new(|| {
+        let (give, given) = mpsc::channel::<Given>();
+        let run = move || {
+            for (gpu, owner) in given {
+                if let Err(error) = gpu.settle_all() {
+                    tracing::warn!(%error, "a library's memory is given back, and nobody knows whether it is still in use");
+                }
+                drop(owner);
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("rpc-cuda-free".into()).spawn(run) {
+            tracing::warn!(%error, "no thread to wait for a device");
+        }
+        give
+    });
+    if let Err(mpsc::SendError((gpu, owner))) = THREAD.send((gpu, owner)) {
+        let _ = gpu.settle_all();
+        drop(owner);
     }
 }
 
