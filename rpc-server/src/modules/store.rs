@@ -93,8 +93,6 @@ impl ModuleStore {
         let opened = File::from(opened);
         let metadata = opened.metadata().map_err(failed)?;
         let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
-        // Root could change anything as it is.
-        let is_ours = |owner: u32| owner == rustix::process::geteuid().as_raw() || owner == 0;
         if mode & 0o022 != 0 || !is_ours(owner) {
             return Err(ModuleError::Exposed { folder: path, mode, owner });
         }
@@ -365,8 +363,8 @@ impl Inner {
         }
     }
 
-    /// Opens a module, if it is there, and makes this its last use. What is not a file that this user alone may write to is
-    /// removed: nobody here has made it.
+    /// Opens a module, if it is there, and makes this its last use. What is not a file that this user or root alone may write to
+    /// is removed: nobody here has made it.
     fn touch(&self, digest: &Digest) -> Result<Option<File>, ModuleError> {
         let name = entry_name(digest);
         let file = match self.open(&name) {
@@ -380,13 +378,22 @@ impl Inner {
             Err(errno) => return Err(io::Error::from(errno).into()),
         };
         let metadata = file.metadata()?;
-        let is_ours =
-            metadata.is_file() && metadata.mode() & 0o022 == 0 && metadata.uid() == rustix::process::geteuid().as_raw();
-        if !is_ours {
+        if !metadata.is_file() || metadata.mode() & 0o022 != 0 || !is_ours(metadata.uid()) {
+            let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
+            tracing::warn!(
+                name,
+                mode = format_args!("{mode:o}"),
+                owner,
+                "removed from the store of modules: others may write to it"
+            );
             self.discard(&name);
             return Ok(None);
         }
-        file.set_modified(SystemTime::now())?;
+        match file.set_modified(SystemTime::now()) {
+            // Root's, put there for this user: its last use is not noted, and it goes like one that nobody uses.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+            outcome => outcome?,
+        }
         Ok(Some(file))
     }
 
@@ -402,6 +409,11 @@ impl Inner {
             Err(errno) => tracing::warn!(name, error = %errno, "cannot remove a file from the store of modules"),
         }
     }
+}
+
+/// Whether files of that user are as good as this one's own: root could change anything as it is.
+fn is_ours(owner: u32) -> bool {
+    owner == rustix::process::geteuid().as_raw() || owner == 0
 }
 
 fn entry_name(digest: &Digest) -> String {

@@ -268,6 +268,17 @@ fn a_folder_is_made_for_its_user_alone_and_one_that_others_may_write_to_is_refus
     }
     fs::set_permissions(&made, fs::Permissions::from_mode(0o755)).unwrap();
     ModuleStore::open(&made, LIMITS, None).unwrap();
+    // A folder above in which others could rename it; in a sticky one they could not.
+    let above = folder.path().join("above");
+    let below = above.join("between/store");
+    ModuleStore::open(&below, LIMITS, None).unwrap();
+    for (mode, refused) in [(0o777, true), (0o1777, false), (0o755, false)] {
+        fs::set_permissions(&above, fs::Permissions::from_mode(mode)).unwrap();
+        match ModuleStore::open(&below, LIMITS, None) {
+            Err(ModuleError::Exposed { folder, .. }) if refused => assert_eq!(folder, above.canonicalize().unwrap()),
+            outcome => assert!(outcome.is_ok() && !refused, "{mode:o}"),
+        }
+    }
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
     assert!(matches!(ModuleStore::open(&file, LIMITS, None).unwrap_err(), ModuleError::Folder { .. }));
