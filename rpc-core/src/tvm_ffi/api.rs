@@ -118,11 +118,18 @@ impl Api {
             loaded.open(path)?;
         }
         for path in &options.libraries {
-            let before: HashSet<_> = loaded.api.global_names()?.into_iter().collect();
-            if loaded.open(path)? {
-                let brought = loaded.api.global_names()?.into_iter().filter(|name| !before.contains(name));
-                loaded.offered.extend(brought.filter(|name| !is_of_tvm(name)));
+            if loaded.opened.contains(path) {
+                continue;
             }
+            let before: HashSet<_> = loaded.api.global_names()?.into_iter().collect();
+            loaded.open(path)?;
+            let brought = loaded.api.global_names()?.into_iter().filter(|name| !before.contains(name));
+            let (of_tvm, offered): (Vec<_>, Vec<_>) = brought.partition(|name| is_of_tvm(name));
+            if !of_tvm.is_empty() {
+                let (path, count) = (path.display(), of_tvm.len());
+                tracing::info!(%path, count, "functions that a library brings under names of TVM's own are not offered");
+            }
+            loaded.offered.extend(offered);
         }
         Ok(get(loaded))
     }
@@ -343,13 +350,13 @@ impl Api {
 }
 
 impl Loaded {
-    /// Opens a library, and says whether that is new.
-    fn open(&mut self, path: &Path) -> Result<bool> {
-        if self.opened.contains(path) {
-            return Ok(false);
+    /// Opens a library, unless that has been done.
+    fn open(&mut self, path: &Path) -> Result<()> {
+        if !self.opened.contains(path) {
+            open_global(path)?;
+            self.opened.insert(path.to_owned());
         }
-        open_global(path)?;
-        Ok(self.opened.insert(path.to_owned()))
+        Ok(())
     }
 }
 

@@ -32,7 +32,8 @@
 //! that returns its name among others, with commas between them: those promise not to block, and run where the request was
 //! read. Where metadata tell how many arguments there are, others are refused before the call.
 //!
-//! While a function calls back, the tensors that it was given are free for others: it must not touch them meanwhile, on other
+//! While a function calls back, the tensors that it was given go to whom it calls, or are free for others (but for inline
+//! functions, which keep them): it must not touch them meanwhile, on other
 //! threads for example. What it holds of session memory beyond the call, as a `Tensor` object or an allocation, stays valid and
 //! accounted for, and it must not use that outside of calls either.
 //!

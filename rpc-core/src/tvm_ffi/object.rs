@@ -168,9 +168,13 @@ impl OwnedAny {
     }
 
     pub(super) fn to_text(&self) -> Result<String> {
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        if let Some(small) = small_bytes(&self.value) {
+            return Ok(text(small));
+        }
         // SAFETY: the value is whole, and lives.
-        let bytes = unsafe { inline_or_object_bytes(&self.value) };
-        bytes.map(|bytes| String::from_utf8_lossy(bytes).into_owned()).ok_or_else(|| self.unexpected("a string"))
+        let object = unsafe { object_in(self.api, &self.value) };
+        object.as_ref().and_then(Ref::byte_array).map(text).ok_or_else(|| self.unexpected("a string"))
     }
 
     pub(super) fn to_object(&self) -> Result<Ref> {
@@ -222,28 +226,14 @@ pub(super) unsafe fn object_in(api: &'static Api, value: &Any) -> Option<Ref> {
     }
 }
 
-/// The bytes of a string or of bytes, small or not.
-///
-/// # Safety
-///
-/// `value` is whole, and what it refers to is alive for as long as it is borrowed.
-pub(super) unsafe fn inline_or_object_bytes(value: &Any) -> Option<&[u8]> {
-    match value.type_index {
-        type_index::SMALL_STR | type_index::SMALL_BYTES => {
-            // SAFETY: that is what it holds.
-            let bytes = unsafe { &value.payload.bytes };
-            Some(&bytes[..(value.small_len as usize).min(bytes.len())])
-        }
-        type_index::STR | type_index::BYTES => {
-            // SAFETY: the caller's promise; the contents follow the header.
-            unsafe {
-                let object = NonNull::new(value.payload.pointer.cast::<ObjectHeader>())?;
-                let array = &*object.as_ptr().add(1).cast::<ByteArray>();
-                Some(slice_of(array.data, array.size))
-            }
-        }
-        _ => None,
+/// The bytes of a small string, or small bytes.
+pub(super) fn small_bytes(value: &Any) -> Option<&[u8]> {
+    if !matches!(value.type_index, type_index::SMALL_STR | type_index::SMALL_BYTES) {
+        return None;
     }
+    // SAFETY: any eight bytes that are there are bytes, and every value has them.
+    let bytes = unsafe { &value.payload.bytes };
+    Some(&bytes[..(value.small_len as usize).min(bytes.len())])
 }
 
 /// Something of a module that has no counterpart in sessions, held for whoever has its handle.

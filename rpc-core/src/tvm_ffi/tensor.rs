@@ -212,19 +212,16 @@ impl<'a> Described<'a> {
             frame.storages.iter().find(|storage| lies_in(storage, self.device, address)).cloned()
         };
         let end = address.saturating_add(self.extent as usize);
-        let known = lent().or_else(|| {
-            let around = shared().around(address, end);
-            around.into_iter().find(|storage| lies_in(storage, self.device, address))
-        });
-        let Some(storage) = known else {
-            let around = shared().around(address, end);
-            let begins_within = |storage: &Arc<Storage>| {
-                start_of(storage, self.device).is_some_and(|start| (address..end).contains(&start))
-            };
-            return around.iter().any(begins_within).then(|| Err(overlaps()));
+        let touches = |storage: &Arc<Storage>| {
+            let begins_within = start_of(storage, self.device).is_some_and(|start| (address..end).contains(&start));
+            begins_within || lies_in(storage, self.device, address)
         };
+        let storage = lent().or_else(|| {
+            let around = shared().around(address, end);
+            around.into_iter().find(touches)
+        })?;
         let start = start_of(&storage, self.device)?;
-        if (end - start) as u64 > storage.len() {
+        if address < start || (end - start) as u64 > storage.len() {
             return Some(Err(overlaps()));
         }
         let strides = self.strides.map(<[i64]>::to_vec);

@@ -69,14 +69,9 @@ impl Reader<'_> {
                 };
                 Value::Bytes(Bytes::copy_from_slice(bytes))
             }
-            type_index::SMALL_STR => {
-                // SAFETY: as above.
-                text(unsafe { object::inline_or_object_bytes(value) }.unwrap_or_default())
-            }
+            type_index::SMALL_STR => text(object::small_bytes(value).unwrap_or_default()),
             type_index::SMALL_BYTES => {
-                // SAFETY: as above.
-                let bytes = unsafe { object::inline_or_object_bytes(value) }.unwrap_or_default();
-                Value::Bytes(Bytes::copy_from_slice(bytes))
+                Value::Bytes(Bytes::copy_from_slice(object::small_bytes(value).unwrap_or_default()))
             }
             _ => {
                 // SAFETY: as above.

@@ -264,8 +264,8 @@ settings! {
         /// How long a module has to be unused before it makes room for another
         #[arg(value_name = "TIME")]
         module_expiry: Span = seconds(30 * 24 * 3600), "RPC_SERVER_MODULE_EXPIRY";
-        /// Shared libraries that are loaded for each session, and whose global TVM-FFI functions are offered by their names; may be
-        /// repeated, or given as a list with commas. Without --allow-modules, too
+        /// Shared libraries that are loaded for each session, and whose global TVM-FFI functions are offered by their names, but for
+        /// names of TVM's own, such as rpc.*; may be repeated, or given as a list with commas. Without --allow-modules, too
         #[arg(value_name = "FILE", value_delimiter = ',')]
         library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_LIBRARY";
         /// Shared libraries that modules and --library need, such as TVM's libtvm_runtime.so: loaded for each session before them,
