@@ -1,17 +1,16 @@
-//! `libtvm_ffi.so`, loaded once for the process, and what is asked of it.
+//! What is asked of `libtvm_ffi.so`.
 
-use std::collections::{BTreeSet, HashSet};
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use libloading::os::unix::Library;
 
 use super::abi::{self, Any, ByteArray, ManagedTensor, ObjectHeader, SafeCall, TensorAllocator, TypeInfo, Version};
 use super::object::{OwnedAny, Ref};
-use super::{TvmFfiOptions, allocator, failure, locate};
-use crate::error::{ErrorKind, Result, RpcError};
+use super::{allocator, failure};
+use crate::error::{Result, RpcError};
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($type:ty),*) $(-> $return:ty)?;)*) => {
@@ -82,60 +81,13 @@ struct Globals {
     module_metadata: OnceLock<Ref>,
 }
 
-/// What has been loaded. The first library serves the process: two would not know each other's objects.
-static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
-
-struct Loaded {
-    api: &'static Api,
-    /// Runtimes and libraries of functions.
-    opened: HashSet<PathBuf>,
-    /// The global functions that libraries of functions have brought.
-    offered: BTreeSet<String>,
-}
-
 impl Api {
-    /// Loads the library, from where the options say or else from where it is found, and what goes with it, unless that has
-    /// been done.
-    pub(super) fn load(options: &TvmFfiOptions) -> Result<&'static Self> {
-        Self::with_loaded(options, |loaded| loaded.api)
-    }
-
-    /// As [`load`](Self::load), and the names of the global functions that libraries have brought.
-    pub(super) fn offered(options: &TvmFfiOptions) -> Result<(&'static Self, Vec<String>)> {
-        Self::with_loaded(options, |loaded| (loaded.api, loaded.offered.iter().cloned().collect()))
-    }
-
-    fn with_loaded<T>(options: &TvmFfiOptions, get: impl FnOnce(&Loaded) -> T) -> Result<T> {
-        let mut place = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        let loaded = match &mut *place {
-            Some(loaded) => loaded,
-            None => {
-                let api = Self::open(&locate::find(options.library.as_deref())?)?;
-                place.insert(Loaded { api, opened: HashSet::new(), offered: BTreeSet::new() })
-            }
-        };
-        for path in &options.runtimes {
-            loaded.open(path)?;
-        }
-        for path in &options.libraries {
-            if loaded.opened.contains(path) {
-                continue;
-            }
-            let before: HashSet<_> = loaded.api.global_names()?.into_iter().collect();
-            loaded.open(path)?;
-            let brought = loaded.api.global_names()?.into_iter().filter(|name| !before.contains(name));
-            let (of_tvm, offered): (Vec<_>, Vec<_>) = brought.partition(|name| is_of_tvm(name));
-            if !of_tvm.is_empty() {
-                let (path, count) = (path.display(), of_tvm.len());
-                tracing::info!(%path, count, "functions that a library brings under names of TVM's own are not offered");
-            }
-            loaded.offered.extend(offered);
-        }
-        Ok(get(loaded))
-    }
-
-    fn open(path: &Path) -> Result<&'static Self> {
-        let library = open_global(path)?;
+    /// The functions of `library`, which lies at `path` and stays loaded.
+    ///
+    /// # Errors
+    ///
+    /// [`Unsupported`](crate::ErrorKind::Unsupported) if it has another ABI.
+    pub(super) fn of(library: &'static Library, path: &Path) -> Result<&'static Self> {
         let version = version(library, path)?;
         let functions = Functions::find(library, path, &version)?;
         let api: &'static Self =
@@ -146,7 +98,8 @@ impl Api {
         Ok(api)
     }
 
-    fn global_names(&'static self) -> Result<Vec<String>> {
+    /// The names of all global functions.
+    pub(super) fn global_names(&'static self) -> Result<Vec<String>> {
         // It gives a function: of -1 the number of names, of an index the name.
         let names = self.call(&self.global("ffi.FunctionListGlobalNamesFunctor")?, &mut [])?.to_object()?;
         let count = self.call(&names, &mut [Any::int(-1)])?.to_int()?;
@@ -157,7 +110,7 @@ impl Api {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`].
+    /// [`NotFound`](crate::ErrorKind::NotFound).
     pub(super) fn global(&'static self, name: &str) -> Result<Ref> {
         let mut found = ptr::null_mut();
         // SAFETY: the name lives, and there is room for the object, of which we get a count.
@@ -346,69 +299,6 @@ impl Api {
     /// The error that this thread has raised, if `code` says that there is one.
     fn check(&'static self, code: c_int) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(failure::take(self)) }
-    }
-}
-
-impl Loaded {
-    /// Opens a library, unless that has been done.
-    fn open(&mut self, path: &Path) -> Result<()> {
-        if !self.opened.contains(path) {
-            open_global(path)?;
-            self.opened.insert(path.to_owned());
-        }
-        Ok(())
-    }
-}
-
-/// Whether a global function is TVM's own. Some of them start programs, and read and write files: they come with every
-/// library that needs TVM's runtime, and nobody has meant to offer them.
-fn is_of_tvm(name: &str) -> bool {
-    let first = name.split('.').next().unwrap_or(name);
-    name.starts_with("__")
-        || [
-            "arith",
-            "cache_flush_cpu_non_first_arg",
-            "device_api",
-            "disco",
-            "ffi",
-            "ir",
-            "meta_schedule",
-            "node",
-            "relax",
-            "rpc",
-            "runtime",
-            "s_tir",
-            "script",
-            "support",
-            "target",
-            "te",
-            "testing",
-            "tir",
-            "tirx",
-            "topi",
-            "tvm",
-            "vm",
-        ]
-        .contains(&first)
-}
-
-/// Opens a library for good, with its symbols for everybody.
-fn open_global(path: &Path) -> Result<&'static Library> {
-    // SAFETY: whoever runs the program has named the library, and answers for what it does when it is loaded.
-    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
-    let library = library.map_err(|error| {
-        let path = path.display();
-        RpcError::new(ErrorKind::NotFound, format!("cannot load the library {path}: {}", reason(&error)))
-    })?;
-    // Nobody knows when the last pointer into it is gone.
-    Ok(Box::leak(Box::new(library)))
-}
-
-/// What the system's loader says.
-pub(super) fn reason(error: &libloading::Error) -> String {
-    match std::error::Error::source(error) {
-        Some(source) => source.to_string(),
-        None => error.to_string(),
     }
 }
 

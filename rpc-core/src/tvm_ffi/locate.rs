@@ -44,7 +44,7 @@ pub(super) fn find(given: Option<&Path>) -> Result<PathBuf> {
             drop(found);
             Ok(plain)
         }
-        Err(error) => Err(absent(&looked, &super::api::reason(&error))),
+        Err(error) => Err(absent(&looked, &reason(&error))),
     }
 }
 
@@ -94,6 +94,14 @@ fn libraries_in(prefix: &Path) -> Vec<PathBuf> {
     let packages = |python: PathBuf| ["site-packages", "dist-packages"].map(|folder| python.join(folder));
     let pythons = pythons.into_iter().rev().map(|(_, python)| python);
     pythons.flat_map(packages).map(|packages| packages.join("tvm_ffi/lib").join(NAME)).collect()
+}
+
+/// What the system's loader says.
+pub(super) fn reason(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => source.to_string(),
+        None => error.to_string(),
+    }
 }
 
 #[cfg(test)]

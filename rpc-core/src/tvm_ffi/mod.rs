@@ -57,6 +57,7 @@ mod elf;
 mod failure;
 mod frame;
 mod function;
+mod libraries;
 mod locate;
 mod module;
 mod object;
@@ -127,7 +128,7 @@ impl TvmFfi {
     ///
     /// As [`load`](Self::load) for TVM-FFI itself.
     pub fn register_globals(&self, registry: &Registry) -> Result<usize> {
-        let (api, names) = Api::offered(&self.0)?;
+        let (api, names) = libraries::offered(&self.0)?;
         let describe = api.global("ffi.GetGlobalFuncMetadata")?;
         let mut count = 0;
         for name in names {
@@ -156,7 +157,7 @@ impl TvmFfi {
     }
 
     fn api(&self) -> Result<&'static Api> {
-        Api::load(&self.0)
+        libraries::load(&self.0)
     }
 }
 

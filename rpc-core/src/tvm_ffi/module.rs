@@ -7,10 +7,10 @@ use std::sync::Arc;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::abi::Any;
-use super::api::{self, Api};
+use super::api::Api;
 use super::object::Ref;
 use super::signature::Typed;
-use super::{elf, function};
+use super::{elf, function, locate};
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{Result, RpcError};
 use crate::object::{Context, Function, FunctionKind, Module, Signature};
@@ -37,7 +37,7 @@ impl FfiModule {
         // TVM-FFI would look for symbols only when they are used, and the process would end where there is none.
         // SAFETY: whoever may load modules may run code.
         let library = unsafe { Library::open(Some(file), RTLD_NOW | RTLD_LOCAL) };
-        let library = library.map_err(|error| refused(RpcError::invalid_argument(api::reason(&error))))?;
+        let library = library.map_err(|error| refused(RpcError::invalid_argument(locate::reason(&error))))?;
         std::mem::forget(library);
         let load = api.global("ffi.ModuleLoadFromFile")?;
         let path = api.text(path)?;
