@@ -7,12 +7,19 @@
 #[path = "cuda/fake.rs"]
 mod fake;
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use fake::with_driver;
 use rpc_core::device::cuda::{CudaDevice, CudaMemory, CudaStream};
 use rpc_core::device::{AllocRequest, CpuDevice, DeviceApi, Memory, Stream};
-use rpc_core::{DataType, Device, DeviceAttribute, Devices, ErrorKind, LocalSession, Registry, Session, Value};
+use rpc_core::{
+    DataType, Device, DeviceAttribute, Devices, ErrorKind, Lane, LocalSession, Registry, Session, SessionLimits, Value,
+};
+
+/// Long enough for anything that is going to happen.
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// The size of the buffers through which copies go.
 const BUFFER: usize = 1 << 20;
@@ -409,6 +416,59 @@ fn streams_wait_for_each_other_without_blocking_a_thread() {
         processor.wait_for(&*streams[2]).unwrap();
         assert_eq!(fake.pending(stream(&streams[2])), 0);
         streams[2].wait_for(&*processor).unwrap();
+    });
+}
+
+#[test]
+fn a_stream_tells_when_it_is_done_and_nobody_waits_for_it() {
+    static MAY_GO_ON: [AtomicBool; 2] = [AtomicBool::new(false), AtomicBool::new(false)];
+    with_driver("a_stream_tells_when_it_is_done_and_nobody_waits_for_it", &[], &[], |fake| {
+        let cuda = CudaDevice::open().unwrap();
+        let [held, free, far] = [0, 0, 1].map(|index| cuda.create_stream(index).unwrap());
+        let (tell, told) = mpsc::channel();
+        let ask = |name: &'static str, stream: &Arc<dyn Stream>| {
+            let tell = tell.clone();
+            assert!(stream.when_done(Box::new(move |outcome| tell.send((name, outcome)).unwrap())).is_ok());
+        };
+        let waits = fake.count("fake_host_waits");
+        fake.hold(stream(&held).raw(), &MAY_GO_ON[0]);
+        fake.hold(stream(&far).raw(), &MAY_GO_ON[1]);
+        ask("held", &held);
+        ask("far", &far);
+        ask("free", &free);
+        assert_eq!(told.recv_timeout(LIMIT).unwrap(), ("free", Ok(())));
+        assert!(told.try_recv().is_err());
+        MAY_GO_ON[0].store(true, Ordering::SeqCst);
+        assert_eq!(told.recv_timeout(LIMIT).unwrap(), ("held", Ok(())));
+        // A device that is lost rings no more; who waits for it hears of that all the same, and so do those who come later.
+        fake.fail(1, 719);
+        let (name, outcome) = told.recv_timeout(LIMIT).unwrap();
+        assert_eq!((name, outcome.unwrap_err().kind()), ("far", ErrorKind::DeviceLost));
+        ask("lost", &far);
+        assert_eq!(told.recv_timeout(LIMIT).unwrap().1.unwrap_err().kind(), ErrorKind::DeviceLost);
+        assert_eq!(fake.count("fake_host_waits"), waits);
+        // What is left of it may not hold up the end of the test.
+        MAY_GO_ON[1].store(true, Ordering::SeqCst);
+    });
+}
+
+/// A session's one thread serves others while a stream is waited for.
+#[test]
+fn a_session_waits_for_a_stream_without_a_thread() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("a_session_waits_for_a_stream_without_a_thread", &[], &[], |fake| {
+        let cuda = CudaDevice::open().unwrap();
+        let registry = Registry::new();
+        registry.add("work", || 5);
+        let limits = SessionLimits { max_threads: 1, ..SessionLimits::default() };
+        let devices = Devices::new().with(Arc::new(cuda));
+        let session = Session::new(LocalSession::builder(registry).devices(devices).limits(limits).build());
+        fake.hold(cuda.stream(0).unwrap().raw(), &MAY_GO_ON);
+        let wait = session.stream_wait(Device::cuda(0), None);
+        let work = session.function::<(), i64>("work").wait().unwrap();
+        assert_eq!(work.call(()).lane(Lane(1)).wait().unwrap(), 5);
+        MAY_GO_ON.store(true, Ordering::SeqCst);
+        wait.wait().unwrap();
     });
 }
 

@@ -242,6 +242,9 @@ pub trait DeviceApi: Send + Sync {
     }
 }
 
+/// Called once, with how the work of a [stream](Stream::when_done) ended. It must not block, and must not panic.
+pub type WhenDone = Box<dyn FnOnce(Result<()>) + Send>;
+
 /// A queue of work on one device: what is submitted to it runs in that order, at some later time.
 pub trait Stream: Send + Sync {
     /// The device that the stream belongs to.
@@ -253,6 +256,17 @@ pub trait Stream: Send + Sync {
     ///
     /// What that work failed with, or [`ErrorKind::DeviceLost`].
     fn synchronize(&self) -> Result<()>;
+
+    /// Has `done` called when all work submitted so far is done, with what [`synchronize`](Self::synchronize) would have
+    /// returned, and holds no thread until then. It may be called before this returns, and otherwise from a thread that
+    /// the device needs for others.
+    ///
+    /// # Errors
+    ///
+    /// `done` itself, uncalled: the device has no such way, which is the default, and `synchronize` is the one there is.
+    fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
+        Err(done)
+    }
 
     /// Makes work submitted to this stream from now on begin after what has been submitted to `other` so far. It may
     /// block until then, if the device knows no better way. `other` may belong to another device.

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use super::lanes::LaneKey;
 use super::work::{self, Work};
 use super::{Shared, lock};
-use crate::dlpack;
+use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
 use crate::module::LoadRequest;
 use crate::object::{Context, Host, LocalValue, Object};
@@ -91,15 +91,6 @@ impl Shared {
                 drop(old);
                 Ok(Value::Null)
             }
-            Work::StreamWait { device, stream } => {
-                let api = self.devices.get(device)?;
-                let current = stream.or_else(|| lock(&self.streams).get(&(lane, device)).cloned());
-                match current {
-                    Some(stream) => stream.0.synchronize()?,
-                    None => api.default_stream(device.index)?.synchronize()?,
-                }
-                Ok(Value::Null)
-            }
             Work::LoadModule { path, loader } => {
                 let request = LoadRequest { path: &path, context };
                 self.registry
@@ -109,7 +100,9 @@ impl Shared {
             Work::ModuleFunction { module, name } => {
                 module.function(&name).map(|function| Value::Object(Object::Function(function)))
             }
-            Work::Call { .. } => Err(RpcError::internal("calls are not performed here")),
+            Work::Call { .. } | Work::StreamWait { .. } => {
+                Err(RpcError::internal("what may go on later is not performed here"))
+            }
         }
     }
 
@@ -117,7 +110,7 @@ impl Shared {
         let len = from.size_bytes();
         let (source, destination) = (from.byte_range(0, len)?.start, to.byte_range(0, len)?.start);
         // The device that is not the host knows how to reach host memory, not the other way round.
-        let device = if from.device().kind == dlpack::DeviceType::CPU { to.device() } else { from.device() };
+        let device = if from.device().kind == DeviceType::CPU { to.device() } else { from.device() };
         let api = self.devices.get(device)?;
         let mut borrows = borrows.into_iter();
         match (borrows.next(), borrows.next()) {

@@ -13,7 +13,7 @@ use super::work::{self, Place, Work};
 use super::{Shared, deadline_exceeded, lock};
 use crate::blocking;
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::object::{Context, Invocation, LocalValue, Started};
+use crate::object::{Context, Host, Invocation, LocalValue, Started};
 use crate::panics::drop_each;
 use crate::reply::{Outcome, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane};
@@ -183,6 +183,13 @@ impl Shared {
                         Some(spawner) => return self.run_future(&**spawner, key, responder, bytes, future),
                         None => blocking::block_on(future).and_then(|outcome| outcome),
                     },
+                }
+            }
+            Work::StreamWait { device, stream } => {
+                let named = stream.map(|stream| Ok(stream.0.clone()));
+                match named.unwrap_or_else(|| self.stream(key.lane(), device)) {
+                    Ok(stream) => return self.wait_for_stream(&*stream, key, responder, bytes),
+                    Err(error) => Err(error),
                 }
             }
             work => self.perform(work, borrows, key, &context()),

@@ -9,7 +9,7 @@ use bytes::Bytes;
 
 use super::*;
 use crate::convert::Shared as SharedObject;
-use crate::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream};
+use crate::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, WhenDone};
 use crate::dlpack::DeviceType;
 use crate::error::Result;
 use crate::function::Rest;
@@ -620,4 +620,117 @@ fn a_stream_set_by_a_concurrent_request_is_seen_by_no_other() {
     session.submit(set(Lane(1))).reply().wait().unwrap();
     wait_for_stream(&session, Lane(1)).unwrap();
     assert_eq!(*lock(&noted), HashSet::from(["default", "created"]));
+}
+
+/// A device whose streams are done when the test says so.
+#[derive(Clone, Default)]
+struct Telling(Arc<Mutex<Vec<WhenDone>>>);
+
+impl Telling {
+    /// Ends the wait that began first.
+    fn tell(&self, outcome: Result<()>) {
+        let done = lock(&self.0).remove(0);
+        done(outcome);
+    }
+
+    fn waits(&self) -> usize {
+        lock(&self.0).len()
+    }
+}
+
+impl Stream for Telling {
+    fn device(&self) -> Device {
+        Device::new(NOTING, 0)
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        panic!("nobody has to block")
+    }
+
+    fn when_done(&self, done: WhenDone) -> std::result::Result<(), WhenDone> {
+        lock(&self.0).push(done);
+        Ok(())
+    }
+
+    fn wait_for(&self, _: &dyn Stream) -> Result<()> {
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl DeviceApi for Telling {
+    fn kind(&self) -> DeviceType {
+        NOTING
+    }
+
+    fn count(&self) -> Result<i32> {
+        Ok(1)
+    }
+
+    fn attribute(&self, _: i32, _: DeviceAttribute) -> Result<Value> {
+        Ok(Value::Null)
+    }
+
+    fn allocate(&self, _: i32, _: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        Err(RpcError::unsupported("no memory"))
+    }
+
+    fn create_stream(&self, _: i32) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(self.clone()))
+    }
+
+    fn default_stream(&self, _: i32) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(self.clone()))
+    }
+}
+
+#[test]
+fn waits_for_streams_hold_their_lanes_and_no_thread() {
+    let device = Telling::default();
+    let registry = Registry::new();
+    registry.add("blocking", || 7).add_inline("inline", || 8);
+    let devices = Devices::new().with(Arc::new(device.clone()));
+    let limits = SessionLimits { max_threads: 1, ..SessionLimits::default() };
+    let session = LocalSession::builder(registry).devices(devices).limits(limits).build();
+    let [blocking, inline] = ["blocking", "inline"].map(|name| handle(&session, name));
+    let wait = || Request::new(Operation::StreamWait { device: Device::new(NOTING, 0), stream: None });
+    let waits = [1, 2, 3].map(|lane| session.submit(wait().on(Lane(lane))).reply());
+    let behind = [1, 2, 3].map(|lane| {
+        let function = if lane == 2 { blocking } else { inline };
+        session.submit(call(function, vec![]).on(Lane(lane))).reply()
+    });
+    eventually("all three wait", || device.waits() == 3);
+    // The one thread is free, and the lanes are not.
+    let other = session.submit(call(blocking, vec![]).on(Lane(4))).reply();
+    assert_eq!(other.wait().unwrap(), Value::Int(7));
+    assert_eq!(session.backlog().admitted_requests, 6);
+    device.tell(Ok(()));
+    device.tell(Ok(()));
+    device.tell(Err(RpcError::new(ErrorKind::DeviceLost, "a kernel trapped")));
+    let outcomes = waits.map(PendingReply::wait);
+    assert_eq!(outcomes[..2], [Ok(Value::Null), Ok(Value::Null)]);
+    assert_eq!(outcomes[2].as_ref().unwrap_err().kind(), ErrorKind::DeviceLost);
+    assert_eq!(behind.map(|reply| reply.wait().unwrap()), [8, 7, 8].map(Value::Int));
+    assert_eq!(session.backlog(), Backlog::default());
+
+    // Its time may be up before the stream is done, and the session may be gone; whoever tells later finds nobody.
+    let deadline = Some(Instant::now() + Duration::from_millis(1));
+    let late = session.submit(Request { deadline, ..wait() }).reply();
+    assert_eq!(late.wait().unwrap_err().kind(), ErrorKind::DeadlineExceeded);
+    let last = session.submit(wait().on(Lane(9))).reply();
+    eventually("it waits", || device.waits() >= 1 && lock(&device.0).len() == session.backlog().admitted_requests);
+    drop(session);
+    while device.waits() > 0 {
+        device.tell(Ok(()));
+    }
+    _ = last.wait();
+    // A device that lets go of a wait without a word is not waited for any longer.
+    let session = LocalSession::builder(Registry::new()).devices(Devices::new().with(Arc::new(device.clone()))).build();
+    let forgotten = session.submit(wait()).reply();
+    eventually("it waits", || device.waits() == 1);
+    lock(&device.0).clear();
+    assert_eq!(forgotten.wait().unwrap_err().kind(), ErrorKind::Internal);
 }

@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libloading::Library;
 
@@ -95,5 +96,18 @@ impl Fake {
         // SAFETY: the type is that of the function, and the stream is alive.
         let code = unsafe { self.0.get::<Fill>(b"cuMemsetD8Async").unwrap()(to, value, len, stream.raw()) };
         assert_eq!(code, 0);
+    }
+
+    /// Submits work to a stream that is done when the flag is set.
+    pub(crate) fn hold(&self, stream: *mut std::ffi::c_void, until: &'static AtomicBool) {
+        type Work = unsafe extern "C" fn(*mut std::ffi::c_void) -> i32;
+        unsafe extern "C" fn is_set(flag: *mut std::ffi::c_void) -> i32 {
+            // SAFETY: it is the flag below, which lives for ever.
+            unsafe { &*flag.cast::<AtomicBool>() }.load(Ordering::SeqCst).into()
+        }
+        type Submit = unsafe extern "C" fn(*mut std::ffi::c_void, Work, *mut std::ffi::c_void);
+        let flag = std::ptr::from_ref(until).cast_mut().cast();
+        // SAFETY: the type is that of the function, and the stream is alive.
+        unsafe { self.0.get::<Submit>(b"fake_submit_other").unwrap()(stream, is_set, flag) }
     }
 }

@@ -38,7 +38,7 @@ typedef struct Function { Module *module; const Kernel *kernel; struct Function 
 
 typedef struct Op {
     struct Op *next;
-    enum { FILL, COPY, RECORD, WAIT, LAUNCH, OTHER } kind;
+    enum { FILL, COPY, RECORD, WAIT, LAUNCH, HOST, OTHER } kind;
     uint64_t to, from;
     size_t size;
     int value;
@@ -48,6 +48,7 @@ typedef struct Op {
     Module *module;
     unsigned threads;
     uint64_t args[12];
+    void (*host)(void *); /* a function of the caller's */
     int (*other)(void *); /* work of another library: whether it is done */
     void *other_arg;
 } Op;
@@ -183,6 +184,7 @@ static int run_one(Stream *stream) {
         break;
     }
     case LAUNCH: code = run_kernel(op); break;
+    case HOST: op->host(op->other_arg); break;
     case RECORD: case WAIT: case OTHER: break;
     }
     if (op->kind == RECORD) op->mark->done = 1;
@@ -470,6 +472,14 @@ EXPORT int cuEventSynchronize(Event *event) {
     host_waits++;
     if (event->last) run_until(event->last->stream, event->last);
     result = sticky[current->device];
+    LEAVE()
+}
+
+EXPORT int cuLaunchHostFunc(Stream *stream, void (*function)(void *), void *arg) {
+    ENTER()
+    if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
+    Op *op = submit(stream, HOST);
+    op->host = function, op->other_arg = arg;
     LEAVE()
 }
 

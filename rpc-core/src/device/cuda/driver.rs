@@ -123,6 +123,8 @@ functions! {
         event_record = "cuEventRecord" (event: CUevent, stream: CUstream);
         event_query = "cuEventQuery" (event: CUevent);
         event_synchronize = "cuEventSynchronize" (event: CUevent);
+        launch_host_func = "cuLaunchHostFunc"
+            (stream: CUstream, function: unsafe extern "C" fn(*mut c_void), argument: *mut c_void);
         module_load_data = "cuModuleLoadDataEx" (
             module: *mut CUmodule, image: *const c_void, option_count: c_uint, options: *mut u32, values: *mut *mut c_void
         );

@@ -1,5 +1,6 @@
 //! Events: points in the order of a stream that others can wait for.
 
+use std::fmt;
 use std::ptr;
 use std::sync::Mutex;
 
@@ -9,10 +10,11 @@ use super::gpu::{Gpu, Handle, Opened, lock};
 use super::stream::CudaStream;
 use crate::error::Result;
 
-/// A point that a stream has been told to reach, behind all that was submitted to it before. Goes to the [`FreeEvents`]
-/// when it is dropped; whoever has been made to wait for it still does, because waiting looks at what was recorded
-/// when it began.
-pub(super) struct Event {
+/// A point in the order of a [`CudaStream`], behind all that had been submitted to it when this was
+/// [recorded](CudaStream::record).
+// Goes to the `FreeEvents` when it is dropped; whoever has been made to wait for it still does, because waiting looks at
+// what was recorded when it began.
+pub struct Event {
     gpu: &'static Gpu,
     opened: &'static Opened,
     raw: Handle<CUevent_st>,
@@ -47,8 +49,13 @@ impl Event {
         Ok(event)
     }
 
-    /// Whether the point has been reached.
-    pub(super) fn is_done(&self) -> Result<bool> {
+    /// Whether the point has been reached. Does not block.
+    ///
+    /// # Errors
+    ///
+    /// What the work before it failed with, or [`DeviceLost`](crate::ErrorKind::DeviceLost).
+    pub fn is_done(&self) -> Result<bool> {
+        self.gpu.enter()?;
         // SAFETY: the event is alive.
         let outcome = unsafe { self.gpu.driver.event_query(self.raw.0) };
         if outcome.is(Code::CUDA_ERROR_NOT_READY) { Ok(false) } else { self.gpu.check(outcome).map(|()| true) }
@@ -62,6 +69,12 @@ impl Event {
 
     pub(super) fn handle(&self) -> Handle<CUevent_st> {
         self.raw
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaEvent").field("device", &format_args!("{}", self.gpu.as_device())).finish_non_exhaustive()
     }
 }
 

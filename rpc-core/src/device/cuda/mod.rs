@@ -29,9 +29,8 @@
 //! same order. Other streams are for functions that want them; what they owe is said at
 //! [`CudaMemory::device_pointer`].
 //!
-//! A session waits for a stream on the thread of the request's lane, as it calls blocking functions; no thread that
-//! serves connections waits for a device in [`Stream::synchronize`]. [`Stream::wait_for`] among CUDA streams blocks
-//! no thread at all.
+//! No thread waits for a stream on behalf of a session, or on behalf of another CUDA stream: [`Stream::when_done`] and
+//! [`Stream::wait_for`] block nobody. One thread of the process tells all sessions what the driver has told it.
 //!
 //! # Errors
 //!
@@ -57,6 +56,7 @@ mod kernel;
 mod matmul;
 mod memory;
 mod module;
+mod notify;
 mod on_demand;
 mod pinned;
 mod pool;
@@ -75,6 +75,7 @@ use crate::dlpack::{Device, DeviceType};
 use crate::error::Result;
 use crate::value::Value;
 
+pub use event::Event as CudaEvent;
 pub use matmul::{matmul, register};
 pub use memory::CudaMemory;
 pub use module::CudaModules;

@@ -10,7 +10,8 @@ use cudarc::driver::sys::{CUstream_flags_enum, CUstream_st, cudaError_enum as Co
 
 use super::event::Event;
 use super::gpu::{Gpu, Handle, Opened, lock};
-use crate::device::Stream;
+use super::notify;
+use crate::device::{Stream, WhenDone};
 use crate::dlpack::Device;
 use crate::error::Result;
 
@@ -68,6 +69,15 @@ impl CudaStream {
         is_idle(self.gpu, self.raw)
     }
 
+    /// The point behind all work submitted so far.
+    ///
+    /// # Errors
+    ///
+    /// When the device is lost, or has no more events.
+    pub fn record(&self) -> Result<Event> {
+        Event::record(self.gpu, self.gpu.enter()?, self)
+    }
+
     pub(super) fn handle(&self) -> Handle<CUstream_st> {
         self.raw
     }
@@ -104,6 +114,24 @@ impl Stream for CudaStream {
     fn synchronize(&self) -> Result<()> {
         self.gpu.enter()?;
         self.synchronize_raw()
+    }
+
+    /// Later work of the stream begins when the driver has told, which takes it some microseconds.
+    fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
+        let event = match self.record() {
+            Ok(event) => event,
+            Err(error) => {
+                done(Err(error));
+                return Ok(());
+            }
+        };
+        notify::when_reached(event, done)?;
+        // SAFETY: the stream is alive, and the function takes anything.
+        let outcome = unsafe { self.gpu.driver.launch_host_func(self.raw.0, notify::ring, ptr::null_mut()) };
+        if let Err(error) = self.gpu.check(outcome) {
+            tracing::debug!(%error, "a stream is asked how it is, as it cannot tell");
+        }
+        Ok(())
     }
 
     /// Blocks nobody if `other` is a CUDA stream too, of whatever device.
