@@ -10,12 +10,13 @@ mod fake;
 mod workspace;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use fake::{WITHOUT_CUBLAS, with_driver};
 use rpc_core::device::cuda::{self, CudaDevice, CudaModules};
 use rpc_core::{
-    DataType, Device, Devices, ErrorKind, IntoArgs, LocalSession, Registry, RemoteFunction, RemoteTensor, RpcError,
-    Session, Shape, Value,
+    Context, DataType, Device, Devices, ErrorKind, IntoArgs, Lane, LocalSession, Registry, RemoteFunction,
+    RemoteTensor, Result, RpcError, Session, Shape, Value,
 };
 use workspace::Folder;
 
@@ -25,6 +26,11 @@ fn session() -> (Session, Arc<Folder>) {
     let registry = Registry::new();
     registry.add_loader(Arc::new(CudaModules::new(device)));
     cuda::register(&registry);
+    // The stream of the lane that it is called on, as libraries know it.
+    registry.add("stream_of_lane", |context: Context| -> Result<usize> {
+        let stream = context.stream(Device::cuda(0))?.library_handle()?;
+        Ok(stream.unwrap().as_ptr().expose_provenance())
+    });
     let folder = Folder::new();
     folder.write("kernels.ptx", b".entry vector_add .entry trap .entry widths .entry record .entry nothing");
     let devices = Devices::new().with(Arc::new(device));
@@ -76,6 +82,57 @@ fn a_kernel_is_called_by_its_name_in_the_order_of_the_calls() {
         add.call::<()>((1, 1, 0, &far, &far, &far, 1)).wait().unwrap();
         assert_eq!(read_floats(&session, &far), [10.0]);
         kernel(&session, "nothing").call::<()>((1, 1, 0)).wait().unwrap();
+    });
+}
+
+/// Each lane's kernels are on its stream, and wait for nothing but what they are about.
+#[test]
+fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("a_lane_with_a_stream_of_its_own_has_its_kernels_there", &[], &[], |fake| {
+        let (session, _folder) = session();
+        let (add, device) = (kernel(&session, "vector_add"), Device::cuda(0));
+        let [one, two] = [1, 2].map(Lane);
+        let streams = [one, two].map(|lane| {
+            let stream = session.create_stream(device).wait().unwrap();
+            session.set_stream(device, Some(&stream)).lane(lane).wait().unwrap();
+            let of_lane = session.function::<(), usize>("stream_of_lane").wait().unwrap();
+            of_lane.call(()).lane(lane).wait().unwrap()
+        });
+        assert_ne!(streams[0], streams[1]);
+        // What has just been written is there for a kernel on whatever stream.
+        let (x, y, sum) = (floats(&session, &[1.0, 2.0]), floats(&session, &[10.0, 20.0]), floats(&session, &[0.0; 2]));
+        fake.hold(std::ptr::with_exposed_provenance_mut(streams[0]), &MAY_GO_ON);
+        add.call::<()>((1, 2, 0, &x, &y, &sum, 2)).lane(one).wait().unwrap();
+        // Others go on: other memory on the default stream and on that of another lane.
+        let free = floats(&session, &[5.0, 6.0]);
+        add.call::<()>((1, 2, 0, &free, &free, &free, 2)).lane(two).wait().unwrap();
+        assert_eq!(read_floats(&session, &free), [10.0, 12.0]);
+        add.call::<()>((1, 2, 0, &free, &free, &free, 2)).wait().unwrap();
+        assert_eq!(read_floats(&session, &free), [20.0, 24.0]);
+        // Whatever is done with what the kernel has comes behind it: a kernel of another lane, a copy, a product.
+        add.call::<()>((1, 2, 0, &sum, &x, &sum, 2)).lane(two).wait().unwrap();
+        let matmul = session.get_function("cuda.matmul").wait().unwrap();
+        let read = std::thread::scope(|scope| {
+            let read = scope.spawn(|| read_floats(&session, &sum));
+            MAY_GO_ON.store(true, Ordering::SeqCst);
+            read.join().unwrap()
+        });
+        assert_eq!(read, [12.0, 24.0]);
+        session.stream_wait(device, None).lane(one).wait().unwrap();
+        let square = |values: &[f32]| {
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            tensor(&session, device, DataType::F32, &[1, 1], bytes)
+        };
+        let (a, b, out) = (square(&[3.0]), square(&[4.0]), square(&[0.0]));
+        matmul.call::<()>((&a, &b, &out)).lane(one).wait().unwrap();
+        matmul.call::<()>((&out, &b, &a)).lane(two).wait().unwrap();
+        matmul.call::<()>((&a, &a, &out)).wait().unwrap();
+        assert_eq!(read_floats(&session, &out), [48.0 * 48.0]);
+        // A lane's stream goes, and what it had comes in front all the same.
+        add.call::<()>((1, 1, 0, &x, &x, &x, 1)).lane(two).wait().unwrap();
+        session.set_stream(device, None).lane(two).wait().unwrap();
+        assert_eq!(read_floats(&session, &x), [2.0, 2.0]);
     });
 }
 

@@ -1,6 +1,7 @@
 //! Arguments of kernels: from values to the bytes of parameters.
 
 use super::memory::CudaMemory;
+use crate::device::Memory;
 use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
 use crate::object::{LocalValue, Object};
@@ -114,7 +115,8 @@ pub(super) fn address(tensor: &Tensor) -> Result<u64> {
         ));
     }
     // Within the storage, as `Tensor` promises.
-    Ok(memory(tensor)?.device_pointer().addr() as u64 + tensor.byte_offset())
+    let memory = memory(tensor)?;
+    Ok(if memory.is_empty() { 0 } else { memory.address(tensor.byte_offset()) })
 }
 
 /// The memory of a tensor on a CUDA device.

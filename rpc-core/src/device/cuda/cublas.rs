@@ -9,6 +9,7 @@ use libloading::Library;
 
 use super::driver::Driver;
 use super::gpu::{Gpu, Handle, lock};
+use super::stream::CudaStream;
 use crate::error::{ErrorKind, Result, RpcError};
 
 type Create = unsafe extern "C" fn(*mut *mut c_void) -> c_int;
@@ -98,14 +99,15 @@ impl Cublas {
         }
     }
 
-    /// Submits the product to the default stream, accumulating in single precision.
+    /// Submits the product to a stream, accumulating in single precision.
     ///
     /// # Safety
     ///
-    /// The addresses are those of matrices of this form on the GPU, of which nobody touches `out` or writes to the others
-    /// until the default stream has come so far.
-    pub(super) unsafe fn submit(&self, gpu: &'static Gpu, product: &Product) -> Result<()> {
-        let opened = gpu.enter()?;
+    /// The addresses are those of matrices of this form on the stream's GPU, of which nobody touches `out` or writes to the
+    /// others until the stream has come so far.
+    pub(super) unsafe fn submit(&self, stream: &CudaStream, product: &Product) -> Result<()> {
+        let gpu = stream.gpu();
+        gpu.enter()?;
         let mut handles = lock(&self.handles);
         let handle = match handles.get(&gpu.index) {
             Some(handle) => *handle,
@@ -118,7 +120,7 @@ impl Cublas {
             }
         };
         // SAFETY: both are alive, and the lock keeps the handle ours.
-        self.check(gpu, "cublasSetStream", unsafe { (self.set_stream)(handle.0, opened.default_stream.raw()) })?;
+        self.check(gpu, "cublasSetStream", unsafe { (self.set_stream)(handle.0, stream.raw()) })?;
         let (one, zero) = (1.0_f32, 0.0_f32);
         let address = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
         let Product { rows, columns, depth, data_type, a, b, out } = *product;

@@ -11,6 +11,8 @@ use cudarc::driver::sys::{
 use super::arguments::{self, Arguments};
 use super::gpu::{Gpu, Handle, lock};
 use super::module::Loaded;
+use super::order;
+use super::stream::CudaStream;
 use crate::error::{Result, RpcError};
 use crate::object::{LocalValue, Object};
 use crate::value::Value;
@@ -62,13 +64,13 @@ impl Kernel {
         })
     }
 
-    /// Starts the kernel on the default stream: `args` are the grid, the block, the bytes of dynamic shared memory, and the
-    /// kernel's own. Returns when it has been submitted; or if it has pinned memory, which the processor may look at next,
-    /// when it is done.
+    /// Starts the kernel on a stream of its device, or on the default one: `args` are the grid, the block, the bytes of
+    /// dynamic shared memory, and the kernel's own. Returns when it has been submitted; or if it has pinned memory, which
+    /// the processor may look at next, when it is done.
     ///
     /// The caller holds the borrows of all tensors until then. Nobody can free their memory any sooner than the kernel is
-    /// done, because pools work in the order of the stream.
-    pub(super) fn launch(&self, args: &[LocalValue]) -> Result<()> {
+    /// done, because pools work in the order of the streams.
+    pub(super) fn launch(&self, stream: Option<&CudaStream>, args: &[LocalValue]) -> Result<()> {
         let [grid, block, shared_bytes, values @ ..] = args else {
             return Err(RpcError::invalid_argument("expected grid, block, bytes of shared memory, and the parameters"));
         };
@@ -86,8 +88,11 @@ impl Kernel {
         let shared_bytes = shared_bytes
             .ok_or_else(|| RpcError::invalid_argument("expected the bytes of shared memory as an int of 0 or more"))?;
         let mut packed = Arguments::pack(values, self.sizes.as_deref())?;
+        let mut memories = Vec::new();
         for (index, memory) in self.memories(values) {
-            let device = memory?.gpu().as_device();
+            let memory = memory?;
+            memories.push(memory);
+            let device = memory.gpu().as_device();
             if device != self.gpu.as_device() {
                 let own = self.gpu.as_device();
                 return Err(RpcError::invalid_argument(format!(
@@ -100,30 +105,34 @@ impl Kernel {
         self.allow_shared(shared_bytes)?;
         let mut pointers = packed.pointers();
         let (Extent([grid_x, grid_y, grid_z]), Extent([block_x, block_y, block_z])) = (grid, block);
-        let (function, stream) = (self.raw.0, opened.default_stream.handle().0);
+        let stream = stream.filter(|stream| ptr::eq(stream.gpu(), self.gpu)).unwrap_or(&opened.default_stream);
+        let (function, raw) = (self.raw.0, stream.handle().0);
         let (params, extra) = (pointers.as_mut_ptr(), ptr::null_mut());
-        // SAFETY: the kernel's module is loaded. The driver copies the parameters before it returns: as many as the kernel
-        // has, each as long as it says, and `Arguments` has seen to it that there are as many, or more than any can have.
-        let outcome = unsafe {
-            self.gpu.driver.launch_kernel(
-                function,
-                grid_x,
-                grid_y,
-                grid_z,
-                block_x,
-                block_y,
-                block_z,
-                shared_bytes,
-                stream,
-                params,
-                extra,
-            )
-        };
-        self.gpu.check(outcome)?;
-        if self.memories(values).any(|(_, memory)| memory.is_ok_and(|memory| memory.is_pinned())) {
-            self.gpu.settle()?;
-        }
-        Ok(())
+        order::in_order(stream, &memories, || {
+            // SAFETY: the kernel's module is loaded. The driver copies the parameters before it returns: as many as the
+            // kernel has, each as long as it says, and `Arguments` has seen to it that there are as many, or more than any
+            // can have.
+            let outcome = unsafe {
+                self.gpu.driver.launch_kernel(
+                    function,
+                    grid_x,
+                    grid_y,
+                    grid_z,
+                    block_x,
+                    block_y,
+                    block_z,
+                    shared_bytes,
+                    raw,
+                    params,
+                    extra,
+                )
+            };
+            self.gpu.check(outcome)
+        })
+    }
+
+    pub(super) fn gpu(&self) -> &'static Gpu {
+        self.gpu
     }
 
     /// The memories of the tensors among the parameters, with their places.

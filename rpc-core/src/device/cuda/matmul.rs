@@ -2,8 +2,11 @@
 
 use std::ffi::c_int;
 
-use super::arguments;
 use super::cublas::{Cublas, Product};
+use super::stream::CudaStream;
+use super::{arguments, order};
+use crate::Context;
+use crate::device::Stream;
 use crate::dlpack::DataType;
 use crate::error::{Result, RpcError};
 use crate::registry::Registry;
@@ -11,20 +14,24 @@ use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
 /// Registers the functions that come with the device: `cuda.matmul(a, b, out)`, which is [`matmul`].
 pub fn register(registry: &Registry) {
-    registry.add("cuda.matmul", |a: TensorView, b: TensorView, mut out: TensorViewMut| matmul(&a, &b, &mut out));
+    registry.add("cuda.matmul", |context: Context, a: TensorView, b: TensorView, mut out: TensorViewMut| {
+        // If there is none, what is wrong with the device is told below.
+        let lane = context.stream(a.tensor().device()).ok();
+        matmul(&a, &b, &mut out, lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()))
+    });
 }
 
 /// Sets `out` to the product of `a` and `b`, by cuBLAS: shapes `[m, k]`, `[k, n]` and `[m, n]`, all of `float32`, `float16` or
 /// `bfloat16`, densely packed, on one CUDA device. Sums are of single precision.
 ///
-/// It is submitted to the default stream, and returns at once, or when it is done if one of the three lies in pinned
-/// memory. The first call takes longer, since it loads the library.
+/// It is submitted to `stream`, or to the device's default one if that is `None`, and returns at once, or when it is done if one
+/// of the three lies in pinned memory. The first call takes longer, since it loads the library.
 ///
 /// # Errors
 ///
 /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), saying what is wrong with which;
 /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where cuBLAS is not installed; and the device's.
-pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut) -> Result<()> {
+pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: Option<&CudaStream>) -> Result<()> {
     let (a, b, out) = (a.tensor(), b.tensor(), out.tensor());
     let named = [("a", a), ("b", b), ("out", out)];
     let [[rows, depth], [b_rows, columns], out_shape] = [shape(named[0])?, shape(named[1])?, shape(named[2])?];
@@ -34,8 +41,14 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut) -> Result
     }
     let data_type = data_type(a.dtype())?;
     let gpu = arguments::memory(a).map_err(|error| error.context("a"))?.gpu();
+    if let Some(stream) = stream.filter(|stream| !std::ptr::eq(stream.gpu(), gpu)) {
+        let (on, other) = (gpu.as_device(), stream.device());
+        return Err(RpcError::invalid_argument(format!("the matrices are on {on}, and the stream is one of {other}")));
+    }
+    let mut memories = Vec::with_capacity(named.len());
     for (name, tensor) in named {
         let memory = arguments::memory(tensor).map_err(|error| error.context(name))?;
+        memories.push(memory);
         let device = memory.gpu().as_device();
         if device != gpu.as_device() || tensor.dtype() != a.dtype() {
             let (dtype, wanted, on) = (tensor.dtype(), a.dtype(), gpu.as_device());
@@ -57,21 +70,18 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut) -> Result
     if rows == 0 || columns == 0 {
         return gpu.check_not_lost();
     }
-    if depth == 0 {
-        let opened = gpu.enter()?;
-        let (bytes, stream) = (out.size_bytes() as usize, opened.default_stream.handle().0);
-        // SAFETY: the tensor's own bytes, which are borrowed for writing.
-        gpu.check(unsafe { gpu.driver.memset_async(out_address, 0, bytes, stream) })?;
-    } else {
+    let stream = stream.unwrap_or(&gpu.enter()?.default_stream);
+    order::in_order(stream, &memories, || {
+        if depth == 0 {
+            let bytes = out.size_bytes() as usize;
+            // SAFETY: the tensor's own bytes, which are borrowed for writing.
+            return gpu.check(unsafe { gpu.driver.memset_async(out_address, 0, bytes, stream.handle().0) });
+        }
         let product = Product { rows, columns, depth, data_type, a: a_address, b: b_address, out: out_address };
         // SAFETY: the tensors have these shapes and lie within their memories. They are borrowed, and whoever borrows
-        // them next comes behind on the stream; unless they are pinned, for which we wait below.
-        unsafe { cublas.submit(gpu, &product)? };
-    }
-    if named.iter().any(|(_, tensor)| arguments::memory(tensor).is_ok_and(|memory| memory.is_pinned())) {
-        gpu.settle()?;
-    }
-    Ok(())
+        // them next comes behind on the stream.
+        unsafe { cublas.submit(stream, &product) }
+    })
 }
 
 fn shape((name, tensor): (&str, &Tensor)) -> Result<[c_int; 2]> {

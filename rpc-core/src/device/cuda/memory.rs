@@ -8,6 +8,7 @@ use std::sync::{LazyLock, mpsc};
 use std::thread;
 
 use super::gpu::{Gpu, Opened};
+use super::order::Elsewhere;
 use super::pool::{Block, Pool, Space};
 use super::transfer;
 use crate::device::{AllocRequest, Memory};
@@ -28,6 +29,7 @@ pub struct CudaMemory {
     /// Lies, with all of `len`, within the block.
     start: u64,
     len: u64,
+    pub(super) elsewhere: Elsewhere,
 }
 
 impl CudaMemory {
@@ -70,12 +72,12 @@ impl CudaMemory {
         if len == 0 {
             // An address for a pointer to nothing, aligned as asked for.
             let start = if space == Space::Host { alignment.max(NATURAL_ALIGNMENT) } else { 0 };
-            return Ok(Self { gpu, space, block: None, owner: None, start, len });
+            return Ok(Self { gpu, space, block: None, owner: None, start, len, elsewhere: Elsewhere::default() });
         }
         let spare = if alignment > NATURAL_ALIGNMENT { alignment } else { 0 };
         let block = pool(opened, space).take(gpu, opened, len.saturating_add(spare))?;
         let start = block.address.next_multiple_of(alignment.max(1));
-        Ok(Self { gpu, space, block: Some(block), owner: None, start, len })
+        Ok(Self { gpu, space, block: Some(block), owner: None, start, len, elsewhere: Elsewhere::default() })
     }
 
     /// The bytes of a library, in the device's memory.
@@ -91,7 +93,8 @@ impl CudaMemory {
     ) -> Result<Self> {
         gpu.enter()?;
         let start = address.as_ptr().expose_provenance() as u64;
-        Ok(Self { gpu, space: Space::Device, block: None, owner: Some(owner), start, len: len as u64 })
+        let (space, len, owner) = (Space::Device, len as u64, Some(owner));
+        Ok(Self { gpu, space, block: None, owner, start, len, elsewhere: Elsewhere::default() })
     }
 
     /// The address of the first byte, for kernels and libraries on the same device; null if there are no bytes. Pinned
@@ -101,7 +104,13 @@ impl CudaMemory {
     /// [waits for it](crate::device::Stream::wait_for), because that is where the memory is zeroed and copied to, and
     /// before the borrow ends the default stream waits for the other one. Pinned memory is read by the processor too, so
     /// that such work must be done when the borrow ends.
+    ///
+    /// From this call on the default stream is behind what kernels on other streams have yet to do with the memory.
     pub fn device_pointer(&self) -> *mut c_void {
+        if let Err(error) = self.join() {
+            // A device that is lost says so in whatever is done with the address.
+            tracing::debug!(%error, "work on a memory is not waited for");
+        }
         let address = if self.len == 0 { 0 } else { self.start };
         ptr::with_exposed_provenance_mut(address as usize)
     }
@@ -120,7 +129,7 @@ impl CudaMemory {
         self.gpu
     }
 
-    /// The address of the byte at `offset`.
+    /// The address of the byte at `offset`, which asks for no order.
     pub(super) fn address(&self, offset: u64) -> u64 {
         self.start + offset
     }
@@ -153,8 +162,11 @@ unsafe impl Memory for CudaMemory {
                 unsafe { ptr::copy_nonoverlapping(data.as_ptr(), start.as_ptr().add(offset as usize), data.len()) };
                 Ok(())
             }
-            // SAFETY: as above.
-            None => unsafe { transfer::upload(self.gpu, self.address(offset), data) },
+            None => {
+                self.join()?;
+                // SAFETY: as above.
+                unsafe { transfer::upload(self.gpu, self.address(offset), data) }
+            }
         }
     }
 
@@ -165,8 +177,11 @@ unsafe impl Memory for CudaMemory {
                 unsafe { ptr::copy_nonoverlapping(start.as_ptr().add(offset as usize), out.as_mut_ptr(), out.len()) };
                 Ok(())
             }
-            // SAFETY: as above.
-            None => unsafe { transfer::download(self.gpu, self.address(offset), out) },
+            None => {
+                self.join()?;
+                // SAFETY: as above.
+                unsafe { transfer::download(self.gpu, self.address(offset), out) }
+            }
         }
     }
 

@@ -23,11 +23,15 @@
 //!
 //! # Order
 //!
-//! Each device has one default stream in the process, and everything here is submitted to it: zeroing, copies, kernels of
-//! [`CudaModules`], [`matmul`]. So it happens in the order of the calls, and a call that only starts something may return at once: the
+//! Each device has one default stream in the process, and zeroing, copies, kernels of [`CudaModules`] and [`matmul`] are
+//! submitted to it. So it happens in the order of the calls, and a call that only starts something may return at once: the
 //! borrow of a tensor ends then, and whoever borrows it next comes behind. Memory comes from a pool and goes back there in the
-//! same order. Other streams are for functions that want them; what they owe is said at
-//! [`CudaMemory::device_pointer`].
+//! same order.
+//!
+//! A lane that has set another stream has its kernels and products there. They begin behind what the default stream has by
+//! then, and whatever is done with one of their tensors next comes behind them, on whatever stream; other work of the default
+//! stream, such as the copies of the next tensors, goes on beside them. What functions of one's own owe on streams of their
+//! own is said at [`CudaMemory::device_pointer`].
 //!
 //! No thread waits for a stream on behalf of a session, or on behalf of another CUDA stream: [`Stream::when_done`] and
 //! [`Stream::wait_for`] block nobody. One thread of the process tells all sessions what the driver has told it.
@@ -58,6 +62,7 @@ mod memory;
 mod module;
 mod notify;
 mod on_demand;
+mod order;
 mod pinned;
 mod pool;
 mod stream;
@@ -227,6 +232,8 @@ impl DeviceApi for CudaDevice {
             && !CudaMemory::is_pinned(source)
             && !CudaMemory::is_pinned(target)
         {
+            source.join()?;
+            target.join()?;
             // SAFETY: the caller's promises are the same.
             return unsafe { transfer::between(source, from_offset, target, to_offset, len) };
         }

@@ -17,7 +17,7 @@ use super::image::Image;
 use super::kernel::Kernel;
 use crate::error::{Result, RpcError};
 use crate::module::{LoadRequest, ModuleLoader};
-use crate::object::{Function, LocalValue, Module, Object, Signature};
+use crate::object::{Context, Function, LocalValue, Module, Object, Signature};
 use crate::value::Value;
 
 /// The loader `cuda`, for files `*.ptx`, `*.cubin` and `*.fatbin` of the workspace.
@@ -43,7 +43,7 @@ use crate::value::Value;
 /// float take 8 bytes, a bool 1, nothing is checked, and what is missing reads as zeros.
 ///
 /// The kernel runs on the device of its first tensor, on which all others must be, or on the loader's. It is submitted to the
-/// default stream, and the call returns null at once, or when the kernel is done if one of the tensors is in pinned
+/// stream that the call's lane has set for the device, or to the default one, and the call returns null at once, or when the kernel is done if one of the tensors is in pinned
 /// memory. Tensors are borrowed for writing, a storage that is given several times once, because nobody knows what a
 /// kernel reads and writes; it may also reach beyond them, as any code on the device may. What goes wrong while it runs is told
 /// by a later call, and certainly by waiting for the stream.
@@ -117,8 +117,12 @@ impl Module for CudaModule {
         let label = format!("kernel '{name}' of '{}'", self.name);
         let kernels = Kernels { code: self.code.clone(), name: name.to_owned(), found: Mutex::default() };
         let first = kernels.on(self.code.index).map_err(|error| error.context(&label))?;
-        let body = move |_: &crate::Context, args: Vec<LocalValue>, borrows| {
-            let launched = kernels.for_args(&args).and_then(|kernel| kernel.launch(&args));
+        let body = move |context: &Context, args: Vec<LocalValue>, borrows| {
+            let launched = kernels.for_args(&args).and_then(|kernel| {
+                // Where the session has no such device, no lane can have set a stream of it.
+                let lane = context.stream(kernel.gpu().as_device()).ok();
+                kernel.launch(lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()), &args)
+            });
             // Ended here, where whoever comes next comes behind on the stream.
             drop::<Vec<crate::tensor::Borrow>>(borrows);
             launched.map(|()| Value::Null).map_err(|error| error.context(&label))

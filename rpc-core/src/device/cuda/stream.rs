@@ -78,6 +78,14 @@ impl CudaStream {
         Event::record(self.gpu, self.gpu.enter()?, self)
     }
 
+    pub(super) fn gpu(&self) -> &'static Gpu {
+        self.gpu
+    }
+
+    pub(super) fn is_default(&self) -> bool {
+        self.is_default
+    }
+
     pub(super) fn handle(&self) -> Handle<CUstream_st> {
         self.raw
     }
