@@ -88,6 +88,17 @@ struct InOrder {
     handle: usize,
 }
 
+/// Which streams have been made to wait for which, by the handles that libraries know them by.
+static WAITS: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+
+/// Takes the waits in which this stream had a part, the first one first: who waited, and for whom.
+pub fn take_waits(handle: usize) -> Vec<(usize, usize)> {
+    let mut all = WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+    let (taken, left) = all.drain(..).partition(|(one, other)| [*one, *other].contains(&handle));
+    *all = left;
+    taken
+}
+
 /// What libraries of the devices know the default streams by.
 pub const DEFAULT_STREAMS: [usize; COUNT as usize] = [0x100, 0x200];
 
@@ -101,6 +112,9 @@ impl Stream for InOrder {
     }
 
     fn wait_for(&self, other: &dyn Stream) -> Result<()> {
+        if let Some(other) = other.as_any().downcast_ref::<Self>() {
+            WAITS.lock().unwrap_or_else(PoisonError::into_inner).push((self.handle, other.handle));
+        }
         other.synchronize()
     }
 

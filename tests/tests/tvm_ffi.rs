@@ -10,7 +10,7 @@ use rpc_core::{
     DataType, Device, DeviceType, ErrorKind, Lane, LocalSession, LocalValue, Registry, RemoteFunction, RemoteModule,
     RemoteObject, RemoteTensor, RpcError, Session, Shape, Value,
 };
-use rpc_tests::accelerator::{Accelerator, DEFAULT_STREAMS};
+use rpc_tests::accelerator::{Accelerator, DEFAULT_STREAMS, take_waits};
 use rpc_tests::tvm_ffi::{Environment, environment};
 
 struct Fixture {
@@ -528,6 +528,8 @@ fn functions_see_the_streams_of_their_lane() {
     session.set_stream(first, Some(&own)).lane(Lane(3)).wait().unwrap();
     let handle = seen(first, Lane(3));
     assert!(!DEFAULT_STREAMS.contains(&handle) && handle != 0);
+    // What the function submits there comes behind what the session has done, and in front of what it does later.
+    assert_eq!(take_waits(handle), [(handle, DEFAULT_STREAMS[0]), (DEFAULT_STREAMS[0], handle)]);
     assert_eq!([seen(second, Lane(3)), seen(first, Lane(0))], [DEFAULT_STREAMS[1], DEFAULT_STREAMS[0]]);
     assert_eq!(seen(first, Lane(3)), handle);
     assert_eq!(seen(first, Lane::CONCURRENT), DEFAULT_STREAMS[0]);

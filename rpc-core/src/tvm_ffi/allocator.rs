@@ -4,8 +4,10 @@ use std::ffi::{CString, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::abi::{DlTensor, ManagedTensor, SetError};
+use super::function::LaneStream;
 use super::object::slice_of;
 use super::{frame, tensor};
+use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
 
 /// Allocates a densely packed tensor like `prototype` for the call that is under way on this thread.
@@ -49,6 +51,11 @@ unsafe fn allocate_like(prototype: &DlTensor) -> Result<*mut ManagedTensor> {
     let rank = usize::try_from(prototype.ndim).unwrap_or_default();
     // SAFETY: the caller's promise.
     let shape = unsafe { slice_of(prototype.shape, rank) };
-    let allocated = frame.context.allocate(prototype.device.into(), prototype.dtype.into(), shape)?;
+    let (context, device) = (&frame.context, Device::from(prototype.device));
+    let allocated = context.allocate(device, prototype.dtype.into(), shape)?;
+    if device.kind != DeviceType::CPU {
+        // It is being zeroed yet.
+        LaneStream::of(context, device)?.begin()?;
+    }
     Ok(tensor::manage(&allocated)?.as_ptr())
 }

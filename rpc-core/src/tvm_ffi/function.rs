@@ -53,9 +53,11 @@ impl FfiFunction {
             )));
         }
         let _frame = frame::enter(context, self.kind, borrows);
-        let _streams = Streams::set(self.api, context, &values)?;
+        let streams = Streams::set(self.api, context, &values)?;
         let wants = self.typed.wants.as_deref().unwrap_or_default();
         let mut arguments = Arguments::new(self.api, context, values, wants)?;
+        // Behind all that giving the tensors' addresses away has had to wait for.
+        streams.begin()?;
         let returned = self.api.call(&self.object, arguments.as_mut_slice())?;
         // SAFETY: it is whole, and alive until it is dropped.
         let value = unsafe { value::from_any(self.api, context, &returned.view()) };
@@ -63,10 +65,49 @@ impl FfiFunction {
     }
 }
 
-/// The streams of the devices that a call uses, told to foreign code for as long as it runs.
+/// The streams of the devices that a call uses, told to foreign code for as long as it runs. What that submits to them is in
+/// order with the devices' default streams, on which sessions have what else they do with the memory.
 struct Streams {
     api: &'static Api,
-    set: Vec<(Device, *mut c_void, Arc<dyn Stream>)>,
+    set: Vec<Set>,
+}
+
+struct Set {
+    device: Device,
+    /// What foreign code knew before.
+    before: *mut c_void,
+    lane: LaneStream,
+}
+
+/// The stream of a lane.
+pub(super) struct LaneStream {
+    stream: Arc<dyn Stream>,
+    /// The device's default stream, if it is another one.
+    default: Option<Arc<dyn Stream>>,
+}
+
+impl LaneStream {
+    pub(super) fn of(context: &Context, device: Device) -> Result<Self> {
+        let stream = context.stream(device)?;
+        let default = context.devices().get(device)?.default_stream(device.index)?;
+        let is_default = default.library_handle()? == stream.library_handle()?;
+        Ok(Self { stream, default: (!is_default).then_some(default) })
+    }
+
+    /// Has what is submitted to the stream begin after what the session has done so far.
+    pub(super) fn begin(&self) -> Result<()> {
+        self.default.as_ref().map_or(Ok(()), |default| self.stream.wait_for(&**default))
+    }
+
+    /// Has what the session does from now on come after what was submitted to the stream.
+    fn end(&self) {
+        let ended = self.default.as_ref().map_or(Ok(()), |default| default.wait_for(&*self.stream));
+        if let Err(error) = ended {
+            // All that is left, whatever comes of it; a device that is lost tells everybody.
+            let waited = self.stream.synchronize();
+            tracing::warn!(%error, ?waited, "a stream could not be put in order with the default one");
+        }
+    }
 }
 
 impl Streams {
@@ -93,21 +134,26 @@ impl Streams {
     }
 
     fn add(&mut self, context: &Context, device: Device) -> Result<()> {
-        if device.kind == DeviceType::CPU || self.set.iter().any(|(known, ..)| *known == device) {
+        if device.kind == DeviceType::CPU || self.set.iter().any(|set| set.device == device) {
             return Ok(());
         }
-        let stream = context.stream(device)?;
-        if let Some(handle) = stream.library_handle()? {
+        let lane = LaneStream::of(context, device)?;
+        if let Some(handle) = lane.stream.library_handle()? {
             let before = self.api.set_stream(device.kind.0, device.index, handle.as_ptr())?;
-            self.set.push((device, before, stream));
+            self.set.push(Set { device, before, lane });
         }
         Ok(())
+    }
+
+    fn begin(&self) -> Result<()> {
+        self.set.iter().try_for_each(|set| set.lane.begin())
     }
 }
 
 impl Drop for Streams {
     fn drop(&mut self) {
-        for (device, before, _) in self.set.drain(..).rev() {
+        for Set { device, before, lane } in self.set.drain(..).rev() {
+            lane.end();
             if let Err(error) = self.api.set_stream(device.kind.0, device.index, before) {
                 tracing::warn!(%error, %device, "foreign code keeps a stream that may be gone");
             }
