@@ -63,12 +63,13 @@ impl Branch {
     pub(crate) fn open(
         context: &rpc_core::Context,
         set_up: &SetUp,
+        in_processes: bool,
         sink: Arc<dyn EventSink>,
         relays: &Arc<Relays>,
     ) -> Result<Self> {
         let relays = Arc::clone(relays);
         let (mut children, mut places, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
-        if set_up.hosting == Hosting::Processes {
+        if in_processes {
             (children, places) = processes(context, set_up, &sink)?;
             nodes = vec![0; children.len()];
         }

@@ -118,7 +118,7 @@ impl Controller {
             room: Vec::new(),
         };
         // Also where a host of this process passes them on: what cannot be encoded is to be refused before it has a number.
-        let passes_on = options.hosting == Hosting::Processes || links.iter().any(|link| link.nodes > 1);
+        let passes_on = options.hosting != Hosting::Threads || links.iter().any(|link| link.nodes > 1);
         let encodes = passes_on || links.iter().any(Link::is_remote);
         Arc::new_cyclic(|this| Self {
             this: this.clone(),

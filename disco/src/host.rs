@@ -27,7 +27,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
-use rpc_core::{Context, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
+use rpc_core::{Context, DeviceType, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
 use serde::{Deserialize, Serialize};
 
 use crate::branch::Branch;
@@ -237,6 +237,12 @@ struct Threads {
     feed: Arc<Feed>,
 }
 
+/// Whether a node has devices on which something can hang. Loads their driver, if there is one.
+fn has_gpus(context: &Context) -> bool {
+    let has = |kind| context.devices().kind(kind).and_then(|api| api.count()).is_ok_and(|count| count > 0);
+    [DeviceType::CUDA, DeviceType::ROCM].into_iter().any(has)
+}
+
 impl WorkerHost {
     fn open(context: &Context, set_up: &SetUp) -> Result<(Arc<Self>, HostInfo)> {
         let Layout { world_size, num_groups } = set_up.layout;
@@ -257,14 +263,20 @@ impl WorkerHost {
         let own = context.extension::<DataAddress>().map(|address| address.0);
         let mut info = HostInfo { leaves: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
         let mut threads = None;
-        if set_up.hosting == Hosting::Threads {
+        let in_processes = match set_up.hosting {
+            Hosting::Processes => true,
+            Hosting::Threads => false,
+            // The process of a session that has it to itself is as good as another one.
+            Hosting::Auto => set_up.count > 1 && has_gpus(context),
+        };
+        if !in_processes {
             let patience = if events.is_none() { YIELD } else { Duration::ZERO };
             threads = Some(Threads::start(context, set_up, &sink, &relays, patience)?);
             info.leaves.push(Leaf { count: set_up.count, machine: machine(), mpi: MpiSeat::own() });
         }
         let mut branch = None;
-        if set_up.hosting == Hosting::Processes || !set_up.below.is_empty() {
-            let opened = Branch::open(context, set_up, sink, &relays)?;
+        if in_processes || !set_up.below.is_empty() {
+            let opened = Branch::open(context, set_up, in_processes, sink, &relays)?;
             info.leaves.extend(opened.leaves());
             info.is_encrypted_below = opened.is_encrypted();
             info.data_addresses.extend(opened.data_addresses());

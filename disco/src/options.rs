@@ -13,8 +13,11 @@ use crate::error::WorkerId;
 /// How the workers of one node run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Hosting {
-    /// As threads of the node's process. One that crashes takes the others with it, and they share one memory.
+    /// Each in a process of its own where a node has GPUs and several workers, and as threads otherwise: a collective that hangs on a GPU is ended by nothing but the end of its
+    /// process.
     #[default]
+    Auto,
+    /// As threads of the node's process. One that crashes takes the others with it, and they share one memory.
     Threads,
     /// Each in a process of its own, which is the node's program started again: it has to call [`serve_if_worker`](crate::serve_if_worker).
     /// `rpc-server` does.
@@ -27,7 +30,7 @@ pub enum Hosting {
 pub struct Options {
     /// How many bytes of commands the workers may be behind before whoever issues more has to wait; a small command counts 128. Default: 16 MiB.
     pub window: u64,
-    /// How nodes run their workers. Default: as threads.
+    /// How nodes run their workers. Default: as each node finds right.
     pub hosting: Hosting,
     /// Whether each worker's thread stays on one processor: among those that its process may use, in turn by the number of the worker. On
     /// Linux. Default: no.

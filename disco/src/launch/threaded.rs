@@ -7,7 +7,7 @@ use rpc_core::{LocalSession, Registry, Session, SessionLimits};
 use super::{Source, launch};
 use crate::completion::Completion;
 use crate::host::register;
-use crate::options::Options;
+use crate::options::{Hosting, Options};
 use crate::session::DiscoSession;
 use crate::weight_folders::WeightFolders;
 
@@ -52,6 +52,8 @@ impl ThreadedSession {
         let session = LocalSession::builder(self.registry).limits(limits);
         let session = Session::new(session.extension(Arc::new(WeightFolders::anywhere())).build());
         let node = Source::Ready(session, "this process".to_owned());
-        launch((1, self.num_workers, self.num_groups), self.options, async { Ok(vec![node.into()]) })
+        let mut options = self.options;
+        options.hosting = Hosting::Threads;
+        launch((1, self.num_workers, self.num_groups), options, async { Ok(vec![node.into()]) })
     }
 }
