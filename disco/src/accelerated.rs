@@ -1,6 +1,8 @@
 //! How the workers of a session join groups whose data moves in NCCL: over communicators on host memory, which remain beside those for everything else.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, LazyLock};
 
 use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
@@ -23,7 +25,8 @@ pub(crate) fn join(
     let Membership { epoch, world: mut control, group } = membership;
     // Everybody hears of whoever cannot.
     let ready = library(flavour).and_then(|library| Ok((library, stream(device)?)));
-    compare_versions(&mut *control, ready.as_ref().map(|(library, _)| library.version().code()).map_err(Clone::clone))?;
+    let own = ready.as_ref().map(|(library, _)| Own::new(library, device)).map_err(Clone::clone);
+    Own::compare(&mut *control, own)?;
     let (library, stream) = ready?;
     let options = options(limits, Options::default());
     let id = share_id(&mut *control, &library)?;
@@ -76,25 +79,64 @@ fn stream(device: Device) -> Result<Arc<dyn DeviceStream>> {
     Err(RpcError::unsupported(format!("this program was built without streams of {device}")))
 }
 
-/// Whether all ranks have the same library. A rank that has none says why.
-fn compare_versions(control: &mut dyn Ccl, own: Result<u32>) -> Result<()> {
-    let mut all = vec![0; 4 * control.size()];
-    let own = own.map(u32::to_le_bytes);
-    let input = match &own {
-        Ok(own) => CollectiveInput::Ready(Buffers::new(own, &mut all)),
-        Err(error) => CollectiveInput::Poisoned(error.clone()),
-    };
-    control.allgather(DataType::U32, 1, input)?;
-    let versions: Vec<u32> =
-        all.chunks_exact(4).map(|code| u32::from_le_bytes([code[0], code[1], code[2], code[3]])).collect();
-    match versions.iter().position(|code| *code != versions[0]) {
-        None => Ok(()),
-        Some(other) => {
-            let (first, second) = (version(versions[0]), version(versions[other]));
-            Err(RpcError::unsupported(format!(
+/// What ranks compare before NCCL hears of any of them.
+struct Own {
+    /// Of the library.
+    version: u32,
+    device: i32,
+    process: u64,
+}
+
+impl Own {
+    const LEN: usize = 16;
+
+    fn new(library: &Library, device: Device) -> Self {
+        /// Tells this process from all others, on whatever machine.
+        static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
+        Self { version: library.version().code(), device: device.index, process: *PROCESS }
+    }
+
+    fn to_bytes(&self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        bytes[..4].copy_from_slice(&self.version.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.device.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.process.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        let word = |at: usize| [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
+        let process = u64::from(u32::from_le_bytes(word(8))) | u64::from(u32::from_le_bytes(word(12))) << 32;
+        Self { version: u32::from_le_bytes(word(0)), device: i32::from_le_bytes(word(4)), process }
+    }
+
+    /// Whether all ranks have the same library, and none has its stream with another one. A rank that is not ready says why.
+    fn compare(control: &mut dyn Ccl, own: Result<Self>) -> Result<()> {
+        let mut all = vec![0; Self::LEN * control.size()];
+        let own = own.map(|own| own.to_bytes());
+        let input = match &own {
+            Ok(own) => CollectiveInput::Ready(Buffers::new(own, &mut all)),
+            Err(error) => CollectiveInput::Poisoned(error.clone()),
+        };
+        control.allgather(DataType::U8, Self::LEN, input)?;
+        let all: Vec<_> = all.chunks_exact(Self::LEN).map(Self::from_bytes).collect();
+        if let Some(other) = all.iter().position(|one| one.version != all[0].version) {
+            let (first, second) = (version(all[0].version), version(all[other].version));
+            return Err(RpcError::unsupported(format!(
                 "worker 0 has version {first} of the library of collectives, and worker {other} has {second}: all need the same"
-            )))
+            )));
         }
+        let mut seen = HashMap::new();
+        for (worker, one) in all.iter().enumerate() {
+            if let Some(other) = seen.insert((one.process, one.device), worker) {
+                let device = one.device;
+                // The one's collective would be behind the other's, which waits for it.
+                return Err(RpcError::invalid_argument(format!(
+                    "workers {other} and {worker} are threads of one process with device {device} for both: give each a device, or a process (Hosting::Processes)"
+                )));
+            }
+        }
+        Ok(())
     }
 }
 

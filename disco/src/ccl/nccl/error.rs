@@ -70,7 +70,9 @@ pub struct NcclError {
 impl From<NcclError> for RpcError {
     fn from(error: NcclError) -> Self {
         let kind = match error.code {
-            code::UNHANDLED_CUDA_ERROR => ErrorKind::DeviceLost,
+            // Any call of CUDA's that NCCL made. A device that is lost says so itself.
+            code::UNHANDLED_CUDA_ERROR if error.last_error.contains("out of memory") => ErrorKind::OutOfMemory,
+            code::UNHANDLED_CUDA_ERROR => ErrorKind::Application,
             code::INVALID_ARGUMENT => ErrorKind::InvalidArgument,
             code::INVALID_USAGE => ErrorKind::ApiMisuse,
             code::REMOTE_ERROR => ErrorKind::PeerLost,
