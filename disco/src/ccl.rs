@@ -30,7 +30,8 @@
 //!
 //! 1. **Order.** All ranks of a group call the same collectives in the same order, with the same operation, root, type and count. Where they
 //!    do not, every rank gets [`CclError::Mismatch`], which names both calls; no data moves, and the group lives on.
-//! 2. **Synchronisation.** A collective returns once this rank has all that is its own and its buffers are its own again. Every collective
+//! 2. **Synchronisation.** A collective returns once this rank has all that is its own and its buffers are its own again; on the memory of a
+//!    device that is so in the order of the device's stream, and [`Ccl::complete`] waits for it. Every collective
 //!    begins with word from every rank, so that none finishes before all have entered.
 //! 3. **Results.** All ranks get the same bits, and the same ones in every run. Every backend in [`host`] folds an element in the order
 //!    of ranks, 0 first, and rounds it once, so that even the way of launching does not matter:
@@ -298,6 +299,15 @@ pub trait Ccl: Send {
     ///
     /// See [`CclError`]. [`CclError::Broken`] is the only one after which the communicator is of no more use.
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError>;
+
+    /// Waits until all that earlier calls have left to this rank's device is done. Backends for host memory leave nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`CclError::Broken`]: some of it is lost, because the group broke meanwhile. Each loss is told once, by this or by the next call.
+    fn complete(&mut self) -> Result<(), CclError> {
+        Ok(())
+    }
 
     /// Says what this rank does from now on, for callers that number that: upward, and the same on all ranks. Ranks that meet in a collective
     /// under different numbers are out of step, which breaks the group ([`BreakCause::OutOfStep`]): what they have for each other is not what

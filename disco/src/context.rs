@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rpc_core::function::FromCall;
 use rpc_core::object::Invocation;
 use rpc_core::tensor::Access;
-use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
+use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
 
 use crate::ccl::{
     BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
@@ -41,9 +41,10 @@ use crate::plane::{Layout, Membership};
 /// # Ok::<(), disco::DiscoError>(())
 /// ```
 ///
-/// Collectives have to be entered by all workers of their scope, in the same order. Tensors in them must be densely packed and in host memory; they
-/// are borrowed while the call lasts, so that a function takes them as [`Tensor`] and not as views. Source and destination may be the same
-/// tensor, and must not overlap otherwise.
+/// Collectives have to be entered by all workers of their scope, in the same order. Tensors in them must be densely packed, and in host memory or on the device that
+/// [`init_ccl`](crate::DiscoSession::init_ccl) has given the worker; they are borrowed while the call lasts, so that a function takes them as [`Tensor`] and not as views. Source
+/// and destination may be the same tensor, and must not overlap otherwise. On a GPU a collective returns when it has been given to the device's default stream: whatever is
+/// submitted there next, such as a copy or a kernel, comes behind it.
 #[derive(Clone)]
 pub struct WorkerContext(Arc<Shared>);
 
@@ -53,6 +54,8 @@ struct Shared {
     context: Context,
     logs: Option<u8>,
     device: Mutex<Device>,
+    /// On which of them there may be work to wait for.
+    used: Mutex<Vec<Device>>,
     /// To tell the controller what is logged, and of communicators that are broken.
     sink: Arc<dyn EventSink>,
     /// Or why there is none.
@@ -108,6 +111,7 @@ impl WorkerContext {
             context,
             logs,
             device: Mutex::new(Device::cpu()),
+            used: Mutex::default(),
             sink,
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
@@ -184,7 +188,48 @@ impl WorkerContext {
     /// The device of the worker that satisfies a constraint: its own if that does, or if there is none.
     pub(crate) fn choose(&self, wanted: Option<&VirtualDevice>) -> Result<Device> {
         let own = self.device();
-        wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))
+        let chosen = wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))?;
+        self.note_use(chosen);
+        Ok(chosen)
+    }
+
+    fn note_use(&self, device: Device) {
+        let mut used = lock(&self.0.used);
+        if device.kind != DeviceType::CPU && !used.contains(&device) {
+            used.push(device);
+        }
+    }
+
+    /// Waits until the devices that this worker was given tensors on have done what was submitted to their default streams.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        let used = lock(&self.0.used).clone();
+        used.into_iter().try_for_each(|device| {
+            let api = self.context().devices().get(device)?;
+            api.default_stream(device.index)?.synchronize()
+        })
+    }
+
+    /// Waits until all that this worker's collectives have left to its device is done, as they do where tensors are on GPUs: they return when they have been given to the device's
+    /// stream, in front of whatever is submitted there next. [`sync_worker`](crate::DiscoSession::sync_worker) does it, too.
+    ///
+    /// # Errors
+    ///
+    /// Some of it is lost, because the data plane broke meanwhile. That is told once: what has been made of it since is of no use.
+    pub fn complete(&self) -> Result<()> {
+        let mut membership = lock(&self.0.membership);
+        let Ok(membership) = membership.as_mut() else { return Ok(()) };
+        let epoch = membership.epoch;
+        let mut outcome = Ok(());
+        for (ccl, scope) in membership.each().zip([Scope::World, Scope::Group]) {
+            if let Err(error) = ccl.complete() {
+                let error = match error {
+                    CclError::Broken(breakdown) => self.broken(scope, epoch, &breakdown),
+                    other => other.into(),
+                };
+                outcome = outcome.and(Err(error));
+            }
+        }
+        outcome
     }
 
     /// Allocates a zeroed, densely packed tensor on the worker's device.
@@ -335,6 +380,7 @@ impl WorkerContext {
 
     /// Where tensors go from now on for which no device is named.
     pub(crate) fn set_device(&self, device: Device) {
+        self.note_use(device);
         *lock(&self.0.device) = device;
     }
 

@@ -341,7 +341,9 @@ impl DiscoSession {
     /// built with the feature `mpi`, or [`ccl::host::mpi`](crate::ccl::host). Its tensors are in host memory, too.
     ///
     /// `nccl` moves the data of tensors on CUDA devices ([`ccl::nccl`](crate::ccl::nccl)), one device for each worker; `rccl` is the same of AMD, for which there are no devices yet. The library is looked for by
-    /// each worker, and all have to have the same version. Workers with GPUs should be processes ([`Hosting::Processes`](crate::Hosting::Processes)): only the end of one helps where NCCL hangs.
+    /// each worker, and all have to have the same version. Workers with GPUs should be processes, which they are by default where a node has several ([`Hosting`](crate::Hosting)): only the end of one helps where NCCL hangs.
+    /// Its collectives are given to the devices' streams, and workers go on to the next command: [`sync_worker`](Self::sync_worker) waits for them, and so do the copies of their results to the controller. If
+    /// the data plane breaks meanwhile, that sync or copy tells it, and what commands have made since the sync before is poisoned.
     ///
     /// Its errors are another number of ids, an unknown backend, and those of [`reinit_ccl`](Self::reinit_ccl).
     pub fn init_ccl(&self, name: &str, device_ids: &[i32]) -> Completion<()> {

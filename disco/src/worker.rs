@@ -81,6 +81,12 @@ impl Running {
     }
 }
 
+/// What a register may lose: the command that has set it.
+struct AtStake {
+    sequence: u64,
+    command: String,
+}
+
 /// Why a command has no result.
 enum Fault {
     /// It failed here.
@@ -114,6 +120,10 @@ pub(crate) struct Worker {
     steps: u64,
     programs: HashMap<u32, Arc<Kept>>,
     running: Option<Running>,
+    /// Whether collectives leave work to a device.
+    is_accelerated: bool,
+    /// The registers that would be lost with that.
+    at_stake: HashMap<Register, AtStake>,
     executed: u64,
     reported: u64,
     /// Progress is reported when so much more credit has come free.
@@ -153,6 +163,8 @@ impl Worker {
             steps: 0,
             programs: HashMap::new(),
             running: None,
+            is_accelerated: false,
+            at_stake: HashMap::new(),
             executed: 0,
             reported: 0,
             shut_down: false,
@@ -197,8 +209,49 @@ impl Worker {
             }
             _ => return,
         };
+        if matches!(command, Command::SyncWorker { .. })
+            && self.settle().is_ok()
+            && let Err(cause) = self.this.synchronize()
+        {
+            self.tell(command, cause.into());
+        }
         self.report();
         self.sink.send(Event::Reached { ticket });
+    }
+
+    /// Waits for what collectives have left to the device. If some of it is lost, that is a failure of the first command that may have lost something, and poisons
+    /// what all of them have set.
+    fn settle(&mut self) -> Result<(), Arc<Failure>> {
+        if !self.is_accelerated {
+            return Ok(());
+        }
+        let at_stake = std::mem::take(&mut self.at_stake);
+        let Err(cause) = self.this.complete() else { return Ok(()) };
+        let first = at_stake.values().min_by_key(|one| one.sequence);
+        let (sequence, command) =
+            first.map_or((self.sequence, "collective"), |first| (first.sequence, first.command.as_str()));
+        let failure = Failure { worker: self.id, sequence, command: command.to_owned(), cause };
+        self.sink.send(Event::Failed(failure.clone()));
+        let failure = Arc::new(failure);
+        for register in at_stake.into_keys() {
+            self.registers[register as usize] = Slot::Poisoned(Arc::clone(&failure));
+        }
+        Err(failure)
+    }
+
+    /// Notes what would be lost with a collective that is still on the device.
+    fn note_at_stake(&mut self, command: &Command) {
+        if !matches!(command, Command::CallPacked { .. } | Command::Collective { .. } | Command::SendRecv { .. }) {
+            return;
+        }
+        let register = command.outputs().and_then(|register| match &self.running {
+            Some(running) => running.place(register),
+            None => Some(register),
+        });
+        if let Some(register) = register.filter(|register| (*register as usize) < self.registers.len()) {
+            let (sequence, command) = (self.sequence, self.title(command));
+            self.at_stake.insert(register, AtStake { sequence, command });
+        }
     }
 
     /// Executes one command; what fails poisons what it should have set.
@@ -215,7 +268,12 @@ impl Worker {
             }
             return;
         }
-        let Err(fault) = self.execute(command) else { return };
+        let Err(fault) = self.execute(command) else {
+            if self.is_accelerated {
+                self.note_at_stake(command);
+            }
+            return;
+        };
         let failure = self.tell(command, fault);
         if let Some(register) = command.outputs() {
             self.set(register, Slot::Poisoned(failure));
@@ -236,6 +294,11 @@ impl Worker {
     }
 
     fn failure(&self, command: &Command, cause: RpcError) -> Failure {
+        Failure { worker: self.id, sequence: self.sequence, command: self.title(command), cause }
+    }
+
+    /// What a command is called in failures.
+    fn title(&self, command: &Command) -> String {
         let name = match command {
             Command::CallPacked { function, .. } => {
                 let function = self.running.as_ref().map_or(Some(*function), |running| running.place(*function));
@@ -243,11 +306,11 @@ impl Worker {
             }
             _ => None,
         };
-        let mut command = name.unwrap_or_else(|| command.name().to_owned());
-        if let Some(running) = &self.running {
-            command = format!("{command}, step {} of program {}", running.step, running.program);
+        let command = name.unwrap_or_else(|| command.name().to_owned());
+        match &self.running {
+            Some(running) => format!("{command}, step {} of program {}", running.step, running.program),
+            None => command,
         }
-        Failure { worker: self.id, sequence: self.sequence, command, cause }
     }
 
     fn execute(&mut self, command: &Command) -> Outcome {
@@ -311,6 +374,8 @@ impl Worker {
             }
             Command::SendRecv { from, to, pairs } => self.send_recv(command, *from, *to, pairs)?,
             Command::InitCcl { plan } => {
+                // It is told, and poisons what it has to.
+                _ = self.settle();
                 // The old communicators go first, so that nobody waits in them.
                 self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
                 let plan: Plan = plan.decode()?;
@@ -325,6 +390,7 @@ impl Worker {
                     }
                     None => Ok(membership),
                 });
+                self.is_accelerated = plan.accelerated.is_some() && joined.is_ok();
                 let failed = joined.as_ref().err().cloned();
                 self.this.set_membership(joined);
                 if let Some(error) = failed {
@@ -456,6 +522,7 @@ impl Worker {
         if at >= self.registers.len() {
             self.registers.resize(at + 1, Slot::Empty);
         }
+        self.at_stake.remove(&register);
         self.registers[at] = slot;
     }
 
@@ -607,7 +674,8 @@ impl Worker {
     /// Sends what a register holds to the controller.
     fn fetch(&mut self, ticket: u64, from: Register, tensor_only: bool, command: &Command) {
         self.report();
-        let content = self.value(from).and_then(|value| match &value {
+        let settled = self.settle().map_err(Fault::Inherited);
+        let content = settled.and_then(|()| self.value(from)).and_then(|value| match &value {
             Value::Object(Object::Tensor(tensor)) => {
                 tensor.byte_range(0, tensor.size_bytes())?;
                 drop(tensor.read()?);
@@ -700,7 +768,7 @@ impl Worker {
 
     /// Tells everybody what the first worker's tensor will give them, before its data.
     fn announce(
-        &self,
+        &mut self,
         command: &Command,
         scope: Scope,
         kind: Kind,
@@ -728,6 +796,7 @@ impl Worker {
         };
         let tensors = described.map(|()| (Some(header.clone()), Some(header.clone())));
         self.take_part(command, scope, operation, tensors)?;
+        self.settle().map_err(Fault::Inherited)?;
         Ok(Ok(read_layout(&header)?))
     }
 

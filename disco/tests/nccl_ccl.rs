@@ -21,7 +21,7 @@ use disco::ccl::{
 };
 use rpc_core::{DataType, DataTypeCode, Device, ErrorKind, RpcError};
 
-use fake::{Fake, compile, controls_of_groups, on_ranks, on_ranks_of, patient};
+use fake::{Fake, compile, controls_of_groups, on_devices, on_ranks, on_ranks_of, patient};
 use launch::Launch;
 use model::{Aliasing, assert_mismatch, check, conformance_of};
 
@@ -296,7 +296,7 @@ fn what_the_library_finds_wrong_on_one_rank_breaks_the_group_for_all() {
 fn a_collective_that_comes_to_no_end_breaks_the_group_when_its_time_is_up() {
     let Some(fake) = Fake::new() else { return };
     let mut options = patient();
-    options.stall_timeout = SHORT;
+    (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), SHORT);
     on_ranks(&fake, Launch::Unix, 3, &options, |mut member| {
         assert_lives(&mut member.ccl);
         if member.ccl.rank() == Rank(2) {
@@ -304,7 +304,8 @@ fn a_collective_that_comes_to_no_end_breaks_the_group_when_its_time_is_up() {
         }
         let breakdown = breakdown(allreduce(&mut member.ccl, 10));
         let text = breakdown.to_string();
-        assert!(text.contains("ncclAllReduce has not ended within 300ms"), "{text}");
+        let what = "ncclAllReduce of allreduce(sum) of 10 float32 has not ended within 300ms";
+        assert!(text.contains(what), "{text}");
         assert!(text.contains("in allreduce(sum) of 10 float32 #"), "{text}");
     });
     fake.assert_tidy();
@@ -361,6 +362,7 @@ fn an_abort_that_hangs_is_told_to_the_owner() {
         assert_lives(&mut member.ccl);
         if member.ccl.rank() == Rank(0) {
             fake.steer("fake_hang_abort", 1, 0);
+            fake.steer("fake_hang", 0, 0);
             fake.steer("fake_fail", 0, 3);
         }
         breakdown(allreduce(&mut member.ccl, 10));
@@ -408,6 +410,13 @@ fn eight_bit_floats_need_a_newer_library() {
                 }
                 // What only moves, moves with any version.
                 check(&mut member.ccl, Collective::new(Operation::Allgather, dtype, 5), 1, Aliasing::Apart);
+                // And with any device.
+                for (major, is_able) in [(8, false), (9, version > 22_400), (10, version > 22_400)] {
+                    member.stream.pretend(major, 6);
+                    let result = member.ccl.allreduce(ReduceOp::Max, dtype, 4, Buffers::in_place(&mut data).into());
+                    assert_eq!(result.is_ok(), is_able, "{major} {result:?}");
+                    check(&mut member.ccl, Collective::new(Operation::Allgather, dtype, 5), 1, Aliasing::Apart);
+                }
             }
         });
         fake.assert_tidy();
@@ -478,18 +487,16 @@ fn a_control_communicator_of_another_place_is_refused() {
 }
 
 #[test]
-fn a_collective_waits_for_what_is_on_the_stream_before_it() {
+fn work_in_front_of_a_collective_may_take_its_time_and_no_longer() {
     let Some(fake) = Fake::new() else { return };
-    let mut options = patient();
-    options.drain_timeout = Some(SHORT);
-    on_ranks(&fake, Launch::Segment, 2, &options, |mut member| {
+    on_ranks(&fake, Launch::Segment, 2, &patient(), |mut member| {
         let is_busy = member.ccl.rank() == Rank(0);
         member.stream.hold(is_busy);
-        // Nobody can tell the work of one rank from a hang: the others hear what it waits for.
-        let error = RpcError::from(allreduce(&mut member.ccl, 10).unwrap_err());
-        assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
-        assert!(error.message().contains("the work on the stream before it has not ended"), "{error}");
-        member.stream.hold(false);
+        std::thread::scope(|scope| {
+            let stream = &member.stream;
+            scope.spawn(move || stream.hold(false));
+            allreduce(&mut member.ccl, 10).unwrap();
+        });
         assert_lives(&mut member.ccl);
         // What has failed there is why there is no input.
         if is_busy {
@@ -498,6 +505,155 @@ fn a_collective_waits_for_what_is_on_the_stream_before_it() {
         let error = RpcError::from(allreduce(&mut member.ccl, 10).unwrap_err());
         assert_eq!((error.kind(), error.message()), (ErrorKind::DeviceLost, "a kernel trapped"));
     });
+    fake.assert_tidy();
+    // Nobody can tell the work of another rank from a hang.
+    let mut options = patient();
+    (options.drain_timeout, options.stall_timeout) = (Some(SHORT), SHORT);
+    let (tell, told) = mpsc::channel();
+    let told = std::sync::Mutex::new(told);
+    on_ranks(&fake, Launch::Segment, 2, &options, |mut member| {
+        if member.ccl.rank() == Rank(0) {
+            member.stream.hold(true);
+            tell.send(Arc::clone(&member.stream)).unwrap();
+        }
+        let breakdown = breakdown(allreduce(&mut member.ccl, 10));
+        assert_eq!(breakdown.rank, Rank(1));
+        assert!(breakdown.to_string().contains("has not ended within 600ms"), "{breakdown}");
+        if member.ccl.rank() == Rank(1) {
+            // The other one has heard of it, and waits for its own work: it is not taken for stuck.
+            eventually("both have aborted", || fake.ask("fake_aborts") == 2);
+            told.lock().unwrap().recv().unwrap().hold(false);
+        }
+    });
+    fake.assert_tidy();
+}
+
+/// A rank's tensor, on a device as far as anybody is told. It stays until the group is gone.
+fn on_device(rank: Rank, data: &mut [f32]) -> Buffers<'static> {
+    let (start, len) = (data.as_mut_ptr().cast::<u8>(), size_of_val(data));
+    // SAFETY: the tests keep the data until the ranks are gone, and look at it when it is complete.
+    let buffers =
+        unsafe { Buffers::from_raw(Device::cuda(rank.0 as i32), Some((start.cast_const(), len)), Some((start, len))) };
+    buffers.expect("one buffer for both")
+}
+
+fn double(ccl: &mut NcclCcl, data: &mut [f32]) -> Result<(), CclError> {
+    ccl.allreduce(ReduceOp::Sum, DataType::F32, data.len(), on_device(ccl.rank(), data).into())
+}
+
+fn eventually(what: &str, mut is: impl FnMut() -> bool) {
+    let began = std::time::Instant::now();
+    while !is() {
+        assert!(began.elapsed() < Duration::from_secs(60), "never: {what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn collectives_are_left_to_the_device() {
+    let Some(fake) = Fake::new() else { return };
+    let issued = AtomicUsize::new(0);
+    on_devices(&fake, 2, &patient(), |mut member| {
+        let mut data = vec![1.0; 8];
+        member.stream.hold(true);
+        for _ in 0..10 {
+            double(&mut member.ccl, &mut data).unwrap();
+        }
+        assert_eq!(data, [1.0; 8]);
+        member.stream.hold(false);
+        member.ccl.complete().unwrap();
+        assert_eq!(data, [1024.0; 8]);
+        // Host memory is lent for the time of the call.
+        let mut other = 1.0_f32.to_le_bytes();
+        let buffers = Buffers::in_place(&mut other);
+        let error = member.ccl.allreduce(ReduceOp::Sum, DataType::F32, 1, buffers.into()).unwrap_err();
+        assert!(error.to_string().contains("the buffers are on cpu:0"), "{error}");
+        // A barrier is passed when all has come to it.
+        double(&mut member.ccl, &mut data).unwrap();
+        member.ccl.barrier().unwrap();
+        assert_eq!(data, [2048.0; 8]);
+        // Nobody runs ahead for ever.
+        let mut words = vec![0.0; 8];
+        member.stream.hold(true);
+        std::thread::scope(|scope| {
+            let (ccl, words, issued, stream) = (&mut member.ccl, &mut words, &issued, &member.stream);
+            scope.spawn(move || {
+                for _ in 0..600 {
+                    double(ccl, words).unwrap();
+                    issued.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            eventually("as many as may be", || issued.load(Ordering::SeqCst) >= 2 * 512);
+            assert!(issued.load(Ordering::SeqCst) <= 2 * 512);
+            stream.hold(false);
+        });
+        member.ccl.complete().unwrap();
+    });
+    fake.assert_tidy();
+}
+
+#[test]
+fn what_is_lost_on_the_device_is_told_once_and_by_nobody_missed() {
+    let Some(fake) = Fake::new() else { return };
+    let mut options = patient();
+    (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), SHORT);
+    let ready = Barrier::new(3);
+    on_devices(&fake, 3, &options, |mut member| {
+        let mut data = vec![1.0; 8];
+        double(&mut member.ccl, &mut data).unwrap();
+        member.ccl.complete().unwrap();
+        if ready.wait().is_leader() {
+            fake.steer("fake_hang", 1, 0);
+        }
+        ready.wait();
+        for _ in 0..3 {
+            // The others may have found it broken before this one comes to the third.
+            _ = double(&mut member.ccl, &mut data);
+        }
+        // Nobody asks, and each rank's communicator is aborted: whoever waits for the stream gets on.
+        eventually("all have aborted", || fake.ask("fake_aborts") == 3);
+        let lost = breakdown(member.ccl.complete());
+        assert!(lost.to_string().contains("has not ended within 300ms"), "{lost}");
+        member.ccl.complete().unwrap();
+        assert_eq!(breakdown(double(&mut member.ccl, &mut data)), lost);
+    });
+    fake.assert_tidy();
+}
+
+#[test]
+fn an_abort_reaches_ranks_that_have_left_all_to_the_device() {
+    let Some(fake) = Fake::new() else { return };
+    let ready = Barrier::new(3);
+    on_devices(&fake, 3, &patient(), |mut member| {
+        let mut data = vec![1.0; 8];
+        fake.steer("fake_hang", 2, 0);
+        ready.wait();
+        double(&mut member.ccl, &mut data).unwrap();
+        ready.wait();
+        if member.ccl.rank() == Rank(0) {
+            member.ccl.control().abort("enough");
+        }
+        eventually("all have aborted", || fake.ask("fake_aborts") == 3);
+        assert_eq!(breakdown(member.ccl.complete()).cause, BreakCause::Aborted("enough".to_owned()));
+    });
+    fake.assert_tidy();
+}
+
+#[test]
+fn a_rank_that_goes_waits_for_what_is_under_way() {
+    let Some(fake) = Fake::new() else { return };
+    let mut sums = on_devices(&fake, 2, &patient(), |mut member| {
+        let mut data = vec![3.0; 8];
+        member.stream.hold(true);
+        double(&mut member.ccl, &mut data).unwrap();
+        std::thread::scope(|scope| {
+            let stream = Arc::clone(&member.stream);
+            scope.spawn(move || stream.hold(false));
+            drop(member.ccl);
+        });
+        data[7]
+    });
+    assert_eq!((sums.pop(), sums.pop()), (Some(6.0), Some(6.0)));
     fake.assert_tidy();
 }
 

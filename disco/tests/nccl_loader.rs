@@ -5,7 +5,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use disco::ccl::nccl::{DeviceStream, Flavour, Library, NcclCcl, Options, UniqueId, Version};
+use disco::ccl::nccl::{DeviceStream, Flavour, Library, Mark, NcclCcl, Options, UniqueId, Version};
 use disco::ccl::{Rank, host};
 use rpc_core::{Device, ErrorKind, RpcError};
 
@@ -69,6 +69,10 @@ impl DeviceStream for DefaultStream {
 
     fn is_done(&self) -> Result<bool, RpcError> {
         Ok(true)
+    }
+
+    fn mark(&self) -> Result<Box<dyn Mark>, RpcError> {
+        Err(RpcError::unsupported("this test has no events of a device"))
     }
 
     fn scratch(&self, _: usize) -> Result<*mut c_void, RpcError> {

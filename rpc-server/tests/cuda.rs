@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::process::Command;
 
@@ -47,10 +48,15 @@ fn server(folder: &TempDir, args: &[&str]) -> ServerProcess {
 }
 
 fn daemon(folder: &TempDir, command: &str, args: &[&str]) -> ServerProcess {
+    daemon_with(folder, command, args, &[])
+}
+
+fn daemon_with(folder: &TempDir, command: &str, args: &[&str], variables: &[(&str, &str)]) -> ServerProcess {
     let first = [command, "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"];
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(first).args(args);
     command.env_clear().env("XDG_STATE_HOME", folder.path()).env("LD_LIBRARY_PATH", folder.path());
+    command.envs(variables.iter().copied());
     ServerProcess::spawn(command).unwrap()
 }
 
@@ -167,15 +173,14 @@ fn a_machine_without_a_driver_says_so() {
 }
 
 #[test]
-fn workers_in_processes_have_gpus_of_their_own() {
+fn workers_with_gpus_are_processes() {
     let Some(folder) = driver() else { return };
     let server = server(&folder, &[]);
-    let mut options = Options::default();
-    options.hosting = Hosting::Processes;
-    let session = SocketSession::new([server.address()], 2, 1).options(options).start().wait().unwrap();
+    let session = SocketSession::new([server.address()], 2, 1).start().wait().unwrap();
     let tensor = session.empty(&[4], DataType::F32, Some("cuda".parse().unwrap())).unwrap();
     let echo = session.get_global_func("rpc.info").unwrap().call(()).unwrap();
     session.sync_all().wait().unwrap();
+    let mut pids = HashSet::from([server.id()]);
     for worker in 0..2 {
         let zeros = match session.debug_get_from_remote(&tensor, WorkerId(worker)).wait().unwrap() {
             Content::Tensor(tensor) => tensor.read().unwrap().as_slice::<f32>().unwrap().to_vec(),
@@ -183,7 +188,10 @@ fn workers_in_processes_have_gpus_of_their_own() {
         };
         assert_eq!(zeros, [0.0; 4]);
         match session.debug_get_from_remote(&echo, WorkerId(worker)).wait().unwrap() {
-            Content::Value(Value::Packed(info)) => assert!(has_driver(info.decode::<ServerInfo>().unwrap().pid)),
+            Content::Value(Value::Packed(info)) => {
+                let pid = info.decode::<ServerInfo>().unwrap().pid;
+                assert!(has_driver(pid) && pids.insert(pid), "{pids:?}");
+            }
             other => panic!("{other:?}"),
         }
     }
@@ -191,9 +199,16 @@ fn workers_in_processes_have_gpus_of_their_own() {
     session.shutdown().wait().unwrap();
 }
 
+/// The library of the tests knows the ranks of one process alone.
+fn as_threads() -> Options {
+    let mut options = Options::default();
+    options.hosting = Hosting::Threads;
+    options
+}
+
 /// A session of as many workers as there are devices, as threads of one process.
 fn on_gpus(server: &ServerProcess, groups: u32) -> DiscoSession {
-    let session = SocketSession::new([server.address()], 2, groups).start().wait().unwrap();
+    let session = SocketSession::new([server.address()], 2, groups).options(as_threads()).start().wait().unwrap();
     session.init_ccl("nccl", &[0, 1]).wait().unwrap();
     session
 }
@@ -257,6 +272,37 @@ fn collectives_of_a_session_move_data_between_gpus() {
 }
 
 #[test]
+fn what_is_lost_on_a_gpu_is_told_by_a_sync_and_poisons_what_came_of_it() {
+    let Some(folder) = driver() else { return };
+    // A broadcast takes two: one tells of the layout.
+    let server = daemon_with(&folder, "serve", &[], &[("FAKE_NCCL_HANG", "2")]);
+    let session = on_gpus(&server, 1);
+    let x = session.broadcast(&Tensor::from_slice([2], &[1.0_f32, 2.0]).unwrap(), None, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    let lost = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    let behind = session.allreduce(&lost, None, ReduceOp::Sum, Scope::World).unwrap();
+    let unconcerned = session.get_global_func("rpc.info").unwrap();
+    // The workers have given both to their devices, and nobody waits for those.
+    session.abort_ccl("enough").unwrap();
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains("enough") && error.contains("allreduce"), "{error}");
+    for worker in 0..2 {
+        for register in [&lost, &behind] {
+            let error = session.debug_get_from_remote(register, WorkerId(worker)).wait().unwrap_err().to_string();
+            assert!(error.contains("enough"), "{error}");
+        }
+        assert_eq!(fetch(&session, &x, worker), [1.0, 2.0]);
+    }
+    // It has been told.
+    session.sync_all().wait().unwrap();
+    drop(unconcerned.call(()).unwrap());
+    session.reinit_ccl().wait().unwrap();
+    let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &sum, 1), [2.0, 4.0]);
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
 fn groups_are_split_and_what_is_missing_is_told() {
     let Some(folder) = driver() else { return };
     let with_groups = server(&folder, &[]);
@@ -271,12 +317,14 @@ fn groups_are_split_and_what_is_missing_is_told() {
     assert!(error.contains("RCCL was asked for, and NCCL is there"), "{error}");
     let error = session.init_ccl("nccl", &[0, 7]).wait().unwrap_err().to_string();
     assert!(error.contains("no cuda:7"), "{error}");
+    let error = session.init_ccl("nccl", &[1, 1]).wait().unwrap_err().to_string();
+    assert!(error.contains("workers 0 and 1 are threads of one process with device 1 for both"), "{error}");
     session.init_ccl("nccl", &[0, 1]).wait().unwrap();
     session.shutdown().wait().unwrap();
     // Without the library the workers say where they have looked for it, and the others have theirs.
     std::fs::remove_file(folder.path().join("libnccl.so.2")).unwrap();
     let without = server(&folder, &[]);
-    let session = SocketSession::new([without.address()], 2, 1).start().wait().unwrap();
+    let session = SocketSession::new([without.address()], 2, 1).options(as_threads()).start().wait().unwrap();
     let error = session.init_ccl("nccl", &[0, 1]).wait().unwrap_err().to_string();
     assert!(error.contains("libnccl.so.2") && error.contains("libnccl.so"), "{error}");
     session.init_ccl("host", &[]).wait().unwrap();
@@ -322,7 +370,7 @@ fn a_tracker_finds_the_server_with_the_gpu() {
         SocketSession::from_tracker(tracker.address(), ServerRequest::new("pool").virtual_device(wanted), 2, 1)
     };
     for wanted in ["cuda", "cuda,scope=host", "cuda,target=cuda -arch=sm_90"] {
-        let session = ask(wanted).start().wait().unwrap();
+        let session = ask(wanted).options(as_threads()).start().wait().unwrap();
         session.init_ccl("nccl", &[0, 1]).wait().unwrap();
         let x = session.broadcast(&Tensor::from_slice([1], &[2.0_f32]).unwrap(), None, Scope::World).unwrap();
         assert_eq!(fetch(&session, &x, 1), [2.0]);

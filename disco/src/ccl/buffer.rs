@@ -6,7 +6,7 @@ use rpc_core::{Device, RpcError};
 
 use super::{Collective, Operation, Rank};
 
-/// The buffers of one call, lent to it until it returns.
+/// The buffers of one call, lent to it until it returns; [memory of a device](Self::from_raw) for longer.
 ///
 /// Input and output either do not overlap at all, or are [one buffer](Self::in_place).
 #[derive(Debug)]
@@ -73,7 +73,8 @@ impl<'a> Buffers<'a> {
     /// # Safety
     ///
     /// For `'a` the input must be valid for reads and the output for reads and writes, on that device and from any thread, and nobody else may write to
-    /// the one or touch the other.
+    /// the one or touch the other. Memory of a device that is not the host's is so until the stream of the communicator has done what it is for, or [`Ccl::complete`](super::Ccl::complete) has
+    /// returned.
     pub unsafe fn from_raw(
         device: Device,
         input: Option<(*const u8, usize)>,

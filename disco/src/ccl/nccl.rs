@@ -9,15 +9,18 @@
 //! ranks that call different things, come without an input, or do not come at all; in all of these it hangs. So each rank keeps a *control communicator* beside it, of the
 //! [`host`](super::host) backend, and every collective has two halves:
 //!
-//! 1. This rank waits until its stream has done what came before. Then all ranks [agree](super::Agreement) over the control communicator on what they are about to do. Mismatch,
-//!    poison, steps, ranks that died or never come: all that is found here, and is the same error on all ranks. Nothing has been enqueued then.
-//! 2. NCCL's call is enqueued, and this rank asks the communicator and the stream in turn until it has ended. If the one says that something is wrong, or the time is up, this rank
-//!    breaks the group over the control communicator; each rank in this half hears of that within milliseconds.
+//! 1. All ranks [agree](super::Agreement) over the control communicator on what they are about to do. Mismatch,
+//!    poison, steps, ranks that died or never come: all that is found here, and is the same error on all ranks. Nothing has been enqueued then. What devices are at work on meanwhile
+//!    makes no difference: this half is the processors' alone, and hidden behind that work.
+//! 2. NCCL's call is enqueued, between two [marks](Mark) in the order of the stream, and [`run`](super::Ccl::run) returns: whatever is submitted to the stream next comes behind it. [`complete`](super::Ccl::complete) waits until all
+//!    of it is done. Until then a thread asks the communicator, the marks and the other ranks in turn. If the one says that something is wrong, or the time is up, this rank
+//!    breaks the group over the control communicator; each rank with something under way hears of that within milliseconds, and aborts, so that nobody who waits for the stream
+//!    waits for ever. What was lost is told by the next `complete`.
 //!
-//! A rank whose group is broken aborts its communicator of NCCL, whoever broke it. An abort can itself hang. It runs on a thread of its own, and when its time is up, [`Options::on_stuck`] is called, which by default ends the process: nothing else helps then, and nobody may touch
+//! A rank whose group is broken aborts its communicator of NCCL, whoever broke it. An abort can itself hang. It runs on a thread of its own, and when its time is up (in which the owner's own work on the stream does not count), [`Options::on_stuck`] is called, which by default ends the process: nothing else helps then, and nobody may touch
 //! buffers that a device may still write to. **Ranks with GPUs should therefore be processes**, not threads of one.
 //!
-//! The first half costs what a barrier of the control communicator does. A call of NCCL that blocks although it should not blocks its rank, too: then the others break the group when
+//! The first half costs the processor what a barrier of the control communicator does. A call of NCCL that blocks although it should not blocks its rank, too: then the others break the group when
 //! their time is up, and only somebody outside can end that rank.
 //!
 //! # Rules of NCCL that are kept here
@@ -26,7 +29,7 @@
 //! [groups](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/groups.html):
 //!
 //! * After a call that is still in progress, the next on that communicator comes when `ncclCommGetAsyncError` no longer says so; only then is an operation on its stream.
-//! * While a communicator is aborted, no other thread is in a call with it: a communicator belongs to one thread, which waits for the abort.
+//! * While a communicator is aborted, no other thread is in a call with it: all calls are behind one lock, which is held until the abort is over.
 //! * When one rank fails, all ranks abort. Communicators [split](NcclCcl::split) from one another are aborted each for itself, when the group of each breaks: who breaks one
 //!   because a rank is gone has to [abort](super::Control::abort) the others that this rank is in.
 //! * Nobody synchronises with a stream blindly.
@@ -60,6 +63,7 @@ mod enqueue;
 mod error;
 #[allow(unsafe_code)]
 mod library;
+mod member;
 mod options;
 mod places;
 mod stream;
@@ -67,11 +71,12 @@ mod stream;
 mod symbols;
 mod version;
 mod wait;
+mod watch;
 
 pub use backend::NcclCcl;
 pub use error::{Attempt, LoadError, NcclError};
 pub use library::{Flavour, Library, UniqueId};
 pub use options::{OnStuck, Options};
 pub use places::LIBRARY_VARIABLE;
-pub use stream::DeviceStream;
+pub use stream::{DeviceStream, Mark};
 pub use version::Version;

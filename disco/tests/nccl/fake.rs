@@ -1,12 +1,12 @@
 //! The stand-in for NCCL: compiled for each test, so that none sees what another does to it.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_int, c_long, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use disco::ccl::nccl::{DeviceStream, Library, NcclCcl, Options};
+use disco::ccl::nccl::{DeviceStream, Library, Mark, NcclCcl, Options};
 use disco::ccl::{Ccl, Rank, host};
 use rpc_core::{Device, RpcError};
 
@@ -53,11 +53,13 @@ impl Fake {
     /// A stream on the memory of this process, which calls itself `device`.
     pub(crate) fn stream(&self, device: Device) -> Arc<FakeStream> {
         // SAFETY: the functions have these types.
-        let (make, query, hold) = unsafe {
+        let (make, query, hold, mark, reached) = unsafe {
             (
                 *self.symbols.get::<unsafe extern "C" fn() -> *mut c_void>(b"fake_stream").expect("a function"),
                 *self.symbols.get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"fake_query").expect("a function"),
                 *self.symbols.get::<unsafe extern "C" fn(*mut c_void, c_int)>(b"fake_hold").expect("a function"),
+                *self.symbols.get::<unsafe extern "C" fn(*mut c_void) -> c_long>(b"fake_mark").expect("a function"),
+                *self.symbols.get::<Reached>(b"fake_reached").expect("a function"),
             )
         };
         // SAFETY: it takes nothing.
@@ -67,9 +69,12 @@ impl Fake {
             device,
             query,
             hold,
+            mark,
+            reached,
             scratch: Mutex::default(),
-            fails: Mutex::default(),
-            panics: AtomicBool::new(false),
+            fails: Arc::default(),
+            panics: Arc::default(),
+            capability: Mutex::default(),
         })
     }
 
@@ -101,9 +106,38 @@ pub(crate) struct FakeStream {
     device: Device,
     query: unsafe extern "C" fn(*mut c_void) -> c_int,
     hold: unsafe extern "C" fn(*mut c_void, c_int),
+    mark: unsafe extern "C" fn(*mut c_void) -> c_long,
+    reached: Reached,
     scratch: Mutex<Vec<u64>>,
-    fails: Mutex<Option<RpcError>>,
-    panics: AtomicBool,
+    fails: Arc<Mutex<Option<RpcError>>>,
+    panics: Arc<AtomicBool>,
+    capability: Mutex<Option<(u32, u32)>>,
+}
+
+type Reached = unsafe extern "C" fn(*mut c_void, c_long) -> c_int;
+
+/// A point in the order of a stream.
+struct FakeMark {
+    raw: *mut c_void,
+    number: c_long,
+    reached: Reached,
+    fails: Arc<Mutex<Option<RpcError>>>,
+    panics: Arc<AtomicBool>,
+}
+
+// SAFETY: the stand-in takes a stream from any thread, under a lock of its own.
+unsafe impl Send for FakeMark {}
+
+impl Mark for FakeMark {
+    fn is_reached(&self) -> Result<bool, RpcError> {
+        if let Some(error) = &*self.fails.lock().expect("no panic") {
+            return Err(error.clone());
+        }
+        // SAFETY: streams are never freed.
+        let is_reached = unsafe { (self.reached)(self.raw, self.number) } != 0;
+        assert!(is_reached || !self.panics.swap(false, Ordering::SeqCst), "as the test wants it");
+        Ok(is_reached)
+    }
 }
 
 // SAFETY: the stand-in takes a stream from any thread, under a lock of its own.
@@ -118,12 +152,17 @@ impl FakeStream {
         unsafe { (self.hold)(self.raw, c_int::from(held)) };
     }
 
-    /// The next query that finds the stream at work panics.
+    /// The next question that finds the stream at work panics.
     pub(crate) fn panic_in_next_wait(&self) {
         self.panics.store(true, Ordering::SeqCst);
     }
 
-    /// Queries fail from now on.
+    /// The device says that it can do as much.
+    pub(crate) fn pretend(&self, major: u32, minor: u32) {
+        *self.capability.lock().expect("no panic") = Some((major, minor));
+    }
+
+    /// What is asked of the stream fails from now on.
     pub(crate) fn fail(&self, error: RpcError) {
         *self.fails.lock().expect("no panic") = Some(error);
     }
@@ -150,6 +189,17 @@ impl DeviceStream for FakeStream {
         let is_done = unsafe { (self.query)(self.raw) } != 0;
         assert!(is_done || !self.panics.swap(false, Ordering::SeqCst), "as the test wants it");
         Ok(is_done)
+    }
+
+    fn mark(&self) -> Result<Box<dyn Mark>, RpcError> {
+        // SAFETY: streams are never freed.
+        let number = unsafe { (self.mark)(self.raw) };
+        let (fails, panics) = (Arc::clone(&self.fails), Arc::clone(&self.panics));
+        Ok(Box::new(FakeMark { raw: self.raw, number, reached: self.reached, fails, panics }))
+    }
+
+    fn compute_capability(&self) -> Option<(u32, u32)> {
+        *self.capability.lock().expect("no panic")
     }
 
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {
@@ -180,11 +230,32 @@ pub(crate) fn on_ranks<T: Send>(
     })
 }
 
+/// … on devices of their own, whose memory collectives are left to. Buffers are still in that of this process.
+pub(crate) fn on_devices<T: Send>(
+    fake: &Fake,
+    size: usize,
+    options: &Options,
+    program: impl Fn(Member) -> T + Sync,
+) -> Vec<T> {
+    let controls = launch::group(Launch::Segment, size, &launch::patient());
+    run_ranks(fake, controls, options, Device::cuda, |member| program(member.expect("to join")))
+}
+
 /// … with these control communicators, whether they can join or not.
 pub(crate) fn on_ranks_of<T: Send>(
     fake: &Fake,
     controls: Vec<Box<dyn Ccl>>,
     options: &Options,
+    program: impl Fn(Result<Member, RpcError>) -> T + Sync,
+) -> Vec<T> {
+    run_ranks(fake, controls, options, |_| Device::cpu(), program)
+}
+
+fn run_ranks<T: Send>(
+    fake: &Fake,
+    controls: Vec<Box<dyn Ccl>>,
+    options: &Options,
+    device: fn(i32) -> Device,
     program: impl Fn(Result<Member, RpcError>) -> T + Sync,
 ) -> Vec<T> {
     let (program, size, id) = (&program, controls.len(), fake.library.unique_id().expect("an id"));
@@ -193,9 +264,9 @@ pub(crate) fn on_ranks_of<T: Send>(
             .zip(controls)
             .map(|(rank, control)| {
                 scope.spawn(move || {
-                    let stream = fake.stream(Device::cpu());
+                    let stream = fake.stream(device(rank));
                     let (library, on) = (Arc::clone(&fake.library), Arc::clone(&stream));
-                    let ccl = NcclCcl::new(library, id, Rank(rank), size, control, on, options.clone());
+                    let ccl = NcclCcl::new(library, id, Rank(rank as u32), size, control, on, options.clone());
                     program(ccl.map(|ccl| Member { ccl, stream }))
                 })
             })

@@ -8,6 +8,8 @@
  *
  * With -DON_CUDA its streams and its memory are those of the stand-in for CUDA's driver that rpc-core's tests have, which is loaded already.
  *
+ * FAKE_NCCL_HANG in the environment is the number of a collective that the last rank of the first group never begins.
+ *
  * Compile with -DVERSION=code for the version to be, without the functions that came later; -DRCCL for what only RCCL has.
  */
 
@@ -96,6 +98,8 @@ typedef struct Op {
 typedef struct Stream {
     Op *first;
     int is_held;
+    /* How many operations it has been given, and how many of them are done. */
+    long given, done;
 } Stream;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -296,6 +300,8 @@ static int advance(Op *op) {
     World *world = op->comm->world;
     int own = op->comm->rank;
     if (own == hang_rank) return 0;
+    const char *hang = getenv("FAKE_NCCL_HANG");
+    if (hang && !world->next && own == world->size - 1 && op->part.kind != TRANSFERS && op->number == atoi(hang)) return 0;
     if (!op->is_posted) post(op);
     if (op->part.kind == TRANSFERS) {
         for (int at = 0; at < op->transfer_count; at++) {
@@ -389,12 +395,31 @@ int fake_query(void *pointer) {
         Op *op = stream->first;
         if (!advance(op)) break;
         stream->first = op->next;
+        stream->done++;
         free(op->transfers);
         free(op);
     }
     int is_done = !stream->first && !stream->is_held;
     pthread_mutex_unlock(&lock);
     return is_done;
+}
+
+/* The point behind all that the stream has been given. */
+long fake_mark(void *pointer) {
+    pthread_mutex_lock(&lock);
+    long given = ((Stream *)pointer)->given;
+    pthread_mutex_unlock(&lock);
+    return given;
+}
+
+/* Whether the stream has come to such a point. What holds it is in front of everything. */
+int fake_reached(void *pointer, long mark) {
+    Stream *stream = pointer;
+    fake_query(pointer);
+    pthread_mutex_lock(&lock);
+    int is_reached = !stream->is_held && stream->done >= mark;
+    pthread_mutex_unlock(&lock);
+    return is_reached;
 }
 
 /* Whether a call may come now; the lock is held. */
@@ -418,6 +443,7 @@ static int enqueue(Comm *comm, Stream *stream, Op model) {
         Op **end = &stream->first;
         while (*end) end = &(*end)->next;
         *end = op;
+        stream->given++;
 #endif
         comm->polls = POLLS;
         if (comm->rank == fail_rank) comm->error = fail_code;
@@ -633,8 +659,9 @@ static void end(Comm *comm) {
     live--;
     for (int at = 0; at < stream_count; at++) {
         for (Op **op = &streams[at]->first; *op;) {
-            if ((*op)->comm == comm) *op = (*op)->next;
-            else op = &(*op)->next;
+            if ((*op)->comm != comm) { op = &(*op)->next; continue; }
+            *op = (*op)->next;
+            streams[at]->done++;
         }
     }
 }

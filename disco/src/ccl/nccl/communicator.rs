@@ -1,5 +1,6 @@
 //! A communicator of NCCL: how it is made, asked how it is, and got rid of.
 
+use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::mem;
 use std::ptr;
@@ -7,14 +8,14 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rpc_core::RpcError;
+use rpc_core::{ErrorKind, RpcError};
 
 use super::config::Config;
 use super::error::code;
 use super::symbols::Comm;
 use super::wait::{Fault, wait, wait_alone};
-use super::{DeviceStream, Library, NcclError, Options, UniqueId};
-use crate::ccl::{Agreement, BreakCause, Breakdown, Rank};
+use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId};
+use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Rank};
 
 /// As good as for ever, and yet a time that can be added to now.
 const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -31,12 +32,35 @@ pub(super) struct Communicator {
     /// Null before it is made, and once it has ended. This has the only copy, but for a thread that ends it.
     raw: Comm,
     rank: Rank,
-    /// Whether something of NCCL may be on the stream.
-    enqueued: bool,
+    /// What the stream has been given and was not done when it was last looked at, the oldest first.
+    under_way: VecDeque<UnderWay>,
     /// Why the group is broken, if the communicator has to be aborted and that waits for other work on the stream.
     broken: Option<Breakdown>,
     /// Where a split that failed may have left a communicator.
     halfway: Option<Halfway>,
+}
+
+/// A collective on the stream.
+struct UnderWay {
+    collective: Collective,
+    begin: Box<dyn Mark>,
+    /// When the stream was seen to have come to the beginning.
+    begun: Option<Instant>,
+    /// NCCL's call and the point behind it, once all of it has been enqueued.
+    end: Option<(&'static str, Box<dyn Mark>)>,
+}
+
+impl UnderWay {
+    fn has_begun(&mut self) -> Result<bool, RpcError> {
+        if self.begun.is_none() && self.begin.is_reached()? {
+            self.begun = Some(Instant::now());
+        }
+        Ok(self.begun.is_some())
+    }
+
+    fn is_over(&self) -> Result<bool, RpcError> {
+        self.end.as_ref().map_or(Ok(false), |(_, end)| end.is_reached())
+    }
 }
 
 /// A place that NCCL may write to for as long as the communicator exists that was split.
@@ -49,7 +73,8 @@ unsafe impl Send for Communicator {}
 impl Communicator {
     /// A communicator that is yet to be [joined](Self::join).
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>, options: Options, rank: Rank) -> Self {
-        Self { library, stream, options, raw: ptr::null_mut(), rank, enqueued: false, broken: None, halfway: None }
+        let (raw, under_way) = (ptr::null_mut(), VecDeque::new());
+        Self { library, stream, options, raw, rank, under_way, broken: None, halfway: None }
     }
 
     /// Makes it a communicator of `size` ranks, together with the others.
@@ -110,12 +135,6 @@ impl Communicator {
         wait(control, call, Some(limit), || Ok(self.is_settled(call)?))
     }
 
-    /// Waits until what was enqueued is done.
-    pub(super) fn finish(&self, control: &mut dyn Agreement, call: &'static str) -> Result<(), Fault> {
-        // What NCCL says goes first: it knows why a stream does not get on.
-        wait(control, call, Some(self.options.stall_timeout), || Ok(self.is_settled(call)? && self.stream.is_done()?))
-    }
-
     fn is_settled(&self, call: &'static str) -> Result<bool, NcclError> {
         let mut state = code::SUCCESS;
         // SAFETY: the communicator exists, and the state has a place.
@@ -137,21 +156,60 @@ impl Communicator {
         self.raw
     }
 
-    /// What is enqueued from here on is NCCL's, too, until the stream is [done](Self::finish).
-    pub(super) fn begin(&mut self) {
-        self.enqueued = true;
+    /// What is enqueued from here on is this collective's, until its [end](Self::end_of).
+    pub(super) fn begin(&mut self, collective: Collective) -> Result<(), RpcError> {
+        let begin = self.stream.mark()?;
+        self.under_way.push_back(UnderWay { collective, begin, begun: None, end: None });
+        Ok(())
     }
 
-    /// The stream has done all of it.
-    pub(super) fn is_through(&mut self) {
-        self.enqueued = false;
+    /// All of the collective that began last has been enqueued, by `call`.
+    pub(super) fn end_of(&mut self, call: &'static str) -> Result<(), RpcError> {
+        let end = self.stream.mark()?;
+        if let Some(last) = self.under_way.back_mut() {
+            last.end = Some((call, end));
+        }
+        Ok(())
+    }
+
+    /// How many collectives are on the stream, as far as anybody has looked.
+    pub(super) fn under_way(&self) -> usize {
+        self.under_way.len()
+    }
+
+    /// Looks how far the stream has come. Says whether nothing is left.
+    ///
+    /// # Errors
+    ///
+    /// NCCL or the device says that something has failed; or a collective that has begun takes longer than it may.
+    pub(super) fn progress(&mut self) -> Result<bool, Fault> {
+        let Some(last) = self.under_way.back() else { return Ok(true) };
+        // What NCCL says goes first: it knows why a stream does not get on.
+        self.is_settled(last.end.as_ref().map_or("", |(call, _)| call))?;
+        let limit = self.options.limit();
+        while let Some(first) = self.under_way.front_mut() {
+            if first.is_over()? {
+                self.under_way.pop_front();
+                continue;
+            }
+            if first.has_begun()?
+                && let (Some(limit), Some(begun)) = (limit, first.begun)
+                && begun.elapsed() >= limit
+            {
+                let (collective, call) = (first.collective, first.end.as_ref().map_or("", |(call, _)| call));
+                let text = format!("{call} of {collective} has not ended within {limit:?}");
+                return Err(Fault::Own(RpcError::new(ErrorKind::DeadlineExceeded, text)));
+            }
+            return Ok(false);
+        }
+        Ok(true)
     }
 
     /// Aborts the communicator, unless it has been, and waits until nothing of it is on the device any more. Calls [`Options::on_stuck`] if that takes too long.
     ///
     /// Where only the owner's own work is on the stream, NCCL would wait for that, and nobody waits for this communicator: it is aborted when it is dropped.
     pub(super) fn abort(&mut self, breakdown: &Breakdown) {
-        if self.enqueued || self.stream.is_done().unwrap_or(true) {
+        if !self.under_way.is_empty() || self.stream.is_done().unwrap_or(true) {
             self.abort_now(breakdown);
         } else {
             self.broken = Some(breakdown.clone());
@@ -163,24 +221,55 @@ impl Communicator {
         if raw.is_null() {
             return;
         }
-        let until = Instant::now() + self.options.abort_timeout;
-        let functions = self.library.functions();
-        let mut is_over = self.end(functions.comm_abort, raw, until);
+        let abort = self.library.functions().comm_abort;
+        let mut patience = Patience::new(&self.options, !self.under_way.is_empty());
+        let mut is_over = self.wait_for_end(self.end(abort, raw), &mut patience);
         if let Some(Halfway(place)) = self.halfway.take().filter(|_| is_over) {
             // SAFETY: from `Box::into_raw`, and with the communicator that it was split from NCCL has let go of it.
             let child = *unsafe { Box::from_raw(place) };
-            is_over = child.is_null() || self.end(functions.comm_abort, child, until);
+            is_over = child.is_null() || self.wait_for_end(self.end(abort, child), &mut patience);
         }
-        // A device that has failed does nothing any more, either.
-        if !(is_over && wait_alone(until, || self.stream.is_done().unwrap_or(true))) {
+        if !is_over {
+            // What hangs is touched no more.
+            self.under_way.clear();
             (self.options.on_stuck)(breakdown);
+        }
+    }
+
+    /// Waits until a call that ends a communicator is back, and nothing of that is on the stream. Says whether it came to that.
+    fn wait_for_end(&mut self, told: Option<mpsc::Receiver<()>>, patience: &mut Patience) -> bool {
+        let Some(told) = told else { return false };
+        let mut is_back = false;
+        loop {
+            // A device that has failed does nothing any more, either.
+            while self.under_way.front().is_some_and(|first| first.end.is_some() && first.is_over().unwrap_or(true)) {
+                self.under_way.pop_front();
+            }
+            // Of what was not enqueued to its end nobody knows when it is over, but NCCL when it is back.
+            if is_back && self.under_way.iter().all(|one| one.end.is_none()) {
+                self.under_way.clear();
+                return true;
+            }
+            let is_of_nccl = match self.under_way.front_mut() {
+                Some(first) => first.has_begun(),
+                None => self.stream.is_done(),
+            };
+            let is_of_nccl = is_of_nccl.unwrap_or(true);
+            if !patience.lasts(is_of_nccl) {
+                return false;
+            }
+            if is_back {
+                thread::sleep(LOOK);
+            } else {
+                is_back = told.recv_timeout(LOOK).is_ok();
+            }
         }
     }
 
     /// Waits until the stream has done the owner's own work, which may take as long as in front of a collective.
     fn drain(&self) -> bool {
         let limit = self.options.drain_timeout.unwrap_or(FOR_EVER);
-        self.enqueued || wait_alone(Instant::now() + limit, || self.stream.is_done().unwrap_or(true))
+        !self.under_way.is_empty() || wait_alone(Instant::now() + limit, || self.stream.is_done().unwrap_or(true))
     }
 
     /// Takes the communicator down while all is well. Says whether that has worked.
@@ -193,14 +282,15 @@ impl Communicator {
             && self.is_settled("ncclCommFinalize").is_ok();
         if finalised {
             let raw = mem::replace(&mut self.raw, ptr::null_mut());
-            return self.end(self.library.functions().comm_destroy, raw, until + self.options.abort_timeout);
+            let told = self.end(self.library.functions().comm_destroy, raw);
+            return self.wait_for_end(told, &mut Patience::new(&self.options, true));
         }
         self.abort_now(&self.stuck());
         true
     }
 
-    /// Ends `raw` by a call that may hang, on a thread of its own. Says whether it came back in time.
-    fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int, raw: Comm, until: Instant) -> bool {
+    /// Ends `raw` by a call that may hang, on a thread of its own, which tells when it is back. `None` if there is no thread.
+    fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int, raw: Comm) -> Option<mpsc::Receiver<()>> {
         /// The one copy of a communicator.
         struct Last(Comm);
         // SAFETY: whoever has it is the only one who knows the communicator.
@@ -219,7 +309,7 @@ impl Communicator {
             }
             _ = tell.send(());
         });
-        spawned.is_ok() && told.recv_timeout(until.saturating_duration_since(Instant::now())).is_ok()
+        spawned.is_ok().then_some(told)
     }
 
     /// What to say of a rank that hangs when it leaves.
@@ -247,3 +337,34 @@ impl Drop for Communicator {
         }
     }
 }
+
+/// How long an end may take: a communicator waits for all that is on its device, and the owner's own work may be among that.
+struct Patience {
+    /// For NCCL.
+    limit: Duration,
+    /// For all together.
+    last: Instant,
+    hanging: Duration,
+    looked: Instant,
+}
+
+impl Patience {
+    fn new(options: &Options, may_be_mixed: bool) -> Self {
+        let (limit, looked) = (options.abort_timeout, Instant::now());
+        let owners = if may_be_mixed { options.drain_timeout.unwrap_or(FOR_EVER) } else { Duration::ZERO };
+        Self { limit, last: looked + limit + owners, hanging: Duration::ZERO, looked }
+    }
+
+    /// Whether it may go on, where the time since the last question was NCCL's or was not.
+    fn lasts(&mut self, is_of_nccl: bool) -> bool {
+        let now = Instant::now();
+        if is_of_nccl {
+            self.hanging += now - self.looked;
+        }
+        self.looked = now;
+        self.hanging < self.limit && now < self.last
+    }
+}
+
+/// How often somebody who waits for an end looks how far it has come.
+const LOOK: Duration = Duration::from_millis(1);

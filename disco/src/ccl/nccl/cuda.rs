@@ -4,11 +4,11 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rpc_core::device::cuda::{CudaDevice, CudaStream};
+use rpc_core::device::cuda::{CudaDevice, CudaEvent, CudaStream};
 use rpc_core::device::{AllocRequest, DeviceApi, Memory};
-use rpc_core::{Device, ErrorKind, RpcError};
+use rpc_core::{Device, DeviceAttribute, ErrorKind, RpcError, Value};
 
-use super::DeviceStream;
+use super::{DeviceStream, Mark};
 
 /// The default stream of a CUDA device, on which everything else of this process runs too: so collectives come behind what was submitted before them,
 /// and memory is zeroed, copied and freed around them in order.
@@ -24,13 +24,22 @@ pub fn stream(device: Device) -> Result<Arc<dyn DeviceStream>, RpcError> {
         )));
     }
     let stream = cuda.stream(device.index)?;
-    Ok(Arc::new(DefaultStream { cuda, index: device.index, stream, scratch: Mutex::new(None) }))
+    // NCCL asks the driver for memory of its own, and cannot ask the pool to give some back.
+    cuda.trim(device.index)?;
+    let capability = match cuda.attribute(device.index, DeviceAttribute::ComputeVersion)? {
+        Value::Str(version) => {
+            version.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)))
+        }
+        _ => None,
+    };
+    Ok(Arc::new(DefaultStream { cuda, index: device.index, stream, capability, scratch: Mutex::new(None) }))
 }
 
 struct DefaultStream {
     cuda: CudaDevice,
     index: i32,
     stream: Arc<CudaStream>,
+    capability: Option<(u32, u32)>,
     /// The last scratch memory, which grows.
     scratch: Mutex<Option<Box<dyn Memory>>>,
 }
@@ -52,6 +61,14 @@ impl DeviceStream for DefaultStream {
         self.stream.query()
     }
 
+    fn mark(&self) -> Result<Box<dyn Mark>, RpcError> {
+        Ok(Box::new(self.stream.record()?))
+    }
+
+    fn compute_capability(&self) -> Option<(u32, u32)> {
+        self.capability
+    }
+
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let has_room = scratch.as_ref().is_some_and(|memory| memory.len() >= bytes as u64);
@@ -63,5 +80,11 @@ impl DeviceStream for DefaultStream {
         address
             .map(<*mut u8>::cast)
             .ok_or_else(|| RpcError::new(ErrorKind::Internal, "memory of a device without an address"))
+    }
+}
+
+impl Mark for CudaEvent {
+    fn is_reached(&self) -> Result<bool, RpcError> {
+        self.is_done()
     }
 }

@@ -13,6 +13,9 @@ const BYTE: c_int = 1;
 const E4M3: c_int = 10;
 const E5M2: c_int = 11;
 
+/// From which on NCCL adds up floats of 8 bits: Hopper.
+const FLOAT8_CAPABILITY: u32 = 9;
+
 /// What a call is told of the elements: their type, and how many stand for `count` of the collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Elements {
@@ -27,8 +30,13 @@ impl Elements {
     ///
     /// # Errors
     ///
-    /// [`rpc_core::ErrorKind::Unsupported`]: the library does not reduce that type.
-    pub(super) fn of(collective: &Collective, bytes: usize, library: &Library) -> Result<Self, RpcError> {
+    /// [`rpc_core::ErrorKind::Unsupported`]: the library does not reduce that type, or not on such a device.
+    pub(super) fn of(
+        collective: &Collective,
+        bytes: usize,
+        library: &Library,
+        capability: Option<(u32, u32)>,
+    ) -> Result<Self, RpcError> {
         if collective.operation.reduce_op().is_none() {
             return Ok(Self { dtype: BYTE, count: bytes, width: 1 });
         }
@@ -39,6 +47,12 @@ impl Elements {
         };
         if matches!(dtype, E4M3 | E5M2) {
             library.needs(format_args!("{collective}"), 2, 24)?;
+            if let Some((major, minor)) = capability.filter(|(major, _)| *major < FLOAT8_CAPABILITY) {
+                let flavour = library.flavour();
+                return Err(RpcError::unsupported(format!(
+                    "{collective}: {flavour} reduces {lane} on devices of compute capability {FLOAT8_CAPABILITY}.0 and up, and this one has {major}.{minor}"
+                )));
+            }
         }
         let width = usize::from(lane.bits / 8);
         Ok(Self { dtype, count: bytes / width, width })

@@ -79,16 +79,10 @@ impl Work {
 }
 
 impl Communicator {
-    /// Does all of it, and comes back when it is done.
-    pub(super) fn carry_out(&mut self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
-        self.begin();
-        self.enqueue_all(control, work)?;
-        self.is_through();
-        Ok(())
-    }
-
-    fn enqueue_all(&self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
-        let call = self.enqueue(work)?;
+    /// Puts all of it on the stream.
+    pub(super) fn enqueue(&mut self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
+        self.begin(work.collective)?;
+        let call = self.call(work)?;
         self.settle(control, call, self.options.stall_timeout)?;
         if work.needs_copy() {
             let all = Elements { count: work.elements.count * work.size, ..work.elements };
@@ -97,11 +91,11 @@ impl Communicator {
             self.transfer(&copy, all)?;
             self.settle(control, call, self.options.stall_timeout)?;
         }
-        self.finish(control, call)
+        Ok(self.end_of(call)?)
     }
 
     /// Enqueues everything, or what comes before a copy; gives the name of NCCL's call.
-    fn enqueue(&self, work: &Work) -> Result<&'static str, Fault> {
+    fn call(&self, work: &Work) -> Result<&'static str, Fault> {
         let Work { collective, elements: Elements { dtype, count, .. }, lent, .. } = *work;
         let functions = self.library.functions();
         let (comm, stream) = (self.raw(), self.stream.raw());
@@ -114,8 +108,8 @@ impl Communicator {
             input = output.cast_const();
         }
         let number = |rank: Rank| rank.0 as c_int;
-        // SAFETY of all calls: `lend` checked that the buffers have the lengths that this operation has on this rank, where they are used; they are lent until the stream
-        // is done or the communicator aborted, which the caller waits for. Communicator and stream exist, and no call is in progress.
+        // SAFETY of all calls: `lend` checked that the buffers have the lengths that this operation has on this rank, where they are used; they are lent, or their owner
+        // keeps them, until the stream has done this or the communicator is aborted. Communicator and stream exist, and no call is in progress.
         let (call, result) = match collective.operation {
             Operation::Allreduce(op) => {
                 // SAFETY: see above.
@@ -189,7 +183,7 @@ impl Communicator {
         self.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
         let mut first = ("", code::SUCCESS);
         for transfer in transfers {
-            // SAFETY: as in `enqueue`: each stretch is of a buffer that was checked.
+            // SAFETY: as in `call`: each stretch is of a buffer that was checked.
             let (call, result) = unsafe {
                 match *transfer {
                     Transfer::Send(from, to) => {

@@ -16,13 +16,14 @@ pub type OnStuck = Arc<dyn Fn(&Breakdown) + Send + Sync>;
 pub struct Options {
     /// How long making a group takes at most, once all ranks are there: NCCL looks for the ways between all devices. Default: 2 minutes.
     pub join_timeout: Duration,
-    /// How long the work that is on the stream before a collective may take; `None` is for ever. After that the rank takes part without an input. Default: 5 minutes, as
-    /// the others wait for it.
+    /// How long work of the owner's may hold a collective up on any rank's stream: a rank has to allow for what the others have in front of theirs, which it does not see.
+    /// `None` is for ever. Default: 5 minutes.
     pub drain_timeout: Option<Duration>,
-    /// How long a collective takes at most, from when all ranks have come and their streams are free. NCCL tells no progress, and opens connections at first use. Default: 1
-    /// minute, which is enough for 100 GB over a network of 20 GB/s or for anything between the GPUs of one machine.
+    /// How long a collective takes at most, from when all ranks have come to it and their streams are free. NCCL tells no progress, and opens connections at first use. So a collective that this rank's
+    /// stream has begun and not ended within both limits together breaks the group. Default: 1 minute, which is enough for 100 GB over a network of 20 GB/s or for anything
+    /// between the GPUs of one machine.
     pub stall_timeout: Duration,
-    /// How long an abort of NCCL's communicator may take, until [`on_stuck`](Self::on_stuck) is called. Default: 10 seconds.
+    /// How long an abort of NCCL's communicator may take beside the owner's own work, until [`on_stuck`](Self::on_stuck) is called. Default: 10 seconds.
     pub abort_timeout: Duration,
     /// How long leaving a group in good order may take, for which NCCL needs the other ranks too. After that the communicator is aborted. Default: 5 seconds.
     pub close_timeout: Duration,
@@ -33,6 +34,13 @@ pub struct Options {
     /// What to do when an abort hangs. Default: to log why and end this process with `abort`, so that no exit handler can hang in turn. Whatever else is done, memory of the device that was lent to the call is
     /// not to be used or freed any more.
     pub on_stuck: OnStuck,
+}
+
+impl Options {
+    /// From the beginning of a collective on this rank's stream to its end.
+    pub(super) fn limit(&self) -> Option<Duration> {
+        self.drain_timeout.map(|drain| drain.saturating_add(self.stall_timeout))
+    }
 }
 
 impl Default for Options {

@@ -28,6 +28,18 @@ pub trait DeviceStream: Send + Sync {
     /// Something that was enqueued has failed.
     fn is_done(&self) -> Result<bool, RpcError>;
 
+    /// The point behind all that has been enqueued so far.
+    ///
+    /// # Errors
+    ///
+    /// What the driver says.
+    fn mark(&self) -> Result<Box<dyn Mark>, RpcError>;
+
+    /// The major and minor number of what the device can do, as NVIDIA counts that; `None`, the default, where nobody knows.
+    fn compute_capability(&self) -> Option<(u32, u32)> {
+        None
+    }
+
     /// Memory of the device, at least so many bytes, aligned to 8, for whatever is enqueued next on this stream and until that is done. What is in it does not matter, and it remains the
     /// stream's own. A barrier takes 8 bytes; an in-place `all_to_all` as many as its buffer has.
     ///
@@ -35,4 +47,14 @@ pub trait DeviceStream: Send + Sync {
     ///
     /// The device has no more memory.
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError>;
+}
+
+/// A point in the order of a stream. It may be asked from any thread, and does not block.
+pub trait Mark: Send {
+    /// Whether the stream has come there.
+    ///
+    /// # Errors
+    ///
+    /// Something that was enqueued has failed.
+    fn is_reached(&self) -> Result<bool, RpcError>;
 }

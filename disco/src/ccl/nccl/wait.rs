@@ -9,10 +9,10 @@ use super::NcclError;
 use crate::ccl::{Agreement, CclError};
 
 /// How long a rank asks as often as it can: longer than a small collective takes.
-const EAGER: Duration = Duration::from_millis(1);
+pub(super) const EAGER: Duration = Duration::from_millis(1);
 
-/// The shortest and the longest sleep between two questions after that; it grows with the wait.
-const SLEEP: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(2));
+/// The shortest and the longest sleep between two questions after that; it grows with the wait, of which it is to be a small part.
+const SLEEP: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// Why this rank cannot go on.
 #[derive(Debug)]
@@ -79,10 +79,10 @@ pub(super) fn wait_alone(until: Instant, mut ready: impl FnMut() -> bool) -> boo
     true
 }
 
-fn pause(waited: Duration) {
+pub(super) fn pause(waited: Duration) {
     if waited < EAGER {
         thread::yield_now();
     } else {
-        thread::sleep((waited / 16).clamp(SLEEP.0, SLEEP.1));
+        thread::sleep((waited / 64).clamp(SLEEP.0, SLEEP.1));
     }
 }

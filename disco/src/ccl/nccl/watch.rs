@@ -1,0 +1,103 @@
+//! Looks after collectives that are on the device while nobody else does: a rank that has died or a network that is gone would leave the stream
+//! hanging, and with it whoever waits for the stream.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread;
+use std::time::Duration;
+
+use super::member::Member;
+
+/// How often it looks.
+const PERIOD: Duration = Duration::from_millis(5);
+
+/// A rank, and whether somebody has to look after it.
+pub(super) struct Watched {
+    member: Mutex<Member>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Default)]
+struct State {
+    /// Something may be under way.
+    is_busy: bool,
+    /// There will be nothing to look after any more.
+    is_leaving: bool,
+}
+
+/// The thread that looks after a rank. Dropping it ends the thread, and waits until it has ended.
+pub(super) struct Watcher {
+    watched: Arc<Watched>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Watched {
+    pub(super) fn new(member: Member) -> Self {
+        Self { member: Mutex::new(member), state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// The rank. A panic in the middle of a call has broken its group.
+    pub(super) fn member(&self) -> MutexGuard<'_, Member> {
+        self.member.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on something is under way.
+    pub(super) fn begin(&self) {
+        if !std::mem::replace(&mut self.state().is_busy, true) {
+            self.changed.notify_one();
+        }
+    }
+
+    fn watch(&self) {
+        while self.wait() {
+            let mut member = match self.member.try_lock() {
+                Ok(member) => member,
+                Err(TryLockError::Poisoned(member)) => member.into_inner(),
+                // The owner is in a call, and looks itself.
+                Err(TryLockError::WouldBlock) => continue,
+            };
+            // What is lost is kept for the owner. Under the rank's lock, so that nothing begins in between.
+            if !matches!(member.look(true), Ok(false)) {
+                self.state().is_busy = false;
+            }
+        }
+    }
+
+    /// Waits until it is time to look. `false` at the end.
+    fn wait(&self) -> bool {
+        let mut state = self.state();
+        let is_idle = |state: &mut State| !state.is_busy && !state.is_leaving;
+        if is_idle(&mut state) {
+            state = self.changed.wait_while(state, is_idle).unwrap_or_else(PoisonError::into_inner);
+        }
+        let woken = self.changed.wait_timeout_while(state, PERIOD, |state| !state.is_leaving);
+        !woken.unwrap_or_else(PoisonError::into_inner).0.is_leaving
+    }
+}
+
+impl Watcher {
+    /// # Errors
+    ///
+    /// The system has no thread to spare.
+    pub(super) fn start(watched: &Arc<Watched>) -> std::io::Result<Self> {
+        let watched = Arc::clone(watched);
+        let run = Arc::clone(&watched);
+        let thread = thread::Builder::new().name("nccl-watch".to_owned()).spawn(move || run.watch())?;
+        Ok(Self { watched, thread: Some(thread) })
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.watched.state().is_leaving = true;
+        self.watched.changed.notify_one();
+        if let Some(thread) = self.thread.take() {
+            // It does not panic.
+            _ = thread.join();
+        }
+    }
+}
