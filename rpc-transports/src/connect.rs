@@ -4,6 +4,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::BytesMut;
@@ -19,6 +20,7 @@ use crate::dispatch::{dial, dial_blocking, dial_through};
 use crate::hands::dial_hands;
 use crate::identity::{DIALLER, Security, Tokens, of_dialler};
 use crate::serve::WireLimits;
+use crate::tracker::ServerRequest;
 use crate::transport::{Channel, DialOptions, TransportError};
 
 /// Why there is no session.
@@ -94,6 +96,8 @@ pub struct Connector {
     keep_alive: Duration,
     limits: WireLimits,
     local: Option<Registry>,
+    /// For trackers.
+    wanted: Option<Arc<ServerRequest>>,
     /// Set where a server connects for its client: the servers that the chain has passed, and who the client is.
     behind: (Vec<String>, String),
 }
@@ -142,6 +146,7 @@ impl Connector {
             keep_alive: Duration::from_secs(5),
             limits: WireLimits::default(),
             local: None,
+            wanted: None,
             behind: Default::default(),
         }
     }
@@ -166,6 +171,14 @@ impl Connector {
     #[must_use]
     pub fn key(mut self, key: &str) -> Self {
         key.clone_into(&mut self.key);
+        self
+    }
+
+    /// What a server must have that a tracker gives out: labels, devices, and how urgent it is. One server is asked for, with the key of
+    /// the [address](Self::connect) or of [`key`](Self::key) if one of them names any. Addresses of servers are not affected.
+    #[must_use]
+    pub fn server_request(mut self, wanted: ServerRequest) -> Self {
+        self.wanted = Some(Arc::new(wanted));
         self
     }
 
@@ -503,6 +516,10 @@ impl Connector {
     /// The key that the server must have, if any.
     pub(crate) fn asked_key(&self) -> Option<&str> {
         (!self.key.is_empty()).then_some(&self.key)
+    }
+
+    pub(crate) fn wanted(&self) -> Option<&ServerRequest> {
+        self.wanted.as_deref()
     }
 
     pub(crate) fn link(&self) -> LinkConfig {

@@ -4,11 +4,12 @@ use std::future::Future;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use rpc_core::Session;
+use rpc_core::{Session, VirtualDevice};
+use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{Address, Connector, DialOptions};
 
 use super::failure::Failure;
-use crate::config::Span;
+use crate::config::{Label, Span};
 use crate::trust::ClientTrust;
 
 /// How long connecting may take if nobody says: three lost packets, and a handshake over a slow link.
@@ -32,6 +33,12 @@ pub(super) struct Globals {
     /// Servers to go through, in order, as with ssh; may be repeated, or given as a list with commas
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
     jump: Vec<String>,
+    /// A device that a tracker's server must have, such as cuda or "cuda,target=cuda -arch=sm_90"; may be repeated
+    #[arg(long, global = true, env = "RPC_CLI_WANT", value_name = "DEVICE")]
+    want: Vec<VirtualDevice>,
+    /// A label that a tracker's server must have; may be repeated, or given as a list with commas
+    #[arg(long, global = true, env = "RPC_CLI_LABEL", value_name = "NAME=VALUE", value_delimiter = ',')]
+    label: Vec<Label>,
     /// The named workspace for commands that touch files. It is kept at the server across sessions
     #[arg(long, global = true, env = "RPC_CLI_WORKSPACE", value_name = "NAME", default_value = "cli")]
     workspace: String,
@@ -91,9 +98,18 @@ impl Globals {
         Ok(Connector::new().dial_options(self.dial_options()?).connect_timeout(limit).handshake_timeout(limit))
     }
 
-    /// A connector with the hops that were asked for.
+    /// A connector with the hops that were asked for, and what a tracker's server must have.
     pub(super) fn connector(&self) -> Result<Connector, Failure> {
-        Ok(self.jump.iter().fold(self.bare_connector()?, |connector, hop| connector.via(hop)))
+        let connector = self.jump.iter().fold(self.bare_connector()?, |connector, hop| connector.via(hop));
+        Ok(self.wanted().into_iter().fold(connector, Connector::server_request))
+    }
+
+    /// What a tracker's server must have; `None` if that is nothing.
+    fn wanted(&self) -> Option<ServerRequest> {
+        let labels =
+            self.label.iter().fold(ServerRequest::any(), |request, Label { name, value }| request.label(name, value));
+        let wanted = self.want.iter().fold(labels, |request, wanted| request.virtual_device(wanted.clone()));
+        (!self.want.is_empty() || !self.label.is_empty()).then_some(wanted)
     }
 
     /// Opens a session with the server at `address`, with files or without.
@@ -102,6 +118,10 @@ impl Globals {
             Files::Workspace => self.connector()?.workspace(&self.workspace),
             Files::None => self.connector()?,
         };
+        if self.wanted().is_some() && !is_tracker(address) {
+            let text = format!("--want and --label choose among a tracker's servers, and {address} is no tracker://");
+            return Err(Failure::Usage(text));
+        }
         if self.timeout.is_none() && is_tracker(address) {
             // Others may have all servers for hours, and whoever waits for one may be told how long.
             return connector.connect(address).await.map_err(Failure::Connect);

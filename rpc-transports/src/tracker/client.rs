@@ -310,8 +310,10 @@ pub(crate) async fn connect(
     address: &Address,
     timeout: Option<Duration>,
 ) -> Result<Session, ConnectError> {
-    let key = address.key().or_else(|| connector.asked_key()).unwrap_or_default();
-    let mut request = ServerRequest::new(key);
+    let mut request = connector.wanted().cloned().unwrap_or_else(ServerRequest::any).count(1);
+    if let Some(key) = address.key().or_else(|| connector.asked_key()) {
+        key.clone_into(&mut request.key);
+    }
     if let Some(timeout) = timeout {
         request = request.timeout(timeout);
     }
