@@ -283,7 +283,7 @@ settings! {
         isolate_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_ISOLATE_MEMORY";
         /// With --isolate process: files and sockets that the process of one session may have open
         #[arg(value_name = "NUMBER")]
-        isolate_files: u64 = 1024, "RPC_SERVER_ISOLATE_FILES";
+        isolate_files: u64 = 4096, "RPC_SERVER_ISOLATE_FILES";
         /// Trackers to register with, such as tcp://pool.lan:9190 or tls://pool.lan:9190; may be repeated, or given as a list with
         /// commas. Clients then need a ticket from one of them. They are trusted by --forward-ca and --forward-token-file
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
