@@ -1,7 +1,8 @@
 //! Weights: tensors of safetensors files, loaded straight to the workers, each of which reads its own part.
 //!
-//! `format` has the files' header, `files` the files of a model, `cut` the parts of a tensor, `reader` and `worker` what workers do, `loader` what the controller does.
+//! `format` has the files' header, `files` the files of a model, `cut` the parts of a tensor, `ahead` reading while something else is done, `reader` and `worker` what workers do, `loader` what the controller does.
 
+mod ahead;
 mod cut;
 mod files;
 mod format;

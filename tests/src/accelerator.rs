@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::ffi::c_void;
+use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,12 +14,21 @@ use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, ErrorKind, Result
 pub const FAST_MEMORY: &str = "fast";
 
 /// The devices `ext_dev:0` and `ext_dev:1`.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Accelerator;
+#[derive(Clone, Default)]
+pub struct Accelerator {
+    before_copy: Option<BeforeCopy>,
+}
+
+type BeforeCopy = Arc<dyn Fn(u64, usize) -> Result<()> + Send + Sync>;
 
 const COUNT: i32 = 2;
 
 impl Accelerator {
+    /// One that calls `before_copy` before each copy from the host, with where that goes in a piece of memory and how long it is. An error of that is the copy's.
+    pub fn watched(before_copy: impl Fn(u64, usize) -> Result<()> + Send + Sync + 'static) -> Self {
+        Self { before_copy: Some(Arc::new(before_copy)) }
+    }
+
     /// What code for the devices is compiled for.
     ///
     /// # Panics
@@ -33,6 +43,12 @@ impl Accelerator {
             return Ok(());
         }
         Err(RpcError::new(ErrorKind::DeviceUnavailable, format!("no ext_dev:{index}: there are {COUNT}")))
+    }
+}
+
+impl fmt::Debug for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Accelerator").finish_non_exhaustive()
     }
 }
 
@@ -63,7 +79,8 @@ impl DeviceApi for Accelerator {
             None | Some("global" | FAST_MEMORY) => {
                 let size = usize::try_from(request.size).ok().filter(|size| *size <= isize::MAX as usize);
                 let size = size.ok_or_else(|| RpcError::new(ErrorKind::OutOfMemory, "more than there can be"))?;
-                Ok(Box::new(Remote { bytes: Mutex::new(vec![0; size]), len: size as u64 }))
+                let before_copy = self.before_copy.clone();
+                Ok(Box::new(Remote { bytes: Mutex::new(vec![0; size]), len: size as u64, before_copy }))
             }
             Some(scope) => Err(RpcError::unsupported(format!("ext_dev has no memory scope '{scope}'"))),
         }
@@ -130,6 +147,7 @@ impl Stream for InOrder {
 struct Remote {
     bytes: Mutex<Vec<u8>>,
     len: u64,
+    before_copy: Option<BeforeCopy>,
 }
 
 // SAFETY: there is no host pointer, and the length never changes.
@@ -144,6 +162,9 @@ unsafe impl Memory for Remote {
     }
 
     unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
+        if let Some(before_copy) = &self.before_copy {
+            before_copy(offset, data.len())?;
+        }
         let mut bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         bytes[offset as usize..][..data.len()].copy_from_slice(data);
         Ok(())

@@ -350,17 +350,19 @@ fn progress_comes_to_all_that_was_asked_for() {
     session.shutdown().wait().unwrap();
 }
 
+/// A node of this process whose workers have devices with memory that the processor cannot reach.
+fn with_accelerator(accelerator: Accelerator, may_read: bool) -> Session {
+    let session = LocalSession::builder(registry()).devices(Devices::new().with(Arc::new(accelerator)));
+    Session::new(if may_read { session.extension(Arc::new(WeightFolders::anywhere())) } else { session }.build())
+}
+
 /// Straight to memory that the processor cannot reach, whoever reads the file.
 #[test]
 fn parts_come_to_devices_that_satisfy_a_constraint() {
     let (folder, nowhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write_split(folder.path());
-    let node = |may_read: bool| {
-        let devices = Devices::new().with(Arc::new(Accelerator));
-        let session = LocalSession::builder(registry()).devices(devices);
-        Session::new(if may_read { session.extension(Arc::new(WeightFolders::anywhere())) } else { session }.build())
-    };
-    let session = DiscoSession::over([node(true), node(false)], 1, 1, Options::default()).wait().unwrap();
+    let nodes = [true, false].map(|may_read| with_accelerator(Accelerator::default(), may_read));
+    let session = DiscoSession::over(nodes, 1, 1, Options::default()).wait().unwrap();
     for workers in [folder.path(), nowhere.path()] {
         let loader = ShardLoader::open_at(&session, folder.path(), workers).wait().unwrap();
         let readers = 2 * usize::from(workers == folder.path());
@@ -391,6 +393,99 @@ fn parts_come_to_devices_that_satisfy_a_constraint() {
     let x = session.empty(&[3], DataType::F32, "ext_dev:1,scope=fast".parse().ok()).unwrap();
     assert_eq!(fetch(&session, &x, 1).shape(), [3]);
     session.shutdown().wait().unwrap();
+}
+
+/// A tensor of bytes that is larger than what is copied to a device at once, with rows that do not divide that.
+const LARGE: [usize; 2] = [40_000, 1000];
+
+/// The bytes of the tensor `large`, which the file at the path now holds.
+fn write_large(path: &Path) -> Vec<u8> {
+    let bytes: Vec<u8> = (0..LARGE[0] * LARGE[1]).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect();
+    let view = TensorView::new(Dtype::U8, LARGE.to_vec(), &bytes).unwrap();
+    fs::write(path, serialize([("large", view)], None).unwrap()).unwrap();
+    bytes
+}
+
+/// However large a part is, it needs little host memory on its way to other memory.
+#[test]
+fn large_parts_come_to_devices_piece_by_piece() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let bytes = write_large(&path);
+    let copies = Arc::new(Mutex::new(Vec::new()));
+    let nodes = [0, 1].map(|_| {
+        let copies = Arc::clone(&copies);
+        let watch = move |at, len| {
+            copies.lock().unwrap().push((at, len));
+            Ok(())
+        };
+        with_accelerator(Accelerator::watched(watch), true)
+    });
+    let session = DiscoSession::over(nodes, 1, 1, Options::default()).wait().unwrap();
+    let last = Arc::new(Mutex::new((0, 0)));
+    let seen = Arc::clone(&last);
+    let loader = ShardLoader::open(&session, &path).wait().unwrap();
+    let loader = loader.progress(move |done, total| *seen.lock().unwrap() = (done, total));
+    let columns = |range: Range<usize>| -> Vec<u8> {
+        bytes.chunks_exact(LARGE[1]).flat_map(|row| &row[range.clone()]).copied().collect()
+    };
+    let half = bytes.len() / 2;
+    let cases = [
+        (Part::Whole, [bytes.clone(), bytes.clone()]),
+        (Part::shard(0), [bytes[..half].to_vec(), bytes[half..].to_vec()]),
+        (Part::shard(1), [columns(0..LARGE[1] / 2), columns(LARGE[1] / 2..LARGE[1])]),
+        (Part::with("rows"), [bytes[..half].to_vec(), bytes[half..].to_vec()]),
+    ];
+    for (part, expected) in cases {
+        let loaded = loader.load("large", part.clone(), "ext_dev:1,scope=fast".parse().ok()).unwrap();
+        session.sync_all().wait().unwrap();
+        let copies = std::mem::take(&mut *copies.lock().unwrap());
+        assert!(copies.iter().all(|(_, len)| *len <= 8 << 20), "{part:?}: {copies:?}");
+        let sum: usize = copies.iter().map(|(_, len)| len).sum();
+        assert_eq!(sum, expected.iter().map(Vec::len).sum::<usize>(), "{part:?}: {copies:?}");
+        for (worker, expected) in (0..).zip(&expected) {
+            let tensor = fetch(&session, &loaded, worker);
+            assert!(tensor.read().unwrap().bytes().unwrap() == expected, "{part:?} on worker {worker}");
+        }
+    }
+    let (done, total) = *last.lock().unwrap();
+    assert_eq!(done, total);
+    session.shutdown().wait().unwrap();
+}
+
+/// Where reading or copying fails in the middle, both end: the error says which tensor it was, and nobody reads on.
+#[test]
+fn what_fails_midway_to_a_device_is_told_and_ends_the_reading() {
+    type Fault = fn(&Path) -> rpc_core::Result<()>;
+    let cut_off: Fault = |path| {
+        fs::File::options().write(true).open(path).unwrap().set_len(1000).unwrap();
+        Ok(())
+    };
+    let refuse: Fault = |_| Err(rpc_core::RpcError::new(ErrorKind::DeviceUnavailable, "told to refuse"));
+    let panic: Fault = |_| panic!("told to panic");
+    for (fault, words) in [
+        (cut_off, &["tensor 'large'", "model.safetensors: it is shorter than its header says; it was cut off"][..]),
+        (refuse, &["tensor 'large'", "told to refuse"]),
+        (panic, &["told to panic"]),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().canonicalize().unwrap().join("model.safetensors");
+        let _ = write_large(&path);
+        let at_fault = path.clone();
+        let watch = move |at, _| if at == 0 { fault(&at_fault) } else { Ok(()) };
+        let node = with_accelerator(Accelerator::watched(watch), true);
+        let session = DiscoSession::over([node], 1, 1, Options::default()).wait().unwrap();
+        let loader = ShardLoader::open(&session, &path).wait().unwrap();
+        let loaded = loader.load("large", Part::Whole, "ext_dev".parse().ok()).unwrap();
+        let error = session.sync_all().wait().unwrap_err().to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        session.debug_get_from_remote(&loaded, WorkerId(0)).wait().unwrap_err();
+        // Nobody has the file open any more.
+        let open = fs::read_dir("/proc/self/fd").unwrap().filter_map(|file| fs::read_link(file.ok()?.path()).ok());
+        assert!(!open.into_iter().any(|file| file == path));
+        check_broadcast(&session);
+        session.shutdown().wait().unwrap();
+    }
 }
 
 /// What is not issued is not waited for.

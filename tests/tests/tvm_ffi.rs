@@ -517,7 +517,7 @@ fn functions_see_the_streams_of_their_lane() {
     let Some(environment) = environment() else { return };
     let registry = Registry::new();
     registry.add_loader(Arc::new(environment.tvm_ffi()));
-    let devices = rpc_core::Devices::new().with(Arc::new(Accelerator));
+    let devices = rpc_core::Devices::new().with(Arc::new(Accelerator::default()));
     let session = Session::new(LocalSession::builder(registry).devices(devices).build());
     let module = session.load_module(environment.compile("kernels.cc").to_str().unwrap()).wait().unwrap();
     let stream = module.function("stream").wait().unwrap();

@@ -91,43 +91,55 @@ impl Cut {
         Ok(Self { shape: part, size_bytes: bits / 8, start: start / 8, run: run / 8, outer })
     }
 
-    /// Reads the part. `out` has as many bytes as it has; `progress` is told of those that have come.
-    pub(super) fn read(&self, source: &dyn ReadAt, out: &mut [u8], progress: &mut dyn FnMut(u64)) -> Result<()> {
-        // A part without bytes has no runs.
-        let count = self.size_bytes.checked_div(self.run).unwrap_or(0);
+    /// Reads the bytes of the part from `at` on, as many as `out` has; `progress` is told of those that have come.
+    pub(super) fn read(
+        &self,
+        source: &dyn ReadAt,
+        mut at: u64,
+        mut out: &mut [u8],
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<()> {
         let mut scratch = Vec::new();
-        let mut number = 0;
-        while number < count {
-            let (first, begin) = (number, self.place(number));
-            let mut end = begin + self.run;
-            number += 1;
-            while self.run < LONG && number < count {
-                let next = self.place(number);
-                if next - end > GAP || next + self.run - begin > PIECE {
+        while !out.is_empty() {
+            let wanted = out.len() as u64;
+            let (mut run, skipped) = (at / self.run, at % self.run);
+            let begin = self.place(run) + skipped;
+            let mut len = wanted.min(self.run - skipped).min(PIECE);
+            let mut end = begin + len;
+            while self.run < LONG && len < wanted {
+                run += 1;
+                let (next, more) = (self.place(run), self.run.min(wanted - len));
+                if next - end > GAP || next + more - begin > PIECE {
                     break;
                 }
-                end = next + self.run;
-                number += 1;
+                end = next + more;
+                len += more;
             }
-            let len = (number - first) * self.run;
-            let target = &mut out[(first * self.run) as usize..][..len as usize];
+            let (piece, rest) = out.split_at_mut(len as usize);
             // Where nothing lies between them there is nothing to be taken apart.
             if end - begin == len {
-                for (at, piece) in (0..).zip(target.chunks_mut(PIECE as usize)) {
-                    source.read_at(begin + at * PIECE, piece)?;
-                    progress(piece.len() as u64);
-                }
-                continue;
-            }
-            scratch.resize((end - begin) as usize, 0);
-            source.read_at(begin, &mut scratch)?;
-            for (run, piece) in (first..).zip(target.chunks_exact_mut(self.run as usize)) {
-                let at = (self.place(run) - begin) as usize;
-                piece.copy_from_slice(&scratch[at..at + piece.len()]);
+                source.read_at(begin, piece)?;
+            } else {
+                scratch.resize((end - begin) as usize, 0);
+                source.read_at(begin, &mut scratch)?;
+                self.take_apart(at, &scratch, piece);
             }
             progress(len);
+            at += len;
+            out = rest;
         }
         Ok(())
+    }
+
+    /// Takes the bytes of the part from `at` on out of what has been read from where the first of them lies.
+    fn take_apart(&self, at: u64, read: &[u8], mut out: &mut [u8]) {
+        let (mut run, mut skipped) = (at / self.run, at % self.run);
+        let begin = self.place(run) + skipped;
+        while !out.is_empty() {
+            let (piece, rest) = out.split_at_mut(out.len().min((self.run - skipped) as usize));
+            piece.copy_from_slice(&read[(self.place(run) + skipped - begin) as usize..][..piece.len()]);
+            (run, skipped, out) = (run + 1, 0, rest);
+        }
     }
 
     /// Where a run begins, in bytes from the beginning of the tensor. Later ones begin further behind.

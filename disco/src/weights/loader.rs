@@ -21,7 +21,8 @@ use crate::session::{Content, DiscoSession};
 
 /// Loads tensors of safetensors files to the workers of a session.
 ///
-/// Whoever can read a file reads its own part of each tensor there, straight into its tensor, and little more: pieces that are closer together than 16 KiB are read with what is between them. A worker that cannot gets its part from one
+/// Whoever can read a file reads its own part of each tensor there, straight into its tensor, and little more: pieces that are closer together than 16 KiB are read with what is between them. To a
+/// device with memory of its own it goes by way of host memory, of which 20 MiB are enough for any part. A worker that cannot gets its part from one
 /// that can, over the data plane; it waits for that as in a collective ([`Options::collective_timeout`](crate::Options::collective_timeout)). Where no worker can,
 /// the controller reads the tensor into its memory and sends each its part as [`scatter`](DiscoSession::scatter) does, or as [`broadcast`](DiscoSession::broadcast)
 /// where all get the whole.
@@ -278,7 +279,7 @@ impl ShardLoader {
             let tensor = Tensor::zeros([parts.len() as i64, each as i64], DataType::U8)?;
             let mut view = tensor.write()?;
             for (part, out) in parts.iter().zip(view.bytes_mut()?.chunks_exact_mut(each.max(1))) {
-                part.read(&file, out, &mut |_| ())?;
+                part.read(&file, 0, out, &mut |_| ())?;
             }
             drop(view);
             Ok((tensor, scope))

@@ -4,9 +4,11 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rpc_core::tensor::Borrow;
 use rpc_core::virtual_device::GLOBAL;
 use rpc_core::{DataType, Device, Result, RpcError, Tensor, VirtualDevice};
 
+use super::ahead::meanwhile;
 use super::cut::{Cut, ReadAt};
 use super::files::InFile;
 use crate::context::WorkerContext;
@@ -97,10 +99,11 @@ impl WeightReader {
     }
 
     fn read_cut(&self, cut: &Cut) -> Result<Tensor> {
-        filled(&self.meter.worker, &self.place, self.dtype, &cut.shape, |out| match &self.source {
-            Source::File { file, .. } => cut.read(file, out, &mut |bytes| self.meter.add(bytes)),
-            Source::Memory(tensor) => {
-                cut.read(&InMemory(tensor.read()?.bytes()?), out, &mut |bytes| self.meter.add(bytes))
+        filled(&self.meter.worker, &self.place, self.dtype, &cut.shape, &|at, out| {
+            let mut progress = |bytes| self.meter.add(bytes);
+            match &self.source {
+                Source::File { file, .. } => cut.read(file, at, out, &mut progress),
+                Source::Memory(tensor) => cut.read(&InMemory(tensor.read()?.bytes()?), at, out, &mut progress),
             }
         })
     }
@@ -161,26 +164,53 @@ impl ReadAt for InMemory<'_> {
     }
 }
 
-/// A new tensor whose bytes `fill` writes: in place where that is host memory, and otherwise by way of that.
+/// How much is copied at once to memory that is not host memory: so much that to start a thread for the next piece costs little beside it.
+const PIECE: u64 = 8 << 20;
+
+/// Reads the bytes from a place of a tensor on, as many as there is room for.
+pub(super) type Fill<'a> = dyn Fn(u64, &mut [u8]) -> Result<()> + Sync + 'a;
+
+/// A new tensor whose bytes `fill` reads: in place where that is host memory, and otherwise by way of that.
 pub(super) fn filled(
     worker: &WorkerContext,
     place: &Place,
     dtype: DataType,
     shape: &[i64],
-    fill: impl FnOnce(&mut [u8]) -> Result<()>,
+    fill: &Fill<'_>,
 ) -> Result<Tensor> {
     let tensor = place.allocate(worker, dtype, shape)?;
     let mut view = tensor.write()?;
     if let Ok(bytes) = view.bytes_mut() {
-        fill(bytes)?;
+        fill(0, bytes)?;
         drop(view);
         return Ok(tensor);
     }
-    drop(view);
-    let scratch = worker.context().allocate(Device::cpu(), dtype, shape)?;
-    fill(scratch.write()?.bytes_mut()?)?;
-    copy(&scratch, &tensor)?;
+    let (_, mut borrow) = view.into_parts();
+    fill_elsewhere(worker, &mut borrow, tensor.byte_offset(), tensor.size_bytes(), fill)?;
+    drop(borrow);
     Ok(tensor)
+}
+
+/// Fills so many bytes of memory that is not host memory, from `start` on. It goes piece by piece, so that little host memory is needed: the next is read while one
+/// is copied.
+fn fill_elsewhere(worker: &WorkerContext, to: &mut Borrow, start: u64, size: u64, fill: &Fill<'_>) -> Result<()> {
+    // Two pieces at most, which is no large number.
+    let scratch = worker.context().allocate(Device::cpu(), DataType::U8, &[size.min(2 * PIECE) as i64])?;
+    let mut view = scratch.write()?;
+    let len = |at: u64| (size - at).min(PIECE) as usize;
+    let (mut ready, mut spare) = view.bytes_mut()?.split_at_mut(len(0));
+    fill(0, ready)?;
+    for at in (0..size).step_by(PIECE as usize) {
+        let next = at + PIECE;
+        let mut copy = || to.copy_in(start + at, &ready[..len(at)]);
+        if next >= size {
+            return copy();
+        }
+        let (read, copied) = meanwhile(|| fill(next, &mut spare[..len(next)]), copy);
+        copied.and(read)?;
+        std::mem::swap(&mut ready, &mut spare);
+    }
+    Ok(())
 }
 
 /// Copies a tensor in host memory to one of the same layout, wherever that is.

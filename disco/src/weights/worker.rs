@@ -151,7 +151,7 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<
         let read = || {
             let file = file.as_ref().map_err(RpcError::clone)?;
             let (cut, place) = (request.cut_of(worker, WorkerId(of))?, Place::of(Device::cpu()));
-            filled(worker, &place, request.dtype, &cut.shape, |out| cut.read(file, out, &mut |_| ()))
+            filled(worker, &place, request.dtype, &cut.shape, &|at, out| cut.read(file, at, out, &mut |_| ()))
         };
         let part = match request.part {
             Part::Whole | Part::With { .. } => for_all.get_or_insert_with(read).clone(),
