@@ -6,7 +6,9 @@
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use disco::{Content, DiscoSession, Hosting, NodeListener, Options, ReduceOp, Scope, SocketSession, WorkerId};
+use disco::{
+    Content, DiscoSession, Hosting, NodeListener, Options, Part, ReduceOp, Scope, ShardLoader, SocketSession, WorkerId,
+};
 use rpc_core::{ErrorKind, Tensor, Value};
 use rpc_server::ServerProcess;
 use rpc_transports::tracker::ServerRequest;
@@ -194,6 +196,45 @@ fn a_server_has_its_workers_as_processes_if_it_is_told_to() {
     let distinct = pids.iter().enumerate().all(|(at, pid)| !pids[..at].contains(pid));
     assert!(distinct, "{pids:?}");
     session.shutdown().wait().unwrap();
+}
+
+/// A file with the tensor `x`, which has an element for each of two workers.
+fn write_weights(folder: &TempDir) {
+    let header = r#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+    let data = [0.5_f32, 1.5].map(f32::to_le_bytes).concat();
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
+    std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
+}
+
+/// What `--weights` names holds for sessions in processes of their own as for those in the server's, wherever their workers are.
+#[test]
+fn workers_of_isolated_sessions_read_the_folders_of_the_server_alone() {
+    let [folder, inside, outside] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    [&inside, &outside].into_iter().for_each(write_weights);
+    let readable = inside.path().to_str().unwrap();
+    for isolate in ["process", "none"] {
+        let server = server(&folder, &["serve", "--weights", readable, "--isolate", isolate]);
+        for hosting in [Hosting::Threads, Hosting::Processes] {
+            let mut options = Options::default();
+            options.hosting = hosting;
+            let session = SocketSession::new([server.address()], 2, 1).options(options).start().wait().unwrap();
+            for (weights, unable) in [(&inside, 0), (&outside, 2)] {
+                let loader = ShardLoader::open(&session, weights.path()).wait().unwrap();
+                let told = loader.unreadable();
+                assert_eq!(told.len(), unable, "--isolate {isolate}, {hosting:?}: {told:?}");
+                assert!(told.iter().all(|one| one.reason.contains("may not read there")), "{told:?}");
+                // Who cannot read it gets it all the same.
+                let x = loader.load("x", Part::shard(0), None).unwrap();
+                session.sync_all().wait().unwrap();
+                for (worker, expected) in [(0, 0.5), (1, 1.5)] {
+                    let content = session.debug_get_from_remote(&x, WorkerId(worker)).wait().unwrap();
+                    let Content::Tensor(part) = content else { panic!("{content:?}") };
+                    assert_eq!(part.read().unwrap().as_slice::<f32>().unwrap(), [expected]);
+                }
+            }
+            session.shutdown().wait().unwrap();
+        }
+    }
 }
 
 /// Each opens the next, in the name of the controller, if its operator allows that.
