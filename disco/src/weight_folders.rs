@@ -38,7 +38,10 @@ impl WeightFolders {
             return Ok(path.to_owned());
         };
         let denied = || {
-            let text = format!("{}: this node's workers may not read there", path.display());
+            let text = format!(
+                "{}: this node's workers may not read there, only in the folders that its operator names (--weights of rpc-server)",
+                path.display()
+            );
             RpcError::new(ErrorKind::Refused, text)
         };
         let is_within = |real: &Path| {

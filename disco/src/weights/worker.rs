@@ -62,7 +62,8 @@ impl OpenFiles {
         let folders = context.extension::<WeightFolders>();
         let open = |wanted: Wanted| {
             let Some(folders) = &folders else {
-                return Err(RpcError::new(ErrorKind::Refused, "this node's workers may read no files of weights"));
+                let text = "this node's workers may read no files of weights: its operator names no folders of them (--weights of rpc-server)";
+                return Err(RpcError::new(ErrorKind::Refused, text));
             };
             Twin::find(folders.admit(&PathBuf::from(wanted.path))?, &wanted.likeness)
         };
