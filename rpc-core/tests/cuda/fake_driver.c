@@ -373,6 +373,27 @@ EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, Stream *st
     LEAVE()
 }
 
+/* Behind all work of the device, as what is on the null stream is. Host memory need not be pinned. */
+static int copy_now(char *to, const char *from, size_t size) {
+    for (Stream *stream = streams; stream; stream = stream->next)
+        if (stream->device == current->device) run_until(stream, NULL);
+    if (!to || !from) return INVALID_VALUE;
+    if (!sticky[current->device]) memcpy(to, from, size);
+    return sticky[current->device];
+}
+
+EXPORT int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) {
+    ENTER()
+    result = copy_now(resolve(to, size), from, size);
+    LEAVE()
+}
+
+EXPORT int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
+    ENTER()
+    result = copy_now(to, resolve(from, size), size);
+    LEAVE()
+}
+
 EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, Stream *stream) {
     ENTER()
     result = copy(to, from, size, stream);
