@@ -14,6 +14,7 @@
  */
 
 #include <pthread.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -29,7 +30,9 @@
 #endif
 
 #define MAX_RANKS 16
+#ifndef MAX_OPS
 #define MAX_OPS 4096
+#endif
 /* How often a communicator says that a call is in progress, at least. */
 #define POLLS 2
 
@@ -80,7 +83,7 @@ struct Stream;
 
 typedef struct {
     World *world;
-    int rank, polls, error, is_joining, is_finalizing, is_splitting, is_dead;
+    int rank, polls, error, is_joining, is_finalizing, is_splitting, is_blocking, is_dead;
     int collectives;
     void **place;
 } Comm;
@@ -445,9 +448,9 @@ static int enqueue(Comm *comm, Stream *stream, Op model) {
         *end = op;
         stream->given++;
 #endif
-        comm->polls = POLLS;
+        comm->polls = comm->is_blocking ? 0 : POLLS;
         if (comm->rank == fail_rank) comm->error = fail_code;
-        result = IN_PROGRESS;
+        result = comm->is_blocking ? SUCCESS : IN_PROGRESS;
     }
     pthread_mutex_unlock(&lock);
 #ifdef ON_CUDA
@@ -580,6 +583,24 @@ int ncclCommInitRankConfig(void **place, int size, Id id, int rank, Config *conf
     return result;
 }
 
+/* A communicator whose calls block until they are enqueued. */
+int ncclCommInitRank(void **place, int size, Id id, int rank) {
+    *place = NULL;
+    if (size > MAX_RANKS || rank >= size) return INVALID_ARGUMENT;
+    pthread_mutex_lock(&lock);
+    Comm *comm = new_comm(find_world(&id, size), rank);
+    comm->is_blocking = 1;
+    comm->polls = 0;
+    while (comm->world->joined < size) {
+        pthread_mutex_unlock(&lock);
+        sched_yield();
+        pthread_mutex_lock(&lock);
+    }
+    *place = comm;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
 #if VERSION >= 21800
 int ncclCommSplit(void *pointer, int color, int key, void **place, Config *config) {
     Comm *comm = pointer;
@@ -669,7 +690,7 @@ static void end(Comm *comm) {
 int ncclCommDestroy(void *pointer) {
     Comm *comm = pointer;
     pthread_mutex_lock(&lock);
-    if (!comm->is_finalizing || comm->polls || comm->world->finalized + comm->world->gone < comm->world->size)
+    if (!comm->is_blocking && (!comm->is_finalizing || comm->polls || comm->world->finalized + comm->world->gone < comm->world->size))
         violation("a communicator is destroyed before it is finalized");
     end(comm);
     pthread_mutex_unlock(&lock);
