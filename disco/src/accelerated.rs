@@ -48,12 +48,11 @@ pub(crate) fn join(
     Ok(Membership { epoch, world: Box::new(world), group: group.map(|group| Box::new(group) as Box<dyn Ccl>) })
 }
 
-/// The session's limits. The controller waits no longer for the groups than it has told; and others wait for a rank while its stream is busy, so that it
-/// has to say so before their time is up.
+/// The session's limits. The controller waits no longer for the groups than it has told.
 fn options(limits: Limits, mut options: Options) -> Options {
     options.join_timeout = limits.join;
     options.stall_timeout = limits.stall.max(options.stall_timeout);
-    options.drain_timeout = limits.entry.map(|entry| entry.mul_f64(0.9));
+    options.drain_timeout = limits.entry;
     options
 }
 

@@ -315,7 +315,7 @@ pub trait Ccl: Send {
     fn set_step(&mut self, step: u64);
 
     /// Says that this rank is through with its step and may have left out collectives of it: whoever waits for it in one of them breaks the group
-    /// instead of waiting. Does not block.
+    /// instead of waiting. Does not wait for other ranks.
     fn leave_step(&mut self);
 
     /// What other threads can do with the communicator while this one is in a call.

@@ -54,8 +54,10 @@ struct Shared {
     context: Context,
     logs: Option<u8>,
     device: Mutex<Device>,
-    /// On which of them there may be work to wait for.
+    /// Those on which there may be work to wait for.
     used: Mutex<Vec<Device>>,
+    /// What collectives have lost, until the worker has dealt with it.
+    lost: Mutex<Option<RpcError>>,
     /// To tell the controller what is logged, and of communicators that are broken.
     sink: Arc<dyn EventSink>,
     /// Or why there is none.
@@ -112,6 +114,7 @@ impl WorkerContext {
             logs,
             device: Mutex::new(Device::cpu()),
             used: Mutex::default(),
+            lost: Mutex::default(),
             sink,
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
@@ -188,33 +191,42 @@ impl WorkerContext {
     /// The device of the worker that satisfies a constraint: its own if that does, or if there is none.
     pub(crate) fn choose(&self, wanted: Option<&VirtualDevice>) -> Result<Device> {
         let own = self.device();
-        let chosen = wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))?;
-        self.note_use(chosen);
-        Ok(chosen)
+        wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))
     }
 
-    fn note_use(&self, device: Device) {
+    /// There may be work on this device from now on.
+    pub(crate) fn note_use(&self, device: Device) {
         let mut used = lock(&self.0.used);
         if device.kind != DeviceType::CPU && !used.contains(&device) {
             used.push(device);
         }
     }
 
-    /// Waits until the devices that this worker was given tensors on have done what was submitted to their default streams.
+    /// Waits until the devices that this worker has tensors on have done what was submitted to their default streams. One that fails is told of once.
     pub(crate) fn synchronize(&self) -> Result<()> {
         let used = lock(&self.0.used).clone();
-        used.into_iter().try_for_each(|device| {
-            let api = self.context().devices().get(device)?;
-            api.default_stream(device.index)?.synchronize()
-        })
+        let mut outcome = Ok(());
+        for device in used {
+            let stream = self
+                .context()
+                .devices()
+                .get(device)
+                .and_then(|api| Ok(api.default_stream(device.index)?.synchronize()?));
+            if stream.is_err() {
+                lock(&self.0.used).retain(|other| *other != device);
+            }
+            outcome = outcome.and(stream);
+        }
+        outcome
     }
 
     /// Waits until all that this worker's collectives have left to its device is done, as they do where tensors are on GPUs: they return when they have been given to the device's
-    /// stream, in front of whatever is submitted there next. [`sync_worker`](crate::DiscoSession::sync_worker) does it, too.
+    /// stream, in front of whatever is submitted there next. [`sync_worker`](crate::DiscoSession::sync_worker) does it, too. A function that acts on what it copies from there has to, because after a
+    /// loss copies succeed.
     ///
     /// # Errors
     ///
-    /// Some of it is lost, because the data plane broke meanwhile. That is told once: what has been made of it since is of no use.
+    /// Some of it is lost, because the data plane broke meanwhile. That is told once here, and to the controller by the next sync: what has been made of it since is of no use.
     pub fn complete(&self) -> Result<()> {
         let mut membership = lock(&self.0.membership);
         let Ok(membership) = membership.as_mut() else { return Ok(()) };
@@ -226,10 +238,17 @@ impl WorkerContext {
                     CclError::Broken(breakdown) => self.broken(scope, epoch, &breakdown),
                     other => other.into(),
                 };
+                lock(&self.0.lost).get_or_insert_with(|| error.clone());
                 outcome = outcome.and(Err(error));
             }
         }
         outcome
+    }
+
+    /// As [`complete`](Self::complete), and takes what has been lost, whoever has heard of it already.
+    pub(crate) fn settle(&self) -> Result<()> {
+        let completed = self.complete();
+        lock(&self.0.lost).take().map_or(completed, Err)
     }
 
     /// Allocates a zeroed, densely packed tensor on the worker's device.
@@ -238,7 +257,10 @@ impl WorkerContext {
     ///
     /// The device's, and a limit that is reached.
     pub fn allocate(&self, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
-        self.0.context.allocate(self.device(), dtype, shape)
+        let device = self.device();
+        let tensor = self.0.context.allocate(device, dtype, shape)?;
+        self.note_use(device);
+        Ok(tensor)
     }
 
     /// Reduces the elements of all workers' `from` into everybody's `to`.
@@ -380,12 +402,17 @@ impl WorkerContext {
 
     /// Where tensors go from now on for which no device is named.
     pub(crate) fn set_device(&self, device: Device) {
-        self.note_use(device);
         *lock(&self.0.device) = device;
     }
 
     /// Becomes a member of new communicators, and leaves those it was in.
     pub(crate) fn set_membership(&self, membership: Result<Membership>) {
+        if membership.is_err() {
+            // That may wait for a device, and whoever wants to end it finds the controls until it is over.
+            let old =
+                std::mem::replace(&mut *lock(&self.0.membership), Err(RpcError::unsupported("it has left the others")));
+            drop(old);
+        }
         let mut controls = lock(&self.0.controls);
         let ended = controls.ended.take();
         *controls = match &membership {

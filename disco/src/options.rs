@@ -57,7 +57,8 @@ pub struct Options {
     /// Where workers reach each other's data listeners, if that is not where those listen: nodes behind NAT or forwarded ports. Default: none.
     pub advertise: Option<Advertise>,
     /// How long a worker waits in a collective for others that are there and do not enter it; `None` for ever. When it passes, collectives are
-    /// broken, and the session goes on. A worker may so compute for as long between two collectives. Default: 5 minutes.
+    /// broken, and the session goes on. A worker may so compute for as long between two collectives. On GPUs, where a worker does not see what the others' devices are at work on, a collective that
+    /// its own device has begun may take as long as this and [`stall_timeout`](Self::stall_timeout), or a minute if that is longer, together; with `None` nothing finds one that NCCL never ends. Default: 5 minutes.
     pub collective_timeout: Option<Duration>,
     /// How long a worker waits, within a collective that all have entered, for one that makes no progress. When it passes, collectives are broken.
     /// Twice that for one that says that it waits for another in turn, and so has time to tell whom. Default: 15 seconds.

@@ -209,8 +209,8 @@ impl Worker {
             }
             _ => return,
         };
+        self.settle();
         if matches!(command, Command::SyncWorker { .. })
-            && self.settle().is_ok()
             && let Err(cause) = self.this.synchronize()
         {
             self.tell(command, cause.into());
@@ -221,12 +221,12 @@ impl Worker {
 
     /// Waits for what collectives have left to the device. If some of it is lost, that is a failure of the first command that may have lost something, and poisons
     /// what all of them have set.
-    fn settle(&mut self) -> Result<(), Arc<Failure>> {
+    fn settle(&mut self) -> Option<Arc<Failure>> {
         if !self.is_accelerated {
-            return Ok(());
+            return None;
         }
         let at_stake = std::mem::take(&mut self.at_stake);
-        let Err(cause) = self.this.complete() else { return Ok(()) };
+        let cause = self.this.settle().err()?;
         let first = at_stake.values().min_by_key(|one| one.sequence);
         let (sequence, command) =
             first.map_or((self.sequence, "collective"), |first| (first.sequence, first.command.as_str()));
@@ -234,9 +234,15 @@ impl Worker {
         self.sink.send(Event::Failed(failure.clone()));
         let failure = Arc::new(failure);
         for register in at_stake.into_keys() {
-            self.registers[register as usize] = Slot::Poisoned(Arc::clone(&failure));
+            let slot = match &mut self.running {
+                Some(running) if register & OWN != 0 => running.own.get_mut((register & !OWN) as usize),
+                _ => self.registers.get_mut(register as usize),
+            };
+            if let Some(slot) = slot {
+                *slot = Slot::Poisoned(Arc::clone(&failure));
+            }
         }
-        Err(failure)
+        Some(failure)
     }
 
     /// Notes what would be lost with a collective that is still on the device.
@@ -244,14 +250,10 @@ impl Worker {
         if !matches!(command, Command::CallPacked { .. } | Command::Collective { .. } | Command::SendRecv { .. }) {
             return;
         }
-        let register = command.outputs().and_then(|register| match &self.running {
-            Some(running) => running.place(register),
-            None => Some(register),
-        });
-        if let Some(register) = register.filter(|register| (*register as usize) < self.registers.len()) {
-            let (sequence, command) = (self.sequence, self.title(command));
-            self.at_stake.insert(register, AtStake { sequence, command });
-        }
+        let Some(register) = command.outputs() else { return };
+        let place = self.running.as_ref().and_then(|running| running.place(register)).unwrap_or(register);
+        let (sequence, command) = (self.sequence, self.title(command));
+        self.at_stake.insert(place, AtStake { sequence, command });
     }
 
     /// Executes one command; what fails poisons what it should have set.
@@ -351,7 +353,9 @@ impl Worker {
                 let value = if self.is_meant(*on) {
                     let (wanted, context) = (device.as_ref(), self.this.context());
                     let (device, scope) = (self.this.choose(wanted)?, wanted.and_then(VirtualDevice::memory_scope));
-                    Value::Object(Object::Tensor(context.allocate_in_scope(device, *dtype, shape, scope)?))
+                    let tensor = context.allocate_in_scope(device, *dtype, shape, scope)?;
+                    self.this.note_use(device);
+                    Value::Object(Object::Tensor(tensor))
                 } else {
                     Value::Null
                 };
@@ -375,7 +379,7 @@ impl Worker {
             Command::SendRecv { from, to, pairs } => self.send_recv(command, *from, *to, pairs)?,
             Command::InitCcl { plan } => {
                 // It is told, and poisons what it has to.
-                _ = self.settle();
+                self.settle();
                 // The old communicators go first, so that nobody waits in them.
                 self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
                 let plan: Plan = plan.decode()?;
@@ -492,6 +496,8 @@ impl Worker {
             }
         }
         self.running = None;
+        // The registers that were the program's own are gone.
+        self.at_stake.retain(|register, _| register & OWN == 0);
         Ok(())
     }
 
@@ -510,6 +516,7 @@ impl Worker {
                 Some(place) => register = place,
                 None => {
                     running.own[(register & !OWN) as usize] = slot;
+                    self.not_at_stake(register);
                     return;
                 }
             }
@@ -522,8 +529,14 @@ impl Worker {
         if at >= self.registers.len() {
             self.registers.resize(at + 1, Slot::Empty);
         }
-        self.at_stake.remove(&register);
+        self.not_at_stake(register);
         self.registers[at] = slot;
+    }
+
+    fn not_at_stake(&mut self, register: Register) {
+        if self.is_accelerated {
+            self.at_stake.remove(&register);
+        }
     }
 
     fn set_object(&mut self, register: Register, object: Object) {
@@ -674,8 +687,9 @@ impl Worker {
     /// Sends what a register holds to the controller.
     fn fetch(&mut self, ticket: u64, from: Register, tensor_only: bool, command: &Command) {
         self.report();
-        let settled = self.settle().map_err(Fault::Inherited);
-        let content = settled.and_then(|()| self.value(from)).and_then(|value| match &value {
+        // What is lost is told, and poisons what it has to.
+        self.settle();
+        let content = self.value(from).and_then(|value| match &value {
             Value::Object(Object::Tensor(tensor)) => {
                 tensor.byte_range(0, tensor.size_bytes())?;
                 drop(tensor.read()?);
@@ -796,7 +810,9 @@ impl Worker {
         };
         let tensors = described.map(|()| (Some(header.clone()), Some(header.clone())));
         self.take_part(command, scope, operation, tensors)?;
-        self.settle().map_err(Fault::Inherited)?;
+        if let Some(failure) = self.settle() {
+            return Err(Fault::Inherited(failure));
+        }
         Ok(Ok(read_layout(&header)?))
     }
 

@@ -45,6 +45,9 @@ const CONTROLS: [Launch; 3] = [Launch::Threads, Launch::Segment, Launch::Unix];
 /// For limits that are to run out.
 const SHORT: Duration = Duration::from_millis(300);
 
+/// For one that is not to before that which hangs, however busy the machine is.
+const RUNS_OUT: Duration = Duration::from_secs(2);
+
 fn allreduce(ccl: &mut dyn Ccl, count: usize) -> Result<(), CclError> {
     let mut data = vec![1_u8; count * 4];
     ccl.allreduce(ReduceOp::Sum, DataType::F32, count, Buffers::in_place(&mut data).into())
@@ -296,7 +299,7 @@ fn what_the_library_finds_wrong_on_one_rank_breaks_the_group_for_all() {
 fn a_collective_that_comes_to_no_end_breaks_the_group_when_its_time_is_up() {
     let Some(fake) = Fake::new() else { return };
     let mut options = patient();
-    (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), SHORT);
+    (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), RUNS_OUT);
     on_ranks(&fake, Launch::Unix, 3, &options, |mut member| {
         assert_lives(&mut member.ccl);
         if member.ccl.rank() == Rank(2) {
@@ -304,7 +307,7 @@ fn a_collective_that_comes_to_no_end_breaks_the_group_when_its_time_is_up() {
         }
         let breakdown = breakdown(allreduce(&mut member.ccl, 10));
         let text = breakdown.to_string();
-        let what = "ncclAllReduce of allreduce(sum) of 10 float32 has not ended within 300ms";
+        let what = "ncclAllReduce of allreduce(sum) of 10 float32 has not ended within 2s";
         assert!(text.contains(what), "{text}");
         assert!(text.contains("in allreduce(sum) of 10 float32 #"), "{text}");
     });
@@ -508,7 +511,7 @@ fn work_in_front_of_a_collective_may_take_its_time_and_no_longer() {
     fake.assert_tidy();
     // Nobody can tell the work of another rank from a hang.
     let mut options = patient();
-    (options.drain_timeout, options.stall_timeout) = (Some(SHORT), SHORT);
+    (options.drain_timeout, options.stall_timeout) = (Some(RUNS_OUT / 2), RUNS_OUT / 2);
     let (tell, told) = mpsc::channel();
     let told = std::sync::Mutex::new(told);
     on_ranks(&fake, Launch::Segment, 2, &options, |mut member| {
@@ -518,7 +521,7 @@ fn work_in_front_of_a_collective_may_take_its_time_and_no_longer() {
         }
         let breakdown = breakdown(allreduce(&mut member.ccl, 10));
         assert_eq!(breakdown.rank, Rank(1));
-        assert!(breakdown.to_string().contains("has not ended within 600ms"), "{breakdown}");
+        assert!(breakdown.to_string().contains("has not ended within 2s"), "{breakdown}");
         if member.ccl.rank() == Rank(1) {
             // The other one has heard of it, and waits for its own work: it is not taken for stuck.
             eventually("both have aborted", || fake.ask("fake_aborts") == 2);
@@ -578,13 +581,13 @@ fn collectives_are_left_to_the_device() {
         std::thread::scope(|scope| {
             let (ccl, words, issued, stream) = (&mut member.ccl, &mut words, &issued, &member.stream);
             scope.spawn(move || {
-                for _ in 0..600 {
+                for _ in 0..200 {
                     double(ccl, words).unwrap();
                     issued.fetch_add(1, Ordering::SeqCst);
                 }
             });
-            eventually("as many as may be", || issued.load(Ordering::SeqCst) >= 2 * 512);
-            assert!(issued.load(Ordering::SeqCst) <= 2 * 512);
+            eventually("as many as may be", || issued.load(Ordering::SeqCst) >= 2 * 128);
+            assert!(issued.load(Ordering::SeqCst) <= 2 * 128);
             stream.hold(false);
         });
         member.ccl.complete().unwrap();
@@ -596,7 +599,7 @@ fn collectives_are_left_to_the_device() {
 fn what_is_lost_on_the_device_is_told_once_and_by_nobody_missed() {
     let Some(fake) = Fake::new() else { return };
     let mut options = patient();
-    (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), SHORT);
+    (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), RUNS_OUT);
     let ready = Barrier::new(3);
     on_devices(&fake, 3, &options, |mut member| {
         let mut data = vec![1.0; 8];
@@ -612,8 +615,10 @@ fn what_is_lost_on_the_device_is_told_once_and_by_nobody_missed() {
         }
         // Nobody asks, and each rank's communicator is aborted: whoever waits for the stream gets on.
         eventually("all have aborted", || fake.ask("fake_aborts") == 3);
+        // It is for `complete` to tell, whoever else hears of it before.
+        assert!(member.ccl.barrier().unwrap_err().is_broken());
         let lost = breakdown(member.ccl.complete());
-        assert!(lost.to_string().contains("has not ended within 300ms"), "{lost}");
+        assert!(lost.to_string().contains("has not ended within 2s"), "{lost}");
         member.ccl.complete().unwrap();
         assert_eq!(breakdown(double(&mut member.ccl, &mut data)), lost);
     });

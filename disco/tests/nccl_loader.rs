@@ -54,7 +54,8 @@ fn every_code_has_a_text() {
 /// The default stream of whichever device is current, if there is one.
 struct DefaultStream;
 
-impl DeviceStream for DefaultStream {
+// SAFETY: nothing is enqueued.
+unsafe impl DeviceStream for DefaultStream {
     fn device(&self) -> Device {
         Device::cuda(0)
     }

@@ -282,7 +282,8 @@ fn what_is_lost_on_a_gpu_is_told_by_a_sync_and_poisons_what_came_of_it() {
     let lost = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
     let behind = session.allreduce(&lost, None, ReduceOp::Sum, Scope::World).unwrap();
     let unconcerned = session.get_global_func("rpc.info").unwrap();
-    // The workers have given both to their devices, and nobody waits for those.
+    // The workers have given both to their devices. One that waits for them hears of the loss, and leaves it to the sync to tell what is lost.
+    session.barrier(Scope::World).unwrap();
     session.abort_ccl("enough").unwrap();
     let error = session.sync_all().wait().unwrap_err().to_string();
     assert!(error.contains("enough") && error.contains("allreduce"), "{error}");
@@ -317,6 +318,8 @@ fn groups_are_split_and_what_is_missing_is_told() {
     assert!(error.contains("RCCL was asked for, and NCCL is there"), "{error}");
     let error = session.init_ccl("nccl", &[0, 7]).wait().unwrap_err().to_string();
     assert!(error.contains("no cuda:7"), "{error}");
+    // What was asked for in vain is not waited for.
+    session.sync_all().wait().unwrap();
     let error = session.init_ccl("nccl", &[1, 1]).wait().unwrap_err().to_string();
     assert!(error.contains("workers 0 and 1 are threads of one process with device 1 for both"), "{error}");
     session.init_ccl("nccl", &[0, 1]).wait().unwrap();

@@ -56,6 +56,7 @@ mod backend;
 mod communicator;
 mod config;
 #[cfg(feature = "cuda")]
+#[allow(unsafe_code)]
 pub mod cuda;
 mod elements;
 #[allow(unsafe_code)]
@@ -66,6 +67,7 @@ mod library;
 mod member;
 mod options;
 mod places;
+#[allow(unsafe_code)]
 mod stream;
 #[allow(unsafe_code)]
 mod symbols;

@@ -108,7 +108,8 @@ pub(crate) struct FakeStream {
     hold: unsafe extern "C" fn(*mut c_void, c_int),
     mark: unsafe extern "C" fn(*mut c_void) -> c_long,
     reached: Reached,
-    scratch: Mutex<Vec<u64>>,
+    /// The last is the largest. None goes, because something may be under way in it.
+    scratch: Mutex<Vec<Vec<u64>>>,
     fails: Arc<Mutex<Option<RpcError>>>,
     panics: Arc<AtomicBool>,
     capability: Mutex<Option<(u32, u32)>>,
@@ -128,7 +129,8 @@ struct FakeMark {
 // SAFETY: the stand-in takes a stream from any thread, under a lock of its own.
 unsafe impl Send for FakeMark {}
 
-impl Mark for FakeMark {
+// SAFETY: as of the stream.
+unsafe impl Mark for FakeMark {
     fn is_reached(&self) -> Result<bool, RpcError> {
         if let Some(error) = &*self.fails.lock().expect("no panic") {
             return Err(error.clone());
@@ -168,7 +170,8 @@ impl FakeStream {
     }
 }
 
-impl DeviceStream for FakeStream {
+// SAFETY: the stand-in knows how far its streams are. Tests that look at scratch memory wait for it.
+unsafe impl DeviceStream for FakeStream {
     fn device(&self) -> Device {
         self.device
     }
@@ -204,10 +207,10 @@ impl DeviceStream for FakeStream {
 
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {
         let mut scratch = self.scratch.lock().expect("no panic");
-        if scratch.len() * 8 < bytes {
-            *scratch = vec![0; bytes.div_ceil(8)];
+        if scratch.last().is_none_or(|last| last.len() * 8 < bytes) {
+            scratch.push(vec![0; bytes.div_ceil(8)]);
         }
-        Ok(scratch.as_mut_ptr().cast())
+        Ok(scratch.last_mut().expect("one").as_mut_ptr().cast())
     }
 }
 

@@ -34,10 +34,10 @@ pub(super) struct Globals {
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
     jump: Vec<String>,
     /// A device that a tracker's server must have, such as cuda or "cuda,target=cuda -arch=sm_90"; may be repeated
-    #[arg(long, global = true, env = "RPC_CLI_WANT", value_name = "DEVICE")]
+    #[arg(long, global = true, value_name = "DEVICE")]
     want: Vec<VirtualDevice>,
     /// A label that a tracker's server must have; may be repeated, or given as a list with commas
-    #[arg(long, global = true, env = "RPC_CLI_LABEL", value_name = "NAME=VALUE", value_delimiter = ',')]
+    #[arg(long, global = true, value_name = "NAME=VALUE", value_delimiter = ',')]
     label: Vec<Label>,
     /// The named workspace for commands that touch files. It is kept at the server across sessions
     #[arg(long, global = true, env = "RPC_CLI_WORKSPACE", value_name = "NAME", default_value = "cli")]

@@ -98,7 +98,7 @@ impl NcclCcl {
     pub fn split(&mut self, color: u32, key: u32, control: Box<dyn Ccl>) -> Result<Self, RpcError> {
         let mut member = self.watched.member();
         // NCCL takes no other call meanwhile.
-        member.complete()?;
+        member.wait_for_all()?;
         let communicator = member.split(color, key)?;
         let control = fitting(control, communicator.place()?)?;
         let mut group = Member::new(control, communicator);
@@ -133,7 +133,7 @@ impl Ccl for NcclCcl {
         member.0.run(collective, &data)?;
         let waits = is_lent || collective.operation == Operation::Barrier;
         if waits || !Self::watch(&mut self.watcher, &self.watched) {
-            return member.0.complete();
+            return member.0.wait_for_all();
         }
         self.watched.begin();
         Ok(())

@@ -18,7 +18,7 @@ use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId};
 use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Rank};
 
 /// As good as for ever, and yet a time that can be added to now.
-const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
+pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// The call that makes a communicator of another.
 pub(super) const SPLIT: &str = "ncclCommSplit";

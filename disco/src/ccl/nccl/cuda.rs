@@ -44,7 +44,8 @@ struct DefaultStream {
     scratch: Mutex<Option<Box<dyn Memory>>>,
 }
 
-impl DeviceStream for DefaultStream {
+// SAFETY: the stream is kept, and asked through the driver; scratch memory goes back to the pool behind the stream's work.
+unsafe impl DeviceStream for DefaultStream {
     fn device(&self) -> Device {
         Device::cuda(self.index)
     }
@@ -83,7 +84,8 @@ impl DeviceStream for DefaultStream {
     }
 }
 
-impl Mark for CudaEvent {
+// SAFETY: the driver says so.
+unsafe impl Mark for CudaEvent {
     fn is_reached(&self) -> Result<bool, RpcError> {
         self.is_done()
     }

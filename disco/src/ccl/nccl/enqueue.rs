@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::communicator::Communicator;
+use super::communicator::{Communicator, FOR_EVER};
 use super::elements::{Elements, reduction};
 use super::error::code;
 use super::wait::Fault;
@@ -81,15 +81,17 @@ impl Work {
 impl Communicator {
     /// Puts all of it on the stream.
     pub(super) fn enqueue(&mut self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
+        // NCCL may wait for room behind the owner's own work.
+        let limit = self.options.limit().unwrap_or(FOR_EVER);
         self.begin(work.collective)?;
         let call = self.call(work)?;
-        self.settle(control, call, self.options.stall_timeout)?;
+        self.settle(control, call, limit)?;
         if work.needs_copy() {
             let all = Elements { count: work.elements.count * work.size, ..work.elements };
             // From this rank to itself: a copy on the device that needs nothing of CUDA or HIP.
             let copy = [Transfer::Send(work.scratch.cast(), work.rank), Transfer::Receive(work.lent.output, work.rank)];
             self.transfer(&copy, all)?;
-            self.settle(control, call, self.options.stall_timeout)?;
+            self.settle(control, call, limit)?;
         }
         Ok(self.end_of(call)?)
     }

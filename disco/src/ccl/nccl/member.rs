@@ -14,8 +14,8 @@ use crate::ccl::{Agreement, BreakCause, CclError, Collective, CollectiveInput, O
 /// The bytes of a barrier's allreduce.
 const WORD: usize = 8;
 
-/// The most collectives on a stream. The device has no use for more, and each has two marks.
-const MAX_UNDER_WAY: usize = 512;
+/// The most collectives on a stream: enough to keep the device busy, and few enough that they do not fill the driver's own queue, behind which NCCL would wait.
+const MAX_UNDER_WAY: usize = 128;
 
 pub(super) struct Member {
     /// Goes first: NCCL takes a communicator down only with the others, who may have to hear first that this rank leaves.
@@ -105,6 +105,11 @@ impl Member {
         self.lost.take().map_or(waited, Err)
     }
 
+    /// As [`complete`](Self::complete), and leaves it to that to tell what is lost.
+    pub(super) fn wait_for_all(&mut self) -> Result<(), CclError> {
+        self.wait_until(0)
+    }
+
     /// Waits until no more than this are under way, and nothing is lost.
     fn wait_until(&mut self, most: usize) -> Result<(), CclError> {
         let began = Instant::now();
@@ -126,7 +131,7 @@ impl Member {
         let control = self.control.control();
         control.abort("a panic in the middle of a collective");
         if let Some(breakdown) = control.broken() {
-            self.communicator.abort(&breakdown);
+            self.lose(&CclError::Broken(breakdown));
         }
     }
 
@@ -135,12 +140,9 @@ impl Member {
         if self.communicator.under_way() == 0 {
             return Ok(true);
         }
-        let looked = self.communicator.progress().and_then(|is_done| {
-            if !is_done && at_others {
-                self.control.look()?;
-            }
-            Ok(is_done)
-        });
+        // The others first: the driver may have this thread wait for the device, which may wait for one of them.
+        let others = if at_others { self.control.look() } else { Ok(()) };
+        let looked = others.map_err(Fault::from).and_then(|()| self.communicator.progress());
         match looked {
             Ok(true) => {
                 self.control.finish(&Ok(()));
@@ -180,15 +182,20 @@ impl Member {
             Fault::Common(error) => error,
             Fault::Own(error) => self.control.fail(BreakCause::Backend(error.to_string())),
         };
-        let had = self.communicator.under_way();
-        if let CclError::Broken(breakdown) = &error {
-            self.communicator.abort(breakdown);
-            if had > 0 {
-                self.lost = Some(error.clone());
-            }
-        }
+        self.lose(&error);
         self.control.finish(&Err(error.clone()));
         error
+    }
+
+    /// Aborts what is left if the group is broken, and keeps why that is lost.
+    fn lose(&mut self, error: &CclError) {
+        let CclError::Broken(breakdown) = error else { return };
+        // What is done by now is not lost. That the rest will not be is known.
+        _ = self.communicator.progress();
+        if self.communicator.under_way() > 0 {
+            self.lost.get_or_insert_with(|| error.clone());
+        }
+        self.communicator.abort(breakdown);
     }
 }
 

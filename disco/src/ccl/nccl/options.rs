@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::ccl::Breakdown;
 
-/// Called when a communicator of NCCL can be neither used nor got rid of, with why its group is broken. Buffers of the call that it broke in may still be read and written.
+/// Called when a communicator of NCCL can be neither used nor got rid of, with why its group is broken. Buffers of all calls that were under way may still be read and written.
 pub type OnStuck = Arc<dyn Fn(&Breakdown) + Send + Sync>;
 
 /// Settings of [`NcclCcl`](super::NcclCcl). All ranks of a group should have the same. How long ranks wait for each other before NCCL is called, is a setting of the control
@@ -17,7 +17,7 @@ pub struct Options {
     /// How long making a group takes at most, once all ranks are there: NCCL looks for the ways between all devices. Default: 2 minutes.
     pub join_timeout: Duration,
     /// How long work of the owner's may hold a collective up on any rank's stream: a rank has to allow for what the others have in front of theirs, which it does not see.
-    /// `None` is for ever. Default: 5 minutes.
+    /// `None` is for ever: then nothing but the end of a process, an error of NCCL's or an abort ends a collective that hangs. Default: 5 minutes.
     pub drain_timeout: Option<Duration>,
     /// How long a collective takes at most, from when all ranks have come to it and their streams are free. NCCL tells no progress, and opens connections at first use. So a collective that this rank's
     /// stream has begun and not ended within both limits together breaks the group. Default: 1 minute, which is enough for 100 GB over a network of 20 GB/s or for anything

@@ -7,7 +7,12 @@ use rpc_core::{Device, RpcError};
 /// A stream of the device that a rank works on: CUDA's, HIP's, or one for tests. Whoever makes the rank implements it.
 ///
 /// The stream outlives every communicator that it was given to. No method blocks; each may be called from any thread, and more than one at a time.
-pub trait DeviceStream: Send + Sync {
+///
+/// # Safety
+///
+/// [`raw`](Self::raw) is a stream of [`device`](Self::device) in the library's sense until `self` is dropped; [`is_done`](Self::is_done) and the marks never say that something is done before it is; and
+/// [`scratch`](Self::scratch) stays as it promises. Buffers are given back to their owners by that.
+pub unsafe trait DeviceStream: Send + Sync {
     /// The device. Buffers have to be on it.
     fn device(&self) -> Device;
 
@@ -50,7 +55,11 @@ pub trait DeviceStream: Send + Sync {
 }
 
 /// A point in the order of a stream. It may be asked from any thread, and does not block.
-pub trait Mark: Send {
+///
+/// # Safety
+///
+/// It is not said to be reached before the stream has done what was enqueued in front of it.
+pub unsafe trait Mark: Send {
     /// Whether the stream has come there.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! Looks after collectives that are on the device while nobody else does: a rank that has died or a network that is gone would leave the stream
 //! hanging, and with it whoever waits for the stream.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::Duration;
@@ -60,8 +61,13 @@ impl Watched {
                 // The owner is in a call, and looks itself.
                 Err(TryLockError::WouldBlock) => continue,
             };
-            // What is lost is kept for the owner. Under the rank's lock, so that nothing begins in between.
-            if !matches!(member.look(true), Ok(false)) {
+            // What is lost is kept for the owner.
+            let looked = catch_unwind(AssertUnwindSafe(|| member.look(true)));
+            if looked.is_err() {
+                member.take_back();
+            }
+            // Under the rank's lock, so that nothing begins in between.
+            if !matches!(looked, Ok(Ok(false))) {
                 self.state().is_busy = false;
             }
         }
