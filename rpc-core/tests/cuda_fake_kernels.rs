@@ -159,6 +159,21 @@ fn parameters_have_the_widths_that_the_driver_tells() {
     });
 }
 
+/// The driver has one limit for a kernel, whoever has looked it up: a second handle lowered what the first one needed.
+#[test]
+fn shared_memory_that_was_allowed_stays_allowed() {
+    with_driver("shared_memory_that_was_allowed_stays_allowed", &[], &[], |_| {
+        let (session, _folder) = session();
+        let x = floats(&session, &[1.0]);
+        let module = session.load_module("kernels.ptx").wait().unwrap();
+        let [one, two] = [(); 2].map(|()| module.function("vector_add").wait().unwrap());
+        for (add, shared_bytes) in [(&one, 200_000), (&two, 100_000), (&one, 200_000), (&two, 0)] {
+            add.call::<()>((1, 1, shared_bytes, &x, &x, &x, 1)).wait().unwrap();
+        }
+        assert_eq!(read_floats(&session, &x), [16.0]);
+    });
+}
+
 #[test]
 fn a_wrong_call_names_the_kernel_and_what_is_wrong() {
     with_driver("a_wrong_call_names_the_kernel_and_what_is_wrong", &[], &[], |_| {

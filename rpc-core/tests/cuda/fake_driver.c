@@ -34,7 +34,7 @@ typedef struct Event { Mark *last; int alive; } Event;
 typedef struct Block { struct Block *next; uint64_t address; size_t size; char *bytes; int device; } Block;
 typedef struct Kernel { const char *name; int count; size_t sizes[12]; } Kernel;
 typedef struct Module { int device; char *image; } Module;
-typedef struct Function { Module *module; const Kernel *kernel; struct Function *next; } Function;
+typedef struct Function { Module *module; const Kernel *kernel; struct Function *next; unsigned max_shared; } Function;
 
 typedef struct Op {
     struct Op *next;
@@ -61,6 +61,7 @@ static int sticky[MAX_DEVICES], device_count = -1;
 static size_t used[MAX_DEVICES], capacity;
 static Block *device_blocks, *host_blocks;
 static Stream *streams;
+static Function *functions;
 static uint64_t next_address = 0x700000000000;
 static uint64_t violations, driver_allocations, peer_copies, host_waits, device_waits;
 static __thread Context *current;
@@ -523,15 +524,19 @@ EXPORT int cuModuleUnload(Module *module) {
     for (Stream *stream = streams; stream; stream = stream->next)
         for (Op *op = stream->first; op; op = op->next)
             if (op->module == module) violation("a module is unloaded that may still run");
+    for (Function *function = functions; function; function = function->next)
+        if (function->module == module) function->module = NULL;
     free(module->image);
     free(module);
     LEAVE()
 }
 
+/* One for a kernel of a module, whoever asks for it. */
 static Function *function(Module *module, const Kernel *kernel) {
-    static Function *functions;
+    for (Function *found = functions; found; found = found->next)
+        if (found->module == module && found->kernel == kernel) return found;
     Function *found = calloc(1, sizeof *found);
-    *found = (Function){ module, kernel, functions };
+    *found = (Function){ module, kernel, functions, 48 << 10 };
     return functions = found;
 }
 
@@ -553,16 +558,16 @@ EXPORT int cuFuncGetAttribute(int *value, int attribute, Function *function) {
 }
 
 EXPORT int cuFuncSetAttribute(Function *function, int attribute, int value) {
-    (void)function;
-    return attribute == 8 && value <= 232448 ? SUCCESS : INVALID_VALUE;
+    if (attribute != 8 || value < 0 || value > 232448) return INVALID_VALUE;
+    function->max_shared = (unsigned)value;
+    return SUCCESS;
 }
 
 EXPORT int cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
     unsigned shared, Stream *stream, void **params, void **extra) {
     ENTER()
-    (void)shared;
-    if (!usable(stream) || function->module->device != current->device || extra) { result = INVALID_HANDLE; goto out; }
-    if (bx * by * bz > 512 || !gx || !gy || !gz) { result = INVALID_VALUE; goto out; }
+    if (!usable(stream) || !function->module || function->module->device != current->device || extra) { result = INVALID_HANDLE; goto out; }
+    if (bx * by * bz > 512 || !gx || !gy || !gz || shared > function->max_shared) { result = INVALID_VALUE; goto out; }
     Op *op = submit(stream, LAUNCH);
     op->kernel = function->kernel;
     op->module = function->module;

@@ -2,14 +2,14 @@
 
 use std::ffi::{CString, c_int, c_uint};
 use std::ptr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use cudarc::driver::sys::{
     CUdevice_attribute_enum as Limit, CUfunc_st, CUfunction_attribute_enum as Attribute, cudaError_enum as Code,
 };
 
 use super::arguments::{self, Arguments};
-use super::gpu::{Gpu, Handle, lock};
+use super::gpu::{Gpu, Handle};
 use super::module::Loaded;
 use super::order;
 use super::stream::CudaStream;
@@ -25,10 +25,8 @@ pub(super) struct Kernel {
     pub(super) sizes: Option<Vec<usize>>,
     /// The most threads of a block, which its use of registers decides.
     max_threads: c_int,
-    /// How much dynamic shared memory it has been allowed. Only grows.
-    allowed_shared_bytes: Mutex<c_uint>,
     /// Keeps the code.
-    _module: Arc<Loaded>,
+    module: Arc<Loaded>,
 }
 
 /// How many of what: three dimensions.
@@ -54,14 +52,8 @@ impl Kernel {
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK as u32;
         // SAFETY: there is room for the number.
         gpu.check(unsafe { gpu.driver.func_get_attribute(&raw mut max_threads, attribute, raw) })?;
-        Ok(Self {
-            gpu,
-            raw: Handle(raw),
-            sizes: parameter_sizes(gpu, raw)?,
-            max_threads,
-            allowed_shared_bytes: Mutex::new(0),
-            _module: module.clone(),
-        })
+        let sizes = parameter_sizes(gpu, raw)?;
+        Ok(Self { gpu, raw: Handle(raw), sizes, max_threads, module: module.clone() })
     }
 
     /// Starts the kernel on a stream of its device, or on the default one: `args` are the grid, the block, the bytes of
@@ -102,7 +94,7 @@ impl Kernel {
         }
 
         let opened = self.gpu.enter()?;
-        self.allow_shared(shared_bytes)?;
+        self.module.allow_shared(self.raw, shared_bytes)?;
         let mut pointers = packed.pointers();
         let (Extent([grid_x, grid_y, grid_z]), Extent([block_x, block_y, block_z])) = (grid, block);
         let stream = stream.filter(|stream| ptr::eq(stream.gpu(), self.gpu)).unwrap_or(&opened.default_stream);
@@ -170,21 +162,6 @@ impl Kernel {
                 })?;
         }
         Ok(Extent(extent))
-    }
-
-    /// What goes beyond 48 KiB, with the memory that the kernel has anyway, must be allowed first.
-    fn allow_shared(&self, bytes: c_uint) -> Result<()> {
-        let mut allowed = lock(&self.allowed_shared_bytes);
-        if bytes > *allowed {
-            let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as u32;
-            // SAFETY: the kernel's module is loaded, and a value that is too large is an error.
-            let outcome = unsafe { self.gpu.driver.func_set_attribute(self.raw.0, attribute, bytes as c_int) };
-            self.gpu
-                .check(outcome)
-                .map_err(|error| error.context(format_args!("{bytes} bytes of shared memory are too many")))?;
-            *allowed = bytes;
-        }
-        Ok(())
     }
 }
 

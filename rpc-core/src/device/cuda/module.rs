@@ -1,13 +1,15 @@
 //! Modules of kernels, loaded from files of a session's workspace.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::fmt;
 use std::path::Path;
 use std::ptr;
 use std::sync::{Arc, Mutex};
 
-use cudarc::driver::sys::{CUjit_option_enum as Jit, CUmod_st, cudaError_enum as Code};
+use cudarc::driver::sys::{
+    CUfunc_st, CUfunction_attribute_enum as Attribute, CUjit_option_enum as Jit, CUmod_st, cudaError_enum as Code,
+};
 
 use super::CudaDevice;
 use super::arguments;
@@ -202,6 +204,9 @@ impl Source {
 pub(super) struct Loaded {
     gpu: &'static Gpu,
     pub(super) raw: Handle<CUmod_st>,
+    /// How much dynamic shared memory each of its functions has been allowed, in bytes, by the function's handle. Only grows.
+    /// The driver keeps one limit for a function, whoever has looked it up, and a lower one would fail the launches of others.
+    allowed_shared: Mutex<BTreeMap<usize, c_uint>>,
 }
 
 impl Loaded {
@@ -223,7 +228,25 @@ impl Loaded {
             let log = log.trim();
             if log.is_empty() { error } else { error.context(log) }
         })?;
-        Ok(Self { gpu, raw: Handle(raw) })
+        Ok(Self { gpu, raw: Handle(raw), allowed_shared: Mutex::default() })
+    }
+
+    /// Allows a function of the module as much dynamic shared memory: what goes beyond 48 KiB, with the memory that the
+    /// kernel has anyway, must be allowed before the launch. The caller has entered the GPU.
+    pub(super) fn allow_shared(&self, function: Handle<CUfunc_st>, bytes: c_uint) -> Result<()> {
+        // Held until the driver knows, so that what is noted is never above its limit, and a launch beside never below.
+        let mut allowed = lock(&self.allowed_shared);
+        let most = allowed.entry(function.0.addr()).or_default();
+        if bytes > *most {
+            let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as u32;
+            // SAFETY: the function is of this module, which is loaded, and a value that is too large is an error.
+            let outcome = unsafe { self.gpu.driver.func_set_attribute(function.0, attribute, bytes as c_int) };
+            self.gpu
+                .check(outcome)
+                .map_err(|error| error.context(format_args!("{bytes} bytes of shared memory are too many")))?;
+            *most = bytes;
+        }
+        Ok(())
     }
 
     fn names(&self) -> Result<Vec<String>> {
