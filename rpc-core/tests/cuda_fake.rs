@@ -202,6 +202,73 @@ fn an_upload_returns_before_the_device_has_it_and_a_download_waits() {
     });
 }
 
+/// P-5: each write behind a kernel took pinned memory of its own, without end.
+#[test]
+fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use", &[], &[], |fake| {
+        const BUFFERS: usize = 64;
+        let cuda = CudaDevice::open().unwrap();
+        let memory = allocate(&cuda, 0, (BUFFERS + 2) as u64 * BUFFER as u64);
+        let side = cuda.create_stream(0).unwrap();
+        fake.hold(cuda.stream(0).unwrap().raw(), &MAY_GO_ON);
+        let bound = (BUFFERS * BUFFER) as u64;
+        let total = || {
+            let statistics = cuda.pinned_statistics(0).unwrap();
+            statistics.allocated_bytes + statistics.cached_bytes
+        };
+        let (tell, told) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let _end = GoOn(&MAY_GO_ON);
+            scope.spawn(|| {
+                for part in 0..BUFFERS + 2 {
+                    let waits = fake.count("fake_host_waits");
+                    write(&*memory, (part * BUFFER) as u64, &pattern(BUFFER, part));
+                    tell.send((part, fake.count("fake_host_waits") - waits)).unwrap();
+                }
+            });
+            let waits = fake.count("fake_host_waits");
+            for part in 0..BUFFERS {
+                assert_eq!(told.recv_timeout(LIMIT).unwrap(), (part, 0));
+            }
+            // The next one has got as far as to wait, and stays there. Memory of the caller's own is none of the buffers.
+            until_waited(fake, waits);
+            assert!(told.try_recv().is_err());
+            assert_eq!(total(), bound);
+            drop(pinned(&cuda, BUFFER as u64));
+            assert_eq!(total(), bound + BUFFER as u64);
+            side.synchronize().unwrap();
+            assert!(told.try_recv().is_err());
+            MAY_GO_ON.store(true, Ordering::SeqCst);
+            for part in BUFFERS..BUFFERS + 2 {
+                assert_eq!(told.recv_timeout(LIMIT).unwrap().0, part);
+            }
+        });
+        for part in 0..BUFFERS + 2 {
+            assert!(read(&*memory, (part * BUFFER) as u64, BUFFER) == pattern(BUFFER, part), "{part}");
+        }
+        assert_eq!(total(), bound + BUFFER as u64);
+    });
+}
+
+/// Returns when a call waits for the device that did not when there had been as many.
+fn until_waited(fake: &fake::Fake, waits: u64) {
+    let since = std::time::Instant::now();
+    while fake.count("fake_host_waits") == waits {
+        assert!(since.elapsed() < LIMIT, "nobody waits");
+        std::thread::yield_now();
+    }
+}
+
+/// Lets a stream that is held go on, also if the test fails while somebody waits for it.
+struct GoOn(&'static AtomicBool);
+
+impl Drop for GoOn {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
 /// P-1 and P-2.
 #[test]
 fn memory_is_reused_behind_the_work_of_its_last_owner() {

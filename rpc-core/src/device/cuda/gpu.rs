@@ -55,6 +55,8 @@ pub(super) struct Opened {
     pub(super) events: FreeEvents,
     pub(super) memory: Pool,
     pub(super) pinned: Pool,
+    /// Pinned memory through which copies go, bounded (P-5).
+    pub(super) copy_buffers: Pool,
     pub(super) retired: Retired,
 }
 
@@ -100,6 +102,7 @@ impl Gpu {
             events: FreeEvents::default(),
             memory: Pool::new(Space::Device, total / CACHED_FRACTION),
             pinned: Pool::new(Space::Host, CACHED_PINNED_BYTES),
+            copy_buffers: Pool::new(Space::Host, COPY_BUFFER_BYTES),
             retired: Retired::default(),
         };
         Ok(self.opened.get_or_init(|| opened))
@@ -168,6 +171,13 @@ impl Gpu {
     }
 }
 
+impl Opened {
+    /// Gives the idle memory of all pools back to the driver, as [`Pool::trim`] does. The caller has entered the GPU.
+    pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
+        Ok(self.memory.trim(gpu)? + self.pinned.trim(gpu)? + self.copy_buffers.trim(gpu)?)
+    }
+}
+
 /// The GPUs of this process, by CUDA's numbers.
 pub(super) struct Gpus {
     pub(super) all: Vec<Gpu>,
@@ -212,5 +222,9 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// How much of a device's memory may lie idle: a quarter, so that others who use the device find room.
 const CACHED_FRACTION: u64 = 4;
 
-/// How much pinned memory may lie idle, in bytes: what copies need, and some more. The kernel cannot swap it.
+/// How much pinned memory may lie idle, in bytes. The kernel cannot swap it.
 const CACHED_PINNED_BYTES: u64 = 64 << 20;
+
+/// How much pinned memory copies may have, in bytes: some milliseconds of the bus, so that writes go on behind a kernel, and
+/// little enough to be left pinned by every session of a machine.
+const COPY_BUFFER_BYTES: u64 = 64 << 20;

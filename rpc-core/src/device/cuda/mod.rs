@@ -139,13 +139,16 @@ impl CudaDevice {
         Ok(self.gpu(index)?.enter()?.memory.statistics())
     }
 
-    /// What the pool of pinned host memory for a device has done so far. Copies use it too.
+    /// What the pools of pinned host memory for a device have done so far: that of tensors in the scope `host`, and that of the
+    /// buffers through which copies go. The buffers are 64 MiB at most, in use or idle; `peak_allocated_bytes` is the sum of
+    /// both pools' peaks.
     ///
     /// # Errors
     ///
     /// As [`stream`](Self::stream).
     pub fn pinned_statistics(&self, index: i32) -> Result<PoolStatistics> {
-        Ok(self.gpu(index)?.enter()?.pinned.statistics())
+        let opened = self.gpu(index)?.enter()?;
+        Ok(opened.pinned.statistics().and(opened.copy_buffers.statistics()))
     }
 
     /// Gives the idle memory of a device's pools, pinned memory included, back to the driver, and returns how many bytes
@@ -157,7 +160,7 @@ impl CudaDevice {
     pub fn trim(&self, index: i32) -> Result<u64> {
         let gpu = self.gpu(index)?;
         let opened = gpu.enter()?;
-        Ok(opened.memory.trim(gpu)? + opened.pinned.trim(gpu)?)
+        opened.trim(gpu)
     }
 
     /// Sets how many bytes of a device's memory the pool may keep idle; a quarter of the memory without this.

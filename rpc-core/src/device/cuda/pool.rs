@@ -10,11 +10,13 @@
 //! * P-3: memory goes back to the driver only when everything that was submitted before it came back is done.
 //! * P-4: whoever takes memory first gives the driver what lies idle above the limit, but for what P-3 keeps. Who gives memory back does not: that is often a
 //!   thread that serves connections, and the driver waits for the whole device.
+//! * P-5: a bounded pool has no more than its limit, in use or idle. Who would need more waits for what comes free, the oldest
+//!   first, instead of asking the driver. Nobody waits who has a block of the pool already, so that what is in use comes back.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::Mutex;
+use std::sync::{Condvar, Mutex, PoisonError};
 
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdevice_attribute_enum};
 
@@ -63,6 +65,8 @@ pub(super) struct Block {
 pub(super) struct Pool {
     space: Space,
     state: Mutex<State>,
+    /// Rung when a block comes back, for those of P-5.
+    came_back: Condvar,
 }
 
 struct State {
@@ -76,14 +80,29 @@ struct State {
 /// A block that nobody owns, and the points that must be reached before it is free of its last owner.
 struct Idle {
     block: Block,
-    default_stream: Event,
+    /// `None` if it was not used, or is known to be done.
+    default_stream: Option<Event>,
     other_streams: Vec<Event>,
+}
+
+impl PoolStatistics {
+    /// Those of two pools. Nobody knows how much of their peaks was at the same time.
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            allocated_bytes: self.allocated_bytes + other.allocated_bytes,
+            cached_bytes: self.cached_bytes + other.cached_bytes,
+            peak_allocated_bytes: self.peak_allocated_bytes + other.peak_allocated_bytes,
+            hits: self.hits + other.hits,
+            misses: self.misses + other.misses,
+            trims: self.trims + other.trims,
+        }
+    }
 }
 
 impl Pool {
     pub(super) fn new(space: Space, limit: u64) -> Self {
         let state = State { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit };
-        Self { space, state: Mutex::new(state) }
+        Self { space, state: Mutex::new(state), came_back: Condvar::new() }
     }
 
     /// A block of `size` bytes at least, whose contents are unspecified. The caller has entered the GPU.
@@ -106,6 +125,72 @@ impl Pool {
         state.statistics.misses += 1;
         state.took(size);
         Ok(block)
+    }
+
+    /// As [`take`](Self::take), by P-5.
+    pub(super) fn take_bounded(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
+        loop {
+            if let Some(block) = self.try_take_bounded(gpu, opened, size)? {
+                return Ok(block);
+            }
+            let is_stuck = |state: &mut State| state.idle.is_empty() && !state.has_room(size);
+            let state = self.came_back.wait_while(lock(&self.state), is_stuck);
+            let mut state = state.unwrap_or_else(PoisonError::into_inner);
+            if state.has_room(size) {
+                continue;
+            }
+            let Some(oldest) = state.pop_oldest(size) else { continue };
+            drop(state);
+            // It counts as idle until then, and is nobody else's.
+            let waited = oldest.wait();
+            let mut state = lock(&self.state);
+            if let Err(error) = waited {
+                state.idle.entry(oldest.block.size).or_default().push_front(oldest);
+                drop(state);
+                // Others are to hear of it, too.
+                self.came_back.notify_all();
+                return Err(error);
+            }
+            let block = oldest.block;
+            if block.size >= size {
+                state.statistics.cached_bytes -= block.size;
+                state.statistics.hits += 1;
+                state.took(block.size);
+                return Ok(block);
+            }
+            drop(state);
+            let freed = block.size;
+            let given = self.give_to_driver(gpu, block);
+            lock(&self.state).statistics.cached_bytes -= freed;
+            self.came_back.notify_all();
+            given?;
+        }
+    }
+
+    /// As [`take_bounded`](Self::take_bounded); `None` if it would have to wait for a block.
+    pub(super) fn try_take_bounded(
+        &self,
+        gpu: &'static Gpu,
+        opened: &'static Opened,
+        size: u64,
+    ) -> Result<Option<Block>> {
+        if let Some(block) = self.take_idle(opened, size)? {
+            return Ok(Some(block));
+        }
+        let mut state = lock(&self.state);
+        if !state.has_room(size) {
+            return Ok(None);
+        }
+        // Counted at once, so that others who ask meanwhile keep to the bound.
+        state.statistics.misses += 1;
+        state.took(size);
+        drop(state);
+        let asked = self.ask_driver(gpu, size);
+        if asked.is_err() {
+            lock(&self.state).statistics.allocated_bytes -= size;
+            self.came_back.notify_all();
+        }
+        asked.map(Some)
     }
 
     fn take_idle(&self, opened: &'static Opened, size: u64) -> Result<Option<Block>> {
@@ -141,20 +226,32 @@ impl Pool {
         let size = block.size;
         lock(&self.state).statistics.allocated_bytes -= size;
         // With a lost device the memory is gone, too.
-        let Ok(opened) = gpu.enter() else { return };
+        let Ok(opened) = gpu.enter() else { return self.came_back.notify_all() };
         let fences = opened
             .streams
             .fences(gpu, opened)
             .and_then(|others| Ok((Event::record(gpu, opened, &opened.default_stream)?, others)));
         match fences {
             Ok((default_stream, other_streams)) => {
-                let mut state = lock(&self.state);
-                state.statistics.cached_bytes += size;
-                state.idle.entry(size).or_default().push_back(Idle { block, default_stream, other_streams });
+                self.keep(Idle { block, default_stream: Some(default_stream), other_streams });
             }
             // It must not be reused, since nobody can tell when it is free.
             Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
         }
+        self.came_back.notify_all();
+    }
+
+    /// Takes back a block whose use by the device ends with `last`, a point of the default stream; with `None` it has ended.
+    pub(super) fn give_back_behind(&self, block: Block, last: Option<Event>) {
+        lock(&self.state).statistics.allocated_bytes -= block.size;
+        self.keep(Idle { block, default_stream: last, other_streams: Vec::new() });
+        self.came_back.notify_all();
+    }
+
+    fn keep(&self, idle: Idle) {
+        let mut state = lock(&self.state);
+        state.statistics.cached_bytes += idle.block.size;
+        state.idle.entry(idle.block.size).or_default().push_back(idle);
     }
 
     /// Gives back what is above the limit (P-4), large blocks first.
@@ -182,17 +279,18 @@ impl Pool {
     /// Returns the bytes. The caller has entered the GPU.
     pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
         let mut state = lock(&self.state);
-        let idle = std::mem::take(&mut state.idle);
-        let bytes = std::mem::take(&mut state.statistics.cached_bytes);
+        let idle: Vec<_> = std::mem::take(&mut state.idle).into_values().flatten().collect();
+        let bytes = idle.iter().map(|idle| idle.block.size).sum();
+        state.statistics.cached_bytes -= bytes;
         state.statistics.trims += 1;
         drop(state);
         let mut outcome = Ok(bytes);
-        for idle in idle.into_values().flatten() {
-            let done = idle.other_streams.iter().chain([&idle.default_stream]).try_for_each(Event::wait);
+        for idle in idle {
             // What one of them failed with is no reason to keep the others.
-            let given = done.and_then(|()| self.give_to_driver(gpu, idle.block));
+            let given = idle.wait().and_then(|()| self.give_to_driver(gpu, idle.block));
             outcome = outcome.and_then(|bytes| given.map(|()| bytes));
         }
+        self.came_back.notify_all();
         outcome
     }
 
@@ -251,6 +349,19 @@ impl State {
         statistics.peak_allocated_bytes = statistics.peak_allocated_bytes.max(statistics.allocated_bytes);
     }
 
+    /// By P-5.
+    fn has_room(&self, size: u64) -> bool {
+        self.statistics.allocated_bytes + self.statistics.cached_bytes + size <= self.limit
+    }
+
+    /// What came back first of this size; or else of the next larger one, or of the largest that is smaller.
+    fn pop_oldest(&mut self, size: u64) -> Option<Idle> {
+        let found = self.idle.range(size..).next().or_else(|| self.idle.last_key_value()).map(|(size, _)| *size)?;
+        let oldest = self.idle.get_mut(&found)?.pop_front();
+        self.forget_empty(found);
+        oldest
+    }
+
     fn forget_empty(&mut self, size: u64) {
         if self.idle.get(&size).is_some_and(VecDeque::is_empty) {
             self.idle.remove(&size);
@@ -260,12 +371,16 @@ impl State {
 
 impl Idle {
     fn is_done(&self) -> Result<bool> {
-        for event in self.other_streams.iter().chain([&self.default_stream]) {
+        for event in self.other_streams.iter().chain(&self.default_stream) {
             if !event.is_done()? {
                 return Ok(false);
             }
         }
         Ok(true)
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.other_streams.iter().chain(&self.default_stream).try_for_each(Event::wait)
     }
 }
 

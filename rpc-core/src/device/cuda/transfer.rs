@@ -1,15 +1,17 @@
 //! Copies between host and device, and on devices.
 //!
 //! Host memory that is not pinned goes through two pinned buffers of 1 MiB: while the device copies one, the processor
-//! fills or empties the other. All of it is on the default stream.
+//! fills or empties the other. All of it is on the default stream. A device has a bounded amount of such buffers: while its
+//! stream is busy, writes are taken until all of them wait for the device, and the next one waits for the oldest.
 
 use std::ptr;
 
+use super::driver::Outcome;
 use super::event::Event;
 use super::gpu::{Gpu, Opened};
 use super::memory::CudaMemory;
 use super::pinned;
-use super::pool::Space;
+use super::pool::{Block, Space};
 use crate::device::Memory;
 use crate::error::Result;
 
@@ -33,13 +35,11 @@ pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<(
     let mut buffers = Buffers::new(gpu, opened, data.len())?;
     for (index, part) in data.chunks(BUFFER_BYTES).enumerate() {
         let buffer = buffers.idle(index)?;
-        let start = buffer.start();
         // SAFETY: the buffer holds as much, and the device has done with it.
-        unsafe { ptr::copy_nonoverlapping(part.as_ptr(), start, part.len()) };
+        unsafe { ptr::copy_nonoverlapping(part.as_ptr(), buffer.start(), part.len()) };
         let at = to + (index * BUFFER_BYTES) as u64;
         // SAFETY: the caller's promise; and the pool reuses the buffer when this is done.
-        gpu.check(unsafe { gpu.driver.memcpy_to_device_async(at, start.cast(), part.len(), stream) })?;
-        buffer.busy = Some(Event::record(gpu, opened, &opened.default_stream)?);
+        buffer.lend(|start| unsafe { gpu.driver.memcpy_to_device_async(at, start.cast(), part.len(), stream) })?;
     }
     Ok(())
 }
@@ -65,22 +65,22 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
     let count = total.div_ceil(BUFFER_BYTES);
     let len_of = |index: usize| BUFFER_BYTES.min(total - index * BUFFER_BYTES);
     let request = |buffers: &mut Buffers, index: usize| -> Result<()> {
-        let buffer = buffers.idle(index)?;
         let at = from + (index * BUFFER_BYTES) as u64;
         // SAFETY: the caller's promise; and the pool reuses the buffer when this is done.
-        gpu.check(unsafe { gpu.driver.memcpy_to_host_async(buffer.start().cast(), at, len_of(index), stream) })?;
-        buffer.busy = Some(Event::record(gpu, opened, &opened.default_stream)?);
-        Ok(())
+        let copy = |start: *mut u8| unsafe { gpu.driver.memcpy_to_host_async(start.cast(), at, len_of(index), stream) };
+        buffers.idle(index)?.lend(copy)
     };
-    request(&mut buffers, 0)?;
+    let ahead = buffers.count();
+    (0..count.min(ahead)).try_for_each(|index| request(&mut buffers, index))?;
     for index in 0..count {
-        if index + 1 < count {
-            request(&mut buffers, index + 1)?;
-        }
         let buffer = buffers.idle(index)?;
-        let (start, len) = (buffer.start(), len_of(index));
         // SAFETY: the device has filled as much of the buffer, and has done with it.
-        unsafe { ptr::copy_nonoverlapping(start, out.as_mut_ptr().add(index * BUFFER_BYTES), len) };
+        unsafe {
+            ptr::copy_nonoverlapping(buffer.start(), out.as_mut_ptr().add(index * BUFFER_BYTES), len_of(index));
+        }
+        if index + ahead < count {
+            request(&mut buffers, index + ahead)?;
+        }
     }
     Ok(())
 }
@@ -187,38 +187,58 @@ unsafe fn to_peer(from_gpu: &'static Gpu, from: u64, to_gpu: &'static Gpu, to: u
     to_gpu.check_not_lost()
 }
 
-/// The two buffers of one copy. They go back to the pool of pinned memory, which reuses them when the device has done.
+/// The buffers of one copy: one, or two that take turns.
 struct Buffers {
-    buffers: [Option<Buffer>; 2],
+    first: Buffer,
+    second: Option<Buffer>,
 }
 
+/// Pinned memory of its device's buffers for copies, where it goes back behind the device's use.
 struct Buffer {
-    memory: CudaMemory,
-    /// The end of the device's use.
-    busy: Option<Event>,
+    gpu: &'static Gpu,
+    opened: &'static Opened,
+    /// `None` once it has been given back.
+    block: Option<Block>,
+    lent: Lent,
+}
+
+/// Whether the device uses a buffer.
+enum Lent {
+    No,
+    /// Until the default stream has come so far.
+    Until(Event),
+    /// It may, and nobody knows for how long.
+    Unknown,
 }
 
 impl Buffers {
-    /// As many as `len` bytes need.
+    /// As many as are good for `len` bytes; one where a second one is not to be had at once. May wait for the first one.
     fn new(gpu: &'static Gpu, opened: &'static Opened, len: usize) -> Result<Self> {
-        let new = |len: usize| -> Result<Buffer> {
-            let len = len.min(BUFFER_BYTES) as u64;
-            Ok(Buffer { memory: CudaMemory::uninitialised(gpu, Space::Host, len, 0)?, busy: None })
+        // Few sizes, so that they find each other again.
+        let size = |len: usize| len.min(BUFFER_BYTES).next_power_of_two().max(SMALLEST_BUFFER_BYTES) as u64;
+        let buffer = |block| Buffer { gpu, opened, block: Some(block), lent: Lent::No };
+        let first = buffer(opened.copy_buffers.take_bounded(gpu, opened, size(len))?);
+        let second = if len > BUFFER_BYTES {
+            opened.copy_buffers.try_take_bounded(gpu, opened, size(len - BUFFER_BYTES))?.map(buffer)
+        } else {
+            None
         };
-        let first = new(len)?;
-        let second = if len > BUFFER_BYTES { Some(new(len - BUFFER_BYTES)?) } else { None };
-        // The allocation may have been the first thing that this thread does on the device.
-        debug_assert!(ptr::eq(opened, gpu.enter()?));
-        Ok(Self { buffers: [Some(first), second] })
+        Ok(Self { first, second })
+    }
+
+    fn count(&self) -> usize {
+        1 + usize::from(self.second.is_some())
     }
 
     /// The buffer for the part `index`, with which the device has done.
     fn idle(&mut self, index: usize) -> Result<&mut Buffer> {
-        let [first, second] = &mut self.buffers;
-        let buffer = if index.is_multiple_of(2) { first } else { second };
-        let buffer = buffer.as_mut().ok_or_else(|| crate::error::RpcError::internal("a copy has one buffer only"))?;
-        if let Some(busy) = buffer.busy.take() {
-            busy.wait()?;
+        let buffer = match &mut self.second {
+            Some(second) if !index.is_multiple_of(2) => second,
+            _ => &mut self.first,
+        };
+        if let Lent::Until(end) = &buffer.lent {
+            end.wait()?;
+            buffer.lent = Lent::No;
         }
         Ok(buffer)
     }
@@ -227,12 +247,36 @@ impl Buffers {
 impl Buffer {
     fn start(&self) -> *mut u8 {
         // The pinned memory's own address on both sides.
-        ptr::with_exposed_provenance_mut(self.memory.address(0) as usize)
+        ptr::with_exposed_provenance_mut(self.block.as_ref().map_or(0, |block| block.address) as usize)
+    }
+
+    /// Has `copy` give the device work with the buffer, on the default stream.
+    fn lend(&mut self, copy: impl FnOnce(*mut u8) -> Outcome) -> Result<()> {
+        self.lent = Lent::Unknown;
+        self.gpu.check(copy(self.start()))?;
+        self.lent = Lent::Until(Event::record(self.gpu, self.opened, &self.opened.default_stream)?);
+        Ok(())
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let Some(block) = self.block.take() else { return };
+        let pool = &self.opened.copy_buffers;
+        match std::mem::replace(&mut self.lent, Lent::No) {
+            Lent::No => pool.give_back_behind(block, None),
+            Lent::Until(end) => pool.give_back_behind(block, Some(end)),
+            // Behind all that the device has been given so far.
+            Lent::Unknown => pool.give_back(self.gpu, block),
+        }
     }
 }
 
 /// Large enough to keep the bus busy, and as large as the parts in which sessions copy.
 pub(super) const BUFFER_BYTES: usize = 1 << 20;
+
+/// A page, less than which the driver does not pin.
+const SMALLEST_BUFFER_BYTES: usize = 4 << 10;
 
 /// Nearer ranges than this are copied by way of other memory of this size, in bytes.
 const SCRATCH_BYTES: u64 = 16 << 20;
