@@ -352,6 +352,45 @@ fn idle_memory_is_bounded_and_goes_back_when_its_work_is_done() {
     });
 }
 
+/// Other processes on the device cannot reach what lies idle here.
+#[test]
+fn memory_that_stays_idle_goes_back_to_the_driver() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("memory_that_stays_idle_goes_back_to_the_driver", &[], &[], |fake| {
+        let cuda = CudaDevice::open().unwrap();
+        cuda.set_idle_time(0, Duration::from_secs(3600)).unwrap();
+        let kept = allocate(&cuda, 0, 1 << 20);
+        write(&*kept, 0, &[5; 10]);
+        drop(allocate(&cuda, 0, 3 << 20));
+        drop(pinned(&cuda, 1 << 20));
+        cuda.stream(0).unwrap().synchronize().unwrap();
+        let idle = || cuda.statistics(0).unwrap().cached_bytes + cuda.pinned_statistics(0).unwrap().cached_bytes;
+        let is_gone = || {
+            let since = std::time::Instant::now();
+            while idle() > 0 {
+                assert!(since.elapsed() < LIMIT, "{} bytes are still idle", idle());
+                std::thread::yield_now();
+            }
+        };
+        assert_eq!(idle(), (4 << 20) + (4 << 10));
+        assert_eq!(fake.count("fake_device_waits"), 0);
+        cuda.set_idle_time(0, Duration::ZERO).unwrap();
+        is_gone();
+        assert_eq!(fake.count("fake_device_waits"), 3);
+        // Whatever comes later, too; and by P-3, of which the fake driver tells, no sooner than it is done.
+        let busy = allocate(&cuda, 0, 2 << 20);
+        fake.hold(cuda.stream(0).unwrap().raw(), &MAY_GO_ON);
+        fake.fill(of(&*busy), 1, 100, &cuda.stream(0).unwrap());
+        drop(busy);
+        drop(cuda.create_stream(0).unwrap());
+        assert_eq!(idle(), 2 << 20);
+        MAY_GO_ON.store(true, Ordering::SeqCst);
+        is_gone();
+        assert_eq!(read(&*kept, 9, 2), [5, 0]);
+        assert_eq!(cuda.statistics(0).unwrap().allocated_bytes, 1 << 20);
+    });
+}
+
 #[test]
 fn a_full_device_gives_back_what_is_idle_before_it_refuses() {
     let memory = [("FAKE_CUDA_MEMORY", "67108864")];

@@ -14,9 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use fake::{WITHOUT_CUBLAS, with_driver};
 use rpc_core::device::cuda::{self, CudaDevice, CudaModules};
+use rpc_core::device::{AllocRequest, DeviceApi};
 use rpc_core::{
-    Context, DataType, Device, Devices, ErrorKind, IntoArgs, Lane, LocalSession, Registry, RemoteFunction,
-    RemoteTensor, Result, RpcError, Session, Shape, Value,
+    Context, DataType, Device, DeviceAttribute, Devices, ErrorKind, IntoArgs, Lane, LocalSession, Registry,
+    RemoteFunction, RemoteTensor, Result, RpcError, Session, Shape, Value,
 };
 use workspace::Folder;
 
@@ -292,6 +293,47 @@ fn an_old_driver_takes_calls_unchecked_and_without_harm() {
         kernel(&session, "record").call::<()>((1, 1, 0, &out, 7)).wait().unwrap();
         let bytes = session.copy_from_remote(&out).wait().unwrap();
         assert_eq!(bytes[..], [&[7][..], &[0; 23]].concat()[..]);
+    });
+}
+
+/// What the pools keep is no reason to refuse what the driver or cuBLAS needs memory for.
+#[test]
+fn a_full_device_gives_back_what_is_idle_for_modules_streams_and_products() {
+    let memory = [("FAKE_CUDA_MEMORY", "67108864"), ("FAKE_CUDA_OVERHEAD", "4194304")];
+    let name = "a_full_device_gives_back_what_is_idle_for_modules_streams_and_products";
+    with_driver(name, &[], &memory, |_| {
+        let (session, _folder) = session();
+        let cuda = CudaDevice::open().unwrap();
+        cuda.set_cache_limit(0, u64::MAX).unwrap();
+        let one = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], 1.0_f32.to_le_bytes().into());
+        let out = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], vec![0; 4]);
+        let matmul = session.get_function("cuda.matmul").wait().unwrap();
+        let mut kept = Vec::new();
+        let trims = || cuda.statistics(0).unwrap().trims;
+        let mut on_a_full_device = |act: &mut dyn FnMut() -> Box<dyn std::any::Any>| {
+            let Value::Int(free) = cuda.attribute(0, DeviceAttribute::AvailableMemory).unwrap() else { panic!() };
+            drop(cuda.allocate(0, &AllocRequest::new(free as u64 & !0x1f_ffff)).unwrap());
+            let before = trims();
+            kept.push(act());
+            assert_eq!(trims(), before + 1);
+        };
+        on_a_full_device(&mut || Box::new(cuda.create_stream(0).unwrap()));
+        on_a_full_device(&mut || Box::new(session.load_module("kernels.ptx").wait().unwrap()));
+        // The first one makes the handle.
+        for _ in 0..2 {
+            on_a_full_device(&mut || {
+                matmul.call::<()>((&one, &one, &out)).wait().unwrap();
+                Box::new(())
+            });
+        }
+        assert_eq!(read_floats(&session, &out), [1.0]);
+        // Where nothing is idle it is an error, and the session goes on.
+        let Value::Int(free) = cuda.attribute(0, DeviceAttribute::AvailableMemory).unwrap() else { panic!() };
+        let rest = cuda.allocate(0, &AllocRequest::new(free as u64 & !0x1f_ffff)).unwrap();
+        assert_eq!(refusal(&matmul, (&one, &one, &out)).kind(), ErrorKind::OutOfMemory);
+        assert_eq!(cuda.create_stream(0).err().unwrap().kind(), ErrorKind::OutOfMemory);
+        drop(rest);
+        matmul.call::<()>((&one, &one, &out)).wait().unwrap();
     });
 }
 

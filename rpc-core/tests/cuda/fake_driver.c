@@ -5,7 +5,8 @@
  * is reused too early, memory that is freed too early. Addresses of devices are none of the processor's, and every access is
  * checked against the blocks that are allocated.
  *
- * Environment: FAKE_CUDA_DEVICES (2), FAKE_CUDA_MEMORY (bytes of each device, 1 GiB), FAKE_CUDA_INIT (what cuInit returns).
+ * Environment: FAKE_CUDA_DEVICES (2), FAKE_CUDA_MEMORY (bytes of each device, 1 GiB), FAKE_CUDA_INIT (what cuInit returns),
+ * FAKE_CUDA_OVERHEAD (bytes that a stream, a module and cuBLAS take of a device, 0).
  * Build with -DOLD_DRIVER for one without the functions that came with CUDA 12.
  */
 
@@ -58,7 +59,7 @@ struct Stream { Stream *next; int device, alive; Op *first, **last; };
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static Context contexts[MAX_DEVICES];
 static int sticky[MAX_DEVICES], device_count = -1;
-static size_t used[MAX_DEVICES], capacity;
+static size_t used[MAX_DEVICES], capacity, overhead;
 static Block *device_blocks, *host_blocks;
 static Stream *streams;
 static Function *functions;
@@ -236,6 +237,7 @@ EXPORT int cuInit(unsigned flags) {
     pthread_mutex_lock(&mutex);
     device_count = (int)number("FAKE_CUDA_DEVICES", 2);
     capacity = number("FAKE_CUDA_MEMORY", (size_t)1 << 30);
+    overhead = number("FAKE_CUDA_OVERHEAD", 0);
     for (int i = 0; i < MAX_DEVICES; i++) contexts[i].device = i;
     pthread_mutex_unlock(&mutex);
     return SUCCESS;
@@ -416,6 +418,8 @@ EXPORT int cuMemcpyPeerAsync(uint64_t to, Context *to_context, uint64_t from, Co
 EXPORT int cuStreamCreate(Stream **stream, unsigned flags) {
     ENTER()
     (void)flags;
+    if (overhead > capacity - used[current->device]) { result = OUT_OF_MEMORY; goto out; }
+    used[current->device] += overhead;
     *stream = calloc(1, sizeof **stream);
     **stream = (Stream){ streams, current->device, 1, NULL, NULL };
     (*stream)->last = &(*stream)->first;
@@ -425,7 +429,9 @@ EXPORT int cuStreamCreate(Stream **stream, unsigned flags) {
 
 EXPORT int cuStreamDestroy_v2(Stream *stream) {
     ENTER()
-    if (usable(stream)) stream->alive = 0; else result = INVALID_HANDLE;
+    if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
+    stream->alive = 0;
+    used[stream->device] -= overhead;
     LEAVE()
 }
 
@@ -514,6 +520,8 @@ EXPORT int cuModuleLoadDataEx(Module **module, const void *image, unsigned count
         result = INVALID_PTX;
         goto out;
     }
+    if (overhead > capacity - used[current->device]) { result = OUT_OF_MEMORY; goto out; }
+    used[current->device] += overhead;
     *module = calloc(1, sizeof **module);
     **module = (Module){ current->device, strdup(image) };
     LEAVE()
@@ -526,6 +534,7 @@ EXPORT int cuModuleUnload(Module *module) {
             if (op->module == module) violation("a module is unloaded that may still run");
     for (Function *function = functions; function; function = function->next)
         if (function->module == module) function->module = NULL;
+    used[module->device] -= overhead;
     free(module->image);
     free(module);
     LEAVE()

@@ -107,16 +107,19 @@ impl Cublas {
     /// others until the stream has come so far.
     pub(super) unsafe fn submit(&self, stream: &CudaStream, product: &Product) -> Result<()> {
         let gpu = stream.gpu();
-        gpu.enter()?;
+        let opened = gpu.enter()?;
         let mut handles = lock(&self.handles);
         let handle = match handles.get(&gpu.index) {
             Some(handle) => *handle,
             None => {
-                let mut handle = ptr::null_mut();
-                // SAFETY: there is room for the handle, and the GPU's context is current.
-                self.check(gpu, "cublasCreate", unsafe { (self.create)(&raw mut handle) })?;
-                handles.insert(gpu.index, Handle(handle));
-                Handle(handle)
+                let handle = opened.with_room(gpu, || {
+                    let mut handle = ptr::null_mut();
+                    // SAFETY: there is room for the handle, and the GPU's context is current.
+                    self.check(gpu, "cublasCreate", unsafe { (self.create)(&raw mut handle) })?;
+                    Ok(Handle(handle))
+                })?;
+                handles.insert(gpu.index, handle);
+                handle
             }
         };
         // SAFETY: both are alive, and the lock keeps the handle ours.
@@ -125,31 +128,33 @@ impl Cublas {
         let address = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
         let Product { rows, columns, depth, data_type, a, b, out } = *product;
         // cuBLAS counts by columns, and so sees each matrix transposed: out' = b' a'.
-        // SAFETY: the caller's promise; the factors are read before it returns, as it is cuBLAS's default.
-        let status = unsafe {
-            (self.gemm)(
-                handle.0,
-                NOT_TRANSPOSED,
-                NOT_TRANSPOSED,
-                columns,
-                rows,
-                depth,
-                (&raw const one).cast(),
-                address(b),
-                data_type,
-                columns,
-                address(a),
-                data_type,
-                depth,
-                (&raw const zero).cast(),
-                address(out),
-                data_type,
-                columns,
-                COMPUTE_SINGLE,
-                DEFAULT_ALGORITHM,
-            )
-        };
-        self.check(gpu, "cublasGemmEx", status)
+        opened.with_room(gpu, || {
+            // SAFETY: the caller's promise; the factors are read before it returns, as it is cuBLAS's default.
+            let status = unsafe {
+                (self.gemm)(
+                    handle.0,
+                    NOT_TRANSPOSED,
+                    NOT_TRANSPOSED,
+                    columns,
+                    rows,
+                    depth,
+                    (&raw const one).cast(),
+                    address(b),
+                    data_type,
+                    columns,
+                    address(a),
+                    data_type,
+                    depth,
+                    (&raw const zero).cast(),
+                    address(out),
+                    data_type,
+                    columns,
+                    COMPUTE_SINGLE,
+                    DEFAULT_ALGORITHM,
+                )
+            };
+            self.check(gpu, "cublasGemmEx", status)
+        })
     }
 
     fn check(&self, gpu: &'static Gpu, function: &str, status: c_int) -> Result<()> {

@@ -35,13 +35,13 @@ impl Event {
         let free = lock(&opened.events.0).pop();
         let raw = match free {
             Some(raw) => raw,
-            None => {
+            None => opened.with_room(gpu, || {
                 let mut raw = ptr::null_mut();
                 let flags = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
                 // SAFETY: there is room for the handle, and the GPU's context is current.
                 gpu.check(unsafe { gpu.driver.event_create(&raw mut raw, flags) })?;
-                Handle(raw)
-            }
+                Ok(Handle(raw))
+            })?,
         };
         let event = Self { gpu, opened, raw };
         // SAFETY: event and stream are of this context and alive.

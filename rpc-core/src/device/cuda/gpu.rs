@@ -5,7 +5,9 @@
 
 use std::ffi::c_int;
 use std::ptr;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::sys::{CUctx_st, CUdevice, CUdevice_attribute_enum, cudaError_enum as Code};
 
@@ -14,6 +16,7 @@ use super::event::{Event, FreeEvents};
 use super::failure;
 use super::module::Retired;
 use super::pool::{Pool, Space};
+use super::release;
 use super::stream::{CudaStream, Streams};
 use crate::dlpack::Device;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -58,6 +61,10 @@ pub(super) struct Opened {
     /// Pinned memory through which copies go, bounded (P-5).
     pub(super) copy_buffers: Pool,
     pub(super) retired: Retired,
+    /// How long memory may lie idle in the pools.
+    pub(super) idle_time: Mutex<Duration>,
+    /// Whether [`release`] knows that there is some.
+    pub(super) is_watched: AtomicBool,
 }
 
 impl Gpu {
@@ -104,6 +111,8 @@ impl Gpu {
             pinned: Pool::new(Space::Host, CACHED_PINNED_BYTES),
             copy_buffers: Pool::new(Space::Host, COPY_BUFFER_BYTES),
             retired: Retired::default(),
+            idle_time: Mutex::new(release::IDLE_TIME),
+            is_watched: AtomicBool::new(false),
         };
         Ok(self.opened.get_or_init(|| opened))
     }
@@ -175,6 +184,15 @@ impl Opened {
     /// Gives the idle memory of all pools back to the driver, as [`Pool::trim`] does. The caller has entered the GPU.
     pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
         Ok(self.memory.trim(gpu)? + self.pinned.trim(gpu)? + self.copy_buffers.trim(gpu)?)
+    }
+
+    /// What `attempt` gives, after a second try if the driver had no memory for it and our pools have some that lies idle.
+    /// The caller has entered the GPU, and holds no lock of a pool.
+    pub(super) fn with_room<T>(&self, gpu: &'static Gpu, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        match attempt() {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && self.trim(gpu)? > 0 => attempt(),
+            other => other,
+        }
     }
 }
 

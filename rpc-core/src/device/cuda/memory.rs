@@ -4,13 +4,11 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::{self, NonNull};
-use std::sync::{LazyLock, mpsc};
-use std::thread;
 
 use super::gpu::{Gpu, Opened};
 use super::order::Elsewhere;
 use super::pool::{Block, Pool, Space};
-use super::transfer;
+use super::{release, transfer};
 use crate::device::{AllocRequest, Memory};
 use crate::dlpack::Device;
 use crate::error::{Result, RpcError};
@@ -193,7 +191,7 @@ unsafe impl Memory for CudaMemory {
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         if let Some(owner) = self.owner.take() {
-            give_back(self.gpu, owner);
+            release::give_back(self.gpu, owner);
         }
         let Some(block) = self.block.take() else { return };
         // It is open, or there would be no block; if the device is lost, only the statistics change.
@@ -211,31 +209,6 @@ impl fmt::Debug for CudaMemory {
             .field("start", &format_args!("{:#x}", self.start))
             .field("len", &self.len)
             .finish()
-    }
-}
-
-/// Drops the owner of a library's memory when all that was submitted to the device so far is done, on a thread that may wait
-/// for that: memory is freed on threads that must not.
-fn give_back(gpu: &'static Gpu, owner: Box<dyn Any + Send + Sync>) {
-    type Given = (&'static Gpu, Box<dyn Any + Send + Sync>);
-    static THREAD: LazyLock<mpsc::Sender<Given>> = LazyLock::new(|| {
-        let (give, given) = mpsc::channel::<Given>();
-        let run = move || {
-            for (gpu, owner) in given {
-                if let Err(error) = gpu.settle_all() {
-                    tracing::warn!(%error, "a library's memory is given back, and nobody knows whether it is still in use");
-                }
-                drop(owner);
-            }
-        };
-        if let Err(error) = thread::Builder::new().name("rpc-cuda-free".into()).spawn(run) {
-            tracing::warn!(%error, "no thread to wait for a device");
-        }
-        give
-    });
-    if let Err(mpsc::SendError((gpu, owner))) = THREAD.send((gpu, owner)) {
-        let _ = gpu.settle_all();
-        drop(owner);
     }
 }
 

@@ -65,6 +65,7 @@ mod on_demand;
 mod order;
 mod pinned;
 mod pool;
+mod release;
 mod stream;
 mod transfer;
 
@@ -73,6 +74,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
 use self::gpu::{Gpu, Gpus};
 use super::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, copy_by_host, out_of_range};
@@ -171,6 +173,19 @@ impl CudaDevice {
     pub fn set_cache_limit(&self, index: i32, bytes: u64) -> Result<()> {
         let gpu = self.gpu(index)?;
         gpu.enter()?.memory.set_limit(gpu, bytes);
+        Ok(())
+    }
+
+    /// Sets how long memory may lie idle in a device's pools, pinned memory included, before the driver gets it back for other
+    /// processes; 10 seconds without this. Giving it back, like taking it, may stop the device for a moment.
+    ///
+    /// # Errors
+    ///
+    /// As [`stream`](Self::stream).
+    pub fn set_idle_time(&self, index: i32, time: Duration) -> Result<()> {
+        let gpu = self.gpu(index)?;
+        *gpu::lock(&gpu.enter()?.idle_time) = time;
+        release::look(gpu);
         Ok(())
     }
 

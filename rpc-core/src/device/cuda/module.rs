@@ -213,6 +213,10 @@ impl Loaded {
     fn new(gpu: &'static Gpu, image: &Image) -> Result<Self> {
         let opened = gpu.enter()?;
         opened.retired.unload(gpu);
+        opened.with_room(gpu, || Self::load(gpu, image))
+    }
+
+    fn load(gpu: &'static Gpu, image: &Image) -> Result<Self> {
         let mut log = vec![0_u8; LOG_BYTES];
         let mut options = [Jit::CU_JIT_ERROR_LOG_BUFFER as u32, Jit::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as u32];
         let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), ptr::without_provenance_mut(LOG_BYTES - 1)];

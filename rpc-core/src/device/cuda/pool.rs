@@ -10,6 +10,7 @@
 //! * P-3: memory goes back to the driver only when everything that was submitted before it came back is done.
 //! * P-4: whoever takes memory first gives the driver what lies idle above the limit, but for what P-3 keeps. Who gives memory back does not: that is often a
 //!   thread that serves connections, and the driver waits for the whole device.
+//!   Another thread gives the driver what has been idle for some seconds.
 //! * P-5: a bounded pool has no more than its limit, in use or idle. Who would need more waits for what comes free, the oldest
 //!   first, instead of asking the driver. Nobody waits who has a block of the pool already, so that what is in use comes back.
 
@@ -17,12 +18,13 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdevice_attribute_enum};
 
 use super::event::Event;
 use super::gpu::{Gpu, Opened, lock};
-use super::pinned;
+use super::{pinned, release};
 use crate::error::{ErrorKind, Result, RpcError};
 
 /// What the pool of one device's memory has done so far. Bytes are those of whole blocks, which are up to an eighth (or
@@ -80,6 +82,7 @@ struct State {
 /// A block that nobody owns, and the points that must be reached before it is free of its last owner.
 struct Idle {
     block: Block,
+    since: Instant,
     /// `None` if it was not used, or is known to be done.
     default_stream: Option<Event>,
     other_streams: Vec<Event>,
@@ -113,11 +116,7 @@ impl Pool {
         if let Some(block) = found {
             return Ok(block);
         }
-        let block = match self.ask_driver(gpu, size) {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory && self.trim(gpu)? > 0 => self.ask_driver(gpu, size),
-            other => other,
-        };
-        let block = block.map_err(|error| match error.kind() {
+        let block = opened.with_room(gpu, || self.ask_driver(gpu, size)).map_err(|error| match error.kind() {
             ErrorKind::OutOfMemory => error.context(format_args!("cannot allocate {size} bytes")),
             _ => error,
         })?;
@@ -185,7 +184,7 @@ impl Pool {
         state.statistics.misses += 1;
         state.took(size);
         drop(state);
-        let asked = self.ask_driver(gpu, size);
+        let asked = opened.with_room(gpu, || self.ask_driver(gpu, size));
         if asked.is_err() {
             lock(&self.state).statistics.allocated_bytes -= size;
             self.came_back.notify_all();
@@ -233,7 +232,7 @@ impl Pool {
             .and_then(|others| Ok((Event::record(gpu, opened, &opened.default_stream)?, others)));
         match fences {
             Ok((default_stream, other_streams)) => {
-                self.keep(Idle { block, default_stream: Some(default_stream), other_streams });
+                self.keep(gpu, block, Some(default_stream), other_streams);
             }
             // It must not be reused, since nobody can tell when it is free.
             Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
@@ -242,29 +241,47 @@ impl Pool {
     }
 
     /// Takes back a block whose use by the device ends with `last`, a point of the default stream; with `None` it has ended.
-    pub(super) fn give_back_behind(&self, block: Block, last: Option<Event>) {
+    pub(super) fn give_back_behind(&self, gpu: &'static Gpu, block: Block, last: Option<Event>) {
         lock(&self.state).statistics.allocated_bytes -= block.size;
-        self.keep(Idle { block, default_stream: last, other_streams: Vec::new() });
+        self.keep(gpu, block, last, Vec::new());
         self.came_back.notify_all();
     }
 
-    fn keep(&self, idle: Idle) {
+    fn keep(&self, gpu: &'static Gpu, block: Block, default_stream: Option<Event>, other_streams: Vec<Event>) {
         let mut state = lock(&self.state);
-        state.statistics.cached_bytes += idle.block.size;
-        state.idle.entry(idle.block.size).or_default().push_back(idle);
+        state.statistics.cached_bytes += block.size;
+        let blocks = state.idle.entry(block.size).or_default();
+        blocks.push_back(Idle { block, since: Instant::now(), default_stream, other_streams });
+        drop(state);
+        release::watch(gpu);
     }
 
     /// Gives back what is above the limit (P-4), large blocks first.
     fn evict(&self, gpu: &'static Gpu) {
+        self.give_while(gpu, |state| {
+            if state.statistics.cached_bytes <= state.limit {
+                return None;
+            }
+            state.idle.iter().rev().find(|(_, blocks)| blocks.front().is_some_and(Idle::is_done_now))
+        });
+    }
+
+    /// Gives the driver what has been idle for as long, but for what P-3 keeps, and tells when the oldest of the rest became
+    /// idle. It may wait for the device. The caller has entered the GPU.
+    pub(super) fn release_idle(&self, gpu: &'static Gpu, time: Duration) -> Option<Instant> {
+        self.give_while(gpu, |state| {
+            let is_due = |idle: &Idle| idle.since.elapsed() >= time && idle.is_done_now();
+            state.idle.iter().find(|(_, blocks)| blocks.front().is_some_and(is_due))
+        });
+        self.came_back.notify_all();
+        lock(&self.state).idle.values().filter_map(VecDeque::front).map(|idle| idle.since).min()
+    }
+
+    /// Gives the driver, one after the other, the first of the blocks that `choose` finds; they are done (P-3).
+    fn give_while(&self, gpu: &'static Gpu, choose: impl Fn(&State) -> Option<(&u64, &VecDeque<Idle>)>) {
         loop {
             let mut state = lock(&self.state);
-            if state.statistics.cached_bytes <= state.limit {
-                return;
-            }
-            let done = |blocks: &VecDeque<Idle>| blocks.front().is_some_and(|idle| matches!(idle.is_done(), Ok(true)));
-            // P-3.
-            let found = state.idle.iter().rev().find(|(_, blocks)| done(blocks)).map(|(size, _)| *size);
-            let Some(size) = found else { return };
+            let Some(size) = choose(&state).map(|(size, _)| *size) else { return };
             let Some(idle) = state.idle.get_mut(&size).and_then(VecDeque::pop_front) else { return };
             state.forget_empty(size);
             state.statistics.cached_bytes -= size;
@@ -377,6 +394,11 @@ impl Idle {
             }
         }
         Ok(true)
+    }
+
+    /// As [`is_done`](Self::is_done), and not if nobody can tell.
+    fn is_done_now(&self) -> bool {
+        matches!(self.is_done(), Ok(true))
     }
 
     fn wait(&self) -> Result<()> {

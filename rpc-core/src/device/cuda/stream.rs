@@ -38,7 +38,7 @@ impl CudaStream {
 
     pub(super) fn new(gpu: &'static Gpu) -> Result<Self> {
         let opened = gpu.enter()?;
-        let raw = Self::create(gpu, CUstream_flags_enum::CU_STREAM_NON_BLOCKING)?;
+        let raw = opened.with_room(gpu, || Self::create(gpu, CUstream_flags_enum::CU_STREAM_NON_BLOCKING))?;
         lock(&opened.streams.0).push(raw);
         Ok(Self { gpu, raw, is_default: false })
     }

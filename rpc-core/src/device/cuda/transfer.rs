@@ -264,8 +264,8 @@ impl Drop for Buffer {
         let Some(block) = self.block.take() else { return };
         let pool = &self.opened.copy_buffers;
         match std::mem::replace(&mut self.lent, Lent::No) {
-            Lent::No => pool.give_back_behind(block, None),
-            Lent::Until(end) => pool.give_back_behind(block, Some(end)),
+            Lent::No => pool.give_back_behind(self.gpu, block, None),
+            Lent::Until(end) => pool.give_back_behind(self.gpu, block, Some(end)),
             // Behind all that the device has been given so far.
             Lent::Unknown => pool.give_back(self.gpu, block),
         }
