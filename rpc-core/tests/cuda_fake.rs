@@ -615,12 +615,20 @@ fn a_driver_without_devices_says_so() {
 
 #[test]
 fn an_absent_driver_says_so() {
-    match CudaDevice::open() {
-        Err(error) if error.message().contains("was not found") => {
-            assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
-        }
-        other => eprintln!("SKIPPED: this machine has a driver: {other:?}"),
-    }
+    let nowhere = [("RPC_CUDA_DRIVER_LIBRARY", "/nonexistent/libcuda.so.1")];
+    with_driver("an_absent_driver_says_so", &[], &nowhere, |_| {
+        let error = CudaDevice::open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+        assert!(error.message().contains("none of /nonexistent/libcuda.so.1 was found"), "{error}");
+        assert!(error.message().contains("No such file"), "{error}");
+    });
+}
+
+/// The toolkit's library for linkers has that name only, and no driver in it.
+#[test]
+fn what_is_for_linkers_is_not_taken_for_the_driver() {
+    let name = "what_is_for_linkers_is_not_taken_for_the_driver";
+    with_driver(name, &[fake::WITH_A_STUB], &[], |_| assert_eq!(CudaDevice::open().unwrap().count().unwrap(), 2));
 }
 
 #[test]

@@ -382,17 +382,45 @@ fn products_are_those_of_row_major_matrices() {
 
 #[test]
 fn without_cublas_a_product_says_what_is_missing() {
-    with_driver("without_cublas_a_product_says_what_is_missing", &[WITHOUT_CUBLAS], &[], |_| {
+    let nowhere = [("RPC_CUDA_BLAS_LIBRARY", "/nonexistent/libcublas.so.12")];
+    with_driver("without_cublas_a_product_says_what_is_missing", &[], &nowhere, |_| {
         let (session, _folder) = session();
         let x = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], vec![0; 4]);
         let out = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], vec![0; 4]);
         let matmul = session.get_function("cuda.matmul").wait().unwrap();
         let error = refusal(&matmul, (&x, &x, &out));
-        if !error.message().contains("was found") {
-            eprintln!("SKIPPED: this machine has cuBLAS: {error}");
-            return;
-        }
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(error.message().contains("libcublas.so.12, libcublas.so.11, libcublas.so was found"), "{error}");
+        assert!(error.message().contains("need cuBLAS, and none of /nonexistent/libcublas.so.12 was found"), "{error}");
+    });
+}
+
+/// Where cuBLAS is in no folder of the system.
+#[test]
+fn cublas_is_found_in_a_python_environment() {
+    let is_there = |name: &str| {
+        // SAFETY: it is cuBLAS, if it is there, whose initialisers expect no more than any library's.
+        unsafe { libloading::Library::new(name) }.is_ok()
+    };
+    if ["libcublas.so.12", "libcublas.so.11", "libcublas.so"].into_iter().any(is_there) {
+        eprintln!("SKIPPED: this machine has a cuBLAS, which comes first");
+        return;
+    }
+    let environment = tempfile::tempdir().unwrap();
+    let folder = environment.path().join("lib/python3.12/site-packages/nvidia/cublas/lib");
+    std::fs::create_dir_all(&folder).unwrap();
+    let name = "cublas_is_found_in_a_python_environment";
+    let variables = [("VIRTUAL_ENV", environment.path().to_str().unwrap())];
+    with_driver(name, &[WITHOUT_CUBLAS], &variables, |_| {
+        let folder = std::path::PathBuf::from(std::env::var_os("VIRTUAL_ENV").unwrap());
+        let library = folder.join("lib/python3.12/site-packages/nvidia/cublas/lib/libcublas.so.12");
+        fake::compile("fake_cublas.c", &library, &[]).unwrap();
+        let (session, _folder) = session();
+        let matrix = |value: f32| {
+            let bytes = value.to_le_bytes().into();
+            tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], bytes)
+        };
+        let (x, out) = (matrix(3.0), matrix(0.0));
+        session.get_function("cuda.matmul").wait().unwrap().call::<()>((&x, &x, &out)).wait().unwrap();
+        assert_eq!(read_floats(&session, &out), [9.0]);
     });
 }

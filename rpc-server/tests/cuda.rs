@@ -5,7 +5,7 @@
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use disco::{Content, DRef, DiscoSession, Hosting, Options, ReduceOp, Scope, SocketSession, WorkerId};
@@ -24,7 +24,7 @@ const KERNELS: &[u8] = b".entry vector_add .entry trap";
 fn driver() -> Option<TempDir> {
     let folder = tempfile::tempdir().unwrap();
     let libraries = [
-        ("rpc-core/tests/cuda/fake_driver.c", "libcuda.so", "-fvisibility=hidden"),
+        ("rpc-core/tests/cuda/fake_driver.c", "libcuda.so.1", "-fvisibility=hidden"),
         ("rpc-core/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
         ("disco/tests/nccl/fake_nccl.c", "libnccl.so.2", "-DON_CUDA"),
     ];
@@ -56,8 +56,17 @@ fn daemon_with(folder: &TempDir, command: &str, args: &[&str], variables: &[(&st
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(first).args(args);
     command.env_clear().env("XDG_STATE_HOME", folder.path()).env("LD_LIBRARY_PATH", folder.path());
-    command.envs(variables.iter().copied());
+    command.envs(libraries(folder.path())).envs(variables.iter().copied());
     ServerProcess::spawn(command).unwrap()
+}
+
+/// The variables by which libraries are those of the folder, or none, whatever this machine has itself.
+fn libraries(folder: &Path) -> [(&'static str, PathBuf); 3] {
+    [
+        ("RPC_CUDA_DRIVER_LIBRARY", folder.join("libcuda.so.1")),
+        ("RPC_CUDA_BLAS_LIBRARY", folder.join("libcublas.so.12")),
+        ("DISCO_NCCL_LIBRARY", folder.join("libnccl.so.2")),
+    ]
 }
 
 fn connect(server: &ServerProcess) -> Session {
@@ -158,7 +167,7 @@ fn a_machine_without_a_driver_says_so() {
     // One that is there and is none.
     for broken in [false, true] {
         if broken {
-            std::fs::write(folder.path().join("libcuda.so"), b"not a library").unwrap();
+            std::fs::write(folder.path().join("libcuda.so.1"), b"not a library").unwrap();
         }
         for isolate in ["auto", "process"] {
             let server = server(&folder, &["--isolate", isolate]);
@@ -346,7 +355,9 @@ fn the_example_multiplies_and_says_where_it_cannot() {
         return;
     }
     let run = |args: &[&str], path: &Path| {
-        let output = Command::new(&example).args(args).env_clear().env("LD_LIBRARY_PATH", path).output().unwrap();
+        let mut command = Command::new(&example);
+        command.args(args).env_clear().env("LD_LIBRARY_PATH", path).envs(libraries(path));
+        let output = command.output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     };

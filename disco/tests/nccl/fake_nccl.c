@@ -359,7 +359,7 @@ static int advance(Op *op) {
 
 #ifdef ON_CUDA
 static void *driver(const char *name) {
-    void *library = dlopen("libcuda.so", RTLD_NOLOAD | RTLD_NOW), *found = library ? dlsym(library, name) : NULL;
+    void *library = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW), *found = library ? dlsym(library, name) : NULL;
     if (!found) abort();
     return found;
 }

@@ -15,6 +15,9 @@ const CHILD: &str = "RPC_CORE_FAKE_DRIVER";
 /// Among the `defines`: no fake cuBLAS.
 pub(crate) const WITHOUT_CUBLAS: &str = "-DWITHOUT_CUBLAS";
 
+/// Among the `defines`: beside the driver there is what the toolkit has for linkers, which no program should load.
+pub(crate) const WITH_A_STUB: &str = "-DWITH_A_STUB";
+
 /// The fake driver as the tests see it.
 pub(crate) struct Fake(Library);
 
@@ -23,26 +26,26 @@ pub(crate) struct Fake(Library);
 pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str)], body: impl FnOnce(&Fake)) {
     if let Some(folder) = std::env::var_os(CHILD) {
         // SAFETY: the library is the fake one, which has no initialisers.
-        let library = unsafe { Library::new(Path::new(&folder).join("libcuda.so")) }.unwrap();
+        let library = unsafe { Library::new(Path::new(&folder).join("libcuda.so.1")) }.unwrap();
         let fake = Fake(library);
         body(&fake);
         assert_eq!(fake.count("fake_violations"), 0, "the fake driver saw its rules broken; see above");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    for (source, library) in [("fake_driver.c", "libcuda.so"), ("fake_cublas.c", "libcublas.so.12")] {
+    if defines.contains(&WITH_A_STUB) {
+        let source = folder.path().join("stub.c");
+        std::fs::write(&source, "int nothing;").unwrap();
+        // Without a compiler the driver says so below.
+        _ = compile(source.to_str().unwrap(), &folder.path().join("libcuda.so"), &[]);
+    }
+    for (source, library) in [("fake_driver.c", "libcuda.so.1"), ("fake_cublas.c", "libcublas.so.12")] {
         if library.starts_with("libcublas") && defines.contains(&WITHOUT_CUBLAS) {
             continue;
         }
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
-        let mut compiler = Command::new("cc");
-        compiler.args(["-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o"]).arg(folder.path().join(library));
-        match compiler.args(defines).arg(source).args(["-lpthread", "-ldl"]).output() {
-            Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
-            Err(error) => {
-                eprintln!("SKIPPED: no C compiler to make the fake driver with: {error}");
-                return;
-            }
+        if let Err(error) = compile(source, &folder.path().join(library), defines) {
+            eprintln!("SKIPPED: no C compiler to make the fake driver with: {error}");
+            return;
         }
     }
     let mut path = folder.path().as_os_str().to_owned();
@@ -52,9 +55,25 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args([test, "--exact", "--nocapture"]).env(CHILD, folder.path()).env("LD_LIBRARY_PATH", path);
+    // Whatever this machine has must not come first.
+    child.env_remove("RPC_CUDA_DRIVER_LIBRARY").env_remove("RPC_CUDA_BLAS_LIBRARY");
     let output = child.envs(variables.iter().copied()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
+}
+
+/// Compiles one of the fake libraries.
+///
+/// # Errors
+///
+/// There is no C compiler.
+pub(crate) fn compile(source: &str, to: &Path, defines: &[&str]) -> std::io::Result<()> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o"]).arg(to).args(defines).arg(source);
+    let output = compiler.args(["-lpthread", "-ldl"]).output()?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
 }
 
 impl Fake {

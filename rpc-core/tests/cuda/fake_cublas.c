@@ -12,7 +12,7 @@ typedef int (*Synchronize)(void *);
 static void *stream;
 
 static void *find(const char *name) {
-    return dlsym(dlopen("libcuda.so", RTLD_NOW), name);
+    return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
 }
 
 /* Memory of the device, as much as the driver's own objects take; 0 if it has no more. */

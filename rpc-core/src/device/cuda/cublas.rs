@@ -9,6 +9,7 @@ use libloading::Library;
 
 use super::driver::Driver;
 use super::gpu::{Gpu, Handle, lock};
+use super::libraries;
 use super::stream::CudaStream;
 use crate::error::{ErrorKind, Result, RpcError};
 
@@ -76,15 +77,8 @@ impl Cublas {
     }
 
     fn find(driver: &Driver) -> Result<Self> {
-        let names = names(newest_version(driver));
-        // SAFETY: loading cuBLAS runs its initialisers, which expect no more than any library's.
-        let library = names.iter().find_map(|name| unsafe { Library::new(name) }.ok());
-        let library = library.ok_or_else(|| {
-            RpcError::unsupported(format!(
-                "products of matrices need cuBLAS, and none of {} was found",
-                names.join(", ")
-            ))
-        })?;
+        let library = libraries::load(&libraries::cublas(newest_version(driver)))
+            .map_err(|error| RpcError::unsupported(format!("products of matrices need cuBLAS, and {error}")))?;
         let missing = |_| RpcError::unsupported("the cuBLAS that was found lacks functions that are needed");
         // SAFETY: the types are those of the functions, which keep them under these names.
         unsafe {
@@ -187,18 +181,6 @@ fn newest_version(driver: &Driver) -> c_int {
     version / 1000
 }
 
-/// What the library may be called, the newest first.
-fn names(newest: c_int) -> Vec<String> {
-    let versions = (OLDEST_VERSION..=newest.max(OLDEST_VERSION)).rev();
-    if cfg!(windows) {
-        return versions.map(|version| format!("cublas64_{version}.dll")).collect();
-    }
-    versions.map(|version| format!("libcublas.so.{version}")).chain(["libcublas.so".to_owned()]).collect()
-}
-
-/// The major version that first had `cublasGemmEx` with these numbers.
-const OLDEST_VERSION: c_int = 11;
-
 /// `CUBLAS_OP_N`.
 const NOT_TRANSPOSED: c_int = 0;
 
@@ -207,13 +189,3 @@ const COMPUTE_SINGLE: c_int = 68;
 
 /// `CUBLAS_GEMM_DEFAULT`.
 const DEFAULT_ALGORITHM: c_int = -1;
-
-#[cfg(test)]
-mod tests {
-    #[cfg(not(windows))]
-    #[test]
-    fn the_newest_library_that_the_driver_can_run_comes_first() {
-        assert_eq!(super::names(12), ["libcublas.so.12", "libcublas.so.11", "libcublas.so"]);
-        assert_eq!(super::names(0), ["libcublas.so.11", "libcublas.so"]);
-    }
-}

@@ -7,8 +7,10 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, cudaError_enum as Code,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, cudaError_enum as Code,
 };
+
+use super::libraries;
 
 /// What a function of the driver returned.
 #[derive(Clone, Copy, Debug)]
@@ -39,12 +41,11 @@ macro_rules! functions {
         #[allow(clippy::too_many_arguments, reason = "the driver's own")]
         impl Driver {
             fn look_up() -> Result<Self, String> {
-                // SAFETY: loading the driver runs its initialisers, which expect no more than any library's.
-                if !unsafe { sys::is_culib_present() } {
-                    return Err(ABSENT.to_owned());
-                }
-                // SAFETY: as above; and it is there, without which this would panic.
-                let library = unsafe { sys::culib() };
+                let library = libraries::load(&libraries::driver()).map_err(|error| {
+                    format!("the driver, which comes with NVIDIA's GPUs, is not there: {error}")
+                })?;
+                // Never unloaded: it has threads of its own.
+                let library = Box::leak(Box::new(library));
                 Ok(Self {
                     $(
                         // SAFETY: the type is that of the driver's function, which keeps it under that name.
@@ -184,6 +185,3 @@ fn read_text(outcome: Outcome, text: *const c_char) -> Option<String> {
 fn plain_name(symbol: &'static str) -> &'static str {
     symbol.strip_suffix("_v2").unwrap_or(symbol)
 }
-
-const ABSENT: &str =
-    "the driver (libcuda.so.1, or nvcuda.dll) was not found; it comes with the driver of NVIDIA's GPUs";

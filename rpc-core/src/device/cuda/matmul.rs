@@ -25,7 +25,9 @@ pub fn register(registry: &Registry) {
 /// `bfloat16`, densely packed, on one CUDA device. Sums are of single precision.
 ///
 /// It is submitted to `stream`, or to the device's default one if that is `None`, and returns at once, or when it is done if one
-/// of the three lies in pinned memory. The first call takes longer, since it loads the library.
+/// of the three lies in pinned memory. The first call takes longer, since it loads the library: the one that the environment
+/// variable `RPC_CUDA_BLAS_LIBRARY` names by its path, or else the newest `libcublas.so` of the system that the driver can run, or that of a Python
+/// environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), where `pip install nvidia-cublas-cu12` puts one.
 ///
 /// # Errors
 ///

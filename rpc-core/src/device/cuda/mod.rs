@@ -1,7 +1,7 @@
 //! The device kind `cuda`: NVIDIA's GPUs, through the driver that is found at run time.
 //!
-//! Nothing of CUDA is needed to build this, or to start a program that has it: [`CudaDevice::open`] loads the driver, and
-//! says why there is none. Whoever has opened it has CUDA in the process, which cannot be undone, cannot be forked, and
+//! Nothing of CUDA is needed to build this, or to start a program that has it: [`CudaDevice::open`] loads the driver
+//! (`RPC_CUDA_DRIVER_LIBRARY`, or else the system's `libcuda.so.1`), and says why there is none. Whoever has opened it has CUDA in the process, which cannot be undone, cannot be forked, and
 //! ends for all of its users when one of them traps: give sessions that use it a process of their own.
 //!
 //! ```no_run
@@ -57,6 +57,7 @@ mod failure;
 mod gpu;
 mod image;
 mod kernel;
+mod libraries;
 mod matmul;
 mod memory;
 mod module;

@@ -1,0 +1,148 @@
+//! Where NVIDIA's libraries may be, and how they are loaded.
+
+use std::env;
+use std::error::Error;
+use std::ffi::{OsStr, c_int};
+use std::path::{Path, PathBuf};
+
+use libloading::Library;
+
+/// The environment variable that names the one driver to load, by its path.
+pub(super) const DRIVER_VARIABLE: &str = "RPC_CUDA_DRIVER_LIBRARY";
+
+/// The environment variable that names the one cuBLAS to load, by its path.
+pub(super) const BLAS_VARIABLE: &str = "RPC_CUDA_BLAS_LIBRARY";
+
+/// The environment variables that name the folder of a Python environment.
+const PYTHON_VARIABLES: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
+
+/// The driver: the one that the environment names and no other, or else the system's. The name with a number comes first,
+/// because the toolkit has a library for linkers only by the other one, which some have in their search path.
+pub(super) fn driver() -> Vec<PathBuf> {
+    let usual = if cfg!(windows) { &["nvcuda.dll"][..] } else { &["libcuda.so.1", "libcuda.so"] };
+    named(DRIVER_VARIABLE).unwrap_or_else(|| usual.iter().map(PathBuf::from).collect())
+}
+
+/// cuBLAS for CUDA up to the major version `newest`: the one that the environment names and no other, or else the system's, the
+/// newest first, and then those of Python environments.
+pub(super) fn cublas(newest: c_int) -> Vec<PathBuf> {
+    named(BLAS_VARIABLE).unwrap_or_else(|| {
+        let python = PYTHON_VARIABLES.into_iter().filter_map(env::var_os);
+        let python = python.flat_map(|folder| cublas_in_python(Path::new(&folder), newest));
+        cublas_names(newest).into_iter().chain(python).collect()
+    })
+}
+
+fn named(variable: &str) -> Option<Vec<PathBuf>> {
+    env::var_os(variable).filter(|path| !path.is_empty()).map(|path| vec![path.into()])
+}
+
+/// The first of them that can be loaded.
+///
+/// # Errors
+///
+/// What the system says of those that are there, or named by a path; of others that it has not found there is nothing to say.
+pub(super) fn load(places: &[PathBuf]) -> Result<Library, String> {
+    let mut failures = String::new();
+    for place in places {
+        // The half of cuBLAS that the other one needs. The system would not find it in a folder that is none of its own.
+        let beside = beside(place).filter(|beside| beside.exists());
+        // SAFETY: loading NVIDIA's libraries runs their initialisers, which expect no more than any library's.
+        let (beside, library) = unsafe { (beside.and_then(|beside| Library::new(beside).ok()), Library::new(place)) };
+        match library {
+            Ok(library) => {
+                // Never unloaded, as the other one is not.
+                std::mem::forget(beside);
+                return Ok(library);
+            }
+            Err(error) => {
+                // What the system says of it is the source of the loader's own error.
+                let said = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+                if place.is_absolute() || !said.contains("No such file") {
+                    failures.push_str(&format!("; {said}"));
+                }
+            }
+        }
+    }
+    let names: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
+    Err(format!("none of {} was found{failures}", names.join(", ")))
+}
+
+/// `libcublasLt` in the folder of this `libcublas`, if it is one.
+fn beside(place: &Path) -> Option<PathBuf> {
+    let version = place.file_name()?.to_str()?.strip_prefix("libcublas.")?;
+    let folder = place.parent().filter(|folder| *folder != Path::new(""))?;
+    Some(folder.join(format!("libcublasLt.{version}")))
+}
+
+/// What cuBLAS may be called, the newest first.
+fn cublas_names(newest: c_int) -> Vec<PathBuf> {
+    if cfg!(windows) {
+        return versions(newest).map(|version| format!("cublas64_{version}.dll").into()).collect();
+    }
+    let numbered = versions(newest).map(|version| format!("libcublas.so.{version}"));
+    numbered.chain(["libcublas.so".to_owned()]).map(PathBuf::from).collect()
+}
+
+/// The libraries that NVIDIA's packages have installed in a Python environment, the newest first.
+fn cublas_in_python(environment: &Path, newest: c_int) -> Vec<PathBuf> {
+    let Ok(folders) = environment.join("lib").read_dir() else { return Vec::new() };
+    let is_python = |name: &OsStr| name.to_str().is_some_and(|name| name.starts_with("python3"));
+    let pythons = folders.flatten().filter(|folder| is_python(&folder.file_name())).map(|folder| folder.path());
+    let pythons: Vec<PathBuf> = pythons.collect();
+    let of_version = |version: c_int| {
+        // From CUDA 13 on all libraries are in one folder.
+        let folder = if version < 13 { "cublas".to_owned() } else { format!("cu{version}") };
+        let library = format!("site-packages/nvidia/{folder}/lib/libcublas.so.{version}");
+        pythons.iter().map(move |python| python.join(&library)).collect::<Vec<_>>()
+    };
+    versions(newest).flat_map(of_version).filter(|library| library.exists()).collect()
+}
+
+/// The major versions of CUDA whose cuBLAS can be used, the newest first.
+fn versions(newest: c_int) -> impl Iterator<Item = c_int> {
+    (OLDEST_CUBLAS..=newest.max(OLDEST_CUBLAS)).rev()
+}
+
+/// The major version that first had `cublasGemmEx` with these numbers.
+const OLDEST_CUBLAS: c_int = 11;
+
+#[cfg(all(test, not(windows)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_library_that_the_driver_can_run_comes_first() {
+        let names =
+            |newest| cublas_names(newest).into_iter().map(|name| name.display().to_string()).collect::<Vec<_>>();
+        assert_eq!(names(12), ["libcublas.so.12", "libcublas.so.11", "libcublas.so"]);
+        assert_eq!(names(0), ["libcublas.so.11", "libcublas.so"]);
+    }
+
+    #[test]
+    fn a_python_environment_has_the_libraries_of_nvidias_packages() {
+        let folder = tempfile::tempdir().unwrap();
+        let packages = folder.path().join("lib/python3.12/site-packages/nvidia");
+        let [twelve, thirteen] = ["cublas/lib/libcublas.so.12", "cu13/lib/libcublas.so.13"].map(|at| packages.join(at));
+        for library in [&twelve, &thirteen] {
+            std::fs::create_dir_all(library.parent().unwrap()).unwrap();
+            std::fs::write(library, "").unwrap();
+        }
+        assert_eq!(cublas_in_python(folder.path(), 13), [thirteen, twelve.clone()]);
+        assert_eq!(cublas_in_python(folder.path(), 12), std::slice::from_ref(&twelve));
+        assert!(cublas_in_python(folder.path(), 11).is_empty());
+        assert!(cublas_in_python(&packages, 13).is_empty());
+        assert_eq!(beside(&twelve).unwrap(), packages.join("cublas/lib/libcublasLt.so.12"));
+        assert_eq!(beside(Path::new("libcublas.so.12")), None);
+        // One that is there and is none says so.
+        let error = load(std::slice::from_ref(&twelve)).unwrap_err();
+        assert!(error.starts_with(&format!("none of {} was found; ", twelve.display())), "{error}");
+    }
+
+    #[test]
+    fn the_driver_comes_before_what_linkers_take_for_it() {
+        if named(DRIVER_VARIABLE).is_none() {
+            assert_eq!(driver(), ["libcuda.so.1", "libcuda.so"].map(PathBuf::from));
+        }
+    }
+}
