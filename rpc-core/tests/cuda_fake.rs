@@ -325,6 +325,34 @@ fn a_dropped_stream_finishes_before_memory_is_reused() {
     });
 }
 
+#[test]
+fn what_is_dropped_leaves_the_current_context_as_it_was() {
+    with_driver("what_is_dropped_leaves_the_current_context_as_it_was", &[], &[], |fake| {
+        let cuda = CudaDevice::open().unwrap();
+        let (memory, host, side) = (allocate(&cuda, 0, 1000), pinned(&cuda, 1000), cuda.create_stream(0).unwrap());
+        // More than are kept for later, so that some are destroyed.
+        let events: Vec<_> = (0..1100).map(|_| stream(&side).record().unwrap()).collect();
+        let other = allocate(&cuda, 0, 5000);
+        let current = cuda.context(1).unwrap();
+        drop((memory, host, side, events));
+        assert_eq!(fake.current_context(), current);
+        // A thread that had none has none.
+        std::thread::spawn(|| drop(other)).join().unwrap();
+        let context_of_other = std::thread::scope(|scope| {
+            let memory = allocate(&cuda, 1, 10);
+            scope
+                .spawn(|| {
+                    drop(memory);
+                    fake.current_context().addr()
+                })
+                .join()
+                .unwrap()
+        });
+        assert_eq!(context_of_other, 0);
+        assert_eq!(cuda.statistics(0).unwrap().allocated_bytes, 0);
+    });
+}
+
 /// P-3 and P-4; the fake driver notices memory that is freed while submitted work uses it.
 #[test]
 fn idle_memory_is_bounded_and_goes_back_when_its_work_is_done() {

@@ -117,6 +117,16 @@ impl Fake {
         assert_eq!(code, 0);
     }
 
+    /// The context of the calling thread.
+    pub(crate) fn current_context(&self) -> *mut std::ffi::c_void {
+        type Get = unsafe extern "C" fn(*mut *mut std::ffi::c_void) -> i32;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the type is that of the function, and there is room for the handle.
+        let code = unsafe { self.0.get::<Get>(b"cuCtxGetCurrent").unwrap()(&raw mut context) };
+        assert_eq!(code, 0);
+        context
+    }
+
     /// Submits work to a stream that is done when the flag is set.
     pub(crate) fn hold(&self, stream: *mut std::ffi::c_void, until: &'static AtomicBool) {
         type Work = unsafe extern "C" fn(*mut std::ffi::c_void) -> i32;

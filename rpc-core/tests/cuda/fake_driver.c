@@ -298,6 +298,8 @@ EXPORT int cuDevicePrimaryCtxRetain(Context **context, int device) {
 
 EXPORT int cuCtxSetCurrent(Context *context) { current = context; return SUCCESS; }
 
+EXPORT int cuCtxGetCurrent(Context **context) { *context = current; return SUCCESS; }
+
 EXPORT int cuMemAlloc_v2(uint64_t *address, size_t size) {
     ENTER()
     driver_allocations++;

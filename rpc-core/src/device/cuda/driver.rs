@@ -98,6 +98,7 @@ functions! {
         device_total_mem = "cuDeviceTotalMem_v2" (bytes: *mut usize, device: CUdevice);
         primary_ctx_retain = "cuDevicePrimaryCtxRetain" (context: *mut CUcontext, device: CUdevice);
         ctx_set_current = "cuCtxSetCurrent" (context: CUcontext);
+        ctx_get_current = "cuCtxGetCurrent" (context: *mut CUcontext);
         mem_alloc = "cuMemAlloc_v2" (address: *mut CUdeviceptr, bytes: usize);
         mem_free = "cuMemFree_v2" (address: CUdeviceptr);
         mem_host_alloc = "cuMemHostAlloc" (address: *mut *mut c_void, bytes: usize, flags: c_uint);

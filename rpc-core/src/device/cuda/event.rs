@@ -85,6 +85,7 @@ impl Drop for Event {
             return free.push(self.raw);
         }
         drop(free);
+        let _visit = self.gpu.visit();
         // SAFETY: the event is alive, and nobody has it any more. The driver keeps what it still needs of it.
         let outcome = unsafe { self.gpu.driver.event_destroy(self.raw.0) };
         if let Err(error) = self.gpu.check(outcome) {

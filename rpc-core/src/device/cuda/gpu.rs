@@ -89,6 +89,15 @@ impl Gpu {
         Ok(opened)
     }
 
+    /// As [`enter`](Self::enter), for as long as the visit lasts: then the thread has the context back that it had before. For
+    /// what is dropped, on whatever thread that happens, since nobody expects of a drop that it changes the current context.
+    pub(super) fn visit(&'static self) -> Result<Visit> {
+        let mut before = ptr::null_mut();
+        // SAFETY: there is room for the handle.
+        self.check(unsafe { self.driver.ctx_get_current(&raw mut before) })?;
+        Ok(Visit { driver: self.driver, before: Handle(before), opened: self.enter()? })
+    }
+
     fn open(&'static self) -> Result<&'static Opened> {
         let _opening = lock(&self.opening);
         if let Some(opened) = self.opened.get() {
@@ -176,6 +185,24 @@ impl Gpu {
             Ok(event) => event.wait(),
             // What was submitted is under way all the same, and may use memory that the caller is about to give up.
             Err(error) => opened.default_stream.synchronize_raw().and(Err(error)),
+        }
+    }
+}
+
+/// See [`Gpu::visit`].
+pub(super) struct Visit {
+    driver: &'static Driver,
+    /// Null if the thread had none.
+    before: Handle<CUctx_st>,
+    pub(super) opened: &'static Opened,
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        // SAFETY: it was current, and whoever destroys a context does not leave it so.
+        let outcome = unsafe { self.driver.ctx_set_current(self.before.0) };
+        if !outcome.is(Code::CUDA_SUCCESS) {
+            tracing::debug!(?outcome, "a thread does not get its context back");
         }
     }
 }

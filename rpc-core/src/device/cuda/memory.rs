@@ -195,6 +195,7 @@ impl Drop for CudaMemory {
         }
         let Some(block) = self.block.take() else { return };
         // It is open, or there would be no block; if the device is lost, only the statistics change.
+        let _visit = self.gpu.visit();
         if let Some(opened) = self.gpu.opened() {
             pool(opened, self.space).give_back(self.gpu, block);
         }

@@ -96,7 +96,8 @@ pub use stream::CudaStream;
 /// All copies of it are the same: streams, pools and what is lost belong to the process. A device is opened, which takes
 /// memory and some tenths of a second, when it is first used.
 ///
-/// Each call makes the device's primary context the current one of the calling thread, and leaves it so.
+/// Each call makes the device's primary context the current one of the calling thread, and leaves it so; what is dropped
+/// does not change it.
 #[derive(Clone, Copy)]
 pub struct CudaDevice {
     gpus: &'static Gpus,

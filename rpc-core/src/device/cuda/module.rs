@@ -283,7 +283,8 @@ impl Loaded {
 
 impl Drop for Loaded {
     fn drop(&mut self) {
-        let Ok(opened) = self.gpu.enter() else { return };
+        let Ok(visit) = self.gpu.visit() else { return };
+        let opened = visit.opened;
         match Event::record(self.gpu, opened, &opened.default_stream) {
             Ok(event) => lock(&opened.retired.0).push((event, self.raw)),
             Err(error) => tracing::warn!(%error, "a module stays loaded"),

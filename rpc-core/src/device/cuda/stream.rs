@@ -165,7 +165,8 @@ impl Stream for CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        let Ok(opened) = self.gpu.enter() else { return };
+        let Ok(visit) = self.gpu.visit() else { return };
+        let opened = visit.opened;
         if !self.is_default {
             // It stays among those that memory is fenced by until the default stream waits for it.
             if let Err(error) = opened.default_stream.wait_for_stream(self) {
