@@ -1,8 +1,10 @@
 //! Events: points in the order of a stream that others can wait for.
 
 use std::fmt;
+use std::hint;
 use std::ptr;
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CUevent_flags_enum, CUevent_st, cudaError_enum as Code};
 
@@ -37,7 +39,9 @@ impl Event {
             Some(raw) => raw,
             None => opened.with_room(gpu, || {
                 let mut raw = ptr::null_mut();
-                let flags = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+                // Who waits for long sleeps; without the second one the driver would keep a processor busy.
+                let flags = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32
+                    | CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
                 // SAFETY: there is room for the handle, and the GPU's context is current.
                 gpu.check(unsafe { gpu.driver.event_create(&raw mut raw, flags) })?;
                 Ok(Handle(raw))
@@ -61,8 +65,18 @@ impl Event {
         if outcome.is(Code::CUDA_ERROR_NOT_READY) { Ok(false) } else { self.gpu.check(outcome).map(|()| true) }
     }
 
-    /// Returns when the point has been reached.
+    /// Returns when the point has been reached. The caller has entered the GPU.
     pub(super) fn wait(&self) -> Result<()> {
+        // To be woken up takes longer than a small copy does.
+        let since = Instant::now();
+        while since.elapsed() < AWAKE {
+            // SAFETY: the event is alive.
+            let outcome = unsafe { self.gpu.driver.event_query(self.raw.0) };
+            if !outcome.is(Code::CUDA_ERROR_NOT_READY) {
+                return self.gpu.check(outcome);
+            }
+            hint::spin_loop();
+        }
         // SAFETY: the event is alive.
         self.gpu.check(unsafe { self.gpu.driver.event_synchronize(self.raw.0) })
     }
@@ -97,6 +111,9 @@ impl Drop for Event {
 /// Events that are not in use, because making one costs more than recording it.
 #[derive(Default)]
 pub(super) struct FreeEvents(Mutex<Vec<Handle<CUevent_st>>>);
+
+/// For how long a wait asks again and again before it sleeps: some times what the driver takes to wake somebody up.
+const AWAKE: Duration = Duration::from_micros(50);
 
 /// Enough for every block of a well-filled pool, and little memory.
 const MAX_FREE_EVENTS: usize = 1024;

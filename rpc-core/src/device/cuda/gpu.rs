@@ -12,12 +12,13 @@ use std::time::Duration;
 use cudarc::driver::sys::{CUctx_st, CUdevice, CUdevice_attribute_enum, cudaError_enum as Code};
 
 use super::driver::{Driver, Outcome};
-use super::event::{Event, FreeEvents};
+use super::event::FreeEvents;
 use super::failure;
 use super::module::Retired;
 use super::pool::{Pool, Space};
 use super::release;
 use super::stream::{CudaStream, Streams};
+use crate::device::Stream;
 use crate::dlpack::Device;
 use crate::error::{ErrorKind, Result, RpcError};
 
@@ -180,12 +181,7 @@ impl Gpu {
 
     /// Waits until all that was submitted to the default stream so far is done.
     pub(super) fn settle(&'static self) -> Result<()> {
-        let opened = self.enter()?;
-        match Event::record(self, opened, &opened.default_stream) {
-            Ok(event) => event.wait(),
-            // What was submitted is under way all the same, and may use memory that the caller is about to give up.
-            Err(error) => opened.default_stream.synchronize_raw().and(Err(error)),
-        }
+        self.enter()?.default_stream.synchronize()
     }
 }
 

@@ -120,8 +120,12 @@ impl Stream for CudaStream {
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.gpu.enter()?;
-        self.synchronize_raw()
+        // An event can be waited for asleep, and a stream only as the context has been made, which is not ours alone.
+        match self.record() {
+            Ok(event) => event.wait(),
+            // What was submitted is under way all the same, and may use memory that the caller is about to give up.
+            Err(error) => self.gpu.enter().and_then(|_| self.synchronize_raw()).and(Err(error)),
+        }
     }
 
     /// Later work of the stream begins when the driver has told, which takes it some microseconds.
