@@ -21,9 +21,13 @@ impl Image {
             elf_len(&bytes)
         } else if bytes.starts_with(&FATBIN_MAGIC) {
             fatbin_len(&bytes)
-        } else if bytes.contains(&0) || std::str::from_utf8(&bytes).is_err() {
-            return wrong("it is neither PTX nor a cubin nor a fatbin");
         } else {
+            // NVRTC counts the zero at the end of the PTX that it makes, and programs write it to the file.
+            let text = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+            bytes.truncate(text);
+            if bytes.is_empty() || bytes.contains(&0) || std::str::from_utf8(&bytes).is_err() {
+                return wrong("it is neither PTX nor a cubin nor a fatbin");
+            }
             Some(0)
         };
         match needed {
@@ -116,6 +120,12 @@ mod tests {
     }
 
     #[test]
+    fn ptx_may_end_with_the_zeros_of_its_compiler() {
+        let image = Image::new(b".version 7.0\0\0".to_vec()).ok().unwrap();
+        assert_eq!(image.bytes(), b".version 7.0\0");
+    }
+
+    #[test]
     fn files_that_say_more_than_they_hold_are_refused() {
         let fatbin = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &4_u64.to_le_bytes(), b"abc"].concat();
         let huge = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &u64::MAX.to_le_bytes()].concat();
@@ -123,7 +133,7 @@ mod tests {
             let error = Image::new(bytes).err().unwrap();
             assert!(error.message().contains("cut off"), "{error}");
         }
-        for bytes in [vec![1, 0], vec![0xff, 0xfe]] {
+        for bytes in [vec![1, 0, 1], vec![0xff, 0xfe], vec![0, 0], vec![]] {
             assert!(Image::new(bytes).err().unwrap().message().contains("neither PTX"));
         }
     }
