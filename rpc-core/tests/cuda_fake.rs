@@ -517,6 +517,24 @@ fn a_code_that_nobody_knows_is_an_error_like_others() {
     });
 }
 
+/// CUDA says of these that they may be anything.
+#[test]
+fn a_failure_that_may_be_the_end_is_one_if_it_stays() {
+    with_driver("a_failure_that_may_be_the_end_is_one_if_it_stays", &[], &[], |fake| {
+        let cuda = CudaDevice::open().unwrap();
+        for (index, code) in [(0, 999), (1, 806)] {
+            let stream = cuda.stream(index).unwrap();
+            fake.fail_next(code);
+            assert_eq!(stream.query().unwrap_err().kind(), ErrorKind::Application);
+            assert!(stream.query().unwrap());
+            fake.fail(index, code);
+            assert_eq!(stream.query().unwrap_err().kind(), ErrorKind::DeviceLost);
+            fake.fail(index, 0);
+            assert_eq!(stream.query().unwrap_err().kind(), ErrorKind::DeviceLost);
+        }
+    });
+}
+
 #[test]
 fn streams_wait_for_each_other_without_blocking_a_thread() {
     with_driver("streams_wait_for_each_other_without_blocking_a_thread", &[], &[], |fake| {

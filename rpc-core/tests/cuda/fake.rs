@@ -94,6 +94,12 @@ impl Fake {
         unsafe { self.0.get::<unsafe extern "C" fn(i32, i32)>(b"fake_fail").unwrap()(device, code) }
     }
 
+    /// Makes the next call fail, and no other.
+    pub(crate) fn fail_next(&self, code: i32) {
+        // SAFETY: the type is that of the function.
+        unsafe { self.0.get::<unsafe extern "C" fn(i32)>(b"fake_fail_next").unwrap()(code) }
+    }
+
     /// How many pieces of work wait in a stream.
     pub(crate) fn pending(&self, stream: &rpc_core::device::cuda::CudaStream) -> u64 {
         // SAFETY: the type is that of the function, and the stream is alive.

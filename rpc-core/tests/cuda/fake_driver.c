@@ -58,7 +58,7 @@ struct Stream { Stream *next; int device, alive; Op *first, **last; };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static Context contexts[MAX_DEVICES];
-static int sticky[MAX_DEVICES], device_count = -1;
+static int sticky[MAX_DEVICES], device_count = -1, fail_next;
 static size_t used[MAX_DEVICES], capacity, overhead;
 static Block *device_blocks, *host_blocks;
 static Stream *streams;
@@ -80,6 +80,7 @@ static void violation(const char *what) {
 #define ENTER() \
     pthread_mutex_lock(&mutex); \
     int result = device_count < 0 ? NOT_INITIALIZED : !current ? INVALID_CONTEXT : sticky[current->device]; \
+    if (!result) { result = fail_next; fail_next = 0; } \
     if (result) goto out;
 #define LEAVE() out: pthread_mutex_unlock(&mutex); return result;
 
@@ -628,6 +629,8 @@ EXPORT uint64_t fake_host_waits(void) { return host_waits; }
 /* How often a call has waited for all work of a device. */
 EXPORT uint64_t fake_device_waits(void) { return device_waits; }
 EXPORT void fake_fail(int device, int code) { sticky[device] = code; }
+/* The next call that needs a context, and no other. */
+EXPORT void fake_fail_next(int code) { fail_next = code; }
 EXPORT char *fake_resolve(uint64_t address, size_t size) { return resolve(address, size); }
 
 /* Runs all that was submitted, on streams that are destroyed, too. */

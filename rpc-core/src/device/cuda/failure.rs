@@ -12,6 +12,11 @@ pub(super) fn is_final(code: u32) -> bool {
     FINAL.iter().any(|known| *known as u32 == code) || LATER_FINAL.contains(&code)
 }
 
+/// Whether the context may be gone after this code, and may as well not be: it is if the device goes on to answer so.
+pub(super) fn may_be_final(code: u32) -> bool {
+    [Code::CUDA_ERROR_UNKNOWN, Code::CUDA_ERROR_MPS_RPC_FAILURE].iter().any(|known| *known as u32 == code)
+}
+
 /// The error of everything on a device from the moment on at which `outcome` lost it.
 pub(super) fn lost(driver: &Driver, outcome: Outcome, device: Device) -> RpcError {
     let text = describe(driver, outcome);
@@ -70,7 +75,7 @@ fn kind_of(code: u32) -> ErrorKind {
 }
 
 const FINAL: [Code; 14] = [
-    // The driver is shutting down.
+    // The driver is shutting down, with the process.
     Code::CUDA_ERROR_DEINITIALIZED,
     Code::CUDA_ERROR_ECC_UNCORRECTABLE,
     Code::CUDA_ERROR_NVLINK_UNCORRECTABLE,

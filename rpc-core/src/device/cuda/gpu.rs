@@ -137,12 +137,35 @@ impl Gpu {
         if outcome.is(Code::CUDA_SUCCESS) {
             return Ok(());
         }
-        if failure::is_final(outcome.code) {
+        let is_final = failure::is_final(outcome.code)
+            || failure::may_be_final(outcome.code) && self.default_stream_answers(outcome.code);
+        if is_final {
             let error = failure::lost(self.driver, outcome, self.as_device());
-            tracing::error!(device = %self.as_device(), %error, "a device is lost");
+            if outcome.is(Code::CUDA_ERROR_DEINITIALIZED) {
+                // What is dropped while the process ends hears of it, and nobody needs the device any more.
+                tracing::debug!(device = %self.as_device(), %error, "the driver has ended");
+            } else {
+                tracing::error!(device = %self.as_device(), %error, "a device is lost");
+            }
             return Err(self.lost.get_or_init(|| error).clone());
         }
         Err(failure::error(self.driver, outcome, self.as_device()))
+    }
+
+    /// Whether the default stream, asked how it is, answers with this code. Leaves the thread its context.
+    fn default_stream_answers(&self, code: u32) -> bool {
+        let Some(opened) = self.opened.get() else { return false };
+        let mut before = ptr::null_mut();
+        // SAFETY: there is room for the handle; the context and its default stream live for ever; and the thread's own context
+        // was current before.
+        let answer = unsafe {
+            _ = self.driver.ctx_get_current(&raw mut before);
+            _ = self.driver.ctx_set_current(opened.context.0);
+            let answer = self.driver.stream_query(opened.default_stream.handle().0);
+            _ = self.driver.ctx_set_current(before);
+            answer
+        };
+        answer.code == code
     }
 
     pub(super) fn check_not_lost(&self) -> Result<()> {
