@@ -8,14 +8,16 @@
 mod fake;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use fake::with_driver;
 use rpc_core::device::cuda::{CudaDevice, CudaMemory, CudaStream};
 use rpc_core::device::{AllocRequest, CpuDevice, DeviceApi, Memory, Stream};
+use rpc_core::tensor::Layout;
 use rpc_core::{
-    DataType, Device, DeviceAttribute, Devices, ErrorKind, Lane, LocalSession, Registry, Session, SessionLimits, Value,
+    Context, DataType, Device, DeviceAttribute, Devices, ErrorKind, Lane, LocalSession, Registry, RemoteTensor, Result,
+    Session, SessionLimits, Tensor, Value,
 };
 
 /// Long enough for anything that is going to happen.
@@ -675,6 +677,91 @@ fn an_absent_driver_says_so() {
 fn what_is_for_linkers_is_not_taken_for_the_driver() {
     let name = "what_is_for_linkers_is_not_taken_for_the_driver";
     with_driver(name, &[fake::WITH_A_STUB], &[], |_| assert_eq!(CudaDevice::open().unwrap().count().unwrap(), 2));
+}
+
+/// Memory that a library has made, with word of its end.
+struct Lent {
+    memory: Box<dyn Memory>,
+    end: mpsc::Sender<()>,
+}
+
+impl Lent {
+    fn new(memory: Box<dyn Memory>) -> (Self, mpsc::Receiver<()>) {
+        let (end, ended) = mpsc::channel();
+        (Self { memory, end }, ended)
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // Nobody need be left who listens.
+        _ = self.end.send(());
+    }
+}
+
+/// `owner`'s bytes as memory of a device.
+fn adopt(cuda: &CudaDevice, owner: Lent) -> Box<dyn Memory> {
+    let (address, len) = (owner.memory.device_address().unwrap(), owner.memory.len() as usize);
+    // SAFETY: the bytes are the owner's, which lets nobody else touch them, and which keeps them until it is dropped.
+    unsafe { cuda.adopt(0, address, len, Box::new(owner)).unwrap() }
+}
+
+#[test]
+fn adopted_memory_is_its_owners_again_when_submitted_work_is_done() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    let name = "adopted_memory_is_its_owners_again_when_submitted_work_is_done";
+    with_driver(name, &[], &[], |fake| {
+        let _end = GoOn(&MAY_GO_ON);
+        let cuda = CudaDevice::open().unwrap();
+        let side = cuda.create_stream(0).unwrap();
+        let memory = allocate(&cuda, 0, 1000);
+        write(&*memory, 0, &pattern(1000, 8));
+        let (lent, ended) = Lent::new(memory);
+        let adopted = adopt(&cuda, lent);
+        assert_eq!((adopted.len(), adopted.host().is_none()), (1000, true));
+        assert_eq!(read(&*adopted, 0, 1000), pattern(1000, 8));
+        write(&*adopted, 10, &[1, 2, 3]);
+        assert_eq!(read(&*adopted, 9, 5), [pattern(1000, 8)[9], 1, 2, 3, pattern(1000, 8)[13]]);
+        // Work on another stream holds the owner, and not whoever drops the memory.
+        side.wait_for(&*cuda.default_stream(0).unwrap()).unwrap();
+        fake.hold(stream(&side).raw(), &MAY_GO_ON);
+        fake.fill(of(&*adopted), 9, 1000, stream(&side));
+        let waits = fake.count("fake_host_waits");
+        drop(adopted);
+        until_waited(fake, waits);
+        assert!(ended.try_recv().is_err());
+        MAY_GO_ON.store(true, Ordering::SeqCst);
+        ended.recv_timeout(LIMIT).unwrap();
+        assert_eq!(fake.pending(stream(&side)), 0);
+    });
+}
+
+#[test]
+fn a_session_has_tensors_in_adopted_memory() {
+    with_driver("a_session_has_tensors_in_adopted_memory", &[], &[], |_| {
+        let cuda = CudaDevice::open().unwrap();
+        let memory = allocate(&cuda, 0, 12);
+        write(&*memory, 0, &pattern(12, 1));
+        let (lent, ended) = Lent::new(memory);
+        let lent = Mutex::new(Some(lent));
+        let registry = Registry::new();
+        registry.add("borrow", move |context: Context| -> Result<Tensor> {
+            let memory = adopt(&cuda, lent.lock().unwrap().take().unwrap());
+            let layout = Layout { byte_offset: 4, shape: &[2], strides: None, dtype: DataType::F32 };
+            context.adopt(Device::cuda(0), memory, layout)
+        });
+        let devices = Devices::new().with(Arc::new(cuda));
+        let session = Session::new(LocalSession::builder(registry).devices(devices).build());
+        let borrow = session.function::<(), RemoteTensor>("borrow").wait().unwrap();
+        let tensor = borrow.call(()).wait().unwrap();
+        assert_eq!(session.copy_from_remote(&tensor).wait().unwrap()[..], pattern(12, 1)[4..]);
+        session.copy_to_remote(&tensor, vec![7; 8]).wait().unwrap();
+        assert_eq!(session.copy_from_remote(&tensor).wait().unwrap()[..], [7; 8]);
+        assert!(ended.try_recv().is_err());
+        drop(tensor);
+        ended.recv_timeout(LIMIT).unwrap();
+        drop(session);
+    });
 }
 
 #[test]

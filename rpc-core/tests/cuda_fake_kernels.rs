@@ -361,6 +361,16 @@ fn products_are_those_of_row_major_matrices() {
         matmul.call::<()>((&left, &right, &product)).wait().unwrap();
         assert_eq!(session.copy_from_remote(&product).wait().unwrap()[..], half(11.0)[..]);
 
+        // -1.5 · 2 + 2 · 0.25 in half precision.
+        let half = |shape: &[i64], bits: &[u16]| {
+            let bytes = bits.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+            tensor(&session, Device::cuda(0), DataType::F16, shape, bytes)
+        };
+        let (left, right) = (half(&[1, 2], &[0xbe00, 0x4000]), half(&[2, 1], &[0x4000, 0x3400]));
+        let product = half(&[1, 1], &[0]);
+        matmul.call::<()>((&left, &right, &product)).wait().unwrap();
+        assert_eq!(session.copy_from_remote(&product).wait().unwrap()[..], 0xc100_u16.to_le_bytes());
+
         // Without terms the sum is zero; without elements there is nothing to do.
         let (none, empty) = (matrix(&[2, 0], &[]), matrix(&[0, 4], &[]));
         matmul.call::<()>((&none, &empty, &out)).wait().unwrap();
@@ -368,7 +378,13 @@ fn products_are_those_of_row_major_matrices() {
         matmul.call::<()>((&empty, &matrix(&[4, 1], &[0.0; 4]), &matrix(&[0, 1], &[]))).wait().unwrap();
 
         let host = tensor(&session, Device::cpu(), DataType::F32, &[2, 3], vec![0; 24]);
+        // cuBLAS would trap.
+        let bytes = tensor(&session, Device::cuda(0), DataType::U8, &[64], vec![0; 64]);
+        let [odd_a, odd_b, odd_out] = [[2, 3], [3, 4], [2, 4]].map(|shape| bytes.view(2, DataType::F32, &shape, None));
         for (error, text) in [
+            (refusal(&matmul, (&odd_a, &b, &out)), "a does not begin at a multiple of its elements' 4 bytes"),
+            (refusal(&matmul, (&a, &odd_b, &out)), "b does not begin at a multiple of its elements' 4 bytes"),
+            (refusal(&matmul, (&a, &b, &odd_out)), "out does not begin at a multiple of its elements' 4 bytes"),
             (refusal(&matmul, (&a, &a, &out)), "the product of shapes [2, 3] and [2, 3] has no shape [2, 4]"),
             (refusal(&matmul, (&host, &b, &out)), "a: expected a tensor on cuda, got one on cpu:0"),
             (refusal(&matmul, (&a, &b, &product)), "has no shape [1, 1]"),

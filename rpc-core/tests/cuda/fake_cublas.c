@@ -27,17 +27,32 @@ EXPORT int cublasCreate_v2(void **handle) { *handle = &stream; return take() ? 0
 EXPORT int cublasSetStream_v2(void *handle, void *given) { (void)handle; stream = given; return 0; }
 EXPORT const char *cublasGetStatusString(int status) { (void)status; return "the product is not supported"; }
 
+typedef union { uint32_t bits; float value; } Single;
+
+/* CUDA_R_32F is 0, CUDA_R_16F 2, CUDA_R_16BF 14. */
 static float load(const void *from, int type, int64_t at) {
     if (type == 0) return ((const float *)from)[at];
-    /* bfloat16, the upper half of a float; half precision is not worth the lines. */
-    union { uint32_t bits; float value; } wide = { (uint32_t)((const uint16_t *)from)[at] << 16 };
-    return wide.value;
+    uint32_t bits = ((const uint16_t *)from)[at];
+    /* bfloat16 is the upper half of a float. A half has a shorter exponent, which begins 112 higher. */
+    Single wide = { type == 14 ? bits << 16 : (bits & 0x7fff) << 13 };
+    if (type == 14) return wide.value;
+    return bits & 0x8000 ? -wide.value * 0x1p112f : wide.value * 0x1p112f;
+}
+
+/* Cuts off what the type has no room for. */
+static void store(void *to, int type, int64_t at, float value) {
+    Single single = { .value = value };
+    if (type == 0) ((float *)to)[at] = value;
+    if (type == 14) ((uint16_t *)to)[at] = (uint16_t)(single.bits >> 16);
+    if (type != 2) return;
+    Single narrow = { .value = value * 0x1p-112f };
+    ((uint16_t *)to)[at] = (uint16_t)((single.bits >> 16 & 0x8000) | (narrow.bits & 0x7fffffff) >> 13);
 }
 
 EXPORT int cublasGemmEx(void *handle, int transa, int transb, int m, int n, int k, const void *alpha, uint64_t a, int a_type,
     int lda, uint64_t b, int b_type, int ldb, const void *beta, uint64_t c, int c_type, int ldc, int compute, int algorithm) {
     (void)handle, (void)alpha, (void)beta, (void)algorithm;
-    if (transa || transb || compute != 68 || a_type != b_type || a_type != c_type || (a_type != 0 && a_type != 14)) return 15;
+    if (transa || transb || compute != 68 || a_type != b_type || a_type != c_type || (a_type != 0 && a_type != 2 && a_type != 14)) return 15;
     Resolve resolve = (Resolve)find("fake_resolve");
     ((Synchronize)find("cuStreamSynchronize"))(stream);
     uint64_t workspace = take();
@@ -49,10 +64,9 @@ EXPORT int cublasGemmEx(void *handle, int transa, int transb, int m, int n, int 
     if (!left || !right || !out) return 7;
     for (int64_t column = 0; column < n; column++)
         for (int64_t row = 0; row < m; row++) {
-            union { uint32_t bits; float value; } sum = { 0 };
-            for (int64_t i = 0; i < k; i++) sum.value += load(left, a_type, i * lda + row) * load(right, b_type, column * ldb + i);
-            if (a_type == 0) ((float *)out)[column * ldc + row] = sum.value;
-            else ((uint16_t *)out)[column * ldc + row] = (uint16_t)(sum.bits >> 16);
+            float sum = 0;
+            for (int64_t i = 0; i < k; i++) sum += load(left, a_type, i * lda + row) * load(right, b_type, column * ldb + i);
+            store(out, c_type, column * ldc + row, sum);
         }
     return 0;
 }
