@@ -241,6 +241,30 @@ fn a_module_stays_until_its_kernels_are_done() {
     });
 }
 
+/// Not even where they are on the stream of a lane, of which the default one knows nothing.
+#[test]
+fn a_module_stays_until_its_kernels_on_other_streams_are_done() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("a_module_stays_until_its_kernels_on_other_streams_are_done", &[], &[], |fake| {
+        let (session, _folder) = session();
+        let (device, lane) = (Device::cuda(0), Lane(1));
+        let stream = session.create_stream(device).wait().unwrap();
+        session.set_stream(device, Some(&stream)).lane(lane).wait().unwrap();
+        let of_lane = session.function::<(), usize>("stream_of_lane").wait().unwrap();
+        let raw = of_lane.call(()).lane(lane).wait().unwrap();
+        let x = floats(&session, &[1.0]);
+        fake.hold(std::ptr::with_exposed_provenance_mut(raw), &MAY_GO_ON);
+        kernel(&session, "vector_add").call::<()>((1, 1, 0, &x, &x, &x, 1)).lane(lane).wait().unwrap();
+        for _ in 0..3 {
+            // It is gone as far as the session is concerned; loading another one looks for what can be unloaded.
+            session.stream_wait(device, None).wait().unwrap();
+            kernel(&session, "nothing").call::<()>((1, 1, 0)).wait().unwrap();
+        }
+        MAY_GO_ON.store(true, Ordering::SeqCst);
+        assert_eq!(read_floats(&session, &x), [2.0]);
+    });
+}
+
 #[test]
 fn a_trap_is_told_by_the_stream_and_loses_the_device() {
     with_driver("a_trap_is_told_by_the_stream_and_loses_the_device", &[], &[], |_| {

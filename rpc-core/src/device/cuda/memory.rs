@@ -133,7 +133,7 @@ impl CudaMemory {
     }
 }
 
-// SAFETY: the fields never change. Pinned memory is mapped until its block is given back, holds zeros from the start, is
+// SAFETY: where the bytes are never changes. Pinned memory is mapped until its block is given back, holds zeros from the start, is
 // aligned to 256 bytes at least, and belongs to nobody else: its pool hands it out when its last owner's work is done.
 unsafe impl Memory for CudaMemory {
     fn len(&self) -> u64 {

@@ -285,22 +285,27 @@ impl Drop for Loaded {
     fn drop(&mut self) {
         let Ok(visit) = self.gpu.visit() else { return };
         let opened = visit.opened;
-        match Event::record(self.gpu, opened, &opened.default_stream) {
-            Ok(event) => lock(&opened.retired.0).push((event, self.raw)),
+        // Kernels run on whatever streams lanes have.
+        let fences = opened.streams.fences(self.gpu, opened).and_then(|mut fences| {
+            fences.push(Event::record(self.gpu, opened, &opened.default_stream)?);
+            Ok(fences)
+        });
+        match fences {
+            Ok(fences) => lock(&opened.retired.0).push((fences, self.raw)),
             Err(error) => tracing::warn!(%error, "a module stays loaded"),
         }
     }
 }
 
-/// Modules that nobody has any more, with the points at which the last of their kernels is done.
+/// Modules that nobody has any more, with the points behind which all of their kernels are done.
 #[derive(Default)]
-pub(super) struct Retired(Mutex<Vec<(Event, Handle<CUmod_st>)>>);
+pub(super) struct Retired(Mutex<Vec<(Vec<Event>, Handle<CUmod_st>)>>);
 
 impl Retired {
     /// Unloads those that are done. The caller has entered the GPU.
     fn unload(&self, gpu: &'static Gpu) {
-        lock(&self.0).retain(|(event, module)| {
-            if !matches!(event.is_done(), Ok(true)) {
+        lock(&self.0).retain(|(fences, module)| {
+            if !fences.iter().all(|event| matches!(event.is_done(), Ok(true))) {
                 return true;
             }
             // SAFETY: nobody has the module, and its kernels are done.

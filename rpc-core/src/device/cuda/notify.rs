@@ -4,6 +4,7 @@
 //! time to time.
 
 use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -74,7 +75,12 @@ fn watch() {
         for one in std::mem::take(&mut waiting) {
             match one.event.is_done() {
                 Ok(false) => waiting.push(one),
-                outcome => (one.done)(outcome.map(drop)),
+                outcome => {
+                    // Others wait, too.
+                    if catch_unwind(AssertUnwindSafe(|| (one.done)(outcome.map(drop)))).is_err() {
+                        tracing::error!("who waited for a stream panicked");
+                    }
+                }
             }
         }
     }

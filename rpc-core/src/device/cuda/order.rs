@@ -2,41 +2,49 @@
 //!
 //! What a session does with memory is on the default stream, and needs no more order than that has. Work of a lane that has
 //! set a stream of its own goes there: behind all that the default stream has by then, while later work of the default
-//! stream does not wait for it, unless it is on the same memory. For that each memory keeps the point behind which its last
-//! work on another stream is done.
+//! stream does not wait for it, unless it is on the same memory. For that each memory keeps the points behind which the last
+//! work on it is done on other streams.
 
 use std::sync::{Arc, Mutex};
 
+use cudarc::driver::sys::CUstream_st;
+
 use super::CudaMemory;
 use super::event::Event;
-use super::gpu::lock;
+use super::gpu::{Handle, lock};
 use super::stream::CudaStream;
 use crate::error::Result;
 
-/// The last work on a memory that the default stream is not behind yet.
+/// The last work on a memory that the default stream is not behind yet, of each stream that has some: several lanes may read
+/// one memory at a time.
 #[derive(Default)]
-pub(super) struct Elsewhere(Mutex<Option<Arc<Event>>>);
+pub(super) struct Elsewhere(Mutex<Vec<(Handle<CUstream_st>, Arc<Event>)>>);
 
 impl Elsewhere {
     /// Has what is submitted to the stream from now on begin behind it. The caller has entered the stream's GPU.
     pub(super) fn precede(&self, stream: &CudaStream) -> Result<()> {
         // Held until the stream has been told, so that nobody takes the memory for free before.
-        let mut event = lock(&self.0);
-        if let Some(done) = &*event {
-            stream.wait_event(done)?;
-            if stream.is_default() {
-                *event = None;
+        let mut last = lock(&self.0);
+        for (other, event) in last.iter() {
+            if other.0 != stream.handle().0 {
+                stream.wait_event(event)?;
             }
+        }
+        if stream.is_default() {
+            last.clear();
         }
         Ok(())
     }
 
     fn is_none(&self) -> bool {
-        lock(&self.0).is_none()
+        lock(&self.0).is_empty()
     }
 
-    fn set(&self, event: &Arc<Event>) {
-        *lock(&self.0) = Some(event.clone());
+    fn set(&self, stream: &CudaStream, event: &Arc<Event>) {
+        let mut last = lock(&self.0);
+        // Of streams that are gone, too.
+        last.retain(|(other, event)| other.0 != stream.handle().0 && !matches!(event.is_done(), Ok(true)));
+        last.push((stream.handle(), event.clone()));
     }
 }
 
@@ -76,7 +84,7 @@ pub(super) fn in_order(
     if is_pinned {
         done.wait()?;
     } else {
-        memories.iter().for_each(|memory| memory.elsewhere.set(&done));
+        memories.iter().for_each(|memory| memory.elsewhere.set(stream, &done));
     }
     submitted
 }
