@@ -517,6 +517,7 @@ fn functions_see_the_streams_of_their_lane() {
     let Some(environment) = environment() else { return };
     let registry = Registry::new();
     registry.add_loader(Arc::new(environment.tvm_ffi()));
+    registry.add("called_back", |_: Device| 7);
     let devices = rpc_core::Devices::new().with(Arc::new(Accelerator::default()));
     let session = Session::new(LocalSession::builder(registry).devices(devices).build());
     let module = session.load_module(environment.compile("kernels.cc").to_str().unwrap()).wait().unwrap();
@@ -530,6 +531,12 @@ fn functions_see_the_streams_of_their_lane() {
     assert!(!DEFAULT_STREAMS.contains(&handle) && handle != 0);
     // What the function submits there comes behind what the session has done, and in front of what it does later.
     assert_eq!(take_waits(handle), [(handle, DEFAULT_STREAMS[0]), (DEFAULT_STREAMS[0], handle)]);
+    // A function that is called back comes behind what was submitted before, and in front of what is later.
+    let apply = module.function("apply").wait().unwrap();
+    let called_back = session.get_function("called_back").wait().unwrap();
+    assert_eq!(apply.call::<i64>((&called_back, first)).lane(Lane(3)).wait().unwrap(), 7);
+    let (into, back) = ((handle, DEFAULT_STREAMS[0]), (DEFAULT_STREAMS[0], handle));
+    assert_eq!(take_waits(handle), [into, back, into, back]);
     assert_eq!([seen(second, Lane(3)), seen(first, Lane(0))], [DEFAULT_STREAMS[1], DEFAULT_STREAMS[0]]);
     assert_eq!(seen(first, Lane(3)), handle);
     assert_eq!(seen(first, Lane::CONCURRENT), DEFAULT_STREAMS[0]);

@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
+use super::function::LaneStream;
 use super::object::Ref;
 use crate::error::RpcError;
 use crate::object::{Context, FunctionKind};
@@ -25,6 +26,8 @@ pub(super) struct Frame {
     pub(super) storages: Vec<Arc<Storage>>,
     /// Of `storages`; none while the function calls back.
     borrows: RefCell<Vec<Borrow>>,
+    /// The streams that the function knows of.
+    lanes: RefCell<Vec<Rc<LaneStream>>>,
     /// What functions of the session have raised, in the form that foreign code has.
     raised: RefCell<Option<(Ref, RpcError)>>,
 }
@@ -33,7 +36,8 @@ pub(super) struct Frame {
 pub(super) fn enter(context: &Context, kind: FunctionKind, borrows: Vec<Borrow>) -> Entered {
     let storages = borrows.iter().map(|borrow| borrow.storage().clone()).collect();
     let (context, borrows) = (context.clone(), RefCell::new(borrows));
-    let frame = Rc::new(Frame { context, kind, storages, borrows, raised: RefCell::new(None) });
+    let (lanes, raised) = (RefCell::default(), RefCell::new(None));
+    let frame = Rc::new(Frame { context, kind, storages, borrows, lanes, raised });
     STACK.with_borrow_mut(|stack| stack.push(frame.clone()));
     Entered(frame)
 }
@@ -43,8 +47,15 @@ pub(super) fn current() -> Option<Rc<Frame>> {
     STACK.try_with(|stack| stack.borrow().last().cloned()).ok().flatten()
 }
 
-/// A call, until dropped.
-pub(super) struct Entered(#[expect(dead_code, reason = "the borrows in it end with the call")] Rc<Frame>);
+/// A call, until dropped. The borrows in it end with that.
+pub(super) struct Entered(Rc<Frame>);
+
+impl Entered {
+    /// Which streams the function submits its work to.
+    pub(super) fn is_on(&self, lanes: Vec<Rc<LaneStream>>) {
+        self.0.lanes.replace(lanes);
+    }
+}
 
 impl Drop for Entered {
     fn drop(&mut self) {
@@ -57,14 +68,28 @@ impl Drop for Entered {
 impl Frame {
     /// Gives the borrows of the call's tensors away until what is returned is dropped: foreign code that calls back does not
     /// touch them meanwhile, and whom it calls may want to. Not those of an inline function, which could not wait for them
-    /// afterwards.
+    /// afterwards. What is called comes behind what foreign code has submitted to its streams so far.
     pub(super) fn suspend(&self) -> (Suspended<'_>, Vec<Borrow>) {
+        self.lanes.borrow().iter().for_each(|lane| lane.end());
         let given = if self.kind == FunctionKind::Inline { Vec::new() } else { self.borrows.take() };
         (Suspended(self), given)
     }
 
     /// Borrows the tensors again, when those who have them are done.
     fn resume(&self) {
+        self.borrow_again();
+        for storage in &self.storages {
+            // Has the default stream come behind what others have yet to do there.
+            _ = storage.memory().device_address();
+        }
+        for lane in self.lanes.borrow().iter() {
+            if let Err(error) = lane.begin() {
+                tracing::warn!(%error, "a stream could not be put in order with the default one");
+            }
+        }
+    }
+
+    fn borrow_again(&self) {
         if self.kind == FunctionKind::Inline {
             return;
         }

@@ -1,6 +1,7 @@
 //! Foreign functions as functions of the session.
 
 use std::ffi::c_void;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use super::api::Api;
@@ -52,8 +53,9 @@ impl FfiFunction {
                 "the function takes {expected} arguments, and {got} were given"
             )));
         }
-        let _frame = frame::enter(context, self.kind, borrows);
+        let frame = frame::enter(context, self.kind, borrows);
         let streams = Streams::set(self.api, context, &values)?;
+        frame.is_on(streams.lanes());
         let wants = self.typed.wants.as_deref().unwrap_or_default();
         let mut arguments = Arguments::new(self.api, context, values, wants)?;
         // Behind all that giving the tensors' addresses away has had to wait for.
@@ -76,7 +78,7 @@ struct Set {
     device: Device,
     /// What foreign code knew before.
     before: *mut c_void,
-    lane: LaneStream,
+    lane: Rc<LaneStream>,
 }
 
 /// The stream of a lane.
@@ -100,7 +102,7 @@ impl LaneStream {
     }
 
     /// Has what the session does from now on come after what was submitted to the stream.
-    fn end(&self) {
+    pub(super) fn end(&self) {
         let ended = self.default.as_ref().map_or(Ok(()), |default| default.wait_for(&*self.stream));
         if let Err(error) = ended {
             // All that is left, whatever comes of it; a device that is lost tells everybody.
@@ -140,9 +142,13 @@ impl Streams {
         let lane = LaneStream::of(context, device)?;
         if let Some(handle) = lane.stream.library_handle()? {
             let before = self.api.set_stream(device.kind.0, device.index, handle.as_ptr())?;
-            self.set.push(Set { device, before, lane });
+            self.set.push(Set { device, before, lane: Rc::new(lane) });
         }
         Ok(())
+    }
+
+    fn lanes(&self) -> Vec<Rc<LaneStream>> {
+        self.set.iter().map(|set| set.lane.clone()).collect()
     }
 
     fn begin(&self) -> Result<()> {
