@@ -33,6 +33,11 @@ pub(crate) fn serves_workers() {
     SERVES_WORKERS.store(true, Ordering::Relaxed);
 }
 
+/// Whether it can.
+pub(crate) fn can_serve_workers() -> bool {
+    SERVES_WORKERS.load(Ordering::Relaxed)
+}
+
 /// The processes of one node and the nodes below it, and the links to them.
 pub(crate) struct Branch {
     layout: Layout,
@@ -221,7 +226,7 @@ fn processes(
     set_up: &SetUp,
     sink: &Arc<dyn EventSink>,
 ) -> Result<(Children, Vec<ThreadPlace>)> {
-    if !SERVES_WORKERS.load(Ordering::Relaxed) {
+    if !can_serve_workers() {
         return Err(RpcError::unsupported(
             "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
         ));

@@ -207,11 +207,8 @@ impl WorkerContext {
         let used = lock(&self.0.used).clone();
         let mut outcome = Ok(());
         for device in used {
-            let stream = self
-                .context()
-                .devices()
-                .get(device)
-                .and_then(|api| Ok(api.default_stream(device.index)?.synchronize()?));
+            let stream =
+                self.context().devices().get(device).and_then(|api| api.default_stream(device.index)?.synchronize());
             if stream.is_err() {
                 lock(&self.0.used).retain(|other| *other != device);
             }

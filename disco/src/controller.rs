@@ -118,7 +118,8 @@ impl Controller {
             room: Vec::new(),
         };
         // Also where a host of this process passes them on: what cannot be encoded is to be refused before it has a number.
-        let passes_on = options.hosting != Hosting::Threads || links.iter().any(|link| link.nodes > 1);
+        let is_several = |link: &Link| link.nodes > 1 || link.info.leaves.len() > 1;
+        let passes_on = options.hosting == Hosting::Processes || links.iter().any(is_several);
         let encodes = passes_on || links.iter().any(Link::is_remote);
         Arc::new_cyclic(|this| Self {
             this: this.clone(),

@@ -30,7 +30,7 @@ use bytes::Bytes;
 use rpc_core::{Context, DeviceType, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
 use serde::{Deserialize, Serialize};
 
-use crate::branch::Branch;
+use crate::branch::{Branch, can_serve_workers};
 use crate::command::{MAX_HELD, Queued, decode_batch, split_batch};
 use crate::context::WorkerContext;
 use crate::error::WorkerId;
@@ -243,6 +243,17 @@ fn has_gpus(context: &Context) -> bool {
     [DeviceType::CUDA, DeviceType::ROCM].into_iter().any(has)
 }
 
+/// Whether this program can have workers as processes, which it is told of if it cannot.
+fn can_be_processes() -> bool {
+    let can = can_serve_workers();
+    if !can {
+        tracing::warn!(
+            "workers with GPUs are threads, because the program of this node does not call disco::serve_if_worker"
+        );
+    }
+    can
+}
+
 impl WorkerHost {
     fn open(context: &Context, set_up: &SetUp) -> Result<(Arc<Self>, HostInfo)> {
         let Layout { world_size, num_groups } = set_up.layout;
@@ -267,7 +278,7 @@ impl WorkerHost {
             Hosting::Processes => true,
             Hosting::Threads => false,
             // The process of a session that has it to itself is as good as another one.
-            Hosting::Auto => set_up.count > 1 && has_gpus(context),
+            Hosting::Auto => set_up.count > 1 && has_gpus(context) && can_be_processes(),
         };
         if !in_processes {
             let patience = if events.is_none() { YIELD } else { Duration::ZERO };

@@ -13,7 +13,7 @@ use crate::error::WorkerId;
 /// How the workers of one node run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Hosting {
-    /// Each in a process of its own where a node has GPUs and several workers, and as threads otherwise: a collective that hangs on a GPU is ended by nothing but the end of its
+    /// Each in a process of its own where a node has GPUs and several workers and its program can ([`serve_if_worker`](crate::serve_if_worker)), and as threads otherwise: a collective that hangs on a GPU is ended by nothing but the end of its
     /// process.
     #[default]
     Auto,

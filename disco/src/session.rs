@@ -388,7 +388,7 @@ impl DiscoSession {
         self.0.abort_ccl(reason)
     }
 
-    /// Resolves when the worker has executed all that was issued before.
+    /// Resolves when the worker has executed all that was issued before, and its devices have done what that gave to their default streams.
     ///
     /// Its errors are the worker's failures that nobody has been told of; and what ends the session.
     pub fn sync_worker(&self, worker: WorkerId) -> Completion<()> {
