@@ -15,6 +15,7 @@ use rpc_server::ServerProcess;
 use rpc_server::builtins::ServerInfo;
 use rpc_transports::Connector;
 use rpc_transports::tracker::ServerRequest;
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 /// What the driver of the tests takes for code: the names of its kernels.
@@ -400,7 +401,49 @@ fn skip(missing: &str) {
     eprintln!("SKIPPED: {missing}");
 }
 
-/// On what this machine has itself: with one GPU two ranks share it, which NCCL 2.30 and later allow for tests.
+/// A session of workers in processes of their own, with these devices.
+fn in_processes(server: &ServerProcess, ids: &[i32]) -> Result<DiscoSession, String> {
+    let mut options = Options::default();
+    options.hosting = Hosting::Processes;
+    let session = SocketSession::new([server.address()], ids.len() as u32, 1).options(options).start().wait().unwrap();
+    session.init_ccl("nccl", ids).wait().map_err(|error| error.to_string())?;
+    Ok(session)
+}
+
+fn check_collectives(session: &DiscoSession) {
+    let n = session.num_workers();
+    for len in [1, 1000, 16 << 20] {
+        let data: Vec<f32> = (0..len).map(|at| (at % 100) as f32).collect();
+        let x = session.broadcast(&Tensor::from_slice([len], &data).unwrap(), None, Scope::World).unwrap();
+        let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+        let all = session.allgather(&x, None, Scope::World).unwrap();
+        session.sync_all().wait().unwrap();
+        for worker in 0..n {
+            assert_eq!(fetch(session, &sum, worker), data.iter().map(|one| n as f32 * one).collect::<Vec<_>>());
+            assert_eq!(fetch(session, &all, worker), data.repeat(n as usize));
+        }
+    }
+}
+
+/// The last worker is killed while collectives are under way: the session ends with that, and leaves nobody behind.
+fn check_loss(session: DiscoSession) {
+    let last = WorkerId(session.num_workers() - 1);
+    let info = session.get_global_func("rpc.info").unwrap().call(()).unwrap();
+    let pid = match session.debug_get_from_remote(&info, last).wait().unwrap() {
+        Content::Value(Value::Packed(info)) => info.decode::<ServerInfo>().unwrap().pid,
+        other => panic!("{other:?}"),
+    };
+    let x = session.empty(&[4 << 20], DataType::F32, None).unwrap();
+    for _ in 0..100 {
+        session.allreduce(&x, Some(&x), ReduceOp::Sum, Scope::World).unwrap();
+    }
+    kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL).unwrap();
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains(&format!("worker {last}")), "{error}");
+    _ = session.shutdown().wait();
+}
+
+/// On what this machine has itself: with one GPU two ranks share it, which NCCL 2.30 and later allow for tests; older ones have one rank.
 #[test]
 fn collectives_on_the_gpus_of_this_machine() {
     let folder = tempfile::tempdir().unwrap();
@@ -415,35 +458,38 @@ fn collectives_on_the_gpus_of_this_machine() {
         skip(&format!("no GPU on this machine: {}", why.unwrap_or_default()));
         return;
     }
-    let ids: Vec<i32> = if gpus == 1 { vec![0, 0] } else { (0..gpus.min(4)).collect() };
-    let n = ids.len() as u32;
-    let mut options = Options::default();
-    options.hosting = Hosting::Processes;
-    let session = SocketSession::new([server.address()], n, 1).options(options).start().wait().unwrap();
-    if let Err(error) = session.init_ccl("nccl", &ids).wait() {
-        let error = error.to_string();
-        if error.contains("no library of collectives") {
-            skip(&error);
-        } else {
-            // What NCCL older than 2.30 cannot do.
-            assert!(gpus == 1, "{error}");
-            eprintln!("SKIPPED: {n} ranks of NCCL on {gpus} GPUs: {error}");
-        }
-        return;
+    let mut ids: Vec<i32> = if gpus == 1 { vec![0, 0] } else { (0..gpus.min(4)).collect() };
+    let mut session = in_processes(&server, &ids);
+    if let Err(error) = &session
+        && error.contains("no library of collectives")
+    {
+        return skip(error);
     }
-    for len in [1, 1000, 16 << 20] {
-        let data: Vec<f32> = (0..len).map(|at| (at % 100) as f32).collect();
-        let x = session.broadcast(&Tensor::from_slice([len], &data).unwrap(), None, Scope::World).unwrap();
-        let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
-        let all = session.allgather(&x, None, Scope::World).unwrap();
-        session.sync_all().wait().unwrap();
-        for worker in 0..n {
-            assert_eq!(fetch(&session, &sum, worker), data.iter().map(|one| n as f32 * one).collect::<Vec<_>>());
-            assert_eq!(fetch(&session, &all, worker), data.repeat(n as usize));
-        }
+    if gpus == 1 && session.is_err() {
+        eprintln!("two ranks of NCCL on one GPU: {}", session.unwrap_err());
+        ids = vec![0];
+        session = in_processes(&server, &ids);
     }
+    let session = session.unwrap();
+    eprintln!("{} ranks of NCCL on {gpus} GPUs", ids.len());
+    check_collectives(&session);
     session.reinit_ccl().wait().unwrap();
+    check_collectives(&session);
     session.shutdown().wait().unwrap();
+    check_loss(in_processes(&server, &ids).unwrap());
+    in_processes(&server, &ids).unwrap().shutdown().wait().unwrap();
+}
+
+/// The same with the libraries of the tests, which have one rank in a process.
+#[test]
+fn collectives_of_a_worker_in_a_process() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = in_processes(&server, &[1]).unwrap();
+    check_collectives(&session);
+    session.shutdown().wait().unwrap();
+    check_loss(in_processes(&server, &[0]).unwrap());
+    in_processes(&server, &[0]).unwrap().shutdown().wait().unwrap();
 }
 
 #[test]
