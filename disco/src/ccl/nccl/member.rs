@@ -140,9 +140,12 @@ impl Member {
         if self.communicator.under_way() == 0 {
             return Ok(true);
         }
-        // The others first: the driver may have this thread wait for the device, which may wait for one of them.
+        // What is done is done, whatever has become of the group.
         let others = if at_others { self.control.look() } else { Ok(()) };
-        let looked = others.map_err(Fault::from).and_then(|()| self.communicator.progress());
+        let looked = match (others, self.communicator.progress()) {
+            (Err(broken), Ok(false) | Err(_)) => Err(broken.into()),
+            (_, looked) => looked,
+        };
         match looked {
             Ok(true) => {
                 self.control.finish(&Ok(()));
