@@ -626,6 +626,30 @@ fn what_is_lost_on_the_device_is_told_once_and_by_nobody_missed() {
 }
 
 #[test]
+fn what_was_done_and_what_has_no_result_is_not_lost() {
+    let Some(fake) = Fake::new() else { return };
+    let ready = Barrier::new(2);
+    on_devices(&fake, 2, &patient(), |mut member| {
+        let mut data = vec![1.0; 8];
+        double(&mut member.ccl, &mut data).unwrap();
+        member.ccl.barrier().unwrap();
+        ready.wait();
+        fake.steer("fake_hang", 1, 0);
+        ready.wait();
+        std::thread::scope(|scope| {
+            let control = member.ccl.control();
+            if member.ccl.rank() == Rank(0) {
+                scope.spawn(move || control.abort("enough"));
+            }
+            assert!(member.ccl.barrier().unwrap_err().is_broken());
+        });
+        member.ccl.complete().unwrap();
+        assert_eq!(data, [2.0; 8]);
+    });
+    fake.assert_tidy();
+}
+
+#[test]
 fn an_abort_reaches_ranks_that_have_left_all_to_the_device() {
     let Some(fake) = Fake::new() else { return };
     let ready = Barrier::new(3);

@@ -15,7 +15,7 @@ use super::error::code;
 use super::symbols::Comm;
 use super::wait::{Fault, wait, wait_alone};
 use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId};
-use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Rank};
+use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Operation, Rank};
 
 /// As good as for ever, and yet a time that can be added to now.
 pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -175,6 +175,12 @@ impl Communicator {
     /// How many collectives are on the stream, as far as anybody has looked.
     pub(super) fn under_way(&self) -> usize {
         self.under_way.len()
+    }
+
+    /// Whether something of value is among them: what was not enqueued to its end is the failure of its own call, and a barrier has no result.
+    pub(super) fn has_results_to_come(&self) -> bool {
+        let has_result = |one: &UnderWay| one.end.is_some() && one.collective.operation != Operation::Barrier;
+        self.under_way.iter().any(has_result)
     }
 
     /// Looks how far the stream has come. Says whether nothing is left.

@@ -195,7 +195,7 @@ impl Member {
         let CclError::Broken(breakdown) = error else { return };
         // What is done by now is not lost. That the rest will not be is known.
         _ = self.communicator.progress();
-        if self.communicator.under_way() > 0 {
+        if self.communicator.has_results_to_come() {
             self.lost.get_or_insert_with(|| error.clone());
         }
         self.communicator.abort(breakdown);
