@@ -12,6 +12,10 @@ use super::failure::Failure;
 use crate::config::{Label, Span};
 use crate::trust::ClientTrust;
 
+/// The variables of the flags that choose among a tracker's servers.
+const WANT: &str = "RPC_CLI_WANT";
+const LABEL: &str = "RPC_CLI_LABEL";
+
 /// How long connecting may take if nobody says: three lost packets, and a handshake over a slow link.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
@@ -34,10 +38,10 @@ pub(super) struct Globals {
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
     jump: Vec<String>,
     /// A device that a tracker's server must have, such as cuda or "cuda,target=cuda -arch=sm_90"; may be repeated
-    #[arg(long, global = true, value_name = "DEVICE")]
+    #[arg(long, global = true, env = WANT, value_name = "DEVICE")]
     want: Vec<VirtualDevice>,
     /// A label that a tracker's server must have; may be repeated, or given as a list with commas
-    #[arg(long, global = true, value_name = "NAME=VALUE", value_delimiter = ',')]
+    #[arg(long, global = true, env = LABEL, value_name = "NAME=VALUE", value_delimiter = ',')]
     label: Vec<Label>,
     /// The named workspace for commands that touch files. It is kept at the server across sessions
     #[arg(long, global = true, env = "RPC_CLI_WORKSPACE", value_name = "NAME", default_value = "cli")]
@@ -118,7 +122,9 @@ impl Globals {
             Files::Workspace => self.connector()?.workspace(&self.workspace),
             Files::None => self.connector()?,
         };
-        if self.wanted().is_some() && !is_tracker(address) {
+        // In the environment they are for whichever command asks a tracker.
+        let are_flags = [WANT, LABEL].iter().all(|variable| std::env::var_os(variable).is_none());
+        if are_flags && self.wanted().is_some() && !is_tracker(address) {
             let text = format!("--want and --label choose among a tracker's servers, and {address} is no tracker://");
             return Err(Failure::Usage(text));
         }
