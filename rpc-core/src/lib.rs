@@ -51,6 +51,7 @@ pub mod registry;
 pub mod remote;
 pub mod reply;
 pub mod session;
+pub mod shared_libraries;
 pub mod target;
 #[allow(unsafe_code)]
 pub mod tensor;

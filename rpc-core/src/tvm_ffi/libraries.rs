@@ -9,6 +9,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use super::api::Api;
 use super::{TvmFfiOptions, locate};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::shared_libraries::reason;
 
 /// What has been loaded. The first library serves the process: two would not know each other's objects.
 static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
@@ -111,7 +112,7 @@ fn open_global(path: &Path) -> Result<&'static Library> {
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
     let library = library.map_err(|error| {
         let path = path.display();
-        RpcError::new(ErrorKind::NotFound, format!("cannot load the library {path}: {}", locate::reason(&error)))
+        RpcError::new(ErrorKind::NotFound, format!("cannot load the library {path}: {}", reason(&error)))
     })?;
     // Nobody knows when the last pointer into it is gone.
     Ok(Box::leak(Box::new(library)))

@@ -2,10 +2,10 @@
 
 use std::env;
 use std::ffi::OsString;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Result, RpcError};
+use crate::shared_libraries::{self, reason};
 
 /// The library's file.
 const NAME: &str = "libtvm_ffi.so";
@@ -66,9 +66,7 @@ fn prefixes(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
             prefixes.push(prefix);
         }
     };
-    for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
-        variable(name).filter(|prefix| !prefix.is_empty()).map(PathBuf::from).into_iter().for_each(&mut add);
-    }
+    shared_libraries::environments(&variable).into_iter().for_each(&mut add);
     for folder in variable("PATH").iter().flat_map(env::split_paths) {
         let has_python = ["tvm-ffi-config", "python3"].iter().any(|name| folder.join(name).is_file());
         if let Some(prefix) = folder.parent().filter(|_| has_python && folder.is_absolute()) {
@@ -82,30 +80,14 @@ fn prefixes(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
 
 /// Where the package `apache-tvm-ffi` keeps the library in the Pythons of `prefix`, the newest first.
 fn libraries_in(prefix: &Path) -> Vec<PathBuf> {
-    let folders = ["lib", "lib64"].into_iter().filter_map(|lib| fs::read_dir(prefix.join(lib)).ok()).flatten();
-    let mut pythons: Vec<_> = folders
-        .filter_map(|entry| {
-            let entry = entry.ok()?;
-            let version = entry.file_name().to_str()?.strip_prefix("python3")?.trim_start_matches('.').to_owned();
-            Some((version.parse::<u32>().unwrap_or(0), entry.path()))
-        })
-        .collect();
-    pythons.sort_unstable();
-    let packages = |python: PathBuf| ["site-packages", "dist-packages"].map(|folder| python.join(folder));
-    let pythons = pythons.into_iter().rev().map(|(_, python)| python);
-    pythons.flat_map(packages).map(|packages| packages.join("tvm_ffi/lib").join(NAME)).collect()
-}
-
-/// What the system's loader says.
-pub(super) fn reason(error: &libloading::Error) -> String {
-    match std::error::Error::source(error) {
-        Some(source) => source.to_string(),
-        None => error.to_string(),
-    }
+    let packages = shared_libraries::python_packages(prefix).into_iter();
+    packages.map(|packages| packages.join("tvm_ffi/lib").join(NAME)).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

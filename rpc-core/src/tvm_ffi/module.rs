@@ -10,10 +10,11 @@ use super::abi::Any;
 use super::api::Api;
 use super::object::Ref;
 use super::signature::Typed;
-use super::{elf, function, locate};
+use super::{elf, function};
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{Result, RpcError};
 use crate::object::{Context, Function, FunctionKind, Module, Signature};
+use crate::shared_libraries::reason;
 
 /// A module of TVM-FFI.
 pub(super) struct FfiModule {
@@ -37,7 +38,7 @@ impl FfiModule {
         // TVM-FFI would look for symbols only when they are used, and the process would end where there is none.
         // SAFETY: whoever may load modules may run code.
         let library = unsafe { Library::open(Some(file), RTLD_NOW | RTLD_LOCAL) };
-        let library = library.map_err(|error| refused(RpcError::invalid_argument(locate::reason(&error))))?;
+        let library = library.map_err(|error| refused(RpcError::invalid_argument(reason(&error))))?;
         std::mem::forget(library);
         let load = api.global("ffi.ModuleLoadFromFile")?;
         let path = api.text(path)?;

@@ -1,8 +1,9 @@
 //! Where a library of collectives for GPUs may be.
 
 use std::env;
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+
+use rpc_core::shared_libraries;
 
 /// The environment variable that names the one library to load, by its path.
 pub const LIBRARY_VARIABLE: &str = "DISCO_NCCL_LIBRARY";
@@ -10,9 +11,6 @@ pub const LIBRARY_VARIABLE: &str = "DISCO_NCCL_LIBRARY";
 /// What the system's own search finds NCCL and RCCL by. Runtime packages have no name without a number, and some installations no other.
 const NCCL_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 const RCCL_NAMES: [&str; 2] = ["librccl.so.1", "librccl.so"];
-
-/// The environment variables that name the folder of a Python environment.
-const PYTHON_VARIABLES: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
 
 /// What NVIDIA's Python packages install, below the folder of an environment's packages.
 const IN_SITE_PACKAGES: &str = "nvidia/nccl/lib/libnccl.so.2";
@@ -23,20 +21,15 @@ pub(super) fn all() -> Vec<PathBuf> {
     if let Some(path) = env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
         return vec![path.into()];
     }
-    let python = PYTHON_VARIABLES.into_iter().filter_map(env::var_os).flat_map(|folder| in_python(Path::new(&folder)));
+    let python = shared_libraries::active_environments();
+    let python = python.iter().flat_map(|environment| in_python(environment));
     NCCL_NAMES.into_iter().map(PathBuf::from).chain(python).chain(RCCL_NAMES.map(PathBuf::from)).collect()
 }
 
 /// The libraries that a Python environment has, of its newest Python first.
 fn in_python(environment: &Path) -> Vec<PathBuf> {
-    let Ok(folders) = environment.join("lib").read_dir() else { return Vec::new() };
-    let is_python = |name: &OsStr| name.to_str().is_some_and(|name| name.starts_with("python3"));
-    let mut pythons: Vec<PathBuf> =
-        folders.flatten().filter(|folder| is_python(&folder.file_name())).map(|folder| folder.path()).collect();
-    let minor = |path: &Path| path.to_str().and_then(|path| path.rsplit_once('.')?.1.parse::<u32>().ok());
-    pythons.sort_by_key(|path| std::cmp::Reverse(minor(path)));
-    let library = |python: PathBuf| python.join("site-packages").join(IN_SITE_PACKAGES);
-    pythons.into_iter().map(library).filter(|library| library.exists()).collect()
+    let packages = shared_libraries::python_packages(environment).into_iter();
+    packages.map(|packages| packages.join(IN_SITE_PACKAGES)).filter(|library| library.exists()).collect()
 }
 
 #[cfg(test)]

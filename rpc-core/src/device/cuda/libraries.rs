@@ -1,20 +1,18 @@
 //! Where NVIDIA's libraries may be, and how they are loaded.
 
 use std::env;
-use std::error::Error;
-use std::ffi::{OsStr, c_int};
+use std::ffi::c_int;
 use std::path::{Path, PathBuf};
 
 use libloading::Library;
+
+use crate::shared_libraries;
 
 /// The environment variable that names the one driver to load, by its path.
 pub(super) const DRIVER_VARIABLE: &str = "RPC_CUDA_DRIVER_LIBRARY";
 
 /// The environment variable that names the one cuBLAS to load, by its path.
 pub(super) const BLAS_VARIABLE: &str = "RPC_CUDA_BLAS_LIBRARY";
-
-/// The environment variables that name the folder of a Python environment.
-const PYTHON_VARIABLES: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
 
 /// The driver: the one that the environment names and no other, or else the system's. The name with a number comes first,
 /// because the toolkit has a library for linkers only by the other one, which some have in their search path.
@@ -27,8 +25,8 @@ pub(super) fn driver() -> Vec<PathBuf> {
 /// newest first, and then those of Python environments.
 pub(super) fn cublas(newest: c_int) -> Vec<PathBuf> {
     named(BLAS_VARIABLE).unwrap_or_else(|| {
-        let python = PYTHON_VARIABLES.into_iter().filter_map(env::var_os);
-        let python = python.flat_map(|folder| cublas_in_python(Path::new(&folder), newest));
+        let environments = shared_libraries::active_environments();
+        let python = environments.iter().flat_map(|environment| cublas_in_python(environment, newest));
         cublas_names(newest).into_iter().chain(python).collect()
     })
 }
@@ -56,8 +54,7 @@ pub(super) fn load(places: &[PathBuf]) -> Result<Library, String> {
                 return Ok(library);
             }
             Err(error) => {
-                // What the system says of it is the source of the loader's own error.
-                let said = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+                let said = shared_libraries::reason(&error);
                 if place.is_absolute() || !said.contains("No such file") {
                     failures.push_str(&format!("; {said}"));
                 }
@@ -86,15 +83,12 @@ fn cublas_names(newest: c_int) -> Vec<PathBuf> {
 
 /// The libraries that NVIDIA's packages have installed in a Python environment, the newest first.
 fn cublas_in_python(environment: &Path, newest: c_int) -> Vec<PathBuf> {
-    let Ok(folders) = environment.join("lib").read_dir() else { return Vec::new() };
-    let is_python = |name: &OsStr| name.to_str().is_some_and(|name| name.starts_with("python3"));
-    let pythons = folders.flatten().filter(|folder| is_python(&folder.file_name())).map(|folder| folder.path());
-    let pythons: Vec<PathBuf> = pythons.collect();
+    let packages = shared_libraries::python_packages(environment);
     let of_version = |version: c_int| {
         // From CUDA 13 on all libraries are in one folder.
         let folder = if version < 13 { "cublas".to_owned() } else { format!("cu{version}") };
-        let library = format!("site-packages/nvidia/{folder}/lib/libcublas.so.{version}");
-        pythons.iter().map(move |python| python.join(&library)).collect::<Vec<_>>()
+        let library = format!("nvidia/{folder}/lib/libcublas.so.{version}");
+        packages.iter().map(move |packages| packages.join(&library)).collect::<Vec<_>>()
     };
     versions(newest).flat_map(of_version).filter(|library| library.exists()).collect()
 }
