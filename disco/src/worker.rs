@@ -1,11 +1,16 @@
 //! A worker: a register file, and the thread that executes commands on it in the order of their sequence numbers.
 
+mod layout;
+mod program;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use rpc_core::object::{Function, FunctionKind, Object};
 use rpc_core::{Context, DataType, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, VirtualDevice, blocking};
 
+use self::layout::{HEADER, read_layout, result_layout, write_layout};
+use self::program::{Kept, Running};
 use crate::accelerated;
 use crate::ccl::{Operation, Rank};
 use crate::ccl_state::Report;
@@ -15,7 +20,7 @@ use crate::error::{Failure, WorkerId};
 use crate::event::{Event, EventSink};
 use crate::feed::{Feed, Reader};
 use crate::host::{SetUp, Shared};
-use crate::parameter::{ParameterType, unfit};
+use crate::parameter::unfit;
 use crate::plane::{Layout, Plan, Way};
 
 /// What a register holds.
@@ -28,29 +33,6 @@ enum Slot {
     Poisoned(Arc<Failure>),
 }
 
-/// A recorded program.
-struct Kept {
-    registers: usize,
-    parameters: Vec<(u32, ParameterType)>,
-    outputs: Vec<u32>,
-    steps: Vec<Command>,
-}
-
-impl Kept {
-    /// Whether all registers of its own are among those that it says it has.
-    fn check(&self) -> rpc_core::Result<()> {
-        let fits = |at: &u32| (*at as usize) < self.registers;
-        let mut all_fit = self.parameters.iter().map(|(at, _)| at).chain(&self.outputs).all(fits);
-        for step in &self.steps {
-            step.for_each_register(&mut |register| all_fit &= register & OWN == 0 || fits(&(register & !OWN)));
-        }
-        if all_fit && self.registers <= MAX_OWN {
-            return Ok(());
-        }
-        Err(RpcError::new(ErrorKind::Protocol, "a program with registers that it does not have"))
-    }
-}
-
 /// How far beyond the registers that there are a command may set one: what it can make a worker reserve.
 const MAX_GAP: usize = 1 << 16;
 
@@ -59,27 +41,6 @@ const MAX_FETCH: usize = 16 << 20;
 
 /// The most programs of a session.
 const MAX_PROGRAMS: usize = 1 << 12;
-
-/// The most registers that a program has for itself.
-const MAX_OWN: usize = 1 << 20;
-
-/// A program that runs.
-struct Running {
-    program: u32,
-    /// The number of the step, from 1.
-    step: u32,
-    /// For its parameters and outputs, the registers of the session that they are now.
-    places: Vec<Option<Register>>,
-    /// What its other registers hold.
-    own: Vec<Slot>,
-}
-
-impl Running {
-    /// The register of the session that one of the program is, if it is one.
-    fn place(&self, register: Register) -> Option<Register> {
-        if register & OWN == 0 { Some(register) } else { self.places.get((register & !OWN) as usize).copied()? }
-    }
-}
 
 /// What a register may lose: the command that has set it.
 struct AtStake {
@@ -869,52 +830,6 @@ impl Worker {
         }
         outcome
     }
-}
-
-/// The bytes of an announced layout: dtype (4), dimensions (4), and 32 times 8 of shape.
-const HEADER: i64 = 8 + 8 * rpc_core::tensor::MAX_DIMENSIONS as i64;
-
-fn write_layout(header: &Tensor, dtype: DataType, shape: &[i64]) -> rpc_core::Result<()> {
-    let mut bytes = [0; HEADER as usize];
-    bytes[0] = dtype.code.0;
-    bytes[1] = dtype.bits;
-    bytes[2..4].copy_from_slice(&dtype.lanes.to_le_bytes());
-    bytes[4] = shape.len() as u8;
-    for (place, dimension) in bytes[8..].chunks_exact_mut(8).zip(shape) {
-        place.copy_from_slice(&dimension.to_le_bytes());
-    }
-    header.write()?.into_parts().1.copy_in(0, &bytes)
-}
-
-fn read_layout(header: &Tensor) -> rpc_core::Result<(DataType, Vec<i64>)> {
-    let mut bytes = [0; HEADER as usize];
-    header.read()?.guard().copy_out(0, &mut bytes)?;
-    let code = rpc_core::DataTypeCode(bytes[0]);
-    let dtype = DataType { code, bits: bytes[1], lanes: u16::from_le_bytes([bytes[2], bytes[3]]) };
-    let shape = bytes[8..].chunks_exact(8).take(bytes[4].into());
-    let shape = shape.map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap_or_default())).collect();
-    Ok((dtype, shape))
-}
-
-/// What a collective makes of a source, where it makes the destination itself. `None` where it makes none.
-fn result_layout(kind: Kind, from: &Tensor, size: u32) -> rpc_core::Result<Option<(DataType, Vec<i64>)>> {
-    let n = i64::from(size);
-    let shape = from.shape();
-    let shape = match kind {
-        Kind::Allreduce(_) | Kind::Broadcast | Kind::AllToAll => shape.to_vec(),
-        Kind::Allgather | Kind::Gather => [&[n], shape].concat(),
-        Kind::Scatter | Kind::ReduceScatter(_) => match shape.split_first() {
-            Some((first, rest)) if *first == n => rest.to_vec(),
-            _ => {
-                return Err(RpcError::invalid_argument(format!(
-                    "a source of {} {shape:?} among {size} workers: without a destination the first dimension must be {size}",
-                    from.dtype()
-                )));
-            }
-        },
-        Kind::Barrier => return Ok(None),
-    };
-    Ok(Some((from.dtype(), shape)))
 }
 
 /// Starts a worker's thread.

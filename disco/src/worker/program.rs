@@ -1,0 +1,51 @@
+//! Recorded programs, as a worker keeps and runs them.
+
+use rpc_core::{ErrorKind, RpcError};
+
+use super::Slot;
+use crate::command::{Command, OWN, Register};
+use crate::parameter::ParameterType;
+
+/// A recorded program.
+pub(super) struct Kept {
+    pub(super) registers: usize,
+    pub(super) parameters: Vec<(u32, ParameterType)>,
+    pub(super) outputs: Vec<u32>,
+    pub(super) steps: Vec<Command>,
+}
+
+impl Kept {
+    /// Whether all registers of its own are among those that it says it has.
+    pub(super) fn check(&self) -> rpc_core::Result<()> {
+        let fits = |at: &u32| (*at as usize) < self.registers;
+        let mut all_fit = self.parameters.iter().map(|(at, _)| at).chain(&self.outputs).all(fits);
+        for step in &self.steps {
+            step.for_each_register(&mut |register| all_fit &= register & OWN == 0 || fits(&(register & !OWN)));
+        }
+        if all_fit && self.registers <= MAX_OWN {
+            return Ok(());
+        }
+        Err(RpcError::new(ErrorKind::Protocol, "a program with registers that it does not have"))
+    }
+}
+
+/// The most registers that a program has for itself.
+const MAX_OWN: usize = 1 << 20;
+
+/// A program that runs.
+pub(super) struct Running {
+    pub(super) program: u32,
+    /// The number of the step, from 1.
+    pub(super) step: u32,
+    /// For its parameters and outputs, the registers of the session that they are now.
+    pub(super) places: Vec<Option<Register>>,
+    /// What its other registers hold.
+    pub(super) own: Vec<Slot>,
+}
+
+impl Running {
+    /// The register of the session that one of the program is, if it is one.
+    pub(super) fn place(&self, register: Register) -> Option<Register> {
+        if register & OWN == 0 { Some(register) } else { self.places.get((register & !OWN) as usize).copied()? }
+    }
+}
