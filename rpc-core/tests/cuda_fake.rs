@@ -204,6 +204,34 @@ fn an_upload_returns_before_the_device_has_it_and_a_download_waits() {
     });
 }
 
+/// Sessions read a buffer's worth at a time: one copy and then the other would never overlap.
+#[test]
+fn a_download_asks_for_all_parts_of_its_buffer_before_it_waits() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("a_download_asks_for_all_parts_of_its_buffer_before_it_waits", &[], &[], |fake| {
+        const PARTS: usize = 4;
+        let cuda = CudaDevice::open().unwrap();
+        let memory = allocate(&cuda, 0, BUFFER as u64);
+        let data = pattern(BUFFER, 3);
+        write(&*memory, 0, &data);
+        let stream = cuda.stream(0).unwrap();
+        fake.run_all();
+        fake.hold(stream.raw(), &MAY_GO_ON);
+        std::thread::scope(|scope| {
+            let _end = GoOn(&MAY_GO_ON);
+            let waits = fake.count("fake_host_waits");
+            let download = scope.spawn(|| read(&*memory, 0, BUFFER));
+            until_waited(fake, waits);
+            // Behind what holds the stream, each with a mark behind it.
+            assert_eq!(fake.pending(&stream), 1 + 2 * PARTS as u64);
+            MAY_GO_ON.store(true, Ordering::SeqCst);
+            assert!(download.join().unwrap() == data);
+        });
+        let statistics = cuda.pinned_statistics(0).unwrap();
+        assert_eq!((statistics.allocated_bytes, statistics.cached_bytes), (0, BUFFER as u64));
+    });
+}
+
 /// P-5: each write behind a kernel took pinned memory of its own, without end.
 #[test]
 fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {

@@ -652,6 +652,8 @@ EXPORT void fake_submit_other(Stream *stream, int (*other)(void *), void *arg) {
 /* How many pieces of work wait in a stream. */
 EXPORT uint64_t fake_pending(Stream *stream) {
     uint64_t count = 0;
+    pthread_mutex_lock(&mutex);
     for (Op *op = stream->first; op; op = op->next) count++;
+    pthread_mutex_unlock(&mutex);
     return count;
 }

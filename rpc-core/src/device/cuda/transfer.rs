@@ -3,7 +3,11 @@
 //! Host memory that is not pinned goes through two pinned buffers of 1 MiB: while the device copies one, the processor
 //! fills or empties the other. All of it is on the default stream. A device has a bounded amount of such buffers: while its
 //! stream is busy, writes are taken until all of them wait for the device, and the next one waits for the oldest.
+//!
+//! Reads, which wait for the device anyway, use a buffer in parts, so that what sessions read, a buffer at a time, overlaps
+//! in itself. Writes overlap with those behind them.
 
+use std::collections::VecDeque;
 use std::ptr;
 
 use super::driver::Outcome;
@@ -60,28 +64,34 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
         gpu.check(unsafe { gpu.driver.memcpy_to_host_async(out.as_mut_ptr().cast(), from, out.len(), stream) })?;
         return gpu.settle();
     }
-    let mut buffers = Buffers::new(gpu, opened, out.len())?;
     let total = out.len();
-    let count = total.div_ceil(BUFFER_BYTES);
-    let len_of = |index: usize| BUFFER_BYTES.min(total - index * BUFFER_BYTES);
-    let request = |buffers: &mut Buffers, index: usize| -> Result<()> {
-        let at = from + (index * BUFFER_BYTES) as u64;
-        // SAFETY: the caller's promise; and the pool reuses the buffer when this is done.
-        let copy = |start: *mut u8| unsafe { gpu.driver.memcpy_to_host_async(start.cast(), at, len_of(index), stream) };
-        buffers.idle(index)?.lend(copy)
+    let mut buffers = Buffers::new(gpu, opened, total)?;
+    let parts = buffers.lend_parts();
+    let mut under_way = VecDeque::with_capacity(parts.len());
+    let request = |index: usize| -> Result<Option<Event>> {
+        let offset = index * PART_BYTES;
+        let len = total.saturating_sub(offset).min(PART_BYTES);
+        if len == 0 {
+            return Ok(None);
+        }
+        let start = parts[index % parts.len()];
+        // SAFETY: the caller's promise; the part of a buffer has room for it, and what was in there has been taken out.
+        let outcome = unsafe { gpu.driver.memcpy_to_host_async(start.cast(), from + offset as u64, len, stream) };
+        gpu.check(outcome)?;
+        Event::record(gpu, opened, &opened.default_stream).map(Some)
     };
-    let ahead = buffers.count();
-    (0..count.min(ahead)).try_for_each(|index| request(&mut buffers, index))?;
-    for index in 0..count {
-        let buffer = buffers.idle(index)?;
-        // SAFETY: the device has filled as much of the buffer, and has done with it.
-        unsafe {
-            ptr::copy_nonoverlapping(buffer.start(), out.as_mut_ptr().add(index * BUFFER_BYTES), len_of(index));
-        }
-        if index + ahead < count {
-            request(&mut buffers, index + ahead)?;
-        }
+    for index in 0..parts.len() {
+        under_way.extend(request(index)?);
     }
+    for (index, piece) in out.chunks_mut(PART_BYTES).enumerate() {
+        if let Some(end) = under_way.pop_front() {
+            end.wait()?;
+        }
+        // SAFETY: the device has filled as much of this part of a buffer.
+        unsafe { ptr::copy_nonoverlapping(parts[index % parts.len()], piece.as_mut_ptr(), piece.len()) };
+        under_way.extend(request(index + parts.len())?);
+    }
+    buffers.returned();
     Ok(())
 }
 
@@ -187,7 +197,7 @@ unsafe fn to_peer(from_gpu: &'static Gpu, from: u64, to_gpu: &'static Gpu, to: u
     to_gpu.check_not_lost()
 }
 
-/// The buffers of one copy: one, or two that take turns.
+/// The buffers of one copy: one, or two that take turns. They go back to the pool behind the device's use of them.
 struct Buffers {
     first: Buffer,
     second: Option<Buffer>,
@@ -199,6 +209,8 @@ struct Buffer {
     opened: &'static Opened,
     /// `None` once it has been given back.
     block: Option<Block>,
+    /// In bytes.
+    len: usize,
     lent: Lent,
 }
 
@@ -215,19 +227,35 @@ impl Buffers {
     /// As many as are good for `len` bytes; one where a second one is not to be had at once. May wait for the first one.
     fn new(gpu: &'static Gpu, opened: &'static Opened, len: usize) -> Result<Self> {
         // Few sizes, so that they find each other again.
-        let size = |len: usize| len.min(BUFFER_BYTES).next_power_of_two().max(SMALLEST_BUFFER_BYTES) as u64;
-        let buffer = |block| Buffer { gpu, opened, block: Some(block), lent: Lent::No };
-        let first = buffer(opened.copy_buffers.take_bounded(gpu, opened, size(len))?);
+        let size = |len: usize| len.min(BUFFER_BYTES).next_power_of_two().max(SMALLEST_BUFFER_BYTES);
+        let buffer = |block, len| Buffer { gpu, opened, block: Some(block), len, lent: Lent::No };
+        let len_of_first = size(len);
+        let first = opened.copy_buffers.take_bounded(gpu, opened, len_of_first as u64)?;
+        let first = buffer(first, len_of_first);
         let second = if len > BUFFER_BYTES {
-            opened.copy_buffers.try_take_bounded(gpu, opened, size(len - BUFFER_BYTES))?.map(buffer)
+            let len = size(len - BUFFER_BYTES);
+            opened.copy_buffers.try_take_bounded(gpu, opened, len as u64)?.map(|block| buffer(block, len))
         } else {
             None
         };
         Ok(Self { first, second })
     }
 
-    fn count(&self) -> usize {
-        1 + usize::from(self.second.is_some())
+    /// Where the parts of the buffers begin, each of [`PART_BYTES`]; only the last one may be smaller, and has room for what
+    /// the others leave. The device may use them until they have [`returned`](Self::returned).
+    fn lend_parts(&mut self) -> Vec<*mut u8> {
+        let mut parts = Vec::new();
+        for buffer in std::iter::once(&mut self.first).chain(&mut self.second) {
+            buffer.lent = Lent::Unknown;
+            let start = buffer.start();
+            parts.extend((0..buffer.len).step_by(PART_BYTES).map(|offset| start.wrapping_add(offset)));
+        }
+        parts
+    }
+
+    /// The device has done with all parts.
+    fn returned(&mut self) {
+        std::iter::once(&mut self.first).chain(&mut self.second).for_each(|buffer| buffer.lent = Lent::No);
     }
 
     /// The buffer for the part `index`, with which the device has done.
@@ -272,8 +300,11 @@ impl Drop for Buffer {
     }
 }
 
-/// Large enough to keep the bus busy, and as large as the parts in which sessions copy.
-pub(super) const BUFFER_BYTES: usize = 1 << 20;
+/// As large as the pieces in which sessions copy.
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// Large enough to keep the bus busy, and small beside a buffer.
+const PART_BYTES: usize = 256 << 10;
 
 /// A page, less than which the driver does not pin.
 const SMALLEST_BUFFER_BYTES: usize = 4 << 10;
