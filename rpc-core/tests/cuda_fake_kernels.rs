@@ -9,6 +9,7 @@ mod fake;
 #[path = "cuda/workspace.rs"]
 mod workspace;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -134,6 +135,50 @@ fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
         add.call::<()>((1, 1, 0, &x, &x, &x, 1)).lane(two).wait().unwrap();
         session.set_stream(device, None).lane(two).wait().unwrap();
         assert_eq!(read_floats(&session, &x), [2.0, 2.0]);
+    });
+}
+
+#[test]
+fn memory_is_accounted_for_and_given_back_on_request() {
+    with_driver("memory_is_accounted_for_and_given_back_on_request", &[], &[], |_| {
+        type Statistics = BTreeMap<String, BTreeMap<String, u64>>;
+        let (session, _folder) = session();
+        let statistics = session.function::<(i32,), Statistics>("cuda.memory_statistics").wait().unwrap();
+        let trim = session.function::<(i32,), u64>("cuda.trim_memory").wait().unwrap();
+        let of = |index| {
+            let all = statistics.call((index,)).wait().unwrap();
+            let field = |scope: &str, field: &str| all[scope][field];
+            let names = ["allocated_bytes", "cached_bytes", "misses", "trims"];
+            (names.map(|name| field("global", name)), names.map(|name| field("host", name)))
+        };
+        assert_eq!(of(0), ([0; 4], [0; 4]));
+        let memory = tensor(&session, Device::cuda(0), DataType::U8, &[1024], vec![7; 1024]);
+        assert_eq!(of(0), ([1024, 0, 1, 0], [0, 4096, 1, 0]));
+        memory.free().wait().unwrap();
+        assert_eq!(of(0), ([0, 1024, 1, 0], [0, 4096, 1, 0]));
+        assert_eq!(trim.call((0,)).wait().unwrap(), 1024 + 4096);
+        let ([allocated, cached, ..], [host_allocated, host_cached, ..]) = of(0);
+        assert_eq!([allocated, cached, host_allocated, host_cached], [0; 4]);
+        // The other device has pools of its own.
+        assert_eq!(of(1), ([0; 4], [0; 4]));
+        for index in [-1, 2] {
+            let error = trim.call((index,)).wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::DeviceUnavailable, "{error}");
+        }
+    });
+}
+
+/// A process with the functions alone, where others have the GPU.
+#[test]
+fn sessions_that_offer_no_gpu_load_none_to_tell_of_its_memory() {
+    with_driver("sessions_that_offer_no_gpu_load_none_to_tell_of_its_memory", &[], &[], |fake| {
+        let registry = Registry::new();
+        cuda::register(&registry);
+        let session = Session::new(LocalSession::new(registry));
+        let statistics = session.get_function("cuda.memory_statistics").wait().unwrap();
+        let error = refusal(&statistics, (0,));
+        assert_eq!(error.kind(), ErrorKind::DeviceUnavailable, "{error}");
+        assert_eq!(fake.count("fake_inits"), 0);
     });
 }
 

@@ -64,7 +64,7 @@ static Block *device_blocks, *host_blocks;
 static Stream *streams;
 static Function *functions;
 static uint64_t next_address = 0x700000000000;
-static uint64_t violations, driver_allocations, peer_copies, host_waits, device_waits;
+static uint64_t violations, driver_allocations, peer_copies, host_waits, inits, device_waits;
 static __thread Context *current;
 
 static size_t number(const char *name, size_t otherwise) {
@@ -233,6 +233,7 @@ static int usable(Stream *stream) {
 
 EXPORT int cuInit(unsigned flags) {
     if (flags) return INVALID_VALUE;
+    inits++;
     int result = (int)number("FAKE_CUDA_INIT", 0);
     if (result) return result;
     pthread_mutex_lock(&mutex);
@@ -625,6 +626,7 @@ EXPORT int cuFuncGetName(const char **name, Function *function) { *name = functi
 EXPORT uint64_t fake_violations(void) { return violations; }
 EXPORT uint64_t fake_driver_allocations(void) { return driver_allocations; }
 EXPORT uint64_t fake_peer_copies(void) { return peer_copies; }
+EXPORT uint64_t fake_inits(void) { return inits; }
 EXPORT uint64_t fake_host_waits(void) { return host_waits; }
 /* How often a call has waited for all work of a device. */
 EXPORT uint64_t fake_device_waits(void) { return device_waits; }

@@ -15,7 +15,7 @@ use super::driver::{Driver, Outcome};
 use super::event::FreeEvents;
 use super::failure;
 use super::module::Retired;
-use super::pool::{Pool, Space};
+use super::pool::{Pool, PoolStatistics, Space};
 use super::release;
 use super::stream::{CudaStream, Streams};
 use crate::device::Stream;
@@ -230,6 +230,11 @@ impl Opened {
     /// Gives the idle memory of all pools back to the driver, as [`Pool::trim`] does. The caller has entered the GPU.
     pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
         Ok(self.memory.trim(gpu)? + self.pinned.trim(gpu)? + self.copy_buffers.trim(gpu)?)
+    }
+
+    /// Those of both pools of pinned memory.
+    pub(super) fn pinned_statistics(&self) -> PoolStatistics {
+        self.pinned.statistics().and(self.copy_buffers.statistics())
     }
 
     /// What `attempt` gives, after a second try if the driver had no memory for it and our pools have some that lies idle.

@@ -1,25 +1,14 @@
-//! The product of matrices, as a function of sessions.
+//! The product of matrices.
 
 use std::ffi::c_int;
 
 use super::cublas::{Cublas, Product};
 use super::stream::CudaStream;
 use super::{arguments, order};
-use crate::Context;
 use crate::device::Stream;
 use crate::dlpack::DataType;
 use crate::error::{Result, RpcError};
-use crate::registry::Registry;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
-
-/// Registers the functions that come with the device: `cuda.matmul(a, b, out)`, which is [`matmul`].
-pub fn register(registry: &Registry) {
-    registry.add("cuda.matmul", |context: Context, a: TensorView, b: TensorView, mut out: TensorViewMut| {
-        // If there is none, what is wrong with the device is told below.
-        let lane = context.stream(a.tensor().device()).ok();
-        matmul(&a, &b, &mut out, lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()))
-    });
-}
 
 /// Sets `out` to the product of `a` and `b`, by cuBLAS: shapes `[m, k]`, `[k, n]` and `[m, n]`, all of `float32`, `float16` or
 /// `bfloat16`, densely packed, on one CUDA device. Sums are of single precision.

@@ -54,6 +54,7 @@ mod cublas;
 mod driver;
 mod event;
 mod failure;
+mod functions;
 mod gpu;
 mod image;
 mod kernel;
@@ -84,7 +85,8 @@ use crate::error::Result;
 use crate::value::Value;
 
 pub use event::Event as CudaEvent;
-pub use matmul::{matmul, register};
+pub use functions::register;
+pub use matmul::matmul;
 pub use memory::CudaMemory;
 pub use module::CudaModules;
 pub use on_demand::{CudaModulesOnDemand, CudaOnDemand};
@@ -151,8 +153,7 @@ impl CudaDevice {
     ///
     /// As [`stream`](Self::stream).
     pub fn pinned_statistics(&self, index: i32) -> Result<PoolStatistics> {
-        let opened = self.gpu(index)?.enter()?;
-        Ok(opened.pinned.statistics().and(opened.copy_buffers.statistics()))
+        Ok(self.gpu(index)?.enter()?.pinned_statistics())
     }
 
     /// Gives the idle memory of a device's pools, pinned memory included, back to the driver, and returns how many bytes
