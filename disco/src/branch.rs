@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
-use rpc_transports::{Address, Connector, DialOptions, Onward};
+use rpc_transports::{Address, Connector, Onward};
 use serde::{Deserialize, Serialize};
 
 use crate::command::{Encoded, Queued};
@@ -16,7 +16,7 @@ use crate::error::WorkerId;
 use crate::event::{Event, EventSink};
 use crate::feed::out_of_order;
 use crate::host::{Below, Leaf, SetUp};
-use crate::launch::{KEEP_ALIVE, Source, WORKER, open_links};
+use crate::launch::{Source, WORKER, open_links};
 use crate::link::{Inbox, Link, QUEUED, Upstream};
 use crate::logs;
 use crate::node_settings::NodeSettings;
@@ -238,7 +238,7 @@ fn processes(
             SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, below: Vec::new(), ..set_up.clone() };
         let sink = Arc::clone(sink);
         let log = move |line| sink.send(Event::Logged { worker: WorkerId(first), line });
-        let connector = to_child(logs::of_stderr(set_up.logs, log));
+        let connector = Connector::new().dial_options(logs::of_stderr(set_up.logs, log));
         (set_up, Source::Address(Box::new(connector), address.clone()))
     };
     Ok(((set_up.first..set_up.first + set_up.count).map(child).collect(), places))
@@ -300,9 +300,4 @@ pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
     let address =
         Address::exec(words.into_iter().flatten()).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
     Ok(address.to_string())
-}
-
-/// How child processes are connected to.
-pub(crate) fn to_child(options: DialOptions) -> Connector {
-    Connector::new().dial_options(options).keep_alive(KEEP_ALIVE)
 }

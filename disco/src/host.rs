@@ -97,6 +97,8 @@ pub(crate) struct SetUp {
     pub(crate) logs: Option<u8>,
     /// How much executed credit is worth a report, in bytes.
     pub(crate) report_every: u64,
+    /// How often those below it are tested.
+    pub(crate) keep_alive_ms: u64,
     /// Set by controllers that hope to be in the same process.
     pub(crate) local: u64,
     /// The nodes below it.
@@ -104,6 +106,10 @@ pub(crate) struct SetUp {
 }
 
 impl SetUp {
+    pub(crate) fn keep_alive(&self) -> Duration {
+        Duration::from_millis(self.keep_alive_ms)
+    }
+
     /// How many workers there are, those below included.
     pub(crate) fn workers(&self) -> u32 {
         // Saturating: it may come from anybody.

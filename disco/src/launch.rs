@@ -45,10 +45,6 @@ impl DiscoSession {
 /// The first argument of a program that is started as its own worker.
 pub(crate) const WORKER: &str = "--disco-worker";
 
-/// How often the other end of a link is tested, where a program does not say otherwise: the kernel tells of most ends at once, and what is stopped or cut off
-/// shows by its silence alone.
-pub(crate) const KEEP_ALIVE: Duration = Duration::from_millis(200);
-
 /// Where the session to a node comes from.
 pub(crate) enum Source {
     /// From before; and what the node is called.
@@ -71,14 +67,15 @@ impl From<Source> for Node {
 }
 
 impl Source {
-    async fn open(self) -> rpc_core::Result<(Session, String)> {
+    /// A session with it, which is tested as often as `keep_alive` says.
+    async fn open(self, keep_alive: Duration) -> rpc_core::Result<(Session, String)> {
         match self {
             Self::Ready(session, name) => Ok((session, name)),
             Self::Address(connector, address) => {
-                let session = connector.connect(&address).await.map_err(|error| error.into_rpc_error())?;
-                Ok((session, address))
+                let session = connector.keep_alive(keep_alive).connect(&address).await;
+                Ok((session.map_err(|error| error.into_rpc_error())?, address))
             }
-            Self::Onward(onward, address) => Ok((onward.connect(&address, KEEP_ALIVE).await?, address)),
+            Self::Onward(onward, address) => Ok((onward.connect(&address, keep_alive).await?, address)),
         }
     }
 }
@@ -122,6 +119,7 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
         pin: options.pin_workers,
         logs: options.worker_logs.map(logs::number),
         report_every: (options.window / 8).max(1),
+        keep_alive_ms: u64::try_from(options.keep_alive.as_millis()).unwrap_or(u64::MAX),
         local: 0,
         below: Vec::new(),
     };
@@ -146,7 +144,7 @@ pub(crate) async fn open_links(nodes: Vec<(SetUp, Source)>, inbox: &Arc<Inbox>) 
         .map(|(set_up, source)| {
             let inbox = Arc::clone(inbox);
             tokio::spawn(async move {
-                let (session, name) = source.open().await?;
+                let (session, name) = source.open(set_up.keep_alive()).await?;
                 Link::open(session, name, set_up, &inbox).await
             })
         })

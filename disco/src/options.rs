@@ -56,6 +56,11 @@ pub struct Options {
     pub allow_controller_relay: bool,
     /// Where workers reach each other's data listeners, if that is not where those listen: nodes behind NAT or forwarded ports. Default: none.
     pub advertise: Option<Advertise>,
+    /// A node or a process of a worker that has said nothing for this long is tested, and after three times as long it is lost, which ends the session.
+    /// So it is with nodes that are opened by nodes, too. What the kernel tells of, such as the end of a process, is known at once; this is for what is
+    /// stopped or cut off, and has to be longer than a busy machine keeps a program waiting. Servers of nodes test their controller as they find right. Not for
+    /// [sessions from elsewhere](crate::DiscoSession::over). Default: 5 seconds.
+    pub keep_alive: Duration,
     /// How long a worker waits in a collective for others that are there and do not enter it; `None` for ever. When it passes, collectives are
     /// broken, and the session goes on. A worker may so compute for as long between two collectives. On GPUs, where a worker does not see what the others' devices are at work on, a collective that
     /// its own device has begun may take as long as this and [`stall_timeout`](Self::stall_timeout), or a minute if that is longer, together; with `None` nothing finds one that NCCL never ends. Default: 5 minutes.
@@ -80,6 +85,7 @@ impl Default for Options {
             data_addresses: Vec::new(),
             allow_controller_relay: false,
             advertise: None,
+            keep_alive: Duration::from_secs(5),
             collective_timeout: Some(Duration::from_secs(300)),
             stall_timeout: Duration::from_secs(15),
             init_timeout: Duration::from_secs(30),

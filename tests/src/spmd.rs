@@ -5,6 +5,7 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use disco::{
     Advertise, DataAddress, DiscoSession, Hosting, JoinOptions, NodeListener, NodePlace, Options, ProcessSession,
@@ -276,7 +277,7 @@ impl Drop for Node {
 pub fn serve_node() {
     let runtime = runtime();
     let data = std::env::args().nth(2).map(|text| DataAddress(text.parse().expect("an IP address")));
-    let (address, _server) = listen_with(&runtime, forwarding(), data);
+    let (address, _server) = listen_with(&runtime, forwarding(Options::default().keep_alive), data);
     println!("{address}");
     _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
     std::process::exit(0);
@@ -350,6 +351,7 @@ impl Launch {
     /// Those of the launch.
     pub fn try_start_with(self, num_workers: u32, num_groups: u32, mut options: Options) -> disco::Result<Fixture> {
         let mut nodes = Vec::new();
+        let keep_alive = options.keep_alive;
         let (session, servers) = match self {
             Self::Threads => {
                 let session = ThreadedSession::new(num_workers, num_groups).registry(registry());
@@ -370,8 +372,8 @@ impl Launch {
                 }
                 if way == Way::Chain {
                     let runtime = runtime();
-                    let (gateway, server) = listen(&runtime, forwarding());
-                    session = session.connector(connector().via(&gateway));
+                    let (gateway, server) = listen(&runtime, forwarding(keep_alive));
+                    session = session.connector(Connector::new().via(&gateway));
                     servers = Some((vec![server], runtime));
                 }
                 (session.start(), servers)
@@ -390,16 +392,16 @@ impl Launch {
                 options.allow_controller_relay = false;
                 let runtime = runtime();
                 let (addresses, servers): (Vec<_>, Vec<_>) =
-                    (0..num_workers).map(|_| listen(&runtime, forwarding())).unzip();
+                    (0..num_workers).map(|_| listen(&runtime, forwarding(keep_alive))).unzip();
                 let session = SocketSession::new(addresses, 1, num_groups).fan_out(1).options(options).start();
                 (session, Some((servers, runtime)))
             }
             Self::Chain => {
                 let runtime = runtime();
                 let (addresses, mut servers) = serve(&runtime, num_workers);
-                let (gateway, server) = listen(&runtime, forwarding());
+                let (gateway, server) = listen(&runtime, forwarding(keep_alive));
                 servers.push(server);
-                let session = SocketSession::new(addresses, 1, num_groups).connector(connector().via(&gateway));
+                let session = SocketSession::new(addresses, 1, num_groups).connector(Connector::new().via(&gateway));
                 (session.options(options).start(), Some((servers, runtime)))
             }
             Self::DialIn => {
@@ -431,18 +433,12 @@ impl Launch {
     }
 }
 
-/// With the keep-alive that sessions of Disco have by themselves.
-pub fn connector() -> Connector {
-    Connector::new().keep_alive(std::time::Duration::from_millis(200))
-}
+/// For tests of what is stopped or cut off, which shows by its silence alone. For others it is too short: a busy machine may keep a program waiting for three
+/// times as long.
+pub const ATTENTIVE: Duration = Duration::from_millis(200);
 
-fn forwarding() -> ServeOptions {
-    ServeOptions { allow_forward: vec!["*".to_owned()], ..attentive() }
-}
-
-/// A server that notices as soon as sessions of Disco do that nobody is there.
-fn attentive() -> ServeOptions {
-    ServeOptions { keep_alive: std::time::Duration::from_millis(200), ..ServeOptions::default() }
+fn forwarding(keep_alive: Duration) -> ServeOptions {
+    ServeOptions { allow_forward: vec!["*".to_owned()], keep_alive, ..ServeOptions::default() }
 }
 
 /// A runtime for servers of tests.
@@ -452,7 +448,12 @@ pub fn runtime() -> Runtime {
 
 /// So many servers of the functions of workers, and where they listen.
 pub fn serve(runtime: &Runtime, count: u32) -> (Vec<String>, Vec<Server>) {
-    (0..count).map(|_| listen(runtime, attentive())).unzip()
+    serve_with(runtime, count, &ServeOptions::default())
+}
+
+/// As [`serve`], with these settings.
+pub fn serve_with(runtime: &Runtime, count: u32, options: &ServeOptions) -> (Vec<String>, Vec<Server>) {
+    (0..count).map(|_| listen(runtime, options.clone())).unzip()
 }
 
 fn listen(runtime: &Runtime, options: ServeOptions) -> (String, Server) {

@@ -20,7 +20,8 @@ use disco::{
 };
 use rpc_core::{DataType, ErrorKind, Tensor, Value};
 use rpc_tests::forwarder::{ByteForwarder, Pipe};
-use rpc_tests::spmd::{Data, Fixture, Launch, Way, connector, runtime, serve};
+use rpc_tests::spmd::{ATTENTIVE, Data, Fixture, Launch, Way, runtime, serve, serve_with};
+use rpc_transports::ServeOptions;
 use rustix::process::Signal;
 
 use peers::{LIMIT, is_running, pace, signal};
@@ -303,11 +304,21 @@ fn a_worker_that_is_killed_in_a_copy_ends_the_session() {
     killed(State::InCopy);
 }
 
+/// For those of whom nothing is heard any more.
+fn attentive() -> Options {
+    let mut options = Options::default();
+    options.keep_alive = ATTENTIVE;
+    options
+}
+
 fn stopped(state: State) {
-    over(&PROCESSES, &Options::default(), move |site| {
+    over(&PROCESSES, &attentive(), move |site| {
         let (victim, copy) = enter(site, state);
         signal(site.pids[victim as usize], Signal::STOP);
         all_hear(site, victim, &[ErrorKind::PeerSilent], copy);
+        // Whoever was next to it, controller, node or gateway, has tested it as often as the session says.
+        let told = site.session.sync_all().wait().unwrap_err().to_string();
+        assert!(told.contains(&format!("{:?}", 3 * ATTENTIVE)), "{told}");
     });
 }
 
@@ -513,11 +524,12 @@ fn a_partition_between_controller_and_worker_ends_the_session_and_frees_the_serv
     for collective in [false, true] {
         guarded("partition", move || {
             let network = runtime();
-            let (mut addresses, servers) = serve(&network, 2);
+            let options = ServeOptions { keep_alive: ATTENTIVE, ..ServeOptions::default() };
+            let (mut addresses, servers) = serve_with(&network, 2, &options);
             let to = addresses[1].trim_start_matches("tcp://").parse().unwrap();
             let forwarder = network.block_on(ByteForwarder::start(to, Pipe::default())).unwrap();
             addresses[1] = format!("tcp://{}", forwarder.address());
-            let session = SocketSession::new(addresses, 1, 1).connector(connector()).start().wait().unwrap();
+            let session = SocketSession::new(addresses, 1, 1).options(attentive()).start().wait().unwrap();
             session.sync_all().wait().unwrap();
             forwarder.pass(false);
             if collective {

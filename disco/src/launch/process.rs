@@ -1,9 +1,9 @@
 //! Workers as child processes of the controller.
 
-use rpc_transports::Address;
+use rpc_transports::{Address, Connector};
 
 use super::{Source, launch};
-use crate::branch::{this_program_as_worker, to_child};
+use crate::branch::this_program_as_worker;
 use crate::completion::Completion;
 use crate::error::{DiscoError, WorkerId};
 use crate::logs;
@@ -71,7 +71,7 @@ impl ProcessSession {
             };
             let node = |number| {
                 let options = logs::of_stderr(logs, move |line| logs::show(WorkerId(number), &line));
-                Source::Address(Box::new(to_child(options)), address.clone()).into()
+                Source::Address(Box::new(Connector::new().dial_options(options)), address.clone()).into()
             };
             Ok((0..count).map(node).collect())
         })

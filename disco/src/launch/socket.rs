@@ -7,7 +7,7 @@ use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
 use super::listener::NodeListener;
-use super::{KEEP_ALIVE, Node, Source, launch};
+use super::{Node, Source, launch};
 use crate::completion::Completion;
 use crate::error::DiscoError;
 use crate::host::Below;
@@ -82,7 +82,7 @@ impl SocketSession {
             nodes,
             workers_per_node,
             num_groups,
-            connector: Connector::new().keep_alive(KEEP_ALIVE),
+            connector: Connector::new(),
             join_timeout: Duration::from_secs(60),
             fan_out: None,
             options: Options::default(),
@@ -90,7 +90,7 @@ impl SocketSession {
     }
 
     /// How the nodes are connected to, or spoken to when they have dialled in: identity, trust, hops, time limits. The tracker is asked in the same way.
-    /// Without this there is none of the first three, and a node that says nothing for 600 ms is lost.
+    /// Without this there is none of the first three. How often nodes are tested is for [`Options::keep_alive`] to say.
     #[must_use]
     pub fn connector(mut self, connector: Connector) -> Self {
         self.connector = connector;
@@ -109,7 +109,7 @@ impl SocketSession {
     /// ([`ServeOptions::allow_forward`](rpc_transports::ServeOptions::allow_forward), `rpc-server --allow-forward`) and dial with what identity and
     /// trust they have themselves ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
     ///
-    /// Nodes test those below them every 200 ms, or as often as their servers test their peers if that is more often. A way down has 16 nodes at most, and
+    /// Nodes test those below them as [`Options::keep_alive`] says, or as often as their servers test their peers if that is more often. A way down has 16 nodes at most, and
     /// a server appears on it once. Servers whose sessions have processes of their own (`--isolate process`) open no others.
     #[must_use]
     pub fn fan_out(mut self, nodes: usize) -> Self {
@@ -130,6 +130,7 @@ impl SocketSession {
     /// one, or one that expects another number of nodes.
     pub fn start(self) -> Completion<DiscoSession> {
         let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, options } = self;
+        let connector = connector.keep_alive(options.keep_alive);
         let count = match &nodes {
             Nodes::At(addresses) => addresses.len(),
             Nodes::From(_, request) => request.count as usize,

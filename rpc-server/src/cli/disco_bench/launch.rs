@@ -17,7 +17,7 @@ use rpc_transports::{
 use super::functions::registry;
 use crate::cli::bench::{Certificates, announce, exit_with_stdin};
 use crate::cli::failure::Failure;
-use crate::config::{ListenAddress, ServeConfig, ServeError, Span, TrackerAddress, TrackerConfig};
+use crate::config::{ListenAddress, ServeConfig, ServeError, TrackerAddress, TrackerConfig};
 use crate::server::RpcServer;
 use crate::spawn::ServerProcess;
 use crate::tracker::Tracker;
@@ -61,7 +61,7 @@ pub(super) struct Lab {
 impl Lab {
     pub(super) fn set_up(over: Over, workers: u32, nodes: u32) -> Result<Self, Failure> {
         let folder = tempfile::tempdir().map_err(|error| Failure::local("cannot make a folder", error))?;
-        let mut connector = Connector::new().keep_alive(KEEP_ALIVE);
+        let mut connector = Connector::new();
         let certificates = match over {
             Over::Quic => Some(Certificates::make(folder.path().join("certificates"))?),
             _ => None,
@@ -136,9 +136,6 @@ const KEY: &str = "disco-bench";
 /// Nobody listens there.
 const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 7, 7, 7)), 1);
 
-/// As long as Disco's own default.
-const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_millis(200);
-
 #[derive(Args, Debug)]
 pub(in crate::cli) struct NodeArgs {
     /// Where to listen
@@ -170,7 +167,6 @@ pub(in crate::cli) fn run_node(args: NodeArgs) -> Result<(), Failure> {
             listen,
             tracker: vec![tracker],
             tracker_key: Some(KEY.to_owned()),
-            keep_alive: Span(KEEP_ALIVE),
             exit_with_stdin: true,
             ..ServeConfig::default()
         };
