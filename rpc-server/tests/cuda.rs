@@ -7,10 +7,17 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 
-use disco::{Content, DRef, DiscoSession, Hosting, Options, ReduceOp, Scope, SocketSession, WorkerId};
+use disco::{
+    Content, DRef, DiscoSession, Hosting, Options, Part, ReduceOp, Scope, ShardLoader, SocketSession, WeightFolders,
+    WeightReader, WorkerId,
+};
 use rpc_core::files::Files;
-use rpc_core::{DataType, Device, ErrorKind, Pack, RemoteTensor, Session, Tensor, Value, VirtualDevice};
+use rpc_core::{
+    DataType, Device, ErrorKind, LocalSession, Pack, Registry, RemoteTensor, Session, Shared, Tensor, Value,
+    VirtualDevice,
+};
 use rpc_server::ServerProcess;
 use rpc_server::builtins::ServerInfo;
 use rpc_transports::Connector;
@@ -279,6 +286,84 @@ fn collectives_of_a_session_move_data_between_gpus() {
     let on_host = session.broadcast(&x, None, Scope::World).unwrap();
     assert_eq!(fetch(&session, &on_host, 1), data);
     session.shutdown().wait().unwrap();
+}
+
+/// What a test of this process needs the libraries for, in a process of their own: this test again. `None` in the one that has them not.
+fn with_libraries(test: &str) -> Option<()> {
+    const HERE: &str = "RPC_TESTS_HAS_LIBRARIES";
+    if std::env::var_os(HERE).is_some() {
+        return Some(());
+    }
+    let folder = driver()?;
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).env(HERE, "1");
+    command.env("LD_LIBRARY_PATH", folder.path()).envs(libraries(folder.path()));
+    let output = command.output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    None
+}
+
+/// Two nodes of this process with a GPU for their worker, of which some may read files.
+fn nodes_on_gpus(readers: [bool; 2]) -> DiscoSession {
+    let nodes = readers.map(|may_read| {
+        let registry = Registry::new();
+        disco::register(&registry);
+        registry.add("middle_rows", |weight: Shared<WeightReader>| weight.0.read_range(0, 1..3));
+        let devices = rpc_server::gpu::devices(&registry);
+        let node = LocalSession::builder(registry).devices(devices);
+        Session::new(if may_read { node.extension(Arc::new(WeightFolders::anywhere())) } else { node }.build())
+    });
+    let session = DiscoSession::over(nodes, 1, 1, as_threads()).wait().unwrap();
+    session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+    session
+}
+
+/// Workers that read for others, workers that get what others read, and those that get all from the controller.
+#[test]
+fn weights_come_to_gpus_whoever_reads_them() {
+    let Some(()) = with_libraries("weights_come_to_gpus_whoever_reads_them") else { return };
+    // More than goes in one piece to a device.
+    let (rows, columns) = (4, 600_000_usize);
+    let data: Vec<f32> = (0..rows * columns).map(|at| (at % 1013) as f32).collect();
+    let header = format!(
+        r#"{{"x":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[0,{}]}}}}"#,
+        rows * columns * size_of::<f32>()
+    );
+    let bytes: Vec<u8> = data.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes].concat()).unwrap();
+    for readers in [[true, false], [false, true], [false, false], [true, true]] {
+        let session = nodes_on_gpus(readers);
+        let loader = ShardLoader::open(&session, &path).wait().unwrap();
+        assert_eq!(loader.unreadable().len(), readers.iter().filter(|may_read| !**may_read).count());
+        let places = [None, Some("cuda"), Some("cpu"), Some("cuda,scope=host")];
+        for place in places.map(|place| place.map(|place| place.parse::<VirtualDevice>().unwrap())) {
+            let load = |part| loader.load("x", part, place.clone()).unwrap();
+            let loaded =
+                [load(Part::Whole), load(Part::shard(0)), load(Part::shard(1)), load(Part::with("middle_rows"))];
+            session.sync_all().wait().unwrap();
+            for worker in 0..2 {
+                let of_half = |at: &usize| at % columns / (columns / 2) == worker;
+                let expected = [
+                    data.clone(),
+                    data[worker * 2 * columns..][..2 * columns].to_vec(),
+                    (0..data.len()).filter(of_half).map(|at| data[at]).collect(),
+                    data[columns..3 * columns].to_vec(),
+                ];
+                for (number, (loaded, expected)) in loaded.iter().zip(expected).enumerate() {
+                    let found = fetch(&session, loaded, worker as u32);
+                    assert!(found == expected, "{readers:?} {place:?}: part {number} on worker {worker}");
+                }
+            }
+        }
+        session.shutdown().wait().unwrap();
+    }
 }
 
 #[test]

@@ -91,20 +91,22 @@ impl WeightReader {
             Source::File { cut, .. } => self.read_cut(cut),
             Source::Memory(part) if self.place == Place::of(part.device()) => Ok(part.clone()),
             Source::Memory(part) => {
-                let moved = self.place.allocate(&self.meter.worker, part.dtype(), part.shape())?;
-                copy(part, &moved)?;
-                Ok(moved)
+                let come = InMemory::new(part)?;
+                filled(&self.meter.worker, &self.place, part.dtype(), part.shape(), &|at, out| come.read_at(at, out))
             }
         }
     }
 
     fn read_cut(&self, cut: &Cut) -> Result<Tensor> {
+        match &self.source {
+            Source::File { file, .. } => self.read_cut_of(file, cut),
+            Source::Memory(tensor) => self.read_cut_of(&InMemory::new(tensor)?, cut),
+        }
+    }
+
+    fn read_cut_of(&self, from: &(impl ReadAt + Sync), cut: &Cut) -> Result<Tensor> {
         filled(&self.meter.worker, &self.place, self.dtype, &cut.shape, &|at, out| {
-            let mut progress = |bytes| self.meter.add(bytes);
-            match &self.source {
-                Source::File { file, .. } => cut.read(file, at, out, &mut progress),
-                Source::Memory(tensor) => cut.read(&InMemory(tensor.read()?.bytes()?), at, out, &mut progress),
-            }
+            cut.read(from, at, out, &mut |bytes| self.meter.add(bytes))
         })
     }
 }
@@ -153,14 +155,23 @@ impl fmt::Debug for Source {
     }
 }
 
-/// A tensor whose bytes have come.
-struct InMemory<'a>(&'a [u8]);
+/// A tensor whose bytes have come, to whatever device.
+struct InMemory {
+    borrow: Borrow,
+    /// Where in the borrowed storage it begins.
+    start: u64,
+}
 
-impl ReadAt for InMemory<'_> {
+impl InMemory {
+    fn new(tensor: &Tensor) -> Result<Self> {
+        let (_, borrow) = tensor.read()?.into_parts();
+        Ok(Self { borrow, start: tensor.byte_offset() })
+    }
+}
+
+impl ReadAt for InMemory {
     fn read_at(&self, at: u64, out: &mut [u8]) -> Result<()> {
-        // A cut is of the tensor that this is all of.
-        out.copy_from_slice(&self.0[at as usize..][..out.len()]);
-        Ok(())
+        self.borrow.copy_out(self.start + at, out)
     }
 }
 
@@ -211,12 +222,6 @@ fn fill_elsewhere(worker: &WorkerContext, to: &mut Borrow, start: u64, size: u64
         std::mem::swap(&mut ready, &mut spare);
     }
     Ok(())
-}
-
-/// Copies a tensor in host memory to one of the same layout, wherever that is.
-fn copy(from: &Tensor, to: &Tensor) -> Result<()> {
-    let (_, mut borrow) = to.write()?.into_parts();
-    borrow.copy_in(to.byte_offset(), from.read()?.bytes()?)
 }
 
 /// Counts the bytes that one load brings to one worker, as many as it was expected to bring, and tells the controller.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use rpc_core::dlpack::dense_size;
 use rpc_core::object::{FunctionKind, Object, Opaque};
 use rpc_core::{
-    Context, DataType, Device, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value,
-    VirtualDevice, blocking,
+    Context, DataType, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value, VirtualDevice,
+    blocking,
 };
 use serde::{Deserialize, Serialize};
 
@@ -151,7 +151,8 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<
     for (of, _) in (0..).zip(readers).filter(|(of, reader)| *of != me.0 && **reader == me.0) {
         let read = || {
             let file = file.as_ref().map_err(RpcError::clone)?;
-            let (cut, place) = (request.cut_of(worker, WorkerId(of))?, Place::of(Device::cpu()));
+            // Where collectives take it from: NCCL takes nothing from host memory.
+            let (cut, place) = (request.cut_of(worker, WorkerId(of))?, Place::of(worker.device()));
             filled(worker, &place, request.dtype, &cut.shape, &|at, out| cut.read(file, at, out, &mut |_| ()))
         };
         let part = match request.part {
@@ -228,7 +229,7 @@ fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
 fn receive(worker: &WorkerContext, from: WorkerId, request: &Request) -> Result<Source> {
     let me = worker.worker_id();
     let room = request.cut_of(worker, me).and_then(|cut| {
-        let part = worker.context().allocate(Device::cpu(), request.dtype, &cut.shape)?;
+        let part = worker.context().allocate(worker.device(), request.dtype, &cut.shape)?;
         Ok((as_bytes(&part)?, part))
     });
     let tensors = room.as_ref().map(|(bytes, _)| (None, Some(bytes))).map_err(RpcError::clone);
