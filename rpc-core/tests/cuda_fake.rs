@@ -269,7 +269,14 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
             assert_eq!(total(), bound + BUFFER as u64);
             side.synchronize().unwrap();
             assert!(told.try_recv().is_err());
+            // Nor does it get more because somebody waits to give the driver what the stream still has.
+            let waits = fake.count("fake_host_waits");
+            let trim = scope.spawn(|| cuda.trim(0).unwrap());
+            until_waited(fake, waits);
+            assert_eq!(total(), bound + BUFFER as u64);
+            assert!(told.try_recv().is_err());
             MAY_GO_ON.store(true, Ordering::SeqCst);
+            assert!(trim.join().unwrap() > 0);
             for part in BUFFERS..BUFFERS + 2 {
                 assert_eq!(told.recv_timeout(LIMIT).unwrap().0, part);
             }
@@ -277,7 +284,7 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
         for part in 0..BUFFERS + 2 {
             assert!(read(&*memory, (part * BUFFER) as u64, BUFFER) == pattern(BUFFER, part), "{part}");
         }
-        assert_eq!(total(), bound + BUFFER as u64);
+        assert!(total() <= bound);
     });
 }
 

@@ -297,17 +297,18 @@ impl Pool {
     pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
         let mut state = lock(&self.state);
         let idle: Vec<_> = std::mem::take(&mut state.idle).into_values().flatten().collect();
-        let bytes = idle.iter().map(|idle| idle.block.size).sum();
-        state.statistics.cached_bytes -= bytes;
         state.statistics.trims += 1;
         drop(state);
-        let mut outcome = Ok(bytes);
+        let mut outcome = Ok(0);
         for idle in idle {
+            let size = idle.block.size;
             // What one of them failed with is no reason to keep the others.
             let given = idle.wait().and_then(|()| self.give_to_driver(gpu, idle.block));
-            outcome = outcome.and_then(|bytes| given.map(|()| bytes));
+            outcome = outcome.and_then(|bytes| given.map(|()| bytes + size));
+            // Until then it counts, so that nobody asks the driver for more in its place (P-5).
+            lock(&self.state).statistics.cached_bytes -= size;
+            self.came_back.notify_all();
         }
-        self.came_back.notify_all();
         outcome
     }
 
