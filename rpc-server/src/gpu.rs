@@ -33,6 +33,7 @@ use std::sync::Arc;
 use rpc_core::{DeviceType, Devices, Registry};
 
 use crate::config::{Isolate, ServeConfig};
+use crate::isolate;
 
 /// The devices for a process that serves one session, or one worker; their functions and module loaders are added to `registry`. Loads nothing yet.
 #[cfg(feature = "cuda")]
@@ -57,13 +58,26 @@ pub fn answer_if_asked() {
     probe::answer_if_asked();
 }
 
-/// What a server with these settings offers: without processes for sessions nothing is looked for.
+/// What a server with these settings offers. Where sessions have no processes of their own, because that was asked for or does not go with the rest, there
+/// are no GPUs, and clients, trackers and Disco are told why.
 pub fn for_server(config: &ServeConfig) -> Devices {
-    if cfg!(feature = "cuda") && config.isolate == Isolate::None {
+    if !cfg!(feature = "cuda") {
+        return probe();
+    }
+    if config.isolate == Isolate::None {
         let reason = "all sessions are in the server's own process: serve with --isolate process, or auto";
         return Devices::new().absent(DeviceType::CUDA, reason);
     }
-    probe()
+    let devices = probe();
+    let has_any = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
+    match isolate::suits(config) {
+        Err(reason) if has_any && config.isolate == Isolate::Auto && !config.runs_native_code() => {
+            tracing::warn!(reason, "no GPUs for sessions, because they cannot have processes of their own");
+            devices.absent(DeviceType::CUDA, format!("sessions have no processes of their own here: {reason}"))
+        }
+        // Said when it starts, if nobody has left the choice to it.
+        _ => devices,
+    }
 }
 
 /// `cpu` alone.

@@ -64,6 +64,7 @@ use std::time::Duration;
 
 use rpc_core::{Devices, Registry};
 
+use crate::config::{ConfigError, Isolate, ServeConfig};
 use crate::modules;
 
 pub(crate) use keeper::this_program;
@@ -102,6 +103,15 @@ pub fn run_if_isolated_with(registry: &Registry, devices: impl FnOnce() -> Devic
         child::run(registry, devices, server);
     }
     HOOKED.store(true, Ordering::Relaxed);
+}
+
+/// Whether sessions of a server with these settings can have processes, whatever they say of that themselves; or else why not.
+pub(crate) fn suits(config: &ServeConfig) -> Result<(), String> {
+    if !is_possible() {
+        return Err(ConfigError::NoIsolationHook.to_string());
+    }
+    let config = ServeConfig { isolate: Isolate::Process, ..config.clone() };
+    config.check().map_err(|error| error.to_string())
 }
 
 /// Whether this program can be started again as the process of a session.

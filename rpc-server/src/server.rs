@@ -633,17 +633,8 @@ fn choose_isolation(config: &ServeConfig, devices: &Devices) -> Isolate {
         return Isolate::Process;
     }
     let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
-    if !has_gpu || !isolate::is_possible() {
-        return Isolate::None;
-    }
-    match (ServeConfig { isolate: Isolate::Process, ..config.clone() }).check() {
-        Ok(()) => Isolate::Process,
-        Err(error) => {
-            // What was set is for sessions in one process, and nobody has asked for others.
-            tracing::warn!(%error, "no GPUs for sessions: these settings do not go with a process for each");
-            Isolate::None
-        }
-    }
+    // What is set may be for sessions in one process, and nobody has asked for others.
+    if has_gpu && isolate::suits(config).is_ok() { Isolate::Process } else { Isolate::None }
 }
 
 /// Looks whether modules and libraries can be had, so that the operator hears of it and not the first client. The result is for the

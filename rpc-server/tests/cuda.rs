@@ -15,13 +15,13 @@ use disco::{
 };
 use rpc_core::files::Files;
 use rpc_core::{
-    DataType, Device, ErrorKind, LocalSession, Pack, Registry, RemoteTensor, Session, Shared, Tensor, Value,
-    VirtualDevice,
+    DataType, Device, DeviceAttribute, ErrorKind, LocalSession, Pack, Registry, RemoteTensor, Session, Shared, Tensor,
+    Value, VirtualDevice,
 };
 use rpc_server::ServerProcess;
 use rpc_server::builtins::ServerInfo;
 use rpc_transports::Connector;
-use rpc_transports::tracker::ServerRequest;
+use rpc_transports::tracker::{ServerRequest, TrackerClient};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -586,7 +586,27 @@ fn settings_that_do_not_go_with_processes_do_without_gpus() {
     assert_eq!(info(&session).pid, server.id());
     let error = session.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+    assert!(error.message().contains("no cuda: sessions have no processes of their own here"), "{error}");
+    assert!(error.message().contains("--max-total-memory"), "{error}");
+    // Nobody is led to believe that there is one.
+    let exists = session.attribute(Device::cuda(0), DeviceAttribute::Exists).wait().unwrap();
+    assert_eq!(exists, Value::Bool(false));
     assert!(!has_driver(server.id()));
+
+    let tracker = daemon(&folder, "tracker", &[]);
+    let limited = ["--tracker", tracker.address(), "--tracker-key", "limited", "--max-total-memory", "8GiB"];
+    let _limited = daemon(&folder, "serve", &limited);
+    let _other = daemon(&folder, "serve", &["--tracker", tracker.address(), "--tracker-key", "other"]);
+    let client = TrackerClient::connect_blocking(Connector::new(), tracker.address()).unwrap();
+    for (key, expected) in [("limited", 0), ("other", 2)] {
+        // It has come when it is given out.
+        let loan = client.request_blocking(&ServerRequest::new(key)).unwrap();
+        let summary = client.summary_blocking().unwrap();
+        let server = summary.servers.iter().find(|server| server.key == key).unwrap();
+        let gpus: u32 = server.devices.iter().filter(|offer| offer.kind == "cuda").map(|offer| offer.count).sum();
+        assert_eq!(gpus, expected, "{:?}", server.devices);
+        drop(loan);
+    }
 }
 
 #[test]
