@@ -174,10 +174,12 @@ fn read(file: &Path) -> Result<Vec<u8>, TrustError> {
     fs::read(file).map_err(|source| TrustError::Read { file: file.to_owned(), source })
 }
 
-/// Secrets that other users of the machine can read are none.
+/// Secrets that other users of the machine can read are none. Where the file is somebody else's, who gives it to this program by its group, as Kubernetes
+/// does, the group may read it.
 fn warn_if_readable(file: &Path) {
+    let others = |owner: u32| if owner == rustix::process::geteuid().as_raw() { 0o077 } else { 0o037 };
     if let Ok(facts) = fs::metadata(file)
-        && facts.mode() & 0o077 != 0
+        && facts.mode() & others(facts.uid()) != 0
     {
         tracing::warn!(file = %file.display(), "other users can read or change this secret; run: chmod 600 on it");
     }

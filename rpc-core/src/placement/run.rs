@@ -33,7 +33,8 @@ static LANES_TAKEN: AtomicU32 = AtomicU32::new(0);
 pub enum InputData {
     /// The elements, densely packed, little-endian. They are written to a fresh tensor.
     Bytes(Bytes),
-    /// A tensor that lies where the plan has the input: constrain the input to that place. The graph only reads it.
+    /// A tensor that lies where the plan has the input: constrain the input to that place. The graph only reads it. Of its memory scope nothing is known here: where
+    /// the plan has the input in another one than `global`, it is for the caller to give a tensor that is there.
     Tensor(RemoteTensor),
 }
 
