@@ -131,7 +131,8 @@ impl Place {
         Ok(Self { device: worker.choose(wanted)?, memory_scope: memory_scope.map(str::to_owned) })
     }
 
-    fn allocate(&self, worker: &WorkerContext, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
+    pub(super) fn allocate(&self, worker: &WorkerContext, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
+        worker.note_use(self.device);
         worker.context().allocate_in_scope(self.device, dtype, shape, self.memory_scope.as_deref())
     }
 }

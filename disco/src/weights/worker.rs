@@ -177,11 +177,18 @@ fn deliver(worker: &WorkerContext, source: Source, request: &Request) -> Result<
         Source::File { cut, .. } => cut.size_bytes,
         Source::Memory(part) => part.size_bytes(),
     };
+    let place = Place::on(worker, request.device.as_ref())?;
+    // What stays on a device is poisoned later if it has not come; what is copied to the host, or shown to a function, has to have come.
+    if let Source::Memory(part) = &source
+        && (place != Place::of(part.device()) || matches!(request.part, Part::With { .. }))
+    {
+        worker.complete()?;
+    }
     let reader = Arc::new(WeightReader {
         name: request.name.clone(),
         dtype: request.dtype,
         shape: request.shape.clone(),
-        place: Place::on(worker, request.device.as_ref())?,
+        place,
         source,
         meter: Meter::new(worker, request.loader, size),
     });
@@ -229,7 +236,7 @@ fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
 fn receive(worker: &WorkerContext, from: WorkerId, request: &Request) -> Result<Source> {
     let me = worker.worker_id();
     let room = request.cut_of(worker, me).and_then(|cut| {
-        let part = worker.context().allocate(worker.device(), request.dtype, &cut.shape)?;
+        let part = Place::of(worker.device()).allocate(worker, request.dtype, &cut.shape)?;
         Ok((as_bytes(&part)?, part))
     });
     let tensors = room.as_ref().map(|(bytes, _)| (None, Some(bytes))).map_err(RpcError::clone);
