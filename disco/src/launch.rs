@@ -100,6 +100,10 @@ fn launch(
 ) -> Completion<DiscoSession> {
     Completion::spawn(async move {
         let layout = layout_of(nodes, per_node, num_groups)?;
+        if options.keep_alive < Duration::from_millis(1) {
+            let text = "a keep_alive below 1 ms: workers would be lost at once; a long one is as good as none";
+            return Err(DiscoError::invalid(text));
+        }
         let found = find.await?;
         let came: usize = found.iter().flat_map(|node| &node.below).map(Below::nodes).sum::<usize>() + found.len();
         if came != nodes {

@@ -218,13 +218,18 @@ pub(crate) fn of_node() -> Option<serde_json::Result<OfNode>> {
     args.next().map(|text| serde_json::from_slice(text.as_encoded_bytes()))
 }
 
+/// A keep-alive that never tests anybody.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// Serves one session over standard input and output until that ends.
 fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> RpcResult<()> {
     let runtime = crate::runtime::runtime()?;
     runtime.block_on(async {
         let channel = rpc_transports::child::stdio_channel().await;
         let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
-        let server = server_of(registry.clone(), devices, node, None, ServeOptions::default());
+        // That its parent has gone the pipe tells. A parent that is stopped, by a debugger for example, may go on.
+        let options = ServeOptions { keep_alive: NEVER, ..ServeOptions::default() };
+        let server = server_of(registry.clone(), devices, node, None, options);
         server.serve_channel(channel);
         server.idle().await;
         Ok(())

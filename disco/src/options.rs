@@ -57,9 +57,12 @@ pub struct Options {
     /// Where workers reach each other's data listeners, if that is not where those listen: nodes behind NAT or forwarded ports. Default: none.
     pub advertise: Option<Advertise>,
     /// A node or a process of a worker that has said nothing for this long is tested, and after three times as long it is lost, which ends the session.
-    /// So it is with nodes that are opened by nodes, too. What the kernel tells of, such as the end of a process, is known at once; this is for what is
-    /// stopped or cut off, and has to be longer than a busy machine keeps a program waiting. Servers of nodes test their controller as they find right. Not for
-    /// [sessions from elsewhere](crate::DiscoSession::over). Default: 5 seconds.
+    /// What the kernel tells of, such as the end of a process, is known at once; this is for what is stopped or cut off, and has to be longer than a busy machine
+    /// keeps a program waiting. Not for [sessions from elsewhere](crate::DiscoSession::over). Default: 5 seconds.
+    ///
+    /// Servers test those at the other end, too, as their operators find right (`--keep-alive`), so that a longer time than theirs does not hold everywhere: the
+    /// server of a node tests its controller, one that forwards the next one on the way, and one that opens nodes below it these, if it does that more often.
+    /// A connection of QUIC ends at the shorter of both sides' patience, six times their keep-alive.
     pub keep_alive: Duration,
     /// How long a worker waits in a collective for others that are there and do not enter it; `None` for ever. When it passes, collectives are
     /// broken, and the session goes on. A worker may so compute for as long between two collectives. On GPUs, where a worker does not see what the others' devices are at work on, a collective that

@@ -852,6 +852,10 @@ fn launches_that_cannot_be_are_refused() {
     let session = rpc_core::Session::new(rpc_core::LocalSession::new(rpc_core::Registry::new()));
     let error = DiscoSession::over([session], 1, 1, disco::Options::default()).wait().unwrap_err();
     assert!(error.to_string().contains("it is no node"), "{error}");
+    let mut options = disco::Options::default();
+    options.keep_alive = std::time::Duration::ZERO;
+    let error = Launch::Processes(NODE).try_start_with(2, 1, options).map(drop).unwrap_err();
+    assert!(error.to_string().contains("a keep_alive below 1 ms"), "{error}");
 }
 
 /// Nodes open each other only where the operator of each allows it, and where they are at addresses.
