@@ -20,7 +20,8 @@ use crate::tensor::{TensorView, TensorViewMut};
 /// * `cuda.memory_statistics(index)` tells what the pools of a device have done in the process that serves the session: a map
 ///   of the scopes `global`, the device's memory, and `host`, pinned memory, to the fields of [`PoolStatistics`] by their
 ///   names. See [`CudaDevice::statistics`](super::CudaDevice::statistics) and
-///   [`pinned_statistics`](super::CudaDevice::pinned_statistics).
+///   [`pinned_statistics`](super::CudaDevice::pinned_statistics). A device that was not in use is opened by that, which takes
+///   some of its memory.
 /// * `cuda.trim_memory(index)` is [`CudaDevice::trim`](super::CudaDevice::trim): gives idle memory back to the driver,
 ///   for others, waits for the work that uses it, and returns the bytes.
 pub fn register(registry: &Registry) {

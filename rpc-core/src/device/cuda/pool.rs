@@ -77,6 +77,8 @@ struct State {
     statistics: PoolStatistics,
     /// In bytes.
     limit: u64,
+    /// How many of the idle bytes a trim is giving to the driver.
+    leaving: u64,
 }
 
 /// A block that nobody owns, and the points that must be reached before it is free of its last owner.
@@ -104,7 +106,7 @@ impl PoolStatistics {
 
 impl Pool {
     pub(super) fn new(space: Space, limit: u64) -> Self {
-        let state = State { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit };
+        let state = State { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit, leaving: 0 };
         Self { space, state: Mutex::new(state), came_back: Condvar::new() }
     }
 
@@ -259,7 +261,7 @@ impl Pool {
     /// Gives back what is above the limit (P-4), large blocks first.
     fn evict(&self, gpu: &'static Gpu) {
         self.give_while(gpu, |state| {
-            if state.statistics.cached_bytes <= state.limit {
+            if state.statistics.cached_bytes - state.leaving <= state.limit {
                 return None;
             }
             state.idle.iter().rev().find(|(_, blocks)| blocks.front().is_some_and(Idle::is_done_now))
@@ -298,6 +300,7 @@ impl Pool {
         let mut state = lock(&self.state);
         let idle: Vec<_> = std::mem::take(&mut state.idle).into_values().flatten().collect();
         state.statistics.trims += 1;
+        state.leaving += idle.iter().map(|idle| idle.block.size).sum::<u64>();
         drop(state);
         let mut outcome = Ok(0);
         for idle in idle {
@@ -306,7 +309,10 @@ impl Pool {
             let given = idle.wait().and_then(|()| self.give_to_driver(gpu, idle.block));
             outcome = outcome.and_then(|bytes| given.map(|()| bytes + size));
             // Until then it counts, so that nobody asks the driver for more in its place (P-5).
-            lock(&self.state).statistics.cached_bytes -= size;
+            let mut state = lock(&self.state);
+            state.statistics.cached_bytes -= size;
+            state.leaving -= size;
+            drop(state);
             self.came_back.notify_all();
         }
         outcome
