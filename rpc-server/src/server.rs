@@ -633,8 +633,15 @@ fn choose_isolation(config: &ServeConfig, devices: &Devices) -> Isolate {
         return Isolate::Process;
     }
     let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
-    // What is set may be for sessions in one process, and nobody has asked for others.
-    if has_gpu && isolate::suits(config).is_ok() { Isolate::Process } else { Isolate::None }
+    match isolate::suits(config) {
+        Ok(()) if has_gpu => Isolate::Process,
+        Err(reason) if has_gpu => {
+            // What is set may be for sessions in one process, and nobody has asked for others.
+            tracing::warn!(reason, "sessions share this process, and what one of them does to a GPU befalls all");
+            Isolate::None
+        }
+        _ => Isolate::None,
+    }
 }
 
 /// Looks whether modules and libraries can be had, so that the operator hears of it and not the first client. The result is for the

@@ -177,7 +177,8 @@ fn read(file: &Path) -> Result<Vec<u8>, TrustError> {
 /// Secrets that other users of the machine can read are none. Where the file is somebody else's, who gives it to this program by its group, as Kubernetes
 /// does, the group may read it.
 fn warn_if_readable(file: &Path) {
-    let others = |owner: u32| if owner == rustix::process::geteuid().as_raw() { 0o077 } else { 0o037 };
+    let own = rustix::process::geteuid().as_raw();
+    let others = |owner: u32| if own == 0 || owner == own { 0o077 } else { 0o037 };
     if let Ok(facts) = fs::metadata(file)
         && facts.mode() & others(facts.uid()) != 0
     {

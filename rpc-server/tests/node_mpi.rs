@@ -158,7 +158,10 @@ fn the_script_for_slurm_starts_a_session() {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/disco-mpi.slurm");
     let mut command = Command::new("bash");
     command.arg(script).env("PATH", path).env("XDG_STATE_HOME", folder.path()).env("RPC_SERVER_LOG_LEVEL", "error");
-    command.env("CONTROLLER", listener.address()).env("TOKEN_FILE", token).env("WORKDIR", folder.path().join("work"));
+    command
+        .env("CONTROLLER", listener.address())
+        .env("TOKEN_FILE", token)
+        .env("RPC_SERVER_WORKDIR", folder.path().join("work"));
     command.env("RPC_SERVER", env!("CARGO_BIN_EXE_rpc-server"));
     let job = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drive(&listener, connector);

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -164,10 +164,22 @@ impl fmt::Debug for WorkspaceRoot {
     }
 }
 
+/// Refuses a folder that another user has made, as anybody may where all can write: that one could have locks in it held for ever. Root is not kept from
+/// using what is others'.
+fn check_owner(folder: &Path) -> io::Result<()> {
+    let (own, owner) = (rustix::process::geteuid().as_raw(), fs::metadata(folder)?.uid());
+    if own == 0 || [own, 0].contains(&owner) {
+        return Ok(());
+    }
+    let text = format!("it belongs to another user (number {owner}): remove it, or name another one with --workdir");
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
+}
+
 impl RootInner {
     fn open(dir: &Path, limits: WorkspaceLimits) -> io::Result<Self> {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         let path = dir.canonicalize()?;
+        check_owner(&path)?;
         let workdir = Dir::open_ambient_dir(&path, ambient_authority())?;
         let [private, named] = ["private", "named"].map(|name| {
             let folder = make_folder(&workdir, name)?;
