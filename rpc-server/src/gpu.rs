@@ -33,7 +33,6 @@ use std::sync::Arc;
 use rpc_core::{DeviceType, Devices, Registry};
 
 use crate::config::{Isolate, ServeConfig};
-use crate::isolate;
 
 /// The devices for a process that serves one session, or one worker; their functions and module loaders are added to `registry`. Loads nothing yet.
 #[cfg(feature = "cuda")]
@@ -70,7 +69,7 @@ pub fn for_server(config: &ServeConfig) -> Devices {
     }
     let devices = probe();
     let has_any = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
-    match isolate::suits(config) {
+    match crate::isolate::suits(config) {
         Err(reason) if has_any && config.isolate == Isolate::Auto && !config.runs_native_code() => {
             tracing::warn!(reason, "no GPUs for sessions, because they cannot have processes of their own");
             devices.absent(DeviceType::CUDA, format!("sessions have no processes of their own here: {reason}"))
