@@ -5,6 +5,8 @@
 
 use std::collections::BTreeMap;
 use std::env::consts::{ARCH, OS};
+use std::io::{Read as _, Write as _};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -668,7 +670,20 @@ async fn whom_a_tracker_trusts_at_the_addresses_of_servers_is_read_again() {
         config.listen = vec![listen("tls://127.0.0.1:0")];
         (config.cert, config.cert_key) = (Some(ours.join("server.pem")), Some(ours.join("server.key")));
     };
-    let _stranger = pool.server("stranger", serve).await;
+    let stranger = |config: &mut ServeConfig| {
+        serve(config);
+        config.metrics = Some("127.0.0.1:0".parse().unwrap());
+    };
+    let stranger = pool.server("stranger", stranger).await;
+    // The tracker has tried it by then, with those whom it trusted.
+    let refused = "rpc_refusals_total{reason=\"unauthenticated\"} 1";
+    let metrics = stranger.metrics_address().unwrap();
+    let tried = async {
+        while !scrape(metrics).await.lines().any(|line| line == refused) {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), tried).await.expect("the tracker tries");
 
     std::fs::copy(ours.join("ca.pem"), &trusted).unwrap();
     pool.running().server.reload().unwrap();
@@ -682,6 +697,18 @@ async fn whom_a_tracker_trusts_at_the_addresses_of_servers_is_read_again() {
     pool.until(|summary| of_key(summary, "another").all(|server| server.reach == Reach::Reached)).await;
 }
 
+/// What is told of itself at an address for metrics.
+async fn scrape(metrics: SocketAddr) -> String {
+    let scrape = move || {
+        let mut stream = std::net::TcpStream::connect(metrics).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    };
+    tokio::task::spawn_blocking(scrape).await.unwrap()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_scraper_sees_places_and_requests() {
     let pool = Pool::with(|config| config.metrics = Some("127.0.0.1:0".parse().unwrap())).await;
@@ -691,15 +718,7 @@ async fn a_scraper_sees_places_and_requests() {
     let waits = tokio::spawn(async move { client.request(&soon(ServerRequest::new("rasp4"))).await });
     pool.until(|summary| summary.queue.len() == 1).await;
     let metrics = pool.running().server.metrics_address().unwrap();
-    let scrape = move || {
-        use std::io::{Read, Write};
-        let mut stream = std::net::TcpStream::connect(metrics).unwrap();
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
-        let mut text = String::new();
-        stream.read_to_string(&mut text).unwrap();
-        text
-    };
-    let text = tokio::task::spawn_blocking(scrape).await.unwrap();
+    let text = scrape(metrics).await;
     for line in [
         "rpc_tracker_servers 1",
         "rpc_tracker_places 2",
