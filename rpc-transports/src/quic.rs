@@ -21,7 +21,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 
 use crate::address::{Address, machine_of};
 use crate::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
-use crate::handshakes::{Handshakes, InProgress};
+use crate::handshakes::{Handshakes, InProgress, Over};
 use crate::identity::{self, Security, Tokens};
 use crate::tcp;
 use crate::tls::{NO_CLIENT_TLS, NO_SERVER_TLS, insecure};
@@ -371,7 +371,7 @@ async fn accept_connections(
                 continue;
             }
         };
-        let handshake = handshakes.begin(machine_of(&peer));
+        let handshake = handshakes.begin(machine_of(&peer), Over::default());
         let (tls, channels, options) = (tls.clone(), channels.clone(), options.clone());
         tokio::spawn(async move {
             let _place = place;
@@ -413,7 +413,7 @@ async fn report(peer: String, error: io::Error, channels: &mpsc::Sender<Channel>
 
 /// A channel that there is not: whoever wants to use it gets the error.
 fn failed(peer: String, error: io::Error) -> Channel {
-    Channel::to_be_secured(Box::pin(async { Err(error) }), peer)
+    Channel::to_be_secured(Box::pin(async { Err(error) }), peer).standing_on(Over::already())
 }
 
 fn name_of_peer(peer: SocketAddr) -> String {
@@ -426,6 +426,8 @@ struct Established {
     /// The certificates that the client has shown; empty without one.
     chain: Vec<CertificateDer<'static>>,
     security: Security,
+    /// Whether it has given way to others.
+    over: Over,
 }
 
 /// The client is in its `handshake` until it has proven who it is.
@@ -435,6 +437,7 @@ async fn establish(
     handshake: InProgress,
     max_channels: u32,
 ) -> io::Result<Established> {
+    let over = handshake.over();
     let connection = incoming.accept_with(Arc::new(config))?.await?;
     let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
     let chain = shown.map_or_else(Vec::new, |chain| *chain);
@@ -451,7 +454,7 @@ async fn establish(
         connection: Some(Arc::new(identity::Connection::on_probation(admit))),
         ..Security::default()
     };
-    Ok(Established { connection, chain, security })
+    Ok(Established { connection, chain, security, over })
 }
 
 async fn accept_channels(
@@ -460,7 +463,7 @@ async fn accept_channels(
     patience: Duration,
     channels: &mpsc::Sender<Channel>,
 ) {
-    let Established { connection, chain, security } = established;
+    let Established { connection, chain, security, over } = established;
     // Held by each channel.
     let used = Arc::new(());
     loop {
@@ -479,7 +482,7 @@ async fn accept_channels(
         }
         // Asked each time: it may have changed.
         let channel = Channel::new(QuicIo { send, recv }, name_of_peer(connection.remote_address()));
-        let channel = channel.with_security(security).with_guard(Box::new(used.clone()));
+        let channel = channel.with_security(security).standing_on(over.clone()).with_guard(Box::new(used.clone()));
         // Once nobody listens, the stream is dropped, and so refused.
         let _ = channels.send(channel).await;
     }

@@ -149,7 +149,7 @@ impl Server {
     /// As [`serve_channel`](Self::serve_channel), by the name of `key` if there is one; the task ends with the session, and says
     /// whether there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
-        let handshake = self.0.handshakes.begin(machine_of(channel.peer()));
+        let handshake = self.0.handshakes.begin(machine_of(channel.peer()), channel.beneath());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());

@@ -23,6 +23,7 @@ use crate::address::Address;
 use crate::certificates::{ClientTls, ServerTls};
 #[cfg(feature = "exec")]
 use crate::child::ChildStderr;
+use crate::handshakes::Over;
 use crate::identity::{Security, Tokens};
 
 /// An ordered, reliable byte pipe as the async runtime sees it. Implemented for all that fits.
@@ -44,6 +45,8 @@ pub struct Channel {
     security: Security,
     securing: Option<Securing>,
     guard: Option<ChannelGuard>,
+    /// Whether the connection that it is one of is over.
+    beneath: Over,
     /// What was read of it by a handshake before the one to come.
     unread: BytesMut,
 }
@@ -119,8 +122,20 @@ impl Channel {
             security: Security::default(),
             securing: None,
             guard: None,
+            beneath: Over::default(),
             unread: BytesMut::new(),
         }
+    }
+
+    /// The same channel, of a connection that may be over before the channel hears of it.
+    #[cfg(feature = "quic")]
+    pub(crate) fn standing_on(self, beneath: Over) -> Self {
+        Self { beneath, ..self }
+    }
+
+    /// Whether the connection that it is one of is over.
+    pub(crate) fn beneath(&self) -> Over {
+        self.beneath.clone()
     }
 
     /// The same channel, keeping `guard` alive for as long as itself.

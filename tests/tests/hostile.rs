@@ -653,9 +653,7 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
             cut_off.fetch_add(1, Ordering::AcqRel);
         }));
     }
-    // With QUIC, connections give way and so do channels, each to their like: one more may go while the channel of a
-    // connection that gave way is still there.
-    within(PATIENCE, "those beyond the limit are cut off", async || cut_off.load(Ordering::Acquire) >= 68).await;
+    within(PATIENCE, "those beyond the limit are cut off", async || cut_off.load(Ordering::Acquire) == 68).await;
     // The oldest of the others give way, although all come from one machine.
     for _ in 0..5 {
         works(&soon("a good client connects", site.connector().connect(&site.address)).await.unwrap()).await;

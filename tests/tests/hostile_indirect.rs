@@ -160,9 +160,8 @@ async fn half_open_connections_take_nothing_but_their_place(place: Where, transp
             cut_off.fetch_add(1, Ordering::AcqRel);
         });
     }
-    // Those beyond the limit; until then the oldest give way to the flood itself. With QUIC, connections give way and so do
-    // channels, each to their like: one more may go while the channel of a connection that gave way is still there.
-    within(PATIENCE, "the flood is over", async || cut_off.load(Ordering::Acquire) >= 68).await;
+    // Those beyond the limit; until then the oldest give way to the flood itself.
+    within(PATIENCE, "the flood is over", async || cut_off.load(Ordering::Acquire) == 68).await;
     for _ in 0..5 {
         works(&front.connect().await).await;
     }
