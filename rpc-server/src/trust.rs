@@ -174,13 +174,10 @@ fn read(file: &Path) -> Result<Vec<u8>, TrustError> {
     fs::read(file).map_err(|source| TrustError::Read { file: file.to_owned(), source })
 }
 
-/// Secrets that other users of the machine can read are none. Where the file is somebody else's, who gives it to this program by its group, as Kubernetes
-/// does, the group may read it.
+/// Secrets that other users of the machine can read are none.
 fn warn_if_readable(file: &Path) {
-    let own = rustix::process::geteuid().as_raw();
-    let others = |owner: u32| if own == 0 || owner == own { 0o077 } else { 0o037 };
     if let Ok(facts) = fs::metadata(file)
-        && facts.mode() & others(facts.uid()) != 0
+        && facts.mode() & 0o077 != 0
     {
         tracing::warn!(file = %file.display(), "other users can read or change this secret; run: chmod 600 on it");
     }
