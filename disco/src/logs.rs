@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use rpc_transports::DialOptions;
-use rpc_transports::child::ChildStderr;
+use rpc_transports::exec::ChildStderr;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::net::unix::pipe;
 use tracing::field::{Field, Visit};

@@ -225,7 +225,7 @@ const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> RpcResult<()> {
     let runtime = crate::runtime::runtime()?;
     runtime.block_on(async {
-        let channel = rpc_transports::child::stdio_channel().await;
+        let channel = rpc_transports::exec::stdio_channel().await;
         let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
         // That its parent has gone the pipe tells. A parent that is stopped, by a debugger for example, may go on.
         let options = ServeOptions { keep_alive: NEVER, ..ServeOptions::default() };

@@ -44,7 +44,7 @@ use rpc_core::{
 use rpc_transports::tracker::DeviceOffer;
 use rpc_transports::{
     Access, Address, Connector, DialOptions, FunctionPatterns, ListenOptions, OpenRequest, ParkOptions, RequestPolicy,
-    ServeOptions, Server, ServerTls, SessionFactory, TokioSpawner, WireLimits, child,
+    ServeOptions, Server, ServerTls, SessionFactory, TokioSpawner, WireLimits, exec,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -205,7 +205,7 @@ impl RpcServer {
         // First of all: it must be gone before anything goes wrong, so that nobody takes an old one for ours.
         let ready = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
         // Before anything is printed, which would go to the peer.
-        let channel = if config.stdio { Some(child::stdio_channel().await?) } else { None };
+        let channel = if config.stdio { Some(exec::stdio_channel().await?) } else { None };
         let (trust, onward) = (config.trust(), config.onward());
         let (credentials, dial) = (trust.load()?, onward.dial_options()?);
         let workspaces = open_workspaces(&config).await?;

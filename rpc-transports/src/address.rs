@@ -16,12 +16,17 @@
 //! split into words as a shell would, but no shell runs: quotes and backslashes work, while `$`, `*`,
 //! `|`, `>`, `;` and `#` are ordinary characters.
 
+mod pattern;
+
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+
+pub(crate) use self::pattern::glob;
+pub use self::pattern::matches_pattern;
 
 /// The address of a peer, to dial or to listen on.
 ///

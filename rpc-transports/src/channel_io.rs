@@ -10,7 +10,7 @@ use bytes::{BufMut, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-use crate::transport::ChannelIo;
+use crate::channel::ChannelIo;
 
 /// How many slices one vectored write takes.
 pub(crate) const SLICES: usize = 32;

@@ -33,53 +33,38 @@
 
 pub mod address;
 mod backoff;
-mod blocking;
-#[cfg(feature = "tls")]
-pub mod certificates;
+pub mod channel;
 mod channel_io;
-#[cfg(feature = "exec")]
-// Telling the kernel, between fork and exec, that a child must die with its parent.
-#[allow(unsafe_code)]
-pub mod child;
 mod client;
 mod connect;
-mod dispatch;
-mod filter;
-mod hands;
-mod handshakes;
-pub mod identity;
-pub mod memory;
-mod park;
-mod pattern;
-mod proxy;
-#[cfg(feature = "quic")]
-mod quic;
+mod error;
+mod handshake;
+mod limits;
+mod listener;
 mod runtime;
 mod serve;
-mod splice;
-#[cfg(feature = "tcp")]
-mod tcp;
-#[cfg(feature = "tls")]
-mod tls;
 pub mod tracker;
 pub mod transport;
-#[cfg(feature = "unix")]
-mod unix;
+mod transports;
 
-pub use address::{Address, AddressError, AddressKind};
+pub use address::{Address, AddressError, AddressKind, matches_pattern};
 pub use backoff::Backoff;
-pub use blocking::BlockingClientSession;
-#[cfg(feature = "tls")]
-pub use certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, KEY_URI, ServerTls};
-pub use client::ClientSession;
+pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo};
+pub use client::{BlockingClientSession, ClientSession};
 pub use connect::{ConnectError, Connector};
-pub use dispatch::{bind, dial, dial_blocking};
-pub use filter::{FilteredSession, FunctionPatterns, RequestPolicy};
-pub use identity::{Access, Security, Token, TokenError, Tokens};
-pub use park::ParkOptions;
-pub use pattern::matches_pattern;
-pub use proxy::ProxySession;
-pub use serve::{Onward, OpenRequest, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner, WireLimits};
-pub use transport::{
-    BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, DialOptions, ListenOptions, Listener, TransportError,
-};
+pub use error::TransportError;
+#[cfg(feature = "tls")]
+pub use handshake::certificates;
+#[cfg(feature = "tls")]
+pub use handshake::certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, KEY_URI, ServerTls};
+pub use handshake::identity;
+pub use handshake::identity::{Access, Security, Token, TokenError, Tokens};
+pub use limits::WireLimits;
+pub use listener::Listener;
+pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
+pub use serve::proxy::ProxySession;
+pub use serve::{Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner};
+pub use transport::{DialOptions, ListenOptions, bind, dial, dial_blocking};
+#[cfg(feature = "exec")]
+pub use transports::exec;
+pub use transports::memory;

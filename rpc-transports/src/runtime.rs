@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::connect::ConnectError;
-use crate::transport::TransportError;
+use crate::error::TransportError;
 
 /// Installs the probe. Done wherever a session is made.
 pub(crate) fn install_probe() {

@@ -279,7 +279,7 @@ pub async fn serve_stdio(mut args: impl Iterator<Item = String>) {
         limits.max_handles = handles as usize;
         limits.max_memory = memory;
     }
-    let channel = rpc_transports::child::stdio_channel().await.unwrap();
+    let channel = rpc_transports::exec::stdio_channel().await.unwrap();
     let server = server(&limits);
     server.serve_channel(channel);
     server.idle().await;

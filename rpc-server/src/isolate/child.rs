@@ -11,7 +11,7 @@ use rpc_core::value::TensorRef;
 use rpc_core::{
     Devices, ErrorKind, Lane, LocalSession, Registry, Request, RpcError, RpcSession, SharedSession, Submission, Usage,
 };
-use rpc_transports::child::{StdioEnds, take_stdio};
+use rpc_transports::exec::{StdioEnds, take_stdio};
 use rpc_transports::{Channel, OpenRequest, ServeOptions, Server, TokioSpawner};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;

@@ -13,11 +13,12 @@ use rpc_core::proto::{LinkConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
 
+use super::ServeOptions;
 use super::mailbox::{EndOfSession, GO_AWAY, Mailbox, STOP};
-use super::patience::Patience;
-use super::{Registered, ServeOptions};
+use super::server::Registered;
+use super::timeouts::Patience;
+use crate::channel::{Channel, ChannelGuard, ChannelIo};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
-use crate::transport::{Channel, ChannelGuard, ChannelIo};
 
 /// How many replies may come together for which memory is kept: an idle session should be small.
 const KEPT_REPLIES: usize = 8;

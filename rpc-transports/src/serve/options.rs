@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use rpc_core::proto::Hello;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
-use super::forwarding::Onward;
+use super::forward::Onward;
 use crate::address::Address;
-use crate::filter::RequestPolicy;
-use crate::identity::Access;
+use crate::handshake::identity::Access;
+use crate::limits::WireLimits;
+use crate::serve::filter::RequestPolicy;
 use crate::transport::DialOptions;
 #[cfg(feature = "quic")]
 use crate::transport::QuicOptions;
@@ -51,34 +51,6 @@ pub trait SessionFactory: Send + Sync + 'static {
 impl<F: Fn(&OpenRequest) -> Result<SharedSession, RpcError> + Send + Sync + 'static> SessionFactory for F {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         self(request)
-    }
-}
-
-/// How much one session may have on the wire and in queues.
-#[derive(Clone, Debug)]
-pub struct WireLimits {
-    /// The largest message, in bytes: the arguments of a call, or its return. Copies have no limit. 64 MiB.
-    pub max_message: u64,
-    /// The largest payload of a frame, in bytes; copies are cut into such pieces. 1 MiB.
-    pub chunk: u32,
-    /// The requests that a client may have unanswered. 1,024.
-    pub max_requests: u32,
-    /// The bytes of large requests that a client may have under way. At least `max_message`. 65 MiB.
-    pub window: u64,
-}
-
-impl Default for WireLimits {
-    fn default() -> Self {
-        Self { max_message: 64 << 20, chunk: 1 << 20, max_requests: 1024, window: 65 << 20 }
-    }
-}
-
-impl WireLimits {
-    pub(crate) fn apply(&self, hello: &mut Hello) {
-        hello.max_message = self.max_message;
-        hello.chunk = self.chunk.max(1);
-        hello.max_requests = self.max_requests.max(1);
-        hello.window = self.window.max(self.max_message);
     }
 }
 
@@ -152,7 +124,7 @@ impl ServeOptions {
     /// The same limits, for what is below sessions there.
     pub(super) fn quic(&self) -> QuicOptions {
         QuicOptions {
-            idle: crate::quic::idle_for(self.keep_alive),
+            idle: crate::transports::quic::idle_for(self.keep_alive),
             handshake: self.handshake_timeout,
             max_handshakes: self.max_handshakes,
             // One that is proven has sessions, or had one a moment ago.

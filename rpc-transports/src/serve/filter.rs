@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::{ErrorKind, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef};
 
-use crate::pattern::glob;
+use crate::address::glob;
 
 /// Decides which requests may pass. Called for each, on tasks that serve others: it must not block. Closures do.
 pub trait RequestPolicy: Send + Sync {

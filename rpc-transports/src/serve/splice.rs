@@ -14,8 +14,8 @@ use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
 use self::pipe::Pipe;
+use crate::channel::Channel;
 use crate::channel_io::{READ_MAX, ReadAhead};
-use crate::transport::Channel;
 
 /// How long the second direction may go on when the first has ended: for what was said last.
 const LINGER: Duration = Duration::from_secs(5);

@@ -13,9 +13,11 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::{UnixListener, UnixStream};
 
 use crate::address::{Address, AddressKind};
-use crate::transport::{
-    Accept, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError, widen_unix_socket,
-};
+use crate::channel::{BlockingChannel, Channel};
+use crate::error::TransportError;
+use crate::listener::{Accept, Listener};
+use crate::transport::{DialOptions, ListenOptions};
+use crate::transports::unix_buffer::widen_unix_socket;
 
 pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     let mut attempts = Attempts::new(address, options)?;

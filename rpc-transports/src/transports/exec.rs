@@ -34,8 +34,11 @@ use tokio::net::unix::pipe;
 use tokio::sync::oneshot;
 
 use crate::address::{Address, AddressKind};
-use crate::identity::Security;
-use crate::transport::{BlockingChannel, Channel, DialOptions, TransportError, widen_unix_socket};
+use crate::channel::{BlockingChannel, Channel};
+use crate::error::TransportError;
+use crate::handshake::identity::Security;
+use crate::transport::DialOptions;
+use crate::transports::unix_buffer::widen_unix_socket;
 
 /// Takes what child processes write to their standard error: see [`DialOptions::child_stderr`].
 #[derive(Clone)]
@@ -664,7 +667,7 @@ mod tests {
 
     fn acting(role: &str) -> Vec<String> {
         let binary = std::env::current_exe().unwrap();
-        let test = "child::tests::play_a_role";
+        let test = "transports::exec::tests::play_a_role";
         vec![
             "env".into(),
             format!("{ROLE}={role}"),

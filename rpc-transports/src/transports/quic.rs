@@ -20,12 +20,15 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use crate::address::{Address, machine_of};
-use crate::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
-use crate::handshakes::{Handshakes, InProgress, Over};
-use crate::identity::{self, Security, Tokens};
-use crate::tcp;
-use crate::tls::{NO_CLIENT_TLS, NO_SERVER_TLS, insecure};
-use crate::transport::{Accept, Channel, DialOptions, ListenOptions, Listener, QuicOptions, TransportError};
+use crate::channel::Channel;
+use crate::error::TransportError;
+use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
+use crate::handshake::half_open::{Handshakes, InProgress, Over};
+use crate::handshake::identity::{self, Security, Tokens};
+use crate::listener::{Accept, Listener};
+use crate::transport::{DialOptions, ListenOptions, QuicOptions};
+use crate::transports::tcp;
+use crate::transports::tls::{NO_CLIENT_TLS, NO_SERVER_TLS, insecure};
 
 /// How much one channel may have under way: enough for a copy at 1 GB/s over 8 ms, or 100 MB/s over 80.
 const STREAM_WINDOW: u32 = 8 << 20;

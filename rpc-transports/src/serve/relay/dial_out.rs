@@ -6,12 +6,13 @@ use rpc_core::proto::{HandshakeConfig, Hello, Role};
 
 use crate::address::Address;
 use crate::backoff::Backoff;
+use crate::channel::Channel;
 use crate::connect::ConnectError;
-use crate::dispatch::dial;
-use crate::hands::dial_hands_patiently;
-use crate::identity::of_dialler;
+use crate::handshake::driver::dial_hands_patiently;
+use crate::handshake::identity::of_dialler;
 use crate::serve::Server;
-use crate::transport::{Channel, DialOptions};
+use crate::transport::DialOptions;
+use crate::transport::dial;
 
 /// The pauses between attempts to reach a relay.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);

@@ -3,7 +3,7 @@
 use std::io;
 use std::task::{Context, Poll};
 
-use crate::transport::Channel;
+use crate::channel::Channel;
 
 #[cfg(target_os = "linux")]
 pub(super) use linux::Pipe;
@@ -18,7 +18,7 @@ mod linux {
     use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
     use super::{Channel, Context, Poll, io};
-    use crate::transport::PlainSocket;
+    use crate::channel::PlainSocket;
 
     /// What a pipe is to hold. All those of a user who is not root may have 64 MiB.
     const SIZE: usize = 256 << 10;

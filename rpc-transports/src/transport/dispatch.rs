@@ -1,21 +1,24 @@
 //! Dialling and listening on any kind of address: the one place that knows all transports.
 
 use crate::address::{Address, AddressKind};
-use crate::memory;
-use crate::transport::{BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};
+use crate::channel::{BlockingChannel, Channel};
+use crate::error::TransportError;
+use crate::listener::Listener;
+use crate::transport::{DialOptions, ListenOptions};
+use crate::transports::memory;
 
 #[cfg(feature = "exec")]
-use crate::child;
+use crate::transports::exec;
 #[cfg(feature = "quic")]
-use crate::quic;
+use crate::transports::quic;
 #[cfg(feature = "tcp")]
-use crate::tcp;
+use crate::transports::tcp;
 #[cfg(feature = "tls")]
-use crate::tls;
+use crate::transports::tls;
 #[cfg(feature = "unix")]
-use crate::unix;
+use crate::transports::unix;
 #[cfg(not(feature = "exec"))]
-use absent as child;
+use absent as exec;
 #[cfg(not(feature = "quic"))]
 use absent as quic;
 #[cfg(not(feature = "tcp"))]
@@ -39,7 +42,7 @@ pub async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, T
         AddressKind::Tls { .. } => tls::dial(address, options).await,
         AddressKind::Quic { .. } => quic::dial(address, options).await,
         AddressKind::Unix { .. } => unix::dial(address, options).await,
-        AddressKind::Exec { .. } => child::dial(address, options).await,
+        AddressKind::Exec { .. } => exec::dial(address, options).await,
         AddressKind::Memory { .. } => memory::dial(address, options).await,
         AddressKind::Local => Err(TransportError::unsupported(address, NO_CHANNEL)),
         AddressKind::Tracker { .. } => Err(TransportError::unsupported(address, NO_TRACKER)),
@@ -74,7 +77,7 @@ pub fn dial_blocking(address: &Address, options: &DialOptions) -> Result<Blockin
     match address.kind() {
         AddressKind::Tcp { .. } => tcp::dial_blocking(address, options),
         AddressKind::Unix { .. } => unix::dial_blocking(address, options),
-        AddressKind::Exec { .. } => child::dial_blocking(address, options),
+        AddressKind::Exec { .. } => exec::dial_blocking(address, options),
         AddressKind::Memory { .. } | AddressKind::Tls { .. } | AddressKind::Quic { .. } => {
             Err(TransportError::unsupported(address, "have no plain socket to block on; dial from async code"))
         }

@@ -9,15 +9,15 @@ use rpc_core::proto::{ANONYMOUS, Hello};
 use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
 
 use super::mailbox::{Mailbox, STOP};
-use super::{FAR_OFF, Shared};
+use super::server::{FAR_OFF, Shared};
+use super::splice::splice;
 use crate::address::AddressKind;
+use crate::address::matches_pattern;
+use crate::channel::Channel;
 use crate::connect::{Connector, Hop};
-use crate::dispatch::dial;
-use crate::filter::FilteredSession;
-use crate::pattern::matches_pattern;
-use crate::proxy::ProxySession;
-use crate::splice::splice;
-use crate::transport::Channel;
+use crate::serve::filter::FilteredSession;
+use crate::serve::proxy::ProxySession;
+use crate::transport::dial;
 
 /// The longest chain that there may be.
 const MAX_HOPS: usize = 16;

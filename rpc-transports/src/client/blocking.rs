@@ -20,9 +20,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, send, sendmsg};
 
+use super::task::report;
+use crate::channel::{BlockingChannel, BlockingIo, ChannelGuard};
 use crate::channel_io::SLICES;
-use crate::client::report;
-use crate::transport::{BlockingChannel, BlockingIo, ChannelGuard};
 
 /// How long a session counts as in use after a call, so that calls in a row do not disturb the attendant each time.
 const TICK: Duration = Duration::from_millis(50);

@@ -11,10 +11,13 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::address::Address;
-use crate::certificates::{ALPN, BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of, server_name};
-use crate::identity::Security;
-use crate::tcp;
-use crate::transport::{Accept, Channel, ChannelIo, DialOptions, ListenOptions, Listener, TransportError};
+use crate::channel::{Channel, ChannelIo};
+use crate::error::TransportError;
+use crate::handshake::certificates::{ALPN, BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of, server_name};
+use crate::handshake::identity::Security;
+use crate::listener::{Accept, Listener};
+use crate::transport::{DialOptions, ListenOptions};
+use crate::transports::tcp;
 
 pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };

@@ -12,7 +12,7 @@ use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated};
 use rpc_core::{ErrorKind, RpcError};
 use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use crate::transport::{Channel, ChannelIo};
+use crate::channel::{Channel, ChannelIo};
 
 /// Performs the dialling side of a handshake. What was read beyond it comes back with the result.
 ///
@@ -238,7 +238,7 @@ async fn soon<T>(patience: &OnceLock<Duration>, exchange: impl Future<Output = i
 
 fn lost(error: io::Error) -> RpcError {
     #[cfg(feature = "tls")]
-    if let Some(objection) = crate::tls::objection(&error) {
+    if let Some(objection) = crate::transports::tls::objection(&error) {
         return objection;
     }
     RpcError::new(ErrorKind::PeerLost, format!("the connection broke during the handshake: {error}"))

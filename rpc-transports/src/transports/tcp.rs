@@ -17,7 +17,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
 use crate::address::Address;
-use crate::transport::{Accept, BlockingChannel, Channel, DialOptions, ListenOptions, Listener, TransportError};
+use crate::channel::{BlockingChannel, Channel};
+use crate::error::TransportError;
+use crate::listener::{Accept, Listener};
+use crate::transport::{DialOptions, ListenOptions};
 
 pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
     connect(address, options).await.map(|stream| Channel::new(stream, address.to_string()))

@@ -9,7 +9,10 @@ use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
 use crate::address::{Address, AddressKind};
-use crate::transport::{Accept, Channel, DialOptions, ListenOptions, Listener, TransportError};
+use crate::channel::Channel;
+use crate::error::TransportError;
+use crate::listener::{Accept, Listener};
+use crate::transport::{DialOptions, ListenOptions};
 
 /// Two ends of one pipe: what is written into one is read from the other.
 ///

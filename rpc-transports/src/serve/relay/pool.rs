@@ -7,25 +7,25 @@ use bytes::BytesMut;
 use rpc_core::{ErrorKind, RpcError};
 use tokio::sync::{Notify, oneshot};
 
-use super::Registered;
-use super::places::Place;
-use crate::transport::Channel;
+use crate::channel::Channel;
+use crate::serve::admission::Place;
+use crate::serve::server::Registered;
 
 /// A server's channel behind the handshake with the relay, and what counts it.
-pub(super) struct Parked {
-    pub(super) channel: Channel,
+pub(in crate::serve) struct Parked {
+    pub(in crate::serve) channel: Channel,
     /// What was read beyond the handshake: nothing, of a server that waits to be spoken to.
-    pub(super) input: BytesMut,
-    pub(super) _place: Place,
-    pub(super) _registered: Arc<Registered>,
+    pub(in crate::serve) input: BytesMut,
+    pub(in crate::serve) _place: Place,
+    pub(in crate::serve) _registered: Arc<Registered>,
 }
 
 /// Where a server's task hands its channel over, once it is accepted.
-pub(super) type Handover = oneshot::Sender<Parked>;
+pub(in crate::serve) type Handover = oneshot::Sender<Parked>;
 
 /// The servers that wait.
 #[derive(Default)]
-pub(super) struct Parking {
+pub(in crate::serve) struct Parking {
     state: Mutex<State>,
     /// Told whenever a server has come.
     arrived: Notify,
@@ -47,14 +47,14 @@ struct Spot<'a> {
 
 impl Parking {
     /// Waits for a client that asks for `key`. The server is to be accepted then, and its channel handed over. Cancel-safe.
-    pub(super) async fn park(&self, key: &str) -> Result<Handover, RpcError> {
+    pub(in crate::serve) async fn park(&self, key: &str) -> Result<Handover, RpcError> {
         let (claim, claimed) = oneshot::channel();
         let _spot = self.add(key, claim);
         claimed.await.map_err(|_| RpcError::internal("a place at the relay was given away"))
     }
 
     /// The channel of a server with this key, for one client.
-    pub(super) async fn claim(&self, key: &str) -> Result<Parked, RpcError> {
+    pub(in crate::serve) async fn claim(&self, key: &str) -> Result<Parked, RpcError> {
         loop {
             let Some(claim) = self.take(key) else {
                 let text = match key {
@@ -74,7 +74,7 @@ impl Parking {
     }
 
     /// The channel of the first server to come, or to be here, whose key is `wanted`, and that key. Cancel-safe.
-    pub(super) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, Parked) {
+    pub(in crate::serve) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, Parked) {
         loop {
             let arrived = self.arrived.notified();
             let mut arrived = std::pin::pin!(arrived);
@@ -104,7 +104,7 @@ impl Parking {
     }
 
     /// How many servers wait, by key.
-    pub(super) fn waiting(&self) -> Vec<(String, usize)> {
+    pub(in crate::serve) fn waiting(&self) -> Vec<(String, usize)> {
         self.state().by_key.iter().map(|(key, waiting)| (key.clone(), waiting.len())).collect()
     }
 

@@ -1,0 +1,491 @@
+//! The connector: makes sessions, directly or through hops.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Negotiated, Role};
+use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
+
+use super::error::ConnectError;
+use super::hops::Hop;
+use crate::address::{Address, AddressError, AddressKind};
+use crate::channel::Channel;
+use crate::client::{BlockingClientSession, ClientSession, dial_hands_blocking};
+use crate::error::TransportError;
+#[cfg(feature = "tls")]
+use crate::handshake::certificates::ClientTls;
+use crate::handshake::driver::dial_hands;
+use crate::handshake::identity::{DIALLER, Security, Tokens, of_dialler};
+use crate::limits::WireLimits;
+use crate::tracker::ServerRequest;
+use crate::transport::{DialOptions, dial, dial_blocking, dial_through};
+
+/// Makes sessions.
+///
+/// ```no_run
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// use rpc_transports::Connector;
+///
+/// let session = Connector::new().via("tcp://gateway:9190").connect("tcp://10.0.0.5:9090").await?;
+/// let add = session.function::<(i64, i64), i64>("add").await?;
+/// assert_eq!(add.call((1, 2)).await?, 3);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Connector {
+    via: Vec<String>,
+    key: String,
+    workspace: String,
+    ticket: String,
+    dial: DialOptions,
+    handshake_timeout: Duration,
+    queue_timeout: Option<Duration>,
+    keep_alive: Duration,
+    limits: WireLimits,
+    local: Option<Registry>,
+    /// For trackers.
+    wanted: Option<Arc<ServerRequest>>,
+    /// Set where a server connects for its client: the servers that the chain has passed, and who the client is.
+    behind: (Vec<String>, String),
+}
+
+impl Connector {
+    /// A connector with default settings and no hops.
+    pub fn new() -> Self {
+        Self {
+            via: Vec::new(),
+            key: String::new(),
+            workspace: String::new(),
+            ticket: String::new(),
+            dial: DialOptions::default(),
+            handshake_timeout: Duration::from_secs(10),
+            queue_timeout: None,
+            keep_alive: Duration::from_secs(5),
+            limits: WireLimits::default(),
+            local: None,
+            wanted: None,
+            behind: Default::default(),
+        }
+    }
+
+    /// Adds a hop: a server that will forward to the next one, or to the target. Several are passed in order, as with ssh.
+    ///
+    /// A hop sees requests and data, and proves its own identity to the next one. With `tunnel:` in front of its address it
+    /// passes bytes that it does not look into, and the handshake, proof of identity and encryption are between this side and
+    /// what is behind the hop: `tls://`, or `tcp://` and `unix:` without encryption.
+    #[must_use]
+    pub fn via(mut self, hop: &str) -> Self {
+        self.via.push(hop.to_owned());
+        self
+    }
+
+    pub(crate) fn on_the_way(mut self, path: Vec<String>, on_behalf: &str) -> Self {
+        self.behind = (path, on_behalf.to_owned());
+        self
+    }
+
+    /// Accepts only a server with this key. The path of an address, as in `tcp://host:9090/KEY`, does the same.
+    #[must_use]
+    pub fn key(mut self, key: &str) -> Self {
+        key.clone_into(&mut self.key);
+        self
+    }
+
+    /// What a server must have that a tracker gives out: labels, devices, and how urgent it is. One server is asked for, with the key of
+    /// the [address](Self::connect) or of [`key`](Self::key) if one of them names any. Addresses of servers are not affected.
+    #[must_use]
+    pub fn server_request(mut self, wanted: ServerRequest) -> Self {
+        self.wanted = Some(Arc::new(wanted));
+        self
+    }
+
+    /// Asks for the named workspace instead of a private one.
+    #[must_use]
+    pub fn workspace(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.workspace);
+        self
+    }
+
+    /// Shows what a tracker gave out for the server. One ticket is good for one session.
+    #[must_use]
+    pub fn ticket(mut self, ticket: &str) -> Self {
+        ticket.clone_into(&mut self.ticket);
+        self
+    }
+
+    /// Proves itself by one of these tokens, and takes only servers that know it, or that have proven themselves by a
+    /// certificate. None.
+    #[must_use]
+    pub fn tokens(mut self, tokens: Tokens) -> Self {
+        self.dial.tokens = tokens;
+        self
+    }
+
+    /// How servers at `tls://` and `quic://` addresses are trusted. Without this such addresses cannot be reached.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn tls(mut self, tls: ClientTls) -> Self {
+        self.dial.tls = Some(tls);
+        self
+    }
+
+    /// How channels are opened, all at once: time limit, tokens and trust.
+    #[must_use]
+    pub fn dial_options(mut self, options: DialOptions) -> Self {
+        self.dial = options;
+        self
+    }
+
+    /// How long opening the channel may take. 10 s.
+    #[must_use]
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.dial.connect_timeout = timeout;
+        self
+    }
+
+    /// How long the handshake may take, hops included. 10 s.
+    #[must_use]
+    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+        self.handshake_timeout = timeout;
+        self
+    }
+
+    /// How long to wait for a server at a `tracker://` address while others have them all. No limit.
+    #[must_use]
+    pub fn queue_timeout(mut self, timeout: Duration) -> Self {
+        self.queue_timeout = Some(timeout);
+        self
+    }
+
+    /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
+    #[must_use]
+    pub fn keep_alive(mut self, interval: Duration) -> Self {
+        self.keep_alive = interval;
+        self
+    }
+
+    /// What the session may have on the wire and in queues.
+    #[must_use]
+    pub fn limits(mut self, limits: WireLimits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// The functions that `local:` addresses find.
+    #[must_use]
+    pub fn local(mut self, registry: Registry) -> Self {
+        self.local = Some(registry);
+        self
+    }
+
+    /// Opens a session with the server at `target`, or with one that the tracker gives out, if that is a `tracker://`
+    /// address; see [`tracker`](crate::tracker) for more than that. Its input and output run as a task of the current tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why. Cancel-safe.
+    pub async fn connect(&self, target: &str) -> Result<Session, ConnectError> {
+        let address: Address = target.parse()?;
+        if address.tracker_address().is_some() {
+            return crate::tracker::connect(self, &address, self.queue_timeout).await;
+        }
+        self.connect_at(target).await
+    }
+
+    /// As [`connect`](Self::connect), where no tracker is asked.
+    pub(crate) async fn connect_at(&self, target: &str) -> Result<Session, ConnectError> {
+        let (first, further) = self.route(target);
+        Ok(self.forward(&first, &further).await?.into())
+    }
+
+    /// As [`connect`](Self::connect), on the calling thread and without a runtime: the session's input and output are done
+    /// by whoever waits for it, so that a call costs no switch to another thread. That holds for `tcp://`, `unix:` and `exec:`
+    /// addresses; those of sessions at other addresses run on a thread that all such sessions of the process share.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub fn connect_blocking(&self, target: &str) -> Result<Session, ConnectError> {
+        if target.parse::<Address>()?.tracker_address().is_some() {
+            let (this, target) = (self.clone(), target.to_owned());
+            return crate::runtime::run_in_background(async move { this.connect(&target).await });
+        }
+        let (first, further) = self.route(target);
+        let plan = self.plan(&first, &further)?;
+        if *plan.address.kind() == AddressKind::Local {
+            return Ok(Session::new(LocalSession::new(self.local.clone().unwrap_or_default())));
+        }
+        crate::runtime::install_probe();
+        if plan.tunnel || !plan.address.has_plain_socket() {
+            let this = self.clone();
+            return crate::runtime::run_in_background(async move { this.forward(&first, &further).await })
+                .map(Session::from);
+        }
+        let channel = dial_blocking(&plan.address, &self.dial)?;
+        let handshake = self.handshake(plan.key, plan.forward, &Security::default());
+        let hands = dial_hands_blocking(&channel, handshake);
+        #[cfg(feature = "exec")]
+        let hands = hands.map_err(|error| crate::transports::exec::explain_blocking(error, channel.guard()));
+        let (mut negotiated, mut input) = hands?;
+        if negotiated.theirs.relay && negotiated.ours.forward.is_empty() {
+            spoken_to(&input, channel.peer())?;
+            let handshake = self.handshake(negotiated.ours.key, Vec::new(), &Security::default());
+            (negotiated, input) = dial_hands_blocking(&channel, handshake)?;
+            is_no_relay(&negotiated, channel.peer())?;
+        }
+        let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
+        let session = session.map_err(|error| TransportError::from_io(target, error))?;
+        Ok(Session::new(session))
+    }
+
+    /// Opens a session with the server at the far end of `channel`, which this side dialled.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub async fn connect_channel(&self, channel: Channel) -> Result<Session, ConnectError> {
+        Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
+    }
+
+    /// The first address to go to, and those behind it.
+    fn route(&self, target: &str) -> (String, Vec<String>) {
+        match self.via.split_first() {
+            Some((first, further)) => (first.clone(), further.iter().cloned().chain([target.to_owned()]).collect()),
+            None => (target.to_owned(), Vec::new()),
+        }
+    }
+
+    /// Opens a session with `first`, which is to forward to `further`.
+    pub(crate) async fn forward(&self, first: &str, further: &[String]) -> Result<SharedSession, ConnectError> {
+        let (mut first, mut further) = (first, further);
+        let mut way = None;
+        loop {
+            let plan = self.plan(first, further)?;
+            if !plan.tunnel {
+                return self.open(plan, way).await;
+            }
+            let Some((next, rest)) = further.split_first() else { return Err(leads_nowhere(first).into()) };
+            way = Some(self.tunnel(plan.address, way, next).await?);
+            (first, further) = (next, rest);
+        }
+    }
+
+    /// Opens a session with a server, at the end of a way that leads there if there is one.
+    async fn open(&self, plan: Plan, way: Option<Channel>) -> Result<SharedSession, ConnectError> {
+        if *plan.address.kind() == AddressKind::Local {
+            if way.is_some() || !self.behind.0.is_empty() {
+                let text = "'local:' is the process that connects, and nothing that others are brought to";
+                return Err(RpcError::new(ErrorKind::Refused, text).into());
+            }
+            let registry = self.local.clone().unwrap_or_default();
+            return Ok(std::sync::Arc::new(LocalSession::new(registry)));
+        }
+        crate::runtime::install_probe();
+        let Plan { address, key, forward, .. } = plan;
+        let client =
+            |channel| -> Going<'_, ClientSession> { Box::pin(self.client(channel, key.clone(), forward.clone())) };
+        Ok(std::sync::Arc::new(self.meet(&address, way, &client).await?))
+    }
+
+    /// Opens the way to `next` through the hop at `address`.
+    async fn tunnel(&self, address: Address, way: Option<Channel>, next: &str) -> Result<Channel, ConnectError> {
+        crate::runtime::install_probe();
+        let next: Hop = next.parse()?;
+        let next = next.address.without_key().to_string();
+        let lead = |mut channel: Channel| -> Going<'_, Channel> {
+            let mut config = self.handshake(String::new(), vec![next.clone()], channel.security());
+            config.hello.tunnel = true;
+            config.hello.workspace.clear();
+            config.hello.ticket.clear();
+            Box::pin(async move {
+                let (_, input) = self.hands(&mut channel, config).await?;
+                spoken_to(&input, channel.peer())?;
+                Ok(channel)
+            })
+        };
+        let channel = self.meet(&address, way, &lead).await?;
+        Ok(channel.leading_to(format!("{next} through {address}")))
+    }
+
+    /// Opens a channel to `address` and goes on with it. Where that is another one on a connection that there was, and nothing
+    /// is heard over it any more, the server has begun anew, or the way to it is cut: then a second attempt is made over a new
+    /// connection, and the first of the two that succeeds counts.
+    async fn meet<'a, T>(
+        &'a self,
+        address: &'a Address,
+        way: Option<Channel>,
+        go_on: &(dyn Fn(Channel) -> Going<'a, T> + Sync),
+    ) -> Result<T, ConnectError> {
+        let channel = self.channel(address, way).await?;
+        let Some(connection) = channel.security().connection.clone() else { return go_on(channel).await };
+        let mut first = go_on(channel);
+        tokio::select! {
+            biased;
+            outcome = &mut first => return outcome,
+            () = connection.silence() => connection.suspect(),
+        }
+        let mut second = Box::pin(async { go_on(self.channel(address, None).await?).await });
+        tokio::select! {
+            biased;
+            outcome = &mut first => match outcome {
+                Ok(done) => Ok(done),
+                Err(_) => second.await,
+            },
+            outcome = &mut second => match outcome {
+                Ok(done) => Ok(done),
+                Err(_) => first.await,
+            },
+        }
+    }
+
+    /// A channel to `address`, over what leads there if there is such a thing.
+    async fn channel(&self, address: &Address, way: Option<Channel>) -> Result<Channel, ConnectError> {
+        #[cfg(feature = "tls")]
+        if address.is_encrypted()
+            && self.dial.tokens.is_empty()
+            && self.dial.tls.as_ref().is_some_and(|tls| !tls.verifies())
+        {
+            return Err(TransportError::unsupported(address, NOBODY_KNOWN).into());
+        }
+        let options = &self.dial;
+        #[cfg(feature = "quic")]
+        let options = &DialOptions { quic_idle: crate::transports::quic::idle_for(self.keep_alive), ..options.clone() };
+        Ok(match way {
+            None => dial(address, options).await?,
+            Some(way) => dial_through(address, options, way).await?,
+        })
+    }
+
+    async fn client(
+        &self,
+        mut channel: Channel,
+        key: String,
+        forward: Vec<String>,
+    ) -> Result<ClientSession, ConnectError> {
+        let handshake = self.handshake(key, forward, channel.security());
+        let forwards = !handshake.hello.forward.is_empty();
+        let (mut negotiated, mut input) = self.hands(&mut channel, handshake).await?;
+        if negotiated.theirs.relay && !forwards {
+            spoken_to(&input, channel.peer())?;
+            let relay = channel.peer().to_owned();
+            channel = channel.leading_to(relay);
+            let handshake = self.handshake(negotiated.ours.key, Vec::new(), channel.security());
+            (negotiated, input) = self.hands(&mut channel, handshake).await?;
+            is_no_relay(&negotiated, channel.peer())?;
+        }
+        Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
+    }
+
+    /// Performs a handshake, and remembers what it has shown about the connection under the channel.
+    async fn hands(
+        &self,
+        channel: &mut Channel,
+        handshake: HandshakeConfig,
+    ) -> Result<(Negotiated, BytesMut), RpcError> {
+        let hands = dial_hands(channel, handshake).await;
+        #[cfg(feature = "exec")]
+        let hands = match hands {
+            Err(error) => Err(crate::transports::exec::explain(error, channel.guard()).await),
+            hands => hands,
+        };
+        if let (Err(error), Some(connection)) = (&hands, &channel.security().connection)
+            && error.hop() == 0
+        {
+            // Not the server has said so: perhaps the connection leads nowhere any more.
+            connection.suspect();
+        }
+        let (negotiated, input) = hands?;
+        if let Some(connection) = &channel.security().connection {
+            connection.prove(DIALLER, &negotiated.identity);
+        }
+        Ok((negotiated, input))
+    }
+
+    /// What is dialled, which key the target must have, and what the dialled one is to forward to.
+    pub(crate) fn plan(&self, first: &str, further: &[String]) -> Result<Plan, ConnectError> {
+        let Hop { address, tunnel } = first.parse()?;
+        let mut target = Hop { address: address.clone(), tunnel };
+        for hop in further {
+            target = hop.parse::<Hop>()?;
+        }
+        if target.tunnel {
+            return Err(leads_nowhere(&target.to_string()).into());
+        }
+        let key = target.address.key().map_or_else(|| self.key.clone(), str::to_owned);
+        let forward = further.iter().map(|hop| Ok(hop.parse::<Hop>()?.without_key().to_string()));
+        let forward = forward.collect::<Result<_, AddressError>>()?;
+        Ok(Plan { address: address.without_key(), tunnel, key, forward })
+    }
+
+    fn handshake(&self, key: String, forward: Vec<String>, security: &Security) -> HandshakeConfig {
+        let mut hello = Hello::new(Role::Client);
+        hello.key = key;
+        hello.workspace.clone_from(&self.workspace);
+        hello.ticket.clone_from(&self.ticket);
+        hello.forward = forward;
+        (hello.path, hello.on_behalf) = self.behind.clone();
+        hello.keep_alive_ms = self.keep_alive.as_millis() as u64;
+        self.limits.apply(&mut hello);
+        let identities = of_dialler(&self.dial.tokens, security);
+        HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
+    }
+
+    /// The key that the server must have, if any.
+    pub(crate) fn asked_key(&self) -> Option<&str> {
+        (!self.key.is_empty()).then_some(&self.key)
+    }
+
+    pub(crate) fn wanted(&self) -> Option<&ServerRequest> {
+        self.wanted.as_deref()
+    }
+
+    pub(crate) fn link(&self) -> LinkConfig {
+        LinkConfig { keep_alive: self.keep_alive }
+    }
+}
+
+#[cfg(feature = "tls")]
+const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
+
+/// Makes sure that nothing came from somebody whom this side has to address first.
+pub(crate) fn spoken_to(input: &[u8], peer: &str) -> Result<(), RpcError> {
+    if input.is_empty() {
+        return Ok(());
+    }
+    let error = RpcError::new(ErrorKind::Protocol, "a server spoke first that should be spoken to");
+    Err(error.with_peer(peer.to_owned()))
+}
+
+fn is_no_relay(negotiated: &Negotiated, peer: &str) -> Result<(), RpcError> {
+    if !negotiated.theirs.relay {
+        return Ok(());
+    }
+    let error = RpcError::new(ErrorKind::Protocol, "behind the relay there is another relay, and no server");
+    Err(error.with_peer(peer.to_owned()))
+}
+
+fn leads_nowhere(tunnel: &str) -> RpcError {
+    let text = format!("'{tunnel}' is a tunnel, and leads nowhere: name the server behind it");
+    RpcError::new(ErrorKind::InvalidArgument, text)
+}
+
+/// What is done with a channel that has been opened.
+type Going<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> + Send + 'a>>;
+
+/// See [`Connector::plan`].
+pub(crate) struct Plan {
+    pub(crate) address: Address,
+    pub(crate) tunnel: bool,
+    pub(crate) key: String,
+    pub(crate) forward: Vec<String>,
+}
+
+impl Default for Connector {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,55 @@
+//! Errors of connecting: why there is no session.
+
+use rpc_core::{ErrorKind, RpcError};
+
+use crate::address::AddressError;
+use crate::error::TransportError;
+
+/// Why there is no session.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// The address is malformed.
+    #[error("bad address")]
+    Address(#[from] AddressError),
+    /// No channel could be opened.
+    #[error("cannot reach the peer")]
+    Transport(#[from] TransportError),
+    /// The peer, or a hop behind it, was reached and gave no session.
+    #[error("no session with the peer")]
+    Session(#[from] RpcError),
+}
+
+impl ConnectError {
+    /// The same facts as an error of a session.
+    pub fn into_rpc_error(self) -> RpcError {
+        match self {
+            Self::Address(error) => RpcError::new(ErrorKind::InvalidArgument, error.to_string()),
+            Self::Transport(error) => {
+                let kind = match &error {
+                    TransportError::Insecure { .. } | TransportError::Unauthenticated { .. } => {
+                        ErrorKind::Unauthenticated
+                    }
+                    TransportError::Unsupported { .. } => ErrorKind::Unsupported,
+                    TransportError::PermissionDenied { .. } => ErrorKind::Refused,
+                    _ => ErrorKind::PeerLost,
+                };
+                let address = error.address().to_owned();
+                let mut text = error.to_string();
+                let mut cause = std::error::Error::source(&error);
+                while let Some(error) = cause {
+                    text += &format!(": {error}");
+                    cause = error.source();
+                }
+                RpcError::new(kind, text).with_peer(address)
+            }
+            Self::Session(error) => error,
+        }
+    }
+}
+
+impl From<ConnectError> for RpcError {
+    fn from(error: ConnectError) -> Self {
+        error.into_rpc_error()
+    }
+}

@@ -1,0 +1,187 @@
+//! Listeners: where channels arrive, and which errors of accepting end one.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use tokio::time::Instant;
+
+use crate::address::Address;
+use crate::channel::Channel;
+use crate::error::TransportError;
+
+/// Where channels arrive. Dropping it stops listening; channels accepted before live on.
+pub struct Listener {
+    address: Address,
+    source: Box<dyn Accept>,
+    /// Set while accepting must wait for something to be freed. Kept here rather than in the future of
+    /// `accept`, so that dropping that future neither loses nor shortens the wait.
+    pause: Option<Instant>,
+    /// How long the next pause lasts.
+    pause_len: Duration,
+}
+
+/// One transport's own listener.
+pub(crate) trait Accept: Send {
+    /// The next channel, or why there is none now. An error does not end the listener.
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>>;
+}
+
+impl Listener {
+    pub(crate) fn new(address: Address, source: impl Accept + 'static) -> Self {
+        Self { address, source: Box::new(source), pause: None, pause_len: PAUSE_MIN }
+    }
+
+    /// Waits for the next channel. Cancel-safe: dropping the future loses no connection.
+    ///
+    /// A connection that died while it waited is passed over. When files or memory run out, accepting
+    /// pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by itself.
+    ///
+    /// # Errors
+    ///
+    /// Only what ends the listener for good, such as a socket that the system took away.
+    pub async fn accept(&mut self) -> Result<Channel, TransportError> {
+        loop {
+            if let Some(until) = self.pause {
+                tokio::time::sleep_until(until).await;
+                self.pause = None;
+            }
+            let error = match poll_fn(|cx| self.source.poll_accept(cx)).await {
+                Ok(channel) => {
+                    self.pause_len = PAUSE_MIN;
+                    return Ok(channel);
+                }
+                Err(error) => error,
+            };
+            match AcceptFailure::of(&error) {
+                AcceptFailure::Connection => {
+                    tracing::debug!(address = %self.address, %error, "a connection died unaccepted");
+                }
+                AcceptFailure::Exhausted => {
+                    tracing::warn!(
+                        address = %self.address,
+                        %error,
+                        pause = ?self.pause_len,
+                        "the system has no room for a connection: accepting again after a pause"
+                    );
+                    self.pause = Some(Instant::now() + self.pause_len);
+                    self.pause_len = (self.pause_len * 2).min(PAUSE_MAX);
+                }
+                AcceptFailure::Listener => {
+                    return Err(TransportError::from_io(self.address.to_string(), error));
+                }
+            }
+        }
+    }
+
+    /// What is listened on, with the port that was chosen. A wildcard host stays a wildcard.
+    #[must_use]
+    pub fn local_address(&self) -> &Address {
+        &self.address
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listener").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// What an error of `accept` says about the listener.
+enum AcceptFailure {
+    /// One connection is gone; others are not affected.
+    Connection,
+    /// The process or the system has run out of something; trying again at once would spin.
+    Exhausted,
+    /// The listener itself is broken.
+    Listener,
+}
+
+impl AcceptFailure {
+    fn of(error: &io::Error) -> Self {
+        match Errno::from_io_error(error) {
+            Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => Self::Exhausted,
+            // Besides a reset, Linux hands the network errors of the new connection to `accept`, and a
+            // firewall's refusal as a missing permission.
+            Some(
+                Errno::CONNABORTED
+                | Errno::CONNRESET
+                | Errno::INTR
+                | Errno::PROTO
+                | Errno::PERM
+                | Errno::TIMEDOUT
+                | Errno::NETDOWN
+                | Errno::NETUNREACH
+                | Errno::HOSTDOWN
+                | Errno::HOSTUNREACH
+                | Errno::NOPROTOOPT
+                | Errno::OPNOTSUPP,
+            ) => Self::Connection,
+            _ => Self::Listener,
+        }
+    }
+}
+
+/// Long enough for another connection to end, short enough to go unnoticed.
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+/// A dialler gives up after 10 s; this leaves it several chances.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::error::Error as _;
+
+    use super::*;
+
+    /// Yields what it was given, then nothing.
+    struct Scripted(VecDeque<io::Result<Channel>>);
+
+    impl Accept for Scripted {
+        fn poll_accept(&mut self, _: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+            self.0.pop_front().map_or(Poll::Pending, Poll::Ready)
+        }
+    }
+
+    fn listener(script: impl IntoIterator<Item = io::Result<Channel>>) -> Listener {
+        Listener::new(Address::local(), Scripted(script.into_iter().collect()))
+    }
+
+    fn failure(errno: Errno) -> io::Result<Channel> {
+        Err(errno.into())
+    }
+
+    fn channel() -> io::Result<Channel> {
+        Ok(Channel::new(tokio::io::empty(), "nobody"))
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_died_unaccepted_is_passed_over() {
+        let mut listener = listener([failure(Errno::CONNABORTED), failure(Errno::PROTO), channel()]);
+        assert_eq!(listener.accept().await.unwrap().peer(), "nobody");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn exhaustion_pauses_and_the_pause_survives_cancellation() {
+        let mut listener = listener([failure(Errno::MFILE), failure(Errno::NFILE), channel()]);
+        let start = Instant::now();
+        // The first attempt meets the failure, and is dropped within the pause.
+        let early = tokio::time::timeout(PAUSE_MIN / 5, listener.accept()).await;
+        assert!(early.is_err());
+        listener.accept().await.unwrap();
+        assert_eq!(start.elapsed(), PAUSE_MIN + PAUSE_MIN * 2);
+        assert_eq!(listener.pause_len, PAUSE_MIN);
+    }
+
+    #[tokio::test]
+    async fn a_broken_listener_is_an_error() {
+        let mut listener = listener([failure(Errno::BADF)]);
+        let error = listener.accept().await.unwrap_err();
+        assert!(matches!(error, TransportError::Io { .. }), "{error:?}");
+        assert_eq!(error.address(), "local:");
+        assert!(error.source().is_some());
+    }
+}
