@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rpc_core::function::FromCall;
-use rpc_core::object::Invocation;
+use rpc_core::function::Invocation;
 use rpc_core::tensor::Access;
 use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
-use rpc_core::object::Object;
+use rpc_core::function::Object;
 use rpc_core::{Device, ErrorKind, LocalValue, Pack, Packed, RpcError, Tensor, Value, blocking};
 
 use crate::backend::Backend;

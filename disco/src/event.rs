@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
-use rpc_core::object::Object;
+use rpc_core::function::Object;
 use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value, blocking};
 use serde::{Deserialize, Serialize};
 

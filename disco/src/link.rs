@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use rpc_core::object::Object;
+use rpc_core::function::Object;
 use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::tensor::Access;
 use rpc_core::{

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use ring::digest::{SHA256, digest};
-use rpc_core::modules::Digest;
+use rpc_core::client::Digest;
 use rpc_core::{ErrorKind, RpcError, Tensor, Value};
 
 use crate::command::Scope;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use rpc_core::object::Object;
+use rpc_core::function::Object;
 use rpc_core::{DataType, LocalValue, RpcError, Value};
 
 /// What a parameter of a recorded program takes: see [`Recorder::parameter_of`](crate::Recorder::parameter_of).

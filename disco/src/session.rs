@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use rpc_core::object::Object;
+use rpc_core::function::Object;
 use rpc_core::tensor::Access;
 use rpc_core::{DataType, Device, ErrorKind, RpcError, Tensor, Value, VirtualDevice};
 

@@ -6,7 +6,7 @@ mod program;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use rpc_core::object::{Function, FunctionKind, Object};
+use rpc_core::function::{Function, FunctionKind, Object};
 use rpc_core::{Context, DataType, ErrorKind, LocalValue, Module, RpcError, Tensor, Value, VirtualDevice, blocking};
 
 use self::layout::{HEADER, read_layout, result_layout, write_layout};

@@ -23,64 +23,67 @@
 //! # Ok::<(), rpc_core::RpcError>(())
 //! ```
 //!
-//! Read first [`session`] (the contract), then [`remote`] (the client's view), [`function`] (what a server registers),
-//! [`local`] (how it is served) and [`callback`] (how it calls the client).
+//! # Where to read on
+//!
+//! * **Calling** a session: [`client`], with [`Session`], [`Action`] and the references.
+//! * **Serving** one: [`function`] (closures, [`Registry`], [`Context`]), [`local`] ([`LocalSession`]), [`device`],
+//!   [`tensor`] and [`limits`].
+//! * **Implementing** one: [`session`] (the contract, [`RpcSession`]), [`reply`], and [`proto`], the protocol without
+//!   input and output.
+//! * **Words of all three**: [`value`], [`handle`], [`dlpack`], [`error`], [`trace`]; [`placement`] plans calls over
+//!   several sessions.
 
 #![deny(unsafe_code)]
 
 pub mod blocking;
-pub mod callback;
-pub mod convert;
+pub mod client;
 #[allow(unsafe_code)]
 pub mod device;
 #[allow(unsafe_code)]
 pub mod dlpack;
 pub mod error;
-pub mod files;
 pub mod function;
 pub mod handle;
+pub mod limits;
 pub mod local;
-pub mod module;
-pub mod modules;
-pub mod object;
 mod panics;
 pub mod placement;
 pub mod proto;
-pub mod quota;
-pub mod registry;
-pub mod remote;
 pub mod reply;
 pub mod session;
 pub mod shared_libraries;
-pub mod target;
 #[allow(unsafe_code)]
 pub mod tensor;
 pub mod trace;
-pub mod transfer;
 #[cfg(all(feature = "tvm-ffi", unix, target_pointer_width = "64"))]
 #[allow(unsafe_code)]
 pub mod tvm_ffi;
 pub mod value;
-pub mod virtual_device;
 
-pub use callback::{CallbackHandler, CallbackReturn, NewCallback, RemoteCallback};
-pub use convert::{FromReply, IntoArg, IntoArgs, Pack, Shape, Shared};
-pub use device::{DeviceApi, DeviceAttribute, Devices};
+// What every part of a program uses.
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
 pub use error::{ErrorKind, Fault, Result, RpcError};
 pub use handle::{Handle, HandleQuota, HandleTable};
-pub use local::{Backlog, LocalSession, LocalSessionBuilder, SessionLimits, Spawner, ThreadQuota};
-pub use module::{FunctionModule, LoadRequest, ModuleLoader};
-pub use object::{
-    Context, Function, FunctionKind, LocalValue, Module, Object, Signature, ThreadPlace, Usage, WorkspaceFiles,
-};
-pub use quota::MemoryQuota;
-pub use registry::Registry;
-pub use remote::{Action, Pending, RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, Session, TypedFunction};
-pub use reply::{PendingReply, Responder, Submission};
-pub use session::{Lane, Operation, Request, RpcSession, SharedSession};
-pub use target::Target;
-pub use tensor::{Tensor, TensorView, TensorViewMut};
 pub use trace::TraceContext;
 pub use value::{Packed, Reference, TensorRef, Value};
-pub use virtual_device::{DeviceDescription, VirtualDevice, VirtualDeviceBuilder};
+
+// What a client needs.
+pub use client::{
+    Action, CallbackHandler, CallbackReturn, NewCallback, Pending, RemoteCallback, RemoteFunction, RemoteModule,
+    RemoteObject, RemoteTensor, Session, TypedFunction,
+};
+pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};
+
+// What a server needs.
+pub use device::{DeviceApi, DeviceAttribute, DeviceDescription, Devices, Target, VirtualDevice, VirtualDeviceBuilder};
+pub use function::{
+    Context, Function, FunctionKind, FunctionModule, LoadRequest, LocalValue, Module, ModuleLoader, Object, Registry,
+    Shared, Signature, ThreadPlace, Usage, WorkspaceFiles,
+};
+pub use limits::MemoryQuota;
+pub use local::{Backlog, LocalSession, LocalSessionBuilder, SessionLimits, Spawner, ThreadQuota};
+pub use tensor::{Tensor, TensorView, TensorViewMut};
+
+// What an implementer of a session needs.
+pub use reply::{PendingReply, Responder, Submission};
+pub use session::{Lane, Operation, Request, RpcSession, SharedSession};

@@ -12,7 +12,7 @@ use crate::handle::Handle;
 /// An argument or a return.
 ///
 /// `O` is what stands for an object that lives in a session: a [`Reference`], by handle, on the wire and at the client;
-/// an [`Object`](crate::object::Object) itself at the origin. Everything else is the same at both ends.
+/// an [`Object`](crate::function::object::Object) itself at the origin. Everything else is the same at both ends.
 #[derive(Clone, Debug, PartialEq, Default)]
 #[non_exhaustive]
 pub enum Value<O = Reference> {

@@ -17,7 +17,7 @@
 //!    loads nothing itself. Loaded modules stay until that process ends.
 //! 4. **Bounded**: each module (`--max-module`), all of them together (`--module-store-size`), uploads at a time.
 //!
-//! [`rpc_core::modules::Modules`] is the client; [`hash()`] computes what it wants to know of a file.
+//! [`rpc_core::client::Modules`] is the client; [`hash()`] computes what it wants to know of a file.
 
 mod digest_list;
 mod error;

@@ -13,7 +13,7 @@ use disco::{
     Content, DRef, DiscoSession, Hosting, Options, Part, ReduceOp, Scope, ShardLoader, SocketSession, WeightFolders,
     WeightReader, WorkerId,
 };
-use rpc_core::files::Files;
+use rpc_core::client::Files;
 use rpc_core::{
     DataType, Device, DeviceAttribute, ErrorKind, LocalSession, Pack, Registry, RemoteTensor, Session, Shared, Tensor,
     Value, VirtualDevice,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use std::{env, fs, process, thread};
 
 use clap::Parser;
-use rpc_core::files::Files;
+use rpc_core::client::Files;
 use rpc_core::{DataType, Device, ErrorKind, Pack, Registry, RemoteObject, RpcError, Session};
 use rpc_server::builtins::ServerInfo;
 use rpc_server::config::{ServeSettings, TrackerConfig};

@@ -9,8 +9,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use disco::{Hosting, Options, SocketSession};
-use rpc_core::files::Files;
-use rpc_core::modules::{Digest, Modules};
+use rpc_core::client::Files;
+use rpc_core::client::{Digest, Modules};
 use rpc_core::{ErrorKind, Pack, Registry, RpcError, Session};
 use rpc_server::builtins::{ModulesInfo, ServerInfo};
 use rpc_server::config::{ByteSize, ConfigError, Isolate, ServeConfig, ServeError};

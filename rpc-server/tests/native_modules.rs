@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use rpc_core::modules::{Digest, Modules};
+use rpc_core::client::{Digest, Modules};
 use rpc_core::{DataType, Device, ErrorKind, RemoteModule, RpcError, Session};
 use rpc_server::ServerProcess;
 use rpc_server::builtins::{TimeOptions, time_function};

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use rpc_core::files::Files;
+use rpc_core::client::Files;
 use rpc_core::{DataType, Device, ErrorKind, Pack, Registry, RemoteObject, Session};
 use rpc_server::builtins::{ServerInfo, TimeOptions, time_function};
 use rpc_server::config::{ByteSize, ConfigError, Isolate, ServeConfig, ServeError, Span};

@@ -16,7 +16,7 @@
 
 use std::time::{Duration, Instant};
 
-use rpc_core::modules::Modules;
+use rpc_core::client::Modules;
 use rpc_core::{DataType, Device, Registry, RemoteFunction, RemoteTensor, Session};
 use rpc_server::config::{Isolate, ServeConfig};
 use rpc_server::{RpcServer, isolate};
@@ -79,7 +79,7 @@ impl Report {
     }
 }
 
-fn loads(report: &Report, connect: &dyn Fn() -> Session, digest: rpc_core::modules::Digest) {
+fn loads(report: &Report, connect: &dyn Fn() -> Session, digest: rpc_core::client::Digest) {
     let (mut first, mut again) = (Vec::new(), Vec::new());
     for _ in 0..LOADS {
         let session = connect();
@@ -93,7 +93,7 @@ fn loads(report: &Report, connect: &dyn Fn() -> Session, digest: rpc_core::modul
     report.print("load", &[("first", median(&mut first)), ("again", median(&mut again))]);
 }
 
-fn calls(report: &Report, session: &Session, digest: rpc_core::modules::Digest) {
+fn calls(report: &Report, session: &Session, digest: rpc_core::client::Digest) {
     let module = Modules::new(session).load(digest).wait().unwrap();
     let function = |name: &str| module.function(name).wait().unwrap();
     let builtin = |name: &str| session.get_function(name).wait().unwrap();

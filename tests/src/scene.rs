@@ -12,7 +12,7 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rpc_core::transfer::{CopyFrom, CopyTo};
+use rpc_core::client::{CopyFrom, CopyTo};
 use rpc_core::{
     Action, FromReply, IntoArgs, Lane, Pending, RemoteFunction, RemoteObject, Result, Session, SessionLimits, Usage,
 };

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use rpc_core::files::Files;
+use rpc_core::client::Files;
 use rpc_core::{DataType, Device, DeviceAttribute, RemoteFunction, RemoteObject, RemoteTensor, Session};
 use rpc_server::config::ServeConfig;
 use rpc_server::server::{RpcServer, Running};

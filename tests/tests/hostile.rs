@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rcgen::{ExtendedKeyUsagePurpose, date_time_ymd};
-use rpc_core::files::Files;
+use rpc_core::client::Files;
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
 use rpc_core::{DataType, Device, ErrorKind, Lane, Operation, Packed, RemoteObject, Request, RpcError};
 use rpc_server::config::ServeConfig;

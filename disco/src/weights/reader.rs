@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rpc_core::tensor::Borrow;
-use rpc_core::virtual_device::GLOBAL;
+use rpc_core::device::GLOBAL;
 use rpc_core::{DataType, Device, Result, RpcError, Tensor, VirtualDevice};
 
 use super::ahead::meanwhile;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use rpc_core::dlpack::dense_size;
-use rpc_core::object::{FunctionKind, Object, Opaque};
+use rpc_core::function::{FunctionKind, Object, Opaque};
 use rpc_core::{
     Context, DataType, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value, VirtualDevice,
     blocking,

@@ -6,6 +6,8 @@
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub(crate) mod target;
+pub(crate) mod virtual_device;
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -17,11 +19,11 @@ use std::sync::Arc;
 
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::target::Target;
 use crate::value::Value;
-use crate::virtual_device::{DeviceDescription, VirtualDevice};
 
 pub use cpu::{CpuAllocator, CpuDevice, HostMemory, SystemAllocator};
+pub use target::Target;
+pub use virtual_device::{DeviceDescription, GLOBAL, VirtualDevice, VirtualDeviceBuilder};
 
 macro_rules! attributes {
     ($($(#[$doc:meta])* $attribute:ident = $code:literal $name:literal;)*) => {

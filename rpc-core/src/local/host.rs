@@ -8,8 +8,8 @@ use super::{SessionLimits, Shared, lock};
 use crate::device::{AllocRequest, Devices, Memory, Stream};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::module::LoadRequest;
-use crate::object::{Function, Host, Module, Signature, ThreadPlace, Usage, WorkspaceFiles};
+use crate::function::loader::LoadRequest;
+use crate::function::object::{Function, Host, Module, Signature, ThreadPlace, Usage, WorkspaceFiles};
 use crate::session::Lane;
 use crate::tensor::{Layout, Storage, Tensor};
 

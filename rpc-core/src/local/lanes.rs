@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::Backlog;
-use super::thread::{Parked, Threads};
+use super::threads::{Parked, Threads};
 use crate::error::RpcError;
 use crate::handle::Handle;
 use crate::reply::Responder;

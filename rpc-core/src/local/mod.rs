@@ -1,16 +1,16 @@
 //! The local session: this process's functions and devices. Every other kind of session ends at one of these.
 
-mod future;
+mod async_jobs;
 mod host;
+mod lane_runner;
 mod lanes;
-mod perform;
-mod quota;
-mod run;
+mod operations;
+mod resolve;
 #[cfg(test)]
 mod tests;
-mod thread;
+mod thread_quota;
+mod threads;
 mod timer;
-mod work;
 
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
@@ -25,24 +25,24 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
+use self::lane_runner::Ran;
 use self::lanes::{Capacity, Front, Job, LaneKey, Lanes, Removed, Turn, Waiting};
-use self::run::Ran;
-use self::thread::{Parked, Threads};
+use self::resolve::{Place, Work};
+use self::threads::{Parked, Threads};
 use self::timer::{Deadlines, Expire};
-use self::work::{Place, Work};
 use crate::device::Devices;
 use crate::dlpack::Device;
 use crate::error::{ErrorKind, RpcError};
+use crate::function::object::{Host, Object, Usage, WorkspaceFiles};
+use crate::function::registry::Registry;
 use crate::handle::{Handle, HandleQuota, HandleTable};
-use crate::object::{Host, Object, Usage, WorkspaceFiles};
+use crate::limits::MemoryQuota;
 use crate::panics::drop_each;
-use crate::quota::MemoryQuota;
-use crate::registry::Registry;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession};
 use crate::value::{TensorRef, Value};
 
-pub use self::quota::ThreadQuota;
+pub use self::thread_quota::ThreadQuota;
 
 /// Runs the futures of asynchronous functions. A crate that brings a runtime implements it.
 pub trait Spawner: Send + Sync {
@@ -343,7 +343,7 @@ struct Shared {
     /// Taken alone, or inside of `lanes`.
     deadlines: Mutex<Deadlines>,
     /// The current streams that lanes have set, by lane and device. A lane for one request has none.
-    streams: Mutex<HashMap<(LaneKey, Device), Arc<work::StreamObject>>>,
+    streams: Mutex<HashMap<(LaneKey, Device), Arc<resolve::StreamObject>>>,
     closing: Mutex<Closing>,
     /// Set at the end, before the table is emptied: nothing is stored in it from then on.
     gone: AtomicBool,
@@ -381,7 +381,7 @@ impl Shared {
             return submission;
         }
         let Request { lane, deadline, trace, operation } = request;
-        let (work, garbage) = work::resolve(&mut lock(&self.table), operation);
+        let (work, garbage) = resolve::resolve(&mut lock(&self.table), operation);
         let work = match work {
             Ok(work) => work,
             Err(error) => {
@@ -465,7 +465,7 @@ impl Shared {
                 None => return,
             };
             let Request { lane, deadline, trace, operation } = request;
-            let (work, garbage) = work::resolve(&mut lock(&self.table), operation);
+            let (work, garbage) = resolve::resolve(&mut lock(&self.table), operation);
             let turn = match work {
                 Ok(work) => {
                     let job = Job { work, responder: Some(responder.clone()), deadline, trace, bytes };

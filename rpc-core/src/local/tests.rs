@@ -8,12 +8,12 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::*;
-use crate::convert::Shared as SharedObject;
 use crate::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, WhenDone};
 use crate::dlpack::DeviceType;
 use crate::error::Result;
-use crate::function::Rest;
-use crate::object::{Context, ThreadPlace};
+use crate::function::convert::Shared as SharedObject;
+use crate::function::handler::Rest;
+use crate::function::object::{Context, ThreadPlace};
 use crate::reply::{PendingReply, ReplySink};
 use crate::value::Reference;
 
@@ -390,7 +390,7 @@ fn when_the_system_refuses_threads_jobs_wait_for_those_there_are_or_fail() {
     registry.add("wait", move || waits.pass()).add_async("async", || async { 1 }).add_inline("one", || 1);
     let session = LocalSession::new(registry);
     let [wait, future, one] = ["wait", "async", "one"].map(|name| handle(&session, name));
-    thread::REFUSE.set(true);
+    threads::REFUSE.set(true);
     // More than the stack would hold, were each to go on with the next.
     let hold = session.submit(call(one, vec![])).reply();
     let calls: Vec<_> = (0..500).map(|n| session.submit(call([wait, future][n % 2], vec![])).reply()).collect();
@@ -400,17 +400,17 @@ fn when_the_system_refuses_threads_jobs_wait_for_those_there_are_or_fail() {
     }
     drop(hold);
     assert_eq!((live_threads(&session), session.backlog()), (0, Backlog::default()));
-    thread::REFUSE.set(false);
+    threads::REFUSE.set(false);
     let first = session.submit(concurrent(wait)).reply();
     eventually("it runs", || gate.waiting() == 1);
-    thread::REFUSE.set(true);
+    threads::REFUSE.set(true);
     let second = session.submit(concurrent(future)).reply();
     let third = session.submit(concurrent(future)).reply();
     assert!(!second.is_done() && !third.is_done());
     gate.open(1);
     wait_all([first, second, third]);
     assert_eq!(live_threads(&session), 1);
-    thread::REFUSE.set(false);
+    threads::REFUSE.set(false);
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use std::fmt;
 
 use super::error::{Origin, PlacementError};
+use crate::device::virtual_device::VirtualDevice;
 use crate::dlpack::{DataType, dense_size};
 use crate::value::Value;
-use crate::virtual_device::VirtualDevice;
 
 /// Where something has to be: in a session, on a device, or both.
 ///

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use super::graph::{CallGraph, CallId, Edge, InputId, Layout, OutputId, ValueId};
+use crate::device::target::Target;
+use crate::device::virtual_device::VirtualDevice;
 use crate::dlpack::Device;
-use crate::target::Target;
-use crate::virtual_device::VirtualDevice;
 
 /// Where something is, for good.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

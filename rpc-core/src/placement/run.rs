@@ -12,10 +12,10 @@ use bytes::{Bytes, BytesMut};
 use super::graph::{Argument, CallId, InputId, ValueId};
 use super::plan::{Place, Plan, Slot, Tensor, Work};
 use crate::blocking;
-use crate::convert::{ArgScope, IntoArg, IntoArgs};
+use crate::client::session::{RemoteFunction, RemoteTensor, Session};
 use crate::dlpack::dense_size;
 use crate::error::{Result, RpcError};
-use crate::remote::{RemoteFunction, RemoteTensor, Session};
+use crate::function::convert::{ArgScope, IntoArg, IntoArgs};
 use crate::session::Lane;
 use crate::value::Value;
 

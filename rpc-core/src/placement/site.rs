@@ -1,11 +1,11 @@
 //! What there is to place things on.
 
+use crate::client::session::Session;
 use crate::device::DeviceAttribute;
+use crate::device::virtual_device::DeviceDescription;
 use crate::dlpack::{Device, DeviceType};
 use crate::error::Result;
-use crate::remote::Session;
 use crate::value::Value;
-use crate::virtual_device::DeviceDescription;
 
 /// The most devices of one kind that a session is asked for.
 const MAX_DEVICES: i32 = 1024;

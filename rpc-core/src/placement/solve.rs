@@ -10,9 +10,9 @@ use super::error::{Origin, PlacementError};
 use super::graph::{Argument, Asked, CallGraph, CallId, Constraint, Edge, InputId, Layout, OutputId, ValueId};
 use super::plan::{Place, Plan, Slot, Tensor, Work};
 use super::site::Site;
+use crate::device::target::Target;
+use crate::device::virtual_device::{DeviceDescription, GLOBAL, VirtualDevice};
 use crate::dlpack::DeviceType;
-use crate::target::Target;
-use crate::virtual_device::{DeviceDescription, GLOBAL, VirtualDevice};
 
 type Result<T, E = PlacementError> = std::result::Result<T, E>;
 

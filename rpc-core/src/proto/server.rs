@@ -17,7 +17,7 @@ use super::message::{peek_write, read_request, write_reply};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
-use crate::quota::{MemoryLease, MemoryQuota};
+use crate::limits::{MemoryLease, MemoryQuota};
 use crate::reply::Outcome;
 use crate::session::{InPlaceWrite, Lane, Request};
 use crate::value::{TensorRef, Value};

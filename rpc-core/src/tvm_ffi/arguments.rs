@@ -13,7 +13,7 @@ use super::object::{Held, OwnedAny};
 use super::signature::Wants;
 use super::tensor::{self, Lent};
 use crate::error::{Result, RpcError};
-use crate::object::{Context, LocalValue, Object};
+use crate::function::object::{Context, LocalValue, Object};
 use crate::value::Value;
 
 /// The arguments of one call, with all that they lend.

@@ -8,7 +8,7 @@ use super::api::Api;
 use super::object::{OwnedAny, Ref, slice_of};
 use super::{arguments, failure, frame, value};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::object::{Context, Function, FunctionKind};
+use crate::function::object::{Context, Function, FunctionKind};
 
 /// A function object that calls `function`, for as long as foreign code holds it, from any thread.
 pub(super) fn create(api: &'static Api, context: &Context, function: Function) -> Result<Ref> {

@@ -10,7 +10,7 @@ use std::sync::{Arc, mpsc};
 use super::function::LaneStream;
 use super::object::Ref;
 use crate::error::RpcError;
-use crate::object::{Context, FunctionKind};
+use crate::function::object::{Context, FunctionKind};
 use crate::tensor::{Access, Borrow, Storage, borrow_all};
 
 thread_local! {

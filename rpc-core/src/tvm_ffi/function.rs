@@ -12,7 +12,7 @@ use super::{frame, value};
 use crate::device::Stream;
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{Result, RpcError};
-use crate::object::{Context, Function, FunctionKind, LocalValue, Object};
+use crate::function::object::{Context, Function, FunctionKind, LocalValue, Object};
 use crate::tensor::Borrow;
 use crate::value::Value;
 

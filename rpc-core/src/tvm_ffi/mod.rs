@@ -73,9 +73,9 @@ use self::api::Api;
 use self::module::FfiModule;
 use self::signature::Typed;
 use crate::error::Result;
-use crate::module::{LoadRequest, ModuleLoader};
-use crate::object::{FunctionKind, Module};
-use crate::registry::Registry;
+use crate::function::loader::{LoadRequest, ModuleLoader};
+use crate::function::object::{FunctionKind, Module};
+use crate::function::registry::Registry;
 
 /// What to load, and from where.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

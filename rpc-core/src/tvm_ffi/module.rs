@@ -13,7 +13,7 @@ use super::signature::Typed;
 use super::{elf, function};
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{Result, RpcError};
-use crate::object::{Context, Function, FunctionKind, Module, Signature};
+use crate::function::object::{Context, Function, FunctionKind, Module, Signature};
 use crate::shared_libraries::reason;
 
 /// A module of TVM-FFI.

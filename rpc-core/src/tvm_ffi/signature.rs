@@ -7,7 +7,7 @@ use std::borrow::Cow;
 
 use serde_json::Value as Json;
 
-use crate::object::Signature;
+use crate::function::object::Signature;
 
 /// What is known of a function.
 pub(super) struct Typed {

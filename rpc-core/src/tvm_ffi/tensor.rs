@@ -11,7 +11,7 @@ use super::frame;
 use super::object::{Ref, slice_of};
 use crate::dlpack::{self, DataType, Device, DeviceType, dense_strides};
 use crate::error::{Result, RpcError};
-use crate::object::Context;
+use crate::function::object::Context;
 use crate::tensor::{Layout, Storage, Tensor};
 
 /// A description of a tensor that is lent to foreign code for one call.

@@ -10,7 +10,7 @@ use super::api::Api;
 use super::object::{self, Held, Pointer, Ref, slice_of};
 use super::{function, module, tensor};
 use crate::error::{Result, RpcError};
-use crate::object::{Context, LocalValue, Object, Opaque};
+use crate::function::object::{Context, LocalValue, Object, Opaque};
 use crate::value::{MAX_DEPTH, Value};
 
 /// The session's form of `value`. Objects get counts of their own, so that `value` may go.

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::{Bytes, BytesMut};
-use rpc_core::files::FileEntry;
+use rpc_core::client::FileEntry;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 
 use crate::session::SessionWorkspace;

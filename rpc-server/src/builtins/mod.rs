@@ -14,7 +14,7 @@
 //! | `rpc.file.commit`, `rpc.file.abort` | writer | null |
 //! | `rpc.file.open` | path | a reader and the length in bytes |
 //! | `rpc.file.read` | reader, offset, length of up to [`MAX_READ_BYTES`] | bytes, fewer only at the end of the file |
-//! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::files::FileEntry), packed |
+//! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::client::FileEntry), packed |
 //! | `rpc.file.rm` | path | null |
 //! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
 //! | `rpc.module.begin_upload` | digest, length | an upload |
@@ -24,8 +24,8 @@
 //! | `rpc.module.import_tensor` | digest, a tensor whose bytes are the module | null |
 //! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
 //!
-//! Writers, readers and uploads are objects of the session and go with it. [`rpc_core::files::Files`] is the client of the
-//! file functions, [`rpc_core::modules::Modules`] that of those for modules, which refuse without `--allow-modules`. With
+//! Writers, readers and uploads are objects of the session and go with it. [`rpc_core::client::Files`] is the client of the
+//! file functions, [`rpc_core::client::Modules`] that of those for modules, which refuse without `--allow-modules`. With
 //! them comes the module loader `tvm_ffi`.
 
 mod files;

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use rpc_core::modules::Digest;
+use rpc_core::client::Digest;
 use rpc_core::{Context, Module, Registry, Result, Shared, TensorView};
 
 use crate::modules::{ModuleError, ModuleService, ModuleUpload, StoreLoader};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use rpc_core::convert::{ArgScope, IntoArg, IntoArgs};
+use rpc_core::function::{ArgScope, IntoArg, IntoArgs};
 use rpc_core::function::Rest;
 use rpc_core::{
     Context, Function, FunctionKind, LocalValue, Registry, RemoteFunction, Result, RpcError, Session, Value,

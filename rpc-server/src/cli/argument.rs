@@ -12,7 +12,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use rpc_core::convert::{ArgScope, IntoArg, IntoArgs};
+use rpc_core::function::{ArgScope, IntoArg, IntoArgs};
 use rpc_core::{RemoteTensor, Session, Value};
 
 use super::failure::Failure;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use rpc_core::files::{FileEntry, Files as RemoteFiles};
+use rpc_core::client::{FileEntry, Files as RemoteFiles};
 use serde_json::{Value as Json, json};
 
 use super::connect::{Files, Globals};

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::Args;
-use rpc_core::modules::{Digest, Modules};
+use rpc_core::client::{Digest, Modules};
 use rpc_core::{RemoteFunction, RemoteModule, Session};
 
 use super::failure::Failure;

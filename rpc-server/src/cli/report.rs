@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 use rpc_core::Pack;
-use rpc_core::modules::Modules;
+use rpc_core::client::Modules;
 use serde_json::{Value as Json, json};
 
 use super::connect::{Files, Globals};

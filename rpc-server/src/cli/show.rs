@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use bytes::Bytes;
-use rpc_core::convert::FromReply;
+use rpc_core::function::FromReply;
 use rpc_core::{Reference, RemoteTensor, Session, Value};
 use serde_json::{Value as Json, json};
 

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use rpc_core::quota::MemoryLease;
+use rpc_core::limits::MemoryLease;
 use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SharedSession, Submission, Usage};
 use rpc_transports::{Channel, Connector, OpenRequest, ProxySession};
 use tokio::io::AsyncWriteExt;

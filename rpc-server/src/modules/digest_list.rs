@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use rpc_core::modules::Digest;
+use rpc_core::client::Digest;
 use serde::{Deserialize, Serialize};
 
 use super::ModuleError;
@@ -53,7 +53,7 @@ impl DigestList {
             }
             // sha256sum puts a backslash in front where it has escaped the name.
             let word = line.strip_prefix('\\').unwrap_or(line).split_whitespace().next().unwrap_or_default();
-            let digest = word.parse().map_err(|error: rpc_core::modules::DigestError| (number, error.to_string()))?;
+            let digest = word.parse().map_err(|error: rpc_core::client::DigestError| (number, error.to_string()))?;
             digests.insert(digest);
             if digests.len() > MAX_DIGESTS {
                 return Err((number, format!("there are more than {MAX_DIGESTS} digests")));

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use rpc_core::modules::{Digest, DigestError};
+use rpc_core::client::{Digest, DigestError};
 use rpc_core::{ErrorKind, RpcError};
 
 use crate::config::{ByteSize, Span};

@@ -3,13 +3,13 @@
 use std::io::{self, Read};
 
 use ring::digest::{Context, SHA256};
-use rpc_core::modules::Digest;
+use rpc_core::client::Digest;
 
 /// How much is read at a time: little enough for the processor's caches, and few calls.
 const PIECE: usize = 128 << 10;
 
 /// Reads `source` to its end. The result is its digest and its length in bytes, as
-/// [`Modules::upload`](rpc_core::modules::Modules::upload) wants them. Blocks.
+/// [`Modules::upload`](rpc_core::client::Modules::upload) wants them. Blocks.
 ///
 /// # Errors
 ///

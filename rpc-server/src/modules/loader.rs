@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rpc_core::modules::Digest;
+use rpc_core::client::Digest;
 use rpc_core::{LoadRequest, Module, ModuleLoader, Result};
 
 use super::ModuleService;

@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use rpc_core::modules::Digest;
+use rpc_core::client::Digest;
 use rpc_core::{Context, Module, Result, RpcError};
 use rustix::fs::OFlags;
 

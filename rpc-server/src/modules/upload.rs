@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::Write as _;
 
-use rpc_core::modules::Digest;
+use rpc_core::client::Digest;
 
 use super::hash::Hasher;
 use super::{ModuleError, ModuleStore};

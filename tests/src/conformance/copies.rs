@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use bytes::{Bytes, BytesMut};
-use rpc_core::transfer::CHUNK;
+use rpc_core::client::CHUNK;
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Result, RpcError};
 
 use crate::scene::{Kit, Scene, on_thread, poll_once};

@@ -4,7 +4,7 @@ use super::memory::CudaMemory;
 use crate::device::Memory;
 use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
-use crate::object::{LocalValue, Object};
+use crate::function::object::{LocalValue, Object};
 use crate::tensor::Tensor;
 use crate::value::Value;
 

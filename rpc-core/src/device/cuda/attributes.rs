@@ -7,8 +7,8 @@ use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use super::gpu::Gpu;
 use super::memory::{HOST_SCOPE, MAX_ALIGNMENT};
 use crate::device::DeviceAttribute;
+use crate::device::target::Target;
 use crate::error::Result;
-use crate::target::Target;
 use crate::value::Value;
 
 /// The answer to anything but [`DeviceAttribute::Exists`].

@@ -11,7 +11,7 @@ use crate::Context;
 use crate::device::Stream;
 use crate::dlpack::Device;
 use crate::error::{Result, RpcError};
-use crate::registry::Registry;
+use crate::function::registry::Registry;
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// Registers the functions that come with the device, for sessions that offer it:

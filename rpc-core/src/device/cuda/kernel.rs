@@ -14,7 +14,7 @@ use super::module::Loaded;
 use super::order;
 use super::stream::CudaStream;
 use crate::error::{Result, RpcError};
-use crate::object::{LocalValue, Object};
+use crate::function::object::{LocalValue, Object};
 use crate::value::Value;
 
 /// A kernel on one GPU.

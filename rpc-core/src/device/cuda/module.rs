@@ -18,8 +18,8 @@ use super::gpu::{Gpu, Handle, lock};
 use super::image::Image;
 use super::kernel::Kernel;
 use crate::error::{Result, RpcError};
-use crate::module::{LoadRequest, ModuleLoader};
-use crate::object::{Context, Function, LocalValue, Module, Object, Signature};
+use crate::function::loader::{LoadRequest, ModuleLoader};
+use crate::function::object::{Context, Function, LocalValue, Module, Object, Signature};
 use crate::value::Value;
 
 /// The loader `cuda`, for files `*.ptx`, `*.cubin` and `*.fatbin` of the workspace.

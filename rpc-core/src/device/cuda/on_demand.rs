@@ -9,8 +9,8 @@ use super::{CudaDevice, CudaModules};
 use crate::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream};
 use crate::dlpack::DeviceType;
 use crate::error::Result;
-use crate::module::{LoadRequest, ModuleLoader};
-use crate::object::Module;
+use crate::function::loader::{LoadRequest, ModuleLoader};
+use crate::function::object::Module;
 use crate::value::Value;
 
 /// All of CUDA's devices, for sessions of which nobody knows whether they use any: the first call [opens](CudaDevice::open) them, and all calls fail where that

@@ -2,7 +2,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rpc_core::modules::Modules;
+use rpc_core::client::Modules;
 use rpc_core::{ErrorKind, FunctionModule, LocalSession, Registry, Session};
 
 use super::*;
@@ -73,7 +73,7 @@ impl Fixture {
     }
 
     fn put(&self, path: &str, content: &str) {
-        rpc_core::files::Files::new(&self.session).put_bytes(path, content.to_owned()).wait().unwrap();
+        rpc_core::client::Files::new(&self.session).put_bytes(path, content.to_owned()).wait().unwrap();
     }
 }
 

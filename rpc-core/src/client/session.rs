@@ -14,7 +14,7 @@
 //! # Ok::<(), rpc_core::RpcError>(())
 //! ```
 //!
-//! The other way, a function of the session may call a closure of the client, see [`crate::callback`]:
+//! The other way, a function of the session may call a closure of the client, see [`crate::client::callbacks`]:
 //!
 //! ```
 //! use rpc_core::{Context, Function, LocalSession, Registry, Session};
@@ -46,16 +46,17 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use crate::blocking;
-use crate::callback;
-use crate::convert::{ArgScope, FromReply, IntoArg, IntoArgs};
+use crate::client::callbacks;
+use crate::client::copies::{CopyFrom, CopyTo};
+use crate::client::held_lane;
 use crate::device::DeviceAttribute;
 use crate::dlpack::{self, DataType, Device, Element};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::convert::{ArgScope, FromReply, IntoArg, IntoArgs};
 use crate::handle::Handle;
 use crate::reply::{PendingReply, Submission};
 use crate::session::{Lane, Operation, Request, RpcSession, SharedSession, release};
 use crate::trace::{self, TraceContext};
-use crate::transfer::{CopyFrom, CopyTo};
 use crate::value::{Reference, TensorRef, Value};
 
 /// A session of any kind, with all operations. Cheap to clone; clones are the same session.
@@ -261,7 +262,7 @@ impl Session {
         self.0.is_encrypted()
     }
 
-    /// Ends the session in good order: what was admitted before completes first. [Callbacks](crate::callback) do not go on:
+    /// Ends the session in good order: what was admitted before completes first. [Callbacks](crate::client::callbacks) do not go on:
     /// what waits for one fails.
     pub fn shutdown(&self) -> Action<()> {
         self.action(Operation::Shutdown)
@@ -402,12 +403,12 @@ impl<T: FromReply> Action<T> {
     /// Submits the operation without waiting for it.
     pub fn start(self) -> Pending<T> {
         let submission = match self.request.and_then(|request| {
-            callback::check_lane(&self.session, request.lane)?;
+            held_lane::check(&self.session, request.lane)?;
             Ok(request)
         }) {
             Ok(mut request) => {
                 if let Operation::Shutdown = request.operation {
-                    callback::stop_all(&self.session);
+                    callbacks::stop_all(&self.session);
                 }
                 request.trace = request.trace.or_else(trace::current);
                 self.session.submit(request)

@@ -4,8 +4,8 @@
 //! them. What the server has already is not sent again, and what is loaded is what was hashed here, whoever has sent it.
 //!
 //! ```no_run
-//! # fn example(session: &rpc_core::Session, code: bytes::Bytes, digest: rpc_core::modules::Digest) -> rpc_core::Result<()> {
-//! use rpc_core::modules::Modules;
+//! # fn example(session: &rpc_core::Session, code: bytes::Bytes, digest: rpc_core::client::Digest) -> rpc_core::Result<()> {
+//! use rpc_core::client::Modules;
 //!
 //! let modules = Modules::new(session);
 //! modules.upload_bytes(digest, code).wait()?;
@@ -25,20 +25,20 @@ use std::str::FromStr;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::client::files::{FileAction, Pieces, Reading, Report, call_by_name, functions, send_pieces};
+use crate::client::session::{Action, RemoteModule, RemoteObject, Session};
 use crate::error::Result;
-use crate::files::{FileAction, Pieces, Reading, Report, call_by_name, functions, send_pieces};
-use crate::remote::{Action, RemoteModule, RemoteObject, Session};
 use crate::session::Lane;
 
 /// The SHA-256 of a module's file, by which servers keep it. Written as 64 hexadecimal digits.
 ///
 /// ```
-/// use rpc_core::modules::Digest;
+/// use rpc_core::client::Digest;
 ///
 /// let digest: Digest = "E3B0C44298FC1C149AFBF4C8996FB92427AE41E4649B934CA495991B7852B855".parse()?;
 /// assert!(digest.to_string().starts_with("e3b0c442"));
 /// assert_eq!(Digest::from_module_path(&digest.module_path()), Some(Ok(digest)));
-/// # Ok::<(), rpc_core::modules::DigestError>(())
+/// # Ok::<(), rpc_core::client::DigestError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use crate::convert::{ArgScope, FromReply, IntoArg, failure};
 use crate::error::{Result, RpcError};
+use crate::function::convert::{ArgScope, FromReply, IntoArg, failure};
 use crate::session::{SharedSession, release};
 use crate::value::Value;
 

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::error::{Result, RpcError};
-use crate::function::{AsyncHandler, Handler};
-use crate::object::{Context, Function, Module, Signature};
+use crate::function::handler::{AsyncHandler, Handler};
+use crate::function::object::{Context, Function, Module, Signature};
 
 /// What a loader is asked for.
 #[derive(Debug)]

@@ -16,9 +16,9 @@ use std::borrow::Cow;
 use std::future::Future;
 use std::sync::Arc;
 
-use crate::convert::{FromArg, IntoReturn};
 use crate::error::{Result, RpcError};
-use crate::object::{Body, BoxFuture, Context, Function, FunctionKind, Invocation, LocalValue, Signature};
+use crate::function::convert::{FromArg, IntoReturn};
+use crate::function::object::{Body, BoxFuture, Context, Function, FunctionKind, Invocation, LocalValue, Signature};
 use crate::tensor::{Access, Borrow};
 
 impl Function {

@@ -13,12 +13,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 
 use super::handler::CallbackHandler;
-use super::{lane, origin};
 use crate::blocking;
-use crate::convert::{ArgScope, IntoArg};
+use crate::client::held_lane;
+use crate::client::session::{RemoteFunction, RemoteObject, Session};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::object::panic_error;
-use crate::remote::{RemoteFunction, RemoteObject, Session};
+use crate::function::callback;
+use crate::function::convert::{ArgScope, IntoArg};
+use crate::function::object::panic_error;
 use crate::session::{Lane, SharedSession};
 use crate::value::{Packed, Reference, Value};
 
@@ -41,7 +42,7 @@ impl Session {
     /// and whoever calls it there runs the closure here.
     ///
     /// The closure runs on threads that the callback owns, up to [`MAX_RUNNING`] calls at a time, and may use the session
-    /// itself; see the [module](crate::callback) for what it must not do. Its errors reach its caller with all their
+    /// itself; see the [module](crate::client::callbacks) for what it must not do. Its errors reach its caller with all their
     /// facts; a panic is one of kind [`Panic`](ErrorKind::Panic), and arguments that do not fit are one of kind
     /// [`InvalidArgument`](ErrorKind::InvalidArgument).
     ///
@@ -77,7 +78,7 @@ impl NewCallback {
     async fn make(self) -> Result<RemoteCallback> {
         crate::panics::install_hook();
         let get = |name| self.session.get_function(name).concurrent().start();
-        let (create, next, done) = (get(origin::CREATE), get(origin::NEXT), get(origin::DONE));
+        let (create, next, done) = (get(callback::CREATE), get(callback::NEXT), get(callback::DONE));
         let (create, next, done) = (create.await?, next.await?, done.await?);
         let (function, source) = create.call::<(RemoteFunction, RemoteObject)>(()).concurrent().await?;
         let service = Arc::new(Service {
@@ -275,7 +276,7 @@ impl Service {
         let session = self.session.shared();
         // What is returned lives until it has been answered.
         let mut scope = ArgScope { session, pins: Vec::new() };
-        let held = lane::hold(session, lane);
+        let held = held_lane::hold(session, lane);
         let outcome = catch_unwind(AssertUnwindSafe(|| (self.handler)(args, &mut scope)));
         drop(held);
         self.answer(call, outcome.unwrap_or_else(|payload| Err(panic_error(&*payload))));

@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::lanes::{Job, LaneKey, Removed, Turn};
-use super::quota::WantsThreads;
-use super::thread::{Claim, Employer, LaneThread, Parked};
-use super::work::{self, Place, Work};
+use super::resolve::{self, Place, Work};
+use super::thread_quota::WantsThreads;
+use super::threads::{Claim, Employer, LaneThread, Parked};
 use super::{Shared, deadline_exceeded, lock};
 use crate::blocking;
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::object::{Context, Host, Invocation, LocalValue, Started};
+use crate::function::object::{Context, Host, Invocation, LocalValue, Started};
 use crate::panics::drop_each;
 use crate::reply::{Outcome, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane};
@@ -330,7 +330,7 @@ impl Shared {
             drop_each([value]);
             return Err(error.may_have_run(true));
         }
-        value.try_map(&mut |object| work::reference(&mut table, object))
+        value.try_map(&mut |object| resolve::reference(&mut table, object))
     }
 
     pub(super) fn write_in_place(
@@ -345,7 +345,7 @@ impl Shared {
         if lanes.ended.is_some() || !lanes.has_room(bytes) || !lanes.is_idle(lane) {
             return None;
         }
-        let tensor = work::tensor(&lock(&self.table), to).ok()?;
+        let tensor = resolve::tensor(&lock(&self.table), to).ok()?;
         let start = usize::try_from(tensor.byte_range(offset, len).ok()?.start).ok()?;
         let mut borrow = tensor.storage().try_borrow(Access::Write)?;
         borrow.bytes_mut()?;

@@ -11,7 +11,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::object::{Arg, Function, LocalValue, Module, Object, Opaque};
+use crate::function::object::{Arg, Function, LocalValue, Module, Object, Opaque};
 use crate::session::{SharedSession, release};
 use crate::tensor::{Access, Tensor, TensorView, TensorViewMut};
 use crate::value::{Packed, Value};

@@ -1,8 +1,7 @@
 //! Closures of a client as functions of its session: code that runs there calls them, over any number of hops.
 //!
 //! ```
-//! use rpc_core::object::{Context, Function, LocalValue};
-//! use rpc_core::{LocalSession, Registry, Session};
+//! use rpc_core::{Context, Function, LocalSession, LocalValue, Registry, Session};
 //!
 //! let registry = Registry::new();
 //! registry.add("twice", |context: Context, f: Function, x: LocalValue| {
@@ -18,9 +17,9 @@
 //! # Ok::<(), rpc_core::RpcError>(())
 //! ```
 //!
-//! Nothing in the protocol knows of this. Every [`Registry`](crate::Registry) has three functions (`origin.rs`), and the
+//! Nothing in the protocol knows of this. Every [`Registry`](crate::Registry) has three functions (`function/callback.rs`), and the
 //! client has threads that ask, by an ordinary call, for the next call of the closure, run it, and answer by another call
-//! (`client.rs`). So whatever passes calls on passes callbacks on.
+//! (`client/callbacks/service.rs`). So whatever passes calls on passes callbacks on.
 //!
 //! # What a closure may do
 //!
@@ -38,16 +37,12 @@
 //! inline function must not call one: the answer would come on the connection that it holds up. Nor should a future, unless
 //! its runtime has other threads.
 
-mod client;
 mod handler;
-mod lane;
-mod origin;
+mod service;
 #[cfg(test)]
 mod tests;
 
-pub use client::{MAX_RUNNING, NewCallback, RemoteCallback};
 pub use handler::{CallbackHandler, CallbackReturn};
+pub use service::{MAX_RUNNING, NewCallback, RemoteCallback};
 
-pub(crate) use client::stop_all;
-pub(crate) use lane::check as check_lane;
-pub(crate) use origin::functions;
+pub(crate) use service::stop_all;

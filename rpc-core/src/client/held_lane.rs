@@ -12,7 +12,7 @@ thread_local! {
 }
 
 /// Notes on this thread that `lane` of `session` waits for it, until the guard is dropped.
-pub(super) fn hold(session: &SharedSession, lane: Option<Lane>) -> impl Drop {
+pub(crate) fn hold(session: &SharedSession, lane: Option<Lane>) -> impl Drop {
     struct Release;
     impl Drop for Release {
         fn drop(&mut self) {

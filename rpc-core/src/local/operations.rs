@@ -3,12 +3,12 @@
 use bytes::Bytes;
 
 use super::lanes::LaneKey;
-use super::work::{self, Work};
+use super::resolve::{self, Work};
 use super::{Shared, lock};
 use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
-use crate::module::LoadRequest;
-use crate::object::{Context, Host, LocalValue, Object};
+use crate::function::loader::LoadRequest;
+use crate::function::object::{Context, Host, LocalValue, Object};
 use crate::tensor::{Borrow, Tensor};
 use crate::value::Value;
 
@@ -68,7 +68,7 @@ impl Shared {
                 .attribute(device, attribute)?
                 .try_map(&mut |_| Err(RpcError::internal("an attribute is no object"))),
             Work::CreateStream { device } => {
-                self.devices.get(device)?.create_stream(device.index).map(work::stream_object)
+                self.devices.get(device)?.create_stream(device.index).map(resolve::stream_object)
             }
             Work::SetStream { device, stream } => {
                 self.devices.get(device)?;

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Poll, ready};
 
+use super::lane_runner::{Duty, Ran};
 use super::lanes::LaneKey;
-use super::run::{Duty, Ran};
 use super::{Shared, Spawner};
 use crate::device::Stream;
 use crate::error::{Result, RpcError};
-use crate::object::{CatchPanic, LocalValue};
+use crate::function::object::{CatchPanic, LocalValue};
 use crate::panics::drop_each;
 use crate::reply::Responder;
 use crate::value::Value;

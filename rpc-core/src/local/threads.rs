@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use super::lanes::{Job, LaneKey};
-use super::quota::{ThreadLease, ThreadQuota, WantsThreads};
+use super::thread_quota::{ThreadLease, ThreadQuota, WantsThreads};
 use crate::tensor::Borrow;
 
 /// How long an idle thread waits for more work before it ends.

@@ -8,9 +8,9 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::device::target::Target;
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{Result, RpcError};
-use crate::target::Target;
 use crate::value::Value;
 
 /// The memory scope that every device has: its ordinary memory.

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::callback;
 use crate::error::{Result, RpcError};
-use crate::function::{AsyncHandler, Handler};
-use crate::module::{LoadRequest, ModuleLoader, NamedModules};
-use crate::object::{Function, Module, Signature};
+use crate::function::callback;
+use crate::function::handler::{AsyncHandler, Handler};
+use crate::function::loader::{LoadRequest, ModuleLoader, NamedModules};
+use crate::function::object::{Function, Module, Signature};
 
 /// Functions and module loaders, shared by all sessions of a program. Cheap to clone; clones are the same registry.
 ///
@@ -23,7 +23,7 @@ struct Contents {
 }
 
 impl Registry {
-    /// A registry with no functions but those that [callbacks](crate::callback) are made of, and one loader: for the modules that [`add_module`](Self::add_module) registers.
+    /// A registry with no functions but those that [callbacks](crate::client::Session::callback) are made of, and one loader: for the modules that [`add_module`](Self::add_module) registers.
     pub fn new() -> Self {
         let named = NamedModules::default();
         let contents =

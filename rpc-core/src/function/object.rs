@@ -14,8 +14,8 @@ use std::time::Instant;
 use crate::device::{Devices, Memory, Stream};
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::loader::LoadRequest;
 use crate::local::SessionLimits;
-use crate::module::LoadRequest;
 use crate::reply::Responder;
 use crate::session::Lane;
 use crate::tensor::{Access, Borrow, Layout, Storage, Tensor};
@@ -282,7 +282,7 @@ pub(crate) fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
 #[derive(Debug)]
 pub struct Arg {
     pub(crate) value: LocalValue,
-    /// Taken before the call, as the parameter's [`FromArg::ACCESS`](crate::convert::FromArg::ACCESS) asked.
+    /// Taken before the call, as the parameter's [`FromArg::ACCESS`](crate::function::convert::FromArg::ACCESS) asked.
     pub(crate) borrow: Option<Borrow>,
 }
 

@@ -13,18 +13,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
-use crate::convert::{Pack, Shared};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::object::{Context, Function, LocalValue, Signature};
+use crate::function::convert::{Pack, Shared};
+use crate::function::object::{Context, Function, LocalValue, Signature};
 use crate::panics::drop_each;
 use crate::session::Lane;
 
 /// `() -> [function, source]`
-pub(super) const CREATE: &str = "rpc.callback.create";
+pub(crate) const CREATE: &str = "rpc.callback.create";
 /// `(source) -> null or [call, [args…], lane or null]`
-pub(super) const NEXT: &str = "rpc.callback.next";
+pub(crate) const NEXT: &str = "rpc.callback.next";
 /// `(call, value, packed error or null) -> null`
-pub(super) const DONE: &str = "rpc.callback.done";
+pub(crate) const DONE: &str = "rpc.callback.done";
 
 /// The functions that every registry has for callbacks.
 pub(crate) fn functions() -> [(String, Function); 3] {

@@ -7,7 +7,7 @@
 //!
 //! ```no_run
 //! # fn example(session: &rpc_core::Session) -> rpc_core::Result<()> {
-//! use rpc_core::files::Files;
+//! use rpc_core::client::Files;
 //!
 //! let files = Files::new(session);
 //! files.put_bytes("models/a.txt", "hello").wait()?;
@@ -29,11 +29,11 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::blocking;
-use crate::convert::{FromReply, IntoArgs, Pack};
+use crate::client::copies::CHUNK;
+use crate::client::session::{Pending, RemoteFunction, RemoteObject, Session};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::remote::{Pending, RemoteFunction, RemoteObject, Session};
+use crate::function::convert::{FromReply, IntoArgs, Pack};
 use crate::session::Lane;
-use crate::transfer::CHUNK;
 
 /// How many pieces are under way at once: enough to fill two hops.
 const IN_FLIGHT: usize = 8;
@@ -251,7 +251,7 @@ pub(crate) type FileFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Sen
 /// What will be done, given the progress report and the announced length.
 type Start<'a, T> = Box<dyn FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a>;
 
-/// An operation on files, or on [modules](crate::modules), that has not been started: await it, or [`wait`](Self::wait) for
+/// An operation on files, or on [modules](crate::client::uploads), that has not been started: await it, or [`wait`](Self::wait) for
 /// it. Dropping the future stops the transfer: an upload leaves no file then.
 #[must_use = "a file operation does nothing until it is awaited or waited for"]
 pub struct FileAction<'a, T> {

@@ -15,7 +15,7 @@ use std::time::Instant;
 use bytes::{Bytes, BytesMut};
 
 use crate::blocking;
-use crate::callback;
+use crate::client::held_lane;
 use crate::error::{Result, RpcError};
 use crate::reply::PendingReply;
 use crate::session::{Lane, Operation, ReadBuffer, Request, SharedSession};
@@ -126,7 +126,7 @@ impl CopyTo {
     async fn run(self) -> Result<()> {
         let Self { session, tensor, pin, offset, data, options } = self;
         let tensor = tensor?;
-        callback::check_lane(&session, options.lane)?;
+        held_lane::check(&session, options.lane)?;
         check_range(&tensor, offset, data.len())?;
         let mut window = VecDeque::with_capacity(IN_FLIGHT);
         let mut done = 0;
@@ -230,7 +230,7 @@ impl CopyFrom {
     async fn run(self) -> Result<BytesMut> {
         let Self { session, tensor, pin, range, buffer, options } = self;
         let tensor = tensor?;
-        callback::check_lane(&session, options.lane)?;
+        held_lane::check(&session, options.lane)?;
         let range = match range {
             Some(range) => range,
             None => 0..tensor.size_bytes()?,

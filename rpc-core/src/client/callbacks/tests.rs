@@ -4,11 +4,11 @@
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
-use super::origin::{CREATE, DONE, NEXT};
 use super::{MAX_RUNNING, RemoteCallback};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::function::Rest;
-use crate::object::{Context, Function};
+use crate::function::callback::{CREATE, DONE, NEXT};
+use crate::function::handler::Rest;
+use crate::function::object::{Context, Function};
 use crate::{Lane, LocalSession, Pack, Pending, Registry, RemoteFunction, RemoteObject, Session, Value};
 
 /// A client that does by hand what the threads of a callback do.

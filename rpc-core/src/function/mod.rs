@@ -1,0 +1,20 @@
+//! Functions, modules and objects: everything that a server registers and that calls of its clients reach.
+//!
+//! A [`Registry`] holds [`Function`]s, made of closures ([`Handler`]) whose parameters and returns are
+//! [converted](FromArg), and [`ModuleLoader`]s. A running function asks its [`Context`] for the session.
+
+pub(crate) mod callback;
+pub(crate) mod convert;
+pub(crate) mod handler;
+pub(crate) mod loader;
+pub(crate) mod object;
+pub(crate) mod registry;
+
+pub use convert::{ArgScope, FromArg, FromReply, IntoArg, IntoArgs, IntoReturn, Pack, Shape, Shared};
+pub use handler::{AsyncHandler, FromCall, Handler, Rest};
+pub use loader::{FunctionModule, LoadRequest, ModuleLoader, NamedModules};
+pub use object::{
+    Arg, BoxFuture, Context, Function, FunctionKind, Host, Invocation, LocalValue, Module, Object, Opaque, Signature,
+    ThreadPlace, Usage, WorkspaceFiles,
+};
+pub use registry::Registry;
