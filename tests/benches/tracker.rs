@@ -16,7 +16,7 @@
 // The program is the control: what it does not expect ends it.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../tests/peers/mod.rs"]
+#[path = "../tests/faults/peers/mod.rs"]
 mod peers;
 
 use std::collections::{BTreeMap, HashMap};

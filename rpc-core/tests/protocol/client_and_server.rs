@@ -1,0 +1,856 @@
+//! How a client and a server behave towards each other: order, credit, cancellation, deadlines and ends, on a channel in
+//! memory and under virtual time.
+
+use std::time::Duration;
+
+use crate::pair::{Arrived, Cut, Frame, Pair, Rng, Setup, call, call_with, frame, object};
+use bytes::{Bytes, BytesMut};
+use rpc_core::proto::{Admission, Kind};
+use rpc_core::session::{Operation, ReadBuffer, Request};
+use rpc_core::{
+    DataType, Device, ErrorKind, Handle, Lane, LocalSession, Reference, Registry, RpcError, TensorRef, Value,
+};
+
+const KIB: usize = 1 << 10;
+
+fn bytes(len: usize) -> Value {
+    Value::Bytes(Bytes::from(vec![3; len]))
+}
+
+fn free(bits: u64) -> Handle {
+    Handle::from_bits(bits)
+}
+
+fn small() -> Setup {
+    Setup::default().limits(256 * KIB as u64, 256 * KIB as u64, 16 << 10, 64)
+}
+
+fn kinds(frames: &[Frame]) -> Vec<(Kind, u64)> {
+    frames.iter().map(|frame| (frame.kind(), frame.id())).collect()
+}
+
+#[test]
+fn replies_match_by_number_in_any_order() {
+    let mut pair = Pair::new(Setup::default());
+    for id in 1..=5 {
+        assert!(matches!(pair.submit(id, call(id as u32, 10)), Admission::Now));
+    }
+    pair.run();
+    for id in [3, 1, 5, 2, 4] {
+        pair.reply(id, if id == 2 { Err(RpcError::not_found("two")) } else { Ok(Value::Int(id as i64)) });
+        pair.run();
+    }
+    assert_eq!(pair.answered, [3, 1, 5, 2, 4]);
+    assert_eq!(pair.outcomes[&5], Ok(Value::Int(5)));
+    let error = pair.error(2);
+    assert_eq!((error.kind(), error.hop()), (ErrorKind::NotFound, 1));
+    assert!(pair.client.is_quiet() && pair.client.is_flushed() && pair.server.is_flushed());
+}
+
+#[test]
+fn requests_beyond_the_credit_wait_and_are_admitted_in_order() {
+    let mut pair = Pair::new(Setup::default().limits(1 << 20, 1 << 20, 1 << 16, 2));
+    for id in 1..=6 {
+        let admission = pair.submit(id, call(id as u32 % 2, 1));
+        assert_eq!(matches!(admission, Admission::Now), id <= 2, "{id}");
+    }
+    pair.run();
+    assert_eq!(pair.requests_in_order(), [1, 2]);
+    for id in 1..=6 {
+        assert!(pair.requests.contains_key(&id));
+        pair.reply(id, Ok(Value::Null));
+        pair.run();
+        assert!(pair.server.in_flight() <= 2);
+    }
+    assert_eq!(pair.admitted, [1, 2, 3, 4, 5, 6]);
+    assert_eq!(pair.requests_in_order(), [1, 2, 3, 4, 5, 6]);
+    assert_eq!(pair.answered.len(), 6);
+}
+
+#[test]
+fn a_lane_that_lacks_credit_in_bytes_blocks_no_other() {
+    let mut pair = small().build();
+    assert!(matches!(pair.submit(1, call(1, 200 * KIB)), Admission::Now));
+    assert!(matches!(pair.submit(2, call(2, 100 * KIB)), Admission::Later));
+    // Behind it in its lane although it needs nothing.
+    assert!(matches!(pair.submit(3, call(2, 1)), Admission::Later));
+    assert!(matches!(pair.submit(4, call(3, 1)), Admission::Now));
+    assert!(matches!(pair.submit(5, call(4, 40 * KIB)), Admission::Now));
+    assert!(matches!(pair.submit(6, call(5, 100 * KIB).on(Lane::CONCURRENT)), Admission::Later));
+    assert!(matches!(pair.submit(7, call(5, 1).on(Lane::CONCURRENT)), Admission::Now));
+    pair.run();
+    assert_eq!(pair.requests.len(), 4);
+    pair.reply(1, Ok(Value::Null));
+    pair.run();
+    assert_eq!(pair.admitted, [1, 4, 5, 7, 2, 3, 6]);
+    let order = pair.requests_in_order();
+    let at = |id| order.iter().position(|other| *other == id).unwrap();
+    assert!(at(2) < at(3));
+}
+
+#[test]
+fn cancelling_what_blocks_a_lane_lets_the_lane_go_on() {
+    for expire in [false, true] {
+        let mut pair = small().build();
+        pair.submit(1, call(1, 200 * KIB));
+        let mut blocked = call(2, 100 * KIB);
+        blocked.deadline = expire.then(|| pair.now + Duration::from_secs(1));
+        pair.submit(2, blocked);
+        pair.submit(3, call(2, 1));
+        if expire {
+            pair.advance(Duration::from_secs(1));
+        } else {
+            pair.client.cancel(2);
+            pair.run();
+        }
+        // Although request 1 is still running.
+        assert_eq!(pair.admitted, [1, 3]);
+        let kind = if expire { ErrorKind::DeadlineExceeded } else { ErrorKind::Cancelled };
+        assert_eq!(pair.error(2).kind(), kind);
+        assert!(!pair.error(2).request_may_have_run());
+    }
+}
+
+#[test]
+fn large_replies_wait_for_the_client_to_take_the_ones_before() {
+    let mut pair = small().build();
+    for id in 1..=8 {
+        pair.submit(id, call(id as u32, 1));
+    }
+    pair.run();
+    pair.client_reads = false;
+    for id in 1..=7 {
+        pair.reply(id, Ok(bytes(100 * KIB)));
+    }
+    pair.reply(8, Ok(Value::Int(8)));
+    pair.run();
+    let sent = |pair: &Pair| pair.server_frames().iter().map(|frame| frame.payload.len()).sum::<usize>();
+    assert_eq!(sent(&pair), 200 * KIB);
+    // What is small needs no credit.
+    assert!(kinds(&pair.server_frames()).contains(&(Kind::Reply, 8)));
+    pair.client_reads = true;
+    pair.run();
+    assert_eq!(sent(&pair), 700 * KIB);
+    assert_eq!(pair.answered.len(), 8);
+}
+
+/// The client gave credit back only when a quarter of the window was used up. Held back beside a reply of the largest
+/// size, what was left of the window was too little for it, and both sides waited for ever.
+#[test]
+fn the_largest_reply_finds_room_whatever_came_before_it() {
+    for (max_message, window) in [(256, 256), (256, 300), (256, 1000), (64, 256)] {
+        let mut pair = Setup::default().limits(max_message << 10, window << 10, 16 << 10, 64).build();
+        for (id, len) in [(1, 10), (2, max_message as usize - 1), (3, 20), (4, 33), (5, max_message as usize - 1)] {
+            pair.submit(id, call(0, 1));
+            pair.run();
+            pair.reply(id, Ok(bytes(len * KIB)));
+            pair.run();
+            assert!(pair.outcomes.contains_key(&id), "{id} of {max_message} in {window}");
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_stops_does_not_stop_the_other_direction() {
+    let mut pair = Setup { capacity: 8 << 10, ..small() }.build();
+    pair.submit(1, call(1, 1));
+    pair.run();
+    pair.client_reads = false;
+    pair.reply(1, Ok(bytes(200 * KIB)));
+    pair.run();
+    // The client's requests, cancellations and frees still arrive.
+    pair.submit(2, call(2, 100 * KIB));
+    pair.client.release([free(7)]);
+    pair.client.cancel(1);
+    pair.run();
+    assert_eq!(pair.arrived[1..], [Arrived::Cancel(1), Arrived::Request(2), Arrived::Release(vec![7])]);
+    assert!(!pair.server.is_flushed());
+    pair.client_reads = true;
+    pair.run();
+    assert_eq!(pair.outcomes[&1], Ok(bytes(200 * KIB)));
+}
+
+#[test]
+fn long_messages_span_frames_take_turns_and_keep_their_order() {
+    let mut rng = Rng(7);
+    let mut pair = small().limits(1 << 20, 4 << 20, 16 << 10, 64).build();
+    let mut sent = Vec::new();
+    for id in 1..=6 {
+        let text = String::from_utf8(vec![b'a' + id as u8; 60_000 * (id as usize % 3 + 1)]).unwrap();
+        let args =
+            vec![Value::Str(text), Value::Bytes(rng.bytes(50_000).into()), Value::Bytes(rng.bytes(5_000).into())];
+        sent.push(args.clone());
+        pair.submit(id, call_with(id as u32 % 2, args));
+    }
+    pair.run();
+    for (id, args) in (1..).zip(&sent) {
+        let Operation::Call { args: received, .. } = &pair.requests[&id].operation else { panic!() };
+        assert_eq!(received, args);
+    }
+    let frames = pair.client_frames();
+    assert!(frames.iter().all(|frame| frame.body.len() <= 65_536 && frame.payload.len() <= 16 << 10));
+    for lane in [0, 1] {
+        let order: Vec<_> = frames.iter().filter(|frame| frame.header.lane == lane).map(Frame::id).collect();
+        assert!(order.is_sorted(), "{order:?}");
+    }
+    // Neither lane waited for the other.
+    assert_ne!(frames[0].header.lane, frames[1].header.lane);
+    assert_ne!(frames[1].header.lane, frames[2].header.lane);
+    // The same for replies.
+    for (id, args) in (1..).zip(&sent) {
+        pair.reply(id, Ok(Value::List(args.clone())));
+    }
+    pair.run();
+    for (id, args) in (1..).zip(&sent) {
+        assert_eq!(pair.outcomes[&id], Ok(Value::List(args.clone())));
+    }
+}
+
+#[test]
+fn one_byte_at_a_time_makes_no_difference() {
+    for cut in [Cut::Every(1), Cut::Every(7), Cut::Random(Rng(5))] {
+        let mut pair = small().cut(cut).build();
+        for id in 1..=4 {
+            pair.submit(id, call(id as u32 % 2, 30 * KIB * (id as usize % 2)));
+        }
+        pair.client.release([free(1), free(2)]);
+        pair.run();
+        for id in 1..=4 {
+            pair.reply(id, Ok(bytes(30 * KIB * (id as usize % 2))));
+        }
+        pair.run();
+        assert_eq!(pair.answered.len(), 4);
+        assert_eq!(pair.released(), [1, 2]);
+        assert!(pair.client.is_flushed() && pair.server.is_flushed());
+    }
+}
+
+#[test]
+fn control_frames_pass_data_that_waits() {
+    let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(8 << 20, 8 << 20, 16 << 10, 64).build();
+    pair.server_reads = false;
+    pair.submit(1, call(1, 6 << 20));
+    pair.run();
+    pair.submit(2, call(2, 1));
+    pair.advance(Duration::from_secs(5));
+    pair.server_reads = true;
+    pair.run();
+    let frames = pair.client_frames();
+    let ping = frames.iter().position(|frame| frame.kind() == Kind::Ping).unwrap();
+    let before: usize = frames[..ping].iter().map(|frame| frame.payload.len()).sum();
+    assert!(before < 1 << 20, "{before} bytes before the ping");
+    let after = frames.iter().position(|frame| frame.id() == 2).unwrap();
+    assert!(frames[after..].iter().any(|frame| frame.id() == 1), "the small lane waited for the large one");
+}
+
+#[test]
+fn frees_do_not_overtake_requests_that_use_the_handle() {
+    // Several lanes, with messages that have left in part.
+    let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
+    pair.server_reads = false;
+    for id in 1..=4 {
+        pair.submit(id, call(id as u32 % 2, 1 << 20));
+    }
+    pair.run();
+    pair.client.release([free(1)]);
+    pair.submit(5, call(2, 1));
+    pair.client.release([free(2)]);
+    pair.run();
+    pair.server_reads = true;
+    pair.run();
+    let at = |what: &Arrived| pair.arrived.iter().position(|arrived| arrived == what).unwrap();
+    let release = pair.arrived.iter().position(|arrived| matches!(arrived, Arrived::Release(_))).unwrap();
+    assert!((1..=4).all(|id| at(&Arrived::Request(id)) < release), "{:?}", pair.arrived);
+    assert_eq!(pair.released(), [1, 2]);
+}
+
+/// A request that waited for credit was not counted among those that a free must not overtake: an object whose last
+/// reference was dropped while it waited was gone when it was served.
+#[test]
+fn frees_do_not_overtake_requests_that_wait_for_credit() {
+    let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 16, 1).build();
+    pair.submit(1, call(0, 1));
+    pair.submit(2, call(0, 1));
+    pair.client.release([free(9)]);
+    pair.submit(3, call(0, 1));
+    pair.run();
+    assert_eq!(pair.arrived, [Arrived::Request(1)]);
+    pair.reply(1, Ok(Value::Null));
+    pair.run();
+    assert_eq!(pair.arrived[1..], [Arrived::Request(2), Arrived::Release(vec![9])]);
+    // One that is cancelled holds nothing back.
+    pair.client.release([free(10)]);
+    pair.run();
+    assert_eq!(pair.released(), [9]);
+    pair.client.cancel(3);
+    pair.run();
+    assert_eq!(pair.released(), [9, 10]);
+}
+
+#[test]
+fn requests_admitted_out_of_order_are_not_overtaken_either() {
+    let mut pair = small().build();
+    pair.submit(1, call(1, 200 * KIB));
+    pair.submit(2, call(2, 100 * KIB)); // Waits.
+    pair.client.release([free(5)]);
+    pair.submit(3, call(3, 1)); // Passes it.
+    pair.run();
+    assert_eq!(pair.requests.keys().copied().collect::<Vec<_>>(), [1, 3]);
+    assert!(pair.released().is_empty());
+    pair.reply(1, Ok(Value::Null));
+    pair.run();
+    assert_eq!(pair.arrived[2..], [Arrived::Request(2), Arrived::Release(vec![5])]);
+}
+
+#[test]
+fn many_frees_go_in_few_frames() {
+    let mut pair = Pair::new(Setup::default());
+    pair.client.release((0..20_000).map(Handle::from_bits));
+    assert!(!pair.client.is_flushed());
+    pair.run();
+    assert_eq!(pair.released(), (0..20_000).collect::<Vec<_>>());
+    assert_eq!(pair.client_frames().len(), 3);
+}
+
+#[test]
+fn a_request_that_waits_is_cancelled_without_a_word() {
+    let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 16, 1).build();
+    pair.submit(1, call(0, 1));
+    pair.submit(2, call(0, 1));
+    pair.client.cancel(2);
+    pair.run();
+    assert_eq!(pair.error(2).kind(), ErrorKind::Cancelled);
+    assert!(!pair.error(2).request_may_have_run());
+    assert_eq!(pair.arrived, [Arrived::Request(1)]);
+}
+
+#[test]
+fn cancelling_what_is_queued_partly_sent_and_sent() {
+    let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
+    pair.server_reads = false;
+    pair.submit(1, call(1, 2 << 20));
+    pair.run();
+    pair.submit(2, call(1, 1));
+    // 1 has left in part and must leave whole; 2 has not begun, and never will.
+    pair.client.cancel(1);
+    pair.client.cancel(1);
+    pair.client.cancel(2);
+    pair.run();
+    assert_eq!(pair.error(2).kind(), ErrorKind::Cancelled);
+    assert!(!pair.outcomes.contains_key(&1));
+    pair.server_reads = true;
+    pair.run();
+    assert_eq!(pair.arrived, [Arrived::Request(1), Arrived::Cancel(1)]);
+    pair.reply(1, Err(RpcError::new(ErrorKind::Cancelled, "stopped")));
+    pair.submit(3, call(1, 1));
+    pair.run();
+    pair.client.cancel(3);
+    pair.client.cancel(3);
+    pair.run();
+    assert_eq!(pair.arrived[2..], [Arrived::Request(3), Arrived::Cancel(3)]);
+    // It ran all the same.
+    pair.reply(3, Ok(object(8)));
+    pair.run();
+    assert_eq!(pair.outcomes[&3], Ok(object(8)));
+    // Afterwards there is nothing to cancel.
+    pair.client.cancel(3);
+    pair.client.cancel(99);
+    pair.run();
+    assert_eq!(pair.arrived.len(), 4);
+}
+
+#[test]
+fn a_deadline_is_told_at_once_and_a_late_reply_is_freed() {
+    let mut pair = Pair::new(Setup { delay: Duration::from_millis(10), ..Setup::default() });
+    let mut request = call(0, 1);
+    request.deadline = Some(pair.now + Duration::from_millis(100));
+    pair.submit(1, request);
+    pair.advance(Duration::from_millis(99));
+    // It crossed as the time that was left when it was sent.
+    assert_eq!(pair.requests[&1].deadline, Some(pair.start + Duration::from_millis(110)));
+    assert!(pair.outcomes.is_empty());
+    assert_eq!(pair.client.poll_timeout(), Some(pair.start + Duration::from_millis(100)));
+    pair.advance(Duration::from_millis(1));
+    assert_eq!(pair.error(1).kind(), ErrorKind::DeadlineExceeded);
+    assert!(pair.error(1).request_may_have_run());
+    pair.advance(Duration::from_millis(20));
+    assert_eq!(pair.arrived, [Arrived::Request(1), Arrived::Cancel(1)]);
+    pair.reply(1, Ok(Value::List(vec![object(5), Value::Null, object(6)])));
+    pair.run();
+    assert_eq!(pair.released(), [5, 6]);
+    assert_eq!(pair.answered, [1]);
+    assert!(pair.client.is_quiet());
+}
+
+#[test]
+fn a_request_whose_deadline_has_passed_is_refused_and_not_sent() {
+    let mut pair = Pair::new(Setup::default());
+    pair.advance(Duration::from_millis(1));
+    let mut request = call(0, 1);
+    request.deadline = Some(pair.start);
+    pair.submit(1, request);
+    assert_eq!(pair.error(1).kind(), ErrorKind::DeadlineExceeded);
+    assert!(!pair.error(1).request_may_have_run());
+    pair.advance(Duration::from_millis(1));
+    assert!(pair.arrived.is_empty());
+    assert!(pair.client.is_quiet());
+}
+
+#[test]
+fn a_reply_that_is_too_large_concerns_its_call_alone() {
+    let mut pair = small().build();
+    pair.submit(1, call(0, 1));
+    pair.submit(2, call(1, 1));
+    pair.run();
+    pair.reply(1, Ok(Value::List(vec![object(4), bytes(300 * KIB)])));
+    pair.reply(2, Ok(bytes(250 * KIB)));
+    pair.run();
+    assert_eq!(pair.error(1).kind(), ErrorKind::LimitExceeded);
+    assert!(pair.error(1).request_may_have_run() && pair.error(1).message().contains("max_message"));
+    assert_eq!(pair.outcomes[&2], Ok(bytes(250 * KIB)));
+    // What it held is for the server to free.
+    assert_eq!(pair.rejected[0].handles(), [free(4)]);
+    assert!(pair.ended.is_none());
+}
+
+#[test]
+fn a_request_that_is_too_large_is_refused_before_it_is_sent() {
+    let mut pair = small().build();
+    assert!(matches!(pair.submit(1, call(0, 257 * KIB)), Admission::Refused(..)));
+    assert_eq!(pair.error(1).kind(), ErrorKind::LimitExceeded);
+    assert!(!pair.error(1).request_may_have_run());
+    let deep = (0..100).fold(Value::Null, |inner, _| Value::List(vec![inner]));
+    assert!(matches!(pair.submit(2, call_with(0, vec![deep.clone()])), Admission::Refused(..)));
+    assert_eq!(pair.error(2).kind(), ErrorKind::InvalidArgument);
+    pair.submit(3, call(0, 1));
+    pair.run();
+    assert_eq!(pair.arrived, [Arrived::Request(3)]);
+    // A reply that no client would take is an error there, and what it holds comes back.
+    pair.reply(3, Ok(Value::List(vec![deep, object(1)])));
+    pair.run();
+    assert_eq!(pair.error(3).kind(), ErrorKind::InvalidArgument);
+    assert_eq!(pair.rejected[0].handles(), [free(1)]);
+}
+
+#[test]
+fn going_away_serves_what_was_asked_and_refuses_the_rest() {
+    let mut setup = Setup { delay: Duration::from_millis(10), ..Setup::default() };
+    setup.server.max_requests = 2;
+    let mut pair = Pair::new(setup);
+    pair.submit(1, call(0, 1));
+    pair.run();
+    pair.server.go_away(&RpcError::new(ErrorKind::Draining, "maintenance"));
+    // These two cross it; the third waits for credit and is never sent.
+    pair.submit(2, call(0, 1));
+    pair.submit(3, call(0, 1));
+    pair.run();
+    assert_eq!(pair.going_away.as_ref().unwrap().kind(), ErrorKind::Draining);
+    assert_eq!(pair.error(3).kind(), ErrorKind::Draining);
+    assert!(pair.error(3).is_retryable());
+    assert!(matches!(pair.submit(4, call(0, 1)), Admission::Refused(..)));
+    assert!(!pair.server.is_drained());
+    pair.reply(1, Ok(Value::Null));
+    pair.run();
+    assert!(!pair.server.is_drained());
+    pair.reply(2, Ok(Value::Null));
+    pair.run();
+    assert!(pair.server.is_drained());
+    pair.close_server(None);
+    pair.run();
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::Closed);
+    assert_eq!(pair.answered, [3, 4, 1, 2]);
+}
+
+/// The answer to the ping behind `GoAway` passed requests that had been admitted and were still on their way out: the
+/// server took itself for drained and closed upon them.
+#[test]
+fn a_server_is_not_drained_while_requests_are_on_their_way() {
+    let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
+    pair.server_reads = false;
+    for id in 1..=3 {
+        pair.submit(id, call(id as u32, 1 << 20));
+    }
+    pair.run();
+    pair.server.go_away(&RpcError::new(ErrorKind::Draining, "maintenance"));
+    pair.run();
+    assert!(pair.going_away.is_some());
+    pair.server_reads = true;
+    for _ in 0..3_000 {
+        pair.submit(100, call(0, 1));
+        pair.outcomes.remove(&100);
+        assert!(!pair.server.is_drained() || pair.requests_in_order().len() == 3);
+        pair.advance(Duration::ZERO);
+    }
+    assert_eq!(pair.requests_in_order().len(), 3);
+    for id in 1..=3 {
+        assert!(!pair.server.is_drained());
+        pair.reply(id, Ok(Value::Null));
+        pair.run();
+    }
+    assert!(pair.server.is_drained());
+    let frames = pair.client_frames();
+    assert_eq!(frames.last().unwrap().kind(), Kind::Pong);
+}
+
+#[test]
+fn a_shutdown_waits_for_what_is_in_flight() {
+    let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 16, 1).build();
+    pair.submit(1, call(0, 1));
+    pair.submit(2, call(0, 1));
+    pair.client.release([free(3)]);
+    pair.client.shutdown(Some(50));
+    assert!(matches!(pair.submit(3, call(0, 1)), Admission::Refused(..)));
+    assert_eq!(pair.error(3).kind(), ErrorKind::Closed);
+    pair.run();
+    pair.reply(1, Ok(Value::Int(1)));
+    pair.run();
+    pair.client.shutdown(Some(51));
+    pair.reply(2, Ok(Value::Int(2)));
+    pair.run();
+    assert_eq!(pair.answered, [3, 1, 2, 50, 51]);
+    assert_eq!(pair.outcomes[&50], Ok(Value::Null));
+    assert_eq!(pair.arrived.last(), Some(&Arrived::Close));
+    assert_eq!(pair.released(), [3]);
+    let ended = pair.ended.as_ref().unwrap();
+    assert_eq!((ended.kind(), ended.hop()), (ErrorKind::Closed, 0));
+    assert_eq!(pair.client.poll_timeout(), None);
+    // Afterwards everything has one answer.
+    pair.client.release([free(4)]);
+    pair.client.shutdown(Some(52));
+    pair.submit(4, call(0, 1));
+    assert!(pair.client.poll_event().is_some());
+    assert!(pair.client.is_flushed());
+}
+
+/// Objects let go after the word that closes were freed behind it, where nothing is to follow.
+#[test]
+fn nothing_follows_the_close() {
+    let mut pair = Pair::new(Setup { delay: Duration::from_millis(10), ..Setup::default() });
+    pair.client.shutdown(None);
+    pair.client.release([free(4)]);
+    pair.run();
+    assert_eq!(kinds(&pair.client_frames()), [(Kind::Close, 0)]);
+    // Nor is anything that follows the server's acted on.
+    let mut pair = Pair::new(Setup::default());
+    pair.submit(1, call(0, 1));
+    pair.run();
+    let close = frame(Kind::Close, 0, 0, false, &[], &[]);
+    let go_away = frame(Kind::GoAway, 0, 0, false, &[], &[]);
+    pair.inject_to_client(&[&close[..], &go_away, &close, b"garbage garbage garbage garbage"].concat());
+    pair.run();
+    assert_eq!(pair.error(1).kind(), ErrorKind::Closed);
+    assert!(pair.going_away.is_none());
+}
+
+/// The server's last word passed replies that were queued.
+#[test]
+fn replies_that_were_given_leave_before_the_close() {
+    let mut pair = small().limits(4 << 20, 16 << 20, 16 << 10, 64).build();
+    pair.submit(1, call(0, 1));
+    pair.submit(2, call(1, 1));
+    pair.run();
+    pair.reply(1, Ok(bytes(2 << 20)));
+    pair.close_server(Some(&RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true)));
+    // Too late, and what it holds comes back.
+    pair.reply(2, Ok(object(3)));
+    pair.run();
+    assert_eq!(pair.outcomes[&1], Ok(bytes(2 << 20)));
+    assert_eq!(pair.error(2).kind(), ErrorKind::Closed);
+    assert!(pair.error(2).request_may_have_run());
+    assert_eq!(pair.rejected, [object(3)]);
+    assert!(pair.server.is_flushed());
+}
+
+#[test]
+fn the_end_of_the_stream_means_three_things() {
+    let lost = |prepare: fn(&mut Pair)| {
+        let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 20, 2).build();
+        for id in 1..=3 {
+            pair.submit(id, call(id as u32, 1));
+        }
+        pair.run();
+        prepare(&mut pair);
+        pair.cut_off();
+        pair.run();
+        pair
+    };
+    let between = lost(|_| ());
+    assert!(between.ended.as_ref().unwrap().message().contains("without a word"));
+    assert!(between.server_error.as_ref().unwrap().message().contains("without a word"));
+    // Those that were sent may have run, and the one that waited has not.
+    assert!((1..=2).all(|id| between.error(id).request_may_have_run()));
+    assert!(between.error(3).is_retryable());
+
+    let inside: [fn(&mut Pair); 4] = [
+        |pair| pair.inject_to_client(&frame(Kind::Reply, 1, 0, false, &[0xc0], &[])[..10]),
+        |pair| pair.inject_to_client(&frame(Kind::Reply, 1, 0, false, &[0xc0], &[])[..24]),
+        |pair| pair.inject_to_client(&frame(Kind::Reply, 1, 0, false, &[0xc0], &[0; 20_000])[..9_000]),
+        |pair| pair.inject_to_client(&frame(Kind::Reply, 1, 0, true, &[0xc0], &[])),
+    ];
+    for prepare in inside {
+        let pair = lost(prepare);
+        let error = pair.ended.as_ref().unwrap();
+        assert_eq!(error.kind(), ErrorKind::PeerLost);
+        assert!(error.message().contains("middle of a message"), "{error}");
+        assert_eq!(pair.answered.len(), 3);
+    }
+
+    let mut pair = Pair::new(Setup::default());
+    pair.server_reads = false;
+    pair.client.shutdown(Some(9));
+    pair.run();
+    pair.cut_off();
+    pair.run();
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::Closed);
+    assert_eq!(pair.outcomes[&9], Ok(Value::Null));
+}
+
+#[test]
+fn a_message_that_did_not_leave_whole_has_not_run() {
+    let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
+    pair.server_reads = false;
+    pair.submit(1, call(1, 2 << 20));
+    pair.run();
+    pair.cut_off();
+    pair.run();
+    assert_eq!(pair.error(1).kind(), ErrorKind::PeerLost);
+    assert!(pair.error(1).is_retryable());
+}
+
+#[test]
+fn idle_sides_ping_each_other_and_live() {
+    let mut pair = Pair::new(Setup::default());
+    pair.advance(Duration::from_secs(4));
+    assert!(pair.client_frames().is_empty());
+    pair.advance(Duration::from_secs(3600));
+    assert!(pair.ended.is_none() && pair.server_error.is_none());
+    let pings = pair.client_frames().iter().filter(|frame| frame.kind() == Kind::Ping).count();
+    assert!((1..=721).contains(&pings), "{pings}");
+}
+
+#[test]
+fn a_silent_peer_is_given_up_after_three_intervals() {
+    let mut pair = Pair::new(Setup::default());
+    pair.submit(1, call(0, 1));
+    pair.submit(2, call(0, 1));
+    pair.run();
+    pair.server_reads = false;
+    pair.client_reads = false;
+    pair.advance(Duration::from_millis(14_999));
+    assert!(pair.ended.is_none());
+    assert_eq!(pair.client_frames().iter().filter(|frame| frame.kind() == Kind::Ping).count(), 2);
+    pair.advance(Duration::from_millis(1));
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
+    assert_eq!(pair.server_error.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
+    assert!([1, 2].iter().all(|id| pair.error(*id).kind() == ErrorKind::PeerSilent));
+    assert!(pair.error(1).is_timeout() && pair.error(1).request_may_have_run());
+}
+
+#[test]
+fn any_received_byte_is_life() {
+    let mut pair = Pair::new(Setup::default());
+    pair.submit(1, call(0, 1));
+    pair.run();
+    pair.server_asleep = true;
+    // A reply that crawls.
+    let reply = frame(Kind::Reply, 1, 0, false, &[0xc0], &[]);
+    for byte in &reply[..20] {
+        pair.advance(Duration::from_secs(14));
+        assert!(pair.ended.is_none());
+        pair.inject_to_client(&[*byte]);
+        pair.run();
+    }
+    pair.advance(Duration::from_secs(15));
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
+}
+
+#[test]
+fn data_that_moves_out_is_life_and_pings_are_not() {
+    let mut pair = Setup { capacity: 64, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
+    pair.server_asleep = true;
+    pair.submit(1, call(1, 1 << 20));
+    // The server takes a little at a time, and says nothing.
+    for _ in 0..20 {
+        pair.run();
+        pair.advance(Duration::from_secs(10));
+        assert!(pair.ended.is_none());
+        pair.swallow(64);
+    }
+    pair.run();
+    pair.advance(Duration::from_secs(15));
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
+    // Without data, pings are all that moves.
+    let mut pair = Pair::new(Setup::default());
+    pair.server_asleep = true;
+    pair.advance(Duration::from_secs(15));
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
+}
+
+/// A process that was stopped for a while, or kept from running, found its time run out before it looked at what had
+/// arrived meanwhile, and gave up a peer that was well.
+#[test]
+fn a_side_that_slept_does_not_blame_its_peer() {
+    let mut pair = Pair::new(Setup::default());
+    pair.now += Duration::from_secs(100);
+    pair.client.handle_timeout(pair.now).unwrap();
+    pair.server.handle_timeout(pair.now).unwrap();
+    assert!(pair.client.poll_timeout().unwrap() > pair.now && pair.server.poll_timeout() > pair.now);
+    pair.run();
+    pair.advance(Duration::from_secs(60));
+    assert!(pair.ended.is_none() && pair.server_error.is_none());
+    // And one that slept beside a dead peer finds out in the time that it would have taken awake.
+    pair.server_reads = false;
+    pair.client_reads = false;
+    pair.now += Duration::from_secs(100);
+    pair.client.handle_timeout(pair.now).unwrap();
+    pair.advance(Duration::from_secs(15));
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
+}
+
+fn tensor(storage: u64, len: usize) -> TensorRef {
+    TensorRef {
+        storage: free(storage),
+        byte_offset: 0,
+        shape: vec![len as i64],
+        strides: None,
+        dtype: DataType::U8,
+        device: Device::cpu(),
+    }
+}
+
+#[test]
+fn a_read_is_received_into_the_buffer_of_the_caller() {
+    for cut in [Cut::Whole, Cut::Every(1), Cut::Random(Rng(3))] {
+        let len = 40_000;
+        let data = Rng(1).bytes(len);
+        let mut pair = Setup::default().cut(cut).build();
+        let memory = BytesMut::zeroed(len);
+        let address = memory.as_ptr();
+        let buffer = ReadBuffer::new(memory);
+        let read = Operation::Read { from: tensor(1, len), offset: 0, len: len as u64, into: Some(buffer.clone()) };
+        pair.submit(1, Request::new(read));
+        pair.run();
+        pair.reply(1, Ok(Value::Bytes(data.clone().into())));
+        pair.run();
+        assert_eq!(pair.outcomes[&1], Ok(Value::Null));
+        let filled = buffer.take().unwrap();
+        assert_eq!((&filled[..], filled.as_ptr()), (&data[..], address));
+    }
+}
+
+#[test]
+fn a_reply_that_does_not_fit_the_buffer_arrives_beside_it() {
+    for (given, sent) in [(40_000, 30_000), (30_000, 40_000), (1_000, 1_000)] {
+        let mut pair = Pair::new(Setup::default());
+        let buffer = ReadBuffer::new(BytesMut::zeroed(given));
+        let read = Operation::Read { from: tensor(1, given), offset: 0, len: given as u64, into: Some(buffer.clone()) };
+        pair.submit(1, Request::new(read));
+        pair.run();
+        pair.reply(1, Ok(bytes(sent)));
+        pair.run();
+        assert_eq!(pair.outcomes[&1], Ok(bytes(sent)));
+        assert_eq!(buffer.take().unwrap().len(), given);
+    }
+}
+
+#[test]
+fn a_bulk_read_can_be_filled_outside_of_the_endpoint() {
+    let len = 40_000;
+    let mut pair = Pair::new(Setup::default());
+    let buffer = ReadBuffer::new(BytesMut::zeroed(len));
+    let read = Operation::Read { from: tensor(1, len), offset: 0, len: len as u64, into: Some(buffer.clone()) };
+    pair.submit(1, Request::new(read));
+    pair.run();
+    let (body, payload, _) = rpc_core::proto::encode_reply(&Ok(bytes(len)));
+    let reply = frame(Kind::Reply, 1, 0, false, &body, &payload.concat());
+    let mut head = BytesMut::from(&reply[..reply.len() - len]);
+    pair.client.handle_input(&mut head, pair.now).unwrap();
+    let bulk = pair.client.take_bulk().unwrap();
+    assert!(pair.client.bulk_target().is_none());
+    pair.client.put_idle_bulk(bulk);
+    let mut bulk = pair.client.take_bulk().unwrap();
+    while !bulk.unfilled().is_empty() {
+        let count = bulk.unfilled().len().min(7_000);
+        bulk.unfilled()[..count].fill(3);
+        bulk.advance(count);
+    }
+    pair.client.put_bulk(bulk, pair.now).unwrap();
+    pair.client_events();
+    assert_eq!(pair.outcomes[&1], Ok(Value::Null));
+    assert_eq!(&buffer.take().unwrap()[..], &[3; 40_000]);
+}
+
+#[test]
+fn a_write_is_received_into_the_tensor() {
+    for cut in [Cut::Whole, Cut::Every(1), Cut::Random(Rng(3))] {
+        let len = 40_000;
+        let data = Rng(1).bytes(len);
+        let mut pair = Setup::default().cut(cut).build().served_by(LocalSession::new(Registry::new()));
+        pair.submit(
+            1,
+            Request::new(Operation::Alloc {
+                device: Device::cpu(),
+                dtype: DataType::U8,
+                shape: vec![len as i64],
+                scope: None,
+            }),
+        );
+        settle(&mut pair, 1);
+        let Ok(Value::Object(Reference::Tensor(tensor))) = pair.outcomes[&1].clone() else { panic!() };
+        let half = len / 2;
+        for (id, at) in [(2, 0), (3, half)] {
+            let data = Bytes::copy_from_slice(&data[at..at + half]);
+            pair.submit(id, Request::new(Operation::Write { to: tensor.clone(), offset: at as u64, data }));
+        }
+        let read = Operation::Read { from: tensor.clone(), offset: 0, len: len as u64, into: None };
+        pair.submit(4, Request::new(read));
+        settle(&mut pair, 4);
+        assert_eq!(pair.arrived[1..3], [Arrived::Written(2), Arrived::Written(3)]);
+        assert_eq!(pair.outcomes[&4], Ok(Value::Bytes(data.into())));
+        // A write that was cut short lets the lane go on.
+        pair.outcomes.remove(&4);
+        let write = Operation::Write { to: tensor.clone(), offset: half as u64 + 1, data: vec![0; half].into() };
+        pair.submit(5, Request::new(write));
+        settle(&mut pair, 5);
+        assert_eq!(pair.error(5).kind(), ErrorKind::InvalidArgument);
+    }
+}
+
+/// Runs until `id` is answered; the local session may work on threads of its own.
+fn settle(pair: &mut Pair, id: u64) {
+    for _ in 0..10_000 {
+        pair.run();
+        if pair.outcomes.contains_key(&id) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("no reply to {id}");
+}
+
+#[test]
+fn a_write_in_place_that_is_cut_off_releases_its_lane() {
+    let local = LocalSession::new(Registry::new());
+    let mut pair = Pair::new(Setup::default()).served_by(local);
+    pair.submit(
+        1,
+        Request::new(Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![40_000], scope: None }),
+    );
+    settle(&mut pair, 1);
+    let Ok(Value::Object(Reference::Tensor(tensor))) = pair.outcomes[&1].clone() else { panic!() };
+    pair.setup.cut = Cut::Every(10_000);
+    pair.setup.capacity = 20_000;
+    let write = Operation::Write { to: tensor.clone(), offset: 0, data: vec![1; 40_000].into() };
+    pair.server_reads = false;
+    pair.submit(2, Request::new(write));
+    pair.run();
+    pair.cut_off();
+    pair.server_reads = true;
+    pair.run();
+    assert!(pair.server_error.as_ref().unwrap().message().contains("middle of a message"));
+    let local = pair.local.take().unwrap();
+    drop(pair);
+    let read = Operation::Read { from: tensor, offset: 0, len: 1, into: None };
+    let read = rpc_core::RpcSession::submit(&local, Request::new(read)).reply().wait();
+    assert!(read.is_ok(), "{read:?}");
+}

@@ -1,0 +1,783 @@
+//! Peers that break the protocol: each gets an error that says so, nobody panics, and memory stays within limits.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::pair::{Arrived, Pair, Setup, call, call_with, frame, object};
+use bytes::{Bytes, BytesMut};
+use rpc_core::proto::{Admission, FrameHeader, Kind, decode_request, decode_value};
+use rpc_core::{ErrorKind, Lane, MemoryQuota, RpcError, Value};
+
+/// Counts what each thread holds, and the most that it ever held.
+struct Counting;
+
+thread_local! {
+    static HELD: Cell<isize> = const { Cell::new(0) };
+    static PEAK: Cell<isize> = const { Cell::new(0) };
+}
+
+fn count(change: isize) {
+    let _ = HELD.try_with(|held| {
+        held.set(held.get() + change);
+        let _ = PEAK.try_with(|peak| peak.set(peak.get().max(held.get())));
+    });
+}
+
+// SAFETY: all work is done by the system's allocator; the counters do not allocate.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: passed on as it came.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
+        // SAFETY: passed on as it came.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: passed on as it came.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// The most bytes that this thread held during `action`, beyond what it held before.
+fn peak_of(action: impl FnOnce()) -> usize {
+    let before = HELD.get();
+    PEAK.set(before);
+    action();
+    (PEAK.get() - before) as usize
+}
+
+fn setup() -> Setup {
+    Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 8)
+}
+
+/// A pair whose client has asked once, under number 1.
+fn asked() -> Pair {
+    let mut pair = setup().build();
+    pair.submit(1, call(0, 10));
+    pair.run();
+    pair
+}
+
+fn header(kind: u8, flags: u8, reserved: u16, body: u32, payload: u32) -> Vec<u8> {
+    let mut bytes =
+        FrameHeader { body_len: body, payload_len: payload, ..FrameHeader::control(Kind::Ping, 0) }.encode();
+    bytes[20] = kind;
+    bytes[21] = flags;
+    bytes[22..].copy_from_slice(&reserved.to_le_bytes());
+    bytes.to_vec()
+}
+
+/// What no side may send.
+fn bad_frames() -> Vec<(&'static str, Vec<u8>)> {
+    let data = frame(Kind::Request, 9, 0, true, &[0x93], &[]);
+    vec![
+        ("kind 0", header(0, 0, 0, 0, 0)),
+        ("kind 19", header(19, 0, 0, 0, 0)),
+        ("kind 255", header(255, 0, 0, 0, 0)),
+        ("flag 2", header(32, 2, 0, 0, 0)),
+        ("all flags", header(16, 255, 0, 0, 0)),
+        ("more on a ping", header(32, 1, 0, 0, 0)),
+        ("more on a credit", header(36, 1, 0, 12, 0)),
+        ("more on a free", header(35, 1, 0, 8, 0)),
+        ("more on a close", header(38, 1, 0, 0, 0)),
+        ("reserved bits", header(32, 0, 1, 0, 0)),
+        ("high reserved bits", header(16, 0, 0x8000, 0, 0)),
+        ("a long body", header(16, 0, 0, 65_537, 0)),
+        ("a body of 4 GiB", header(17, 1, 0, u32::MAX, 0)),
+        ("a long payload", header(16, 0, 0, 0, (64 << 10) + 1)),
+        ("a payload of 4 GiB", header(17, 0, 0, 10, u32::MAX)),
+        ("a payload on a ping", header(32, 0, 0, 0, 1)),
+        ("a payload on a free", header(35, 0, 0, 8, 8)),
+        ("a hello", frame(Kind::Hello, 0, 0, false, &[0x80], &[])),
+        ("an accept", frame(Kind::Accept, 0, 0, false, &[], &[])),
+        ("a reject", frame(Kind::Reject, 0, 0, false, &[], &[])),
+        ("a proof", frame(Kind::Proof, 0, 0, false, &[1], &[])),
+        ("short credit", frame(Kind::Credit, 0, 0, false, &[0; 11], &[])),
+        ("long credit", frame(Kind::Credit, 0, 0, false, &[0; 13], &[])),
+        ("empty credit", frame(Kind::Credit, 0, 0, false, &[], &[])),
+        ("a message of two kinds", [data, frame(Kind::Error, 9, 0, false, &[], &[])].concat()),
+    ]
+}
+
+fn request(id: u64, body: &[u8], payload: &[u8]) -> Vec<u8> {
+    frame(Kind::Request, id, 0, false, body, payload)
+}
+
+fn check_server(name: &str, bytes: &[u8]) {
+    let mut pair = setup().build();
+    let peak = peak_of(|| {
+        pair.inject_to_server(bytes);
+        pair.run();
+    });
+    let error = pair.server_error.as_ref().unwrap_or_else(|| panic!("{name} was taken"));
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{name}: {error}");
+    assert!(peak < 4 << 20, "{name} took {peak} bytes");
+    // The client is told why, and this is the last word.
+    let told = pair.ended.as_ref().unwrap();
+    assert_eq!((told.kind(), told.hop()), (ErrorKind::Protocol, 1), "{name}: {told}");
+    assert_eq!(told.message(), error.message());
+    assert_eq!(pair.server_frames().last().unwrap().kind(), Kind::Close);
+}
+
+fn check_client(name: &str, bytes: &[u8]) {
+    let mut pair = asked();
+    let peak = peak_of(|| {
+        pair.inject_to_client(bytes);
+        pair.run();
+    });
+    let error = pair.ended.as_ref().unwrap_or_else(|| panic!("{name} was taken"));
+    assert_eq!((error.kind(), error.hop()), (ErrorKind::Protocol, 0), "{name}: {error}");
+    assert!(peak < 4 << 20, "{name} took {peak} bytes");
+    assert_eq!(pair.error(1).kind(), ErrorKind::Protocol, "{name}");
+    assert!(pair.error(1).request_may_have_run(), "{name}");
+    let told = pair.client_frames().pop().unwrap();
+    assert_eq!(told.kind(), Kind::Close, "{name}");
+    assert!(!told.body.is_empty());
+    assert_eq!(pair.arrived.last(), Some(&Arrived::Close), "{name}");
+}
+
+#[test]
+fn what_nobody_may_send_ends_the_session() {
+    for (name, bytes) in bad_frames() {
+        check_server(name, &bytes);
+        check_client(name, &bytes);
+    }
+}
+
+#[test]
+fn what_a_client_may_not_send_ends_the_session() {
+    let good = |id| request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]);
+    let reply = frame(Kind::Reply, 1, 0, false, &[0xc0], &[]);
+    let deep = [&[0x93, 2, 0xc0, 0x92, 1][..], &[0x91; 200]].concat();
+    let cases: Vec<(&str, Vec<u8>)> = vec![
+        ("a reply", reply),
+        ("an error", frame(Kind::Error, 1, 0, false, &[0x80], &[])),
+        ("a go-away", frame(Kind::GoAway, 0, 0, false, &[], &[])),
+        ("a number used twice", [good(5), good(5)].concat()),
+        ("an empty request", request(1, &[], &[])),
+        ("no array", request(1, &[0xc0], &[])),
+        ("an array of four", request(1, &[0x94, 1, 0xc0, 0x91, 0xa0, 0xc0], &[])),
+        ("too few fields", request(1, &[0x93, 1, 0xc0, 0x90], &[])),
+        ("too many fields", request(1, &[0x93, 1, 0xc0, 0x92, 0xa0, 0xa0], &[])),
+        ("an end inside of a string", request(1, &[0x93, 1, 0xc0, 0x91, 0xa5, b'a'], &[])),
+        ("a string of 4 GiB", request(1, &[0x93, 1, 0xc0, 0x91, 0xdb, 255, 255, 255, 255], &[])),
+        ("text that is not UTF-8", request(1, &[0x93, 1, 0xc0, 0x91, 0xa2, 0xff, 0xfe], &[])),
+        ("bytes left over", request(1, &[0x93, 1, 0xc0, 0x91, 0xa0, 0xa0], &[])),
+        ("payload left over", request(1, &[0x93, 1, 0xc0, 0x91, 0xa0], &[0])),
+        ("payload missing", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd7, 1, 9, 0, 0, 0, 0, 0, 0, 0], &[0; 8])),
+        (
+            "an endless payload",
+            request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd7, 1, 255, 255, 255, 255, 255, 255, 255, 255], &[0; 8]),
+        ),
+        ("nesting", request(1, &deep, &[])),
+        ("4 billion arguments", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0xdd, 255, 255, 255, 255, 0xc0], &[])),
+        ("4 billion extras", request(1, &[0x93, 2, 0xdf, 255, 255, 255, 255, 0xa1], &[])),
+        ("nested extras", request(1, &[&[0x93, 2, 0x81, 0xa1, b'x'][..], &[0x91; 200]].concat(), &[])),
+        ("a list of 4 billion", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xdd, 255, 255, 255, 255], &[])),
+        ("the marker that means nothing", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xc1], &[])),
+        ("a map of 4 billion", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xdf, 255, 255, 255, 255], &[])),
+        ("a key without a value", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0x81, 0xc0], &[])),
+        ("keys within keys", request(1, &[&[0x93, 2, 0xc0, 0x92, 1, 0x91][..], &[0x81; 60_000]].concat(), &[])),
+        ("bin among the values", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xc4, 1, 0], &[])),
+        ("an unknown extension", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd4, 99, 0], &[])),
+        ("a shape of 9 bytes", request(1, &[0x93, 2, 0xc0, 0x92, 1, 0x91, 0xc7, 9, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0], &[])),
+        ("a tensor of 255 dimensions", {
+            let mut body = vec![0x93, 2, 0xc0, 0x92, 1, 0x91, 0xc7, 30, 9];
+            body.extend_from_slice(&[0; 28]);
+            body.extend_from_slice(&[255, 0]);
+            request(1, &body, &[])
+        }),
+        ("half a handle to free", frame(Kind::Free, 0, 0, false, &[0; 12], &[])),
+    ];
+    for (name, bytes) in cases {
+        check_server(name, &bytes);
+    }
+}
+
+#[test]
+fn what_a_server_may_not_send_ends_the_session() {
+    let reply = |id, body: &[u8]| frame(Kind::Reply, id, 0, false, body, &[]);
+    let cases: Vec<(&str, Vec<u8>)> = vec![
+        ("a request", frame(Kind::Request, 1, 0, false, &[0x93, 7, 0xc0, 0x91, 1], &[])),
+        ("a cancellation", frame(Kind::Cancel, 1, 0, false, &[], &[])),
+        ("a free", frame(Kind::Free, 0, 0, false, &[0; 8], &[])),
+        ("a reply that nobody asked for", reply(2, &[0xc0])),
+        ("an error that nobody asked for", frame(Kind::Error, 0, 0, false, &[0x80], &[])),
+        ("the beginning of such a reply", frame(Kind::Reply, 2, 0, true, &[0xc0], &[])),
+        (
+            "a large reply that nobody asked for",
+            frame(Kind::Reply, 2, 0, false, &[0xd7, 1, 0, 0, 1, 0, 0, 0, 0, 0], &[0; 65_536]),
+        ),
+        ("an empty reply", reply(1, &[])),
+        ("two values", reply(1, &[0xc0, 0xc0])),
+        ("text that is not UTF-8", reply(1, &[0xa1, 0xff])),
+        ("nesting", reply(1, &[0x91; 1000])),
+        ("a number out of range", reply(1, &[0xcf, 255, 255, 255, 255, 255, 255, 255, 255])),
+        ("an empty error", frame(Kind::Error, 1, 0, false, &[], &[])),
+        ("an error without a kind", frame(Kind::Error, 1, 0, false, &[0x80], &[])),
+        ("a nested error", frame(Kind::Error, 1, 0, false, &[&[0x81, 0xa1, b'x'][..], &[0x91; 60_000]].concat(), &[])),
+        ("text that is no error", frame(Kind::Error, 1, 0, false, b"\xa5error", &[])),
+    ];
+    for (name, bytes) in cases {
+        check_client(name, &bytes);
+    }
+    // The second of two replies.
+    let mut pair = asked();
+    pair.inject_to_client(&[reply(1, &[5]), reply(1, &[6])].concat());
+    pair.run();
+    assert_eq!(pair.outcomes[&1], Ok(Value::Int(5)));
+    assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::Protocol);
+}
+
+#[test]
+fn malformed_farewells_are_still_farewells() {
+    for body in [&[0xc1][..], &[0x80], &[&[0x81, 0xa1, b'x'][..], &[0x91; 60_000]].concat()] {
+        let mut pair = asked();
+        pair.inject_to_client(&frame(Kind::GoAway, 0, 0, false, body, &[]));
+        pair.run();
+        assert_eq!(pair.going_away.as_ref().unwrap().kind(), ErrorKind::Draining);
+        assert!(pair.ended.is_none());
+        pair.inject_to_client(&frame(Kind::Close, 0, 0, false, body, &[]));
+        pair.run();
+        assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::Closed);
+        let mut pair = asked();
+        pair.inject_to_server(&frame(Kind::Close, 0, 0, false, body, &[]));
+        pair.run();
+        assert_eq!(pair.arrived.last(), Some(&Arrived::Close));
+    }
+}
+
+#[test]
+fn an_unknown_operation_concerns_its_caller_alone() {
+    let mut pair = asked();
+    pair.inject_to_server(&request(5, &[0x93, 99, 0xc0, 0x90], &[]));
+    pair.inject_to_server(&request(6, &[0x93, 8, 0xc0, 0x92, 0xd7, 4, 1, 0, 0, 0, 0, 0, 0, 0, 0xcd, 255, 255], &[]));
+    pair.inject_to_server(&request(7, &[0x93, 99, 0xc0, 0x91, 0xd4, 99, 0], &[1, 2, 3]));
+    pair.client_reads = false;
+    pair.run();
+    assert!(pair.server_error.is_none());
+    let errors: Vec<_> = pair.server_frames().iter().map(|frame| (frame.kind(), frame.id())).collect();
+    assert_eq!(errors, [(Kind::Error, 5), (Kind::Error, 6), (Kind::Error, 7)]);
+    assert_eq!(pair.server.in_flight(), 1);
+    // Extras that it does not know are skipped.
+    let mut pair = asked();
+    pair.inject_to_server(&request(5, &[0x93, 7, 0x82, 0xa1, b'x', 0x92, 1, 2, 0xa1, b'd', 9, 0x91, 1], &[]));
+    pair.run();
+    assert!(pair.requests[&5].deadline.is_some());
+}
+
+#[test]
+fn extreme_deadlines_do_no_harm() {
+    for left in [[0; 8], [255; 8]] {
+        let mut body = vec![0x93, 7, 0x81, 0xa1, b'd', 0xcf];
+        body.extend_from_slice(&left);
+        body.extend_from_slice(&[0x91, 1]);
+        let request = decode_request(Lane(0), &body, Bytes::new(), Instant::now()).unwrap();
+        assert!(left[0] == 255 || request.deadline.is_some());
+    }
+}
+
+#[test]
+fn nothing_is_reserved_for_lengths_that_are_claims() {
+    // Within the limits, and not there.
+    for (body, payload) in [(65_536, 65_536), (65_536, 10), (10, 65_536), (0, 16 << 10)] {
+        let mut pair = setup().build();
+        let peak = peak_of(|| {
+            for _ in 0..100 {
+                pair.inject_to_server(&header(16, 0, 0, body, payload)[..]);
+                pair.run();
+            }
+        });
+        assert!(peak < 1 << 20, "{body} {payload}: {peak}");
+    }
+    for body in [&[0xdd, 255, 255, 255, 255][..], &[0xdb, 255, 255, 255, 255], &[0xc9, 255, 255, 255, 255, 1]] {
+        assert!(peak_of(|| assert!(decode_value(body, Bytes::new()).is_err())) < 1024);
+    }
+}
+
+#[test]
+fn a_message_does_not_go_on_for_ever() {
+    let part = |kind, id, len: usize| frame(kind, id, 0, true, &[], &vec![0; len]);
+    for len in [60_000, 1_000] {
+        let mut pair = setup().build();
+        let chunk = part(Kind::Request, 1, len);
+        let peak = peak_of(|| {
+            while pair.server_error.is_none() {
+                pair.inject_to_server(&chunk);
+                pair.run();
+            }
+        });
+        assert!(pair.server_error.as_ref().unwrap().message().contains("max_message"));
+        assert!(peak < 3 << 20, "{peak}");
+        let mut pair = asked();
+        let chunk = part(Kind::Reply, 1, len);
+        while pair.ended.is_none() {
+            pair.inject_to_client(&chunk);
+            pair.run();
+        }
+        assert!(pair.ended.as_ref().unwrap().message().contains("max_message"));
+    }
+}
+
+/// Messages that never become whole were counted only when another one did: as many of them as a peer liked took memory,
+/// each up to the largest message.
+#[test]
+fn messages_that_never_become_whole_are_counted() {
+    // Many bytes in few messages: above the window.
+    let mut pair = setup().build();
+    let mut input = Vec::new();
+    for id in 1..=7 {
+        for _ in 0..4 {
+            input.extend(frame(Kind::Request, id, 0, true, &[], &[0; 60_000]));
+        }
+    }
+    pair.inject_to_server(&input);
+    pair.run();
+    assert!(pair.server_error.as_ref().unwrap().message().contains("bytes under way"), "{:?}", pair.server_error);
+    // Few bytes in many messages: above the number.
+    let mut pair = setup().build();
+    let input: Vec<u8> = (1..=100_000).flat_map(|id| frame(Kind::Request, id, 0, true, &[], &[])).collect();
+    let mut input = BytesMut::from(&input[..]);
+    let peak = peak_of(|| {
+        let error = pair.server.handle_input(&mut input, pair.now, &mut |_, _, _, _| None).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Protocol);
+    });
+    assert!(peak < 64 << 10, "{peak}");
+    // The same from a server: replies to more than was asked are none of ours, and what was asked is within the window.
+    let mut pair = setup().build();
+    (1..=8).for_each(|id| drop(pair.submit(id, call(id as u32, 1))));
+    pair.run();
+    for id in 1..=8 {
+        for _ in 0..4 {
+            pair.inject_to_client(&frame(Kind::Reply, id, 0, true, &[], &[0; 60_000]));
+        }
+    }
+    pair.run();
+    assert!(pair.ended.as_ref().unwrap().message().contains("bytes under way"), "{:?}", pair.ended);
+}
+
+#[test]
+fn more_requests_than_there_is_credit_for_end_the_session() {
+    let mut input = Vec::new();
+    (1..=9).for_each(|id| input.extend(request(id, &[0x93, 7, 0xc0, 0x91, 1], &[])));
+    check_server("nine requests", &input);
+    let big = |id| {
+        let mut body = vec![0x93, 2, 0xc0, 0x92, 1, 0x91, 0xd7, 1];
+        body.extend_from_slice(&50_000_u64.to_le_bytes());
+        request(id, &body, &[0; 50_000])
+    };
+    let mut setup = setup();
+    setup.server.max_requests = 100;
+    let mut pair = setup.build();
+    (1..=20).for_each(|id| pair.inject_to_server(&big(id)));
+    pair.run();
+    assert!(pair.server_error.as_ref().unwrap().message().contains("bytes under way"));
+    assert!(pair.requests.len() < 13);
+}
+
+/// A client that asks and never reads: what it asked was answered, so it was not counted any more, and the answers took
+/// ever more memory.
+#[test]
+fn a_client_that_does_not_read_its_replies_is_limited() {
+    let mut pair = Setup { capacity: 4 << 10, ..setup() }.build();
+    pair.client_reads = false;
+    let text = "x".repeat(3_000);
+    let mut asked = 0;
+    let peak = peak_of(|| {
+        for id in 1..=100_000 {
+            pair.setup.capacity = usize::MAX;
+            pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+            pair.setup.capacity = 4 << 10;
+            pair.run();
+            if pair.server_error.is_some() {
+                break;
+            }
+            asked += 1;
+            pair.reply(id, Ok(Value::Str(text.clone())));
+        }
+    });
+    assert_eq!(pair.server_error.as_ref().unwrap().kind(), ErrorKind::Protocol);
+    assert!((100..400).contains(&asked), "{asked}");
+    assert!(peak < 4 << 20, "{peak}");
+}
+
+/// Large replies were counted by their number alone.
+#[test]
+fn large_replies_that_nobody_reads_hold_up_further_requests() {
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    pair.client_reads = false;
+    pair.setup.capacity = 4 << 10;
+    let answer = |pair: &mut Pair| {
+        let asked: Vec<_> = pair.requests.keys().copied().collect();
+        for id in asked {
+            pair.reply(id, Ok(Value::Bytes(vec![0; 200 << 10].into())));
+        }
+    };
+    let peak = peak_of(|| {
+        for id in 1..=900 {
+            pair.setup.capacity = usize::MAX;
+            pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+            pair.setup.capacity = 4 << 10;
+            pair.run();
+            answer(&mut pair);
+        }
+    });
+    assert!(pair.server_error.is_none() && pair.arrived.len() < 8, "{:?}", pair.arrived);
+    assert!(peak < 4 << 20, "{peak}");
+    // One of those that wait can still be cancelled.
+    pair.setup.capacity = usize::MAX;
+    pair.inject_to_server(&frame(Kind::Cancel, 899, 0, false, &[], &[]));
+    pair.run();
+    assert_eq!(pair.server.in_flight(), 900 - pair.arrived.len() - 1);
+}
+
+/// Those that run while nobody reads were all answered, whatever that took.
+#[test]
+fn a_backlog_of_replies_is_bounded() {
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    pair.client_reads = false;
+    for id in 1..=900 {
+        pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+    }
+    pair.run();
+    assert_eq!(pair.requests.len(), 900);
+    pair.setup.capacity = 4 << 10;
+    let peak = peak_of(|| {
+        for id in 1..=900 {
+            pair.reply(id, Ok(Value::Bytes(vec![0; 200 << 10].into())));
+            pair.rejected.clear();
+            pair.run();
+        }
+    });
+    assert!(peak < 6 << 20, "{peak}");
+    assert!(pair.server_error.is_none());
+}
+
+/// One that reads, and gives no leave to send more.
+#[test]
+fn the_server_knows_what_waits_for_nothing_but_credit() {
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    for id in 1..=4 {
+        pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+    }
+    pair.run();
+    assert_eq!(pair.server.held_back(), None);
+    let reply = || Ok(Value::Bytes(vec![0; 200 << 10].into()));
+    for id in 1..=4 {
+        assert!(pair.server.reply(id, reply()).is_none());
+    }
+    // Two fit into the client's window.
+    assert_eq!(pair.server.held_back(), None, "the first have not left");
+    let now = pair.now;
+    let drain = |server: &mut rpc_core::proto::ServerEndpoint| loop {
+        server.stage();
+        let mut slices = [std::io::IoSlice::new(&[]); 8];
+        let count = server.slices(&mut slices);
+        let len = slices[..count].iter().map(|slice| slice.len()).sum();
+        if len == 0 {
+            break;
+        }
+        server.advance(len, now);
+    };
+    drain(&mut pair.server);
+    assert_eq!(pair.server.held_back(), Some(3));
+    let credit = [&0_u32.to_le_bytes()[..], &(100_u64 << 10).to_le_bytes()].concat();
+    pair.client_reads = false;
+    pair.inject_to_server(&frame(Kind::Credit, 0, 0, false, &credit, &[]));
+    pair.run();
+    drain(&mut pair.server);
+    assert_eq!(pair.server.held_back(), Some(4));
+}
+
+/// A list of nils takes a byte each on the wire, and eighty in memory.
+#[test]
+fn many_small_values_cost_what_they_take_in_memory() {
+    let nils = || call_with(u32::MAX, vec![Value::List(vec![Value::Null; 2_000])]);
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    for id in 1..=4 {
+        assert!(matches!(pair.submit(id, nils()), Admission::Now));
+    }
+    assert!(matches!(pair.submit(5, nils()), Admission::Later));
+    pair.submit(6, call_with(u32::MAX, vec![Value::List(vec![Value::Null; 5_000])]));
+    assert_eq!(pair.error(6).kind(), ErrorKind::LimitExceeded);
+    pair.run();
+    pair.reply(1, Ok(Value::List(vec![Value::Null; 2_000])));
+    pair.run();
+    assert_eq!(pair.requests.len(), 4);
+    assert!(pair.requests.contains_key(&5) && pair.outcomes[&1].is_ok());
+    // One that takes no notice of credit is cut off.
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    let (body, _) = rpc_core::proto::encode_request(&nils(), pair.now);
+    for id in 1..=6 {
+        pair.inject_to_server(&request(id, &body, &[]));
+    }
+    pair.run();
+    assert_eq!(pair.server_error.as_ref().unwrap().kind(), ErrorKind::Protocol);
+}
+
+/// A ping between the frames of a message that has the ping's number was taken for one of them.
+#[test]
+fn control_frames_may_have_the_number_of_a_message_under_way() {
+    let mut pair = setup().build();
+    let (body, payload) = rpc_core::proto::encode_request(&call(0, 100), pair.now);
+    let payload = payload.concat();
+    let (first, second) = payload.split_at(40);
+    let mut bytes = frame(Kind::Request, 7, 0, true, &body, first);
+    for kind in [Kind::Ping, Kind::Pong, Kind::Cancel] {
+        bytes.extend_from_slice(&frame(kind, 7, 0, false, &[], &[]));
+    }
+    bytes.extend_from_slice(&frame(Kind::Request, 7, 0, false, &[], second));
+    pair.inject_to_server(&bytes);
+    pair.run();
+    assert!(pair.server_error.is_none(), "{:?}", pair.server_error);
+    assert_eq!(pair.arrived, [Arrived::Cancel(7), Arrived::Request(7)]);
+}
+
+/// Each ping was answered, whether or not anybody read the answers.
+#[test]
+fn pings_of_a_peer_that_does_not_read_are_not_all_answered() {
+    let ping = frame(Kind::Ping, 0, 0, false, &[], &[]);
+    let flood: Vec<u8> = (0..40_000).flat_map(|_| ping.clone()).collect();
+    let mut server = setup().build().server;
+    let mut client = setup().build().client;
+    let now = Instant::now();
+    let mut input = BytesMut::new();
+    let peak = peak_of(|| {
+        for _ in 0..8 {
+            input.extend_from_slice(&flood);
+            while server.handle_input(&mut input, now, &mut |_, _, _, _| None).unwrap() {}
+            server.stage();
+            input.extend_from_slice(&flood);
+            client.handle_input(&mut input, now).unwrap();
+            client.stage();
+        }
+    });
+    assert!(peak < 12 << 20, "{peak}");
+    // Numbered ones are answered with the last.
+    let mut client = setup().build().client;
+    let numbered: Vec<u8> = (1..=1_000).flat_map(|id| frame(Kind::Ping, id, 0, false, &[], &[])).collect();
+    client.handle_input(&mut BytesMut::from(&numbered[..]), now).unwrap();
+    client.stage();
+    let mut slices = [std::io::IoSlice::new(&[])];
+    assert_eq!(client.slices(&mut slices), 1);
+    assert_eq!(slices[0][..], frame(Kind::Pong, 1_000, 0, false, &[], &[]));
+}
+
+#[test]
+fn endless_credit_does_not_overflow() {
+    let mut pair = asked();
+    let credit = frame(Kind::Credit, 0, 0, false, &[255; 12], &[]);
+    for _ in 0..3 {
+        pair.inject_to_client(&credit);
+        pair.inject_to_server(&credit);
+    }
+    pair.run();
+    pair.reply(1, Ok(Value::Null));
+    pair.submit(2, call(0, 100_000));
+    pair.run();
+    pair.reply(2, Ok(Value::Bytes(vec![0; 100_000].into())));
+    pair.run();
+    assert!(pair.outcomes[&2].is_ok());
+    assert!(pair.ended.is_none() && pair.server_error.is_none());
+}
+
+#[test]
+fn pongs_and_cancels_that_mean_nothing_are_ignored() {
+    let mut pair = asked();
+    for id in [0, 1, u64::MAX] {
+        pair.inject_to_client(&frame(Kind::Pong, id, 0, false, &[], &[]));
+        pair.inject_to_server(&frame(Kind::Pong, id, 0, false, &[], &[]));
+    }
+    pair.inject_to_server(&frame(Kind::Cancel, 77, 0, false, &[], &[]));
+    pair.inject_to_server(&frame(Kind::Free, 0, 0, false, &[], &[]));
+    pair.run();
+    assert_eq!(pair.arrived[1..], [Arrived::Cancel(77), Arrived::Release(vec![])]);
+    assert!(pair.ended.is_none() && pair.server_error.is_none());
+}
+
+#[test]
+fn a_reply_before_the_request_has_left_does_no_harm() {
+    let mut pair = Setup { capacity: 4 << 10, ..setup() }.build();
+    pair.server_reads = false;
+    pair.submit(1, call(0, 200 << 10));
+    pair.run();
+    pair.inject_to_client(&frame(Kind::Reply, 1, 0, false, &[7], &[]));
+    pair.run();
+    assert_eq!(pair.outcomes[&1], Ok(Value::Int(7)));
+    pair.client.cancel(1);
+    pair.server_reads = true;
+    pair.run();
+    assert_eq!(pair.requests_in_order(), [1]);
+}
+
+#[test]
+fn errors_of_a_peer_keep_their_facts_and_unknown_kinds_survive() {
+    let mut pair = asked();
+    pair.inject_to_client(&frame(
+        Kind::Error,
+        1,
+        0,
+        false,
+        b"\x83\xa4kind\xcd\x03\xe7\xa7message\xa3new\xa6colour\xa4blue",
+        &[],
+    ));
+    pair.run();
+    assert_eq!(pair.error(1).kind(), ErrorKind::Unknown(999));
+    assert_eq!((pair.error(1).message(), pair.error(1).hop()), ("new", 1));
+    assert!(pair.ended.is_none());
+}
+
+#[test]
+fn a_server_told_of_a_broken_protocol_says_so_before_data_that_waits() {
+    let mut pair = Setup::default().limits(8 << 20, 16 << 20, 64 << 10, 8).build();
+    pair.submit(1, call(0, 1));
+    pair.run();
+    pair.client_reads = false;
+    pair.setup.capacity = 1_000;
+    pair.reply(1, Ok(Value::Bytes(vec![0; 6 << 20].into())));
+    pair.run();
+    pair.server.close(Some(&RpcError::new(ErrorKind::Protocol, "broken")));
+    pair.setup.capacity = usize::MAX;
+    pair.client_reads = true;
+    pair.run();
+    assert_eq!(pair.ended.as_ref().unwrap().message(), "broken");
+    assert_eq!(pair.error(1).message(), "broken");
+}
+
+/// The deadlines of requests that were over stayed until they had passed: an hour's worth of them, for calls that may take
+/// an hour.
+#[test]
+fn deadlines_do_not_outlive_their_requests() {
+    let mut pair = Pair::new(setup());
+    let held = HELD.get();
+    for id in 1..=20_000 {
+        let mut request = call(0, 0);
+        request.deadline = Some(pair.now + Duration::from_secs(3600));
+        assert!(matches!(pair.client.submit(id, request, id, pair.now), Admission::Now));
+        let mut reply = BytesMut::from(&frame(Kind::Reply, id, 0, false, &[0xc0], &[])[..]);
+        pair.client.handle_input(&mut reply, pair.now).unwrap();
+        while pair.client.poll_event().is_some() {}
+        pair.client.stage();
+        let mut slices = [std::io::IoSlice::new(&[])];
+        pair.client.slices(&mut slices);
+        let len = slices[0].len();
+        pair.client.advance(len, pair.now);
+    }
+    let held = HELD.get() - held;
+    assert!(held < 64 << 10, "{held}");
+}
+
+/// A body of small values took a hundred times its size in memory.
+#[test]
+fn small_values_do_not_add_up() {
+    let body = |len: u32| [&[0xdd][..], &len.to_be_bytes(), &vec![0xc0; len as usize]].concat();
+    assert!(decode_value(&body((1 << 20) - 1), Bytes::new()).is_ok());
+    let body = body(20 << 20);
+    assert!(peak_of(|| assert!(decode_value(&body, Bytes::new()).is_err())) < 256 << 20);
+    // The sender is told, and nobody else is troubled.
+    let mut pair = Setup::default().build();
+    let many = Value::List(vec![Value::Null; 1 << 20]);
+    assert!(matches!(pair.submit(1, call_with(0, vec![many.clone()])), Admission::Refused(..)));
+    pair.submit(2, call(0, 0));
+    pair.run();
+    pair.reply(2, Ok(many));
+    pair.run();
+    assert_eq!((pair.error(1).kind(), pair.error(2).kind()), (ErrorKind::InvalidArgument, ErrorKind::InvalidArgument));
+}
+
+/// A pair whose server has room for eight chunks of 16 KiB, and for what all sessions may have beside.
+fn crowded(quota: &Arc<MemoryQuota>, chunk: u32) -> Pair {
+    Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build().within(quota)
+}
+
+#[test]
+fn what_finds_no_room_is_refused_without_being_kept_and_the_session_goes_on() {
+    // In frames that are received where they belong, and in such as pass through the buffer.
+    for chunk in [64 << 10, 4 << 10] {
+        let free = 8 * chunk as usize;
+        let quota = MemoryQuota::new("max_total_queued", 0, None);
+        let mut pair = crowded(&quota, chunk);
+        pair.submit(1, call(0, free - 2000));
+        pair.run();
+        assert_eq!(pair.requests.len(), 1, "a session always has room for one copy");
+        let held_by = |pair: &mut Pair| {
+            let (large, before) = (call(1, 900 << 10), HELD.get());
+            pair.submit(2, large);
+            pair.run();
+            HELD.get() - before
+        };
+        let kept = held_by(&mut Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build());
+        let dropped = held_by(&mut pair);
+        // Beside the request itself there are the buffers of this test's channel, and those that are kept for what comes next.
+        assert!(kept - dropped > 500 << 10, "{kept} and {dropped}");
+        let error = pair.error(2);
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::LimitExceeded, false), "{error}");
+        assert!(error.message().contains("max_total_queued"), "{error}");
+        pair.submit(3, call(2, 100));
+        pair.run();
+        pair.reply(1, Ok(Value::Null));
+        pair.run();
+        pair.submit(4, call(0, free - 2000));
+        pair.run();
+        assert_eq!(pair.requests.keys().copied().collect::<Vec<_>>(), [3, 4]);
+        assert!(pair.ended.is_none() && pair.server_error.is_none());
+    }
+}
+
+#[test]
+fn sessions_share_what_they_may_queue_and_give_it_back() {
+    let quota = MemoryQuota::new("max_total_queued", 1 << 20, None);
+    let (mut first, mut second) = (crowded(&quota, 16 << 10), crowded(&quota, 16 << 10));
+    first.submit(1, call(0, 900 << 10));
+    first.run();
+    assert_eq!((first.requests.len(), quota.used()), (1, 1 << 20));
+    second.submit(1, call(0, 900 << 10));
+    second.run();
+    assert_eq!(second.error(1).kind(), ErrorKind::LimitExceeded);
+    first.reply(1, Ok(Value::Null));
+    first.run();
+    assert_eq!(quota.used(), 0);
+    second.submit(2, call(0, 900 << 10));
+    second.run();
+    assert_eq!(second.requests.len(), 1);
+    // Replies count until they have left. One that finds no room is an error, and what it held comes back.
+    let large = || Value::List(vec![Value::Bytes(vec![1; 900 << 10].into()), object(7)]);
+    second.client_reads = false;
+    second.setup.capacity = 1000;
+    second.reply(2, Ok(large()));
+    second.run();
+    assert!(second.rejected.is_empty() && quota.used() > 0);
+    first.submit(2, call(0, 1));
+    first.run();
+    first.reply(2, Ok(large()));
+    first.run();
+    assert_eq!((first.error(2).kind(), first.rejected.len()), (ErrorKind::LimitExceeded, 1));
+    second.client_reads = true;
+    second.setup.capacity = usize::MAX;
+    second.run();
+    assert!(second.outcomes[&2].is_ok());
+    assert_eq!(quota.used(), 0);
+    drop((first, second));
+}
+
+#[test]
+fn a_session_that_ends_gives_back_what_it_had_queued() {
+    let quota = MemoryQuota::new("max_total_queued", 1 << 20, None);
+    let mut pair = crowded(&quota, 16 << 10);
+    pair.submit(1, call(0, 900 << 10));
+    pair.run();
+    assert!(quota.used() > 0);
+    drop(pair);
+    assert_eq!(quota.used(), 0);
+}

@@ -1,0 +1,505 @@
+//! `rpc-cli` against `rpc-server`, both as the programs that they are.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+
+use rpc_core::DataType;
+use rpc_core::dlpack::to_bytes;
+use rpc_server::ServerProcess;
+use rpc_server::npy::{read_header, write_header};
+use serde_json::{Value as Json, json};
+use tempfile::TempDir;
+
+/// How the tool ended, and what it printed.
+#[derive(Debug)]
+struct Run {
+    code: i32,
+    stdout: String,
+    stderr: String,
+}
+
+impl Run {
+    fn json(&self) -> Json {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// The standard output of a run that went well.
+    fn ok(self) -> String {
+        assert_eq!(self.code, 0, "{self:?}");
+        self.stdout
+    }
+}
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("RPC_CLI_") {
+            command.env_remove(name);
+        }
+    }
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn run(mut command: Command) -> Run {
+    let output = command.output().unwrap();
+    Run {
+        code: output.status.code().unwrap_or(-1),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+fn cli(args: &[&str]) -> Run {
+    run(command(args))
+}
+
+/// A server, its workspaces, and a folder for files here.
+struct Fixture {
+    server: ServerProcess,
+    folder: TempDir,
+}
+
+impl Fixture {
+    fn new(flags: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
+        command.arg("--workdir").arg(folder.path().join("workdir")).args(flags);
+        Self { server: ServerProcess::spawn(command).unwrap(), folder }
+    }
+
+    fn address(&self) -> &str {
+        self.server.address()
+    }
+
+    /// Runs `rpc-cli COMMAND ADDRESS ARGS…`.
+    fn cli(&self, name: &str, args: &[&str]) -> Run {
+        let mut all = vec![name, self.address()];
+        all.extend(args);
+        cli(&all)
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().unwrap().to_owned()
+    }
+}
+
+/// Something that is no server of ours: whoever connects is told `greeting`.
+fn stranger(greeting: &'static [u8]) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp://{}", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            thread::spawn(move || {
+                let mut stream = stream.unwrap();
+                // One that speaks without having been asked could be cut off before it is heard.
+                let mut buffer = [0; 1024];
+                let _ = stream.read(&mut buffer);
+                let _ = stream.write_all(greeting);
+                if !greeting.is_empty() {
+                    let _ = stream.shutdown(std::net::Shutdown::Write);
+                }
+                // Until the client goes away.
+                while stream.read(&mut buffer).is_ok_and(|count| count > 0) {}
+            });
+        }
+    });
+    address
+}
+
+/// A port that was free a moment ago.
+fn unused() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    format!("tcp://{}", listener.local_addr().unwrap())
+}
+
+fn write_npy(path: &str, shape: &[i64], elements: &[f32]) {
+    let mut file = Vec::new();
+    write_header(&mut file, DataType::F32, shape).unwrap();
+    file.extend_from_slice(&to_bytes(elements));
+    std::fs::write(path, file).unwrap();
+}
+
+#[test]
+fn arguments_are_what_they_look_like() {
+    let fixture = Fixture::new(&[]);
+    let echo = |arg: &str| fixture.cli("call", &["--json", "rpc.echo", arg]).json();
+    for (written, meant) in [
+        ("null", json!(null)),
+        ("true", json!(true)),
+        ("false", json!(false)),
+        ("7", json!(7)),
+        ("-7", json!(-7)),
+        ("-1.5e3", json!(-1500.0)),
+        ("7.0", json!(7.0)),
+        ("word", json!("word")),
+        ("two words", json!("two words")),
+        ("str:7", json!("7")),
+        ("str:-x", json!("-x")),
+        ("str:@a.npy", json!("@a.npy")),
+        ("nan", json!("nan")),
+    ] {
+        assert_eq!(echo(written), meant, "{written}");
+    }
+    assert_eq!(fixture.cli("call", &["rpc.echo", "7.0"]).ok(), "7.0\n");
+    assert_eq!(fixture.cli("call", &["rpc.echo", "a\"b"]).ok(), "a\"b\n");
+    assert_eq!(fixture.cli("call", &["rpc.echo", "--", "-x"]).ok(), "-x\n");
+    assert_eq!(fixture.cli("call", &["rpc.noop"]).ok(), "");
+    for wrong in ["@", "99999999999999999999"] {
+        assert_eq!(fixture.cli("call", &["rpc.echo", wrong]).code, 2, "{wrong}");
+    }
+}
+
+#[test]
+fn tensors_go_up_from_files_and_come_down_to_files() {
+    let fixture = Fixture::new(&[]);
+    let (small, large, back) = (fixture.path("small.npy"), fixture.path("large.npy"), fixture.path("back.npy"));
+    write_npy(&small, &[2, 2], &[1.0, 2.5, -3.0, 0.1]);
+    let shown = fixture.cli("call", &["rpc.echo", &format!("@{small}")]).ok();
+    assert_eq!(shown, "tensor float32 [2, 2] on cpu:0, 16 B\n[[1.0, 2.5],\n [-3.0, 0.1]]\n");
+    let shown = fixture.cli("call", &["--json", "rpc.echo", &format!("@{small}")]).json();
+    assert_eq!(shown["tensor"]["elements"], json!([[1.0, 2.5], [-3.0, 0.1]]));
+
+    // More than two pieces, and no whole number of them.
+    let elements: Vec<f32> = (0..5_000_001).map(|at| at as f32).collect();
+    write_npy(&large, &[elements.len() as i64], &elements);
+    let run = fixture.cli("call", &["rpc.echo", &format!("@{large}"), "-o", &back]);
+    assert_eq!(run.ok(), "");
+    assert!(std::fs::read(&large).unwrap() == std::fs::read(&back).unwrap());
+    let header = read_header(&mut std::fs::File::open(&back).unwrap()).unwrap();
+    assert_eq!(header.shape, [elements.len() as i64]);
+
+    std::fs::write(&small, &std::fs::read(&large).unwrap()[..1000]).unwrap();
+    let cut = fixture.cli("call", &["rpc.echo", &format!("@{small}")]);
+    assert!(cut.code == 1 && cut.stderr.contains("copy or save it again"), "{cut:?}");
+    std::fs::write(&small, "no array").unwrap();
+    let text = fixture.cli("call", &["rpc.echo", &format!("@{small}")]);
+    assert!(text.code == 1 && text.stderr.contains("not a .npy file"), "{text:?}");
+    let none = fixture.cli("call", &["rpc.echo", "1", "-o", &back]);
+    assert!(none.code == 1 && none.stderr.contains("0 tensors"), "{none:?}");
+}
+
+#[test]
+fn files_make_the_round_trip_in_the_named_workspace() {
+    let fixture = Fixture::new(&[]);
+    let (local, copy) = (fixture.path("local.bin"), fixture.path("copy.bin"));
+    let data: Vec<u8> = (0..3_000_000_u32).map(|at| (at % 251) as u8).collect();
+    std::fs::write(&local, &data).unwrap();
+    assert_eq!(fixture.cli("put", &[&local]).ok(), "");
+    assert_eq!(fixture.cli("put", &["--json", &local, "folder/"]).json()["path"], "folder/local.bin");
+    assert_eq!(fixture.cli("ls", &[]).ok(), "folder/local.bin\nlocal.bin\n");
+    let entries = fixture.cli("ls", &["--json", "folder"]).json();
+    assert_eq!((entries[0]["name"].as_str(), entries[0]["size"].as_u64()), (Some("folder/local.bin"), Some(3_000_000)));
+    assert!(fixture.cli("ls", &["-l", "folder"]).ok().starts_with("3000000 2"));
+
+    fixture.cli("get", &["folder/local.bin", &copy]).ok();
+    assert!(std::fs::read(&copy).unwrap() == data);
+    let folder = fixture.path("into");
+    std::fs::create_dir(&folder).unwrap();
+    fixture.cli("get", &["folder/local.bin", &folder]).ok();
+    assert!(Path::new(&folder).join("local.bin").exists());
+
+    assert_eq!(fixture.cli("ls", &["--workspace", "other"]).ok(), "");
+    fixture.cli("rm", &["folder", "local.bin"]).ok();
+    assert_eq!(fixture.cli("ls", &[]).ok(), "");
+    for (name, args) in [("get", &["nothing"][..]), ("rm", &["nothing"]), ("ls", &["nothing"]), ("get", &["../x"])] {
+        assert_eq!(fixture.cli(name, args).code, 1, "{name} {args:?}");
+    }
+    assert!(!Path::new("nothing").exists());
+}
+
+#[test]
+fn files_come_from_standard_input_and_go_to_standard_output() {
+    let fixture = Fixture::new(&[]);
+    let mut put = command(&["put", fixture.address(), "-", "text"]);
+    let mut child = put.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"from a pipe\n").unwrap();
+    assert!(child.wait().unwrap().success());
+    assert_eq!(fixture.cli("get", &["text", "-"]).ok(), "from a pipe\n");
+    assert_eq!(fixture.cli("put", &["-"]).code, 2);
+}
+
+#[test]
+fn exit_codes_say_what_went_wrong() {
+    let fixture = Fixture::new(&["--key", "board"]);
+    let silent = stranger(b"");
+    let code = |args: &[&str]| cli(args).code;
+    assert_eq!(code(&["info", fixture.address()]), 0);
+    assert_eq!(code(&["info", &format!("{}/board", fixture.address())]), 0);
+    assert_eq!(code(&["call", fixture.address(), "no.such.function"]), 1);
+    assert_eq!(code(&["call", fixture.address(), "rpc.sleep", "str:long"]), 1);
+    assert_eq!(code(&["call", fixture.address()]), 2);
+    assert_eq!(code(&["info", "127.0.0.1:9090"]), 2);
+    assert_eq!(code(&["info", &unused()]), 69);
+    assert_eq!(code(&["info", "unix:/no/such/socket"]), 69);
+    assert_eq!(code(&["info", &stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n")]), 76);
+    assert_eq!(code(&["info", &format!("{}/desk", fixture.address())]), 77);
+    assert_eq!(code(&["info", &silent, "--timeout", "200ms"]), 124);
+    assert_eq!(code(&["call", fixture.address(), "rpc.sleep", "3600", "--timeout", "200ms"]), 124);
+}
+
+#[test]
+fn a_remote_error_is_told_with_its_facts() {
+    let fixture = Fixture::new(&[]);
+    let run = fixture.cli("call", &["no.such.function"]);
+    assert!(run.stdout.is_empty(), "{run:?}");
+    for fact in ["no.such.function", "kind: not found", "at: the server"] {
+        assert!(run.stderr.contains(fact), "{fact}: {run:?}");
+    }
+    let run = fixture.cli("call", &["--json", "no.such.function"]);
+    let error: Json = serde_json::from_str(&run.stderr).unwrap();
+    assert_eq!(error["error"]["kind"], "not_found");
+    assert_eq!((&error["error"]["hop"], &error["error"]["exit_code"]), (&json!(1), &json!(1)));
+}
+
+#[test]
+fn reports_are_for_people_and_for_programs() {
+    let fixture = Fixture::new(&["--key", "board"]);
+    let functions = fixture.cli("functions", &["--json"]).json();
+    let names: Vec<_> = functions.as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"rpc.echo") && names.is_sorted(), "{names:?}");
+    assert!(fixture.cli("functions", &[]).ok().contains("rpc.sleep(float) -> null"));
+    let info = fixture.cli("info", &["--json"]).json();
+    assert_eq!((&info["sessions"], &info["key"]), (&json!(1), &json!("board")));
+    assert!(info["version"].is_string() && info["handles"].is_u64() && info["memory_bytes"].is_u64(), "{info}");
+    assert!(info["devices"].as_array().unwrap().iter().any(|device| device["device"] == "cpu:0"), "{info}");
+    assert!(fixture.cli("info", &[]).ok().contains("key        board"));
+
+    let ping = fixture.cli("ping", &["-c", "3", "-i", "1ms"]).ok();
+    assert_eq!(ping.lines().filter(|line| line.starts_with("reply from")).count(), 3);
+    let ping = fixture.cli("ping", &["-c", "3", "-i", "1ms", "--json"]).json();
+    assert_eq!((&ping["replies"], ping["samples"].as_array().unwrap().len()), (&json!(3), 3));
+
+    let time = fixture.cli("time", &["rpc.echo", "1", "--repeat", "4", "--number", "10", "--json"]).json();
+    assert_eq!(time["samples"].as_array().unwrap().len(), 4);
+    assert!(time["min"].as_f64().unwrap() <= time["mean"].as_f64().unwrap());
+}
+
+#[test]
+fn flags_come_from_the_environment_too() {
+    let fixture = Fixture::new(&[]);
+    let mut command = command(&["call", fixture.address(), "rpc.echo", "a"]);
+    command.env("RPC_CLI_JSON", "true");
+    assert_eq!(run(command).ok(), "\"a\"\n");
+}
+
+#[test]
+fn calls_and_the_doctor_go_through_hops() {
+    let origin = Fixture::new(&[]);
+    let hop = Fixture::new(&["--allow-forward", origin.address()]);
+    assert_eq!(origin.cli("call", &["-J", hop.address(), "rpc.echo", "7"]).ok(), "7\n");
+    let report = origin.cli("doctor", &["-J", hop.address(), "--json"]).json();
+    assert_eq!(report["ok"], true, "{report}");
+    assert_eq!(step(&report, "hop 1")["ok"], true);
+
+    let refused = hop.cli("call", &["-J", origin.address(), "rpc.echo", "7"]);
+    assert_eq!(refused.code, 77, "{refused:?}");
+    let run = hop.cli("doctor", &["-J", origin.address(), "--json"]);
+    let report = run.json();
+    assert_eq!((run.code, &step(&report, "hop 1")["ok"]), (77, &json!(false)), "{report}");
+    assert!(step(&report, "hop 1")["advice"].as_str().unwrap().contains("--allow-forward"), "{report}");
+}
+
+fn step<'a>(report: &'a Json, name: &str) -> &'a Json {
+    let steps = report["steps"].as_array().unwrap();
+    steps.iter().find(|step| step["step"] == name).unwrap_or_else(|| panic!("no step {name}: {report}"))
+}
+
+#[test]
+fn the_doctor_finds_the_step_that_fails() {
+    let fixture = Fixture::new(&["--key", "board"]);
+    let diagnose = |address: &str, flags: &[&str]| {
+        let mut args = vec!["doctor", "--json", address];
+        args.extend(flags);
+        let run = cli(&args);
+        let report = run.json();
+        assert_eq!(report["exit_code"], run.code, "{report}");
+        assert_eq!(report["ok"], run.code == 0, "{report}");
+        let steps = report["steps"].as_array().unwrap().clone();
+        let last = steps.last().unwrap().clone();
+        assert!(steps.iter().rev().skip(1).all(|step| step["ok"] == true), "{report}");
+        (run.code, last["step"].as_str().unwrap().to_owned(), last["detail"].as_str().unwrap().to_owned())
+    };
+    let found = |address: &str, flags: &[&str], code: i32, step: &str, detail: &str| {
+        let (found_code, found_step, found_detail) = diagnose(address, flags);
+        assert_eq!((found_code, &*found_step), (code, step), "{address}: {found_detail}");
+        assert!(found_detail.contains(detail), "{address}: {found_detail}");
+    };
+    let server = fixture.address();
+    found(server, &[], 0, "echo", "came back");
+    found(&format!("{server}/board"), &[], 0, "echo", "came back");
+    found(&format!("{server}/desk"), &[], 77, "key", "desk");
+    found("tcp:127.0.0.1:1", &[], 2, "parse", "slashes");
+    found(&unused(), &[], 69, "connect", "refused");
+    found("unix:/no/such/socket", &[], 69, "connect", "missing");
+    found("exec:/no/such/program", &[], 69, "connect", "does not start");
+    found(&stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n"), &[], 76, "protocol", "HTTP/1.1 400");
+    found(&stranger(b""), &["--timeout", "200ms"], 124, "protocol", "said nothing");
+    found(&format!("exec:{} --version", env!("CARGO_BIN_EXE_rpc-server")), &[], 76, "protocol", "rpc-server");
+
+    let text = cli(&["doctor", &unused()]);
+    assert!(text.stdout.contains("advice") && text.stderr.is_empty(), "{text:?}");
+    let full = Fixture::new(&["--max-sessions", "1"]);
+    let mut occupant = command(&["ping", full.address()]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    // A reply means that its session is open.
+    let mut byte = [0];
+    occupant.stdout.as_mut().unwrap().read_exact(&mut byte).unwrap();
+    found(full.address(), &[], 77, "session", "max_sessions");
+    occupant.kill().unwrap();
+    occupant.wait().unwrap();
+}
+
+fn lines(run: Run) -> Vec<Json> {
+    run.ok().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn bench_prints_a_line_for_every_case() {
+    let fixture = Fixture::new(&[]);
+    let lines = lines(fixture.cli("bench", &["--json", "--iterations", "1", "--seconds", "0"]));
+    let cases: Vec<_> = lines.iter().map(|line| line["case"].as_str().unwrap()).collect();
+    let expected = [
+        "call",
+        "call_blocking_client",
+        "call_blocking_fn",
+        "call_pipelined_64",
+        "copy_to_64B",
+        "copy_to_4KiB",
+        "copy_to_1MiB",
+        "copy_to_64MiB",
+        "copy_to_256MiB",
+        "copy_from_64B",
+        "copy_from_4KiB",
+        "copy_from_1MiB",
+        "copy_from_64MiB",
+        "copy_from_256MiB",
+        "connect",
+        "object_churn",
+    ];
+    assert_eq!(cases, expected);
+    for line in &lines {
+        assert_eq!((&line["suite"], &line["n"]), (&json!("rpc-tcp"), &json!(1)), "{line}");
+        assert!(line["median"].as_f64().unwrap() > 0.0 && line["p99"].as_f64().unwrap() > 0.0, "{line}");
+        assert!(["µs", "GB/s", "calls/s", "objects/s"].contains(&line["unit"].as_str().unwrap()), "{line}");
+        assert!(line.get("ratio").is_none());
+    }
+}
+
+#[test]
+fn bench_starts_servers_of_its_own_and_compares_with_bare_sockets() {
+    for transport in ["tcp", "unix"] {
+        let lines = lines(cli(&[
+            "bench",
+            "--json",
+            "--baseline",
+            "--hop",
+            "--iterations=2",
+            "--seconds=0",
+            "--pin=same",
+            "--transport",
+            transport,
+            "--cases=call*,copy_*_4KiB,copy_*_1hop,connect,object_churn",
+        ]));
+        assert_eq!(lines.len(), 4 + 2 + 2 + 3, "{lines:?}");
+        for line in lines {
+            assert_eq!(line["suite"], format!("rpc-{transport}"));
+            assert!(line["baseline"].as_f64().unwrap() > 0.0 && line["ratio"].as_f64().unwrap() > 0.0, "{line}");
+            let hop = line["case"].as_str().unwrap().ends_with("_1hop");
+            assert_eq!(line.get("ratio_direct").is_some() && line.get("direct").is_some(), hop, "{line}");
+        }
+    }
+}
+
+#[test]
+fn bench_refuses_what_cannot_be_compared() {
+    let fixture = Fixture::new(&[]);
+    for args in [&["--cases", "nothing"][..], &["--cases", "call_1hop"], &["--pin", "same"], &["--seconds", "-1"]] {
+        let run = fixture.cli("bench", args);
+        assert_eq!(run.code, 2, "{run:?}");
+    }
+    assert_eq!(cli(&["bench", "exec:cat", "--baseline"]).code, 2);
+    assert_eq!(cli(&["bench", "-J", fixture.address()]).code, 2);
+}
+
+#[test]
+fn help_completions_and_manual() {
+    let help = cli(&["--help"]).ok();
+    let section = help.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
+    let names: Vec<_> = section
+        .lines()
+        .filter(|line| line.starts_with("  ") && !line.starts_with("    "))
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    let expected = [
+        "call",
+        "functions",
+        "info",
+        "put",
+        "get",
+        "ls",
+        "rm",
+        "ping",
+        "time",
+        "bench",
+        "disco-bench",
+        "status",
+        "doctor",
+        "cert",
+        "token",
+        "completions",
+        "man",
+        "help",
+    ];
+    assert_eq!(names, expected);
+    assert!(help.contains("Exit codes:") && help.contains("124"));
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(cli(&["completions", shell]).ok().contains("doctor"), "{shell}");
+    }
+    assert!(cli(&["man"]).ok().starts_with(".ie"));
+    let folder = tempfile::tempdir().unwrap();
+    cli(&["man", folder.path().to_str().unwrap()]).ok();
+    assert!(folder.path().join("rpc-cli-call.1").exists());
+    assert!(!folder.path().join("rpc-cli-bench-child.1").exists());
+    assert!(!folder.path().join("rpc-cli-disco-bench-node.1").exists());
+}
+
+#[cfg(feature = "tvm-ffi")]
+#[test]
+fn a_module_is_sent_unless_the_server_has_it_and_what_goes_wrong_is_told() {
+    // Without the library, so that loading ends where it would begin.
+    let fixture = Fixture::new(&["--allow-modules", "--isolate", "none", "--tvm-ffi", "/nowhere/libtvm_ffi.so"]);
+    let file = fixture.path("kernels.so");
+    std::fs::write(&file, "kernels").unwrap();
+    let digest = rpc_server::modules::hash(&b"kernels"[..]).unwrap().0;
+    let first = fixture.cli("call", &["--module", &file, "scale", "2"]);
+    assert!(first.code == 1 && first.stderr.contains(&format!("sent as sha256:{digest}")), "{first:?}");
+    assert!(first.stderr.contains("libtvm_ffi.so"), "{first:?}");
+    for (command, args) in [("call", &["scale", "2"][..]), ("time", &["scale", "2"]), ("functions", &[])] {
+        for module in [file.clone(), digest.module_path()] {
+            let again = fixture.cli(command, &[&["--module", &module], args].concat());
+            assert!(again.code == 1 && !again.stderr.contains("sent as"), "{again:?}");
+            assert!(again.stderr.contains("libtvm_ffi.so"), "{again:?}");
+        }
+    }
+    let missing = fixture.cli("call", &["--module", &fixture.path("none.so"), "scale"]);
+    assert!(missing.code == 1 && missing.stderr.contains("none.so"), "{missing:?}");
+    let remote = fixture.cli("functions", &["--module", "remote:none.so"]);
+    assert!(remote.code == 1 && remote.stderr.contains("\"none.so\" in the workspace"), "{remote:?}");
+    let folder = fixture.cli("functions", &["--module", &fixture.path("")]);
+    assert!(folder.code == 1 && folder.stderr.contains("no regular file"), "{folder:?}");
+    assert!(fixture.cli("info", &[]).ok().contains("modules    any, up to 512.00 MiB"));
+}
+
+#[test]
+fn a_server_takes_no_modules_unless_it_is_told_to() {
+    let fixture = Fixture::new(&[]);
+    let file = fixture.path("kernels.so");
+    std::fs::write(&file, "kernels").unwrap();
+    let refused = fixture.cli("call", &["--module", &file, "scale"]);
+    assert!(refused.code == 77 && refused.stderr.contains("--allow-modules"), "{refused:?}");
+    assert!(fixture.cli("info", &[]).ok().contains("modules    not taken (--allow-modules)"));
+}

@@ -1,0 +1,628 @@
+//! The daemon on a machine with GPUs: with the driver of the tests of `rpc-core`, which stands for NVIDIA's.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use disco::{
+    Content, DRef, DiscoSession, Hosting, Options, Part, ReduceOp, Scope, ShardLoader, SocketSession, WeightFolders,
+    WeightReader, WorkerId,
+};
+use rpc_core::client::Files;
+use rpc_core::{
+    DataType, Device, DeviceAttribute, ErrorKind, LocalSession, Pack, Registry, RemoteTensor, Session, Shared, Tensor,
+    Value, VirtualDevice,
+};
+use rpc_server::ServerProcess;
+use rpc_server::builtins::ServerInfo;
+use rpc_transports::Connector;
+use rpc_transports::tracker::{ServerRequest, TrackerClient};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+/// What the driver of the tests takes for code: the names of its kernels.
+const KERNELS: &[u8] = b".entry vector_add .entry trap";
+
+/// A folder with the driver and cuBLAS of the tests. `None`, with a word, where there is no C compiler.
+fn driver() -> Option<TempDir> {
+    let folder = tempfile::tempdir().unwrap();
+    let libraries = [
+        ("rpc-core/tests/cuda/fake_driver.c", "libcuda.so.1", "-fvisibility=hidden"),
+        ("rpc-core/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
+        ("disco/tests/nccl/fake_nccl.c", "libnccl.so.2", "-DON_CUDA"),
+    ];
+    for (source, library, flag) in libraries {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(source);
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-O1", flag, "-o"]).arg(folder.path().join(library));
+        match compiler.arg(source).args(["-lpthread", "-ldl"]).output() {
+            Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+            Err(error) => {
+                eprintln!("SKIPPED: no C compiler to make a driver for the tests with: {error}");
+                return None;
+            }
+        }
+    }
+    Some(folder)
+}
+
+fn server(folder: &TempDir, args: &[&str]) -> ServerProcess {
+    daemon(folder, "serve", args)
+}
+
+fn daemon(folder: &TempDir, command: &str, args: &[&str]) -> ServerProcess {
+    daemon_with(folder, command, args, &[])
+}
+
+fn daemon_with(folder: &TempDir, command: &str, args: &[&str], variables: &[(&str, &str)]) -> ServerProcess {
+    let first = [command, "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    command.args(first).args(args);
+    command.env_clear().env("XDG_STATE_HOME", folder.path()).env("LD_LIBRARY_PATH", folder.path());
+    command.envs(libraries(folder.path())).envs(variables.iter().copied());
+    ServerProcess::spawn(command).unwrap()
+}
+
+/// The variables by which libraries are those of the folder, or none, whatever this machine has itself.
+fn libraries(folder: &Path) -> [(&'static str, PathBuf); 3] {
+    [
+        ("RPC_CUDA_DRIVER_LIBRARY", folder.join("libcuda.so.1")),
+        ("RPC_CUDA_BLAS_LIBRARY", folder.join("libcublas.so.12")),
+        ("DISCO_NCCL_LIBRARY", folder.join("libnccl.so.2")),
+    ]
+}
+
+fn connect(server: &ServerProcess) -> Session {
+    Connector::new().connect_blocking(server.address()).unwrap()
+}
+
+fn info(session: &Session) -> ServerInfo {
+    let Pack(info) = session.function::<(), Pack<ServerInfo>>("rpc.info").wait().unwrap().call(()).wait().unwrap();
+    info
+}
+
+/// Whether a process has the driver.
+fn has_driver(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap().contains("libcuda.so")
+}
+
+fn floats(session: &Session, values: &[f32]) -> RemoteTensor {
+    let tensor = session.alloc(Device::cuda(0), DataType::F32, &[values.len() as i64]).wait().unwrap();
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    session.copy_to_remote(&tensor, bytes).wait().unwrap();
+    tensor
+}
+
+fn read(session: &Session, tensor: &RemoteTensor) -> Vec<f32> {
+    let bytes = session.copy_from_remote(tensor).wait().unwrap();
+    bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+fn add_on_the_device(session: &Session) {
+    Files::new(session).put_bytes("kernels.ptx", KERNELS).wait().unwrap();
+    let add = session.load_module("kernels.ptx").wait().unwrap().function("vector_add").wait().unwrap();
+    let (a, b, sum) = (floats(session, &[1.0, 2.0]), floats(session, &[0.5, 4.0]), floats(session, &[0.0; 2]));
+    add.call::<()>((1, 32, 0, &a, &b, &sum, 2)).wait().unwrap();
+    assert_eq!(read(session, &sum), [1.5, 6.0]);
+}
+
+#[test]
+fn sessions_use_gpus_in_processes_of_their_own_and_a_trap_is_the_loss_of_one() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let (first, second) = (connect(&server), connect(&server));
+    add_on_the_device(&first);
+    add_on_the_device(&second);
+    let data: Vec<u8> = (0..5_000_000_u32).map(|byte| (byte % 251) as u8).collect();
+    let tensor = first.alloc(Device::cuda(1), DataType::U8, &[data.len() as i64]).wait().unwrap();
+    first.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+    assert!(first.copy_from_remote(&tensor).wait().unwrap() == data);
+    // The driver is where it is used, and nowhere else.
+    assert!(has_driver(info(&first).pid));
+    assert!(!has_driver(server.id()));
+    // A trap is told by whoever waits, and stays.
+    let trap = first.load_module("kernels.ptx").wait().unwrap().function("trap").wait().unwrap();
+    trap.call::<()>((1, 1, 0, Value::Null)).wait().unwrap();
+    let error = first.stream_wait(Device::cuda(0), None).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+    let error = first.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+    // It has lost the device, and not the session; and nobody else has lost anything.
+    first.alloc(Device::cpu(), DataType::U8, &[1]).wait().unwrap();
+    add_on_the_device(&second);
+    add_on_the_device(&connect(&server));
+}
+
+#[test]
+fn what_a_session_does_not_use_is_not_loaded() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = connect(&server);
+    let tensor = session.alloc(Device::cpu(), DataType::U8, &[3]).wait().unwrap();
+    session.copy_to_remote(&tensor, vec![1, 2, 3]).wait().unwrap();
+    let process = session.get_function("rpc.echo").wait().unwrap();
+    assert_eq!(process.call::<i64>((7,)).wait().unwrap(), 7);
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", server.id()));
+    // Without that file (a kernel without CONFIG_PROC_CHILDREN) there is nothing to look at.
+    for child in children.unwrap_or_default().split_whitespace() {
+        assert!(!has_driver(child.parse().unwrap()), "process {child} has loaded the driver");
+    }
+    // Who asks for the devices uses them.
+    let info = info(&session);
+    let names: Vec<_> = info.devices.iter().filter(|one| one.absent.is_none()).map(|one| &one.device[..]).collect();
+    assert_eq!(names, ["cpu:0", "cuda:0", "cuda:1"]);
+    assert!(has_driver(info.pid));
+}
+
+#[test]
+fn a_server_without_processes_for_sessions_says_why_there_is_no_gpu() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &["--isolate", "none"]);
+    let session = connect(&server);
+    let error = session.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+    assert!(error.message().contains("serve with --isolate process"), "{error}");
+}
+
+#[test]
+fn a_machine_without_a_driver_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    // One that is there and is none.
+    for broken in [false, true] {
+        if broken {
+            std::fs::write(folder.path().join("libcuda.so.1"), b"not a library").unwrap();
+        }
+        for isolate in ["auto", "process"] {
+            let server = server(&folder, &["--isolate", isolate]);
+            let session = connect(&server);
+            let error = session.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+            assert!(error.message().contains("libcuda.so"), "{error}");
+            // Without a GPU there is no reason for a process.
+            assert_eq!(info(&session).pid == server.id(), isolate == "auto");
+        }
+    }
+}
+
+#[test]
+fn workers_with_gpus_are_processes() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = SocketSession::new([server.address()], 2, 1).start().wait().unwrap();
+    let tensor = session.empty(&[4], DataType::F32, Some("cuda".parse().unwrap())).unwrap();
+    let echo = session.get_global_func("rpc.info").unwrap().call(()).unwrap();
+    session.sync_all().wait().unwrap();
+    let mut pids = HashSet::from([server.id()]);
+    for worker in 0..2 {
+        let zeros = match session.debug_get_from_remote(&tensor, WorkerId(worker)).wait().unwrap() {
+            Content::Tensor(tensor) => tensor.read().unwrap().as_slice::<f32>().unwrap().to_vec(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(zeros, [0.0; 4]);
+        match session.debug_get_from_remote(&echo, WorkerId(worker)).wait().unwrap() {
+            Content::Value(Value::Packed(info)) => {
+                let pid = info.decode::<ServerInfo>().unwrap().pid;
+                assert!(has_driver(pid) && pids.insert(pid), "{pids:?}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(!has_driver(server.id()));
+    session.shutdown().wait().unwrap();
+}
+
+/// The library of the tests knows the ranks of one process alone.
+fn as_threads() -> Options {
+    let mut options = Options::default();
+    options.hosting = Hosting::Threads;
+    options
+}
+
+/// A session of as many workers as there are devices, as threads of one process.
+fn on_gpus(server: &ServerProcess, groups: u32) -> DiscoSession {
+    let session = SocketSession::new([server.address()], 2, groups).options(as_threads()).start().wait().unwrap();
+    session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+    session
+}
+
+fn fetch(session: &DiscoSession, tensor: &DRef, worker: u32) -> Vec<f32> {
+    match session.debug_get_from_remote(tensor, WorkerId(worker)).wait().unwrap() {
+        Content::Tensor(tensor) => tensor.read().unwrap().as_slice::<f32>().unwrap().to_vec(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn collectives_of_a_session_move_data_between_gpus() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = on_gpus(&server, 1);
+    let data: Vec<f32> = (0..300_000).map(|at| (at % 1000) as f32).collect();
+    let x = Tensor::from_slice([2, 150_000], &data).unwrap();
+    let whole = session.broadcast(&x, None, Scope::World).unwrap();
+    let halves = session.scatter(&x, None, Scope::World).unwrap();
+    let sum = session.allreduce(&whole, None, ReduceOp::Sum, Scope::World).unwrap();
+    let gathered = session.allgather(&halves, None, Scope::World).unwrap();
+    let share = session.reduce_scatter(&whole, None, ReduceOp::Max, Scope::World).unwrap();
+    let turned = session.all_to_all(&whole, None, Scope::World).unwrap();
+    session.barrier(Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    for worker in 0..2 {
+        let half = &data[worker as usize * 150_000..][..150_000];
+        assert_eq!(fetch(&session, &whole, worker), data);
+        assert_eq!(fetch(&session, &halves, worker), half);
+        assert_eq!(fetch(&session, &sum, worker), data.iter().map(|one| 2.0 * one).collect::<Vec<_>>());
+        assert_eq!(fetch(&session, &gathered, worker), data);
+        assert_eq!(fetch(&session, &share, worker), half);
+        assert_eq!(fetch(&session, &turned, worker), [half, half].concat());
+    }
+    // In place, and between two.
+    session.allreduce(&whole, Some(&whole), ReduceOp::Avg, Scope::World).unwrap();
+    session.send_recv(&halves, &share, &[(WorkerId(0), WorkerId(1))]).unwrap();
+    session.sync_all().wait().unwrap();
+    assert_eq!(fetch(&session, &whole, 1), data);
+    assert_eq!(fetch(&session, &share, 1), &data[..150_000]);
+    // The data has been on the devices, and nowhere else.
+    let error = session.allreduce(
+        &session.empty(&[4], DataType::F32, Some("cpu".parse().unwrap())).unwrap(),
+        None,
+        ReduceOp::Sum,
+        Scope::World,
+    );
+    drop(error.unwrap());
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains("cpu"), "{error}");
+    // A group that breaks is made anew, with NCCL again; and host memory is there for who asks for it.
+    session.abort_ccl("enough").unwrap();
+    session.reinit_ccl().wait().unwrap();
+    let again = session.broadcast(&x, None, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &again, 1), data);
+    session.init_ccl("host", &[]).wait().unwrap();
+    let on_host = session.broadcast(&x, None, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &on_host, 1), data);
+    session.shutdown().wait().unwrap();
+}
+
+/// What a test of this process needs the libraries for, in a process of their own: this test again. `None` in the one that has them not.
+fn with_libraries(test: &str) -> Option<()> {
+    const HERE: &str = "RPC_TESTS_HAS_LIBRARIES";
+    if std::env::var_os(HERE).is_some() {
+        return Some(());
+    }
+    let folder = driver()?;
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).env(HERE, "1");
+    command.env("LD_LIBRARY_PATH", folder.path()).envs(libraries(folder.path()));
+    let output = command.output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    None
+}
+
+/// Two nodes of this process with a GPU for their worker, of which some may read files.
+fn nodes_on_gpus(readers: [bool; 2]) -> DiscoSession {
+    let nodes = readers.map(|may_read| {
+        let registry = Registry::new();
+        disco::register(&registry);
+        registry.add("middle_rows", |weight: Shared<WeightReader>| weight.0.read_range(0, 1..3));
+        let devices = rpc_server::gpu::devices(&registry);
+        let node = LocalSession::builder(registry).devices(devices);
+        Session::new(if may_read { node.extension(Arc::new(WeightFolders::anywhere())) } else { node }.build())
+    });
+    let session = DiscoSession::over(nodes, 1, 1, as_threads()).wait().unwrap();
+    session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+    session
+}
+
+/// Workers that read for others, workers that get what others read, and those that get all from the controller.
+#[test]
+fn weights_come_to_gpus_whoever_reads_them() {
+    let Some(()) = with_libraries("cuda::weights_come_to_gpus_whoever_reads_them") else { return };
+    // More than goes in one piece to a device.
+    let (rows, columns) = (4, 600_000_usize);
+    let data: Vec<f32> = (0..rows * columns).map(|at| (at % 1013) as f32).collect();
+    let header = format!(
+        r#"{{"x":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[0,{}]}}}}"#,
+        rows * columns * size_of::<f32>()
+    );
+    let bytes: Vec<u8> = data.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes].concat()).unwrap();
+    for readers in [[true, false], [false, true], [false, false], [true, true]] {
+        let session = nodes_on_gpus(readers);
+        let loader = ShardLoader::open(&session, &path).wait().unwrap();
+        assert_eq!(loader.unreadable().len(), readers.iter().filter(|may_read| !**may_read).count());
+        let places = [None, Some("cuda"), Some("cpu"), Some("cuda,scope=host")];
+        for place in places.map(|place| place.map(|place| place.parse::<VirtualDevice>().unwrap())) {
+            let load = |part| loader.load("x", part, place.clone()).unwrap();
+            let loaded =
+                [load(Part::Whole), load(Part::shard(0)), load(Part::shard(1)), load(Part::with("middle_rows"))];
+            session.sync_all().wait().unwrap();
+            for worker in 0..2 {
+                let of_half = |at: &usize| at % columns / (columns / 2) == worker;
+                let expected = [
+                    data.clone(),
+                    data[worker * 2 * columns..][..2 * columns].to_vec(),
+                    (0..data.len()).filter(of_half).map(|at| data[at]).collect(),
+                    data[columns..3 * columns].to_vec(),
+                ];
+                for (number, (loaded, expected)) in loaded.iter().zip(expected).enumerate() {
+                    let found = fetch(&session, loaded, worker as u32);
+                    assert!(found == expected, "{readers:?} {place:?}: part {number} on worker {worker}");
+                }
+            }
+        }
+        session.shutdown().wait().unwrap();
+    }
+}
+
+#[test]
+fn what_is_lost_on_a_gpu_is_told_by_a_sync_and_poisons_what_came_of_it() {
+    let Some(folder) = driver() else { return };
+    // A broadcast takes two: one tells of the layout.
+    let server = daemon_with(&folder, "serve", &[], &[("FAKE_NCCL_HANG", "2")]);
+    let session = on_gpus(&server, 1);
+    let x = session.broadcast(&Tensor::from_slice([2], &[1.0_f32, 2.0]).unwrap(), None, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    let lost = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    let behind = session.allreduce(&lost, None, ReduceOp::Sum, Scope::World).unwrap();
+    let unconcerned = session.get_global_func("rpc.info").unwrap();
+    // The workers have given both to their devices. One that waits for them hears of the loss, and leaves it to the sync to tell what is lost.
+    session.barrier(Scope::World).unwrap();
+    session.abort_ccl("enough").unwrap();
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains("enough") && error.contains("allreduce"), "{error}");
+    for worker in 0..2 {
+        for register in [&lost, &behind] {
+            let error = session.debug_get_from_remote(register, WorkerId(worker)).wait().unwrap_err().to_string();
+            assert!(error.contains("enough"), "{error}");
+        }
+        assert_eq!(fetch(&session, &x, worker), [1.0, 2.0]);
+    }
+    // It has been told.
+    session.sync_all().wait().unwrap();
+    drop(unconcerned.call(()).unwrap());
+    session.reinit_ccl().wait().unwrap();
+    let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &sum, 1), [2.0, 4.0]);
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn groups_are_split_and_what_is_missing_is_told() {
+    let Some(folder) = driver() else { return };
+    let with_groups = server(&folder, &[]);
+    let session = on_gpus(&with_groups, 2);
+    let x = Tensor::from_slice([2], &[1.0_f32, 2.0]).unwrap();
+    let x = session.broadcast(&x, None, Scope::World).unwrap();
+    let group = session.allreduce(&x, None, ReduceOp::Sum, Scope::Group).unwrap();
+    let world = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    assert_eq!((fetch(&session, &group, 1), fetch(&session, &world, 1)), (vec![1.0, 2.0], vec![2.0, 4.0]));
+    let error = session.init_ccl("rccl", &[0, 1]).wait().unwrap_err().to_string();
+    assert!(error.contains("RCCL was asked for, and NCCL is there"), "{error}");
+    let error = session.init_ccl("nccl", &[0, 7]).wait().unwrap_err().to_string();
+    assert!(error.contains("no cuda:7"), "{error}");
+    // What was asked for in vain is not waited for.
+    session.sync_all().wait().unwrap();
+    let error = session.init_ccl("nccl", &[1, 1]).wait().unwrap_err().to_string();
+    assert!(error.contains("workers 0 and 1 are threads of one process with device 1 for both"), "{error}");
+    session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+    session.shutdown().wait().unwrap();
+    // Without the library the workers say where they have looked for it, and the others have theirs.
+    std::fs::remove_file(folder.path().join("libnccl.so.2")).unwrap();
+    let without = server(&folder, &[]);
+    let session = SocketSession::new([without.address()], 2, 1).options(as_threads()).start().wait().unwrap();
+    let error = session.init_ccl("nccl", &[0, 1]).wait().unwrap_err().to_string();
+    assert!(error.contains("libnccl.so.2") && error.contains("libnccl.so"), "{error}");
+    session.init_ccl("host", &[]).wait().unwrap();
+    let sum = session.broadcast(&Tensor::from_slice([1], &[3.0_f32]).unwrap(), None, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &sum, 1), [3.0]);
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn the_example_multiplies_and_says_where_it_cannot() {
+    let Some(folder) = driver() else { return };
+    let example = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("examples/matmul");
+    if !example.exists() {
+        // A run of this test alone does not build it; that of all tests does.
+        eprintln!("SKIPPED: the example is not built: cargo build -p rpc-server --example matmul");
+        return;
+    }
+    let run = |args: &[&str], path: &Path| {
+        let mut command = Command::new(&example);
+        command.args(args).env_clear().env("LD_LIBRARY_PATH", path).envs(libraries(path));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let server = server(&folder, &[]);
+    let nowhere = tempfile::tempdir().unwrap();
+    for (args, path) in
+        [(vec!["--size", "33"], folder.path()), (vec!["--size", "20", server.address()], nowhere.path())]
+    {
+        let text = run(&args, path);
+        assert!(text.contains("differs from the processor's by 0 at most"), "{text}");
+    }
+    assert!(run(&[], nowhere.path()).starts_with("nothing is multiplied: no cuda: the driver"));
+}
+
+#[test]
+fn a_tracker_finds_the_server_with_the_gpu() {
+    let Some(folder) = driver() else { return };
+    let without = tempfile::tempdir().unwrap();
+    let tracker = daemon(&without, "tracker", &[]);
+    let at = ["--tracker", tracker.address(), "--tracker-key", "pool"];
+    let (_plain, gpu) = (server(&without, &at), server(&folder, &at));
+    let ask = |wanted: &str| {
+        let wanted: VirtualDevice = wanted.parse().unwrap();
+        SocketSession::from_tracker(tracker.address(), ServerRequest::new("pool").virtual_device(wanted), 2, 1)
+    };
+    for wanted in ["cuda", "cuda,scope=host", "cuda,target=cuda -arch=sm_90"] {
+        let session = ask(wanted).options(as_threads()).start().wait().unwrap();
+        session.init_ccl("nccl", &[0, 1]).wait().unwrap();
+        let x = session.broadcast(&Tensor::from_slice([1], &[2.0_f32]).unwrap(), None, Scope::World).unwrap();
+        assert_eq!(fetch(&session, &x, 1), [2.0]);
+        session.shutdown().wait().unwrap();
+    }
+    assert!(!has_driver(gpu.id()));
+}
+
+/// Says what is missing, which is an error where everything is meant to be there.
+fn skip(missing: &str) {
+    let is_required = std::env::var_os("RPC_TESTS_REQUIRE_GPU").is_some_and(|required| required == "1");
+    assert!(!is_required, "{missing}");
+    eprintln!("SKIPPED: {missing}");
+}
+
+/// A session of workers in processes of their own, with these devices.
+fn in_processes(server: &ServerProcess, ids: &[i32]) -> Result<DiscoSession, String> {
+    let mut options = Options::default();
+    options.hosting = Hosting::Processes;
+    let session = SocketSession::new([server.address()], ids.len() as u32, 1).options(options).start().wait().unwrap();
+    session.init_ccl("nccl", ids).wait().map_err(|error| error.to_string())?;
+    Ok(session)
+}
+
+fn check_collectives(session: &DiscoSession) {
+    let n = session.num_workers();
+    for len in [1, 1000, 16 << 20] {
+        let data: Vec<f32> = (0..len).map(|at| (at % 100) as f32).collect();
+        let x = session.broadcast(&Tensor::from_slice([len], &data).unwrap(), None, Scope::World).unwrap();
+        let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+        let all = session.allgather(&x, None, Scope::World).unwrap();
+        session.sync_all().wait().unwrap();
+        for worker in 0..n {
+            assert_eq!(fetch(session, &sum, worker), data.iter().map(|one| n as f32 * one).collect::<Vec<_>>());
+            assert_eq!(fetch(session, &all, worker), data.repeat(n as usize));
+        }
+    }
+}
+
+/// The last worker is killed while collectives are under way: the session ends with that, and leaves nobody behind.
+fn check_loss(session: DiscoSession) {
+    let last = WorkerId(session.num_workers() - 1);
+    let info = session.get_global_func("rpc.info").unwrap().call(()).unwrap();
+    let pid = match session.debug_get_from_remote(&info, last).wait().unwrap() {
+        Content::Value(Value::Packed(info)) => info.decode::<ServerInfo>().unwrap().pid,
+        other => panic!("{other:?}"),
+    };
+    let x = session.empty(&[4 << 20], DataType::F32, None).unwrap();
+    for _ in 0..100 {
+        session.allreduce(&x, Some(&x), ReduceOp::Sum, Scope::World).unwrap();
+    }
+    kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL).unwrap();
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains(&format!("worker {last}")), "{error}");
+    _ = session.shutdown().wait();
+}
+
+/// On what this machine has itself: with one GPU two ranks share it, which NCCL 2.30 and later allow for tests; older ones have one rank.
+#[test]
+fn collectives_on_the_gpus_of_this_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    command.args(["serve", "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"]);
+    command.env("XDG_STATE_HOME", folder.path()).env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_MAX_CTAS", "4");
+    let server = ServerProcess::spawn(command).unwrap();
+    let found = info(&connect(&server)).devices;
+    let gpus = found.iter().filter(|one| one.device.starts_with("cuda:") && one.absent.is_none()).count() as i32;
+    if gpus == 0 {
+        let why = found.into_iter().find(|one| one.device == "cuda").and_then(|one| one.absent);
+        skip(&format!("no GPU on this machine: {}", why.unwrap_or_default()));
+        return;
+    }
+    let mut ids: Vec<i32> = if gpus == 1 { vec![0, 0] } else { (0..gpus.min(4)).collect() };
+    let mut session = in_processes(&server, &ids);
+    if let Err(error) = &session
+        && error.contains("no library of collectives")
+    {
+        return skip(error);
+    }
+    if gpus == 1 && session.is_err() {
+        eprintln!("two ranks of NCCL on one GPU: {}", session.unwrap_err());
+        ids = vec![0];
+        session = in_processes(&server, &ids);
+    }
+    let session = session.unwrap();
+    eprintln!("{} ranks of NCCL on {gpus} GPUs", ids.len());
+    check_collectives(&session);
+    session.reinit_ccl().wait().unwrap();
+    check_collectives(&session);
+    session.shutdown().wait().unwrap();
+    check_loss(in_processes(&server, &ids).unwrap());
+    in_processes(&server, &ids).unwrap().shutdown().wait().unwrap();
+}
+
+/// The same with the libraries of the tests, which have one rank in a process.
+#[test]
+fn collectives_of_a_worker_in_a_process() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = in_processes(&server, &[1]).unwrap();
+    check_collectives(&session);
+    session.shutdown().wait().unwrap();
+    check_loss(in_processes(&server, &[0]).unwrap());
+    in_processes(&server, &[0]).unwrap().shutdown().wait().unwrap();
+}
+
+#[test]
+fn settings_that_do_not_go_with_processes_do_without_gpus() {
+    let Some(folder) = driver() else { return };
+    // Of a limit for all, sessions in processes would each need a share, and nobody has asked for processes.
+    let server = server(&folder, &["--max-total-memory", "8GiB"]);
+    let session = connect(&server);
+    assert_eq!(info(&session).pid, server.id());
+    let error = session.alloc(Device::cuda(0), DataType::U8, &[1]).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+    assert!(error.message().contains("no cuda: sessions have no processes of their own here"), "{error}");
+    assert!(error.message().contains("--max-total-memory"), "{error}");
+    // Nobody is led to believe that there is one.
+    let exists = session.attribute(Device::cuda(0), DeviceAttribute::Exists).wait().unwrap();
+    assert_eq!(exists, Value::Bool(false));
+    assert!(!has_driver(server.id()));
+
+    let tracker = daemon(&folder, "tracker", &[]);
+    let limited = ["--tracker", tracker.address(), "--tracker-key", "limited", "--max-total-memory", "8GiB"];
+    let _limited = daemon(&folder, "serve", &limited);
+    let _other = daemon(&folder, "serve", &["--tracker", tracker.address(), "--tracker-key", "other"]);
+    let client = TrackerClient::connect_blocking(Connector::new(), tracker.address()).unwrap();
+    for (key, expected) in [("limited", 0), ("other", 2)] {
+        // It has come when it is given out.
+        let loan = client.request_blocking(&ServerRequest::new(key)).unwrap();
+        let summary = client.summary_blocking().unwrap();
+        let server = summary.servers.iter().find(|server| server.key == key).unwrap();
+        let gpus: u32 = server.devices.iter().filter(|offer| offer.kind == "cuda").map(|offer| offer.count).sum();
+        assert_eq!(gpus, expected, "{:?}", server.devices);
+        drop(loan);
+    }
+}
+
+#[test]
+fn devices_without_room_are_an_error_and_the_session_lives_on() {
+    let Some(folder) = driver() else { return };
+    let server = server(&folder, &[]);
+    let session = on_gpus(&server, 1);
+    let x = Tensor::from_slice([2], &[1.0_f32, 2.0]).unwrap();
+    let whole = session.broadcast(&x, None, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    // All that is left of both devices' memory.
+    let rest = session.empty(&[(1 << 30) - (64 << 20)], DataType::U8, None).unwrap();
+    let large = session.empty(&[48 << 20], DataType::U8, None).unwrap();
+    session.sync_all().wait().unwrap();
+    let more = session.broadcast(&Tensor::from_slice([32 << 20], &vec![1_u8; 32 << 20]).unwrap(), None, Scope::World);
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains("out of memory"), "{error}");
+    drop((more, rest, large));
+    // The session lives on.
+    let again = session.allreduce(&whole, None, ReduceOp::Sum, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &again, 1), [2.0, 4.0]);
+    session.shutdown().wait().unwrap();
+}

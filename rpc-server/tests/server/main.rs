@@ -1,0 +1,22 @@
+//! Tests of the server as a library and of the programs `rpc-server` and `rpc-cli`: one binary, since each one links for seconds.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+mod builtins;
+mod cli;
+mod credentials;
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+mod cuda;
+mod daemon;
+mod library;
+mod metrics;
+#[cfg(feature = "tvm-ffi")]
+mod modules;
+#[cfg(feature = "tvm-ffi")]
+mod native_modules;
+mod node;
+mod page;
+mod relay_cli;
+mod tracker;
+mod tracker_cli;
+mod trust;

@@ -1,0 +1,107 @@
+//! `rpc-server relay` and `rpc-server serve --relay`, as the programs that they are.
+
+use std::process::{Command, Stdio};
+
+use rpc_server::ServerProcess;
+use tempfile::TempDir;
+
+/// A process that says where it listens, and ends with this one.
+fn start(command: &str, folder: &TempDir, flags: &[&str]) -> ServerProcess {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    program.args([command, "--exit-with-stdin", "--log-level", "error"]).args(flags);
+    program.env("XDG_STATE_HOME", folder.path());
+    ServerProcess::spawn(program).unwrap()
+}
+
+/// The exit code, and what was printed.
+fn run(program: &str, args: &[&str]) -> (i32, String) {
+    let mut command = Command::new(program);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("RPC_") {
+            command.env_remove(name);
+        }
+    }
+    let output = command.args(args).stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
+    (output.status.code().unwrap(), text)
+}
+
+fn cli(args: &[&str]) -> (i32, String) {
+    run(env!("CARGO_BIN_EXE_rpc-cli"), args)
+}
+
+fn until(args: &[&str], is_so: impl Fn(i32, &str) -> bool) -> String {
+    let mut last = (0, String::new());
+    for _ in 0..500 {
+        last = cli(args);
+        if is_so(last.0, &last.1) {
+            return last.1;
+        }
+    }
+    panic!("it does not come to that: {last:?}");
+}
+
+const LOOPBACK: [&str; 2] = ["--listen", "tcp://127.0.0.1:0"];
+
+#[test]
+fn a_server_that_listens_nowhere_is_reached_by_way_of_a_relay() {
+    let folder = tempfile::tempdir().unwrap();
+    let relay = start("relay", &folder, &LOOPBACK);
+    let board = format!("{}/board7", relay.address());
+    let (code, text) = cli(&["call", &board, "rpc.echo", "42"]);
+    assert_eq!(code, 1, "{text}");
+    assert!(text.contains("no server with key 'board7' waits at this relay"), "{text}");
+    // It does say where it listens, for this test to go on: at a place that nobody uses.
+    let unused = format!("unix:{}", folder.path().join("unused").display());
+    let _server = start("serve", &folder, &["--relay", &board, "--capacity", "2", "--listen", &unused]);
+    assert_eq!(until(&["call", &board, "rpc.echo", "42"], |code, _| code == 0).trim(), "42");
+    for _ in 0..5 {
+        assert_eq!(until(&["call", &board, "rpc.echo", "43"], |code, _| code == 0).trim(), "43");
+    }
+}
+
+#[test]
+fn a_tracker_gives_out_servers_that_wait_at_a_relay() {
+    let folder = tempfile::tempdir().unwrap();
+    let (relay, tracker) = (start("relay", &folder, &LOOPBACK), start("tracker", &folder, &LOOPBACK));
+    let at = tracker.address().to_owned();
+    let mut servers = Vec::new();
+    for _ in 0..2 {
+        let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        program.args(["serve", "--relay", relay.address(), "--tracker", &at, "--key", "board", "--log-level", "error"]);
+        program.env("XDG_STATE_HOME", folder.path()).stdin(Stdio::piped()).arg("--exit-with-stdin");
+        servers.push(program.spawn().unwrap());
+    }
+    let status = until(&["status", "--tracker", &at], |_, text| text.contains("2 servers"));
+    assert_eq!(status.matches(&format!("{}/board-", relay.address())).count(), 2, "{status}");
+    let key = format!("{}/board", at.replace("tcp://", "tracker://"));
+    for _ in 0..4 {
+        let (code, text) = cli(&["call", &key, "rpc.echo", "42"]);
+        assert_eq!((code, text.trim()), (0, "42"));
+    }
+    for mut server in servers {
+        server.kill().unwrap();
+        server.wait().unwrap();
+    }
+    until(&["status", "--tracker", &at], |_, text| text.contains("0 servers"));
+}
+
+#[test]
+fn what_is_not_safe_is_refused_with_a_way_out() {
+    let config = |args: &[&str]| run(env!("CARGO_BIN_EXE_rpc-server"), args);
+    let (code, text) = config(&["relay-config", "--listen", "tls://0.0.0.0:9290"]);
+    assert_eq!(code, 78);
+    assert!(text.contains("--insecure"), "{text}");
+    let (code, text) = config(&["config", "--relay", "tcp://gateway.lan:9290/board"]);
+    assert_eq!(code, 78);
+    assert!(text.contains("--token-file") && text.contains("is a relay"), "{text}");
+    let (code, text) = config(&["config", "--relay", "tcp://127.0.0.1:9290"]);
+    assert_eq!(code, 78);
+    assert!(text.contains("tcp://127.0.0.1:9290/NAME"), "{text}");
+    let (code, text) = config(&["config", "--relay", "tcp://127.0.0.1:9290/board"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("listen = []") && text.contains("relay = [\"tcp://127.0.0.1:9290/board\"]"), "{text}");
+    let (code, text) = config(&["relay-config", "--keep-alive", "3s"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("keep-alive = \"3s\""), "{text}");
+}

@@ -1,0 +1,762 @@
+//! Trackers, servers that register with them, and clients that ask them for servers.
+
+use std::collections::BTreeMap;
+use std::env::consts::{ARCH, OS};
+use std::io::{Read as _, Write as _};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use rpc_core::{DeviceType, ErrorKind, Pack, Registry, RemoteObject, RpcError, Session, Target, Value};
+use rpc_server::config::{ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig};
+use rpc_server::tracker::{RunningTracker, Tracker};
+use rpc_server::trust::ClientTrust;
+use rpc_server::{RpcServer, Running};
+use rpc_transports::tracker::{
+    Grant, HolderState, LossReason, Reach, Registered, Registration, Renewed, Returned, ServerRequest, ServerStatus,
+    ServerSummary, Summary, TICKET_REFUSED, TrackerClient, Use, functions,
+};
+use rpc_transports::{Address, Connector};
+use tempfile::TempDir;
+
+/// A tracker, and what its servers need.
+struct Pool {
+    folder: TempDir,
+    config: TrackerConfig,
+    tracker: Option<RunningTracker>,
+}
+
+impl Pool {
+    async fn new() -> Self {
+        Self::with(|_| {}).await
+    }
+
+    async fn with(change: impl FnOnce(&mut TrackerConfig)) -> Self {
+        let mut config = TrackerConfig { listen: vec![listen("tcp://127.0.0.1:0")], ..TrackerConfig::default() };
+        change(&mut config);
+        let tracker = Tracker::start(&config).await.unwrap();
+        Self { folder: tempfile::tempdir().unwrap(), config, tracker: Some(tracker) }
+    }
+
+    fn running(&self) -> &RunningTracker {
+        self.tracker.as_ref().unwrap()
+    }
+
+    fn address(&self) -> Address {
+        self.running().server.addresses()[0].clone()
+    }
+
+    /// `tracker://…/KEY`.
+    fn key(&self, key: &str) -> String {
+        Address::tracker(self.address(), Some(key)).unwrap().to_string()
+    }
+
+    async fn client(&self) -> TrackerClient {
+        TrackerClient::connect(&self.address().to_string()).await.unwrap()
+    }
+
+    /// A server that is registered as `key` when this returns.
+    async fn server(&self, key: &str, change: impl FnOnce(&mut ServeConfig)) -> Running {
+        let before = self.servers(key).len();
+        let running = self.server_somewhere(key, change).await;
+        self.until(|summary| of_key(summary, key).count() > before).await;
+        running
+    }
+
+    async fn server_somewhere(&self, key: &str, change: impl FnOnce(&mut ServeConfig)) -> Running {
+        let mut config = ServeConfig {
+            listen: vec![listen("tcp://127.0.0.1:0")],
+            workdir: self.folder.path().join("work"),
+            tracker: vec![TrackerAddress(self.address())],
+            tracker_key: Some(key.to_owned()),
+            ..ServeConfig::default()
+        };
+        change(&mut config);
+        RpcServer::builder().registry(registry()).config(config).build().start().await.unwrap()
+    }
+
+    fn summary(&self) -> Summary {
+        self.running().tracker.summary()
+    }
+
+    fn servers(&self, key: &str) -> Vec<ServerSummary> {
+        of_key(&self.summary(), key).cloned().collect()
+    }
+
+    /// Waits until it is so.
+    async fn until(&self, is_so: impl Fn(&Summary) -> bool) -> Summary {
+        let wait = async {
+            loop {
+                let summary = self.summary();
+                if is_so(&summary) {
+                    return summary;
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        match tokio::time::timeout(Duration::from_secs(60), wait).await {
+            Ok(summary) => summary,
+            Err(_) => panic!("it does not come to that: {:#?}", self.summary()),
+        }
+    }
+
+    async fn until_free(&self, key: &str, places: u32) -> Summary {
+        self.until(|summary| of_key(summary, key).map(|server| server.free).sum::<u32>() == places).await
+    }
+
+    /// Stops the tracker, and starts another one at the same address, which has to be one that nobody else takes meanwhile.
+    async fn restart(&mut self) {
+        self.tracker.take().unwrap().server.drain().await;
+        self.tracker = Some(Tracker::start(&self.config).await.unwrap());
+    }
+}
+
+fn of_key<'a>(summary: &'a Summary, key: &'a str) -> impl Iterator<Item = &'a ServerSummary> {
+    summary.servers.iter().filter(move |server| server.key == key)
+}
+
+fn listen(address: &str) -> ListenAddress {
+    address.parse().unwrap()
+}
+
+fn registry() -> Registry {
+    let registry = Registry::new();
+    registry.add("add", |a: i64, b: i64| a + b);
+    registry.add("fail", || -> Result<i64, RpcError> { Err(RpcError::new(ErrorKind::Application, "no such board")) });
+    registry
+}
+
+async fn works(session: &Session) {
+    let add = session.function::<(i64, i64), i64>("add").await.unwrap();
+    assert_eq!(add.call((1, 2)).await.unwrap(), 3);
+}
+
+fn soon(request: ServerRequest) -> ServerRequest {
+    request.timeout(Duration::from_secs(60))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_is_given_out_used_and_given_back() {
+    let pool = Pool::new().await;
+    let server = pool.server("board", |config| config.label = vec!["arch=arm64".parse().unwrap()]).await;
+    let client = pool.client().await;
+
+    let target = Target::new("llvm").unwrap().with("mtriple", &format!("{}-{}", ARCH, OS)).unwrap();
+    let wanted = ServerRequest::new("board").label("arch", "arm64").virtual_device(target).client("me");
+    let loan = client.request(&soon(wanted)).await.unwrap();
+    works(loan.session()).await;
+    assert_eq!(loan.grant().address, [server.addresses()[0].to_string()]);
+    let summary = pool.until(|summary| {
+        of_key(summary, "board").any(|server| server.holders.iter().any(|held| held.state == HolderState::InUse))
+    });
+    let holder = summary.await.servers[0].holders[0].clone();
+    assert!(holder.client.starts_with("me (tcp://127.0.0.1:"), "{holder:?}");
+
+    // Nobody else gets it meanwhile; and then the next one does.
+    let other = pool.client().await;
+    let next = tokio::spawn(async move { other.request(&soon(ServerRequest::new("board"))).await });
+    pool.until(|summary| summary.queue.len() == 1).await;
+    drop(loan);
+    works(next.await.unwrap().unwrap().session()).await;
+    pool.until_free("board", 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_of_a_tracker_is_enough() {
+    let pool = Pool::new().await;
+    let _server = pool.server("board", |_| {}).await;
+    works(&Connector::new().connect(&pool.key("board")).await.unwrap()).await;
+    pool.until_free("board", 1).await;
+    let address = pool.key("board");
+    let blocking = move || {
+        let session = Connector::new().connect_blocking(&address).unwrap();
+        session.function::<(i64, i64), i64>("add").wait().unwrap().call((3, 4)).wait().unwrap()
+    };
+    assert_eq!(tokio::task::spawn_blocking(blocking).await.unwrap(), 7);
+    pool.until_free("board", 1).await;
+
+    let nobody = Connector::new().queue_timeout(Duration::from_millis(1)).connect(&pool.key("rasp4")).await;
+    let error = nobody.unwrap_err().into_rpc_error();
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
+    assert!(error.message().contains("'rasp4'") && error.message().contains("have 0"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn several_servers_come_together_or_not_at_all() {
+    let pool = Pool::new().await;
+    let _servers = [pool.server("h100", |_| {}).await, pool.server("h100", |_| {}).await];
+    let client = pool.client().await;
+    let both = client.request_many(&soon(ServerRequest::new("h100").count(2).distinct())).await.unwrap();
+    assert_ne!(both[0].grant().address, both[1].grant().address);
+    for loan in &both {
+        works(loan.session()).await;
+    }
+    drop(both);
+    pool.until_free("h100", 2).await;
+    let request = ServerRequest::new("h100").count(3).timeout(Duration::from_millis(1));
+    let error = client.request_many(&request).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
+    assert!(error.message().contains("3 places") && error.message().contains("have 2"), "{error}");
+    assert!(pool.summary().queue.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_waits_and_goes_away_waits_no_more() {
+    let pool = Pool::new().await;
+    let (client, doomed) = (pool.client().await, pool.client().await);
+    let waiting = tokio::spawn(async move { client.request(&ServerRequest::new("board")).await.map(drop) });
+    pool.until(|summary| summary.queue.len() == 1).await;
+    // The future is dropped, and the session with the tracker lives on.
+    waiting.abort();
+    pool.until(|summary| summary.queue.is_empty()).await;
+
+    // Another session ends altogether.
+    let waiting = tokio::spawn(async move { doomed.request(&ServerRequest::new("board")).await.map(drop) });
+    pool.until(|summary| summary.queue.len() == 1).await;
+    pool.running().server.stop();
+    pool.until(|summary| summary.queue.is_empty()).await;
+    waiting.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_comes_in_without_a_good_ticket() {
+    let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_secs(60))).await;
+    let (server, other) = (pool.server("board", |_| {}).await, pool.server("other", |_| {}).await);
+    let address = server.addresses()[0].to_string();
+    let refusal = async |ticket: &str| {
+        let error = Connector::new().ticket(ticket).connect(&address).await.unwrap_err().into_rpc_error();
+        assert_eq!((error.kind(), error.application_kind()), (ErrorKind::Refused, Some(TICKET_REFUSED)), "{error}");
+        error.message().to_owned()
+    };
+    assert!(refusal("").await.contains("has no ticket"));
+    assert!(refusal("nonsense").await.contains("form"));
+
+    let client = pool.client().await;
+    let loan = client.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    let ticket = loan.grant().ticket.clone();
+    assert!(refusal(&ticket).await.contains("used before"));
+    let forged = ticket.replacen(".1.", ".2.", 1);
+    assert_ne!(forged, ticket);
+    assert!(refusal(&forged).await.contains("another server"));
+    let foreign = client.request(&soon(ServerRequest::new("other"))).await.unwrap();
+    assert!(refusal(&foreign.grant().ticket).await.contains("another server"));
+    drop(loan);
+    pool.until_free("board", 1).await;
+    assert!(refusal(&ticket).await.contains("used before"));
+    drop(other);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ticket_that_nobody_uses_expires_and_the_place_comes_back() {
+    // In whole milliseconds, which clocks count, that is none: by the time that the client is there it is too late, each time.
+    let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_nanos(1))).await;
+    let server = pool.server("board", |_| {}).await;
+    let client = pool.client().await;
+    let error = client.request(&ServerRequest::new("board").timeout(Duration::from_millis(200))).await.unwrap_err();
+    assert!(error.message().contains("expired") || error.kind() == ErrorKind::DeadlineExceeded, "{error}");
+    drop(client);
+    pool.until_free("board", 1).await;
+    drop(server);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn direct_clients_come_in_where_the_operator_says_so_and_take_a_place() {
+    let pool = Pool::new().await;
+    let server = pool.server("board", |config| config.allow_direct = true).await;
+    let direct = Connector::new().connect(&server.addresses()[0].to_string()).await.unwrap();
+    works(&direct).await;
+    let summary = pool.until_free("board", 0).await;
+    assert_eq!(summary.servers[0].holders[0].state, HolderState::Direct);
+    drop(direct);
+    works(pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap().session()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_a_restart_of_the_tracker_all_is_as_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = format!("unix:{}", folder.path().join("tracker").display());
+    let mut pool = Pool::with(|config| config.listen = vec![listen(&socket)]).await;
+    let (_busy, _free) = (pool.server("board", |_| {}).await, pool.server("rasp4", |_| {}).await);
+    let client = pool.client().await;
+    let loan = client.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    pool.until(|summary| {
+        of_key(summary, "board").any(|server| server.holders.iter().any(|held| held.state == HolderState::InUse))
+    })
+    .await;
+    let waiting = {
+        let client = pool.client().await;
+        tokio::spawn(async move { client.request(&soon(ServerRequest::new("board"))).await })
+    };
+    pool.until(|summary| summary.queue.len() == 1).await;
+
+    pool.restart().await;
+    // The servers come back by themselves, the one in use as such, and whoever waited waits again.
+    pool.until(|summary| summary.servers.len() == 2 && summary.queue.len() == 1).await;
+    let board = &pool.servers("board")[0];
+    assert_eq!((board.free, board.holders.len()), (0, 1));
+    assert_eq!(board.holders[0].state, HolderState::InUse);
+    works(loan.session()).await;
+    drop(loan);
+    works(waiting.await.unwrap().unwrap().session()).await;
+    works(client.request(&soon(ServerRequest::new("rasp4"))).await.unwrap().session()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_goes_is_gone_and_its_place_in_the_pool_with_it() {
+    let pool = Pool::new().await;
+    let server = pool.server("board", |_| {}).await;
+    drop(server);
+    let summary = pool.until(|summary| summary.servers.is_empty()).await;
+    assert_eq!((summary.losses[0].key.as_str(), &summary.losses[0].reason), ("board", &LossReason::Gone));
+    let _again = pool.server("board", |_| {}).await;
+    assert!(pool.summary().losses.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_runs_at_a_server_that_dies_runs_again_at_another_one() {
+    let pool = Pool::new().await;
+    let mut servers = [Some(pool.server("board", |_| {}).await), Some(pool.server("board", |_| {}).await)];
+    let addresses: Vec<_> = servers.iter().flatten().map(|server| server.addresses()[0].to_string()).collect();
+    let client = pool.client().await;
+    let runs = Arc::new(AtomicU32::new(0));
+    let (victim, mut doomed) = tokio::sync::mpsc::channel::<Session>(1);
+    let work = {
+        let (runs, client) = (runs.clone(), client.clone());
+        tokio::spawn(async move {
+            client
+                .request_and_run(&soon(ServerRequest::new("board")), |session| {
+                    let (run, victim) = (runs.fetch_add(1, Ordering::Relaxed), victim.clone());
+                    async move {
+                        if run == 0 {
+                            victim.send(session.clone()).await.unwrap();
+                            let ended = session.ended().await;
+                            return Err(ended);
+                        }
+                        session.function::<(i64, i64), i64>("add").await?.call((20, 22)).await
+                    }
+                })
+                .await
+        })
+    };
+    let session = doomed.recv().await.unwrap();
+    let summary = pool.until(|summary| summary.servers.iter().any(|server| server.free == 0)).await;
+    let busy = summary.servers.iter().find(|server| server.free == 0).unwrap().address[0].clone();
+    let at = addresses.iter().position(|address| *address == busy).unwrap();
+    drop(servers[at].take());
+    drop(session);
+    assert_eq!(work.await.unwrap().unwrap(), 42);
+    assert_eq!(runs.load(Ordering::Relaxed), 2);
+
+    // An error of a function is the answer.
+    let runs = AtomicU32::new(0);
+    let error = client
+        .request_and_run(&soon(ServerRequest::new("board")), |session| {
+            runs.fetch_add(1, Ordering::Relaxed);
+            async move { session.function::<(), i64>("fail").await?.call(()).await }
+        })
+        .await
+        .unwrap_err();
+    assert_eq!((error.kind(), runs.load(Ordering::Relaxed)), (ErrorKind::Application, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_that_leads_nowhere_is_told_to_both() {
+    let pool = Pool::new().await;
+    let nowhere = {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        format!("tcp://{}", listener.local_addr().unwrap())
+    };
+    let _server = pool.server("board", |config| config.advertise = vec![listen(&nowhere)]).await;
+    let summary = pool.until(|summary| matches!(summary.servers[0].reach, Reach::Unreachable { .. })).await;
+    let Reach::Unreachable { why } = &summary.servers[0].reach else { unreachable!() };
+    assert!(why.contains("refused"), "{why}");
+    // Another one, which is where it says, is preferred.
+    let good = pool.server("board", |_| {}).await;
+    let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    assert_eq!(loan.grant().address, [good.addresses()[0].to_string()]);
+    pool.until(|summary| summary.servers.iter().any(|server| server.reach == Reach::Reached)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_address_elsewhere_is_refused_unless_the_operator_allows_it() {
+    let elsewhere = |config: &mut ServeConfig| config.advertise = vec![listen("tcp://192.0.2.1:9090")];
+    let pool = Pool::new().await;
+    let _server = pool.server_somewhere("board", elsewhere).await;
+    let summary = pool.until(|summary| !summary.losses.is_empty()).await;
+    let LossReason::Refused { why } = &summary.losses[0].reason else { panic!("{summary:?}") };
+    assert!(why.contains("--allow-advertise"), "{why}");
+    assert!(summary.servers.is_empty());
+    let pool = Pool::with(|config| config.allow_advertise = vec!["tcp://192.0.2.*".to_owned()]).await;
+    pool.server("board", elsewhere).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn too_much_of_anything_is_refused_by_name() {
+    let pool = Pool::with(|config| (config.max_servers_per_peer, config.max_waiting_per_client) = (2, 2)).await;
+    let _servers = [pool.server("board", |_| {}).await, pool.server("board", |_| {}).await];
+    let _third = pool.server_somewhere("board", |_| {}).await;
+    let summary = pool.until(|summary| !summary.losses.is_empty()).await;
+    let LossReason::Refused { why } = &summary.losses[0].reason else { panic!("{summary:?}") };
+    assert!(why.contains("max_servers_per_peer is 2"), "{why}");
+    assert_eq!(summary.servers.len(), 2);
+
+    let client = pool.client().await;
+    let waiting: Vec<_> = (0..2)
+        .map(|_| {
+            let client = client.clone();
+            tokio::spawn(async move { client.request(&ServerRequest::new("rasp4")).await.map(drop) })
+        })
+        .collect();
+    pool.until(|summary| summary.queue.len() == 2).await;
+    let error = client.request(&ServerRequest::new("rasp4")).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.message().contains("max_waiting_per_client is 2"), "{error}");
+    waiting.iter().for_each(tokio::task::JoinHandle::abort);
+
+    let long = "x".repeat(200);
+    for (request, limit) in [
+        (ServerRequest::new(&long), "length of a key"),
+        (ServerRequest::any().label("a", &long), "length of a label"),
+        ((0..100).fold(ServerRequest::any(), |request, _| request.virtual_device(DeviceType::CPU)), "virtual devices"),
+        (
+            ServerRequest::any().virtual_device(Target::on(&long.repeat(6), DeviceType::CPU).unwrap()),
+            "length of a virtual device",
+        ),
+        ((0..100).fold(ServerRequest::any(), |request, at| request.label(&at.to_string(), "")), "labels"),
+        (ServerRequest::any().count(1 << 20), "places of a request"),
+    ] {
+        let error = client.request_many(&request).await.unwrap_err();
+        assert!(error.message().starts_with(limit), "{error}");
+    }
+    let error = client.request_many(&ServerRequest::any().count(0)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_is_no_tracker_says_so() {
+    let pool = Pool::new().await;
+    let server = pool.server("board", |config| config.allow_direct = true).await;
+    let client = TrackerClient::connect(&server.addresses()[0].to_string()).await.unwrap();
+    for error in [
+        client.summary().await.map(drop).unwrap_err(),
+        client.request(&ServerRequest::any()).await.map(drop).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.message().contains("is no tracker"), "{error}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn under_a_hop_tracker_and_server_are_reached_from_there() {
+    let pool = Pool::new().await;
+    let _server = pool.server("board", |_| {}).await;
+    let folder = tempfile::tempdir().unwrap();
+    let gateway = ServeConfig {
+        listen: vec![listen("tcp://127.0.0.1:0")],
+        workdir: folder.path().to_owned(),
+        allow_forward: vec!["tcp://127.0.0.1:*".to_owned()],
+        ..ServeConfig::default()
+    };
+    let gateway = RpcServer::builder().config(gateway).build().start().await.unwrap();
+    let connector = Connector::new().via(&gateway.addresses()[0].to_string());
+    let session = connector.connect(&pool.key("board")).await.unwrap();
+    works(&session).await;
+    let error = session.function::<(), i64>("fail").await.unwrap().call(()).await.unwrap_err();
+    assert_eq!(error.hop(), 2);
+}
+
+/// A peer that speaks to the tracker without any of our code for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
+    let pool = Pool::with(|config| config.max_servers_per_peer = 50).await;
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let register = session.get_function(functions::REGISTER).await.unwrap();
+    let registration = |key: &str| Registration {
+        name: "x".repeat(100),
+        key: key.to_owned(),
+        labels: BTreeMap::new(),
+        devices: Vec::new(),
+        capacity: 1,
+        address: vec!["tcp://127.0.0.1:9".to_owned()],
+        ticket_key: [7; 32],
+        status: ServerStatus::default(),
+    };
+    let mut kept = Vec::new();
+    for at in 0..1000 {
+        let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration(&format!("k{at}"))),));
+        match call.await {
+            Ok((object, _)) => kept.push(object),
+            Err(error) => assert!(error.message().contains("max_servers_per_peer is 50"), "{error}"),
+        }
+    }
+    assert_eq!(kept.len(), 50);
+    let summary = pool.summary();
+    assert_eq!((summary.servers.len(), summary.losses.len()), (50, 256), "what is remembered of refusals is bounded");
+
+    // Nor does anything else that is not as it should be do harm.
+    let refused = async |registration: Registration| {
+        let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration),));
+        call.await.map(drop).unwrap_err().message().to_owned()
+    };
+    for (registration, expected) in [
+        (registration(""), "key"),
+        (registration("a b"), "key"),
+        (Registration { capacity: 0, ..registration("k") }, "capacity"),
+        (Registration { capacity: u32::MAX, ..registration("k") }, "capacity"),
+        (Registration { address: Vec::new(), ..registration("k") }, "address"),
+        (Registration { address: vec!["tcp://127.0.0.1:9".to_owned(); 100], ..registration("k") }, "addresses"),
+        (Registration { address: vec!["x".repeat(5000)], ..registration("k") }, "length of an address"),
+    ] {
+        let text = refused(registration).await;
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+    let renew = session.get_function(functions::RENEW).await.unwrap();
+    let used = Use { id: 1, serial: Some(99), direct: false, client: "c".to_owned(), for_ms: u64::MAX };
+    let wild = ServerStatus { now_ms: u64::MAX, uses: vec![used; 1000], spent: vec![1, 1, u64::MAX] };
+    let _: Pack<Renewed> = renew.call((&kept[0], Pack(wild))).await.unwrap();
+    let wait = session.get_function(functions::WAIT).await.unwrap();
+    let error = wait.call::<Value>((&kept[0],)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "a registration is no place in the queue: {error}");
+    let error = register.call::<Value>((Pack("nonsense"),)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+
+    // What the session had made is gone with it.
+    drop((register, renew, wait, kept, session));
+    pool.until(|summary| summary.servers.is_empty()).await;
+}
+
+/// Asks for a place, and gives it back at once.
+async fn pass_through(session: &Session, request: ServerRequest) -> Vec<Grant> {
+    let ask = session.get_function(functions::REQUEST).await.unwrap();
+    let place: RemoteObject = ask.call((Pack(request),)).concurrent().await.unwrap();
+    let wait = session.get_function(functions::WAIT).await.unwrap();
+    let Pack(grants): Pack<Vec<Grant>> = wait.call((&place,)).concurrent().await.unwrap();
+    let returned = |grant: &Grant| Returned { serial: grant.serial, why: "not needed".to_owned() };
+    let returned: Vec<_> = grants.iter().map(returned).collect();
+    let give_back = session.get_function(functions::GIVE_BACK).await.unwrap();
+    let _: () = give_back.call((&place, Pack(returned))).concurrent().await.unwrap();
+    grants
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_thousand_servers_serve_thousands_of_requests() {
+    const SERVERS: usize = 2000;
+    const CLIENTS: usize = 8;
+    const REQUESTS: usize = 200;
+    // Nobody renews these, which is not what is looked at; and all clients are on this machine.
+    let pool = Pool::with(|config| {
+        config.lease = Span(Duration::from_secs(3600));
+        config.ticket_lifetime = Span(Duration::from_secs(3600));
+        config.max_waiting_per_client = CLIENTS * REQUESTS;
+    })
+    .await;
+    let address = pool.address().to_string();
+    let mut kept = Vec::new();
+    let mut sessions = Vec::new();
+    for at in 0..SERVERS {
+        if at % 500 == 0 {
+            // One session may hold so many objects.
+            sessions.push(Connector::new().connect(&address).await.unwrap());
+        }
+        let register = sessions.last().unwrap().get_function(functions::REGISTER).await.unwrap();
+        let registration = Registration {
+            name: format!("board-{at}"),
+            key: format!("k{}", at % 4),
+            labels: BTreeMap::new(),
+            devices: Vec::new(),
+            capacity: 1,
+            // Nothing but the tracker's own look goes there.
+            address: vec!["memory:nowhere".to_owned()],
+            ticket_key: [7; 32],
+            status: ServerStatus::default(),
+        };
+        let (object, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
+        kept.push(object);
+    }
+    // More is asked for than there is, all at once; some of it for many together.
+    let mut clients = tokio::task::JoinSet::new();
+    for client in 0..CLIENTS {
+        let session = Connector::new().connect(&address).await.unwrap();
+        for at in 0..REQUESTS {
+            let session = session.clone();
+            let count = if at % 50 == 0 { 100 } else { 1 };
+            let request = ServerRequest::new(&format!("k{}", (client + at) % 4)).count(count);
+            clients.spawn(async move { pass_through(&session, request).await.len() == count as usize });
+        }
+    }
+    while let Some(whole) = clients.join_next().await {
+        assert!(whole.unwrap());
+    }
+    let summary = pool.summary();
+    let free: u32 = summary.servers.iter().map(|server| server.free).sum();
+    assert_eq!((summary.servers.len(), free as usize, summary.queue.len()), (SERVERS, SERVERS, 0));
+}
+
+/// Over an encrypted channel both sides prove that they know the token.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let token_file = folder.path().join("token");
+    std::fs::write(&token_file, "lab 0123456789abcdef0123456789abcdef\n").unwrap();
+    for scheme in ["tls", "quic"] {
+        let at = listen(&format!("{scheme}://127.0.0.1:0"));
+        let pool = Pool::with(|config| {
+            config.listen = vec![at.clone()];
+            config.token_file = Some(token_file.clone());
+            config.forward_token_file = Some(token_file.clone());
+        })
+        .await;
+        let _server = pool
+            .server("board", |config| {
+                config.listen = vec![at.clone()];
+                config.token_file = Some(token_file.clone());
+                config.forward_token_file = Some(token_file.clone());
+            })
+            .await;
+        pool.until(|summary| summary.servers[0].reach == Reach::Reached).await;
+        let trust = ClientTrust { token_file: Some(token_file.clone()), ..ClientTrust::default() };
+        let connector = Connector::new().dial_options(trust.dial_options().unwrap());
+        works(&connector.connect(&pool.key("board")).await.unwrap()).await;
+        let error = Connector::new().connect(&pool.key("board")).await.unwrap_err().into_rpc_error();
+        assert!(matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::Unsupported), "{error}");
+    }
+}
+
+/// What is behind the path of a socket is no key.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tracker_behind_a_socket_file_is_asked_for_a_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| listen(&format!("unix:{}", folder.path().join(name).display()));
+    let pool = Pool::with(|config| config.listen = vec![at("pool")]).await;
+    let change = |config: &mut ServeConfig| {
+        config.listen = vec![at("server")];
+        config.key = Some("seven".to_owned());
+    };
+    let server = pool.server("board", change).await;
+    let _other = pool.server("rasp4", |_| {}).await;
+    let ListenAddress(tracker) = at("pool");
+    let address = format!("tracker+{tracker}?key=board");
+    assert_eq!(address, pool.key("board"));
+    works(&Connector::new().connect(&address).await.unwrap()).await;
+    pool.until_free("board", 1).await;
+    let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    assert_eq!(loan.grant().address, [format!("{}?key=seven", server.addresses()[0])]);
+
+    let error = Connector::new().connect(&format!("tracker+{tracker}/board")).await.unwrap_err().into_rpc_error();
+    assert!(error.message().contains("?key=KEY"), "{error}");
+}
+
+/// Certificates for this machine by an authority of their own, in a folder.
+fn certificates(folder: &std::path::Path) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+    command.env_clear().args(["cert", "--host", "127.0.0.1", "--out"]).arg(folder);
+    assert!(command.output().unwrap().status.success());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whom_a_tracker_trusts_at_the_addresses_of_servers_is_read_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ours, theirs) = (folder.path().join("ours"), folder.path().join("theirs"));
+    certificates(&ours);
+    certificates(&theirs);
+    let trusted = folder.path().join("trusted.pem");
+    std::fs::copy(theirs.join("ca.pem"), &trusted).unwrap();
+    let pool = Pool::with(|config| config.forward_ca = Some(trusted.clone())).await;
+    let serve = |config: &mut ServeConfig| {
+        config.listen = vec![listen("tls://127.0.0.1:0")];
+        (config.cert, config.cert_key) = (Some(ours.join("server.pem")), Some(ours.join("server.key")));
+    };
+    let stranger = |config: &mut ServeConfig| {
+        serve(config);
+        config.metrics = Some("127.0.0.1:0".parse().unwrap());
+    };
+    let stranger = pool.server("stranger", stranger).await;
+    // The tracker has tried it by then, with those whom it trusted.
+    let refused = "rpc_refusals_total{reason=\"unauthenticated\"} 1";
+    let metrics = stranger.metrics_address().unwrap();
+    let tried = async {
+        while !scrape(metrics).await.lines().any(|line| line == refused) {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), tried).await.expect("the tracker tries");
+
+    std::fs::copy(ours.join("ca.pem"), &trusted).unwrap();
+    pool.running().server.reload().unwrap();
+    let _known = pool.server("known", serve).await;
+    let summary = pool.until(|summary| of_key(summary, "known").all(|server| server.reach == Reach::Reached)).await;
+    assert!(of_key(&summary, "stranger").all(|server| server.reach == Reach::Untried));
+    // A file that cannot be used changes nothing.
+    std::fs::write(&trusted, "nothing").unwrap();
+    pool.running().server.reload().unwrap_err();
+    let _another = pool.server("another", serve).await;
+    pool.until(|summary| of_key(summary, "another").all(|server| server.reach == Reach::Reached)).await;
+}
+
+/// What is told of itself at an address for metrics.
+async fn scrape(metrics: SocketAddr) -> String {
+    let scrape = move || {
+        let mut stream = std::net::TcpStream::connect(metrics).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    };
+    tokio::task::spawn_blocking(scrape).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_scraper_sees_places_and_requests() {
+    let pool = Pool::with(|config| config.metrics = Some("127.0.0.1:0".parse().unwrap())).await;
+    let _server = pool.server("board", |config| config.capacity = 2).await;
+    let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
+    let client = pool.client().await;
+    let waits = tokio::spawn(async move { client.request(&soon(ServerRequest::new("rasp4"))).await });
+    pool.until(|summary| summary.queue.len() == 1).await;
+    let metrics = pool.running().server.metrics_address().unwrap();
+    let text = scrape(metrics).await;
+    for line in [
+        "rpc_tracker_servers 1",
+        "rpc_tracker_places 2",
+        "rpc_tracker_places_free 1",
+        "rpc_tracker_requests_waiting 1",
+        "# TYPE rpc_tracker_places_granted_total counter",
+        "rpc_tracker_places_granted_total 1",
+        "rpc_calls_total{function=\"tracker.register\",outcome=\"ok\"} 1",
+    ] {
+        assert!(text.lines().any(|other| other == line), "{line} in {text}");
+    }
+    waits.abort();
+    drop(loan);
+}
+
+/// Once, each answer was made of a copy of all that the servers tell of themselves, however much that was.
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_that_tell_much_of_themselves_are_not_granted_in_any_number() {
+    let pool = Pool::new().await;
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let register = session.get_function(functions::REGISTER).await.unwrap();
+    let text = "x".repeat(100);
+    let registration = Registration {
+        name: "talkative".to_owned(),
+        key: "k".to_owned(),
+        labels: (0..60).map(|at| (format!("{text}{at}"), text.clone())).collect(),
+        devices: Vec::new(),
+        capacity: 4096,
+        address: vec!["memory:nowhere".to_owned()],
+        ticket_key: [7; 32],
+        status: ServerStatus::default(),
+    };
+    let (_registered, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
+    let ask = async |count| -> Result<usize, RpcError> {
+        let request = soon(ServerRequest::new("k").count(count));
+        let place: RemoteObject = session.get_function(functions::REQUEST).await?.call((Pack(request),)).await?;
+        let Pack(grants): Pack<Vec<Grant>> = session.get_function(functions::WAIT).await?.call((&place,)).await?;
+        Ok(grants.len())
+    };
+    assert_eq!(ask(100).await.unwrap(), 100);
+    let error = ask(3000).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.message().contains("ask for fewer servers"), "{error}");
+}

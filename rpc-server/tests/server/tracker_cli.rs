@@ -1,0 +1,129 @@
+//! `rpc-server tracker`, `rpc-server serve --tracker` and `rpc-cli`, as the programs that they are.
+
+use std::process::{Command, Stdio};
+
+use rpc_server::ServerProcess;
+use serde_json::Value as Json;
+use tempfile::TempDir;
+
+/// A process that says where it listens, and ends with this one.
+fn start(command: &str, folder: &TempDir, flags: &[&str]) -> ServerProcess {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    program.args([command, "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]).args(flags);
+    // The files of sessions go there, of a tracker too.
+    program.env("XDG_STATE_HOME", folder.path());
+    ServerProcess::spawn(program).unwrap()
+}
+
+/// The exit code, and what was printed.
+fn cli(args: &[&str]) -> (i32, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("RPC_CLI_") {
+            command.env_remove(name);
+        }
+    }
+    let output = command.args(args).stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
+    (output.status.code().unwrap(), text)
+}
+
+/// Runs the tool until its output is as it should be.
+fn until(args: &[&str], is_so: impl Fn(&str) -> bool) -> String {
+    let mut last = (0, String::new());
+    for _ in 0..500 {
+        last = cli(args);
+        if is_so(&last.1) {
+            return last.1;
+        }
+    }
+    panic!("it does not come to that: {last:?}");
+}
+
+#[test]
+fn a_pool_from_the_shell() {
+    let folder = tempfile::tempdir().unwrap();
+    let tracker = start("tracker", &folder, &[]);
+    let at = tracker.address().to_owned();
+    let key = |key: &str| format!("{}/{key}", at.replace("tcp://", "tracker://"));
+
+    let (code, text) = cli(&["doctor", &key("board")]);
+    assert_eq!(code, 69, "{text}");
+    assert!(text.contains("never registered") && text.contains("--tracker-key"), "{text}");
+
+    let flags = ["--tracker", &at, "--tracker-key", "board", "--label", "arch=arm64,rack=7", "--capacity", "2"];
+    let server = start("serve", &folder, &flags);
+    let text = until(&["status", "--tracker", &at], |text| text.contains("1 servers"));
+    for expected in ["board", "2/2", "arch=arm64 rack=7", "1×cpu", server.address()] {
+        assert!(text.contains(expected), "{expected} in {text}");
+    }
+
+    let (code, text) = cli(&["call", &key("board"), "rpc.echo", "42"]);
+    assert_eq!((code, text.trim()), (0, "42"));
+    // What the server must have besides, which another one may have and this one lacks.
+    let wanted = |flags: &[&str]| cli(&[&["call", &key(""), "rpc.echo", "42"], flags].concat());
+    let (code, text) = wanted(&["--want", "cpu", "--label", "rack=7,arch=arm64"]);
+    assert_eq!((code, text.trim()), (0, "42"));
+    for flags in [["--want", "cuda,target=cuda -arch=sm_90"], ["--label", "rack=8"]] {
+        let (code, text) = wanted(&[&flags[..], &["--timeout", "300ms"]].concat());
+        assert_eq!(code, 124, "{flags:?} {text}");
+    }
+    let (code, text) = cli(&["ping", "tcp://127.0.0.1:1", "--want", "cpu"]);
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("is no tracker://"), "{text}");
+    let (code, text) = cli(&["call", server.address(), "rpc.echo", "42"]);
+    assert_eq!(code, 77, "{text}");
+    assert!(text.contains("no ticket") && text.contains("--allow-direct"), "{text}");
+
+    let text = until(&["status", "--tracker", &key("x"), "--json"], |text| text.contains("\"reached\""));
+    let summary: Json = serde_json::from_str(&text).unwrap();
+    assert_eq!(summary["servers"][0]["labels"]["arch"], "arm64");
+    assert_eq!(summary["servers"][0]["capacity"], 2);
+
+    let (code, text) = cli(&["doctor", &key("board")]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("1 servers with the key 'board'"), "{text}");
+    let (code, text) = cli(&["doctor", &key("bord")]);
+    assert_eq!(code, 69, "{text}");
+    assert!(text.contains("key mismatch") && text.contains("there are: board"), "{text}");
+    let (code, text) = cli(&["doctor", &server.address().replace("tcp://", "tracker://")]);
+    assert_ne!(code, 0, "{text}");
+
+    drop(server);
+    until(&["doctor", &key("board")], |text| text.contains("gone: "));
+    let (code, text) = cli(&["call", "--timeout", "100ms", &key("board"), "rpc.echo", "42"]);
+    assert_eq!(code, 124, "{text}");
+}
+
+#[test]
+fn what_does_not_go_together_is_said_at_once() {
+    let config = |args: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_rpc-server")).args(args).output().unwrap();
+        (
+            output.status.code().unwrap(),
+            String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr),
+        )
+    };
+    let (code, text) = config(&["config", "--tracker", "tcp://pool:9190"]);
+    assert_eq!(code, 78);
+    assert!(text.contains("--tracker-key"), "{text}");
+    let (code, text) = config(&["config", "--tracker", "tracker://pool:9190/board", "--tracker-key", "board"]);
+    assert_eq!(code, 2, "{text}");
+    let (code, text) = config(&["config", "--label", "arm64"]);
+    assert_eq!(code, 2);
+    assert!(text.contains("arch=arm64"), "{text}");
+    let (code, text) = config(&["tracker-config", "--listen", "tcp://0.0.0.0:9190"]);
+    assert_eq!(code, 78);
+    assert!(text.contains("--insecure"), "{text}");
+
+    let (code, text) = config(&["config", "--tracker", "tracker+tls://pool:9190", "--key", "board", "--label", "a=b"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("tracker = [\"tls://pool:9190\"]") && text.contains("label = [\"a=b\"]"), "{text}");
+    let (code, text) = config(&["tracker-config", "--lease", "3s"]);
+    assert_eq!(code, 0, "{text}");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tracker.toml");
+    std::fs::write(&file, &text).unwrap();
+    let (code, again) = config(&["tracker-config", "--config", file.to_str().unwrap()]);
+    assert_eq!((code, again), (0, text));
+}

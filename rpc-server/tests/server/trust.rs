@@ -1,0 +1,289 @@
+//! Who gets in, seen from the shell: both programs, with the files that one of them makes.
+
+use std::io::{BufRead, BufReader, Lines};
+use std::path::PathBuf;
+use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+fn cli(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_rpc-cli")).args(args).env_clear().stdin(Stdio::null()).output().unwrap()
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn ok(output: Output) -> String {
+    assert!(output.status.success(), "{}", said(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// A folder with files of certificates and tokens, and a server's own.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.path().join(name).into_os_string().into_string().unwrap()
+    }
+
+    fn with_certificates() -> Self {
+        let place = Self::new();
+        ok(cli(&["cert", "--out", &place.path("pki"), "--host", "localhost,127.0.0.1", "--client-name", "alice"]));
+        place
+    }
+
+    fn pki(&self, name: &str) -> String {
+        self.path(&format!("pki/{name}"))
+    }
+
+    fn token(&self, file: &str, more: &[&str]) {
+        ok(cli(&[&["token", "--out", &self.path(file)], more].concat()));
+    }
+
+    fn serve(&self, addresses: &[&str], args: &[&str]) -> Daemon {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        command.arg("serve").env_clear().args(["--workdir", &self.path("work")]).args(args);
+        for address in addresses {
+            command.args(["--listen", address]);
+        }
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut printed = BufReader::new(child.stdout.take().unwrap()).lines();
+        let log = BufReader::new(child.stderr.take().unwrap()).lines();
+        let address = |line: String| line.strip_prefix("listening on ").unwrap().to_owned();
+        let addresses = addresses.iter().map(|_| address(printed.next().unwrap().unwrap())).collect();
+        Daemon { child, addresses, log, _printed: printed }
+    }
+
+    /// What a server that does not start says.
+    fn refused(&self, args: &[&str]) -> String {
+        let work = self.path("work");
+        let args = [&["serve", "--workdir", &work], args].concat();
+        let output = Command::new(env!("CARGO_BIN_EXE_rpc-server")).env_clear().args(args).output().unwrap();
+        assert_eq!(output.status.code(), Some(78), "{}", said(&output));
+        said(&output)
+    }
+}
+
+struct Daemon {
+    child: Child,
+    addresses: Vec<String>,
+    log: Lines<BufReader<ChildStderr>>,
+    _printed: Lines<BufReader<ChildStdout>>,
+}
+
+impl Daemon {
+    /// Reads the log up to a line with `text`.
+    fn await_log(&mut self, text: &str) {
+        assert!(self.log.any(|line| line.unwrap().contains(text)), "the log does not say {text}");
+    }
+
+    fn hang_up(&mut self) {
+        kill_process(Pid::from_child(&self.child), Signal::HUP).unwrap();
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn echo(address: &str, trust: &[&str]) -> Output {
+    cli(&[&["call", address, "rpc.echo", "42"], trust].concat())
+}
+
+#[test]
+fn certificates_let_in_over_tls_and_quic() {
+    let (place, stranger) = (Place::with_certificates(), Place::with_certificates());
+    let server = place.serve(
+        &["tls://127.0.0.1:0", "quic://127.0.0.1:0"],
+        &[
+            "--cert",
+            &place.pki("server.pem"),
+            "--cert-key",
+            &place.pki("server.key"),
+            "--client-ca",
+            &place.pki("ca.pem"),
+        ],
+    );
+    for address in &server.addresses {
+        let (ca, cert, key) = (place.pki("ca.pem"), place.pki("client.pem"), place.pki("client.key"));
+        assert_eq!(ok(echo(address, &["--ca", &ca, "--cert", &cert, "--cert-key", &key])), "42\n");
+        // No certificate; one by somebody else; a server that somebody else vouches for; nothing at all.
+        let refused = echo(address, &["--ca", &ca]);
+        assert!(refused.status.code() == Some(77) && said(&refused).contains("--cert"), "{}", said(&refused));
+        let (cert, key) = (stranger.pki("client.pem"), stranger.pki("client.key"));
+        let refused = echo(address, &["--ca", &ca, "--cert", &cert, "--cert-key", &key]);
+        assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
+        let wrong = echo(address, &["--ca", &stranger.pki("ca.pem")]);
+        assert!(!wrong.status.success() && said(&wrong).contains("certificate"), "{}", said(&wrong));
+        let bare = echo(address, &[]);
+        assert_eq!(bare.status.code(), Some(2));
+        assert!(said(&bare).contains("--ca") || said(&bare).contains("token"), "{}", said(&bare));
+    }
+}
+
+#[test]
+fn a_token_is_enough_and_can_be_changed_while_the_server_runs() {
+    let place = Place::new();
+    place.token("tokens", &["--name", "alice"]);
+    place.token("other", &[]);
+    std::fs::copy(place.path("tokens"), place.path("first")).unwrap();
+    // The server makes a certificate for itself.
+    let mut server =
+        place.serve(&["tls://127.0.0.1:0", "quic://127.0.0.1:0"], &["--token-file", &place.path("tokens")]);
+    let (first, other) = (place.path("first"), place.path("other"));
+    for address in &server.addresses {
+        assert_eq!(ok(echo(address, &["--token-file", &first])), "42\n");
+        let refused = echo(address, &["--token-file", &other]);
+        assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
+    }
+    // Both, while they are changed.
+    place.token("tokens", &["--append"]);
+    let text = std::fs::read_to_string(place.path("tokens")).unwrap();
+    let second = text.lines().last().unwrap();
+    std::fs::write(place.path("second"), second).unwrap();
+    server.hang_up();
+    server.await_log("have been read again");
+    let second = place.path("second");
+    for address in &server.addresses {
+        assert_eq!(ok(echo(address, &["--token-file", &first])), "42\n");
+        assert_eq!(ok(echo(address, &["--token-file", &second])), "42\n");
+    }
+    // The old one goes. A file that cannot be used changes nothing.
+    std::fs::copy(&second, place.path("tokens")).unwrap();
+    server.hang_up();
+    server.await_log("have been read again");
+    std::fs::write(place.path("tokens"), "too short\n").unwrap();
+    server.hang_up();
+    server.await_log("stay as they were");
+    for address in &server.addresses {
+        assert_eq!(echo(address, &["--token-file", &first]).status.code(), Some(77));
+        assert_eq!(ok(echo(address, &["--token-file", &second])), "42\n");
+    }
+}
+
+#[test]
+fn a_certificate_may_be_for_some_servers_alone() {
+    let place = Place::with_certificates();
+    let limit = |keys: &[&str]| {
+        let out = place.path("pki");
+        ok(cli(&[&["cert", "--out", &out], keys].concat()))
+    };
+    assert!(limit(&["--client-key", "board-7,board-8"]).contains("servers with the key board-7"));
+    // It stays so when it is renewed.
+    limit(&[]);
+    let (cert, key, ca) = (place.pki("server.pem"), place.pki("server.key"), place.pki("ca.pem"));
+    let args = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
+    let (cert, key) = (place.pki("client.pem"), place.pki("client.key"));
+    let trust = ["--ca", &ca, "--cert", &cert, "--cert-key", &key];
+    for address in ["tls://127.0.0.1:0", "quic://127.0.0.1:0"] {
+        let allowed = place.serve(&[address], &[&args[..], &["--key", "board-7"]].concat());
+        assert_eq!(ok(echo(&allowed.addresses[0], &trust)), "42\n");
+        for more in [&["--key", "board-9"][..], &[]] {
+            let other = place.serve(&[address], &[&args[..], more].concat());
+            let refused = echo(&other.addresses[0], &trust);
+            assert_eq!(refused.status.code(), Some(77));
+            assert!(said(&refused).contains("board-7, board-8"), "{}", said(&refused));
+        }
+    }
+    // Without limits again.
+    ok(cli(&["cert", "--out", &place.path("pki"), "--client-name", "bob"]));
+    let any = place.serve(&["tls://127.0.0.1:0"], &args);
+    assert_eq!(ok(echo(&any.addresses[0], &trust)), "42\n");
+}
+
+#[test]
+fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
+    let place = Place::with_certificates();
+    place.token("tokens", &[]);
+    let (cert, key, ca) = (place.pki("server.pem"), place.pki("server.key"), place.pki("ca.pem"));
+    let (hop_cert, hop_key, tokens) = (place.pki("client.pem"), place.pki("client.key"), place.path("tokens"));
+    let shows = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
+    let by_certificate = ["--forward-cert", &hop_cert, "--forward-cert-key", &hop_key];
+    for address in ["tls://127.0.0.1:0", "quic://127.0.0.1:0"] {
+        // One that takes certificates, and one that takes tokens, too.
+        for (more, proof) in
+            [(&[][..], &by_certificate[..]), (&["--token-file", &tokens], &["--forward-token-file", &tokens])]
+        {
+            let target = place.serve(&[address], &[&shows[..], more].concat());
+            let forward =
+                ["--allow-forward", &target.addresses[0], "--forward-ca", &ca, "--cert", &cert, "--cert-key", &key];
+            let through = |proof: &[&str]| {
+                let hop = place.serve(&["tcp://127.0.0.1:0"], &[&forward[..], proof].concat());
+                echo(&target.addresses[0], &["-J", &hop.addresses[0]])
+            };
+            assert_eq!(ok(through(proof)), "42\n");
+            // What it shows to its own clients is no proof there.
+            let refused = through(&[]);
+            assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
+        }
+    }
+}
+
+#[test]
+fn renewed_certificates_are_shown_after_a_hangup() {
+    let place = Place::with_certificates();
+    let (cert, key) = (place.pki("server.pem"), place.pki("server.key"));
+    let mut server = place
+        .serve(&["tls://127.0.0.1:0"], &["--cert", &cert, "--cert-key", &key, "--client-ca", &place.pki("ca.pem")]);
+    let client = |ca: &str| {
+        let (cert, key) = (place.pki("client.pem"), place.pki("client.key"));
+        echo(&server.addresses[0], &["--ca", ca, "--cert", &cert, "--cert-key", &key]).status.success()
+    };
+    let old: PathBuf = place.path("old.pem").into();
+    std::fs::copy(place.pki("ca.pem"), &old).unwrap();
+    assert!(client(&place.pki("ca.pem")));
+    // Another authority altogether.
+    ok(cli(&["cert", "--out", &place.path("pki"), "--host", "localhost,127.0.0.1", "--force"]));
+    assert!(!client(&place.pki("ca.pem")));
+    server.hang_up();
+    server.await_log("have been read again");
+    let client = |ca: &str| {
+        let (cert, key) = (place.pki("client.pem"), place.pki("client.key"));
+        echo(&server.addresses[0], &["--ca", ca, "--cert", &cert, "--cert-key", &key]).status.success()
+    };
+    assert!(client(&place.pki("ca.pem")));
+    assert!(!client(old.to_str().unwrap()));
+}
+
+#[test]
+fn a_server_that_others_could_reach_says_what_is_missing() {
+    let place = Place::with_certificates();
+    place.token("tokens", &[]);
+    let (cert, key, tokens) = (place.pki("server.pem"), place.pki("server.key"), place.path("tokens"));
+    // In the clear, also with a token: it proves who begins to speak, and not who goes on.
+    for args in [&["--listen", "tcp://0.0.0.0:0"][..], &["--listen", "tcp://0.0.0.0:0", "--token-file", &tokens]] {
+        let text = place.refused(args);
+        assert!(text.contains("--insecure") && text.contains("--token-file"), "{text}");
+    }
+    // Encrypted, and open to everybody.
+    let text = place.refused(&["--listen", "quic://0.0.0.0:0", "--cert", &cert, "--cert-key", &key]);
+    assert!(text.contains("--client-ca"), "{text}");
+    // With nothing to show.
+    assert!(place.refused(&["--listen", "tls://127.0.0.1:0"]).contains("--cert"));
+    assert!(place.refused(&["--listen", "tls://127.0.0.1:0", "--cert", &cert]).contains("--cert-key"));
+    // A file that anybody can read is no secret.
+    let mut server = place.serve(&["tcp://0.0.0.0:0"], &["--insecure"]);
+    server.await_log("nobody makes sure of who they are");
+    place.serve(&["quic://0.0.0.0:0"], &["--token-file", &tokens]);
+}
+
+#[test]
+fn the_doctor_says_what_is_wrong_with_credentials() {
+    let place = Place::new();
+    place.token("tokens", &[]);
+    place.token("other", &[]);
+    let server = place.serve(&["quic://127.0.0.1:0"], &["--token-file", &place.path("tokens")]);
+    let (right, wrong) = (place.path("tokens"), place.path("other"));
+    ok(cli(&["doctor", &server.addresses[0], "--token-file", &right]));
+    let report = cli(&["doctor", &server.addresses[0], "--token-file", &wrong]);
+    let text = String::from_utf8_lossy(&report.stdout).into_owned() + &said(&report);
+    assert!(!report.status.success() && text.contains("token"), "{text}");
+}

@@ -1,0 +1,306 @@
+//! What a server lets its clients take: places, time, and patience.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
+use rpc_transports::{
+    Access, Address, Channel, ConnectError, Connector, ListenOptions, OpenRequest, ServeObserver, ServeOptions, Server,
+    Tokens,
+};
+use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
+use tokio::sync::Notify;
+
+/// Long enough for anything that is going to happen.
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
+    let mut options = ServeOptions::default();
+    change(&mut options);
+    let open = |_: &OpenRequest| -> Result<SharedSession, RpcError> {
+        let registry = Registry::new();
+        registry.add_inline("nothing", || ()).add_async("never", std::future::pending::<()>);
+        Ok(Arc::new(LocalSession::new(registry)))
+    };
+    Server::new(Arc::new(open), options)
+}
+
+async fn listen(server: &Server, address: &str) -> String {
+    let address: Address = address.parse().unwrap();
+    server.listen(&address, &ListenOptions::default()).await.unwrap().to_string()
+}
+
+async fn idle(server: &Server) {
+    tokio::time::timeout(LIMIT, server.idle()).await.expect("the server has no sessions in the end");
+}
+
+fn refusal(outcome: Result<Session, ConnectError>) -> RpcError {
+    match outcome {
+        Err(ConnectError::Session(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Notes what it hears.
+#[derive(Debug, Default)]
+struct Heard(Mutex<Vec<ErrorKind>>);
+
+impl ServeObserver for Heard {
+    fn refused(&self, reason: ErrorKind) {
+        self.0.lock().unwrap().push(reason);
+    }
+}
+
+#[tokio::test]
+async fn one_client_has_no_more_sessions_than_it_may() {
+    let secret = "0123456789abcdef0123456789abcdef";
+    let tokens = Tokens::parse(&format!("alice {secret}\nbob {}", secret.replace('0', "f"))).unwrap();
+    let only = |name: &str| {
+        let line =
+            if name == "alice" { format!("alice {secret}") } else { format!("bob {}", secret.replace('0', "f")) };
+        Tokens::parse(&line).unwrap()
+    };
+    let heard = Arc::new(Heard::default());
+    let server = server(|options| {
+        options.max_sessions_per_peer = 2;
+        options.access = Access { anonymous: true, tokens, ..Access::default() };
+        options.observer = Some(heard.clone());
+    });
+    let address = listen(&server, "tcp://127.0.0.1:0").await;
+    let (alice, bob) = (Connector::new().tokens(only("alice")), Connector::new().tokens(only("bob")));
+    let mut sessions = Vec::new();
+    // Each comes from another port, and is who it is nevertheless.
+    for connector in [&alice, &bob, &Connector::new()] {
+        sessions.push(connector.connect(&address).await.unwrap());
+        sessions.push(connector.connect(&address).await.unwrap());
+        let error = refusal(connector.connect(&address).await);
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+        assert!(error.message().contains("max_sessions_per_peer is 2"), "{error}");
+    }
+    assert_eq!(*heard.0.lock().unwrap(), [ErrorKind::LimitExceeded; 3]);
+    drop(sessions);
+    idle(&server).await;
+    alice.connect(&address).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_session_that_has_lasted_long_enough_ends_whatever_it_does() {
+    let server = server(|options| options.session_duration = Some(Duration::from_millis(100)));
+    for scheme in ["tcp://127.0.0.1:0", "memory:lasts"] {
+        let address = listen(&server, scheme).await;
+        let session = Connector::new().connect(&address).await.unwrap();
+        let never = session.get_function("never").await.unwrap();
+        let error = never.call::<()>(()).await.unwrap_err();
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::SessionTimeout, true), "{error}");
+        assert!(error.message().contains("session_duration"), "{error}");
+        // The session is over; the server is not.
+        assert_eq!(session.get_function("nothing").await.unwrap_err().kind(), ErrorKind::SessionTimeout);
+        Connector::new().connect(&address).await.unwrap().get_function("nothing").await.unwrap();
+    }
+    idle(&server).await;
+}
+
+#[tokio::test]
+async fn a_session_without_requests_ends_and_one_with_a_long_call_does_not() {
+    let server = server(|options| {
+        options.idle_timeout = Some(Duration::from_millis(200));
+        // Pings are no requests.
+        options.keep_alive = Duration::from_millis(20);
+    });
+    let address = listen(&server, "tcp://127.0.0.1:0").await;
+    let connector = Connector::new().keep_alive(Duration::from_millis(20));
+    let (busy, quiet) = (connector.connect(&address).await.unwrap(), connector.connect(&address).await.unwrap());
+    let never = busy.get_function("never").await.unwrap();
+    let call = tokio::spawn(async move { never.call::<()>(()).await });
+    let error = tokio::time::timeout(LIMIT, quiet.ended()).await.expect("it ends");
+    assert_eq!(error.kind(), ErrorKind::SessionTimeout);
+    assert!(error.message().contains("idle_timeout is 200ms"), "{error}");
+    assert!(!call.is_finished());
+    drop(quiet);
+    call.abort();
+    drop(busy);
+    idle(&server).await;
+}
+
+/// A stream whose reader or writer stops when it is told to.
+struct Deaf {
+    io: DuplexStream,
+    deaf: Arc<AtomicBool>,
+    /// One more byte is written then.
+    mute: Arc<AtomicBool>,
+    last_byte: bool,
+}
+
+impl Deaf {
+    fn new(io: DuplexStream) -> (Self, Arc<AtomicBool>, Arc<AtomicBool>) {
+        let (deaf, mute) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        (Self { io, deaf: deaf.clone(), mute: mute.clone(), last_byte: false }, deaf, mute)
+    }
+}
+
+impl AsyncRead for Deaf {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.deaf.load(Ordering::SeqCst) {
+            return Poll::Pending;
+        }
+        Pin::new(&mut self.io).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Deaf {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if !self.mute.load(Ordering::SeqCst) {
+            return Pin::new(&mut self.io).poll_write(cx, bytes);
+        }
+        if std::mem::replace(&mut self.last_byte, true) {
+            return Poll::Pending;
+        }
+        Pin::new(&mut self.io).poll_write(cx, &bytes[..1])
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_takes_nothing_is_given_up() {
+    let server = server(|options| {
+        options.write_timeout = Duration::from_millis(100);
+        // So that silence is not what ends it.
+        options.keep_alive = Duration::from_secs(3600);
+    });
+    let (ours, theirs) = tokio::io::duplex(1 << 16);
+    let (ours, deaf, _) = Deaf::new(ours);
+    server.serve_channel(Channel::new(theirs, "a deaf client"));
+    let channel = Channel::new(ours, "the server");
+    let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await.unwrap();
+    let tensor = session.alloc(Device::cpu(), DataType::U8, &[1 << 20]).await.unwrap();
+    // What fits into the stream's buffer is no reason to wait.
+    assert_eq!(session.copy_from_remote(&tensor).await.unwrap().len(), 1 << 20);
+    deaf.store(true, Ordering::SeqCst);
+    let read = tokio::spawn(async move { session.copy_from_remote(&tensor).await });
+    idle(&server).await;
+    read.abort();
+}
+
+#[tokio::test]
+async fn a_client_that_never_finishes_a_message_is_given_up() {
+    let server = server(|options| {
+        options.write_timeout = Duration::from_millis(100);
+        options.keep_alive = Duration::from_secs(3600);
+    });
+    let (ours, theirs) = tokio::io::duplex(1 << 16);
+    let (ours, _, mute) = Deaf::new(ours);
+    server.serve_channel(Channel::new(theirs, "a mute client"));
+    let channel = Channel::new(ours, "the server");
+    let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await.unwrap();
+    assert!(session.get_function("no such function").await.is_err());
+    mute.store(true, Ordering::SeqCst);
+    let call = tokio::spawn(async move { session.get_function("no such function").await });
+    idle(&server).await;
+    // Silence is not what has ended it, and the client sees the end.
+    assert_eq!(call.await.unwrap().unwrap_err().kind(), ErrorKind::PeerLost);
+}
+
+/// A session whose end takes until it is told.
+#[tokio::test]
+async fn a_server_is_idle_when_what_its_sessions_held_is_freed() {
+    struct Slow(Arc<Notify>, tokio::runtime::Handle);
+    impl Drop for Slow {
+        fn drop(&mut self) {
+            self.1.block_on(self.0.notified());
+        }
+    }
+    let (freed, runtime) = (Arc::new(Notify::new()), tokio::runtime::Handle::current());
+    let told = freed.clone();
+    let open = move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
+        let registry = Registry::new();
+        let slow = Mutex::new(Some(Slow(told.clone(), runtime.clone())));
+        registry.add_inline("slow", move || rpc_core::Shared(Arc::new(slow.lock().unwrap().take())));
+        Ok(Arc::new(LocalSession::new(registry)))
+    };
+    let server = Server::new(Arc::new(open), ServeOptions::default());
+    let address = listen(&server, "memory:freed").await;
+    let session = Connector::new().connect(&address).await.unwrap();
+    let object = session.get_function("slow").await.unwrap().call::<rpc_core::RemoteObject>(()).await.unwrap();
+    server.stop();
+    let mut stopped = std::pin::pin!(server.stopped(LIMIT));
+    assert_eq!(session.ended().await.kind(), ErrorKind::Closed);
+    assert!(futures_pending(stopped.as_mut()).await);
+    freed.notify_one();
+    stopped.await;
+    assert_eq!(server.sessions(), 0);
+    drop(object);
+}
+
+/// Whether a future has yet to resolve.
+async fn futures_pending<F: Future<Output = ()>>(mut future: Pin<&mut F>) -> bool {
+    std::future::poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_pending())).await
+}
+
+/// A stream whose other end has said that nothing follows and takes nothing more, once it is told to; it answers at once, without asking the runtime, as TLS does
+/// that knows the end.
+struct HalfClosed {
+    io: DuplexStream,
+    closed: Arc<AtomicBool>,
+    last_byte: bool,
+}
+
+impl AsyncRead for HalfClosed {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Poll::Ready(Ok(()));
+        }
+        Pin::new(&mut self.io).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for HalfClosed {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if !self.closed.load(Ordering::SeqCst) {
+            return Pin::new(&mut self.io).poll_write(cx, bytes);
+        }
+        // A message is begun, so that there is output left.
+        if std::mem::replace(&mut self.last_byte, true) { Poll::Pending } else { Poll::Ready(Ok(1)) }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
+
+/// The end is read once, though there is output left that nobody takes.
+#[test]
+fn a_server_that_closes_and_takes_nothing_more_is_lost_to_its_client_and_costs_it_nothing() {
+    let (tell, told) = std::sync::mpsc::channel();
+    // On a thread of its own, which would never come back from the client's task.
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let kind = runtime.block_on(async {
+            let server = server(|options| options.keep_alive = Duration::from_secs(3600));
+            let (ours, theirs) = tokio::io::duplex(1 << 16);
+            let closed = Arc::new(AtomicBool::new(false));
+            server.serve_channel(Channel::new(theirs, "a client"));
+            let ours = HalfClosed { io: ours, closed: closed.clone(), last_byte: false };
+            let connector = Connector::new().keep_alive(Duration::from_secs(3600));
+            let session = connector.connect_channel(Channel::new(ours, "the server")).await.unwrap();
+            closed.store(true, Ordering::SeqCst);
+            session.get_function("nothing").await.unwrap_err().kind()
+        });
+        _ = tell.send(kind);
+    });
+    assert_eq!(told.recv_timeout(LIMIT).expect("the client's task ends"), ErrorKind::PeerLost);
+}

@@ -1,0 +1,15 @@
+//! Tests of servers and clients over every transport: one binary, since each one links for seconds.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+#[cfg(feature = "quic")]
+mod chains;
+mod limits;
+#[cfg(feature = "quic")]
+mod relay;
+#[cfg(feature = "quic")]
+mod security;
+#[cfg(all(feature = "tcp", feature = "unix"))]
+mod session;
+#[cfg(feature = "tcp")]
+mod trace;

@@ -1,0 +1,262 @@
+//! Servers behind a relay: found by key, served from end to end, given up when they are gone, and back by themselves.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
+use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
+use rpc_transports::{
+    Access, Address, Certificate, Channel, ClientTls, ConnectError, Connector, DialOptions, ListenOptions, OpenRequest,
+    ParkOptions, ServeOptions, Server, ServerTls, Tokens,
+};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+/// Long enough for anything that is going to happen.
+const LIMIT: Duration = Duration::from_secs(20);
+
+const SECRET: &str = "client 0123456789abcdef0123456789abcdef";
+
+/// A server with a function that says whom its client has proven to be.
+fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
+    let open = |request: &OpenRequest| -> Result<SharedSession, RpcError> {
+        let (registry, identity) = (Registry::new(), request.identity.clone());
+        registry.add_inline("whoami", move || identity.clone());
+        Ok(Arc::new(LocalSession::new(registry)))
+    };
+    let mut options = ServeOptions { key: "board".into(), ..ServeOptions::default() };
+    change(&mut options);
+    Server::new(Arc::new(open), options)
+}
+
+fn relay(change: impl FnOnce(&mut ServeOptions)) -> Server {
+    let nothing = |_: &OpenRequest| -> Result<SharedSession, RpcError> { panic!("a relay opens no sessions") };
+    let mut options = ServeOptions { relay: true, ..ServeOptions::default() };
+    change(&mut options);
+    Server::new(Arc::new(nothing), options)
+}
+
+async fn listen(server: &Server, address: &str, tls: Option<ServerTls>) -> Address {
+    let options = ListenOptions { tls, ..ListenOptions::default() };
+    server.listen(&address.parse().unwrap(), &options).await.unwrap()
+}
+
+async fn whoami(session: &Session) -> String {
+    session.function::<(), String>("whoami").await.unwrap().call(()).await.unwrap()
+}
+
+fn refusal(outcome: Result<Session, ConnectError>) -> RpcError {
+    outcome.expect_err("there is no session").into_rpc_error()
+}
+
+fn board(capacity: usize) -> ParkOptions {
+    ParkOptions { key: "board".into(), capacity, ..ParkOptions::default() }
+}
+
+async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let wait = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(LIMIT, wait).await.unwrap_or_else(|_| panic!("{what}"));
+}
+
+async fn waiting(relay: &Server, count: usize) {
+    let of_board = || relay.parked().iter().find(|(key, _)| key == "board").map_or(0, |(_, count)| *count);
+    until(&format!("{count} wait at the relay"), || of_board() == count).await;
+}
+
+#[tokio::test]
+async fn a_server_behind_a_relay_is_found_by_its_key_and_knows_its_client() {
+    let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
+    let (pem, key) = (made.cert.pem(), made.signing_key.serialize_pem());
+    let certificate = Certificate::from_pem(pem.as_bytes(), key.as_bytes()).unwrap();
+    let tls = ServerTls::new(certificate, None).unwrap();
+    let tokens = Tokens::parse(SECRET).unwrap();
+    let by_token = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
+    for scheme in ["tcp", "tls", "quic"] {
+        let relay = relay(|options| options.access = by_token.clone());
+        let address = listen(&relay, &format!("{scheme}://127.0.0.1:0"), Some(tls.clone())).await;
+        let trust = ClientTls::new(pem.as_bytes(), None).unwrap();
+        let dial = DialOptions { tokens: tokens.clone(), tls: Some(trust), ..DialOptions::default() };
+        let server = server(|options| {
+            options.access = by_token.clone();
+            options.onward = dial.clone();
+        });
+        server.park(&address, &board(2));
+        waiting(&relay, 2).await;
+        let connector = Connector::new().dial_options(dial);
+        let target = format!("{address}/board");
+        let session = connector.connect(&target).await.unwrap();
+        assert_eq!(whoami(&session).await, "client", "{scheme}");
+        assert_eq!(session.get_function("no such function").await.unwrap_err().hop(), 1, "a relay is no hop");
+        let blocking = move || {
+            let session = connector.connect_blocking(&target).unwrap();
+            session.function::<(), String>("whoami").wait().unwrap().call(()).wait().unwrap()
+        };
+        assert_eq!(tokio::task::spawn_blocking(blocking).await.unwrap(), "client");
+        session.shutdown().await.unwrap();
+        waiting(&relay, 2).await;
+        server.stop();
+        relay.stop();
+    }
+}
+
+#[tokio::test]
+async fn as_many_clients_are_served_as_the_server_offers_places() {
+    let (relay, server) = (relay(|_| {}), server(|_| {}));
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    server.park(&address, &board(2));
+    waiting(&relay, 2).await;
+    let target = format!("{address}/board");
+    let first = Connector::new().connect(&target).await.unwrap();
+    let second = Connector::new().connect(&target).await.unwrap();
+    let error = refusal(Connector::new().connect(&target).await);
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    assert!(error.message().contains("no server with key 'board'"), "{error}");
+    drop(first);
+    waiting(&relay, 1).await;
+    let third = Connector::new().connect(&target).await.unwrap();
+    assert_eq!((whoami(&second).await, whoami(&third).await), ("anonymous".into(), "anonymous".into()));
+    for (target, says) in
+        [(format!("{address}/other"), "'other'"), (address.to_string(), "ask for a server by its key")]
+    {
+        let error = refusal(Connector::new().connect(&target).await);
+        assert!(error.kind() == ErrorKind::NotFound && error.message().contains(says), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_relay_is_reached_through_hops_and_tunnels() {
+    let (relay, server) = (relay(|_| {}), server(|_| {}));
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    server.park(&address, &board(1));
+    let hop = self::server(|options| options.allow_forward = vec!["*".into()]);
+    let hop = listen(&hop, "tcp://127.0.0.1:0", None).await;
+    for via in [hop.to_string(), format!("tunnel:{hop}")] {
+        waiting(&relay, 1).await;
+        let session = Connector::new().via(&via).connect(&format!("{address}/board")).await.unwrap();
+        assert_eq!(whoami(&session).await, "anonymous", "{via}");
+    }
+}
+
+#[tokio::test]
+async fn a_server_waits_for_longer_than_a_handshake_may_take() {
+    let limit = Duration::from_millis(100);
+    let (relay, server) = (relay(|options| options.handshake_timeout = limit), server(|_| {}));
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    server.park(&address, &ParkOptions { handshake_timeout: limit, ..board(1) });
+    waiting(&relay, 1).await;
+    let connections = relay.sessions();
+    // What is tested is that time passes.
+    tokio::time::sleep(limit * 4).await;
+    assert_eq!(relay.sessions(), connections);
+    let session = Connector::new().connect(&format!("{address}/board")).await.unwrap();
+    assert_eq!(whoami(&session).await, "anonymous");
+}
+
+#[tokio::test]
+async fn a_server_that_is_gone_or_silent_waits_no_more() {
+    let relay = relay(|options| options.keep_alive = Duration::from_millis(50));
+    let hello = Hello { key: "board".into(), ..Hello::new(Role::Server) };
+    let config = HandshakeConfig { hello, identities: vec![Box::new(Anonymous)], hold: false, timeout: LIMIT };
+    let greeting = Handshake::dial(config, std::time::Instant::now()).take_output();
+    // One closes its channel, and the other takes what it is sent and says nothing more.
+    let (mut gone, theirs) = tokio::io::duplex(1 << 16);
+    relay.serve_channel(Channel::new(theirs, "one that goes"));
+    let (mut silent, theirs) = tokio::io::duplex(1 << 16);
+    relay.serve_channel(Channel::new(theirs, "one that is silent"));
+    for server in [&mut gone, &mut silent] {
+        server.write_all(&greeting).await.unwrap();
+    }
+    waiting(&relay, 2).await;
+    drop(gone);
+    waiting(&relay, 0).await;
+    let mut heard = Vec::new();
+    silent.read_to_end(&mut heard).await.unwrap();
+    tokio::time::timeout(LIMIT, relay.idle()).await.unwrap();
+}
+
+#[tokio::test]
+async fn servers_come_back_to_a_relay_that_began_anew() {
+    let (first, server) = (relay(|_| {}), server(|_| {}));
+    let address = listen(&first, "tcp://127.0.0.1:0", None).await;
+    server.park(&address, &board(3));
+    waiting(&first, 3).await;
+    first.stop();
+    first.stopped(LIMIT).await;
+    let second = relay(|_| {});
+    listen(&second, &address.to_string(), None).await;
+    waiting(&second, 3).await;
+    assert_eq!(whoami(&Connector::new().connect(&format!("{address}/board")).await.unwrap()).await, "anonymous");
+    // A server that goes away leaves nothing there.
+    server.drain(LIMIT).await;
+    waiting(&second, 0).await;
+}
+
+#[tokio::test]
+async fn a_relay_can_be_the_client_of_servers_that_wait_there() {
+    let (tokens, tls) = (Tokens::parse(SECRET).unwrap(), certified());
+    let by_token = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
+    for scheme in ["tcp", "tls", "quic"] {
+        let relay = relay(|options| options.access = by_token.clone());
+        let address = listen(&relay, &format!("{scheme}://127.0.0.1:0"), Some(tls.0.clone())).await;
+        let trust = ClientTls::new(tls.1.as_bytes(), None).unwrap();
+        let server = server(|options| {
+            options.access = by_token.clone();
+            options.onward = DialOptions { tokens: tokens.clone(), tls: Some(trust), ..DialOptions::default() };
+        });
+        let waits = tokio::spawn({
+            let (server, address) = (server.clone(), address.clone());
+            async move { server.park_once(&address, &board(1)).await }
+        });
+        // It proves itself like any client, and is refused like any.
+        let connector = Connector::new().tokens(tokens.clone());
+        let (key, session) = relay.meet(&connector, |key| key == "board").await.unwrap();
+        assert_eq!((key.as_str(), whoami(&session).await.as_str()), ("board", "client"));
+        // Who is met already stays, though nobody can come any more.
+        relay.stop();
+        assert_eq!(whoami(&session).await, "client");
+        let error = relay.meet(&connector, |_| true).await.unwrap_err().into_rpc_error();
+        assert_eq!(error.kind(), ErrorKind::Draining);
+        drop(session);
+        assert!(waits.await.unwrap().unwrap());
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_waits_once_says_that_the_relay_has_gone() {
+    let relay = relay(|_| {});
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    let server = server(|_| {});
+    let waits = tokio::spawn({
+        let (server, address) = (server.clone(), address.clone());
+        async move { server.park_once(&address, &board(1)).await }
+    });
+    waiting(&relay, 1).await;
+    relay.stop();
+    let gone = waits.await.unwrap().unwrap_err().into_rpc_error();
+    assert_eq!(gone.kind(), ErrorKind::Draining);
+    let error = server.park_once(&address, &board(1)).await.unwrap_err();
+    assert!(matches!(error, ConnectError::Transport(_)), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_client_that_proves_nothing_gets_no_session_behind_a_relay_that_it_is_itself() {
+    let relay = relay(|_| {});
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    let tokens = Tokens::parse(SECRET).unwrap();
+    let server = server(|options| options.access = Access { anonymous: false, tokens, certificates: false });
+    let waits = tokio::spawn(async move { server.park_once(&address, &board(1)).await });
+    let error = relay.meet(&Connector::new(), |_| true).await.unwrap_err().into_rpc_error();
+    assert_eq!(error.kind(), ErrorKind::Unauthenticated);
+    assert!(!waits.await.unwrap().unwrap());
+}
+
+/// What a server of this machine shows, and whom that makes it trusted by.
+fn certified() -> (ServerTls, String) {
+    let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
+    let (pem, key) = (made.cert.pem(), made.signing_key.serialize_pem());
+    let certificate = Certificate::from_pem(pem.as_bytes(), key.as_bytes()).unwrap();
+    (ServerTls::new(certificate, None).unwrap(), pem)
+}

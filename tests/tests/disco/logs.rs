@@ -1,0 +1,85 @@
+//! What workers log comes to the controller.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use disco::{DiscoSession, Options};
+use rpc_tests::spmd::Launch;
+use tracing_subscriber::fmt::MakeWriter;
+
+const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
+
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Lines {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl MakeWriter<'_> for Lines {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        self.clone()
+    }
+}
+
+fn say(session: &DiscoSession, by: &str, what: &str) {
+    session.get_global_func(by).unwrap().call((what,)).unwrap();
+    // What was logged before comes before.
+    session.sync_all().wait().unwrap();
+}
+
+/// The only test of the program, because the subscriber is the program's.
+#[test]
+fn lines_of_workers_come_with_their_numbers_unless_they_are_turned_off() {
+    let lines = Lines::default();
+    tracing_subscriber::fmt().with_writer(lines.clone()).with_ansi(false).init();
+    for launch in [Launch::Processes(NODE), Launch::NodeOfProcesses(NODE)] {
+        let fixture = launch.start(2, 1);
+        say(&fixture.session, "log", "from everywhere");
+        say(&fixture.session, "print", "printed");
+        let text = lines.text();
+        for worker in 0..2 {
+            let expected = format!("WARN disco::worker: [{worker}] rpc_tests::spmd: from everywhere answer=42");
+            assert!(text.contains(&expected), "{launch:?}: {text}");
+        }
+        assert!(!text.contains("in detail"), "{text}");
+        // Nothing says when what was printed has come, but it comes.
+        for (worker, by) in [(0, "output"), (0, "error"), (1, "output"), (1, "error")] {
+            let expected = format!("INFO disco::worker: [{worker}] stderr: printed, by standard {by}");
+            let begun = Instant::now();
+            while !lines.text().contains(&expected) {
+                assert!(begun.elapsed() < Duration::from_secs(60), "{launch:?}: {expected} is not in {}", lines.text());
+                thread::yield_now();
+            }
+        }
+        lines.0.lock().unwrap().clear();
+    }
+    let mut options = Options::default();
+    options.worker_logs = None;
+    let fixture = Launch::Processes(NODE).try_start_with(2, 1, options).unwrap();
+    say(&fixture.session, "log", "to nobody");
+    assert!(!lines.text().contains("to nobody"));
+    // Threads are of this program, and a span says which worker it was.
+    let fixture = Launch::Threads.start(2, 1);
+    say(&fixture.session, "log", "from a thread");
+    let text = lines.text();
+    assert!(text.contains("worker{id=1}: rpc_tests::spmd: from a thread"), "{text}");
+    assert!(!text.contains("disco::worker: [1]"), "{text}");
+}

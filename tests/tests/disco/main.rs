@@ -1,0 +1,9 @@
+//! Tests of Disco sessions over every kind of launch.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+mod digits;
+mod logs;
+mod model;
+mod operations;
+mod weights;

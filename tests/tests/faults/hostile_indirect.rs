@@ -1,0 +1,284 @@
+//! Peers that mean harm, before servers that do not serve sessions themselves: each session in a process of its own
+//! (`--isolate process`), or behind a gateway (`--allow-forward`). What harms nobody at a plain server (`hostile.rs`) is to
+//! harm nobody there, and to leave no process and no session behind.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rpc_core::proto::{FrameHeader, Hello, Kind, MAGIC, Role};
+use rpc_core::{Lane, Operation, Session};
+use rpc_transports::{Connector, DialOptions};
+use tokio::io::AsyncReadExt;
+use tokio::task::JoinSet;
+
+use crate::peers::raw::{Raw, cut_off, frame, function_in, request, trickle};
+use crate::peers::site::{GoodClient, PATIENCE, soon, works};
+use crate::peers::{self, Calls, ServerPeer, Transport, children, forge, memory, reset_peak, within};
+
+/// Where the sessions of a server are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Where {
+    /// In processes of their own.
+    Isolated,
+    /// At another server.
+    Behind,
+}
+
+/// A server in front of sessions that are elsewhere.
+struct Front {
+    server: ServerPeer,
+    /// That of the sessions, if it is another one.
+    origin: Option<ServerPeer>,
+}
+
+impl Front {
+    /// `flags` are of the server that peers reach.
+    fn start(place: Where, transport: Transport, flags: &[&str]) -> Self {
+        match place {
+            Where::Isolated => {
+                let server = ServerPeer::with(transport, &[&["--isolate", "process"], flags].concat());
+                Self { server, origin: None }
+            }
+            Where::Behind => {
+                Self { server: ServerPeer::with(transport, flags), origin: Some(ServerPeer::with(transport, &[])) }
+            }
+        }
+    }
+
+    fn connector(&self) -> Connector {
+        match self.origin {
+            Some(_) => peers::connector().via(self.server.address()),
+            None => peers::connector(),
+        }
+    }
+
+    /// What clients connect to with that.
+    fn target(&self) -> &str {
+        self.origin.as_ref().unwrap_or(&self.server).address()
+    }
+
+    async fn connect(&self) -> Session {
+        soon("connect", self.connector().connect(self.target())).await.unwrap()
+    }
+
+    /// What a client says that wants a session here.
+    fn hello(&self) -> Hello {
+        let forward = self.origin.iter().map(|origin| origin.address().to_owned()).collect();
+        Hello { forward, ..Hello::new(Role::Client) }
+    }
+
+    /// A peer with a connection of its own.
+    async fn raw(&self) -> Raw {
+        Raw::dial_to(self.server.address(), peers::trust()).await
+    }
+
+    /// All processes that peers could make grow.
+    fn processes(&self) -> Vec<u32> {
+        self.origin.iter().chain([&self.server]).map(ServerPeer::pid).collect()
+    }
+
+    /// That there are sessions for these clients, and for nobody else: at a server in front of processes, one for each and
+    /// a spare one; at the origin of a gateway, one for each.
+    async fn is_left_with(&self, clients: &[&Session]) {
+        let what = "all that the others had is gone";
+        match &self.origin {
+            Some(origin) => {
+                let watcher = Calls::to(origin.address()).await;
+                within(PATIENCE, what, async || watcher.info().await.sessions == clients.len() as u64 + 1).await;
+            }
+            None => {
+                let pid = self.server.pid();
+                within(PATIENCE, what, async || children(pid) == clients.len() + 1).await;
+            }
+        }
+    }
+}
+
+async fn forged_handles_reach_nothing_of_another_session(place: Where, transport: Transport) {
+    let front = Front::start(place, transport, &[]);
+    forge::handles_of_others(front.connector(), front.target(), 300_000).await;
+    front.is_left_with(&[]).await;
+}
+
+/// In the magic, in the hello, before the word of consent: with a byte now and then, or nothing.
+async fn a_handshake_cannot_be_drawn_out(place: Where, transport: Transport) {
+    let front = Front::start(place, transport, &["--handshake-timeout", "1s"]);
+    let early = front.connect().await;
+    let good = GoodClient::start(front.connector(), front.target());
+    let hello = peers::hello(&front.hello());
+    let mut peers = JoinSet::new();
+    for at_once in [1, 8, 40, hello.len() - 1] {
+        for count in [0, 1000] {
+            for _ in 0..4 {
+                let mut raw = front.raw().await;
+                raw.write(&hello[..at_once]).await;
+                // The hello is over before the thousand is.
+                let slowly = if at_once == 1 { vec![hello[1]; count] } else { Vec::new() };
+                peers.spawn(async move { cut_off(raw.channel.io_mut(), &slowly).await });
+            }
+        }
+    }
+    // These have no session until they consent, and begin to with a byte.
+    for count in [0, 1, 20] {
+        let mut raw = front.raw().await;
+        raw.write(&hello).await;
+        let accept = FrameHeader::control(Kind::Accept, 0).encode();
+        raw.write(&accept[..count]).await;
+        peers.spawn(async move { drop(raw.rest().await) });
+    }
+    while let Some(peer) = soon("a peer is cut off", peers.join_next()).await {
+        peer.unwrap();
+    }
+    good.stays_unharmed().await;
+    works(&early).await;
+    front.is_left_with(&[&early]).await;
+}
+
+/// Whoever says nothing costs no process and no session elsewhere.
+async fn half_open_connections_take_nothing_but_their_place(place: Where, transport: Transport) {
+    let front = Front::start(place, transport, &["--max-handshakes", "32"]);
+    let early = front.connect().await;
+    // Its handshake is over at the server, too.
+    works(&early).await;
+    let mut held = JoinSet::new();
+    let cut_off = Arc::new(AtomicU64::new(0));
+    for _ in 0..100 {
+        let (address, cut_off) = (front.server.address().to_owned(), cut_off.clone());
+        held.spawn(async move {
+            // With TLS it may end before there is a channel.
+            let options = DialOptions { tls: Some(peers::trust()), ..DialOptions::default() };
+            if let Ok(channel) = rpc_transports::dial(&address.parse().unwrap(), &options).await {
+                let mut raw = Raw { channel };
+                raw.write(&MAGIC).await;
+                let _ = raw.channel.io_mut().read_to_end(&mut Vec::new()).await;
+            }
+            cut_off.fetch_add(1, Ordering::AcqRel);
+        });
+    }
+    // Those beyond the limit; until then the oldest give way to the flood itself.
+    within(PATIENCE, "the flood is over", async || cut_off.load(Ordering::Acquire) == 68).await;
+    for _ in 0..5 {
+        works(&front.connect().await).await;
+    }
+    works(&early).await;
+    front.is_left_with(&[&early]).await;
+    held.shutdown().await;
+}
+
+/// Requests that arrive byte by byte hold nobody else up.
+async fn slow_requests_hold_nobody_up(place: Where, transport: Transport) {
+    const PEERS: usize = 8;
+    let front = Front::start(place, transport, &[]);
+    let good = GoodClient::start(front.connector(), front.target());
+    let mut slow = JoinSet::new();
+    let words = request(1, Lane(0), Operation::GetFunction { name: "add".to_owned() });
+    for _ in 0..PEERS {
+        let mut raw = front.raw().await.greet(&front.hello()).await;
+        let words = words.clone();
+        slow.spawn(async move {
+            trickle(raw.channel.io_mut(), &words).await;
+            // It is heard in the end.
+            assert_eq!(raw.frame().await.map(|(header, _)| header.kind), Some(Kind::Reply));
+        });
+    }
+    let session = front.connect().await;
+    for _ in 0..20 {
+        works(&session).await;
+    }
+    while let Some(peer) = soon("a slow peer", slow.join_next()).await {
+        peer.unwrap();
+    }
+    good.stays_unharmed().await;
+    front.is_left_with(&[&session]).await;
+}
+
+/// Peers that ask for 300 MiB each and read nothing: what is kept for them has a limit at every station, and they are cut
+/// off in the end.
+async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport) {
+    const PEERS: usize = 4;
+    const CALLS: u64 = 300;
+    let flags = ["--write-timeout", "2s", "--max-message", "2MiB", "--max-queued", "4MiB"];
+    let front = Front::start(place, transport, &flags);
+    let early = front.connect().await;
+    works(&early).await;
+    let good = GoodClient::start(front.connector(), front.target());
+    let before: Vec<_> = front.processes().into_iter().map(|pid| (pid, memory(pid, "VmRSS"))).collect();
+    for (pid, _) in &before {
+        reset_peak(*pid);
+    }
+    let mut held = Vec::new();
+    for _ in 0..PEERS {
+        let hello = Hello { max_message: 2 << 20, window: 4 << 20, ..front.hello() };
+        let mut raw = front.raw().await.greet(&hello).await;
+        raw.write(&request(1, Lane(0), Operation::GetFunction { name: "bulk".to_owned() })).await;
+        let function = function_in(&raw.frame().await.unwrap().1);
+        for id in 2..CALLS + 2 {
+            raw.write(&request(id, Lane(id as u32 % 16), Operation::Call { function, args: Vec::new() })).await;
+        }
+        held.push(raw);
+    }
+    good.stays_unharmed().await;
+    works(&early).await;
+    front.is_left_with(&[&early]).await;
+    for (pid, before) in before {
+        let grown = memory(pid, "VmHWM").saturating_sub(before);
+        println!("{place:?} {transport:?}: {:.1} MiB more in process {pid}", grown as f64 / f64::from(1 << 20));
+        assert!(grown < LIMIT, "{grown} bytes for peers that read nothing");
+    }
+    drop(held);
+}
+
+/// What four peers may have kept for them by one process: ten windows each, as at a plain server, and what is in sockets and
+/// buffers. However much they ask for.
+const LIMIT: u64 = (4 * 10 * 4 + 48) << 20;
+
+/// Nonsense behind the handshake ends the session it is in, wherever that is.
+async fn nonsense_ends_its_own_session(place: Where, transport: Transport) {
+    let front = Front::start(place, transport, &[]);
+    let good = GoodClient::start(front.connector(), front.target());
+    let early = front.connect().await;
+    let nonsense = [
+        vec![0xff; 24],
+        frame(Kind::Request, 1, &[0xc1]),
+        frame(Kind::Reply, 1, &[0xc0]),
+        frame(Kind::Free, 0, &[1, 2, 3]),
+        frame(Kind::Credit, 0, &[1, 2, 3]),
+        FrameHeader::control(Kind::Request, u32::MAX).encode().to_vec(),
+    ];
+    for nonsense in nonsense {
+        let mut raw = front.raw().await.greet(&front.hello()).await;
+        raw.write(&nonsense).await;
+        let said = raw.rest().await;
+        assert!(peers::raw::last_word(&said).is_some(), "{}", said.escape_ascii());
+    }
+    works(&early).await;
+    good.stays_unharmed().await;
+    front.is_left_with(&[&early]).await;
+}
+
+/// Each test for both kinds, over several transports.
+macro_rules! each {
+    ($($test:ident)*) => {$(
+        mod $test {
+            use super::*;
+
+            each! { $test: isolated_tcp(Isolated, Tcp) isolated_tls(Isolated, Tls) isolated_quic(Isolated, Quic)
+                behind_tcp(Behind, Tcp) behind_tls(Behind, Tls) behind_quic(Behind, Quic) }
+        }
+    )*};
+    ($test:ident: $($name:ident($place:ident, $transport:ident))*) => {$(
+        #[test]
+        fn $name() {
+            peers::run(|| super::$test(Where::$place, Transport::$transport));
+        }
+    )*};
+}
+
+each! {
+    forged_handles_reach_nothing_of_another_session
+    a_handshake_cannot_be_drawn_out
+    half_open_connections_take_nothing_but_their_place
+    slow_requests_hold_nobody_up
+    peers_that_read_nothing_are_cut_off
+    nonsense_ends_its_own_session
+}

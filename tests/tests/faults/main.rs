@@ -1,0 +1,13 @@
+//! Tests of what goes wrong: processes that die, bad networks, hostile peers, dropped futures, and Disco sessions among them.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+mod browser;
+mod cancel_safety;
+mod disco;
+mod hostile;
+mod hostile_indirect;
+mod network;
+mod peers;
+mod pool;
+mod processes;

@@ -1,0 +1,318 @@
+//! A pool whose members are killed: client, server, relay, proxy hop and tracker, each at every moment that matters, over
+//! TCP, QUIC and Unix sockets.
+//!
+//! Whatever dies: nothing hangs, an error names the hop that was lost, what the dead one held is free again at the tracker and at the servers,
+//! and the pool serves the next client.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rpc_core::{DataType, Device, ErrorKind, Lane, Result, Session};
+use rpc_transports::Connector;
+use rpc_transports::tracker::{Loan, ServerRequest, Summary, TrackerClient};
+use rustix::process::Signal;
+use tokio::task::JoinHandle;
+
+use crate::peers::{
+    self, Calls, ClientPeer, KEEP_ALIVE, LIMIT, ServerPeer, TrackerPeer, Transport, at_pace, pace, within,
+};
+
+/// Longer than anything here takes; what needs more hangs.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Who dies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Victim {
+    Client,
+    Server,
+    Relay,
+    Hop,
+    /// The server behind a hop that lives.
+    Origin,
+    Tracker,
+}
+
+/// When.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moment {
+    Connecting,
+    Idle,
+    MidCall,
+    MidCopy,
+}
+
+const MOMENTS: [Moment; 4] = [Moment::Connecting, Moment::Idle, Moment::MidCall, Moment::MidCopy];
+
+macro_rules! each_victim {
+    ($($test:ident: $victim:ident $($transport:ident as $name:ident)*;)*) => {$(
+        mod $test {
+            use super::{Transport, Victim, peers};
+
+            $(#[test]
+            fn $name() {
+                peers::run(|| super::killed(Victim::$victim, Transport::$transport));
+            })*
+        }
+    )*};
+}
+
+// A relay is for those who are elsewhere, and so on no Unix socket.
+each_victim! {
+    a_killed_client_gives_back: Client Tcp as tcp Quic as quic Unix as unix;
+    a_killed_server_is_replaced: Server Tcp as tcp Quic as quic Unix as unix;
+    a_killed_relay_is_come_back_to: Relay Tcp as tcp Quic as quic;
+    a_killed_hop_is_named: Hop Tcp as tcp Quic as quic Unix as unix;
+    a_killed_server_behind_a_hop_is_named: Origin Tcp as tcp Quic as quic Unix as unix;
+    a_killed_tracker_disturbs_no_session: Tracker Tcp as tcp Quic as quic Unix as unix;
+}
+
+/// A tracker, one server, and what is between it and its clients.
+struct Pool {
+    victim: Victim,
+    transport: Transport,
+    tracker: TrackerPeer,
+    server: ServerPeer,
+    relay: Option<ServerPeer>,
+    hop: Option<ServerPeer>,
+}
+
+const TRACKER: [&str; 8] =
+    ["--lease", "2s", "--keep-alive", "200ms", "--ticket-lifetime", "1s", "--allow-advertise", "unix:*"];
+
+impl Pool {
+    async fn new(victim: Victim, transport: Transport) -> Self {
+        let tracker = TrackerPeer::start(&TRACKER);
+        let relay = (victim == Victim::Relay).then(|| ServerPeer::relay(transport, None));
+        let hop = matches!(victim, Victim::Hop | Victim::Origin).then(|| ServerPeer::quick(transport));
+        let server = serve(transport, tracker.address(), relay.as_ref());
+        let pool = Self { victim, transport, tracker, server, relay, hop };
+        pool.is_whole().await;
+        pool
+    }
+
+    fn connector(&self) -> Connector {
+        let connector = peers::connector().keep_alive(KEEP_ALIVE);
+        match &self.hop {
+            Some(hop) => connector.via(hop.address()),
+            None => connector,
+        }
+    }
+
+    /// Asks for the server, and connects to it.
+    fn request(&self) -> JoinHandle<Result<Loan>> {
+        let (connector, tracker) = (self.connector(), self.tracker.address().to_owned());
+        tokio::spawn(async move {
+            let client = TrackerClient::connect_with(connector, &tracker).await?;
+            client.request(&ServerRequest::new("board").timeout(PATIENCE)).await
+        })
+    }
+
+    async fn loan(&self) -> Loan {
+        soon("a server", self.request()).await.unwrap().unwrap()
+    }
+
+    async fn summary(&self) -> Result<Summary> {
+        let client = TrackerClient::connect_with(peers::connector(), self.tracker.address()).await?;
+        client.summary().await
+    }
+
+    /// Waits until its one server is there, and free, and nobody waits.
+    async fn is_whole(&self) {
+        within(PATIENCE, "the pool is whole", async || {
+            let Ok(summary) = self.summary().await else { return false };
+            let free = matches!(&summary.servers[..], [server] if server.free == 1 && server.holders.is_empty());
+            free && summary.queue.is_empty()
+        })
+        .await;
+    }
+
+    /// That the server holds nothing of clients that have gone.
+    async fn holds_nothing(&self) {
+        let loan = self.loan().await;
+        let calls = Calls::over(loan.session().clone());
+        within(PATIENCE, "one session is left", async || calls.info().await.sessions == 1).await;
+        within(PATIENCE, "no tensor is left", async || calls.info().await.memory_bytes == 0).await;
+        within(PATIENCE, "no call is left", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 0).await;
+        assert_eq!(peers::children(self.server.pid()), 0);
+    }
+
+    fn victim(&mut self) -> &mut ServerPeer {
+        match self.victim {
+            Victim::Relay => self.relay.as_mut().unwrap(),
+            Victim::Hop => self.hop.as_mut().unwrap(),
+            _ => &mut self.server,
+        }
+    }
+
+    fn kill(&mut self) {
+        match self.victim {
+            Victim::Tracker => self.tracker.kill(),
+            _ => self.victim().kill(),
+        }
+    }
+
+    /// Starts another one in its place.
+    fn replace(&mut self) {
+        match self.victim {
+            Victim::Client => {}
+            Victim::Server | Victim::Origin => self.server = serve(self.transport, self.tracker.address(), None),
+            Victim::Hop => self.hop = Some(ServerPeer::quick(self.transport)),
+            Victim::Relay => {
+                let address = self.relay.as_ref().unwrap().address().to_owned();
+                self.relay.as_mut().unwrap().exit();
+                self.relay = Some(ServerPeer::relay(self.transport, Some(&address)));
+            }
+            Victim::Tracker => self.tracker = TrackerPeer::at(self.tracker.address(), &TRACKER),
+        }
+    }
+}
+
+fn serve(transport: Transport, tracker: &str, relay: Option<&ServerPeer>) -> ServerPeer {
+    let keep_alive = format!("{}ms", KEEP_ALIVE.as_millis());
+    let mut flags =
+        vec!["--tracker", tracker, "--tracker-key", "board", "--capacity", "1", "--keep-alive", &keep_alive];
+    let way = relay.map(|relay| format!("{}/board-1", relay.address()));
+    if let Some(way) = &way {
+        flags.extend(["--relay", way, "--advertise", way]);
+    }
+    ServerPeer::with(transport, &flags)
+}
+
+const TAG: &str = "under way";
+
+async fn soon<F: Future>(what: &str, future: F) -> F::Output {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what}: not after {PATIENCE:?}"))
+}
+
+async fn killed(victim: Victim, transport: Transport) {
+    let mut pool = Pool::new(victim, transport).await;
+    for moment in MOMENTS {
+        println!("{victim:?} over {transport:?}, {moment:?}");
+        match (victim, moment) {
+            (Victim::Client, Moment::Connecting) => a_client_dies_on_its_way(&pool).await,
+            (Victim::Client, _) => a_client_dies(&pool, moment).await,
+            (_, Moment::Connecting) => dies_while_a_client_connects(&mut pool).await,
+            _ => dies_in_a_session(&mut pool, moment).await,
+        }
+        pool.is_whole().await;
+        pool.holds_nothing().await;
+        pool.is_whole().await;
+    }
+}
+
+/// Its server hears nothing, so that it waits there with its ticket.
+async fn a_client_dies_on_its_way(pool: &Pool) {
+    pool.server.signal(Signal::STOP);
+    let mut client = ClientPeer::connecting(&board(pool));
+    let granted = async || {
+        let Ok(summary) = pool.summary().await else { return false };
+        // The server may be given up for dead before its client is.
+        summary.servers.iter().all(|server| !server.holders.is_empty())
+    };
+    within(PATIENCE, "it is given the server", granted).await;
+    client.kill();
+    pool.server.signal(Signal::CONT);
+}
+
+async fn a_client_dies(pool: &Pool, moment: Moment) {
+    let mut client = match moment {
+        Moment::Idle => ClientPeer::start("async", &board(pool), 10, 0),
+        _ => ClientPeer::busy("async", &board(pool), 10, 1 << 20, TAG),
+    };
+    let held = async || pool.summary().await.unwrap().servers.iter().any(|server| !server.holders.is_empty());
+    within(PATIENCE, "it holds the server", held).await;
+    pace::now();
+    client.kill();
+    let free = async || pool.summary().await.unwrap().servers.iter().all(|server| server.holders.is_empty());
+    let took = at_pace(LIMIT, "the tracker knows that it is free", free).await;
+    println!("free after {took:?}");
+}
+
+fn board(pool: &Pool) -> String {
+    format!("{}/board", pool.tracker.address().replace("tcp://", "tracker://"))
+}
+
+/// The client is not answered any more, and then the other one is dead. It goes on asking, and gets what there is then.
+async fn dies_while_a_client_connects(pool: &mut Pool) {
+    match pool.victim {
+        Victim::Tracker => peers::signal(pool.tracker.pid(), Signal::STOP),
+        _ => pool.victim().signal(Signal::STOP),
+    }
+    let request = pool.request();
+    // The moment itself, which is what is tested here: the client waits for an answer.
+    tokio::time::sleep(KEEP_ALIVE).await;
+    pool.kill();
+    pool.replace();
+    match soon("an answer", request).await.unwrap() {
+        Ok(loan) => assert_eq!(Calls::over(loan.session().clone()).run::<i64>("add", (1, 2)).await, 3),
+        Err(error) => {
+            let expected = [ErrorKind::PeerLost, ErrorKind::PeerSilent, ErrorKind::Refused, ErrorKind::SessionTimeout];
+            assert!(expected.contains(&error.kind()), "{error}");
+            assert!(error.peer().is_some(), "{error}");
+        }
+    }
+}
+
+async fn dies_in_a_session(pool: &mut Pool, moment: Moment) {
+    let loan = pool.loan().await;
+    let session = loan.session().clone();
+    let pending = begin(&session, moment).await;
+    let since = pace::now();
+    pool.kill();
+    if pool.victim == Victim::Tracker {
+        // Nobody needs the tracker any more: the session goes on, and is known to the next one.
+        pool.replace();
+        let known = async || {
+            pool.summary().await.is_ok_and(|summary| summary.servers.iter().any(|server| !server.holders.is_empty()))
+        };
+        within(PATIENCE, "the tracker knows again who has the server", known).await;
+        assert!(pending.iter().all(|pending| !pending.is_finished()), "what was under way goes on");
+        assert_eq!(Calls::over(session).run::<i64>("add", (1, 2)).await, 3);
+        pending.iter().for_each(JoinHandle::abort);
+        return;
+    }
+    let ended = soon("the end of the session", session.ended()).await;
+    let took = pace::since(since);
+    assert!(took <= LIMIT, "an end that was known after {took:?}");
+    let mut errors = vec![ended];
+    for pending in pending {
+        errors.push(soon("what was under way", pending).await.unwrap().unwrap_err());
+    }
+    for error in errors {
+        assert!([ErrorKind::PeerLost, ErrorKind::PeerSilent].contains(&error.kind()), "{error}");
+        assert_eq!(error.hop(), u16::from(pool.victim == Victim::Origin), "the hop that was lost: {error}");
+        assert!(error.peer().is_some(), "{error}");
+    }
+    println!("known after {took:?}");
+    pool.replace();
+}
+
+/// Something that does not end by itself.
+async fn begin(session: &Session, moment: Moment) -> Vec<JoinHandle<Result<()>>> {
+    match moment {
+        Moment::MidCall => {
+            let hold = session.get_function("hold.tagged").await.unwrap();
+            let call = tokio::spawn(async move { hold.call::<()>((TAG,)).lane(Lane(1)).await });
+            let calls = Calls::over(session.clone());
+            within(PATIENCE, "it runs", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 1).await;
+            vec![call]
+        }
+        Moment::MidCopy => {
+            let tensor = session.alloc(Device::cpu(), DataType::U8, &[32 << 20]).await.unwrap();
+            let (session, copied) = (session.clone(), Arc::new(AtomicU64::new(0)));
+            let seen = copied.clone();
+            let copies = tokio::spawn(async move {
+                let data = bytes::Bytes::from(vec![1; 32 << 20]);
+                loop {
+                    let copied = copied.clone();
+                    let copy = session.copy_to_remote(&tensor, data.clone());
+                    copy.progress(move |bytes| copied.store(bytes, Ordering::Relaxed)).await?;
+                }
+            });
+            within(PATIENCE, "bytes move", async || seen.load(Ordering::Relaxed) > 0).await;
+            vec![copies]
+        }
+        _ => Vec::new(),
+    }
+}

@@ -1,0 +1,815 @@
+//! What happens when processes die or stop, links are cut, and peers misbehave: with real processes and real sockets.
+
+use std::future::Future;
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rpc_core::proto::{FrameHeader, Hello, Kind, Role};
+use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Result, RpcError, Session};
+use rpc_server::builtins::ServerInfo;
+use rpc_tests::scene::{BothForms, Form, on_thread, poll_once};
+use rpc_transports::{BlockingIo, ConnectError, Connector};
+use rustix::process::Signal;
+use tokio::task::JoinHandle;
+
+use crate::peers::{
+    self, Calls, ClientPeer, DEAD, KEEP_ALIVE, LIMIT, RawPeer, ServerPeer, Transport, at_pace, is_running, pace,
+    signal, within,
+};
+
+/// Each test over each of the transports, with the asynchronous and with the blocking client.
+macro_rules! each_way {
+    ($($test:ident: $($transport:ident as $async:ident $blocking:ident)*;)*) => {$(
+        mod $test {
+            use super::{Form, Transport, peers};
+
+            $(#[test]
+            fn $async() {
+                peers::run_where_silence_counts(|| super::$test(Transport::$transport, Form::Async));
+            }
+
+            #[test]
+            fn $blocking() {
+                peers::run_where_silence_counts(|| super::$test(Transport::$transport, Form::Blocking));
+            })*
+        }
+    )*};
+    (over all: $($test:ident)*) => {
+        each_way! {
+            $($test:
+                Tcp as tcp_async tcp_blocking
+                Unix as unix_async unix_blocking
+                Tls as tls_async tls_blocking
+                Quic as quic_async quic_blocking;)*
+        }
+    };
+    (over plain: $($test:ident)*) => {
+        each_way! { $($test: Tcp as tcp_async tcp_blocking Unix as unix_async unix_blocking;)* }
+    };
+}
+
+each_way! {
+    over all:
+    a_killed_client_holds_nothing_any_more
+    a_client_killed_while_it_is_busy_leaves_nothing
+    a_killed_server_is_lost_to_all_pending_calls
+    a_server_killed_in_the_handshake_is_lost
+    a_stopped_server_is_silent_to_all_pending_calls
+    a_stopped_client_loses_its_session
+    a_killed_hop_is_lost_to_the_client_and_the_origin_frees
+    a_killed_origin_is_an_error_of_another_hop
+    a_server_that_drains_finishes_what_was_asked
+}
+
+// What peers write is theirs to choose where nothing is encrypted.
+each_way! {
+    over plain:
+    bad_clients_harm_nobody_else
+    bad_servers_are_clear_errors
+}
+
+async fn connect(form: Form, connector: Connector, address: &str) -> std::result::Result<Session, ConnectError> {
+    match form {
+        Form::Async => connector.connect(address).await,
+        Form::Blocking => {
+            let address = address.to_owned();
+            on_thread(move || connector.connect_blocking(&address)).await
+        }
+    }
+}
+
+/// Longer than anything here takes; what needs more hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+async fn soon<F: Future>(future: F) -> F::Output {
+    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("not over after {PATIENCE:?}"))
+}
+
+/// A client that notices silence after [`DEAD`].
+fn quick() -> Connector {
+    peers::connector().keep_alive(KEEP_ALIVE)
+}
+
+/// A client that notices that its peer was killed: where the system does not say so, by the silence.
+fn client(transport: Transport) -> Connector {
+    if transport == Transport::Quic { quick() } else { peers::connector() }
+}
+
+/// Something under way, and when it ended, as [`pace`] has it.
+struct Watched {
+    what: &'static str,
+    outcome: JoinHandle<(Result<()>, Duration)>,
+}
+
+fn watch<O: BothForms>(form: Form, what: &'static str, operation: O) -> Watched
+where
+    O::IntoFuture: Send,
+{
+    let run: std::pin::Pin<Box<dyn Future<Output = Result<O::Value>> + Send>> = match form {
+        Form::Async => {
+            let mut operation = Box::pin(operation.into_future());
+            // From here on it is under way, and not only when its task runs.
+            match poll_once(&mut operation) {
+                Some(outcome) => Box::pin(std::future::ready(outcome)),
+                None => operation,
+            }
+        }
+        Form::Blocking => {
+            let (begins, begun) = mpsc::channel();
+            let operation = on_thread(move || {
+                let _ = begins.send(());
+                operation.wait()
+            });
+            begun.recv().unwrap();
+            Box::pin(operation)
+        }
+    };
+    Watched { what, outcome: tokio::spawn(async move { (run.await.map(drop), pace::now()) }) }
+}
+
+const ENDLESS: &str = "endless copies";
+
+/// Copies without end, so that there are always bytes under way. `copied` counts them.
+fn watch_copies(form: Form, session: &Session, tensor: RemoteTensor, copied: Arc<AtomicU64>) -> Watched {
+    let session = session.clone();
+    let data = bytes::Bytes::from(vec![1; tensor.size_bytes() as usize]);
+    let copy = move || {
+        let copied = copied.clone();
+        session.copy_to_remote(&tensor, data.clone()).progress(move |bytes| copied.store(bytes, Ordering::Relaxed))
+    };
+    let run: std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>> = match form {
+        Form::Async => Box::pin(async move {
+            loop {
+                copy().await?;
+            }
+        }),
+        Form::Blocking => Box::pin(on_thread(move || {
+            loop {
+                copy().wait()?;
+            }
+        })),
+    };
+    Watched { what: ENDLESS, outcome: tokio::spawn(async move { (run.await, pace::now()) }) }
+}
+
+/// A session with all kinds of requests under way: running and queued calls on several lanes, copies that wait behind
+/// calls, and copies that move.
+struct Busy {
+    session: Session,
+    pending: Vec<Watched>,
+}
+
+impl Busy {
+    /// On a session that `connect` opens; `observer` sees the same origin.
+    async fn new(form: Form, tag: &str, observer: &Calls, connect: impl AsyncFn() -> Session) -> Self {
+        let session = connect().await;
+        let hold = session.get_function("hold.tagged").await.unwrap();
+        let add = session.get_function("add").await.unwrap();
+        let mut tensors = Vec::new();
+        for mebibytes in [4, 4, 64] {
+            tensors.push(session.alloc(Device::cpu(), DataType::U8, &[mebibytes << 20]).await.unwrap());
+        }
+        let mut pending = Vec::new();
+        for lane in [Lane(1), Lane(2), Lane::CONCURRENT] {
+            pending.push(watch(form, "a running call", hold.call::<()>((tag,)).lane(lane).start()));
+        }
+        for lane in [Lane(1), Lane(2)] {
+            pending.push(watch(form, "a queued call", add.call::<i64>((1, 2)).lane(lane).start()));
+        }
+        let data = vec![0; 4 << 20];
+        pending.push(watch(form, "a queued copy to", session.copy_to_remote(&tensors[0], data).lane(Lane(1))));
+        pending.push(watch(form, "a queued copy from", session.copy_from_remote(&tensors[1]).lane(Lane(2))));
+        let copied = Arc::new(AtomicU64::new(0));
+        pending.push(watch_copies(form, &session, tensors.remove(2), copied.clone()));
+        within(PATIENCE, "three calls run", async || {
+            let runs = observer.run::<i64>("tagged.alive", (tag,)).await == 3 && copied.load(Ordering::Relaxed) > 0;
+            runs || pending.iter().any(|watched| watched.outcome.is_finished())
+        })
+        .await;
+        // What was submitted before these has left this process.
+        for _ in 0..20 {
+            assert_eq!(add.call::<i64>((1, 2)).concurrent().await.unwrap(), 3);
+        }
+        Self { session, pending }
+    }
+
+    /// That all of it fails alike, within the limit from `since`.
+    async fn fails(self, kind: ErrorKind, hop: u16, since: Duration) {
+        let mut slowest = Duration::ZERO;
+        for Watched { what, outcome } in self.pending {
+            let (outcome, at) = soon(outcome).await.unwrap();
+            let error = outcome.expect_err(what);
+            assert_eq!((error.kind(), error.hop()), (kind, hop), "{what}: {error}");
+            // One of the endless copies may have been about to begin.
+            assert!(error.request_may_have_run() || what == ENDLESS, "{what}: {error}");
+            assert!(error.peer().is_some(), "{what}: {error}");
+            let took = at.saturating_sub(since);
+            assert!(took <= LIMIT, "{what} failed after {took:?}");
+            slowest = slowest.max(took);
+        }
+        println!("everything had failed after {slowest:?}");
+        let ended = self.session.ended().await;
+        assert_eq!((ended.kind(), ended.hop()), (kind, hop), "{ended}");
+        let late = self.session.get_function("add").await.unwrap_err();
+        assert_eq!((late.kind(), late.request_may_have_run()), (kind, false), "{late}");
+    }
+}
+
+/// That a session with nothing under way ends in time, too.
+async fn idle_ends(idle: Session, kind: ErrorKind, since: Duration) -> Duration {
+    let ended = soon(idle.ended()).await;
+    let took = pace::since(since);
+    assert_eq!(ended.kind(), kind, "{ended}");
+    assert!(took <= LIMIT, "an idle session noticed after {took:?}");
+    took
+}
+
+fn name(form: Form) -> &'static str {
+    if form == Form::Async { "async" } else { "blocking" }
+}
+
+/// That the server of `watcher` holds what it held before, and nothing more, within [`LIMIT`].
+async fn freed(watcher: &Calls, before: &ServerInfo) -> Duration {
+    at_pace(LIMIT, "the server has freed everything", async || {
+        let info = watcher.info().await;
+        (info.handles, info.memory_bytes, info.sessions) == (before.handles, before.memory_bytes, before.sessions)
+    })
+    .await
+}
+
+async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form) {
+    let server = ServerPeer::start(transport);
+    let watcher = Calls::to(server.address()).await;
+    let before = watcher.info().await;
+    let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 30);
+    let during = watcher.info().await;
+    assert!(during.handles >= before.handles + 1001, "{during:?}");
+    assert!(during.memory_bytes >= before.memory_bytes + (1 << 30), "{during:?}");
+    assert!(peers::memory(server.pid(), "VmRSS") > 1 << 30);
+    pace::now();
+    client.kill();
+    let took = freed(&watcher, &before).await;
+    println!("{transport:?}: freed after {took:?}");
+    // The system takes its time with so many pages.
+    within(PATIENCE, "the memory is the system's again", async || peers::memory(server.pid(), "VmRSS") < 128 << 20)
+        .await;
+}
+
+async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, form: Form) {
+    let server = ServerPeer::start(transport);
+    let watcher = Calls::to(server.address()).await;
+    let before = watcher.info().await;
+    let mut client = ClientPeer::busy(name(form), server.address(), 10, 1 << 20, "killed client");
+    let runs = async || watcher.run::<i64>("tagged.alive", ("killed client",)).await == 1;
+    within(PATIENCE, "its call runs", runs).await;
+    pace::now();
+    client.kill();
+    let since = pace::now();
+    let took = freed(&watcher, &before).await;
+    at_pace(LIMIT, "its call has ended", async || watcher.run::<i64>("tagged.alive", ("killed client",)).await == 0)
+        .await;
+    println!("{transport:?}: freed after {took:?}, the call over after {:?}", pace::since(since));
+}
+
+async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form: Form) {
+    // It is the client that is to notice: the server has time.
+    let mut server = ServerPeer::with(transport, &[]);
+    let watcher = Calls::to(server.address()).await;
+    let open = async || connect(form, client(transport), server.address()).await.unwrap();
+    let busy = Busy::new(form, "killed", &watcher, open).await;
+    let idle = open().await;
+    let kind = transport.end_of_the_killed();
+    let since = pace::now();
+    server.kill();
+    let took = idle_ends(idle, kind, since).await;
+    println!("{transport:?}: an idle session noticed after {took:?}");
+    busy.fails(kind, 0, since).await;
+}
+
+/// Whatever the moment: the client knows of no session yet, and of no server that will answer.
+async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Form) {
+    let mut server = ServerPeer::start(transport);
+    // It hears nothing any more, and its system still takes connections for it.
+    server.signal(Signal::STOP);
+    let connector = client(transport).connect_timeout(LIMIT).handshake_timeout(PATIENCE);
+    let address = server.address().to_owned();
+    let attempt = tokio::spawn(async move { (connect(form, connector, &address).await, pace::now()) });
+    // The moment itself, which is what is tested here: the client waits for an answer.
+    tokio::time::sleep(KEEP_ALIVE).await;
+    if attempt.is_finished() {
+        panic!("{transport:?}: over before the server died: {:?}", attempt.await);
+    }
+    let since = pace::now();
+    server.kill();
+    let (outcome, at) = attempt.await.unwrap();
+    let error = outcome.expect_err("no session").into_rpc_error();
+    // Of a server that dies before it has said anything no more is known than that there is no session.
+    assert!([ErrorKind::PeerLost, ErrorKind::Refused].contains(&error.kind()), "{error}");
+    let took = at.saturating_sub(since);
+    assert!(took <= LIMIT, "given up after {took:?}");
+    println!("{transport:?}: given up after {took:?}: {error}");
+}
+
+async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, form: Form) {
+    let server = ServerPeer::with(transport, &[]);
+    let watcher = Calls::to(server.address()).await;
+    let open = async || connect(form, quick(), server.address()).await.unwrap();
+    let busy = Busy::new(form, "stopped", &watcher, open).await;
+    let idle = open().await;
+    let (since, begun) = (pace::now(), Instant::now());
+    server.signal(Signal::STOP);
+    idle_ends(idle, ErrorKind::PeerSilent, since).await;
+    // The last sign of life may be an interval old, and a little more on a busy machine.
+    assert!(begun.elapsed() >= KEEP_ALIVE, "given up after {:?}", begun.elapsed());
+    busy.fails(ErrorKind::PeerSilent, 0, since).await;
+    server.signal(Signal::CONT);
+    // The server has lived through it, and lets go of what nobody waits for.
+    let later = Calls::to(server.address()).await;
+    within(PATIENCE, "the calls of the lost session end", async || {
+        later.run::<i64>("tagged.alive", ("stopped",)).await == 0
+    })
+    .await;
+}
+
+async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
+    let server = ServerPeer::quick(transport);
+    let watcher = Calls::to(server.address()).await;
+    let before = watcher.info().await;
+    let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 20);
+    assert!(watcher.info().await.handles >= before.handles + 1001);
+    pace::now();
+    let begun = Instant::now();
+    client.signal(Signal::STOP);
+    freed(&watcher, &before).await;
+    let took = begun.elapsed();
+    assert!(took >= KEEP_ALIVE, "a client that is alive was given up after {took:?}");
+    client.signal(Signal::CONT);
+    let reason = on_thread(move || client.reason()).await;
+    assert!(["peer_silent", "peer_lost"].contains(&reason.as_str()), "{reason}");
+}
+
+async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Transport, form: Form) {
+    let origin = ServerPeer::start(transport);
+    // Those on both sides of it are to notice.
+    let mut hop = ServerPeer::with(transport, &[]);
+    let watcher = Calls::to(origin.address()).await;
+    let before = watcher.info().await;
+    let connector = client(transport).via(hop.address());
+    let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
+    let busy = Busy::new(form, "hop", &watcher, open).await;
+    assert_ne!(watcher.info().await.handles, before.handles);
+    let since = pace::now();
+    hop.kill();
+    let freed = freed(&watcher, &before);
+    let (took, ()) = tokio::join!(freed, busy.fails(transport.end_of_the_killed(), 0, since));
+    println!("{transport:?}: the origin has freed everything after {took:?}");
+    at_pace(LIMIT, "no call runs", async || watcher.run::<i64>("tagged.alive", ("hop",)).await == 0).await;
+}
+
+async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: Form) {
+    let mut origin = ServerPeer::with(transport, &[]);
+    let other = ServerPeer::with(transport, &[]);
+    // It is the hop that is to notice.
+    let hop = ServerPeer::start(transport);
+    let watcher = Calls::to(origin.address()).await;
+    let connector = peers::connector().via(hop.address());
+    let neighbour = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
+    let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
+    let busy = Busy::new(form, "origin", &watcher, open).await;
+    let since = pace::now();
+    origin.kill();
+    busy.fails(transport.end_of_the_killed(), 1, since).await;
+    assert_eq!(neighbour.run::<i64>("add", (20, 22)).await, 42);
+    let next = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
+    assert_eq!(next.run::<i64>("add", (20, 22)).await, 42);
+    // The dead one is refused by the hop, with the reason.
+    let refused = connect(form, connector, origin.address()).await.unwrap_err().into_rpc_error();
+    assert_eq!((refused.kind(), refused.hop()), (ErrorKind::PeerLost, 1), "{refused}");
+}
+
+mod a_child_process {
+    use super::*;
+
+    fn address(folder: &tempfile::TempDir) -> String {
+        format!("exec:{} serve --stdio --workdir {}", peers::PROGRAM, folder.path().display())
+    }
+
+    fn dies_with_its_parent(form: &'static str) {
+        peers::run(move || async move {
+            let folder = tempfile::tempdir().unwrap();
+            let mut parent = ClientPeer::start(form, &address(&folder), 10, 1 << 20);
+            assert!(is_running(parent.server));
+            pace::now();
+            parent.kill();
+            at_pace(LIMIT, "the child is gone", async || !is_running(parent.server)).await;
+        });
+    }
+
+    #[test]
+    fn dies_with_its_parent_async() {
+        dies_with_its_parent("async");
+    }
+
+    #[test]
+    fn dies_with_its_parent_blocking() {
+        dies_with_its_parent("blocking");
+    }
+
+    fn is_lost_when_it_dies(form: Form) {
+        peers::run(move || async move {
+            let folder = tempfile::tempdir().unwrap();
+            let session = connect(form, Connector::new(), &address(&folder)).await.unwrap();
+            let itself = Calls::over(session.clone());
+            let pid = itself.run::<i64>("pid", ()).await as u32;
+            let busy = Busy::new(form, "child", &itself, async || session.clone()).await;
+            drop(session);
+            drop(itself);
+            let since = pace::now();
+            signal(pid, Signal::KILL);
+            busy.fails(ErrorKind::PeerLost, 0, since).await;
+            at_pace(LIMIT, "the child is reaped", async || !std::path::Path::new(&format!("/proc/{pid}")).exists())
+                .await;
+        });
+    }
+
+    #[test]
+    fn is_lost_when_it_dies_async() {
+        is_lost_when_it_dies(Form::Async);
+    }
+
+    #[test]
+    fn is_lost_when_it_dies_blocking() {
+        is_lost_when_it_dies(Form::Blocking);
+    }
+}
+
+/// How long a handshake may take in the tests of bad peers.
+const HANDSHAKE: Duration = Duration::from_millis(500);
+
+/// What clocks and timers of different make may differ by.
+const SLACK: Duration = Duration::from_millis(10);
+
+/// A client that calls without end, and must never be disturbed.
+struct GoodClient {
+    over: Arc<AtomicBool>,
+    calls: JoinHandle<(u64, Duration)>,
+}
+
+impl GoodClient {
+    async fn start(form: Form, address: &str) -> Self {
+        let session = connect(form, quick(), address).await.unwrap();
+        let add = session.function::<(i64, i64), i64>("add").await.unwrap();
+        let over = Arc::new(AtomicBool::new(false));
+        let seen = over.clone();
+        let calls = tokio::spawn(async move {
+            let (mut calls, mut slowest) = (0, Duration::ZERO);
+            while !seen.load(Ordering::Relaxed) {
+                let begun = pace::now();
+                let call = add.call((calls, 1));
+                let sum = match form {
+                    Form::Async => call.await,
+                    Form::Blocking => on_thread(move || call.wait()).await,
+                };
+                assert_eq!(sum.unwrap(), calls + 1);
+                (calls, slowest) = (calls + 1, slowest.max(pace::since(begun)));
+            }
+            drop(session);
+            (calls as u64, slowest)
+        });
+        Self { over, calls }
+    }
+
+    async fn stays_unharmed(self) {
+        self.over.store(true, Ordering::Relaxed);
+        let (calls, slowest) = self.calls.await.unwrap();
+        assert!(calls > 10 && slowest < LIMIT, "{calls} calls, the slowest took {slowest:?}");
+    }
+}
+
+/// The error in the last frame of what a peer sent.
+fn last_word(frames: &[u8]) -> Option<String> {
+    let mut rest = frames;
+    let mut word = None;
+    while let Some((header, behind)) = rest.split_first_chunk() {
+        let header = FrameHeader::decode(header, usize::MAX, usize::MAX).unwrap();
+        let (body, behind) = behind.split_at(header.body_len as usize + header.payload_len as usize);
+        word = matches!(header.kind, Kind::Close | Kind::Reject).then(|| String::from_utf8_lossy(body).into_owned());
+        rest = behind;
+    }
+    word
+}
+
+fn frame(kind: Kind, id: u64, body: &[u8], payload: &[u8]) -> Vec<u8> {
+    let mut header = FrameHeader { id, ..FrameHeader::control(kind, body.len() as u32) };
+    header.payload_len = payload.len() as u32;
+    [&header.encode(), body, payload].concat()
+}
+
+async fn bad_clients_harm_nobody_else(transport: Transport, form: Form) {
+    let server = ServerPeer::with(transport, &["--keep-alive", "200ms", "--handshake-timeout", "500ms"]);
+    let address = server.address().to_owned();
+    let good = GoodClient::start(form, &address).await;
+    let watcher = Calls::to(&address).await;
+    let before = watcher.info().await;
+    on_thread(move || misbehave(&address)).await;
+    at_pace(LIMIT, "the bad clients are gone", async || watcher.info().await.sessions == before.sessions).await;
+    good.stays_unharmed().await;
+}
+
+/// One bad client after the other.
+fn misbehave(address: &str) {
+    // Not our protocol: cut at once, and nothing is said to who would not understand it.
+    let noise: Vec<u8> = (0..1_u32 << 16).map(|at| (at.wrapping_mul(2654435761) >> 13) as u8).collect();
+    for greeting in [&noise[..], b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", &[0; 100]] {
+        let mut peer = RawPeer::connect(address);
+        peer.write(greeting);
+        let (said, took) = peer.rest();
+        assert!(said.is_empty(), "{}", said.escape_ascii());
+        assert!(took < HANDSHAKE, "noise was cut after {took:?}");
+    }
+    // Whoever does not finish the handshake is cut when its time is up.
+    let whole = peers::hello(&Hello::new(Role::Client));
+    for part in [0, 3, 8, 20, whole.len() - 1] {
+        let mut peer = RawPeer::connect(address);
+        let begun = Instant::now();
+        peer.write(&whole[..part]);
+        let took = peer.rest().1;
+        assert!(begun.elapsed() > HANDSHAKE - SLACK, "after {part} bytes it was cut after {:?}", begun.elapsed());
+        assert!(took < HANDSHAKE + LIMIT, "after {part} bytes it was cut after {took:?}");
+    }
+    // Whoever ends in the middle of it leaves nothing behind.
+    for part in [0, 3, 20, whole.len()] {
+        let mut peer = RawPeer::connect(address);
+        peer.write(&whole[..part]);
+        peer.half_close();
+        assert!(peer.rest().1 < HANDSHAKE, "after {part} bytes");
+    }
+    // A malformed or absurd hello is refused with a reason.
+    let mut old = Hello::new(Role::Client);
+    (old.version_min, old.version_max) = (0, 0);
+    let refused = [
+        [&peers::hello(&old)[..], &[]],
+        [&peers::hello(&Hello::new(Role::Server)), &[]],
+        [&whole[..8], &frame(Kind::Hello, 0, &[0xc1; 40], &[])],
+        [&whole[..8], &frame(Kind::Request, 1, &[0x90], &[])],
+        [&whole[..8], &FrameHeader::control(Kind::Hello, u32::MAX).encode()],
+        // A list of four billion features.
+        [&whole[..8], &frame(Kind::Hello, 0, b"\x81\xa8features\xdd\xff\xff\xff\xff", &[])],
+    ];
+    for hello in refused {
+        let mut peer = RawPeer::connect(address);
+        peer.write(&hello.concat());
+        let (said, took) = peer.rest();
+        let word = said.strip_prefix(&rpc_core::proto::MAGIC).and_then(last_word);
+        assert!(word.is_some(), "refused without a word: {}", said.escape_ascii());
+        assert!(took < HANDSHAKE, "refused after {took:?}");
+    }
+    // Behind the handshake: nonsense ends the session with a reason.
+    let nonsense = [
+        vec![0xff; 24],
+        frame(Kind::Request, 1, &[0xc1], &[]),
+        frame(Kind::Request, 1, &[0x93, 0x01, 0xc0, 0x91, 0xdb, 0xff, 0xff, 0xff, 0xff], &[]),
+        frame(Kind::Reply, 1, &[0xc0], &[]),
+        frame(Kind::Free, 0, &[1, 2, 3], &[]),
+        frame(Kind::Credit, 0, &[1, 2, 3], &[]),
+        frame(Kind::Hello, 0, &[], &[]),
+        FrameHeader::control(Kind::Request, u32::MAX).encode().to_vec(),
+        FrameHeader { payload_len: u32::MAX, id: 1, ..FrameHeader::control(Kind::Request, 0) }.encode().to_vec(),
+        FrameHeader { payload_len: 1, id: 1, ..FrameHeader::control(Kind::Ping, 0) }.encode().to_vec(),
+        // Lists in lists in lists.
+        frame(Kind::Request, 1, &[&[0x93, 0x02, 0xc0][..], &[0x91; 10_000]].concat(), &[]),
+    ];
+    for (at, nonsense) in nonsense.iter().enumerate() {
+        let mut peer = RawPeer::greeted(address);
+        peer.write(nonsense);
+        let (said, took) = peer.rest();
+        assert!(last_word(&said).is_some(), "nonsense {at} ended without a word: {}", said.escape_ascii());
+        assert!(took < HANDSHAKE, "nonsense {at} ended after {took:?}");
+    }
+    // Frames that are never finished: silence ends it; so does the end of the stream, at once.
+    let begun = frame(Kind::Request, 1, &sleep_request(), &[0; 100_000]);
+    for part in [1, 23, 24, 30, 20_000] {
+        let mut peer = RawPeer::greeted(address);
+        let written = Instant::now();
+        peer.write(&begun[..part]);
+        let took = peer.rest().1;
+        assert!(written.elapsed() >= DEAD - SLACK, "{part} bytes of a frame: cut after {:?}", written.elapsed());
+        assert!(took < LIMIT, "{part} bytes of a frame: cut after {took:?}");
+        let mut peer = RawPeer::greeted(address);
+        peer.write(&begun[..part]);
+        peer.half_close();
+        assert!(peer.rest().1 < KEEP_ALIVE * 2, "{part} bytes of a frame and the end");
+    }
+    let mut peer = RawPeer::greeted(address);
+    peer.half_close();
+    assert!(peer.rest().1 < KEEP_ALIVE * 2, "a client that has said all");
+}
+
+/// A request for the function `rpc.sleep`.
+fn sleep_request() -> Vec<u8> {
+    [&[0x93, 0x01, 0xc0, 0x91, 0xa9][..], b"rpc.sleep"].concat()
+}
+
+/// What a server does to a client.
+#[derive(Clone, Copy, Debug)]
+enum BadServer {
+    SaysNothing,
+    Closes,
+    SpeaksHttp,
+    StopsInTheHello,
+    ClosesInTheHello,
+    RepliesWithNoise,
+    RepliesToNobody,
+    StopsInAFrame,
+    ClosesInAFrame,
+    Closed,
+}
+
+impl BadServer {
+    fn serve(self, io: &BlockingIo) {
+        let mut writer = io;
+        let hello = peers::hello(&Hello::new(Role::Server));
+        let greeting = match self {
+            Self::SaysNothing | Self::Closes => Vec::new(),
+            Self::SpeaksHttp => b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(),
+            Self::StopsInTheHello | Self::ClosesInTheHello => hello[..hello.len() / 2].to_vec(),
+            _ => [&hello[..], &FrameHeader::control(Kind::Accept, 0).encode()].concat(),
+        };
+        let _ = writer.write_all(&greeting);
+        if matches!(self, Self::Closes | Self::ClosesInTheHello) {
+            return;
+        }
+        // The first request of the session, whatever it is, is answered so.
+        let answer = match self {
+            Self::RepliesWithNoise => vec![0xff; 100],
+            Self::RepliesToNobody => frame(Kind::Reply, 1 << 40, &[0xc0], &[]),
+            Self::StopsInAFrame | Self::ClosesInAFrame => frame(Kind::Reply, 1, &[0; 1000], &[])[..100].to_vec(),
+            _ => Vec::new(),
+        };
+        let mut seen = Vec::new();
+        let mut reader = io;
+        let mut buffer = [0; 4096];
+        while let Ok(count @ 1..) = reader.read(&mut buffer) {
+            seen.extend_from_slice(&buffer[..count]);
+            if seen.windows(3).any(|bytes| bytes == b"add") {
+                seen.clear();
+                let _ = writer.write_all(&answer);
+                if matches!(self, Self::ClosesInAFrame | Self::Closed) {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// Serves every connection in the same bad way, on threads that end with the test program.
+fn listen(transport: Transport, folder: &tempfile::TempDir, bad: BadServer) -> String {
+    match transport {
+        Transport::Tcp => {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = format!("tcp://{}", listener.local_addr().unwrap());
+            thread::spawn(move || {
+                for stream in listener.incoming() {
+                    let io = BlockingIo::from(stream.unwrap());
+                    thread::spawn(move || bad.serve(&io));
+                }
+            });
+            address
+        }
+        Transport::Unix => {
+            let path = folder.path().join(format!("{bad:?}"));
+            let listener = UnixListener::bind(&path).unwrap();
+            thread::spawn(move || {
+                for stream in listener.incoming() {
+                    let io = BlockingIo::from(stream.unwrap());
+                    thread::spawn(move || bad.serve(&io));
+                }
+            });
+            format!("unix:{}", path.display())
+        }
+        Transport::Tls | Transport::Quic => unreachable!("its bytes are not for anybody to choose"),
+    }
+}
+
+async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
+    let folder = tempfile::tempdir().unwrap();
+    // No session, then sessions that go wrong at the first call.
+    for (bad, kind, patience) in [
+        (BadServer::SaysNothing, ErrorKind::Refused, HANDSHAKE),
+        (BadServer::Closes, ErrorKind::Refused, Duration::ZERO),
+        (BadServer::SpeaksHttp, ErrorKind::Protocol, Duration::ZERO),
+        (BadServer::StopsInTheHello, ErrorKind::Refused, HANDSHAKE),
+        (BadServer::ClosesInTheHello, ErrorKind::Refused, Duration::ZERO),
+    ] {
+        let address = listen(transport, &folder, bad);
+        let (since, begun) = (pace::now(), Instant::now());
+        let outcome = connect(form, quick().handshake_timeout(HANDSHAKE), &address).await;
+        let error = outcome.expect_err("no session").into_rpc_error();
+        let (took, waited) = (pace::since(since), begun.elapsed());
+        // A peer that closes with unread bytes resets the connection, which then looks like a broken link.
+        let lost = error.kind() == ErrorKind::PeerLost && patience.is_zero() && !matches!(bad, BadServer::SpeaksHttp);
+        assert!(error.kind() == kind || lost, "{bad:?}: {error}");
+        assert!(error.peer().is_some(), "{bad:?}: {error}");
+        assert!(waited >= patience && took < patience + LIMIT, "{bad:?}: {waited:?}");
+    }
+    for (bad, kind) in [
+        (BadServer::RepliesWithNoise, ErrorKind::Protocol),
+        (BadServer::RepliesToNobody, ErrorKind::Protocol),
+        (BadServer::StopsInAFrame, ErrorKind::PeerSilent),
+        (BadServer::ClosesInAFrame, ErrorKind::PeerLost),
+        (BadServer::Closed, ErrorKind::PeerLost),
+    ] {
+        let address = listen(transport, &folder, bad);
+        let session = connect(form, quick(), &address).await.unwrap();
+        let begun = pace::now();
+        let calls = [Lane(0), Lane(0), Lane(1)]
+            .map(|lane| watch(form, "a call", session.get_function("add").lane(lane).start()));
+        for call in calls {
+            let (outcome, at) = call.outcome.await.unwrap();
+            let error: RpcError = outcome.unwrap_err();
+            assert_eq!(error.kind(), kind, "{bad:?}: {error}");
+            assert!(at.saturating_sub(begun) <= LIMIT, "{bad:?}");
+        }
+        assert_eq!(session.ended().await.kind(), kind, "{bad:?}");
+    }
+}
+
+async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form: Form) {
+    let mut server = ServerPeer::start(transport);
+    let session = connect(form, peers::connector(), server.address()).await.unwrap();
+    let idle = connect(form, peers::connector(), server.address()).await.unwrap();
+    let sleep = session.get_function("rpc.sleep").await.unwrap();
+    let echo = session.get_function("echo").await.unwrap();
+    let small = session.alloc(Device::cpu(), DataType::U8, &[4 << 20]).await.unwrap();
+    let large = session.alloc(Device::cpu(), DataType::U8, &[64 << 20]).await.unwrap();
+    let copied = Arc::new(AtomicU64::new(0));
+    let endless = watch_copies(form, &session, large, copied.clone());
+    let answered = [
+        watch(form, "a running call", sleep.call::<()>((2.0,)).lane(Lane(1)).start()),
+        watch(form, "a queued call", echo.call::<i64>((1,)).lane(Lane(1)).start()),
+        watch(form, "a queued copy", session.copy_to_remote(&small, vec![1; 4 << 20]).lane(Lane(1))),
+        watch(form, "a queued copy back", session.copy_from_remote(&small).lane(Lane(1))),
+        watch(form, "another running call", sleep.call::<()>((1.9,)).concurrent().start()),
+    ];
+    within(PATIENCE, "copies move", async || copied.load(Ordering::Relaxed) > 0).await;
+    for _ in 0..20 {
+        assert_eq!(echo.call::<i64>((1,)).concurrent().await.unwrap(), 1);
+    }
+    let since = pace::now();
+    server.signal(Signal::TERM);
+    // Nothing holds the idle session up.
+    let ended = soon(idle.ended()).await;
+    assert!(pace::since(since) <= LIMIT, "an idle session ends at once");
+    assert!(matches!(ended.kind(), ErrorKind::Closed | ErrorKind::Draining), "{ended}");
+    // New requests are refused while the old ones run, and may be made elsewhere.
+    let refused = loop {
+        match echo.call::<i64>((1,)).concurrent().await {
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(refused.kind(), ErrorKind::Draining, "{refused}");
+    assert!(refused.is_retryable(), "{refused}");
+    for Watched { what, outcome } in answered {
+        let (outcome, _) = outcome.await.unwrap();
+        outcome.unwrap_or_else(|error| panic!("{what}: {error}"));
+    }
+    // A copy is many requests: one that was to go on for ever is cut between two of them.
+    let (outcome, _) = endless.outcome.await.unwrap();
+    let cut = outcome.unwrap_err();
+    assert_eq!(cut.kind(), ErrorKind::Draining, "{cut}");
+    let since = pace::now();
+    let ended = soon(session.ended()).await;
+    assert!(pace::since(since) <= LIMIT, "the session ends when all is answered");
+    assert!(matches!(ended.kind(), ErrorKind::Closed | ErrorKind::Draining), "{ended}");
+    assert_eq!(server.exit_code(), Some(0));
+    let refused = connect(form, Connector::new(), server.address()).await.unwrap_err();
+    assert!(matches!(refused, ConnectError::Transport(_)), "{refused}");
+}
+
+/// Once, the next session waited for as long as a handshake may take, over a connection that led nowhere any more.
+#[test]
+fn a_quic_server_that_has_begun_anew_is_reached_over_a_new_connection() {
+    peers::run(|| async {
+        const NEVER: Duration = Duration::from_secs(3600);
+        let mut server = ServerPeer::start(Transport::Quic);
+        // Nobody notices in time that the first connection is dead.
+        let connector = peers::connector().keep_alive(NEVER).handshake_timeout(NEVER);
+        let first = connector.connect(server.address()).await.unwrap();
+        server.kill();
+        server.exit();
+        let server = ServerPeer::again(Transport::Quic, server.address());
+        for _ in 0..2 {
+            let second = connector.connect(server.address()).await.unwrap();
+            let echo = second.function::<(i64,), i64>("rpc.echo").await.unwrap();
+            assert_eq!(echo.call((42,)).await.unwrap(), 42);
+        }
+        drop(first);
+    });
+}
