@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
-use rpc_transports::{Address, Connector, Onward};
+use rpc_transports::{Address, Connector, Onward, self_start};
 use serde::{Deserialize, Serialize};
 
 use crate::command::{Encoded, Queued};
@@ -226,11 +226,6 @@ fn processes(
     set_up: &SetUp,
     sink: &Arc<dyn EventSink>,
 ) -> Result<(Children, Vec<ThreadPlace>)> {
-    if !can_serve_workers() {
-        return Err(RpcError::unsupported(
-            "the program of this node cannot have its workers as processes: it does not call disco::serve_if_worker",
-        ));
-    }
     let address = this_program_as_worker(Some(&OfNode::of(context)))?;
     let places = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
     let child = |first| {
@@ -289,8 +284,16 @@ impl OfNode {
 ///
 /// # Errors
 ///
-/// Where it lies is not known.
+/// `main` has not called [`serve_if_worker`](crate::serve_if_worker), so that the child would be this program from its
+/// beginning; this process is itself such a child; or the path of the program is unknown.
 pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
+    if !can_serve_workers() {
+        return Err(RpcError::unsupported(
+            "workers as processes are this program, started again, and its `main` has not called the hook for them: \
+             add the line `disco::serve_if_worker(&registry);` before everything else in `main`",
+        ));
+    }
+    self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
     let program = std::env::current_exe().ok();
     let program = program.as_ref().and_then(|path| path.to_str());
     let program = program.ok_or_else(|| RpcError::unsupported("where this program lies is not known"))?;

@@ -193,6 +193,7 @@ pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devic
     if std::env::args().nth(1).as_deref() != Some(WORKER) {
         return;
     }
+    rpc_transports::self_start::hook_took_over();
     register(registry);
     crate::logs::install();
     // A controller's own process reads what the controller may.

@@ -99,6 +99,7 @@ pub fn run_if_isolated_with(registry: &Registry, devices: impl FnOnce() -> Devic
     let first = args.next();
     modules::answer_if_asked(first.as_ref());
     if first.is_some_and(|first| first == CHILD_ARGUMENT) {
+        rpc_transports::self_start::hook_took_over();
         let server = args.next().and_then(|pid| pid.to_str()?.parse().ok());
         child::run(registry, devices, server);
     }

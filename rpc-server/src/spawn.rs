@@ -22,10 +22,11 @@
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::{env, process};
 
 use rpc_core::Registry;
-use rpc_transports::Address;
+use rpc_transports::{Address, self_start};
 
 use crate::config::ServeConfig;
 use crate::exit;
@@ -36,6 +37,9 @@ const CHILD_ARGUMENT: &str = "--serve-as-child";
 
 /// What a server prints for each address that it listens on.
 const LISTENING: &str = "listening on ";
+
+/// True once `main` has called [`run_as_child_if_asked`].
+static HOOKED: AtomicBool = AtomicBool::new(false);
 
 /// A server in a child process. Dropping this kills the child and waits for its end.
 #[derive(Debug)]
@@ -64,6 +68,15 @@ pub enum SpawnError {
         /// How it ended.
         status: ExitStatus,
     },
+    /// The hook has not been called: the child would be this program from its beginning, and start itself in turn.
+    #[error(
+        "this program cannot be started again as a server: its `main` has not called the hook for that; add the line \
+         `rpc_server::run_as_child_if_asked(&registry);` before everything else in `main`"
+    )]
+    NoHook,
+    /// This process was itself started by its program, and no hook has taken over in it.
+    #[error(transparent)]
+    Endless(#[from] self_start::EndlessStart),
 }
 
 impl ServerProcess {
@@ -101,17 +114,22 @@ impl ServerProcess {
         Ok(server)
     }
 
-    /// Starts this program again, as a server on a free port of the loopback interface. The program must call
+    /// Starts this program again, as a server on a free port of the loopback interface. The program must have called
     /// [`run_as_child_if_asked`].
     ///
     /// # Errors
     ///
-    /// As [`spawn`](Self::spawn).
+    /// As [`spawn`](Self::spawn); [`SpawnError::NoHook`] if the hook has not been called.
     pub fn spawn_self() -> Result<Self, SpawnError> {
+        if !HOOKED.load(Ordering::Relaxed) {
+            return Err(SpawnError::NoHook);
+        }
+        self_start::check()?;
         let program =
             env::current_exe().map_err(|source| SpawnError::Start { program: "this program".to_owned(), source })?;
         let mut command = Command::new(program);
         command.args([CHILD_ARGUMENT, "tcp://127.0.0.1:0"]);
+        self_start::mark(&mut command);
         Self::spawn(command)
     }
 
@@ -166,10 +184,12 @@ impl Drop for ServerProcess {
 pub fn run_as_child_if_asked(registry: &Registry) {
     disco::serve_if_worker(registry);
     crate::isolate::run_if_isolated(registry);
+    HOOKED.store(true, Ordering::Relaxed);
     let mut args = env::args().skip(1);
     if args.next().as_deref() != Some(CHILD_ARGUMENT) {
         return;
     }
+    self_start::hook_took_over();
     let listen: Result<Vec<Address>, _> = args.map(|address| address.parse()).collect();
     let code = match listen {
         Ok(listen) => {

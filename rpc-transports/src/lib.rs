@@ -42,6 +42,7 @@ mod handshake;
 mod limits;
 mod listener;
 mod runtime;
+pub mod self_start;
 mod serve;
 pub mod tracker;
 pub mod transport;

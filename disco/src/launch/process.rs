@@ -1,6 +1,9 @@
 //! Workers as child processes of the controller.
 
-use rpc_transports::{Address, Connector};
+use std::path::Path;
+
+use rpc_core::RpcError;
+use rpc_transports::{Address, Connector, self_start};
 
 use super::{Source, launch};
 use crate::branch::this_program_as_worker;
@@ -59,12 +62,16 @@ impl ProcessSession {
 
     /// Starts the processes and their workers.
     ///
-    /// Its errors are a program that cannot be started, or is no node.
+    /// Its errors are a program that cannot be started, or is no node; and without [`command`](Self::command) a `main`
+    /// that has not called [`serve_if_worker`](crate::serve_if_worker), because its children would launch in turn.
     pub fn start(self) -> Completion<DiscoSession> {
         let (command, count, logs) = (self.command, self.num_workers, self.options.worker_logs.map(logs::number));
         launch((count as usize, 1, self.num_groups), self.options, async move {
             let address = match command {
                 Some(command) => {
+                    if command.first().is_some_and(|program| is_this_program(program)) {
+                        self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
+                    }
                     Address::exec(command).map_err(|error| DiscoError::invalid(error.to_string()))?.to_string()
                 }
                 None => this_program_as_worker(None)?,
@@ -76,4 +83,10 @@ impl ProcessSession {
             Ok((0..count).map(node).collect())
         })
     }
+}
+
+/// Returns true if `program` is the path of the executable of this process.
+fn is_this_program(program: &str) -> bool {
+    let own = std::env::current_exe().and_then(std::fs::canonicalize).ok();
+    own.is_some() && std::fs::canonicalize(Path::new(program)).ok() == own
 }

@@ -353,6 +353,7 @@ fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
     if stderr.is_some() {
         command.stderr(Stdio::piped());
     }
+    crate::self_start::mark(&mut command);
     die_with_us(&mut command);
     let mut child = command.spawn()?;
     if let (Some(ChildStderr(take)), Some(pipe)) = (stderr, child.stderr.take()) {

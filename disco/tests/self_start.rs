@@ -1,0 +1,136 @@
+//! Programs that would start themselves without end are refused: this program is such a program.
+//!
+//! Without arguments it runs the tests: each starts this program as one of the [`VICTIMS`], which lack a hook or call it
+//! where their children never come. Whatever is started adds a line to a file, and ends at once if the file has more
+//! than [`MOST_STARTS`] lines; a limit on processes and a time limit stand behind that.
+
+// It is a test: whatever goes wrong is a reason to panic.
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, Stdio, exit};
+use std::time::{Duration, Instant};
+
+use disco::ProcessSession;
+use rpc_core::Registry;
+use rpc_server::ServerProcess;
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process_group, setrlimit};
+
+/// Variable that names what this program is to be.
+const VICTIM: &str = "SELF_START_VICTIM";
+/// Variable that names the file of starts.
+const STARTS: &str = "SELF_START_FILE";
+/// Variable that names the file of errors.
+const ERRORS: &str = "SELF_START_ERRORS";
+
+/// The most processes that a victim may become before the test ends it.
+const MOST_STARTS: usize = 12;
+
+/// A launch that must fail.
+type Launch = fn() -> Result<(), String>;
+
+/// The name of each victim, what it launches, how many processes it may become, and the text that its error or that of
+/// a child has to have.
+const VICTIMS: [(&str, Launch, usize, &str); 4] = [
+    // The first launch fails, so that there is one start.
+    ("workers without a hook", launch_workers, 1, "disco::serve_if_worker(&registry);"),
+    ("a server without a hook", launch_server, 1, "rpc_server::run_as_child_if_asked(&registry);"),
+    // The hook is there, and the children lose the argument that it looks for: the mark stops them.
+    ("workers by a command that drops the argument", launch_workers_by_command, 3, "RPC_STARTED_BY"),
+    ("a server whose hook looks away", launch_server_with_mark, 1, "RPC_STARTED_BY"),
+];
+
+fn main() {
+    if let Ok(victim) = std::env::var(VICTIM) {
+        count_this_start();
+        let (_, launch, ..) = VICTIMS.iter().find(|(name, ..)| *name == victim).unwrap();
+        if let Err(error) = launch() {
+            append(ERRORS, &error);
+            exit(1);
+        }
+        exit(0);
+    }
+    for (victim, _, starts, text) in VICTIMS {
+        refuses(victim, starts, text);
+        println!("test {victim} ... ok");
+    }
+}
+
+fn launch_workers() -> Result<(), String> {
+    ProcessSession::new(2, 1).start().wait().map(drop).map_err(|error| error.to_string())
+}
+
+fn launch_server() -> Result<(), String> {
+    ServerProcess::spawn_self().map(drop).map_err(|error| error.to_string())
+}
+
+fn launch_workers_by_command() -> Result<(), String> {
+    disco::serve_if_worker(&Registry::new());
+    let own = std::env::current_exe().unwrap();
+    let session = ProcessSession::new(2, 1).command([own.to_str().unwrap()]);
+    session.start().wait().map(drop).map_err(|error| error.to_string())
+}
+
+fn launch_server_with_mark() -> Result<(), String> {
+    rpc_server::run_as_child_if_asked(&Registry::new());
+    launch_server()
+}
+
+/// Adds a line to the file of starts. Ends this process if there are too many.
+fn count_this_start() {
+    append(STARTS, "started");
+    let starts = fs::read_to_string(std::env::var_os(STARTS).unwrap()).unwrap();
+    if starts.lines().count() > MOST_STARTS {
+        exit(99);
+    }
+}
+
+/// Adds a line to the file that a variable names.
+fn append(variable: &str, line: &str) {
+    let path = std::env::var_os(variable).unwrap();
+    let mut file = fs::OpenOptions::new().append(true).create(true).open(path).unwrap();
+    file.write_all(format!("{line}\n").as_bytes()).unwrap();
+}
+
+/// Checks that a victim launches nothing that launches: it becomes `starts` processes, and their error has `text`.
+fn refuses(victim: &str, starts: usize, text: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, errors) = (folder.path().join("starts"), folder.path().join("errors"));
+    fs::write(&file, "").unwrap();
+    let own = std::env::current_exe().unwrap();
+    let mut command = Command::new(&own);
+    command.env(VICTIM, victim).env(STARTS, &file).env(ERRORS, &errors).process_group(0);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    if victim == "a server whose hook looks away" {
+        // As its own program would have started it.
+        command.env(rpc_transports::self_start::STARTED_BY, &own);
+    }
+    limit_processes();
+    let mut child = command.spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break Some(status),
+            None if Instant::now() >= deadline => break None,
+            None => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    let group = Pid::from_raw(child.id().cast_signed()).unwrap();
+    // Whatever is left of it; mostly nothing is.
+    let _ = kill_process_group(group, Signal::KILL);
+    let output = fs::read_to_string(&errors).unwrap_or_default();
+    let started = fs::read_to_string(&file).unwrap().lines().count();
+    assert_eq!(status.map(|status| status.code()), Some(Some(1)), "{victim}: {started} starts; {output}");
+    assert!(output.contains(text), "{victim}: {output}");
+    assert!(started <= starts, "{victim}: {started} starts instead of {starts}; {output}");
+}
+
+/// Bounds the processes of this user, for whom that holds (not for root).
+fn limit_processes() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nproc);
+    let limit = 4096;
+    let current = Some(current.map_or(limit, |current| current.min(limit)));
+    setrlimit(Resource::Nproc, Rlimit { current, maximum }).unwrap();
+}
