@@ -366,6 +366,14 @@ impl BlockingIo {
         }
     }
 
+    /// Limits how long a read waits. `None` is for ever.
+    pub(crate) fn set_read_timeout(&self, timeout: Option<std::time::Duration>) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_read_timeout(timeout),
+            Self::Unix(stream) => stream.set_read_timeout(timeout),
+        }
+    }
+
     /// Ends one direction or both, for all owners; blocked reads and writes return.
     ///
     /// # Errors

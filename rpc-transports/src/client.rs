@@ -1,8 +1,9 @@
-//! Sessions at the far end of a channel: driven by a task, or by the threads that wait for them.
+//! The client's side of a session: one state, and two pumps that move its bytes.
 
 mod blocking;
+mod idle_poller;
+mod state;
 mod task;
 
 pub use self::blocking::BlockingClientSession;
-pub(crate) use self::blocking::dial_hands_blocking;
 pub use self::task::ClientSession;

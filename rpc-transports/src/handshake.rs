@@ -1,7 +1,8 @@
-//! Handshakes: who drives them, how many may be under way, and what proves who a peer is.
+//! The handshake: its steps and drivers, the limit on those in progress, and proofs of identity.
 
 #[cfg(feature = "tls")]
 pub mod certificates;
 pub(crate) mod driver;
 pub(crate) mod half_open;
 pub mod identity;
+mod steps;

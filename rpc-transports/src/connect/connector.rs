@@ -13,11 +13,11 @@ use super::error::ConnectError;
 use super::hops::Hop;
 use crate::address::{Address, AddressError, AddressKind};
 use crate::channel::Channel;
-use crate::client::{BlockingClientSession, ClientSession, dial_hands_blocking};
+use crate::client::{BlockingClientSession, ClientSession};
 use crate::error::TransportError;
 #[cfg(feature = "tls")]
 use crate::handshake::certificates::ClientTls;
-use crate::handshake::driver::dial_hands;
+use crate::handshake::driver::{dial_handshake, dial_handshake_blocking};
 use crate::handshake::identity::{DIALLER, Security, Tokens, of_dialler};
 use crate::limits::WireLimits;
 use crate::tracker::ServerRequest;
@@ -227,14 +227,14 @@ impl Connector {
         }
         let channel = dial_blocking(&plan.address, &self.dial)?;
         let handshake = self.handshake(plan.key, plan.forward, &Security::default());
-        let hands = dial_hands_blocking(&channel, handshake);
+        let agreed = dial_handshake_blocking(&channel, handshake);
         #[cfg(feature = "exec")]
-        let hands = hands.map_err(|error| crate::transports::exec::explain_blocking(error, channel.guard()));
-        let (mut negotiated, mut input) = hands?;
+        let agreed = agreed.map_err(|error| crate::transports::exec::explain_blocking(error, channel.guard()));
+        let (mut negotiated, mut input) = agreed?;
         if negotiated.theirs.relay && negotiated.ours.forward.is_empty() {
             spoken_to(&input, channel.peer())?;
             let handshake = self.handshake(negotiated.ours.key, Vec::new(), &Security::default());
-            (negotiated, input) = dial_hands_blocking(&channel, handshake)?;
+            (negotiated, input) = dial_handshake_blocking(&channel, handshake)?;
             is_no_relay(&negotiated, channel.peer())?;
         }
         let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
@@ -302,7 +302,7 @@ impl Connector {
             config.hello.workspace.clear();
             config.hello.ticket.clear();
             Box::pin(async move {
-                let (_, input) = self.hands(&mut channel, config).await?;
+                let (_, input) = self.perform_handshake(&mut channel, config).await?;
                 spoken_to(&input, channel.peer())?;
                 Ok(channel)
             })
@@ -368,37 +368,37 @@ impl Connector {
     ) -> Result<ClientSession, ConnectError> {
         let handshake = self.handshake(key, forward, channel.security());
         let forwards = !handshake.hello.forward.is_empty();
-        let (mut negotiated, mut input) = self.hands(&mut channel, handshake).await?;
+        let (mut negotiated, mut input) = self.perform_handshake(&mut channel, handshake).await?;
         if negotiated.theirs.relay && !forwards {
             spoken_to(&input, channel.peer())?;
             let relay = channel.peer().to_owned();
             channel = channel.leading_to(relay);
             let handshake = self.handshake(negotiated.ours.key, Vec::new(), channel.security());
-            (negotiated, input) = self.hands(&mut channel, handshake).await?;
+            (negotiated, input) = self.perform_handshake(&mut channel, handshake).await?;
             is_no_relay(&negotiated, channel.peer())?;
         }
         Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
     }
 
     /// Performs a handshake, and remembers what it has shown about the connection under the channel.
-    async fn hands(
+    async fn perform_handshake(
         &self,
         channel: &mut Channel,
         handshake: HandshakeConfig,
     ) -> Result<(Negotiated, BytesMut), RpcError> {
-        let hands = dial_hands(channel, handshake).await;
+        let agreed = dial_handshake(channel, handshake).await;
         #[cfg(feature = "exec")]
-        let hands = match hands {
+        let agreed = match agreed {
             Err(error) => Err(crate::transports::exec::explain(error, channel.guard()).await),
-            hands => hands,
+            agreed => agreed,
         };
-        if let (Err(error), Some(connection)) = (&hands, &channel.security().connection)
+        if let (Err(error), Some(connection)) = (&agreed, &channel.security().connection)
             && error.hop() == 0
         {
             // Not the server has said so: perhaps the connection leads nowhere any more.
             connection.suspect();
         }
-        let (negotiated, input) = hands?;
+        let (negotiated, input) = agreed?;
         if let Some(connection) = &channel.security().connection {
             connection.prove(DIALLER, &negotiated.identity);
         }

@@ -1,7 +1,7 @@
-//! The handshake over a channel, on both sides.
+//! Drivers of a handshake over a channel: asynchronous for both sides, blocking for the side that dials.
 
 use std::future::Future;
-use std::io;
+use std::io::{self, Read, Write};
 use std::pin::{Pin, pin};
 use std::sync::OnceLock;
 use std::task::Poll;
@@ -12,234 +12,257 @@ use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated};
 use rpc_core::{ErrorKind, RpcError};
 use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use crate::channel::{Channel, ChannelIo};
+use super::steps::{HandshakeSteps, Step};
+use crate::channel::{BlockingChannel, Channel, ChannelIo};
 
-/// Performs the dialling side of a handshake. What was read beyond it comes back with the result.
+/// Performs the dialling side of a handshake. Returns what was agreed on, and what was read beyond the handshake.
 ///
 /// # Errors
 ///
-/// Whatever either side objects to; the peer has been told.
-pub(crate) async fn dial_hands(
+/// The objection of either side, of which the other one has been told; or a channel that broke.
+pub(crate) async fn dial_handshake(
     channel: &mut Channel,
     config: HandshakeConfig,
 ) -> Result<(Negotiated, BytesMut), RpcError> {
-    let handshake = Handshake::dial(config, Instant::now());
-    let opens_nothing = async |_: &Hello, _: &str| Ok(());
-    let (negotiated, input, ()) = shake_hands(channel, handshake, &OnceLock::new(), opens_nothing).await?;
+    dial(channel, config, |steps| steps).await
+}
+
+/// Performs the dialling side of a handshake in which the other side may take as long as it likes to accept, as a relay does.
+/// Gives the peer up when it has been silent for three of its keep-alive intervals.
+///
+/// # Errors
+///
+/// As [`dial_handshake`].
+pub(crate) async fn dial_handshake_with_keep_alive(
+    channel: &mut Channel,
+    config: HandshakeConfig,
+) -> Result<(Negotiated, BytesMut), RpcError> {
+    dial(channel, config, HandshakeSteps::following_peer).await
+}
+
+async fn dial(
+    channel: &mut Channel,
+    config: HandshakeConfig,
+    limit: impl FnOnce(HandshakeSteps) -> HandshakeSteps,
+) -> Result<(Negotiated, BytesMut), RpcError> {
+    let opens_nothing =
+        async |_: &Hello, _: &str| Err::<(), _>(RpcError::internal("the dialling side approved itself"));
+    let steps = limit(HandshakeSteps::new(Handshake::dial(config, Instant::now()), channel.take_unread()));
+    let (negotiated, input, _) = perform_handshake(channel, steps, &KeepAliveSwitch::default(), opens_nothing).await?;
     Ok((negotiated, input))
 }
 
-/// Performs the dialling side of a handshake in which the other side may take as long as it likes to accept, while it says
-/// now and then that it is there. It is given up when it has said nothing for three of its intervals.
+/// Performs the dialled side of a handshake. `open` opens the session before the client is accepted; as long as it takes, within
+/// the handshake's deadline or, once it has [started](KeepAliveSwitch::start) the keep-alive, while the peer answers pings.
 ///
 /// # Errors
 ///
-/// As [`dial_hands`].
-pub(crate) async fn dial_hands_patiently(
+/// As [`dial_handshake`], and those of `open`.
+pub(crate) async fn accept_handshake<S>(
     channel: &mut Channel,
-    config: HandshakeConfig,
-) -> Result<(Negotiated, BytesMut), RpcError> {
-    let mut handshake = Handshake::dial(config, Instant::now());
-    let (peer, mut input) = (channel.peer().to_owned(), BytesMut::new());
-    let io = channel.io_mut();
-    let work = async {
-        loop {
-            let outcome = handshake.handle_input(&mut input);
-            let limit = match handshake.proven() {
-                Some(theirs) => {
-                    Duration::from_millis(theirs.keep_alive_ms.clamp(1, MAX_KEEP_ALIVE_MS)) * SILENT_INTERVALS
-                }
-                None => handshake.deadline().saturating_duration_since(Instant::now()),
-            };
-            let output = handshake.take_output();
-            let exchange = async {
-                io.write_all(&output).await?;
-                io.flush().await?;
-                if matches!(outcome, Ok(None)) { io.read_buf(&mut input).await } else { Ok(1) }
-            };
-            let read = tokio::time::timeout(limit, exchange).await;
-            if let Some(negotiated) = outcome? {
-                return Ok((negotiated, input));
-            }
-            match read {
-                Ok(Ok(0)) => return Err(handshake.end_of_stream()),
-                Ok(Ok(_)) => {}
-                Ok(Err(error)) => return Err(lost(error)),
-                Err(_) => {
-                    let text = format!("nothing was heard from the peer for {limit:?}");
-                    return Err(RpcError::new(ErrorKind::PeerSilent, text));
-                }
-            }
-        }
-    };
-    work.await.map_err(|error: RpcError| error.with_peer(peer))
-}
-
-/// The longest interval that a peer may name: an hour.
-const MAX_KEEP_ALIVE_MS: u64 = 3_600_000;
-
-/// How many of the peer's intervals without a word mean that it is gone.
-const SILENT_INTERVALS: u32 = 3;
-
-/// Performs either side of a handshake; on the one that was dialled, `open` opens the session before the client is accepted.
-/// `patience` is how often the peer is asked whether it is still there once `open` has said that it takes its time, by setting
-/// it; the time for the handshake has no end then.
-///
-/// # Errors
-///
-/// As [`dial_hands`], and those of `open`.
-pub(crate) async fn shake_hands<S>(
-    channel: &mut Channel,
-    mut handshake: Handshake,
-    patience: &OnceLock<Duration>,
+    handshake: Handshake,
+    keep_alive: &KeepAliveSwitch,
     open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
 ) -> Result<(Negotiated, BytesMut, S), RpcError> {
-    let deadline = handshake.deadline();
+    let steps = HandshakeSteps::new(handshake, channel.take_unread());
+    let (negotiated, input, session) = perform_handshake(channel, steps, keep_alive, open).await?;
+    let session = session.ok_or_else(|| RpcError::internal("a handshake ended without a session"))?;
+    Ok((negotiated, input, session))
+}
+
+/// Switch of the function that opens a session, by which its handshake outlasts the deadline.
+#[derive(Debug, Default)]
+pub(crate) struct KeepAliveSwitch(OnceLock<Duration>);
+
+impl KeepAliveSwitch {
+    /// Replaces the handshake's deadline by a ping for each silent `interval`. The first call counts.
+    pub(crate) fn start(&self, interval: Duration) {
+        let _ = self.0.set(interval);
+    }
+
+    /// Resolves to the interval when it is set, if it is set by a future that is polled by the same task.
+    async fn started(&self) -> Duration {
+        std::future::poll_fn(|_| self.0.get().map_or(Poll::Pending, |interval| Poll::Ready(*interval))).await
+    }
+}
+
+async fn perform_handshake<S>(
+    channel: &mut Channel,
+    mut steps: HandshakeSteps,
+    keep_alive: &KeepAliveSwitch,
+    open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
+) -> Result<(Negotiated, BytesMut, Option<S>), RpcError> {
     let peer = channel.peer().to_owned();
-    let mut input = channel.take_unread();
     let io = channel.io_mut();
-    let work = async {
-        input.reserve(1024);
-        let (mut open, mut opened) = (Some(open), None);
-        loop {
-            let mut outcome = handshake.handle_input(&mut input);
-            if let Some((hello, identity)) = handshake.awaits_approval()
-                && let Some(open) = open.take()
-            {
-                let (hello, identity) = (hello.clone(), identity.to_owned());
-                let opening = open(&hello, &identity);
-                match wait_with_peer(&mut handshake, io, &mut input, patience, opening).await? {
-                    Ok(session) => {
-                        opened = Some(session);
-                        if let Some(negotiated) = handshake.approve() {
-                            outcome = Ok(Some(negotiated));
-                        }
+    steps.input().reserve(1024);
+    match run_steps(io, &mut steps, keep_alive, open).await {
+        Ok((negotiated, session)) => Ok((negotiated, steps.into_input(), session)),
+        Err(error) => {
+            // The last word to a peer that was too slow. Nothing waits until it takes it.
+            let (output, mut io) = (steps.take_output(), io);
+            if !output.is_empty() {
+                std::future::poll_fn(|cx| {
+                    let _ = Pin::new(&mut io).poll_write(cx, &output);
+                    Poll::Ready(())
+                })
+                .await;
+            }
+            Err(error.with_peer(peer))
+        }
+    }
+}
+
+async fn run_steps<S>(
+    io: &mut dyn ChannelIo,
+    steps: &mut HandshakeSteps,
+    keep_alive: &KeepAliveSwitch,
+    open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
+) -> Result<(Negotiated, Option<S>), RpcError> {
+    let (mut open, mut session) = (Some(open), None);
+    loop {
+        let step = steps.advance(Instant::now());
+        let written = write_output(io, steps).await?;
+        match step? {
+            Step::Finish(negotiated) => {
+                written.map_err(broken)?;
+                return Ok((*negotiated, session));
+            }
+            Step::Open(hello, identity) => {
+                let open = open.take().ok_or_else(|| RpcError::internal("a handshake asked for a second session"))?;
+                match wait_with_peer(io, steps, keep_alive, open(&hello, &identity)).await? {
+                    Ok(opened) => {
+                        session = Some(opened);
+                        steps.approve(Instant::now());
                     }
                     Err(error) => {
-                        handshake.refuse(&error);
-                        outcome = Err(error);
+                        steps.refuse(&error);
+                        let _ = write_output(io, steps).await?;
+                        return Err(error);
                     }
                 }
             }
-            let output = handshake.take_output();
-            let written = if output.is_empty() { Ok(()) } else { io.write_all(&output).await };
-            if let Some(negotiated) = outcome? {
-                written.map_err(lost)?;
-                io.flush().await.map_err(lost)?;
-                // The dialling side opens nothing.
-                let session = match (opened, open) {
-                    (Some(session), _) => session,
-                    (None, Some(open)) => open(&negotiated.theirs, &negotiated.identity).await?,
-                    (None, None) => return Err(RpcError::internal("a handshake ended without a session")),
-                };
-                return Ok((negotiated, input, session));
-            }
-            // A peer that refuses may have closed already; what it said is still there to be read.
-            if let Err(error) = written
-                && !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
-            {
-                return Err(lost(error));
-            }
-            if soon(patience, io.read_buf(&mut input)).await? == 0 {
-                return Err(handshake.end_of_stream());
+            Step::Read => {
+                may_read_on(written)?;
+                let read = within(steps.timeout(), io.read_buf(steps.input())).await;
+                match read {
+                    Some(read) => steps.has_read(read.map_err(broken)?, Instant::now())?,
+                    None => return Err(steps.give_up()),
+                }
             }
         }
-    };
-    let too_late = async {
-        tokio::time::sleep_until(deadline.into()).await;
-        if patience.get().is_some() {
-            std::future::pending::<()>().await;
-        }
-    };
-    let outcome = tokio::select! {
-        biased;
-        outcome = work => Some(outcome),
-        () = too_late => None,
-    };
-    let outcome = match outcome {
-        Some(outcome) => outcome,
-        None => {
-            let error = handshake.handle_timeout(Instant::now().max(deadline)).err();
-            let error = error.unwrap_or_else(|| RpcError::new(ErrorKind::Refused, "the handshake took too long"));
-            // Whoever is merely slow hears why; nobody waits for it.
-            handshake.refuse(&error);
-            let output = handshake.take_output();
-            let mut io = io;
-            let _ = std::future::poll_fn(|cx| {
-                let _ = Pin::new(&mut io).poll_write(cx, &output);
-                Poll::Ready(())
-            })
-            .await;
-            Err(error)
-        }
-    };
-    outcome.map_err(|error| error.with_peer(peer))
+    }
 }
 
-/// Waits for `open`, while the peer is listened to: one that goes is not waited for, and one that asks is answered.
+/// Waits for `opening`, and listens to the peer meanwhile: gives up when the peer goes, and answers what it asks.
 async fn wait_with_peer<T>(
-    handshake: &mut Handshake,
     io: &mut dyn ChannelIo,
-    input: &mut BytesMut,
-    patience: &OnceLock<Duration>,
-    open: impl Future<Output = Result<T, RpcError>>,
+    steps: &mut HandshakeSteps,
+    keep_alive: &KeepAliveSwitch,
+    opening: impl Future<Output = Result<T, RpcError>>,
 ) -> Result<Result<T, RpcError>, RpcError> {
-    let mut open = pin!(open);
-    let mut pings = 0;
-    let mut wait = pin!(tokio::time::sleep(Duration::ZERO));
-    let mut waits = false;
+    let mut opening = pin!(opening);
+    let mut is_kept_alive = false;
     loop {
+        let timeout = steps.timeout();
         tokio::select! {
             biased;
-            opened = &mut open => return Ok(opened),
-            read = io.read_buf(input) => {
-                if read.map_err(lost)? == 0 {
-                    return Err(handshake.end_of_stream());
-                }
-                pings = 0;
-                if let Err(error) = handshake.handle_input(input) {
-                    let _ = io.write_all(&handshake.take_output()).await;
-                    return Err(error);
-                }
+            opened = &mut opening => return Ok(opened),
+            interval = keep_alive.started(), if !is_kept_alive => {
+                is_kept_alive = true;
+                steps.start_keep_alive(interval, Instant::now());
             }
-            () = &mut wait, if waits => {
-                if pings >= SILENT_INTERVALS {
-                    return Err(RpcError::new(ErrorKind::PeerSilent, "the peer does not answer"));
+            read = within(timeout, io.read_buf(steps.input())) => match read {
+                Some(read) => {
+                    steps.has_read(read.map_err(broken)?, Instant::now())?;
+                    if let Err(error) = steps.advance(Instant::now()) {
+                        let _ = write_output(io, steps).await?;
+                        return Err(error);
+                    }
                 }
-                pings += 1;
-                handshake.ping();
-                waits = false;
-            }
-            // Until `open` has said whether it takes its time.
-            () = std::future::poll_fn(|_| if patience.get().is_some() { Poll::Ready(()) } else { Poll::Pending }), if !waits => {
-                wait.as_mut().reset(tokio::time::Instant::now() + patience.get().copied().unwrap_or_default());
-                waits = true;
-            }
+                None => steps.handle_timeout(Instant::now())?,
+            },
         }
-        let output = handshake.take_output();
-        if !output.is_empty() {
-            let write = async {
-                io.write_all(&output).await?;
-                io.flush().await
-            };
-            soon(patience, write).await?;
-        }
+        write_output(io, steps).await?.map_err(broken)?;
     }
 }
 
-/// Input or output of a peer that has no end of its handshake to keep to any more: it may take as long as it may be silent.
-async fn soon<T>(patience: &OnceLock<Duration>, exchange: impl Future<Output = io::Result<T>>) -> Result<T, RpcError> {
-    let Some(interval) = patience.get() else { return exchange.await.map_err(lost) };
-    match tokio::time::timeout(interval.saturating_mul(SILENT_INTERVALS), exchange).await {
-        Ok(outcome) => outcome.map_err(lost),
-        Err(_) => Err(RpcError::new(ErrorKind::PeerSilent, "the peer does not answer")),
+/// Writes what the handshake has to say. The inner result is that of the channel.
+async fn write_output(io: &mut dyn ChannelIo, steps: &mut HandshakeSteps) -> Result<io::Result<()>, RpcError> {
+    let output = steps.take_output();
+    if output.is_empty() {
+        return Ok(Ok(()));
+    }
+    let write = async {
+        io.write_all(&output).await?;
+        io.flush().await
+    };
+    within(steps.write_timeout(Instant::now()), write).await.ok_or_else(|| steps.give_up())
+}
+
+/// Returns what `future` resolves to, or `None` if it does not by `limit`.
+async fn within<T>(limit: Option<Instant>, future: impl Future<Output = T>) -> Option<T> {
+    match limit {
+        Some(limit) => tokio::time::timeout_at(limit.into(), future).await.ok(),
+        None => Some(future.await),
     }
 }
 
-fn lost(error: io::Error) -> RpcError {
+/// Returns an error if nothing can be read after a write with this outcome. A peer that refuses may have closed its end
+/// already, and the refusal can still be read.
+fn may_read_on(written: io::Result<()>) -> Result<(), RpcError> {
+    match written {
+        Err(error) if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
+            Err(broken(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn broken(error: io::Error) -> RpcError {
     #[cfg(feature = "tls")]
     if let Some(objection) = crate::transports::tls::objection(&error) {
         return objection;
     }
     RpcError::new(ErrorKind::PeerLost, format!("the connection broke during the handshake: {error}"))
+}
+
+/// Performs the dialling side of a handshake on the calling thread.
+///
+/// # Errors
+///
+/// As [`dial_handshake`].
+pub(crate) fn dial_handshake_blocking(
+    channel: &BlockingChannel,
+    config: HandshakeConfig,
+) -> Result<(Negotiated, BytesMut), RpcError> {
+    let steps = HandshakeSteps::new(Handshake::dial(config, Instant::now()), BytesMut::new());
+    run_steps_blocking(channel, steps).map_err(|error| error.with_peer(channel.peer()))
+}
+
+fn run_steps_blocking(
+    channel: &BlockingChannel,
+    mut steps: HandshakeSteps,
+) -> Result<(Negotiated, BytesMut), RpcError> {
+    let mut io = channel.io();
+    let mut buffer = [0; 4096];
+    loop {
+        let step = steps.advance(Instant::now());
+        let written = io.write_all(&steps.take_output());
+        if let Step::Finish(negotiated) = step? {
+            return written.map(|()| (*negotiated, steps.into_input())).map_err(broken);
+        }
+        may_read_on(written)?;
+        let count = loop {
+            let now = Instant::now();
+            steps.handle_timeout(now)?;
+            let left = steps.timeout().map(|timeout| timeout.saturating_duration_since(now));
+            io.set_read_timeout(left.map(|left| left.max(Duration::from_millis(1)))).map_err(broken)?;
+            match io.read(&mut buffer) {
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+                read => break read.map_err(broken)?,
+            }
+        };
+        steps.input().extend_from_slice(&buffer[..count]);
+        steps.has_read(count, Instant::now())?;
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Role};
@@ -16,7 +16,7 @@ use super::options::OpenRequest;
 use super::relay::{Handover, Parked};
 use super::server::{FAR_OFF, Registered, Shared};
 use crate::channel::{Channel, ChannelIo};
-use crate::handshake::driver::shake_hands;
+use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::half_open::InProgress;
 use crate::handshake::identity::of_acceptor;
 
@@ -73,7 +73,7 @@ pub(super) async fn serve_connection(
     let config = HandshakeConfig { hello, identities, hold: true, timeout };
     let security = channel.security().clone();
     // Set where a server waits for a client: as long as it takes.
-    let patience = OnceLock::new();
+    let keep_alive = KeepAliveSwitch::default();
     let known = || {
         drop(handshake.lock().unwrap_or_else(PoisonError::into_inner).take());
     };
@@ -94,7 +94,7 @@ pub(super) async fn serve_connection(
             if let Some(connection) = &security.connection {
                 connection.prove(rules, identity);
             }
-            let _ = patience.set(options.keep_alive);
+            keep_alive.start(options.keep_alive);
             let handover = tokio::select! {
                 handover = shared.parking.park(&hello.key) => handover?,
                 () = mailbox.told(GO_AWAY) => {
@@ -110,7 +110,7 @@ pub(super) async fn serve_connection(
     let hands = tokio::select! {
         biased;
         () = eviction.notified() => return evicted(),
-        hands = Box::pin(shake_hands(&mut channel, hands, &patience, open)) => hands,
+        hands = Box::pin(accept_handshake(&mut channel, hands, &keep_alive, open)) => hands,
     };
     match hands {
         Ok((negotiated, input, (opened, _place))) => {

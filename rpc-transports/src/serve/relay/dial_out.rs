@@ -8,7 +8,7 @@ use crate::address::Address;
 use crate::backoff::Backoff;
 use crate::channel::Channel;
 use crate::connect::ConnectError;
-use crate::handshake::driver::dial_hands_patiently;
+use crate::handshake::driver::dial_handshake_with_keep_alive;
 use crate::handshake::identity::of_dialler;
 use crate::serve::Server;
 use crate::transport::DialOptions;
@@ -107,7 +107,7 @@ async fn wait_at(relay: &Address, options: &ParkOptions, onward: &DialOptions) -
     hello.key.clone_from(&options.key);
     let identities = of_dialler(&onward.tokens, channel.security());
     let config = HandshakeConfig { hello, identities, hold: false, timeout: options.handshake_timeout };
-    let (_, input) = dial_hands_patiently(&mut channel, config).await?;
+    let (_, input) = dial_handshake_with_keep_alive(&mut channel, config).await?;
     let peer = channel.peer().to_owned();
     // The client may have spoken already.
     Ok(channel.leading_to(peer).after_reading(input))

@@ -1,0 +1,279 @@
+//! State of a client's session: requests, replies, frees and ends. It performs no input or output.
+//!
+//! [`ClientState`] is what callers see of a session, with the protocol's endpoint under one lock. A [`Pump`] moves the bytes
+//! between the endpoint and the channel: the [task](super::task) of an async runtime, or the [threads](super::blocking) that
+//! wait for replies.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
+use rpc_core::reply::ReplyControl;
+use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, Submission, Value};
+
+/// Mover of a session's bytes, and what it keeps for that.
+pub(super) trait Pump: Send + Sync + Sized + 'static {
+    /// Part of the pump that the session's lock guards, beside the endpoint.
+    type Locked: Send;
+
+    /// Makes sure that what a caller has put into the endpoint gets written. Called with the lock held; releases it.
+    fn endpoint_changed(session: &ClientState<Self>, locked: MutexGuard<'_, Locked<Self>>, change: Change);
+
+    /// Is told why the session has ended, after the pending requests and before those that watch for the end.
+    fn session_ended(&self, error: &RpcError) {
+        let _ = error;
+    }
+
+    /// Drives the session in the background from now on: a caller awaits a reply instead of waiting for it.
+    fn attend(session: &ClientState<Self>) {
+        let _ = session;
+    }
+
+    /// True if threads that wait for a reply have to call [`drive`](Self::drive).
+    const DRIVEN_BY_CALLERS: bool = false;
+
+    /// Moves the session's bytes on the calling thread until `done` returns true.
+    fn drive(session: &ClientState<Self>, done: &dyn Fn() -> bool) {
+        let _ = (session, done);
+    }
+}
+
+/// Change that a caller has made to the endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Change {
+    /// A request, or an orderly shutdown: the caller waits for the reply, and so has the bytes moved.
+    Request,
+    /// A cancellation: the caller may not wait any more. It has to be written at once.
+    Cancel,
+    /// Objects to be freed: written with the next request, or after a while.
+    Release,
+    /// The last reference to the session is gone, and with it every caller.
+    Close,
+}
+
+/// Session at the far end of a channel, shared by its callers and its pump.
+pub(super) struct ClientState<P: Pump> {
+    pub(super) pump: P,
+    peer: String,
+    /// True if the channel is encrypted, at least as far as a hop that forwards it.
+    is_encrypted: bool,
+    locked: Mutex<Locked<P>>,
+    next_id: AtomicU64,
+    /// Stands for the current time in requests without a deadline, which do not use it: reading the clock costs.
+    created: Instant,
+}
+
+/// What the session's lock guards.
+pub(super) struct Locked<P: Pump> {
+    pub(super) endpoint: ClientEndpoint<Responder>,
+    pub(super) pump: P::Locked,
+    /// Submissions that complete when the session ends.
+    end_watchers: Vec<Responder>,
+}
+
+impl<P: Pump> ClientState<P> {
+    /// State of a session whose handshake is done.
+    pub(super) fn new(
+        endpoint: ClientEndpoint<Responder>,
+        (pump, locked): (P, P::Locked),
+        peer: String,
+        is_encrypted: bool,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            pump,
+            peer,
+            is_encrypted,
+            locked: Mutex::new(Locked { endpoint, pump: locked, end_watchers: Vec::new() }),
+            next_id: AtomicU64::new(1),
+            created: Instant::now(),
+        })
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Locked<P>> {
+        // The endpoint runs no foreign code, so a panic under the lock is a bug of its own, which was reported where it arose.
+        self.locked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the session, unless another thread has.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Locked<P>>> {
+        self.locked.try_lock().ok()
+    }
+
+    /// Hands events to the callers that they are for. The session must not be locked: completing a request may run any code.
+    pub(super) fn deliver(&self, events: impl IntoIterator<Item = ClientEvent<Responder>>) {
+        let peer = &*self.peer;
+        let mut ended = None;
+        for event in events {
+            match event {
+                ClientEvent::Admitted(responder) => responder.admit(),
+                ClientEvent::Reply(responder, outcome) => {
+                    let local = |error: RpcError| if error.hop() == 0 { error.with_peer(peer) } else { error };
+                    responder.complete(outcome.map_err(local));
+                }
+                ClientEvent::GoingAway(error) => tracing::debug!(peer, %error, "the server is going away"),
+                ClientEvent::Ended(error) => ended = Some(error.with_peer(peer)),
+            }
+        }
+        let Some(error) = ended else { return };
+        self.pump.session_ended(&error);
+        let watchers = std::mem::take(&mut self.lock().end_watchers);
+        for watcher in watchers {
+            watcher.complete(Err(error.clone()));
+        }
+    }
+
+    fn change<T>(&self, change: Change, apply: impl FnOnce(&mut ClientEndpoint<Responder>) -> T) -> T {
+        let mut locked = self.lock();
+        let result = apply(&mut locked.endpoint);
+        P::endpoint_changed(self, locked, change);
+        result
+    }
+
+    fn pending(self: &Arc<Self>) -> (Submission, Responder) {
+        Submission::pending(self.clone(), self.next_id.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+impl<P: Pump> Locked<P> {
+    /// Acts on the endpoint's timeout, if it is due at `now`.
+    pub(super) fn handle_timeout(&mut self, now: Instant) {
+        if let Err(error) = self.endpoint.handle_timeout(now) {
+            self.endpoint.fail(error);
+        }
+    }
+
+    /// Ends the session: the channel does not work any more.
+    pub(super) fn channel_broke(&mut self, error: impl fmt::Display) {
+        self.endpoint.fail(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}")));
+    }
+
+    /// Returns true once the session has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.endpoint.ended().is_some()
+    }
+
+    /// Appends the events that have come to `events`.
+    pub(super) fn take_events(&mut self, events: &mut Vec<ClientEvent<Responder>>) {
+        events.extend(std::iter::from_fn(|| self.endpoint.poll_event()));
+    }
+}
+
+impl<P: Pump> ReplyControl for ClientState<P> {
+    fn cancel(&self, id: u64) {
+        self.change(Change::Cancel, |endpoint| endpoint.cancel(id));
+    }
+
+    fn abandon(&self, id: u64) {
+        self.change(Change::Cancel, |endpoint| endpoint.abandon(id));
+    }
+
+    fn discard(&self, reply: Value) {
+        self.change(Change::Release, |endpoint| endpoint.release(reply.handles()));
+    }
+
+    fn attend(&self) {
+        P::attend(self);
+    }
+
+    fn must_be_driven(&self) -> bool {
+        P::DRIVEN_BY_CALLERS
+    }
+
+    fn drive(&self, done: &dyn Fn() -> bool) {
+        P::drive(self, done);
+    }
+}
+
+/// Reference to a session. The session closes in good order when the last clone is gone, while its pump still holds the state.
+pub(super) struct SessionRef<P: Pump>(Arc<LastReference<P>>);
+
+struct LastReference<P: Pump>(Arc<ClientState<P>>);
+
+impl<P: Pump> SessionRef<P> {
+    pub(super) fn new(state: Arc<ClientState<P>>) -> Self {
+        Self(Arc::new(LastReference(state)))
+    }
+
+    pub(super) fn peer(&self) -> &str {
+        &self.state().peer
+    }
+
+    fn state(&self) -> &Arc<ClientState<P>> {
+        &self.0.0
+    }
+}
+
+impl<P: Pump> Clone for SessionRef<P> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<P: Pump> Drop for LastReference<P> {
+    fn drop(&mut self) {
+        self.0.change(Change::Close, |endpoint| endpoint.shutdown(None));
+    }
+}
+
+impl<P: Pump> RpcSession for SessionRef<P> {
+    fn is_encrypted(&self) -> bool {
+        self.state().is_encrypted
+    }
+
+    fn submit(&self, request: Request) -> Submission {
+        let state = self.state();
+        match request.operation {
+            Operation::Release { handles } => {
+                state.change(Change::Release, |endpoint| endpoint.release(handles));
+                Submission::ready(Ok(Value::Null))
+            }
+            Operation::Shutdown => {
+                let (submission, responder) = state.pending();
+                responder.admit();
+                let has_ended = state.change(Change::Request, |endpoint| {
+                    let has_ended = endpoint.ended().is_some();
+                    if !has_ended {
+                        endpoint.shutdown(Some(responder.clone()));
+                    }
+                    has_ended
+                });
+                if has_ended {
+                    // No pump would complete it any more, and there is nothing left to do.
+                    responder.complete(Ok(Value::Null));
+                }
+                submission
+            }
+            _ => {
+                let (submission, responder) = state.pending();
+                let token = responder.clone();
+                let now = if request.deadline.is_some() { Instant::now() } else { state.created };
+                let submit =
+                    |endpoint: &mut ClientEndpoint<Responder>| endpoint.submit(responder.id(), request, token, now);
+                match state.change(Change::Request, submit) {
+                    Admission::Now => responder.admit(),
+                    Admission::Later => {}
+                    Admission::Refused(_, error) => {
+                        responder.complete(Err(error.with_peer(&*state.peer)));
+                    }
+                }
+                submission
+            }
+        }
+    }
+
+    fn ended(&self) -> Submission {
+        let (submission, responder) = self.state().pending();
+        responder.admit();
+        let mut locked = self.state().lock();
+        match locked.endpoint.ended().cloned() {
+            Some(error) => {
+                drop(locked);
+                responder.complete(Err(error.with_peer(&*self.state().peer)));
+            }
+            None => locked.end_watchers.push(responder),
+        }
+        submission
+    }
+}

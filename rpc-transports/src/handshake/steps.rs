@@ -1,0 +1,288 @@
+//! Steps of a handshake and its time limits, for all drivers: either side, asynchronous or blocking. No input or output.
+
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use rpc_core::proto::{Handshake, Hello, Negotiated};
+use rpc_core::{ErrorKind, RpcError};
+
+/// The longest keep-alive interval that a peer may ask for.
+const MAX_KEEP_ALIVE: Duration = Duration::from_secs(3600);
+
+/// Number of keep-alive intervals of silence after which the peer counts as gone.
+const SILENT_INTERVALS: u32 = 3;
+
+/// Next thing that a driver has to do, once the output has been written.
+pub(super) enum Step {
+    /// Read more input.
+    Read,
+    /// Open the session: the peer has proven its identity. Then [approve](HandshakeSteps::approve) it, or
+    /// [refuse](HandshakeSteps::refuse).
+    Open(Box<Hello>, String),
+    /// Nothing: the handshake is done.
+    Finish(Box<Negotiated>),
+}
+
+/// One side of a handshake, its input, and its time limits.
+pub(super) struct HandshakeSteps {
+    handshake: Handshake,
+    input: BytesMut,
+    limit: Limit,
+    /// True if the peer's keep-alive replaces the deadline as soon as the peer has proven itself.
+    follows_peer: bool,
+    /// The outcome of an approval that has finished the handshake.
+    approved: Option<Negotiated>,
+}
+
+/// Limit on the time that the peer may take.
+#[derive(Clone, Copy)]
+enum Limit {
+    /// The handshake's own deadline.
+    Deadline,
+    /// Silence of [`SILENT_INTERVALS`] intervals. `heard` is when the peer was heard last, or the interval began to count.
+    KeepAlive { interval: Duration, heard: Instant, pings: u32 },
+}
+
+impl HandshakeSteps {
+    /// Steps of `handshake`, with `input` that has been read already.
+    pub(super) fn new(handshake: Handshake, input: BytesMut) -> Self {
+        Self { handshake, input, limit: Limit::Deadline, follows_peer: false, approved: None }
+    }
+
+    /// Lets the peer take as long as it likes to accept, once it has proven itself, while it is not silent for longer than
+    /// its own keep-alive allows.
+    pub(super) fn following_peer(mut self) -> Self {
+        self.follows_peer = true;
+        self
+    }
+
+    /// Replaces the deadline by pings: the peer is asked in each silent `interval` whether it is still there.
+    pub(super) fn start_keep_alive(&mut self, interval: Duration, now: Instant) {
+        self.limit = Limit::KeepAlive { interval, heard: now, pings: 0 };
+    }
+
+    /// Handles the input that has come. There may be output afterwards, also if this fails.
+    ///
+    /// # Errors
+    ///
+    /// The objection of either side; ours is in the output.
+    pub(super) fn advance(&mut self, now: Instant) -> Result<Step, RpcError> {
+        if let Some(negotiated) = self.approved.take() {
+            return Ok(Step::Finish(Box::new(negotiated)));
+        }
+        if let Some(negotiated) = self.handshake.handle_input(&mut self.input)? {
+            return Ok(Step::Finish(Box::new(negotiated)));
+        }
+        if let Some((hello, identity)) = self.handshake.awaits_approval() {
+            return Ok(Step::Open(Box::new(hello.clone()), identity.to_owned()));
+        }
+        if self.follows_peer
+            && let Some(theirs) = self.handshake.proven()
+        {
+            let interval = Duration::from_millis(theirs.keep_alive_ms.max(1)).min(MAX_KEEP_ALIVE);
+            self.start_keep_alive(interval, now);
+        }
+        Ok(Step::Read)
+    }
+
+    /// Returns the buffer that input is to be appended to.
+    pub(super) fn input(&mut self) -> &mut BytesMut {
+        &mut self.input
+    }
+
+    /// Takes note that `count` bytes have been appended to the input; 0 is the end of the stream.
+    ///
+    /// # Errors
+    ///
+    /// At the end of the stream.
+    pub(super) fn has_read(&mut self, count: usize, now: Instant) -> Result<(), RpcError> {
+        if count == 0 {
+            return Err(self.handshake.end_of_stream());
+        }
+        if let Limit::KeepAlive { heard, pings, .. } = &mut self.limit {
+            (*heard, *pings) = (now, 0);
+        }
+        Ok(())
+    }
+
+    /// Returns what has to be written.
+    pub(super) fn take_output(&mut self) -> Bytes {
+        self.handshake.take_output()
+    }
+
+    /// Accepts the peer, for which a session has been opened.
+    pub(super) fn approve(&mut self, now: Instant) {
+        self.approved = self.handshake.approve();
+        if let Limit::KeepAlive { heard, .. } = &mut self.limit {
+            *heard = now;
+        }
+    }
+
+    /// Refuses the peer, with the reason in the output.
+    pub(super) fn refuse(&mut self, error: &RpcError) {
+        self.handshake.refuse(error);
+    }
+
+    /// Returns when [`handle_timeout`](Self::handle_timeout) has to be called. `None` is never.
+    pub(super) fn timeout(&self) -> Option<Instant> {
+        match self.limit {
+            Limit::Deadline => Some(self.handshake.deadline()),
+            Limit::KeepAlive { interval, heard, pings } => {
+                let intervals = if self.pings() { pings + 1 } else { SILENT_INTERVALS };
+                heard.checked_add(interval.saturating_mul(intervals))
+            }
+        }
+    }
+
+    /// Asks the peer whether it is still there, if it may take more time.
+    ///
+    /// # Errors
+    ///
+    /// The peer's time is over.
+    pub(super) fn handle_timeout(&mut self, now: Instant) -> Result<(), RpcError> {
+        if self.timeout().is_none_or(|timeout| now < timeout) {
+            return Ok(());
+        }
+        if self.pings()
+            && let Limit::KeepAlive { pings, .. } = &mut self.limit
+            && *pings < SILENT_INTERVALS
+        {
+            *pings += 1;
+            self.handshake.ping();
+            return Ok(());
+        }
+        Err(self.give_up())
+    }
+
+    /// Returns when a write that begins at `now` must be done. `None` is never.
+    pub(super) fn write_timeout(&self, now: Instant) -> Option<Instant> {
+        match self.limit {
+            Limit::Deadline => Some(self.handshake.deadline()),
+            Limit::KeepAlive { interval, .. } => now.checked_add(interval.saturating_mul(SILENT_INTERVALS)),
+        }
+    }
+
+    /// Returns the error of a peer that has taken too long. A peer that is merely slow is told in the output.
+    pub(super) fn give_up(&mut self) -> RpcError {
+        match self.limit {
+            Limit::Deadline => {
+                let error = self.handshake.handle_timeout(self.handshake.deadline()).err();
+                let error = error.unwrap_or_else(|| RpcError::new(ErrorKind::Refused, "the handshake took too long"));
+                self.handshake.refuse(&error);
+                error
+            }
+            Limit::KeepAlive { interval, .. } => {
+                let limit = interval.saturating_mul(SILENT_INTERVALS);
+                let text = format!("the peer does not answer: nothing was heard from it for {limit:?}");
+                RpcError::new(ErrorKind::PeerSilent, text)
+            }
+        }
+    }
+
+    /// Returns the input that follows the handshake.
+    pub(super) fn into_input(self) -> BytesMut {
+        self.input
+    }
+
+    /// Returns true if this side pings the peer: while it holds its approval back. Later a ping would be taken for a message of
+    /// the session.
+    fn pings(&self) -> bool {
+        self.handshake.awaits_approval().is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::proto::{HandshakeConfig, Role};
+
+    use super::*;
+    use crate::handshake::identity::{Access, Security, Tokens, of_acceptor, of_dialler};
+
+    const INTERVAL: Duration = Duration::from_millis(200);
+
+    /// Both sides of a handshake in which the dialled side has been asked to open the session. The dialling side waits by the
+    /// keep-alive of the other one.
+    fn waiting_for_approval(now: Instant) -> (HandshakeSteps, HandshakeSteps) {
+        let (timeout, security) = (Duration::from_secs(10), Security::default());
+        let mut hello = Hello::new(Role::Server);
+        hello.keep_alive_ms = INTERVAL.as_millis() as u64;
+        let identities = of_acceptor(&Access::default(), 1, &security);
+        let accept = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
+        let mut accept = HandshakeSteps::new(accept, BytesMut::new());
+        let (hello, identities) = (Hello::new(Role::Client), of_dialler(&Tokens::default(), &security));
+        let dial = Handshake::dial(HandshakeConfig { hello, identities, hold: false, timeout }, now);
+        let mut dial = HandshakeSteps::new(dial, BytesMut::new()).following_peer();
+        assert_eq!(accept.timeout(), Some(now + timeout));
+        for _ in 0..16 {
+            transfer(&mut dial, &mut accept, now);
+            if let Step::Open(..) = accept.advance(now).unwrap() {
+                transfer(&mut accept, &mut dial, now);
+                assert!(matches!(dial.advance(now).unwrap(), Step::Read));
+                return (dial, accept);
+            }
+            transfer(&mut accept, &mut dial, now);
+            assert!(matches!(dial.advance(now).unwrap(), Step::Read));
+        }
+        panic!("no side asked for an approval");
+    }
+
+    fn transfer(from: &mut HandshakeSteps, to: &mut HandshakeSteps, now: Instant) {
+        let output = from.take_output();
+        to.input().extend_from_slice(&output);
+        if !output.is_empty() {
+            to.has_read(output.len(), now).unwrap();
+        }
+    }
+
+    #[test]
+    fn pings_keep_both_sides_waiting_past_the_deadline() {
+        let mut now = Instant::now();
+        let (mut dial, mut accept) = waiting_for_approval(now);
+        accept.start_keep_alive(INTERVAL, now);
+        for _ in 0..100 {
+            assert_eq!(accept.timeout(), Some(now + INTERVAL));
+            assert!(dial.timeout() > Some(now + INTERVAL));
+            now += INTERVAL;
+            accept.handle_timeout(now).unwrap();
+            transfer(&mut accept, &mut dial, now);
+            assert!(matches!(dial.advance(now).unwrap(), Step::Read));
+            transfer(&mut dial, &mut accept, now);
+            assert!(matches!(accept.advance(now).unwrap(), Step::Open(..)));
+        }
+        accept.approve(now);
+        transfer(&mut accept, &mut dial, now);
+        assert!(matches!(dial.advance(now).unwrap(), Step::Finish(_)));
+        transfer(&mut dial, &mut accept, now);
+        assert!(matches!(accept.advance(now).unwrap(), Step::Finish(_)));
+    }
+
+    #[test]
+    fn silence_ends_the_handshake_on_both_sides() {
+        let start = Instant::now();
+        let (mut dial, mut accept) = waiting_for_approval(start);
+        assert_eq!(dial.timeout(), Some(start + INTERVAL * SILENT_INTERVALS));
+        dial.handle_timeout(start + INTERVAL).unwrap();
+        let error = dial.handle_timeout(start + INTERVAL * SILENT_INTERVALS).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerSilent);
+        accept.start_keep_alive(INTERVAL, start);
+        for unanswered in 1..=SILENT_INTERVALS {
+            accept.handle_timeout(start + INTERVAL * unanswered).unwrap();
+            assert!(!accept.take_output().is_empty(), "a ping");
+        }
+        let error = accept.handle_timeout(start + INTERVAL * (SILENT_INTERVALS + 1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerSilent);
+    }
+
+    #[test]
+    fn a_peer_that_misses_the_deadline_is_told() {
+        let start = Instant::now();
+        let (_, mut accept) = waiting_for_approval(start);
+        let deadline = accept.timeout().unwrap();
+        accept.handle_timeout(deadline - Duration::from_millis(1)).unwrap();
+        assert!(accept.take_output().is_empty());
+        let error = accept.handle_timeout(deadline).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(error.message().contains("handshake_timeout"), "{error}");
+        assert!(!accept.take_output().is_empty(), "the refusal");
+    }
+}
