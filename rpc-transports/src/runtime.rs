@@ -1,5 +1,5 @@
-//! Telling async code from plain threads, so that a blocking form inside async code is an error and not a deadlock; and the
-//! runtime for plain threads whose sessions need one.
+//! Detection of async code, so that a blocking form inside of it is an error and not a deadlock;
+//! and the runtime for blocking sessions over transports that need one.
 
 use std::future::Future;
 use std::io;
@@ -11,32 +11,37 @@ use tokio::runtime::{Builder, Runtime};
 use crate::connect::ConnectError;
 use crate::error::TransportError;
 
-/// Installs the probe. Done wherever a session is made.
+/// Installs [`inside_async_code`] in the core. Called wherever a session is made.
 pub(crate) fn install_probe() {
     rpc_core::blocking::set_runtime_probe(inside_async_code);
 }
 
-/// Whether the calling thread is inside of a task's `poll`, or of `block_on`.
+/// Returns true if the calling thread is inside of a task's `poll`, or of `block_on`.
 ///
-/// A thread of the runtime's blocking pool also has a current runtime, and may block. What it has not is a budget: only
-/// polled code has one, and taking from it comes to an end.
+/// A thread of the runtime's blocking pool has a current runtime as well, and may block. It has no
+/// cooperative budget, which only polled code has: there, taking units of it comes to an end.
+/// Afterwards the budget is what it was before.
 fn inside_async_code() -> bool {
     if tokio::runtime::Handle::try_current().is_err() {
         return false;
     }
     let mut context = Context::from_waker(Waker::noop());
-    // A budget is at most 128. It stays used up: the caller is about to fail, and will yield a little sooner.
-    for _ in 0..256 {
-        match tokio::task::coop::poll_proceed(&mut context) {
-            Poll::Ready(taken) => taken.made_progress(),
-            Poll::Pending => return true,
+    // Puts the whole budget back when it is dropped, because no progress is reported for it.
+    let Poll::Ready(_restore) = tokio::task::coop::poll_proceed(&mut context) else { return true };
+    (1..=MAX_BUDGET).any(|_| match tokio::task::coop::poll_proceed(&mut context) {
+        Poll::Ready(taken) => {
+            taken.made_progress();
+            false
         }
-    }
-    false
+        Poll::Pending => true,
+    })
 }
 
-/// Waits on this thread for what `open` does on a runtime that the process keeps for such sessions, with one thread. The tasks
-/// that `open` spawns go on there.
+/// Upper bound of a task's budget, which is 128 units in tokio.
+const MAX_BUDGET: usize = 256;
+
+/// Runs `open` on the background runtime of the process, which has one thread, and waits for it on
+/// the calling thread. The tasks that `open` spawns go on there.
 pub(crate) fn run_in_background<T: Send + 'static>(
     open: impl Future<Output = Result<T, ConnectError>> + Send + 'static,
 ) -> Result<T, ConnectError> {
@@ -53,14 +58,15 @@ pub(crate) fn run_in_background<T: Send + 'static>(
         Some(runtime) => runtime,
         None => {
             let made = Builder::new_multi_thread().worker_threads(1).thread_name("rpc-io").enable_all().build();
-            // Of two that are made at the same time one is dropped, which outside of async code is allowed.
+            // If two threads make one at the same time, one of the two is dropped, which is allowed
+            // outside of async code.
             let made = made.map_err(failed)?;
             RUNTIME.get_or_init(|| made)
         }
     };
     let (reply, answer) = std::sync::mpsc::sync_channel(1);
     runtime.spawn(async move {
-        // Whoever asked may have given up.
+        // The caller may have given up.
         let _ = reply.send(open.await);
     });
     answer.recv().unwrap_or_else(|_| Err(failed(io::Error::other("it has ended")).into()))
@@ -68,7 +74,7 @@ pub(crate) fn run_in_background<T: Send + 'static>(
 
 #[cfg(test)]
 mod tests {
-    use super::inside_async_code;
+    use super::*;
 
     #[test]
     fn async_code_is_told_from_threads_that_may_block() {
@@ -82,5 +88,23 @@ mod tests {
             let _guard = runtime.enter();
             assert!(!inside_async_code());
         }
+    }
+
+    #[test]
+    fn the_probe_leaves_the_budget_as_it_was() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let units = runtime.block_on(async {
+            assert!(inside_async_code());
+            let mut context = Context::from_waker(Waker::noop());
+            std::iter::from_fn(|| match tokio::task::coop::poll_proceed(&mut context) {
+                Poll::Ready(taken) => {
+                    taken.made_progress();
+                    Some(())
+                }
+                Poll::Pending => None,
+            })
+            .count()
+        });
+        assert!((100..MAX_BUDGET).contains(&units), "{units} units were left");
     }
 }
