@@ -1,6 +1,5 @@
 //! Serving: sessions of any kind behind channels of any kind.
 
-mod accept;
 mod admission;
 mod connection;
 pub(crate) mod filter;
@@ -11,6 +10,7 @@ pub(crate) mod proxy;
 mod relay;
 mod server;
 mod splice;
+mod task;
 mod timeouts;
 
 pub use self::forward::Onward;

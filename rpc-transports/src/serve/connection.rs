@@ -1,373 +1,318 @@
-//! The task of one session.
+//! An accepted connection in its stages: `Accepted`, `Secured`, `Admitted`, `Serving`.
+//!
+//! Each stage is a type that the stage before returns, so that what is not known yet cannot be used: the handshake needs a
+//! secured channel, and a session needs a client that has been admitted.
 
-use std::collections::HashMap;
-use std::future::Future;
-use std::io::{self, IoSlice};
-use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll};
-use std::time::Instant;
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
-use rpc_core::proto::{LinkConfig, Negotiated, ServerEndpoint, ServerEvent};
-use rpc_core::reply::{Canceller, Outcome, ReplySink};
-use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
+use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated, Role};
+use rpc_core::{ErrorKind, RpcError, SharedSession};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::ServeOptions;
-use super::mailbox::{EndOfSession, GO_AWAY, Mailbox, STOP};
-use super::server::Registered;
-use super::timeouts::Patience;
-use crate::channel::{Channel, ChannelGuard, ChannelIo};
-use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
+use super::admission::Place;
+use super::forward::Onward;
+use super::mailbox::{GO_AWAY, Mailbox};
+use super::options::OpenRequest;
+use super::relay::{Handover, Parked};
+use super::server::{FAR_OFF, Registered, Shared};
+use super::task::{SessionParts, SessionTask};
+use crate::channel::{Channel, ChannelIo};
+use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
+use crate::handshake::half_open::InProgress;
+use crate::handshake::identity::{Access, of_acceptor};
 
-/// How many replies may come together for which memory is kept: an idle session should be small.
-const KEPT_REPLIES: usize = 8;
-
-/// One session's task: moves bytes between channel and endpoint, and requests between endpoint and session.
-pub(super) struct Connection {
-    endpoint: ServerEndpoint,
-    session: Option<SharedSession>,
-    mailbox: Arc<Mailbox>,
-    pub(super) io: Box<dyn ChannelIo>,
-    read: ReadAhead,
-    alarm: Alarm,
-    flush: Flush,
-    /// The requests that the session is working on.
-    working: HashMap<u64, Canceller>,
-    /// Replies on their way from the mailbox; empty, and kept for its memory.
-    taken: Vec<(u64, Outcome)>,
-    /// Has the mailbox hear of it when the session ends on its own.
-    watch: Option<Canceller>,
-    /// For what the client can draw out.
-    patience_alarm: Alarm,
-    going_away: bool,
-    /// The session is over as soon as this has been written.
-    closing: Option<RpcError>,
-    /// The client was sent a last word, which it may not have received yet.
-    pub(super) said_all: bool,
-    patience: Patience,
-    registered: Option<Arc<Registered>>,
-    _guard: Option<ChannelGuard>,
+/// Connection whose channel may still have to be secured.
+pub(super) struct Accepted {
+    pub(super) connection: Connection,
+    pub(super) channel: Channel,
+    /// Place among the handshakes in progress.
+    pub(super) permit: InProgress,
 }
 
-/// What a connection serves.
-pub(super) struct Parts {
-    pub(super) session: SharedSession,
+/// What all stages know of a connection.
+pub(super) struct Connection {
+    pub(super) server: Arc<Shared>,
+    pub(super) peer: String,
+    /// Key that the server has for the clients of this connection.
+    pub(super) key: String,
     pub(super) mailbox: Arc<Mailbox>,
-    pub(super) queued: Arc<MemoryQuota>,
     pub(super) registered: Arc<Registered>,
 }
 
-impl Connection {
-    pub(super) fn new(
-        channel: Channel,
-        negotiated: &Negotiated,
-        input: BytesMut,
-        parts: Parts,
-        options: &ServeOptions,
-    ) -> Self {
-        let Parts { session, mailbox, queued, registered } = parts;
-        let now = Instant::now();
-        let (io, _, guard) = channel.into_parts();
-        let config = LinkConfig { keep_alive: options.keep_alive };
-        let watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
-        Self {
-            endpoint: ServerEndpoint::new(negotiated, config, now).with_quota(queued),
-            taken: Vec::new(),
-            watch: Some(watch),
-            session: Some(session),
-            mailbox,
-            io,
-            read: ReadAhead::new(input),
-            alarm: Alarm::new(),
-            flush: Flush::default(),
-            patience_alarm: Alarm::new(),
-            working: HashMap::new(),
-            going_away: false,
-            closing: None,
-            said_all: false,
-            patience: Patience::new(options, now),
-            registered: Some(registered),
-            _guard: guard,
+/// Connection whose channel is as secure as its transport makes it.
+struct Secured {
+    connection: Connection,
+    channel: Channel,
+    permit: InProgress,
+    /// End of the time for the handshake.
+    deadline: Instant,
+}
+
+/// Connection whose client has proven its identity, and been granted something.
+struct Admitted {
+    connection: Connection,
+    channel: Channel,
+    negotiated: Negotiated,
+    /// What was read beyond the handshake.
+    input: BytesMut,
+    grant: Grant,
+    slot: Place,
+}
+
+/// Connection with a session.
+struct Serving {
+    peer: String,
+    task: SessionTask,
+    _slot: Place,
+}
+
+/// What a client gets.
+enum Grant {
+    Session(SharedSession),
+    /// Channel to the target of the client's tunnel.
+    Tunnel(Channel),
+    /// Server that was parked at this relay. The client's bytes pass to it.
+    ParkedServer(Parked),
+    /// For a server that has parked: where its channel goes, because a client has come.
+    Handover(Handover),
+}
+
+/// Reason why a connection ended without a session. It has been logged.
+struct Refusal {
+    reason: ErrorKind,
+    /// Channel of a client that was told, and may not have received it yet.
+    told: Option<Channel>,
+}
+
+impl Accepted {
+    /// Takes the connection through its stages. Returns when it has ended.
+    pub(super) async fn run(self) {
+        // What is over when the session begins is on the heap until then: the task of an idle session should be small.
+        if let Some(mut serving) = Box::pin(self.run_to_session()).await {
+            serving.run().await;
         }
     }
 
-    /// Ends the session, and tells the client why.
-    fn close(&mut self, error: RpcError) {
-        if self.closing.is_none() {
-            self.endpoint.close(Some(&error));
-            self.closing = Some(error);
-        }
-    }
-
-    /// Ends the session in good order, as was agreed with the client.
-    fn close_in_order(&mut self, reason: RpcError) {
-        if self.closing.is_none() {
-            self.endpoint.close(None);
-            self.closing = Some(reason);
-        }
-    }
-
-    /// What others have left for this task.
-    fn take_mail(&mut self) {
-        // Taken first: whatever was answered before the end is there by then, and goes out before it.
-        let end = self.mailbox.take_end();
-        let mut taken = std::mem::take(&mut self.taken);
-        self.mailbox.take_replies(&mut taken);
-        for (id, outcome) in taken.drain(..) {
-            self.working.remove(&id);
-            self.reply(id, outcome);
-        }
-        if taken.capacity() <= KEPT_REPLIES {
-            self.taken = taken;
-        }
-        if let Some(error) = end {
-            self.close(error);
-        }
-        match self.mailbox.commanded() {
-            STOP => self.close(RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true)),
-            GO_AWAY if !self.going_away => {
-                self.going_away = true;
-                let reason = RpcError::new(ErrorKind::Draining, "the server is going away and takes no new requests");
-                self.endpoint.go_away(&reason);
+    /// Takes the connection to the stage in which there is a session, if it gets that far.
+    async fn run_to_session(self) -> Option<Serving> {
+        let (server, peer) = (self.connection.server.clone(), self.connection.peer.clone());
+        let eviction = self.permit.eviction();
+        let admitted = tokio::select! {
+            biased;
+            () = eviction.notified() => {
+                let limit = server.options.max_handshakes;
+                tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
+                Err(Refusal { reason: ErrorKind::LimitExceeded, told: None })
             }
-            _ => {}
-        }
-    }
-
-    fn reply(&mut self, id: u64, outcome: Outcome) {
-        if let Some(rejected) = self.endpoint.reply(id, outcome)
-            && let Some(session) = &self.session
-        {
-            rpc_core::session::release(session, &rejected);
-        }
-    }
-
-    fn act(&mut self, event: ServerEvent) {
-        let Some(session) = &self.session else { return };
-        self.patience.idle_since = None;
-        match event {
-            ServerEvent::Request { id, request } => match session.submit(request).try_ready() {
-                Ok(outcome) => self.reply(id, outcome),
-                Err(submission) => {
-                    let sink: Arc<dyn ReplySink> = self.mailbox.clone();
-                    let canceller = submission.reply().deliver_to(sink, id);
-                    self.working.insert(id, canceller);
-                }
-            },
-            ServerEvent::Written { id, write } => {
-                // Lets the lane go on.
-                drop(write);
-                self.reply(id, Ok(Value::Null));
-            }
-            ServerEvent::Cancel { id } => {
-                if let Some(canceller) = self.working.get(&id) {
-                    canceller.cancel();
-                }
-            }
-            ServerEvent::Release { handles } => {
-                session.submit(Request::new(Operation::Release { handles })).reply().detach();
-            }
-            ServerEvent::Close => {
-                self.close_in_order(RpcError::new(ErrorKind::Closed, "the client closed the session"));
-            }
-        }
-    }
-
-    fn poll_output(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        loop {
-            self.endpoint.stage();
-            let mut slices = [IoSlice::new(&[]); SLICES];
-            let count = self.endpoint.slices(&mut slices);
-            if count == 0 {
-                self.flush.poll(&mut *self.io, cx)?;
-                self.patience.waits_to_write(!self.flush.is_done());
-                return Ok(());
-            }
-            match poll_write(&mut *self.io, &slices[..count], cx) {
-                Poll::Pending => {
-                    self.patience.waits_to_write(true);
-                    return Ok(());
-                }
-                Poll::Ready(Ok(written)) => {
-                    self.patience.written(written);
-                    self.flush.want();
-                    self.endpoint.advance(written, Instant::now());
-                }
-                Poll::Ready(Err(error)) => return Err(error),
-            }
-        }
-    }
-
-    /// Reads once, and acts on what is complete. `Err` is the end.
-    fn poll_input(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), RpcError>> {
-        let read = match self.endpoint.bulk_target() {
-            Some(target) => match self.read.poll_into(&mut *self.io, target, cx) {
-                Poll::Ready(Ok(count)) if count > 0 => {
-                    self.patience.idle_since = None;
-                    self.patience.read(count);
-                    if let Err(error) = self.endpoint.bulk_filled(count, Instant::now()) {
-                        return Poll::Ready(Err(error));
-                    }
-                    self.act_on_events();
-                    return Poll::Ready(Ok(()));
-                }
-                other => other,
-            },
-            None => self.read.poll_more(&mut *self.io, cx),
+            admitted = async { self.secure().await?.admit().await } => admitted,
         };
-        match read {
-            Poll::Pending => Poll::Pending,
-            Poll::Ready(Ok(0)) => Poll::Ready(Err(self.endpoint.end_of_stream(self.read.buffer.len()))),
-            Poll::Ready(Ok(count)) => {
-                self.patience.read(count);
-                Poll::Ready(self.handle_input())
-            }
-            Poll::Ready(Err(error)) => {
-                Poll::Ready(Err(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))))
+        match admitted {
+            Ok(admitted) => admitted.serve().await,
+            Err(Refusal { reason, told }) => {
+                server.refused(reason);
+                if let Some(mut channel) = told {
+                    drain_and_close(channel.io_mut()).await;
+                }
+                None
             }
         }
     }
 
-    fn handle_input(&mut self) -> Result<(), RpcError> {
+    /// Secures the channel, if its transport does that: TLS.
+    async fn secure(self) -> Result<Secured, Refusal> {
+        let Self { connection, mut channel, permit } = self;
+        let deadline = Instant::now() + connection.server.options.handshake_timeout.min(FAR_OFF);
+        let peer = &connection.peer;
+        let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
+            Ok(Ok(())) => return Ok(Secured { connection, channel, permit, deadline }),
+            Ok(Err(error)) => {
+                tracing::debug!(peer, %error, "no secure channel");
+                match error.kind() {
+                    // TLS objected to something.
+                    io::ErrorKind::InvalidData => ErrorKind::Unauthenticated,
+                    io::ErrorKind::QuotaExceeded => ErrorKind::LimitExceeded,
+                    io::ErrorKind::TimedOut => ErrorKind::DeadlineExceeded,
+                    _ => ErrorKind::PeerLost,
+                }
+            }
+            Err(_) => {
+                tracing::debug!(peer, "agreeing on a secure channel took too long");
+                ErrorKind::DeadlineExceeded
+            }
+        };
+        Err(Refusal { reason, told: None })
+    }
+}
+
+impl Secured {
+    /// Performs the handshake, and opens what the client asks for before it is accepted.
+    async fn admit(self) -> Result<Admitted, Refusal> {
+        let server = self.connection.server.clone();
+        let (generation, access) = server.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let handshake = self.handshake(generation, &access);
+        let Self { connection, mut channel, permit, .. } = self;
+        let (keep_alive, mut permit) = (KeepAliveSwitch::default(), Some(permit));
+        let security = channel.security().clone();
+        let open = async |hello: &Hello, identity: &str| {
+            security.may_use(identity, connection.key_to_check(hello))?;
+            let identity_served = server.effective_identity(hello, identity);
+            let slot = server.places.take(&connection.peer, &identity_served)?;
+            if hello.role == Role::Client {
+                let grant = connection.open(hello, &identity_served).await?;
+                return Ok((grant, slot));
+            }
+            // All of its handshake is over but the end, for which it waits as long as it takes until a client comes.
+            permit = None;
+            if let Some(connection) = &security.connection {
+                connection.prove(generation, identity);
+            }
+            keep_alive.start(server.options.keep_alive);
+            tokio::select! {
+                handover = server.parking.park(&hello.key) => Ok((Grant::Handover(handover?), slot)),
+                () = connection.mailbox.told(GO_AWAY) => {
+                    Err(RpcError::new(ErrorKind::Draining, "the relay is going away"))
+                }
+            }
+        };
+        let agreed = accept_handshake(&mut channel, handshake, &keep_alive, open).await;
+        drop(permit);
+        let peer = &connection.peer;
+        match agreed {
+            Ok((negotiated, input, (grant, slot))) => {
+                if let Some(connection) = &channel.security().connection {
+                    connection.prove(generation, &negotiated.identity);
+                }
+                let (identity, agent) = (&negotiated.identity, &negotiated.theirs.agent);
+                tracing::debug!(peer, identity, agent, "session opened");
+                Ok(Admitted { connection, channel, negotiated, input, grant, slot })
+            }
+            Err(error) => {
+                tracing::debug!(peer, %error, "no session");
+                Err(Refusal { reason: error.kind(), told: Some(channel) })
+            }
+        }
+    }
+
+    /// Returns the server's side of the handshake. `generation` counts the changes of `access`.
+    fn handshake(&self, generation: u64, access: &Access) -> Handshake {
+        let options = &self.connection.server.options;
+        let mut hello = Hello::new(Role::Server);
+        hello.key.clone_from(&self.connection.key);
+        hello.relay = options.relay;
+        hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
+        options.limits.apply(&mut hello);
+        let identities = of_acceptor(access, generation, self.channel.security());
         let now = Instant::now();
-        loop {
-            let session = &self.session;
-            let mut place = |lane, to: &rpc_core::TensorRef, offset, len| {
-                session.as_ref().and_then(|session| session.write_in_place(lane, to, offset, len))
-            };
-            // Each message is acted on before the next one is looked at: a write in place needs to know what is before it.
-            let more = self.endpoint.handle_input(&mut self.read.buffer, now, &mut place)?;
-            self.act_on_events();
-            if !more {
-                return Ok(());
-            }
+        let timeout = self.deadline.saturating_duration_since(now);
+        let handshake = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
+        if options.relay { handshake.take_servers() } else { handshake }
+    }
+}
+
+impl Connection {
+    /// Returns the key that the client has to be allowed to use. Empty for none.
+    fn key_to_check<'a>(&'a self, hello: &'a Hello) -> &'a str {
+        if hello.tunnel {
+            // The key of the server at the end of a tunnel is not known here.
+            return "";
         }
+        // For another server it is the key that the client asks for: that server makes sure that it has it.
+        if self.server.options.relay || !hello.forward.is_empty() { &hello.key } else { &self.key }
     }
 
-    /// Whether there was anything to do.
-    fn act_on_events(&mut self) -> bool {
-        let mut acted = false;
-        while let Some(event) = self.endpoint.poll_event() {
-            self.act(event);
-            acted = true;
+    /// Opens what a client asks for.
+    async fn open(&self, hello: &Hello, identity: &str) -> Result<Grant, RpcError> {
+        let server = &self.server;
+        if server.draining.load(Ordering::Acquire) {
+            return Err(RpcError::new(ErrorKind::Draining, "the server is going away and takes no new sessions"));
         }
-        acted
+        if hello.tunnel {
+            return server.open_tunnel(hello).await.map(Grant::Tunnel);
+        }
+        if !hello.forward.is_empty() {
+            return server.open_next(hello, identity).await.map(Grant::Session);
+        }
+        if server.options.relay {
+            return server.parking.claim(&hello.key).await.map(Grant::ParkedServer);
+        }
+        let named = |name: &String| (!name.is_empty()).then(|| name.clone());
+        let request = OpenRequest {
+            peer: self.peer.clone(),
+            identity: identity.to_owned(),
+            key: named(&hello.key),
+            workspace: named(&hello.workspace),
+            ticket: named(&hello.ticket),
+            onward: Onward::new(server.this.clone(), &hello.path, identity),
+        };
+        server.factory.open(&request).await.map(Grant::Session)
     }
+}
 
-    /// Ends the session if it has lasted or idled for too long. `Err` if nothing can be said to the client.
-    fn poll_patience(&mut self, cx: &mut Context<'_>) -> Result<(), RpcError> {
-        if self.patience.idle_timeout.is_some() {
-            match self.endpoint.is_idle() {
-                true => _ = self.patience.idle_since.get_or_insert_with(Instant::now),
-                false => self.patience.idle_since = None,
+impl Admitted {
+    /// Gives the client what it was granted. Returns `None` if that is not a session, when it has ended.
+    async fn serve(self) -> Option<Serving> {
+        let Self { connection, mut channel, negotiated, input, grant, slot } = self;
+        let Connection { server, peer, mailbox, registered, .. } = connection;
+        let session = match grant {
+            Grant::Session(session) => session,
+            Grant::Tunnel(to) => {
+                server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                return None;
             }
-        }
-        self.patience.waits_to_read(self.endpoint.is_receiving() || !self.read.buffer.is_empty());
-        self.patience.held_back = self.endpoint.held_back().map(|id| match self.patience.held_back {
-            Some((before, since)) if before == id => (id, since),
-            _ => (id, Instant::now()),
-        });
-        while let Some(now) = self.patience_alarm.poll(self.patience.ends(), cx) {
-            if let Some(error) = self.patience.is_stuck(now) {
-                return Err(error);
+            Grant::ParkedServer(parked) => {
+                let Parked { channel: to, input: early, _place, _registered } = parked;
+                // A parked server that spoke before it was spoken to breaks the protocol.
+                if early.is_empty() {
+                    server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                }
+                return None;
             }
-            if let Some(error) = self.patience.is_over(now) {
-                // Said once. From here on only the client's reading may take time.
-                (self.patience.expires, self.patience.idle_timeout) = (None, None);
-                self.close(error);
+            Grant::Handover(handover) => {
+                // If the client has gone, the server finds out by the end of its channel.
+                let parked = Parked { channel, input, _place: slot, _registered: registered };
+                let _ = handover.send(parked);
+                return None;
             }
-        }
-        Ok(())
+        };
+        registered.served.store(true, Ordering::Relaxed);
+        let parts = SessionParts { session, mailbox, queued: server.queued.clone(), registered };
+        let task = SessionTask::new(channel, &negotiated, input, parts, &server.options);
+        Some(Serving { peer, task, _slot: slot })
     }
+}
 
-    /// Gives everything up. What still runs goes on without anybody waiting for it.
-    fn end(&mut self) {
-        for (_, canceller) in self.working.drain() {
-            canceller.abandon();
+impl Serving {
+    /// Serves the session to its end.
+    async fn run(&mut self) {
+        let peer = &self.peer;
+        let reason = (&mut self.task).await;
+        match reason.kind() {
+            ErrorKind::Protocol => tracing::warn!(peer, %reason, "a client broke the protocol"),
+            ErrorKind::LimitExceeded => tracing::warn!(peer, %reason, "a client went over a limit"),
+            _ => tracing::debug!(peer, %reason, "session ended"),
         }
-        if let Some(watch) = self.watch.take() {
-            watch.abandon();
-        }
-        if let Some(session) = self.session.take() {
-            // Freeing may take long: memory is unmapped, folders are removed.
-            let remains = (session, self.registered.take());
-            match tokio::runtime::Handle::try_current() {
-                Ok(runtime) => drop(runtime.spawn_blocking(move || drop(remains))),
-                Err(_) => drop(remains),
-            }
+        if self.task.last_message_sent {
+            drain_and_close(&mut *self.task.io).await;
         }
     }
 }
 
-impl Future for Connection {
-    type Output = RpcError;
+/// Time for which a client may take to read the last message.
+pub(super) const LINGER: Duration = Duration::from_secs(1);
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<RpcError> {
-        let this = &mut *self;
-        loop {
-            this.mailbox.register(cx.waker());
-            this.take_mail();
-            // Until the alarm is set to the next time: nothing else may wake this task.
-            while let Some(now) = this.alarm.poll(Some(this.endpoint.poll_timeout()), cx) {
-                if let Err(error) = this.endpoint.handle_timeout(now) {
-                    this.end();
-                    return Poll::Ready(error);
-                }
-            }
-            if let Err(error) = this.poll_output(cx) {
-                this.end();
-                let reason = this.closing.take();
-                return Poll::Ready(
-                    reason.unwrap_or_else(|| {
-                        RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
-                    }),
-                );
-            }
-            // Requests that waited for replies to leave.
-            if this.act_on_events() {
-                continue;
-            }
-            if this.going_away && this.closing.is_none() && this.endpoint.is_drained() {
-                this.close_in_order(RpcError::new(ErrorKind::Closed, "the server has gone away"));
-                continue;
-            }
-            if this.closing.is_some() && this.endpoint.is_flushed() && this.flush.is_done() {
-                this.end();
-                this.said_all = true;
-                let reason = this.closing.take();
-                return Poll::Ready(reason.unwrap_or_else(|| RpcError::internal("closed without a reason")));
-            }
-            let was_open = this.closing.is_none();
-            if let Err(error) = this.poll_patience(cx) {
-                this.end();
-                return Poll::Ready(this.closing.take().unwrap_or(error));
-            }
-            if was_open && this.closing.is_some() {
-                continue;
-            }
-            match this.poll_input(cx) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(error)) if error.kind() == ErrorKind::Protocol => {
-                    // Nothing more is understood of this peer, but it is told why.
-                    this.close(error.clone());
-                    let _ = this.poll_output(cx);
-                    this.end();
-                    this.said_all = true;
-                    return Poll::Ready(error);
-                }
-                Poll::Ready(Err(error)) => {
-                    this.end();
-                    return Poll::Ready(this.closing.take().unwrap_or(error));
-                }
-            }
-        }
-    }
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        self.end();
-    }
+/// Ends the outgoing direction, and waits for the client to end the other one. A channel that is closed while input waits to
+/// be read is reset, and what the client has not received by then is lost.
+async fn drain_and_close(io: &mut dyn ChannelIo) {
+    let close = async {
+        io.shutdown().await?;
+        let mut discarded = [0; 4096];
+        while io.read(&mut discarded).await? > 0 {}
+        io::Result::Ok(())
+    };
+    // Nothing is left to be done for a channel that broke.
+    let _ = tokio::time::timeout(LINGER, close).await;
 }

@@ -51,7 +51,7 @@ impl Shared {
     }
 
     /// Opens the channel that a client's tunnel will lead to.
-    pub(super) async fn open_way(&self, hello: &Hello) -> Result<Channel, RpcError> {
+    pub(super) async fn open_tunnel(&self, hello: &Hello) -> Result<Channel, RpcError> {
         let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
         if self.options.forward_policy.is_some() {
             let text = "this server makes no tunnels: it limits what may be done through it (--forward-functions)";
@@ -135,8 +135,8 @@ impl Shared {
         self.onward.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whom the session is for: the client itself, or, if it is a hop that is believed, whom that says.
-    pub(super) fn on_whose_behalf(&self, hello: &Hello, identity: &str) -> String {
+    /// Returns the effective identity: the client's own, or the one that a trusted proxy asserts.
+    pub(super) fn effective_identity(&self, hello: &Hello, identity: &str) -> String {
         let trusted = identity != ANONYMOUS && self.options.trust_proxy.iter().any(|name| name == identity);
         let named = !hello.on_behalf.is_empty() && hello.on_behalf.len() <= MAX_NAME;
         if trusted && named { hello.on_behalf.clone() } else { identity.to_owned() }

@@ -12,8 +12,8 @@ use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, Spawner};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
-use super::accept::{LINGER, serve_connection};
 use super::admission::Places;
+use super::connection::{Accepted, Connection, LINGER};
 use super::mailbox::{GO_AWAY, Mailbox, STOP};
 use super::options::{ServeOptions, SessionFactory};
 use super::relay::{Parked, Parking};
@@ -136,15 +136,17 @@ impl Server {
     /// As [`serve_channel`](Self::serve_channel), by the name of `key` if there is one; the task ends with the session, and says
     /// whether there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
-        let handshake = self.0.handshakes.begin(machine_of(channel.peer()), channel.beneath());
+        let permit = self.0.handshakes.begin(machine_of(channel.peer()), channel.beneath());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());
-        let shared = self.0.clone();
+        let server = self.0.clone();
         tokio::spawn(async move {
-            let registered = Arc::new(Registered { shared: shared.clone(), id, served: AtomicBool::new(false) });
-            let key = key.unwrap_or_else(|| shared.options.key.clone());
-            serve_connection(&shared, channel, key, mailbox, handshake, registered.clone()).await;
+            let registered = Arc::new(Registered { shared: server.clone(), id, served: AtomicBool::new(false) });
+            let key = key.unwrap_or_else(|| server.options.key.clone());
+            let peer = channel.peer().to_owned();
+            let connection = Connection { server, peer, key, mailbox, registered: registered.clone() };
+            Accepted { connection, channel, permit }.run().await;
             registered.served.load(Ordering::Relaxed)
         })
     }

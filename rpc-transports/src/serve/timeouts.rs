@@ -1,4 +1,4 @@
-//! How long a server waits for a client that could draw things out for ever.
+//! Timeouts of a served session, against clients that could draw things out for ever.
 
 use std::time::{Duration, Instant};
 
@@ -6,36 +6,38 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::ServeOptions;
 
-/// How long things may take that a client can draw out.
-pub(super) struct Patience {
-    /// When the session has lasted long enough.
+/// Timeouts of one session: its duration, its idle time, and stalls of the client.
+pub(super) struct StallTimeouts {
+    /// End of the longest duration of the session.
     pub(super) expires: Option<Instant>,
+    /// Longest time without a request.
     pub(super) idle_timeout: Option<Duration>,
     write_timeout: Duration,
     min_rate: u64,
-    /// Since when there was nothing to do; `None` while there is.
+    /// Time since which there has been nothing to do. `None` while there is.
     pub(super) idle_since: Option<Instant>,
-    /// Since when the client has taken nothing of what there is to be written; `None` if all is written.
+    /// Time since which the client has taken none of the pending output. `None` if all is written.
     stalled_since: Option<Instant>,
-    /// A reply that waits for the client's leave although nothing else is on the way, and since when.
+    /// Reply that waits for the client's credit although nothing else is on the way, and since when.
     pub(super) held_back: Option<(u64, Instant)>,
-    /// What the client sends while a message of it is incomplete.
-    incoming: Option<Pace>,
-    /// What the client takes while something waits for it.
-    outgoing: Option<Pace>,
+    /// Throughput of what the client sends, while a message of it is incomplete.
+    incoming: Option<Throughput>,
+    /// Throughput of what the client takes, while output is pending.
+    outgoing: Option<Throughput>,
 }
 
-/// What has moved since a time.
+/// Bytes that have moved since a time.
 #[derive(Clone, Copy)]
-struct Pace {
+struct Throughput {
     since: Instant,
-    moved: u64,
+    bytes: u64,
 }
 
-impl Patience {
+impl StallTimeouts {
+    /// Timeouts of a session that begins at `now`.
     pub(super) fn new(options: &ServeOptions, now: Instant) -> Self {
         Self {
-            // A time that cannot be told is never.
+            // A time that the clock cannot express is never.
             expires: options.session_duration.and_then(|duration| now.checked_add(duration)),
             idle_timeout: options.idle_timeout,
             write_timeout: options.write_timeout,
@@ -48,75 +50,78 @@ impl Patience {
         }
     }
 
-    /// The client has taken `count` bytes.
-    pub(super) fn written(&mut self, count: usize) {
+    /// Takes note that the client has taken `count` bytes.
+    pub(super) fn wrote(&mut self, count: usize) {
         self.stalled_since = None;
-        if let Some(pace) = &mut self.outgoing {
-            pace.moved += count as u64;
+        if let Some(outgoing) = &mut self.outgoing {
+            outgoing.bytes += count as u64;
         }
     }
 
-    /// Whether something waits for the client to take it.
-    pub(super) fn waits_to_write(&mut self, waits: bool) {
-        if waits {
+    /// Takes note of whether output is pending that the client has to take.
+    pub(super) fn set_writing(&mut self, is_writing: bool) {
+        if is_writing {
             self.stalled_since.get_or_insert_with(Instant::now);
-            self.outgoing.get_or_insert_with(Pace::start);
+            self.outgoing.get_or_insert_with(Throughput::start);
         } else {
             (self.stalled_since, self.outgoing) = (None, None);
         }
     }
 
-    /// The client has sent `count` bytes.
-    pub(super) fn read(&mut self, count: usize) {
-        if let Some(pace) = &mut self.incoming {
-            pace.moved += count as u64;
+    /// Takes note that the client has sent `count` bytes.
+    pub(super) fn received(&mut self, count: usize) {
+        if let Some(incoming) = &mut self.incoming {
+            incoming.bytes += count as u64;
         }
     }
 
-    /// Whether the client has begun a message and not finished it.
-    pub(super) fn waits_to_read(&mut self, waits: bool) {
-        if waits {
-            self.incoming.get_or_insert_with(Pace::start);
+    /// Takes note of whether the client has begun a message and not finished it.
+    pub(super) fn set_receiving(&mut self, is_receiving: bool) {
+        if is_receiving {
+            self.incoming.get_or_insert_with(Throughput::start);
         } else {
             self.incoming = None;
         }
     }
 
-    /// Since when the client has done nothing that it owes.
+    /// Returns the time since which the client has done nothing that it owes.
     fn stuck_since(&self) -> Option<Instant> {
         self.stalled_since.or(self.held_back.map(|(_, since)| since))
     }
 
-    /// When to look again.
-    pub(super) fn ends(&self) -> Option<Instant> {
+    /// Returns when the timeouts have to be checked again.
+    pub(super) fn next(&self) -> Option<Instant> {
         let idle = self.idle_since.zip(self.idle_timeout).and_then(|(since, limit)| since.checked_add(limit));
         let stuck = self.stuck_since().and_then(|since| since.checked_add(self.write_timeout));
-        let pace = |pace: Option<Pace>| pace.and_then(|pace| pace.since.checked_add(self.write_timeout));
-        [self.expires, idle, stuck, pace(self.incoming), pace(self.outgoing)].into_iter().flatten().min()
+        let window = |throughput: Option<Throughput>| {
+            throughput.and_then(|throughput| throughput.since.checked_add(self.write_timeout))
+        };
+        [self.expires, idle, stuck, window(self.incoming), window(self.outgoing)].into_iter().flatten().min()
     }
 
-    /// Whether the client is stuck, or as good as: nothing can be said to it.
-    pub(super) fn is_stuck(&mut self, now: Instant) -> Option<RpcError> {
+    /// Returns an error if the client has stalled, or is too slow. Then nothing can be sent to it.
+    pub(super) fn check_stall(&mut self, now: Instant) -> Option<RpcError> {
         let limit = self.write_timeout;
         if self.stuck_since().is_some_and(|since| now.saturating_duration_since(since) >= limit) {
             let text = format!("write_timeout is {limit:?}, and the client has taken nothing for as long");
             return Some(RpcError::new(ErrorKind::LimitExceeded, text));
         }
         let due = (u128::from(self.min_rate) * limit.as_millis() / 1000).min(u64::MAX.into()) as u64;
-        for (pace, verb) in [(&mut self.incoming, "sent"), (&mut self.outgoing, "taken")] {
-            let Some(over) = pace.filter(|pace| now.saturating_duration_since(pace.since) >= limit) else { continue };
-            if over.moved < due {
-                let (rate, moved) = (self.min_rate, over.moved);
-                let text = format!("min_rate is {rate} B/s, and the client has {verb} {moved} bytes in {limit:?}");
+        for (throughput, verb) in [(&mut self.incoming, "sent"), (&mut self.outgoing, "taken")] {
+            let window = throughput.filter(|throughput| now.saturating_duration_since(throughput.since) >= limit);
+            let Some(Throughput { bytes, .. }) = window else { continue };
+            if bytes < due {
+                let rate = self.min_rate;
+                let text = format!("min_rate is {rate} B/s, and the client has {verb} {bytes} bytes in {limit:?}");
                 return Some(RpcError::new(ErrorKind::LimitExceeded, text));
             }
-            *pace = Some(Pace { since: now, moved: 0 });
+            *throughput = Some(Throughput { since: now, bytes: 0 });
         }
         None
     }
 
-    /// Why the session is over, if it is.
-    pub(super) fn is_over(&self, now: Instant) -> Option<RpcError> {
+    /// Returns an error if the session has lasted or idled for too long. The client can be told.
+    pub(super) fn check_session(&self, now: Instant) -> Option<RpcError> {
         let timeout = |text: String| Some(RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true));
         if self.expires.is_some_and(|expires| now >= expires) {
             return timeout("session_duration is over: the server lets no session last longer".to_owned());
@@ -129,9 +134,9 @@ impl Patience {
     }
 }
 
-impl Pace {
+impl Throughput {
     fn start() -> Self {
-        Self { since: Instant::now(), moved: 0 }
+        Self { since: Instant::now(), bytes: 0 }
     }
 }
 
@@ -139,40 +144,40 @@ impl Pace {
 mod tests {
     use super::*;
 
-    fn patience(now: Instant) -> Patience {
+    fn timeouts(now: Instant) -> StallTimeouts {
         let options = ServeOptions { write_timeout: Duration::from_secs(60), min_rate: 10, ..ServeOptions::default() };
-        Patience::new(&options, now)
+        StallTimeouts::new(&options, now)
     }
 
     #[test]
     fn a_message_that_trickles_in_is_cut_off_and_a_slow_one_is_not() {
         let start = Instant::now();
-        let mut patience = patience(start);
-        patience.waits_to_read(true);
-        patience.read(600);
-        let window = patience.ends().unwrap();
-        assert!(patience.is_stuck(window).is_none(), "600 bytes in 60 s are 10 B/s");
-        patience.read(599);
-        let next = patience.ends().unwrap();
-        assert!(patience.is_stuck(next - Duration::from_millis(1)).is_none(), "the time is not over");
-        let error = patience.is_stuck(next).unwrap();
+        let mut timeouts = timeouts(start);
+        timeouts.set_receiving(true);
+        timeouts.received(600);
+        let window = timeouts.next().unwrap();
+        assert!(timeouts.check_stall(window).is_none(), "600 bytes in 60 s are 10 B/s");
+        timeouts.received(599);
+        let next = timeouts.next().unwrap();
+        assert!(timeouts.check_stall(next - Duration::from_millis(1)).is_none(), "the time is not over");
+        let error = timeouts.check_stall(next).unwrap();
         assert_eq!(error.kind(), ErrorKind::LimitExceeded);
         assert!(error.message().contains("min_rate is 10 B/s, and the client has sent 599 bytes"), "{error}");
         // A message that is complete by then owes nothing.
-        patience.waits_to_read(false);
-        assert!(patience.ends().is_none() && patience.is_stuck(next).is_none());
+        timeouts.set_receiving(false);
+        assert!(timeouts.next().is_none() && timeouts.check_stall(next).is_none());
     }
 
     #[test]
     fn a_client_that_takes_a_byte_now_and_then_is_cut_off() {
         let start = Instant::now();
-        let mut patience = patience(start);
-        patience.waits_to_write(true);
-        patience.written(1);
-        let window = patience.ends().unwrap();
-        let error = patience.is_stuck(window).unwrap();
+        let mut timeouts = timeouts(start);
+        timeouts.set_writing(true);
+        timeouts.wrote(1);
+        let window = timeouts.next().unwrap();
+        let error = timeouts.check_stall(window).unwrap();
         assert!(error.message().contains("the client has taken 1 bytes"), "{error}");
-        patience.waits_to_write(false);
-        assert!(patience.ends().is_none());
+        timeouts.set_writing(false);
+        assert!(timeouts.next().is_none());
     }
 }

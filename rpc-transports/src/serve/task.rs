@@ -1,0 +1,376 @@
+//! The task of one served session.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use bytes::BytesMut;
+use rpc_core::proto::{LinkConfig, Negotiated, ServerEndpoint, ServerEvent};
+use rpc_core::reply::{Canceller, Outcome, ReplySink};
+use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
+
+use super::ServeOptions;
+use super::mailbox::{EndOfSession, GO_AWAY, Mailbox, STOP};
+use super::server::Registered;
+use super::timeouts::StallTimeouts;
+use crate::channel::{Channel, ChannelGuard, ChannelIo};
+use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
+
+/// Number of replies for which memory is kept between two batches: an idle session should be small.
+const KEPT_REPLIES: usize = 8;
+
+/// Task that moves bytes between channel and endpoint, and requests and replies between endpoint and session. Resolves to the
+/// reason why the session has ended.
+pub(super) struct SessionTask {
+    endpoint: ServerEndpoint,
+    session: Option<SharedSession>,
+    mailbox: Arc<Mailbox>,
+    pub(super) io: Box<dyn ChannelIo>,
+    read: ReadAhead,
+    alarm: Alarm,
+    flush: Flush,
+    /// Requests that the session is working on.
+    in_progress: HashMap<u64, Canceller>,
+    /// Replies on their way from the mailbox. Empty between two batches, and kept for its memory.
+    replies: Vec<(u64, Outcome)>,
+    /// Subscription to the end of the session, which is delivered to the mailbox.
+    end_watch: Option<Canceller>,
+    timeouts: StallTimeouts,
+    /// Alarm for `timeouts`.
+    timeouts_alarm: Alarm,
+    is_going_away: bool,
+    /// Reason for which the session ends as soon as all output has been written.
+    closing: Option<RpcError>,
+    /// True once the client was sent a last message, which it may not have received yet.
+    pub(super) last_message_sent: bool,
+    registered: Option<Arc<Registered>>,
+    /// Keeps alive what the channel needs, such as a child process.
+    _guard: Option<ChannelGuard>,
+}
+
+/// What the task serves.
+pub(super) struct SessionParts {
+    pub(super) session: SharedSession,
+    pub(super) mailbox: Arc<Mailbox>,
+    /// Bytes that all sessions of the server may have queued.
+    pub(super) queued: Arc<MemoryQuota>,
+    pub(super) registered: Arc<Registered>,
+}
+
+impl SessionTask {
+    pub(super) fn new(
+        channel: Channel,
+        negotiated: &Negotiated,
+        input: BytesMut,
+        parts: SessionParts,
+        options: &ServeOptions,
+    ) -> Self {
+        let SessionParts { session, mailbox, queued, registered } = parts;
+        let now = Instant::now();
+        let (io, _, guard) = channel.into_parts();
+        let config = LinkConfig { keep_alive: options.keep_alive };
+        let end_watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
+        Self {
+            endpoint: ServerEndpoint::new(negotiated, config, now).with_quota(queued),
+            replies: Vec::new(),
+            end_watch: Some(end_watch),
+            session: Some(session),
+            mailbox,
+            io,
+            read: ReadAhead::new(input),
+            alarm: Alarm::new(),
+            flush: Flush::default(),
+            timeouts: StallTimeouts::new(options, now),
+            timeouts_alarm: Alarm::new(),
+            in_progress: HashMap::new(),
+            is_going_away: false,
+            closing: None,
+            last_message_sent: false,
+            registered: Some(registered),
+            _guard: guard,
+        }
+    }
+
+    /// Ends the session because of `error`, and tells the client.
+    fn close(&mut self, error: RpcError) {
+        if self.closing.is_none() {
+            self.endpoint.close(Some(&error));
+            self.closing = Some(error);
+        }
+    }
+
+    /// Ends the session in good order, as agreed with the client.
+    fn close_in_order(&mut self, reason: RpcError) {
+        if self.closing.is_none() {
+            self.endpoint.close(None);
+            self.closing = Some(reason);
+        }
+    }
+
+    /// Handles what others have left in the mailbox.
+    fn take_mail(&mut self) {
+        // Taken first: replies that came before the end are in the mailbox by then, and are sent before it.
+        let end = self.mailbox.take_end();
+        let mut replies = std::mem::take(&mut self.replies);
+        self.mailbox.take_replies(&mut replies);
+        for (id, outcome) in replies.drain(..) {
+            self.in_progress.remove(&id);
+            self.reply(id, outcome);
+        }
+        if replies.capacity() <= KEPT_REPLIES {
+            self.replies = replies;
+        }
+        if let Some(error) = end {
+            self.close(error);
+        }
+        match self.mailbox.commanded() {
+            STOP => self.close(RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true)),
+            GO_AWAY if !self.is_going_away => {
+                self.is_going_away = true;
+                let reason = RpcError::new(ErrorKind::Draining, "the server is going away and takes no new requests");
+                self.endpoint.go_away(&reason);
+            }
+            _ => {}
+        }
+    }
+
+    fn reply(&mut self, id: u64, outcome: Outcome) {
+        if let Some(rejected) = self.endpoint.reply(id, outcome)
+            && let Some(session) = &self.session
+        {
+            rpc_core::session::release(session, &rejected);
+        }
+    }
+
+    fn act(&mut self, event: ServerEvent) {
+        let Some(session) = &self.session else { return };
+        self.timeouts.idle_since = None;
+        match event {
+            ServerEvent::Request { id, request } => match session.submit(request).try_ready() {
+                Ok(outcome) => self.reply(id, outcome),
+                Err(submission) => {
+                    let sink: Arc<dyn ReplySink> = self.mailbox.clone();
+                    let canceller = submission.reply().deliver_to(sink, id);
+                    self.in_progress.insert(id, canceller);
+                }
+            },
+            ServerEvent::Written { id, write } => {
+                // The lane goes on with its next request.
+                drop(write);
+                self.reply(id, Ok(Value::Null));
+            }
+            ServerEvent::Cancel { id } => {
+                if let Some(canceller) = self.in_progress.get(&id) {
+                    canceller.cancel();
+                }
+            }
+            ServerEvent::Release { handles } => {
+                session.submit(Request::new(Operation::Release { handles })).reply().detach();
+            }
+            ServerEvent::Close => {
+                self.close_in_order(RpcError::new(ErrorKind::Closed, "the client closed the session"));
+            }
+        }
+    }
+
+    fn poll_output(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        loop {
+            self.endpoint.stage();
+            let mut slices = [IoSlice::new(&[]); SLICES];
+            let count = self.endpoint.slices(&mut slices);
+            if count == 0 {
+                self.flush.poll(&mut *self.io, cx)?;
+                self.timeouts.set_writing(!self.flush.is_done());
+                return Ok(());
+            }
+            match poll_write(&mut *self.io, &slices[..count], cx) {
+                Poll::Pending => {
+                    self.timeouts.set_writing(true);
+                    return Ok(());
+                }
+                Poll::Ready(Ok(written)) => {
+                    self.timeouts.wrote(written);
+                    self.flush.want();
+                    self.endpoint.advance(written, Instant::now());
+                }
+                Poll::Ready(Err(error)) => return Err(error),
+            }
+        }
+    }
+
+    /// Reads once, and acts on complete messages. `Err` is the end of the session.
+    fn poll_input(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), RpcError>> {
+        let read = match self.endpoint.bulk_target() {
+            Some(target) => match self.read.poll_into(&mut *self.io, target, cx) {
+                Poll::Ready(Ok(count)) if count > 0 => {
+                    self.timeouts.idle_since = None;
+                    self.timeouts.received(count);
+                    if let Err(error) = self.endpoint.bulk_filled(count, Instant::now()) {
+                        return Poll::Ready(Err(error));
+                    }
+                    self.act_on_events();
+                    return Poll::Ready(Ok(()));
+                }
+                other => other,
+            },
+            None => self.read.poll_more(&mut *self.io, cx),
+        };
+        match read {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(Ok(0)) => Poll::Ready(Err(self.endpoint.end_of_stream(self.read.buffer.len()))),
+            Poll::Ready(Ok(count)) => {
+                self.timeouts.received(count);
+                Poll::Ready(self.handle_input())
+            }
+            Poll::Ready(Err(error)) => {
+                Poll::Ready(Err(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))))
+            }
+        }
+    }
+
+    fn handle_input(&mut self) -> Result<(), RpcError> {
+        let now = Instant::now();
+        loop {
+            let session = &self.session;
+            let mut place = |lane, to: &rpc_core::TensorRef, offset, len| {
+                session.as_ref().and_then(|session| session.write_in_place(lane, to, offset, len))
+            };
+            // Each message is acted on before the next one is parsed: a write in place depends on those before it.
+            let more = self.endpoint.handle_input(&mut self.read.buffer, now, &mut place)?;
+            self.act_on_events();
+            if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Acts on the endpoint's events. Returns true if there were any.
+    fn act_on_events(&mut self) -> bool {
+        let mut acted = false;
+        while let Some(event) = self.endpoint.poll_event() {
+            self.act(event);
+            acted = true;
+        }
+        acted
+    }
+
+    /// Ends the session if one of its timeouts is over. `Err` if nothing can be sent to the client.
+    fn poll_timeouts(&mut self, cx: &mut Context<'_>) -> Result<(), RpcError> {
+        if self.timeouts.idle_timeout.is_some() {
+            match self.endpoint.is_idle() {
+                true => _ = self.timeouts.idle_since.get_or_insert_with(Instant::now),
+                false => self.timeouts.idle_since = None,
+            }
+        }
+        self.timeouts.set_receiving(self.endpoint.is_receiving() || !self.read.buffer.is_empty());
+        self.timeouts.held_back = self.endpoint.held_back().map(|id| match self.timeouts.held_back {
+            Some((before, since)) if before == id => (id, since),
+            _ => (id, Instant::now()),
+        });
+        while let Some(now) = self.timeouts_alarm.poll(self.timeouts.next(), cx) {
+            if let Some(error) = self.timeouts.check_stall(now) {
+                return Err(error);
+            }
+            if let Some(error) = self.timeouts.check_session(now) {
+                // These timeouts have done their work. From here on only the client's reading may take time.
+                (self.timeouts.expires, self.timeouts.idle_timeout) = (None, None);
+                self.close(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives everything up. Functions that still run go on, and their results are discarded.
+    fn end(&mut self) {
+        for (_, canceller) in self.in_progress.drain() {
+            canceller.abandon();
+        }
+        if let Some(watch) = self.end_watch.take() {
+            watch.abandon();
+        }
+        if let Some(session) = self.session.take() {
+            // Freeing may take long: it unmaps memory and removes folders.
+            let remains = (session, self.registered.take());
+            match tokio::runtime::Handle::try_current() {
+                Ok(runtime) => drop(runtime.spawn_blocking(move || drop(remains))),
+                Err(_) => drop(remains),
+            }
+        }
+    }
+}
+
+impl Future for SessionTask {
+    type Output = RpcError;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<RpcError> {
+        let this = &mut *self;
+        loop {
+            this.mailbox.register(cx.waker());
+            this.take_mail();
+            // Until the alarm is set to the next timeout, which nothing else would wake this task for.
+            while let Some(now) = this.alarm.poll(Some(this.endpoint.poll_timeout()), cx) {
+                if let Err(error) = this.endpoint.handle_timeout(now) {
+                    this.end();
+                    return Poll::Ready(error);
+                }
+            }
+            if let Err(error) = this.poll_output(cx) {
+                this.end();
+                let reason = this.closing.take();
+                return Poll::Ready(
+                    reason.unwrap_or_else(|| {
+                        RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
+                    }),
+                );
+            }
+            // Requests may have waited for replies to be written.
+            if this.act_on_events() {
+                continue;
+            }
+            if this.is_going_away && this.closing.is_none() && this.endpoint.is_drained() {
+                this.close_in_order(RpcError::new(ErrorKind::Closed, "the server has gone away"));
+                continue;
+            }
+            if this.closing.is_some() && this.endpoint.is_flushed() && this.flush.is_done() {
+                this.end();
+                this.last_message_sent = true;
+                let reason = this.closing.take();
+                return Poll::Ready(reason.unwrap_or_else(|| RpcError::internal("closed without a reason")));
+            }
+            let was_open = this.closing.is_none();
+            if let Err(error) = this.poll_timeouts(cx) {
+                this.end();
+                return Poll::Ready(this.closing.take().unwrap_or(error));
+            }
+            if was_open && this.closing.is_some() {
+                continue;
+            }
+            match this.poll_input(cx) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(error)) if error.kind() == ErrorKind::Protocol => {
+                    // No more input of this peer can be understood, but it is told why.
+                    this.close(error.clone());
+                    let _ = this.poll_output(cx);
+                    this.end();
+                    this.last_message_sent = true;
+                    return Poll::Ready(error);
+                }
+                Poll::Ready(Err(error)) => {
+                    this.end();
+                    return Poll::Ready(this.closing.take().unwrap_or(error));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for SessionTask {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
