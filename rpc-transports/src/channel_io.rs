@@ -1,4 +1,4 @@
-//! What the drivers of both sides share: reading ahead, writing, waking up in time.
+//! Input and output that the tasks of clients and servers share: reading ahead, vectored writes, flushing and timers.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -12,21 +12,21 @@ use tokio::time::Sleep;
 
 use crate::channel::ChannelIo;
 
-/// How many slices one vectored write takes.
+/// Number of slices that one vectored write takes.
 pub(crate) const SLICES: usize = 32;
 
-/// A read asks for this much at first: an idle session should be small.
+/// Size of a first read: an idle session should be small.
 const READ_MIN: usize = 4 << 10;
 
-/// And for this much when small messages come in numbers.
+/// Size of a read when small messages come in large numbers.
 pub(crate) const READ_MAX: usize = 64 << 10;
 
-/// The buffer between channel and endpoint.
+/// Buffer between channel and endpoint.
 #[derive(Debug)]
 pub(crate) struct ReadAhead {
     pub(crate) buffer: BytesMut,
     size: usize,
-    /// The buffer came with bytes that the endpoint has not seen: no reading before those.
+    /// True if the buffer began with bytes that the endpoint has not seen: they come before any read.
     unseen: bool,
 }
 
@@ -35,7 +35,7 @@ impl ReadAhead {
         Self { unseen: !buffer.is_empty(), buffer, size: READ_MIN }
     }
 
-    /// Reads more into the buffer; 0 is the end of the stream.
+    /// Reads more into the buffer. 0 is the end of the stream.
     pub(crate) fn poll_more(&mut self, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         if std::mem::take(&mut self.unseen) {
             return Poll::Ready(Ok(self.buffer.len()));
@@ -47,7 +47,7 @@ impl ReadAhead {
         match outcome {
             Poll::Pending => {
                 if self.buffer.is_empty() && self.size > READ_MIN {
-                    // Idle: give the large buffer back.
+                    // The channel is idle, and the large buffer is freed.
                     self.size = READ_MIN;
                     self.buffer = BytesMut::new();
                 }
@@ -63,14 +63,14 @@ impl ReadAhead {
         }
     }
 
-    /// Reads straight into `target`; 0 is the end of the stream.
+    /// Reads straight into `target`. 0 is the end of the stream.
     pub(crate) fn poll_into(
         &mut self,
         mut io: &mut dyn ChannelIo,
         target: &mut [u8],
         cx: &mut Context<'_>,
     ) -> Poll<io::Result<usize>> {
-        // Behind bulk comes a header, and then more bulk: little of that should pass through the buffer.
+        // A header follows, and then more bulk, of which little should pass through the buffer.
         self.size = READ_MIN;
         let mut target = ReadBuf::new(target);
         ready!(Pin::new(&mut io).poll_read(cx, &mut target))?;
@@ -78,7 +78,7 @@ impl ReadAhead {
     }
 }
 
-/// Writes what the channel takes of `slices`.
+/// Writes as much of `slices` as the channel takes.
 pub(crate) fn poll_write(
     io: &mut dyn ChannelIo,
     slices: &[IoSlice<'_>],
@@ -87,31 +87,31 @@ pub(crate) fn poll_write(
     let mut io = io;
     let io = Pin::new(&mut io);
     let written = ready!(match slices {
-        // One slice, as nearly always, is cheaper for the kernel to take as such.
+        // One slice, which is the usual case, costs the kernel less this way.
         [one] => io.poll_write(cx, one),
         several => io.poll_write_vectored(cx, several),
     })?;
     Poll::Ready(if written == 0 { Err(io::ErrorKind::WriteZero.into()) } else { Ok(written) })
 }
 
-/// Sees to it that what a channel has taken leaves. TLS keeps what the socket has no room for until it is asked again.
+/// Flushes what a channel has taken. TLS keeps what the socket has no room for until it is asked again.
 #[derive(Debug, Default)]
 pub(crate) struct Flush {
     wanted: bool,
 }
 
 impl Flush {
-    /// The channel has taken something.
+    /// Takes note that the channel has taken bytes.
     pub(crate) fn want(&mut self) {
         self.wanted = true;
     }
 
-    /// Whether all that was taken has left, as far as this side can tell.
+    /// Returns true if all that was taken has left, as far as this side can tell.
     pub(crate) fn is_done(&self) -> bool {
         !self.wanted
     }
 
-    /// Goes on. If it is not done then, the task will be woken.
+    /// Goes on with flushing. The task will be woken if it is not done then.
     pub(crate) fn poll(&mut self, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> io::Result<()> {
         let mut io = io;
         if self.wanted
@@ -139,7 +139,7 @@ impl Alarm {
         Self { sleep: None, set_to: None }
     }
 
-    /// The time, if `timeout` is due. Otherwise the task will be woken when it is.
+    /// Returns the time if `timeout` is due. Otherwise the task will be woken when it is.
     pub(crate) fn poll(&mut self, timeout: Option<Instant>, cx: &mut Context<'_>) -> Option<Instant> {
         let timeout = timeout?;
         if self.set_to.is_none_or(|set_to| timeout < set_to) {
@@ -148,7 +148,7 @@ impl Alarm {
         while self.sleep.as_mut().is_some_and(|sleep| sleep.as_mut().poll(cx).is_ready()) {
             let now = Instant::now();
             if now >= timeout {
-                // Due: whoever acts on it will have a later timeout the next time.
+                // The caller handles the timeout, and has a later one the next time.
                 self.set_to = None;
                 return Some(now);
             }

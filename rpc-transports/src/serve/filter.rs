@@ -1,4 +1,4 @@
-//! A session that lets through what a policy allows.
+//! A session that lets through the requests that a policy allows.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,15 +8,18 @@ use rpc_core::{ErrorKind, Lane, Operation, Request, RpcError, RpcSession, Shared
 
 use crate::address::glob;
 
-/// Decides which requests may pass. Called for each, on tasks that serve others: it must not block. Closures do.
+/// Policy that decides which requests may pass. Implemented by closures.
+///
+/// It is called for each request, on tasks that serve other clients as well, and must not block.
 pub trait RequestPolicy: Send + Sync {
-    /// Looks whether `request` may pass.
+    /// Checks whether `request` may pass.
     ///
-    /// Handles cannot be guessed, so that a function that cannot be got by its name cannot be called.
+    /// It is enough to check how functions are looked up: handles cannot be guessed, so that a function that cannot be got by its
+    /// name cannot be called.
     ///
     /// # Errors
     ///
-    /// Why it may not. The caller is told, as the answer to the request.
+    /// The reason why it may not pass. The caller gets it as the reply to the request.
     fn check(&self, request: &Request) -> Result<(), RpcError>;
 }
 
@@ -32,13 +35,13 @@ impl<F: Fn(&Request) -> Result<(), RpcError> + Send + Sync> RequestPolicy for F 
     }
 }
 
-/// Lets functions be got by names that match one of these patterns, in which `*` stands for any text. All else passes,
-/// but for modules: what is in them is got by name as well, and has to match.
+/// Policy that lets functions be looked up by names that match one of its patterns, in which `*` stands for any text. The
+/// functions of modules are looked up by name as well, and have to match. All other requests pass.
 #[derive(Clone, Debug)]
 pub struct FunctionPatterns(Vec<String>);
 
 impl FunctionPatterns {
-    /// These patterns.
+    /// Creates the policy from its patterns.
     pub fn new(patterns: impl IntoIterator<Item = String>) -> Self {
         Self(patterns.into_iter().collect())
     }
@@ -57,14 +60,14 @@ impl RequestPolicy for FunctionPatterns {
     }
 }
 
-/// A session that passes on to another one what a [`RequestPolicy`] allows, and answers the rest itself.
+/// A session that forwards to another session what a [`RequestPolicy`] allows, and answers other requests with the policy's error.
 pub struct FilteredSession {
     next: SharedSession,
     policy: Arc<dyn RequestPolicy>,
 }
 
 impl FilteredSession {
-    /// Passes on to `next` what `policy` allows.
+    /// Forwards to `next` what `policy` allows.
     pub fn new(next: SharedSession, policy: Arc<dyn RequestPolicy>) -> Self {
         Self { next, policy }
     }
@@ -93,7 +96,7 @@ impl RpcSession for FilteredSession {
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
-        // Such a write is not seen here as a request. Policies see all.
+        // Such a write is not a request that `submit` sees, and a policy has to see all.
         let _ = (lane, to, offset, len);
         None
     }
@@ -117,7 +120,7 @@ mod tests {
         let error = session.get_function("shell").wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert!(error.message().contains("'shell'"), "{error}");
-        // What it lets through fails as it would without it.
+        // A request that passes fails as it would without the filter.
         assert_eq!(session.get_function("math.mul").wait().unwrap_err().kind(), ErrorKind::NotFound);
     }
 

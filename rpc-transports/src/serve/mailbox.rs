@@ -1,4 +1,4 @@
-//! What others leave for the task of a connection.
+//! Mailbox of a connection's task: replies, the end of the session, and commands of the server.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,23 +7,23 @@ use std::task::{Poll, Waker};
 use rpc_core::RpcError;
 use rpc_core::reply::{Outcome, ReplySink};
 
-/// Take no more requests, and end when all is answered.
+/// Command to take no more requests, and to end when all are answered.
 pub(super) const GO_AWAY: u8 = 1;
-/// End now.
+/// Command to end now.
 pub(super) const STOP: u8 = 2;
 
-/// Where others leave things for a connection's task.
+/// Mailbox of a connection's task. Any thread may leave something; the task takes it when it is polled.
 #[derive(Default)]
 pub(super) struct Mailbox {
     replies: Mutex<Vec<(u64, Outcome)>>,
-    /// Why the session has ended on its own.
+    /// Reason why the session has ended on its own.
     ended: Mutex<Option<RpcError>>,
     command: AtomicU8,
     task: Mutex<Option<Waker>>,
 }
 
 impl Mailbox {
-    /// Leaves a command. A later one does not weaken it.
+    /// Leaves a command. A weaker one that follows does not replace it.
     pub(super) fn command(&self, command: u8) {
         self.command.fetch_max(command, Ordering::AcqRel);
         self.wake();
@@ -36,12 +36,12 @@ impl Mailbox {
         }
     }
 
-    /// The command that was left, or 0.
+    /// Returns the command that was left, or 0.
     pub(super) fn commanded(&self) -> u8 {
         self.command.load(Ordering::Acquire)
     }
 
-    /// Resolves when this command has been left, or a stronger one. For a task that takes nothing else from here.
+    /// Resolves when this command or a stronger one has been left. For a task that takes nothing else from the mailbox.
     pub(super) async fn told(&self, command: u8) {
         std::future::poll_fn(|cx| {
             self.register(cx.waker());
@@ -50,17 +50,17 @@ impl Mailbox {
         .await;
     }
 
-    /// Moves the replies that have been left since the last time to `taken`, which is empty.
+    /// Moves the replies that have come since the last call to `taken`, which is empty.
     pub(super) fn take_replies(&self, taken: &mut Vec<(u64, Outcome)>) {
         std::mem::swap(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner), taken);
     }
 
-    /// Why the session has ended, if it has since the last time.
+    /// Returns why the session has ended, if it has since the last call.
     pub(super) fn take_end(&self) -> Option<RpcError> {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Has the task woken by whatever comes.
+    /// Sets the task that is woken when anything is left.
     pub(super) fn register(&self, waker: &Waker) {
         let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
         if !task.as_ref().is_some_and(|task| task.will_wake(waker)) {
@@ -69,7 +69,7 @@ impl Mailbox {
     }
 }
 
-/// Leaves word when the session ends.
+/// Sink for the end of a session, which it leaves in the mailbox.
 pub(super) struct EndOfSession(pub(super) Arc<Mailbox>);
 
 impl ReplySink for EndOfSession {
@@ -87,7 +87,7 @@ impl ReplySink for Mailbox {
         replies.push((token, outcome));
         let first = replies.len() == 1;
         drop(replies);
-        // The others find the task woken already.
+        // For further replies the task has been woken already.
         if first {
             self.wake();
         }

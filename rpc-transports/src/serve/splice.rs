@@ -1,6 +1,6 @@
-//! Tunnels: the bytes of one channel passed to another, both ways, unseen.
+//! Tunnels: bytes copied between two channels in both directions, without looking at them.
 //!
-//! Between two plain sockets on Linux large amounts are moved by the kernel, and everything else passes through a buffer here.
+//! Between two plain sockets on Linux the kernel moves large amounts. All other bytes pass through a buffer of this process.
 
 mod pipe;
 
@@ -17,11 +17,13 @@ use self::pipe::Pipe;
 use crate::channel::Channel;
 use crate::channel_io::{READ_MAX, ReadAhead};
 
-/// How long the second direction may go on when the first has ended: for what was said last.
+/// Time for which the second direction may go on when the first has ended, so that the last messages arrive.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Passes bytes both ways, `from_a` before what is read from there, until both directions have ended, one has broken, or
-/// nothing has moved for `silence`. The ends of the tunnel test each other; that one is for two ends that vanish together.
+/// Copies bytes both ways until both directions have ended, one has broken, or nothing has moved for `silence`. The bytes
+/// `from_a` go before those that are read from `a`.
+///
+/// The ends of the tunnel test each other's presence; the limit on silence is for two ends that vanish together.
 ///
 /// # Errors
 ///
@@ -37,7 +39,7 @@ pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, s
         match (first, second) {
             (Poll::Ready(()), Poll::Ready(())) => return Poll::Ready(Ok(())),
             (Poll::Pending, Poll::Pending) => {}
-            // The timer is not put off any more.
+            // From here on the timer is not put off any more.
             _ if !std::mem::replace(&mut lingers, true) => {
                 timer.as_mut().reset(tokio::time::Instant::now() + LINGER);
             }
@@ -55,30 +57,30 @@ pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, s
 /// One direction of a tunnel.
 struct OneWay {
     read: ReadAhead,
-    /// While much comes, and the kernel moves it. The buffer is empty then.
+    /// Pipe by which the kernel moves the bytes, while many come. The buffer is empty then.
     pipe: Option<Pipe>,
-    /// As much came at once as the buffer takes.
+    /// True if the last read filled the buffer.
     is_bulk: bool,
     moved: u64,
-    unflushed: bool,
-    state: State,
+    needs_flush: bool,
+    state: Direction,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Direction {
     Open,
-    /// The sender has ended, and the receiver is to hear of it.
+    /// The sender has ended its direction, and the receiver's end has to be shut down.
     Ending,
     Ended,
 }
 
 impl OneWay {
-    /// What is in `buffer` goes first.
+    /// Direction in which the bytes in `buffer` go first.
     fn new(buffer: BytesMut) -> Self {
         let mut read = ReadAhead::new(BytesMut::new());
-        // Not to be read again: it is written before.
+        // Set here and not in `new`, since these bytes need not count as a read: they are written first.
         read.buffer = buffer;
-        Self { read, pipe: None, is_bulk: false, moved: 0, unflushed: false, state: State::Open }
+        Self { read, pipe: None, is_bulk: false, moved: 0, needs_flush: false, state: Direction::Open }
     }
 
     fn poll(&mut self, from: &mut Channel, to: &mut Channel, cx: &mut Context<'_>) -> io::Result<Poll<()>> {
@@ -86,7 +88,7 @@ impl OneWay {
             if let Some(pipe) = &mut self.pipe {
                 match pipe.poll(from, to, cx)? {
                     Poll::Pending => return Ok(Poll::Pending),
-                    Poll::Ready(0) => (self.pipe, self.state) = (None, State::Ending),
+                    Poll::Ready(0) => (self.pipe, self.state) = (None, Direction::Ending),
                     Poll::Ready(count) => {
                         self.moved += count as u64;
                         if pipe.is_little() {
@@ -103,7 +105,7 @@ impl OneWay {
                     Poll::Ready(count) => {
                         self.read.buffer.advance(count);
                         self.moved += count as u64;
-                        self.unflushed = true;
+                        self.needs_flush = true;
                     }
                 }
             }
@@ -116,22 +118,22 @@ impl OneWay {
             }
             let mut to = to.io_mut();
             match self.state {
-                State::Open => match self.read.poll_more(from.io_mut(), cx)? {
-                    Poll::Ready(0) => self.state = State::Ending,
+                Direction::Open => match self.read.poll_more(from.io_mut(), cx)? {
+                    Poll::Ready(0) => self.state = Direction::Ending,
                     Poll::Ready(count) => self.is_bulk = count == READ_MAX,
                     Poll::Pending => {
-                        if self.unflushed && Pin::new(&mut to).poll_flush(cx)?.is_ready() {
-                            self.unflushed = false;
+                        if self.needs_flush && Pin::new(&mut to).poll_flush(cx)?.is_ready() {
+                            self.needs_flush = false;
                         }
                         return Ok(Poll::Pending);
                     }
                 },
-                State::Ending => match Pin::new(&mut to).poll_shutdown(cx) {
+                Direction::Ending => match Pin::new(&mut to).poll_shutdown(cx) {
                     Poll::Pending => return Ok(Poll::Pending),
-                    // One that has gone already needs not hear of it.
-                    Poll::Ready(_) => self.state = State::Ended,
+                    // A receiver that has gone already does not need the end.
+                    Poll::Ready(_) => self.state = Direction::Ended,
                 },
-                State::Ended => return Ok(Poll::Ready(())),
+                Direction::Ended => return Ok(Poll::Ready(())),
             }
         }
     }
@@ -144,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    /// Much and little, both ways at once, and what was read before; in pieces that are no pages.
+    /// Large and small amounts, both ways at once, after bytes that were read before; in pieces that are not whole pages.
     #[tokio::test]
     async fn all_bytes_arrive_in_their_order_and_so_does_the_end() {
         const MUCH: usize = (8 << 20) + 4321;

@@ -14,22 +14,21 @@ use crate::serve::Server;
 use crate::transport::DialOptions;
 use crate::transport::dial;
 
-/// The pauses between attempts to reach a relay.
+/// Shortest and longest pause between attempts to reach a relay.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
-/// From one client of a channel to the next there is this time at least.
+/// Shortest time from one client of a channel to the next.
 const SHORTEST: Duration = Duration::from_millis(50);
 
-/// How a server offers itself at a relay.
+/// Options of a server that parks at a relay.
 #[derive(Clone, Debug)]
 pub struct ParkOptions {
-    /// The key that clients ask the relay for, and then this server: for them it is the server's, whatever other clients know it
-    /// by.
+    /// Key that clients ask the relay for, and then this server: for them it is the server's, whatever key it has for others.
     pub key: String,
-    /// How many clients may be served by way of the relay at one time: each has a channel of its own, which waits there.
+    /// Number of clients that may be served through the relay at one time. Each has a channel of its own, which waits there.
     pub capacity: usize,
-    /// How long the handshake with the relay may take, before the waiting begins. 10 s.
+    /// Longest time for the handshake with the relay, before the waiting begins. 10 s.
     pub handshake_timeout: Duration,
 }
 
@@ -40,7 +39,7 @@ impl Default for ParkOptions {
 }
 
 impl Server {
-    /// Serves clients that come by way of the relay at `relay`, until this server drains or stops. Reconnects by itself.
+    /// Serves clients that come through the relay at `relay`, until this server drains or stops. Reconnects by itself.
     ///
     /// The relay is dialled by what [`ServeOptions::onward`](crate::ServeOptions::onward) says at the time. Behind the relay the handshake is between client and server, so that the client proves itself to this server, and the
     /// other way about. For limits on peers all of them come from the relay's machine.
@@ -57,22 +56,22 @@ impl Server {
         }
     }
 
-    /// Waits at the relay at `relay` for one client, and serves that one. Returns when it has gone: `false` if no session came of it, because it
-    /// went, or was refused, during its handshake.
+    /// Waits at the relay at `relay` for one client, and serves it. Returns when the client has gone: `false` if it got no session,
+    /// because it went or was refused during its handshake.
     ///
-    /// Dropping the future gives up the waiting; a client that is there already is served on.
+    /// Dropping the future ends the wait. A client that has come already is served on.
     ///
     /// # Errors
     ///
-    /// The relay cannot be reached, refuses, or goes away before anybody has come.
+    /// The relay cannot be reached, refuses, or goes away before a client has come.
     pub async fn park_once(&self, relay: &Address, options: &ParkOptions) -> Result<bool, ConnectError> {
         let channel = wait_at(relay, options, &self.onward()).await?;
-        // One that panicked has ended, too.
+        // A task that panicked has ended as well.
         Ok(self.start(channel, Some(options.key.clone())).await.unwrap_or(true))
     }
 }
 
-/// One channel: it waits, serves, and waits again.
+/// Keeps one channel at the relay: waits for a client, serves it, and waits again.
 async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     let mut lost = false;
@@ -83,10 +82,10 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
                     tracing::info!(%relay, "back at the relay");
                 }
                 backoff.reset();
-                // One that panicked has ended, too.
+                // A task that panicked has ended as well.
                 let begun = tokio::time::Instant::now();
                 let _ = server.start(channel, Some(options.key.clone())).await;
-                // A relay that accepts and closes at once is not dialled without end.
+                // A relay that accepts and closes at once must not be dialled in a busy loop.
                 tokio::time::sleep_until(begun + SHORTEST).await;
             }
             Err(error) => {
@@ -100,7 +99,7 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
     }
 }
 
-/// Waits at a relay for one client. The channel leads to that one, who will speak first.
+/// Waits at a relay for one client. Returns the channel that leads to it. The client speaks first.
 async fn wait_at(relay: &Address, options: &ParkOptions, onward: &DialOptions) -> Result<Channel, ConnectError> {
     let mut channel = dial(&relay.clone().without_key(), onward).await?;
     let mut hello = Hello::new(Role::Server);

@@ -1,4 +1,4 @@
-//! Bytes from socket to socket by way of a pipe, and not of this process: `splice(2)` of Linux.
+//! Bytes moved from socket to socket through a pipe in the kernel: `splice(2)` of Linux.
 
 use std::io;
 use std::task::{Context, Poll};
@@ -20,34 +20,35 @@ mod linux {
     use super::{Channel, Context, Poll, io};
     use crate::channel::PlainSocket;
 
-    /// What a pipe is to hold. All those of a user who is not root may have 64 MiB.
+    /// Capacity asked for. The pipes of a user other than root may have 64 MiB together.
     const SIZE: usize = 256 << 10;
 
-    /// Below this a copy costs less than two system calls more.
+    /// Amount below which a copy costs less than two more system calls.
     const LITTLE: usize = 16 << 10;
 
-    /// The pipe for one direction.
+    /// Pipe for one direction.
     pub(in super::super) struct Pipe {
-        /// The end that is read.
+        /// End that is read.
         source: OwnedFd,
-        /// The end that is written to.
+        /// End that is written to.
         sink: OwnedFd,
         held: usize,
-        /// How much came the last time.
+        /// Number of bytes that the last fill took.
         last: usize,
     }
 
     impl Pipe {
-        /// A pipe for what goes from one of these to the other, if both are sockets and there are files to be had.
+        /// Creates a pipe for the bytes between two channels. `None` if one of them is not a plain socket, or if no more files can
+        /// be opened.
         pub(in super::super) fn between(from: &Channel, to: &Channel) -> Option<Self> {
             from.plain_socket().and(to.plain_socket())?;
             let (source, sink) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).ok()?;
-            // One of the usual size does as well, only slower.
+            // A pipe of the default size works as well, only slower.
             let _ = fcntl_setpipe_size(&sink, SIZE);
             Some(Self { source, sink, held: 0, last: 0 })
         }
 
-        /// Moves something. Gives how much was passed on: 0 is the end of the stream, by when that is all.
+        /// Moves some bytes, and returns how many were written: 0 at the end of the stream, when all have been.
         pub(in super::super) fn poll(
             &mut self,
             from: &Channel,
@@ -67,7 +68,7 @@ mod linux {
             Poll::Ready(Ok(passed))
         }
 
-        /// Whether it is empty, and so little came the last time that it is not worth a pipe.
+        /// Returns true if the pipe is empty, and the last fill was too small to be worth a pipe.
         pub(in super::super) fn is_little(&self) -> bool {
             self.held == 0 && self.last < LITTLE
         }
@@ -77,7 +78,7 @@ mod linux {
             loop {
                 ready!(from.poll_read_ready(cx))?;
                 match from.try_read_io(&mut fill) {
-                    // The next look at the socket has this task woken.
+                    // The next `poll_read_ready` registers this task to be woken.
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     outcome => return Poll::Ready(outcome),
                 }
@@ -104,7 +105,7 @@ mod linux {
 mod other {
     use super::{Channel, Context, Poll, io};
 
-    /// There is none.
+    /// Never exists: other systems have no `splice`.
     pub(in super::super) enum Pipe {}
 
     impl Pipe {
