@@ -1,4 +1,5 @@
-//! Input and output that the tasks of clients and servers share: reading ahead, vectored writes, flushing and timers.
+//! Input and output that the tasks of clients and servers share: reading ahead, vectored writes,
+//! flushing and timers.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -26,7 +27,8 @@ pub(crate) const READ_MAX: usize = 64 << 10;
 pub(crate) struct ReadAhead {
     pub(crate) buffer: BytesMut,
     size: usize,
-    /// True if the buffer began with bytes that the endpoint has not seen: they come before any read.
+    /// True if the buffer began with bytes that the endpoint has not seen: they come before any
+    /// read.
     unseen: bool,
 }
 
@@ -94,7 +96,8 @@ pub(crate) fn poll_write(
     Poll::Ready(if written == 0 { Err(io::ErrorKind::WriteZero.into()) } else { Ok(written) })
 }
 
-/// Flushes what a channel has taken. TLS keeps what the socket has no room for until it is asked again.
+/// Flushes what a channel has taken. TLS keeps what the socket has no room for until it is asked
+/// again.
 #[derive(Debug, Default)]
 pub(crate) struct Flush {
     wanted: bool,
@@ -126,8 +129,8 @@ impl Flush {
 
 /// Wakes the task when the endpoint's next timeout is due.
 ///
-/// A timeout that moves into the future, as it does with every byte received, leaves the timer alone: it goes off too
-/// early once, and is set anew.
+/// A timeout that moves into the future, as it does with every byte received, leaves the timer
+/// alone: it goes off too early once, and is set anew.
 #[derive(Debug)]
 pub(crate) struct Alarm {
     sleep: Option<Pin<Box<Sleep>>>,

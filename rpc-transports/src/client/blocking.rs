@@ -1,10 +1,11 @@
 //! The client's session over a socket whose bytes are moved by the threads that wait for replies.
 //!
-//! Waking another thread costs several times what a call costs, so no other thread is woken: a thread that waits for a reply
-//! writes the request and reads the reply itself. If several threads wait, one of them (the *leader*) reads for all, and the
-//! others (the *followers*) wait for it. While no thread waits, one thread of the process, the [`IdlePoller`], polls all such
-//! sessions: it answers pings, sends the frees of dropped references, and notices a peer's end. It also moves the bytes of
-//! sessions whose replies are awaited as futures.
+//! Waking another thread costs several times what a call costs, so no other thread is woken: a
+//! thread that waits for a reply writes the request and reads the reply itself. If several threads
+//! wait, one of them (the *leader*) reads for all, and the others (the *followers*) wait for it.
+//! While no thread waits, one thread of the process, the [`IdlePoller`], polls all such sessions:
+//! it answers pings, sends the frees of dropped references, and notices a peer's end. It also moves
+//! the bytes of sessions whose replies are awaited as futures.
 
 use std::io::{self, IoSlice, Read};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -24,7 +25,8 @@ use super::state::{Change, ClientState, Locked, Pump, SessionRef};
 use crate::channel::{BlockingChannel, BlockingIo, ChannelGuard};
 use crate::channel_io::{READ_MAX, SLICES};
 
-/// Time for which a session counts as in use after a call, so that calls in a row do not wake the idle poller each time.
+/// Time for which a session counts as in use after a call, so that calls in a row do not wake the
+/// idle poller each time.
 const IN_USE: Duration = Duration::from_millis(50);
 
 /// Pause of a thread that cannot write before it tries again, while another thread reads.
@@ -33,10 +35,11 @@ const WRITE_RETRY: Duration = Duration::from_millis(1);
 /// Size of the first read behind bulk: little of the next bulk should pass through the buffer.
 const READ_BEHIND_BULK: usize = 4 << 10;
 
-/// A session at the far end of a channel, without a runtime. Cheap to clone; clones are the same session.
+/// A session at the far end of a channel, without a runtime. Cheap to clone; clones are the same
+/// session.
 ///
-/// Made by [`Connector::connect_blocking`](crate::Connector::connect_blocking). Operations may be waited for or awaited;
-/// the former cost no switch to another thread.
+/// Made by [`Connector::connect_blocking`](crate::Connector::connect_blocking). Operations may be
+/// waited for or awaited; the former cost no switch to another thread.
 #[derive(Clone)]
 pub struct BlockingClientSession(SessionRef<SocketPump>);
 
@@ -140,7 +143,8 @@ impl Pump for SocketPump {
 
     fn endpoint_changed(session: &ClientState<Self>, mut locked: Guard<'_>, change: Change) {
         match change {
-            // The leader reads, and would not write what was added. Without one the thread that waits becomes the leader.
+            // The leader reads, and would not write what was added. Without one the thread that
+            // waits becomes the leader.
             Change::Request if !locked.pump.has_leader => {}
             Change::Request => session.flush(&mut locked),
             Change::Release => {
@@ -184,7 +188,8 @@ impl Pump for SocketPump {
 
     fn drive(session: &ClientState<Self>, done: &dyn Fn() -> bool) {
         if !session.pump.in_use.swap(true, Ordering::AcqRel) {
-            // From now on the idle poller leaves the socket to the callers, until no call is made for a while.
+            // From now on the idle poller leaves the socket to the callers, until no call is made
+            // for a while.
             wake_idle_poller();
         }
         let mut locked = session.lock();
@@ -240,7 +245,8 @@ impl ClientState<SocketPump> {
                     locked.pump.is_blocked = false;
                     // What the peer wrote before it closed can still be read.
                     if locked.pump.is_reading {
-                        // The leader reads it, perhaps in the middle of a payload, and then finds the end.
+                        // The leader reads it, perhaps in the middle of a payload, and then finds
+                        // the end.
                         let _ = io.shutdown(std::net::Shutdown::Read);
                     } else {
                         self.read_to_end(locked);
@@ -263,7 +269,8 @@ impl ClientState<SocketPump> {
         }
     }
 
-    /// Reads and writes for all callers: until `done` returns true, or without it for as long as nothing has to be waited for.
+    /// Reads and writes for all callers: until `done` returns true, or without it for as long as
+    /// nothing has to be waited for.
     fn lead<'a>(&'a self, mut locked: Guard<'a>, done: Option<&dyn Fn() -> bool>) -> Guard<'a> {
         let is_done = || done.is_some_and(|done| done());
         locked.pump.has_leader = true;
@@ -312,7 +319,8 @@ impl ClientState<SocketPump> {
         locked
     }
 
-    /// Reads once, and waits up to `wait` for it if `may_wait`. Returns true if anything was read, the end included.
+    /// Reads once, and waits up to `wait` for it if `may_wait`. Returns true if anything was read,
+    /// the end included.
     fn read<'a>(&'a self, mut locked: Guard<'a>, wait: Duration, may_wait: bool) -> (Guard<'a>, bool) {
         let mut bulk = locked.endpoint.take_bulk();
         let mut scratch = std::mem::take(&mut locked.pump.scratch);
@@ -365,8 +373,9 @@ impl SocketPump {
         if !may_wait {
             return receive(&self.io, target, RecvFlags::DONTWAIT);
         }
-        // A read that blocks is one system call less than a poll and a read, but ends only after its own limit. A
-        // keep-alive may be late by half an interval without harm; a deadline may not.
+        // A read that blocks is one system call less than a poll and a read, but ends only after
+        // its own limit. A keep-alive may be late by half an interval without harm; a deadline may
+        // not.
         if is_blocked || wait < self.read_limit / 2 {
             let mut events = PollFlags::IN;
             if is_blocked {

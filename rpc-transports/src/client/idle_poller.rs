@@ -29,7 +29,8 @@ pub(super) trait PolledSession: Send + Sync {
 
 /// What the thread waits for on behalf of a session.
 pub(super) struct Interest {
-    /// Readiness of the socket. `None` while a caller reads: two readers would wake each other for nothing.
+    /// Readiness of the socket. `None` while a caller reads: two readers would wake each other for
+    /// nothing.
     pub(super) readiness: Option<PollFlags>,
     /// Longest time until the session has to be polled again.
     pub(super) timeout: Duration,
@@ -99,8 +100,8 @@ impl IdlePoller {
                 finished.extend(sessions.extract_if(.., |session| session.has_finished()));
                 polled.extend(sessions.iter().cloned());
             }
-            // Outside of the lock, since a completed request may start a session. The caller that found the end may have
-            // returned without delivering all events.
+            // Outside of the lock, since a completed request may start a session. The caller that
+            // found the end may have returned without delivering all events.
             finished.drain(..).for_each(|session| session.deliver_rest());
             let now = Instant::now();
             let mut timeout: Option<Duration> = None;
@@ -113,20 +114,23 @@ impl IdlePoller {
             let watched =
                 polled.iter().zip(&readiness).filter_map(|(session, readiness)| Some((session, (*readiness)?)));
             fds.extend(watched.map(|(session, events)| PollFd::from_borrowed_fd(session.socket(), events)));
-            // All sessions are polled below, whatever the outcome, so that an interruption does not matter.
+            // All sessions are polled below, whatever the outcome, so that an interruption does not
+            // matter.
             let _ = poll(&mut fds, timeout.map(timespec).as_ref());
             drop(fds);
             let mut bytes = [0; 64];
             while matches!(io::Read::read(&mut &*receiver, &mut bytes), Ok(1..)) {}
-            // Cleared after the reads, which would otherwise swallow a wake-up that the flag keeps from being repeated; and
-            // before the sessions are polled, which sees what a wake-up in between was about.
+            // Cleared after the reads, which would otherwise swallow a wake-up that the flag keeps
+            // from being repeated; and before the sessions are polled, which sees what a wake-up in
+            // between was about.
             self.is_woken.store(false, Ordering::Release);
             polled.iter().for_each(|session| session.poll());
         }
     }
 }
 
-/// Converts a timeout for `poll(2)`, rounded up, so that what is waited for is due when the wait is over.
+/// Converts a timeout for `poll(2)`, rounded up, so that what is waited for is due when the wait is
+/// over.
 pub(super) fn timespec(timeout: Duration) -> Timespec {
     let timeout = timeout.saturating_add(Duration::from_micros(50)).min(Duration::from_secs(3600));
     Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() }

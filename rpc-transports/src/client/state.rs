@@ -1,8 +1,8 @@
 //! State of a client's session: requests, replies, frees and ends. It performs no input or output.
 //!
 //! [`ClientState`] is what callers see of a session, with the protocol's endpoint under one lock. A [`Pump`] moves the bytes
-//! between the endpoint and the channel: the [task](super::task) of an async runtime, or the [threads](super::blocking) that
-//! wait for replies.
+//! between the endpoint and the channel: the [task](super::task) of an async runtime, or the
+//! [threads](super::blocking) that wait for replies.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,15 +18,18 @@ pub(super) trait Pump: Send + Sync + Sized + 'static {
     /// Part of the pump that the session's lock guards, beside the endpoint.
     type Locked: Send;
 
-    /// Makes sure that what a caller has put into the endpoint gets written. Called with the lock held; releases it.
+    /// Makes sure that what a caller has put into the endpoint gets written. Called with the lock
+    /// held; releases it.
     fn endpoint_changed(session: &ClientState<Self>, locked: MutexGuard<'_, Locked<Self>>, change: Change);
 
-    /// Is told why the session has ended, after the pending requests and before those that watch for the end.
+    /// Is told why the session has ended, after the pending requests and before those that watch
+    /// for the end.
     fn session_ended(&self, error: &RpcError) {
         let _ = error;
     }
 
-    /// Drives the session in the background from now on: a caller awaits a reply instead of waiting for it.
+    /// Drives the session in the background from now on: a caller awaits a reply instead of waiting
+    /// for it.
     fn attend(session: &ClientState<Self>) {
         let _ = session;
     }
@@ -43,7 +46,8 @@ pub(super) trait Pump: Send + Sync + Sized + 'static {
 /// Change that a caller has made to the endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// A request, or an orderly shutdown: the caller waits for the reply, and so has the bytes moved.
+    /// A request, or an orderly shutdown: the caller waits for the reply, and so has the bytes
+    /// moved.
     Request,
     /// A cancellation: the caller may not wait any more. It has to be written at once.
     Cancel,
@@ -61,7 +65,8 @@ pub(super) struct ClientState<P: Pump> {
     is_encrypted: bool,
     locked: Mutex<Locked<P>>,
     next_id: AtomicU64,
-    /// Stands for the current time in requests without a deadline, which do not use it: reading the clock costs.
+    /// Stands for the current time in requests without a deadline, which do not use it: reading the
+    /// clock costs.
     created: Instant,
 }
 
@@ -92,7 +97,8 @@ impl<P: Pump> ClientState<P> {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Locked<P>> {
-        // The endpoint runs no foreign code, so a panic under the lock is a bug of its own, which was reported where it arose.
+        // The endpoint runs no foreign code, so a panic under the lock is a bug of its own, which
+        // was reported where it arose.
         self.locked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -101,7 +107,8 @@ impl<P: Pump> ClientState<P> {
         self.locked.try_lock().ok()
     }
 
-    /// Hands events to the callers that they are for. The session must not be locked: completing a request may run any code.
+    /// Hands events to the callers that they are for. The session must not be locked: completing a
+    /// request may run any code.
     pub(super) fn deliver(&self, events: impl IntoIterator<Item = ClientEvent<Responder>>) {
         let peer = &*self.peer;
         let mut ended = None;
@@ -186,7 +193,8 @@ impl<P: Pump> ReplyControl for ClientState<P> {
     }
 }
 
-/// Reference to a session. The session closes in good order when the last clone is gone, while its pump still holds the state.
+/// Reference to a session. The session closes in good order when the last clone is gone, while its
+/// pump still holds the state.
 pub(super) struct SessionRef<P: Pump>(Arc<LastReference<P>>);
 
 struct LastReference<P: Pump>(Arc<ClientState<P>>);

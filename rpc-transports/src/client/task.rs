@@ -18,19 +18,21 @@ use crate::handshake::identity::Connection;
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
 ///
-/// Made by [`Connector`](crate::Connector). Dropping the last clone, and with it the last reference to a remote object,
-/// closes the session in good order.
+/// Made by [`Connector`](crate::Connector). Dropping the last clone, and with it the last reference
+/// to a remote object, closes the session in good order.
 #[derive(Clone)]
 pub struct ClientSession(SessionRef<TaskPump>);
 
 /// Pump that is a task.
 struct TaskPump {
-    /// Connection that the channel shares with other channels, if its transport has such connections.
+    /// Connection that the channel shares with other channels, if its transport has such
+    /// connections.
     connection: Option<Arc<Connection>>,
 }
 
 impl ClientSession {
-    /// Starts the session behind a handshake, and its task. `input` is what was read beyond the handshake.
+    /// Starts the session behind a handshake, and its task. `input` is what was read beyond the
+    /// handshake.
     pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: LinkConfig) -> Self {
         let connection = channel.security().connection.clone();
         let is_encrypted = channel.security().is_encrypted() || channel.security().encrypted_way;
@@ -224,7 +226,8 @@ impl Wire {
         };
         if count == 0 {
             if endpoint.ended().is_some() {
-                // The end of the stream would be read for ever while output is left that the peer does not take.
+                // The end of the stream would be read for ever while output is left that the peer
+                // does not take.
                 return Poll::Pending;
             }
             endpoint.handle_end_of_stream(read.buffer.len());

@@ -1,4 +1,4 @@
-//! Certificates: what either side of a TLS or QUIC connection shows, and what it demands of the other.
+//! Certificates and trust of both sides of a TLS or QUIC connection.
 //!
 //! TLS 1.3 only, with ring as the one provider of cryptography, passed explicitly.
 
@@ -18,14 +18,15 @@ use x509_parser::extensions::GeneralName;
 
 use crate::address::Address;
 
-/// What both sides must want to speak: a TLS connection meant for another protocol cannot be led here.
+/// Protocol that both sides have to name, so that a TLS connection meant for another protocol
+/// cannot be redirected here.
 pub(crate) const ALPN: &[u8] = b"rpc/1";
 
-/// What the value that binds a proof to a TLS connection is derived under.
+/// Label under which the value is exported that binds a proof to its TLS connection.
 #[cfg(feature = "tls")]
 pub(crate) const BINDING_LABEL: &[u8] = b"EXPORTER-rpc-channel-binding";
 
-/// The longest name that a certificate is known by as it stands.
+/// Longest common name of a certificate that is used as a name as it stands.
 const MAX_NAME: usize = 64;
 
 /// A chain of certificates, its own first, and the private key to it.
@@ -39,7 +40,7 @@ impl Certificate {
     ///
     /// # Errors
     ///
-    /// Which of the two is not what it should be.
+    /// The certificates or the key are malformed, or missing.
     pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, CertificateError> {
         let key = PrivateKeyDer::from_pem_slice(key);
         let key = key.map_err(|error| CertificateError::Key { problem: error.to_string() })?;
@@ -53,26 +54,26 @@ impl fmt::Debug for Certificate {
     }
 }
 
-/// Why certificates cannot be used.
+/// Error of certificates that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CertificateError {
     /// The text holds no certificate, or a malformed one.
     #[error("no certificates in PEM form: {problem}")]
     Chain {
-        /// What is wrong.
+        /// Description of the problem.
         problem: String,
     },
     /// The text holds no private key, or a malformed one.
     #[error("no private key in PEM form: {problem}")]
     Key {
-        /// What is wrong.
+        /// Description of the problem.
         problem: String,
     },
-    /// They are what they should be, and do not fit each other or this use.
+    /// The certificate and the key are well-formed, but do not fit each other, or this use.
     #[error("the certificates cannot be used: {problem}")]
     Unfit {
-        /// What is wrong.
+        /// Description of the problem.
         problem: String,
     },
 }
@@ -100,7 +101,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
-/// How a client trusts servers, and what it shows of itself. Cheap to clone.
+/// Trust of a client in servers, and its own certificate. Cheap to clone.
 #[derive(Clone)]
 pub struct ClientTls {
     config: Arc<rustls::ClientConfig>,
@@ -109,20 +110,21 @@ pub struct ClientTls {
 }
 
 impl ClientTls {
-    /// Servers must have a certificate for the name in their address, by one of the authorities in the PEM text.
-    /// `certificate` is shown to servers that ask for one.
+    /// Trusts servers with a certificate for the name in their address, issued by one of the
+    /// authorities in the PEM text. Shows `certificate` to servers that ask for one.
     ///
     /// # Errors
     ///
-    /// What cannot be used.
+    /// The certificate or the authorities cannot be used.
     pub fn new(authorities: &[u8], certificate: Option<Certificate>) -> Result<Self, CertificateError> {
         let roots = self::authorities(authorities)?;
         let builder = Self::builder()?.with_root_certificates(roots);
         Self::build(builder, true, certificate)
     }
 
-    /// Servers may have any certificate, for example one that they made themselves. Good only together with a token, which
-    /// both sides prove to know for just this connection: a [`Connector`](crate::Connector) refuses it without one.
+    /// Accepts any certificate, for example one that a server has made itself. Safe only together
+    /// with a token, which both sides prove to know for just this connection: a
+    /// [`Connector`](crate::Connector) refuses to connect without one.
     ///
     /// # Errors
     ///
@@ -153,7 +155,7 @@ impl ClientTls {
         Ok(Self { config: Arc::new(config), verifies, shows_certificate })
     }
 
-    /// Whether the certificate of a server is checked.
+    /// Returns true if the certificates of servers are checked.
     #[must_use]
     pub fn verifies(&self) -> bool {
         self.verifies
@@ -177,38 +179,39 @@ impl fmt::Debug for ClientTls {
     }
 }
 
-/// The name that the certificate of a server at `address` must be for.
+/// Returns the name that the certificate of a server at `address` must be for.
 pub(crate) fn server_name(address: &Address) -> Result<ServerName<'static>, CertificateError> {
     let host = address.host_and_port().map_or("", |(host, _)| host);
-    // A zone says which interface to use, and is no part of the name.
+    // The zone names an interface of this machine, and is not part of the name.
     let host = host.split('%').next().unwrap_or(host);
     ServerName::try_from(host.to_owned()).map_err(unfit)
 }
 
-/// What a server shows, and what it demands of its clients. Clones share it, and [`replace`](Self::replace) changes it for
-/// all connections that come after.
+/// Certificate of a server, and what it demands of its clients. Clones share both, and
+/// [`replace`](Self::replace) changes them for all connections that come after.
 #[derive(Clone)]
 pub struct ServerTls(Arc<Mutex<Rules>>);
 
-/// What holds for new connections.
+/// Rules for new connections.
 struct Rules {
     config: Arc<rustls::ServerConfig>,
-    /// Judges the certificates of clients.
+    /// Verifier of the certificates of clients.
     #[cfg(feature = "quic")]
     verifier: Option<Arc<dyn ClientCertVerifier>>,
 }
 
 impl ServerTls {
-    /// Shows `certificate`. With `demand`, clients are asked for a certificate.
+    /// Shows `certificate` to clients, and asks them for one of their own if there is a `demand`.
     ///
     /// # Errors
     ///
-    /// What cannot be used.
+    /// The certificate or the authorities cannot be used.
     pub fn new(certificate: Certificate, demand: Option<&ClientCertificates<'_>>) -> Result<Self, CertificateError> {
         Ok(Self(Arc::new(Mutex::new(server_rules(certificate, demand)?))))
     }
 
-    /// Uses these from now on. Connections that there are go on as they are. On an error nothing changes.
+    /// Replaces certificate and demand for new connections. Existing connections go on as they are.
+    /// On an error nothing changes.
     ///
     /// # Errors
     ///
@@ -226,8 +229,8 @@ impl ServerTls {
         self.rules().config.clone()
     }
 
-    /// Whether a client with this chain of certificates would be accepted now: rules change, and certificates expire, while
-    /// connections go on.
+    /// Returns true if a client with this chain of certificates would be accepted now. Rules change
+    /// and certificates expire while connections go on.
     #[cfg(feature = "quic")]
     pub(crate) fn accepts(&self, chain: &[CertificateDer<'_>]) -> bool {
         let verifier = self.rules().verifier.clone();
@@ -246,12 +249,12 @@ impl fmt::Debug for ServerTls {
     }
 }
 
-/// What a server demands of the certificates of its clients.
+/// Demand of a server on the certificates of its clients.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientCertificates<'a> {
-    /// The authorities that must have issued them, as PEM text.
+    /// Authorities of which one must have issued them, as PEM text.
     pub authorities: &'a [u8],
-    /// Whether a client may come without one, because there is another way in.
+    /// True if a client may have none, because it can prove its identity in another way.
     pub optional: bool,
 }
 
@@ -284,8 +287,9 @@ fn server_rules(certificate: Certificate, demand: Option<&ClientCertificates<'_>
     })
 }
 
-/// Whom the holder of a client's certificate, which has been verified, is known as: the common name of its subject where
-/// that can be a name, or else a digest of the subject.
+/// Returns the name by which the holder of a client's certificate is known: the common name of its
+/// subject if that is a valid name, else a digest of the subject. The certificate has been
+/// verified.
 pub(crate) fn name_of(certificate: &CertificateDer<'_>) -> Option<String> {
     let (_, certificate) = x509_parser::parse_x509_certificate(certificate).ok()?;
     let subject = certificate.subject();
@@ -304,10 +308,12 @@ pub(crate) fn name_of(certificate: &CertificateDer<'_>) -> Option<String> {
     Some(name)
 }
 
-/// What a key that a client's certificate is limited to looks like among the alternative names of its subject.
+/// Prefix of the keys that a client's certificate is limited to, among the alternative names of its
+/// subject.
 pub const KEY_URI: &str = "urn:rpc:key:";
 
-/// The keys of the servers that the holder of a client's certificate may use; empty if all.
+/// Returns the keys of the servers that the holder of a client's certificate may use. Empty for all
+/// servers.
 pub(crate) fn keys_of(certificate: &CertificateDer<'_>) -> Arc<[String]> {
     let Ok((_, certificate)) = x509_parser::parse_x509_certificate(certificate) else { return Arc::default() };
     let names = certificate.subject_alternative_name().ok().flatten();
@@ -319,7 +325,7 @@ pub(crate) fn keys_of(certificate: &CertificateDer<'_>) -> Arc<[String]> {
     names.iter().filter_map(key).collect()
 }
 
-/// Takes any certificate, but makes sure that the peer has the key to it.
+/// Verifier that accepts any certificate, and makes sure that the peer has the key to it.
 #[derive(Debug)]
 struct AnyServer(Arc<CryptoProvider>);
 

@@ -1,4 +1,5 @@
-//! Drivers of a handshake over a channel: asynchronous for both sides, blocking for the side that dials.
+//! Drivers of a handshake over a channel: asynchronous for both sides, blocking for the side that
+//! dials.
 
 use std::future::Future;
 use std::io::{self, Read, Write};
@@ -15,7 +16,8 @@ use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use super::steps::{HandshakeSteps, Step};
 use crate::channel::{BlockingChannel, Channel, ChannelIo};
 
-/// Performs the dialling side of a handshake. Returns what was agreed on, and what was read beyond the handshake.
+/// Performs the dialling side of a handshake. Returns what was agreed on, and what was read beyond
+/// the handshake.
 ///
 /// # Errors
 ///
@@ -27,8 +29,9 @@ pub(crate) async fn dial_handshake(
     dial(channel, config, |steps| steps).await
 }
 
-/// Performs the dialling side of a handshake in which the other side may take as long as it likes to accept, as a relay does.
-/// Gives the peer up when it has been silent for three of its keep-alive intervals.
+/// Performs the dialling side of a handshake in which the other side may take as long as it likes
+/// to accept, as a relay does. Gives the peer up when it has been silent for three of its
+/// keep-alive intervals.
 ///
 /// # Errors
 ///
@@ -52,8 +55,9 @@ async fn dial(
     Ok((negotiated, input))
 }
 
-/// Performs the dialled side of a handshake. `open` opens the session before the client is accepted; as long as it takes, within
-/// the handshake's deadline or, once it has [started](KeepAliveSwitch::start) the keep-alive, while the peer answers pings.
+/// Performs the dialled side of a handshake. `open` opens the session before the client is
+/// accepted; as long as it takes, within the handshake's deadline or, once it has
+/// [started](KeepAliveSwitch::start) the keep-alive, while the peer answers pings.
 ///
 /// # Errors
 ///
@@ -75,12 +79,14 @@ pub(crate) async fn accept_handshake<S>(
 pub(crate) struct KeepAliveSwitch(OnceLock<Duration>);
 
 impl KeepAliveSwitch {
-    /// Replaces the handshake's deadline by a ping for each silent `interval`. The first call counts.
+    /// Replaces the handshake's deadline by a ping for each silent `interval`. The first call
+    /// counts.
     pub(crate) fn start(&self, interval: Duration) {
         let _ = self.0.set(interval);
     }
 
-    /// Resolves to the interval when it is set, if it is set by a future that is polled by the same task.
+    /// Resolves to the interval when it is set, if it is set by a future that is polled by the same
+    /// task.
     async fn started(&self) -> Duration {
         std::future::poll_fn(|_| self.0.get().map_or(Poll::Pending, |interval| Poll::Ready(*interval))).await
     }
@@ -153,7 +159,8 @@ async fn run_steps<S>(
     }
 }
 
-/// Waits for `opening`, and listens to the peer meanwhile: gives up when the peer goes, and answers what it asks.
+/// Waits for `opening`, and listens to the peer meanwhile: gives up when the peer goes, and answers
+/// what it asks.
 async fn wait_with_peer<T>(
     io: &mut dyn ChannelIo,
     steps: &mut HandshakeSteps,
@@ -207,8 +214,8 @@ async fn within<T>(limit: Option<Instant>, future: impl Future<Output = T>) -> O
     }
 }
 
-/// Returns an error if nothing can be read after a write with this outcome. A peer that refuses may have closed its end
-/// already, and the refusal can still be read.
+/// Returns an error if nothing can be read after a write with this outcome. A peer that refuses may
+/// have closed its end already, and the refusal can still be read.
 fn may_read_on(written: io::Result<()>) -> Result<(), RpcError> {
     match written {
         Err(error) if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {

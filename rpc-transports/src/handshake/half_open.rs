@@ -1,4 +1,5 @@
-//! The handshakes that a server has in progress: no more than a limit, and none kept out by those who never finish.
+//! The handshakes that a server has in progress: no more than a limit, and none kept out by those
+//! who never finish.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-/// The handshakes in progress. When there are too many, the oldest of the machine that has most of them gives way, so that
-/// whoever floods a server takes the places of its own.
+/// The handshakes in progress. When there are too many, the oldest of the machine that has most of
+/// them gives way, so that whoever floods a server takes the places of its own.
 #[derive(Debug)]
 pub(crate) struct Handshakes {
     limit: usize,
@@ -63,8 +64,9 @@ impl Handshakes {
         Arc::new(Self { limit: limit.max(1), state: Mutex::default() })
     }
 
-    /// Counts a handshake with `machine`. Another one may be [evicted](InProgress::eviction) for it, but none for such as take no place, because what they stand on,
-    /// `beneath`, is over: they only have to hear of it.
+    /// Counts a handshake with `machine`. Another one may be [evicted](InProgress::eviction) for
+    /// it, but none for such as take no place, because what they stand on, `beneath`, is over: they
+    /// only have to hear of it.
     pub(crate) fn begin(self: &Arc<Self>, machine: String, beneath: Over) -> InProgress {
         let (evicted, over) = (Arc::new(Notify::new()), Over::default());
         let mut state = self.state();
@@ -122,7 +124,8 @@ impl State {
         self.count = self.by_machine.values().map(VecDeque::len).sum();
     }
 
-    /// Evicts the oldest handshake of the machine with most of them, which is the newcomer's if that has as many as any.
+    /// Evicts the oldest handshake of the machine with most of them, which is the newcomer's if
+    /// that has as many as any.
     fn evict_one(&mut self, newcomer: &str) {
         let of = |machine: &str| self.by_machine.get(machine).map_or(0, VecDeque::len);
         let greediest = self.by_machine.iter().max_by_key(|(_, handshakes)| handshakes.len());
@@ -214,7 +217,8 @@ mod tests {
             (connection, channel)
         };
         let (first, second) = (open(), open());
-        // The first connection gives way, and its channel has not heard of it when that of the third comes.
+        // The first connection gives way, and its channel has not heard of it when that of the
+        // third comes.
         let third = open();
         assert!(is_evicted(&first.0));
         assert!(![&second.0, &third.0, &second.1, &third.1].into_iter().any(is_evicted));

@@ -1,9 +1,11 @@
-//! Who a peer is, and how that is proven: shared tokens, certificates, and what was proven on a connection before.
+//! Identities of peers and their proofs: shared tokens, certificates, and earlier proofs on the
+//! same connection.
 //!
-//! A token is never sent. The dialled side sends a random challenge with its hello; the dialler answers with a challenge of
-//! its own and, for each token that it has, an HMAC-SHA-256 over both challenges, both hellos and, under TLS, a value that
-//! only the two ends of that TLS connection have. The dialled side answers with an HMAC of its own under the token that
-//! matched. The two sides use different labels, so that neither's proof can be sent back to it.
+//! A token is never sent. The dialled side sends a random challenge with its hello; the dialler
+//! answers with a challenge of its own and, for each token that it has, an HMAC-SHA-256 over both
+//! challenges, both hellos and, under TLS, a value that only the two ends of that TLS connection
+//! have. The dialled side answers with an HMAC of its own under the token that matched. The two
+//! sides use different labels, so that neither's proof can be sent back to it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,25 +21,25 @@ use rpc_core::{ErrorKind, RpcError};
 /// The length of challenges and proofs, in bytes.
 const LEN: usize = 32;
 
-/// How many tokens one side may have at a time.
+/// Number of tokens that one side may have at a time.
 pub const MAX_TOKENS: usize = 16;
 
-/// The fewest characters of a token: 128 bits in hexadecimal.
+/// Least number of characters of a token: 128 bits in hexadecimal.
 const MIN_SECRET: usize = 32;
 
-/// What a generated token begins with, so that a search for leaked secrets can find it.
+/// Prefix of a generated token, by which a search for leaked secrets can find it.
 const PREFIX: &str = "rpct_";
 
-/// The longest name of a token.
+/// Longest name of a token.
 const MAX_NAME: usize = 64;
 
 /// The name of a token without one.
 const DEFAULT_NAME: &str = "token";
 
-/// A secret that both sides know. Whoever has it is known by its name.
+/// A secret that both sides know. Its holder is known by its name.
 ///
-/// Its text is `[NAME ]SECRET`: a name of letters, digits, `-`, `_` and `.`, and at least 32 other characters without spaces,
-/// as [`Token::generate`] makes them. `Debug` shows no secret.
+/// Its text is `[NAME ]SECRET`: a name of letters, digits, `-`, `_` and `.`, and at least 32 other
+/// characters without spaces, as [`Token::generate`] makes them. `Debug` shows no secret.
 #[derive(Clone)]
 pub struct Token {
     name: String,
@@ -56,13 +58,13 @@ impl Token {
         Ok(Self { name: DEFAULT_NAME.to_owned(), secret: format!("{PREFIX}{hex}") })
     }
 
-    /// Whom the holder is known as.
+    /// Returns the name by which the holder is known.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The secret itself: for a file that only its owner can read.
+    /// Returns the secret itself, for a file that only its owner can read.
     #[must_use]
     pub fn secret(&self) -> &str {
         &self.secret
@@ -96,26 +98,28 @@ impl fmt::Debug for Token {
     }
 }
 
-/// The tokens of one side, the preferred one first: more than one while an old one is replaced.
+/// The tokens of one side, the preferred one first. There is more than one while an old one is
+/// being replaced.
 #[derive(Clone, Debug, Default)]
 pub struct Tokens(Arc<[Token]>);
 
 impl Tokens {
-    /// These tokens.
+    /// Creates a set of tokens.
     ///
     /// # Errors
     ///
-    /// More than [`MAX_TOKENS`].
+    /// There are more than [`MAX_TOKENS`].
     pub fn new(tokens: impl IntoIterator<Item = Token>) -> Result<Self, TokenError> {
         let tokens: Arc<[Token]> = tokens.into_iter().collect();
         if tokens.len() > MAX_TOKENS { Err(TokenError::TooMany) } else { Ok(Self(tokens)) }
     }
 
-    /// The tokens of a file: one a line; empty lines and those that start with `#` are skipped.
+    /// Parses the text of a file with one token a line. Empty lines and those that start with `#`
+    /// are skipped.
     ///
     /// # Errors
     ///
-    /// The line that is wrong; or that there is none at all.
+    /// A line is malformed, or there is no token.
     pub fn parse(text: &str) -> Result<Self, TokenError> {
         let lines = text.lines().enumerate().map(|(number, line)| (number + 1, line.trim()));
         let tokens = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
@@ -125,47 +129,47 @@ impl Tokens {
         if tokens.is_empty() { Err(TokenError::None) } else { Self::new(tokens) }
     }
 
-    /// Names just this set while it lives; `None` if it is empty.
+    /// Returns a number that tells this set from all others while it lives. `None` if it is empty.
     #[cfg(feature = "quic")]
     pub(crate) fn address(&self) -> Option<usize> {
         (!self.is_empty()).then(|| self.0.as_ptr().addr())
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no tokens.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Why a text is no token.
+/// Error of a text that is not a token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenError {
-    /// There are none where some are expected.
+    /// There is no token where at least one is expected.
     #[error("there is no token; make one with: rpc-cli token")]
     None,
-    /// More than the other side would try.
+    /// There are more tokens than the other side would try.
     #[error("more than {MAX_TOKENS} tokens")]
     TooMany,
-    /// Neither `SECRET` nor `NAME SECRET`.
+    /// The text is neither `SECRET` nor `NAME SECRET`.
     #[error("not of the form [NAME ]TOKEN")]
     Malformed,
-    /// The name.
+    /// The name is not allowed.
     #[error("a token's name has up to 64 letters, digits, hyphens, underscores and dots, and is not 'anonymous'")]
     Name,
-    /// The secret could be guessed.
+    /// The secret is so short that it could be guessed.
     #[error("a token has at least {MIN_SECRET} characters; make one with: rpc-cli token")]
     TooShort,
     /// The system has no random numbers.
     #[error("the system gives no random numbers")]
     NoRandomness,
-    /// A line of a file.
+    /// A line of a file is malformed.
     #[error("line {line}: {source}")]
     Line {
-        /// Its number, from 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// What is wrong.
+        /// Error of the line.
         source: Box<Self>,
     },
 }
@@ -175,7 +179,8 @@ pub enum TokenError {
 pub struct Security {
     /// A value that only the two ends of this TLS connection have.
     pub(crate) binding: Option<[u8; 32]>,
-    /// The channel is none of its own, but leads on over another one, the first part of which is encrypted.
+    /// The channel is none of its own, but leads on over another one, the first part of which is
+    /// encrypted.
     pub(crate) encrypted_way: bool,
     /// The dialling side has checked the certificate of the other one.
     pub(crate) server_verified: bool,
@@ -192,11 +197,12 @@ pub struct Security {
 }
 
 impl Security {
-    /// Looks whether whoever has proven to be `identity` may use a server with the key `key`, or be forwarded to one.
+    /// Checks whether a client with this proven identity may use a server with the key `key`, or be
+    /// forwarded to one.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Refused`]: the certificate is for others.
+    /// [`ErrorKind::Refused`]: the client's certificate is for servers with other keys.
     pub(crate) fn may_use(&self, identity: &str, key: &str) -> rpc_core::Result<()> {
         let limited = self.certificate.as_deref() == Some(identity) && !self.keys.is_empty();
         if !limited || self.keys.iter().any(|allowed| allowed == key) {
@@ -207,7 +213,8 @@ impl Security {
         Err(RpcError::new(ErrorKind::Refused, text))
     }
 
-    /// Whether the channel can be neither read nor changed on the way, though perhaps by whoever is at its far end.
+    /// Returns true if the channel can be neither read nor changed on the way. The far end need not
+    /// have been verified.
     #[must_use]
     pub fn is_encrypted(&self) -> bool {
         self.binding.is_some()
@@ -223,16 +230,18 @@ impl fmt::Debug for Security {
     }
 }
 
-/// What the channels of one connection share.
+/// State that the channels of one connection share.
 #[derive(Default)]
 pub(crate) struct Connection {
-    /// Whom the peer has proven to be on one of them, and under which version of the server's rules.
+    /// Identity that the peer has proven on one of the channels, and the number of the rules under
+    /// which it did.
     proven: Mutex<Option<(u64, String)>>,
-    /// The peer has not answered on one of them.
+    /// True once the peer has not answered on one of the channels.
     suspect: AtomicBool,
-    /// Gives the peer the room of those who have proven who they are; called once.
+    /// Called once, when the peer has proven its identity, to raise its limits to those of proven
+    /// peers.
     admit: Mutex<Option<Admit>>,
-    /// How often something was heard of the peer, whatever it was, and how long it takes to hear of it.
+    /// Returns how often anything was received from the peer, and the round-trip time.
     pulse: Option<Pulse>,
 }
 
@@ -240,14 +249,16 @@ type Admit = Box<dyn FnOnce() + Send>;
 
 type Pulse = Box<dyn Fn() -> (u64, Duration) + Send + Sync>;
 
-/// How long a peer is waited for that may be gone: it acknowledges what it gets, even if it takes its time to answer.
+/// Least time to wait for a peer that may be gone. A live peer acknowledges what it gets, even if
+/// its answer takes longer.
 const SHORTEST_SILENCE: Duration = Duration::from_secs(1);
 
-/// The same in round trips, for those that are far away.
+/// The same in round trips, for peers that are far away.
 const SILENT_ROUND_TRIPS: u32 = 6;
 
 impl Connection {
-    /// Remembers what a handshake on one of the channels has proven under the rules number `rules`.
+    /// Remembers the identity that a handshake on one of the channels has proven under the rules
+    /// with the number `rules`.
     pub(crate) fn prove(&self, rules: u64, peer: &str) {
         *self.proven.lock().unwrap_or_else(PoisonError::into_inner) = Some((rules, peer.to_owned()));
         let admit = self.admit.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -256,20 +267,20 @@ impl Connection {
         }
     }
 
-    /// A connection whose peer has little room until it has proven who it is.
+    /// Connection whose peer has low limits until it has proven its identity. `admit` raises them.
     #[cfg(feature = "quic")]
     pub(crate) fn on_probation(admit: impl FnOnce() + Send + 'static) -> Self {
         Self { admit: Mutex::new(Some(Box::new(admit))), ..Self::default() }
     }
 
-    /// A connection with such a pulse.
+    /// Connection with a pulse.
     #[cfg(feature = "quic")]
     pub(crate) fn with_pulse(pulse: impl Fn() -> (u64, Duration) + Send + Sync + 'static) -> Self {
         Self { pulse: Some(Box::new(pulse)), ..Self::default() }
     }
 
-    /// Resolves when nothing has been heard of the peer, who was asked something at the beginning, for longer than an
-    /// acknowledgement takes. Never, if something is.
+    /// Resolves when nothing has been received from the peer for longer than an acknowledgement
+    /// takes. The caller has sent something before. Never resolves if anything is received.
     pub(crate) async fn silence(&self) {
         if let Some(pulse) = &self.pulse {
             let (before, round_trip) = pulse();
@@ -281,7 +292,7 @@ impl Connection {
         std::future::pending().await
     }
 
-    /// Whether the peer has yet to prove who it is.
+    /// Returns true until the peer has proven its identity.
     #[cfg(feature = "quic")]
     pub(crate) fn is_on_probation(&self) -> bool {
         self.admit.lock().unwrap_or_else(PoisonError::into_inner).is_some()
@@ -292,7 +303,7 @@ impl Connection {
         self.suspect.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it may lead nowhere.
+    /// Returns true if the peer may be gone.
     #[cfg(feature = "quic")]
     pub(crate) fn is_suspect(&self) -> bool {
         self.suspect.load(Ordering::Relaxed)
@@ -304,28 +315,30 @@ impl Connection {
     }
 }
 
-/// Whom a server serves.
+/// Clients that a server serves.
 #[derive(Clone, Debug)]
 pub struct Access {
-    /// Whoever can connect. They are known as `anonymous`.
+    /// True if clients need no proof. They are known as `anonymous`.
     pub anonymous: bool,
-    /// Holders of one of these tokens.
+    /// Tokens whose holders are served.
     pub tokens: Tokens,
-    /// Holders of a certificate that the listener's [`ServerTls`](crate::ServerTls) accepts.
+    /// True if holders of a certificate that the listener's [`ServerTls`](crate::ServerTls) accepts
+    /// are served.
     pub certificates: bool,
 }
 
 impl Default for Access {
-    /// Anybody.
+    /// Access for all clients, without proof.
     fn default() -> Self {
         Self { anonymous: true, tokens: Tokens::default(), certificates: false }
     }
 }
 
-/// The rules of the side that dials do not change.
+/// Number of the rules of the side that dials, which do not change.
 pub(crate) const DIALLER: u64 = 0;
 
-/// How the dialling side can prove its identity over such a channel, and take the proof of the other.
+/// Returns the methods by which the dialling side can prove its identity over a channel, and check
+/// the other side's proof.
 pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Identity>> {
     let mut methods: Vec<Box<dyn Identity>> = Vec::new();
     if let Some(peer) = security.connection.as_ref().and_then(|connection| connection.proven(DIALLER)) {
@@ -337,15 +350,17 @@ pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Id
     if !tokens.is_empty() {
         methods.push(Box::new(TokenProof::new(tokens.clone(), security.binding)));
     }
-    // Without a secret there is nothing to hold the other side to; with one, only its certificate can stand in.
+    // With a token, the other side has to prove that it knows it, unless its certificate has been
+    // verified.
     if tokens.is_empty() || security.server_verified {
         methods.push(Box::new(Anonymous));
     }
     methods
 }
 
-/// How a server can be convinced over such a channel. `rules` is the number of `access`: what was proven on the connection
-/// under other ones does not count.
+/// Returns the methods by which clients can prove their identity to a server over a channel.
+/// `rules` is the number of `access`: what was proven on the connection under other rules does not
+/// count.
 pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> Vec<Box<dyn Identity>> {
     let mut methods: Vec<Box<dyn Identity>> = Vec::new();
     if let Some(peer) = security.connection.as_ref().and_then(|connection| connection.proven(rules)) {
@@ -361,7 +376,7 @@ pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> V
         methods.push(Box::new(Anonymous));
     }
     if methods.is_empty() {
-        methods.push(Box::new(Nobody));
+        methods.push(Box::new(CertificateMissing));
     }
     methods
 }
@@ -370,7 +385,7 @@ const SAME_CONNECTION: &str = "connection";
 const CERTIFICATE: &str = "certificate";
 const TOKEN: &str = "token";
 
-/// A peer that was known before the handshake began.
+/// Method of a peer whose identity was known before the handshake began.
 struct Known {
     method: &'static str,
     peer: String,
@@ -386,10 +401,10 @@ impl Identity for Known {
     }
 }
 
-/// For a server that takes certificates alone, over a channel that brought none.
-struct Nobody;
+/// Method of a server that accepts only certificates, over a channel that brought none.
+struct CertificateMissing;
 
-impl Identity for Nobody {
+impl Identity for CertificateMissing {
     fn method(&self) -> &str {
         CERTIFICATE
     }
@@ -399,32 +414,32 @@ impl Identity for Nobody {
     }
 }
 
-/// The proof that both sides know the same token.
+/// Method by which both sides prove that they know the same token.
 struct TokenProof {
     tokens: Tokens,
     binding: Option<[u8; 32]>,
     dialler: bool,
-    /// Over all that both sides have said, and the channel.
+    /// Digest of the hellos of both sides and of the channel binding.
     context: digest::Context,
-    state: State,
+    state: ProofState,
 }
 
-enum State {
+enum ProofState {
     Begin,
-    /// The dialled side, which has sent this challenge.
+    /// This is the dialled side, and has sent this challenge.
     Challenged([u8; LEN]),
-    /// The dialler, which waits for the other's proof over this.
+    /// This is the dialling side, and waits for a proof over this subject.
     Proved([u8; LEN]),
-    Over,
+    Done,
 }
 
 impl TokenProof {
     fn new(tokens: Tokens, binding: Option<[u8; 32]>) -> Self {
         let context = digest::Context::new(&digest::SHA256);
-        Self { tokens, binding, dialler: false, context, state: State::Begin }
+        Self { tokens, binding, dialler: false, context, state: ProofState::Begin }
     }
 
-    /// What the proofs are over, given both challenges.
+    /// Returns the subject of the proofs, given both challenges.
     fn subject(&self, of_acceptor: &[u8], of_dialler: &[u8]) -> [u8; LEN] {
         let mut context = self.context.clone();
         context.update(of_acceptor);
@@ -472,54 +487,55 @@ impl Identity for TokenProof {
     }
 
     fn step(&mut self, received: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
-        match (std::mem::replace(&mut self.state, State::Over), received) {
-            (State::Begin, None) if self.dialler => {
-                self.state = State::Begin;
+        match (std::mem::replace(&mut self.state, ProofState::Done), received) {
+            (ProofState::Begin, None) if self.dialler => {
+                self.state = ProofState::Begin;
                 Ok(IdentityStep::Wait)
             }
-            (State::Begin, None) => {
+            (ProofState::Begin, None) => {
                 let challenge = random()?;
-                self.state = State::Challenged(challenge);
+                self.state = ProofState::Challenged(challenge);
                 Ok(IdentityStep::Send(challenge.to_vec()))
             }
-            (State::Begin, Some(theirs)) if self.dialler => {
+            (ProofState::Begin, Some(theirs)) if self.dialler => {
                 if theirs.len() != LEN {
                     return Err(malformed());
                 }
                 let ours = random()?;
                 let subject = self.subject(theirs, &ours);
-                self.state = State::Proved(subject);
+                self.state = ProofState::Proved(subject);
                 let proofs = self.tokens.0.iter().map(|token| prove(token, BY_DIALLER, &subject));
                 Ok(IdentityStep::Send(proofs.fold(ours.to_vec(), |mut all, proof| {
                     all.extend_from_slice(proof.as_ref());
                     all
                 })))
             }
-            (State::Challenged(challenge), Some(received)) => {
+            (ProofState::Challenged(challenge), Some(received)) => {
                 let Some((theirs, proofs)) = received.split_first_chunk::<LEN>() else { return Err(malformed()) };
                 if proofs.len() % LEN != 0 || proofs.len() / LEN > MAX_TOKENS {
                     return Err(malformed());
                 }
                 let subject = self.subject(&challenge, theirs);
-                // Which of our tokens it was is no secret; each comparison takes constant time.
+                // Timing may show which of the tokens it was, which is no secret. Each comparison
+                // takes constant time.
                 let proven =
                     |token: &&Token| proofs.chunks_exact(LEN).any(|proof| proves(token, BY_DIALLER, &subject, proof));
                 let Some(token) = self.tokens.0.iter().find(proven) else {
                     return Err(RpcError::new(
                         ErrorKind::Unauthenticated,
-                        "the client's token is not one of the server's, or somebody sits between the two",
+                        "the client's token is not one of the server's, or the connection is intercepted",
                     ));
                 };
                 let last = prove(token, BY_ACCEPTOR, &subject).as_ref().to_vec();
                 Ok(IdentityStep::Proven { peer: token.name.clone(), last: Some(last) })
             }
-            (State::Proved(subject), Some(proof)) => {
+            (ProofState::Proved(subject), Some(proof)) => {
                 let token = self.tokens.0.iter().find(|token| proves(token, BY_ACCEPTOR, &subject, proof));
                 match token {
                     Some(_) => Ok(IdentityStep::Proven { peer: "server".to_owned(), last: None }),
                     None => Err(RpcError::new(
                         ErrorKind::Unauthenticated,
-                        "the server does not know the token, or somebody sits between the two",
+                        "the server does not know the token, or the connection is intercepted",
                     )),
                 }
             }
@@ -551,7 +567,7 @@ mod tests {
         }
     }
 
-    /// What each side says in the end.
+    /// Returns what each side ends with.
     fn meet(mut near: TokenProof, mut far: TokenProof) -> (rpc_core::Result<String>, rpc_core::Result<String>) {
         assert_eq!(near.step(None).unwrap(), IdentityStep::Wait);
         let challenge = sent(far.step(None));
@@ -602,9 +618,9 @@ mod tests {
         let mut another = proof(SECRET, false, b"hello", None);
         sent(another.step(None));
         assert_eq!(another.step(Some(&answer)).unwrap_err().kind(), ErrorKind::Unauthenticated);
-        // Back to the one who made it.
+        // To the side that made it.
         assert_eq!(near.step(Some(&answer[LEN..])).unwrap_err().kind(), ErrorKind::Unauthenticated);
-        // The server's word is good once.
+        // The server's proof is valid for one handshake.
         let mut later = proof(SECRET, true, b"hello", None);
         let mut again = proof(SECRET, false, b"hello", None);
         sent(later.step(Some(&sent(again.step(None)))));

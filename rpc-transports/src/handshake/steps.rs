@@ -1,4 +1,5 @@
-//! Steps of a handshake and its time limits, for all drivers: either side, asynchronous or blocking. No input or output.
+//! Steps of a handshake and its time limits, for all drivers: either side, asynchronous or
+//! blocking. No input or output.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +17,8 @@ const SILENT_INTERVALS: u32 = 3;
 pub(super) enum Step {
     /// Read more input.
     Read,
-    /// Open the session: the peer has proven its identity. Then [approve](HandshakeSteps::approve) it, or
-    /// [refuse](HandshakeSteps::refuse).
+    /// Open the session: the peer has proven its identity. Then [approve](HandshakeSteps::approve)
+    /// it, or [refuse](HandshakeSteps::refuse).
     Open(Box<Hello>, String),
     /// Nothing: the handshake is done.
     Finish(Box<Negotiated>),
@@ -39,7 +40,8 @@ pub(super) struct HandshakeSteps {
 enum Limit {
     /// The handshake's own deadline.
     Deadline,
-    /// Silence of [`SILENT_INTERVALS`] intervals. `heard` is when the peer was heard last, or the interval began to count.
+    /// Silence of [`SILENT_INTERVALS`] intervals. `heard` is when the peer was heard last, or the
+    /// interval began to count.
     KeepAlive { interval: Duration, heard: Instant, pings: u32 },
 }
 
@@ -49,14 +51,15 @@ impl HandshakeSteps {
         Self { handshake, input, limit: Limit::Deadline, follows_peer: false, approved: None }
     }
 
-    /// Lets the peer take as long as it likes to accept, once it has proven itself, while it is not silent for longer than
-    /// its own keep-alive allows.
+    /// Lets the peer take as long as it likes to accept, once it has proven itself, while it is not
+    /// silent for longer than its own keep-alive allows.
     pub(super) fn following_peer(mut self) -> Self {
         self.follows_peer = true;
         self
     }
 
-    /// Replaces the deadline by pings: the peer is asked in each silent `interval` whether it is still there.
+    /// Replaces the deadline by pings: the peer is asked in each silent `interval` whether it is
+    /// still there.
     pub(super) fn start_keep_alive(&mut self, interval: Duration, now: Instant) {
         self.limit = Limit::KeepAlive { interval, heard: now, pings: 0 };
     }
@@ -162,7 +165,8 @@ impl HandshakeSteps {
         }
     }
 
-    /// Returns the error of a peer that has taken too long. A peer that is merely slow is told in the output.
+    /// Returns the error of a peer that has taken too long. A peer that is merely slow is told in
+    /// the output.
     pub(super) fn give_up(&mut self) -> RpcError {
         match self.limit {
             Limit::Deadline => {
@@ -184,8 +188,8 @@ impl HandshakeSteps {
         self.input
     }
 
-    /// Returns true if this side pings the peer: while it holds its approval back. Later a ping would be taken for a message of
-    /// the session.
+    /// Returns true if this side pings the peer: while it holds its approval back. Later a ping
+    /// would be taken for a message of the session.
     fn pings(&self) -> bool {
         self.handshake.awaits_approval().is_some()
     }
@@ -200,8 +204,8 @@ mod tests {
 
     const INTERVAL: Duration = Duration::from_millis(200);
 
-    /// Both sides of a handshake in which the dialled side has been asked to open the session. The dialling side waits by the
-    /// keep-alive of the other one.
+    /// Both sides of a handshake in which the dialled side has been asked to open the session. The
+    /// dialling side waits by the keep-alive of the other one.
     fn waiting_for_approval(now: Instant) -> (HandshakeSteps, HandshakeSteps) {
         let (timeout, security) = (Duration::from_secs(10), Security::default());
         let mut hello = Hello::new(Role::Server);

@@ -1,7 +1,8 @@
 //! An accepted connection in its stages: `Accepted`, `Secured`, `Admitted`, `Serving`.
 //!
-//! Each stage is a type that the stage before returns, so that what is not known yet cannot be used: the handshake needs a
-//! secured channel, and a session needs a client that has been admitted.
+//! Each stage is a type that the stage before returns, so that what is not known yet cannot be
+//! used: the handshake needs a secured channel, and a session needs a client that has been
+//! admitted.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -91,7 +92,8 @@ struct Refusal {
 impl Accepted {
     /// Takes the connection through its stages. Returns when it has ended.
     pub(super) async fn run(self) {
-        // What is over when the session begins is on the heap until then: the task of an idle session should be small.
+        // What is over when the session begins is on the heap until then: the task of an idle
+        // session should be small.
         if let Some(mut serving) = Box::pin(self.run_to_session()).await {
             serving.run().await;
         }
@@ -165,7 +167,8 @@ impl Secured {
                 let grant = connection.open(hello, &identity_served).await?;
                 return Ok((grant, slot));
             }
-            // All of its handshake is over but the end, for which it waits as long as it takes until a client comes.
+            // All of its handshake is over but the end, for which it waits as long as it takes
+            // until a client comes.
             permit = None;
             if let Some(connection) = &security.connection {
                 connection.prove(generation, identity);
@@ -220,7 +223,8 @@ impl Connection {
             // The key of the server at the end of a tunnel is not known here.
             return "";
         }
-        // For another server it is the key that the client asks for: that server makes sure that it has it.
+        // For another server it is the key that the client asks for: that server makes sure that it
+        // has it.
         if self.server.options.relay || !hello.forward.is_empty() { &hello.key } else { &self.key }
     }
 
@@ -253,7 +257,8 @@ impl Connection {
 }
 
 impl Admitted {
-    /// Gives the client what it was granted. Returns `None` if that is not a session, when it has ended.
+    /// Gives the client what it was granted. Returns `None` if that is not a session, when it has
+    /// ended.
     async fn serve(self) -> Option<Serving> {
         let Self { connection, mut channel, negotiated, input, grant, slot } = self;
         let Connection { server, peer, mailbox, registered, .. } = connection;
@@ -304,8 +309,9 @@ impl Serving {
 /// Time for which a client may take to read the last message.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
 
-/// Ends the outgoing direction, and waits for the client to end the other one. A channel that is closed while input waits to
-/// be read is reset, and what the client has not received by then is lost.
+/// Ends the outgoing direction, and waits for the client to end the other one. A channel that is
+/// closed while input waits to be read is reset, and what the client has not received by then is
+/// lost.
 async fn drain_and_close(io: &mut dyn ChannelIo) {
     let close = async {
         io.shutdown().await?;

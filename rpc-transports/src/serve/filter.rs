@@ -14,8 +14,8 @@ use crate::address::glob;
 pub trait RequestPolicy: Send + Sync {
     /// Checks whether `request` may pass.
     ///
-    /// It is enough to check how functions are looked up: handles cannot be guessed, so that a function that cannot be got by its
-    /// name cannot be called.
+    /// It is enough to check how functions are looked up: handles cannot be guessed, so that a
+    /// function that cannot be got by its name cannot be called.
     ///
     /// # Errors
     ///
@@ -35,8 +35,9 @@ impl<F: Fn(&Request) -> Result<(), RpcError> + Send + Sync> RequestPolicy for F 
     }
 }
 
-/// Policy that lets functions be looked up by names that match one of its patterns, in which `*` stands for any text. The
-/// functions of modules are looked up by name as well, and have to match. All other requests pass.
+/// Policy that lets functions be looked up by names that match one of its patterns, in which `*`
+/// stands for any text. The functions of modules are looked up by name as well, and have to match.
+/// All other requests pass.
 #[derive(Clone, Debug)]
 pub struct FunctionPatterns(Vec<String>);
 
@@ -60,7 +61,8 @@ impl RequestPolicy for FunctionPatterns {
     }
 }
 
-/// A session that forwards to another session what a [`RequestPolicy`] allows, and answers other requests with the policy's error.
+/// A session that forwards to another session what a [`RequestPolicy`] allows, and answers other
+/// requests with the policy's error.
 pub struct FilteredSession {
     next: SharedSession,
     policy: Arc<dyn RequestPolicy>,

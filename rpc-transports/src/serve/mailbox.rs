@@ -12,7 +12,8 @@ pub(super) const GO_AWAY: u8 = 1;
 /// Command to end now.
 pub(super) const STOP: u8 = 2;
 
-/// Mailbox of a connection's task. Any thread may leave something; the task takes it when it is polled.
+/// Mailbox of a connection's task. Any thread may leave something; the task takes it when it is
+/// polled.
 #[derive(Default)]
 pub(super) struct Mailbox {
     replies: Mutex<Vec<(u64, Outcome)>>,
@@ -41,7 +42,8 @@ impl Mailbox {
         self.command.load(Ordering::Acquire)
     }
 
-    /// Resolves when this command or a stronger one has been left. For a task that takes nothing else from the mailbox.
+    /// Resolves when this command or a stronger one has been left. For a task that takes nothing
+    /// else from the mailbox.
     pub(super) async fn told(&self, command: u8) {
         std::future::poll_fn(|cx| {
             self.register(cx.waker());

@@ -4,8 +4,9 @@ use rpc_core::{Request, RpcSession, SharedSession, Submission};
 
 /// A session that forwards to another one, usually that of the next hop.
 ///
-/// Nothing is decoded on the way but the request's envelope: handles, arguments, deadlines, lanes and cancellation pass
-/// as they are, and bytes pass by reference. What chains, isolation and relays stand on.
+/// Nothing is decoded on the way but the request's envelope: handles, arguments, deadlines, lanes
+/// and cancellation pass as they are, and bytes pass by reference. What chains, isolation and
+/// relays stand on.
 pub struct ProxySession {
     next: SharedSession,
 }

@@ -1,6 +1,7 @@
 //! Tunnels: bytes copied between two channels in both directions, without looking at them.
 //!
-//! Between two plain sockets on Linux the kernel moves large amounts. All other bytes pass through a buffer of this process.
+//! Between two plain sockets on Linux the kernel moves large amounts. All other bytes pass through
+//! a buffer of this process.
 
 mod pipe;
 
@@ -17,13 +18,15 @@ use self::pipe::Pipe;
 use crate::channel::Channel;
 use crate::channel_io::{READ_MAX, ReadAhead};
 
-/// Time for which the second direction may go on when the first has ended, so that the last messages arrive.
+/// Time for which the second direction may go on when the first has ended, so that the last
+/// messages arrive.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Copies bytes both ways until both directions have ended, one has broken, or nothing has moved for `silence`. The bytes
-/// `from_a` go before those that are read from `a`.
+/// Copies bytes both ways until both directions have ended, one has broken, or nothing has moved
+/// for `silence`. The bytes `from_a` go before those that are read from `a`.
 ///
-/// The ends of the tunnel test each other's presence; the limit on silence is for two ends that vanish together.
+/// The ends of the tunnel test each other's presence; the limit on silence is for two ends that
+/// vanish together.
 ///
 /// # Errors
 ///
@@ -78,7 +81,8 @@ impl OneWay {
     /// Direction in which the bytes in `buffer` go first.
     fn new(buffer: BytesMut) -> Self {
         let mut read = ReadAhead::new(BytesMut::new());
-        // Set here and not in `new`, since these bytes need not count as a read: they are written first.
+        // Set here and not in `new`, since these bytes need not count as a read: they are written
+        // first.
         read.buffer = buffer;
         Self { read, pipe: None, is_bulk: false, moved: 0, needs_flush: false, state: Direction::Open }
     }
@@ -146,7 +150,8 @@ mod tests {
 
     use super::*;
 
-    /// Large and small amounts, both ways at once, after bytes that were read before; in pieces that are not whole pages.
+    /// Large and small amounts, both ways at once, after bytes that were read before; in pieces
+    /// that are not whole pages.
     #[tokio::test]
     async fn all_bytes_arrive_in_their_order_and_so_does_the_end() {
         const MUCH: usize = (8 << 20) + 4321;

@@ -23,8 +23,8 @@ use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
 /// Number of replies for which memory is kept between two batches: an idle session should be small.
 const KEPT_REPLIES: usize = 8;
 
-/// Task that moves bytes between channel and endpoint, and requests and replies between endpoint and session. Resolves to the
-/// reason why the session has ended.
+/// Task that moves bytes between channel and endpoint, and requests and replies between endpoint
+/// and session. Resolves to the reason why the session has ended.
 pub(super) struct SessionTask {
     endpoint: ServerEndpoint,
     session: Option<SharedSession>,
@@ -113,7 +113,8 @@ impl SessionTask {
 
     /// Handles what others have left in the mailbox.
     fn take_mail(&mut self) {
-        // Taken first: replies that came before the end are in the mailbox by then, and are sent before it.
+        // Taken first: replies that came before the end are in the mailbox by then, and are sent
+        // before it.
         let end = self.mailbox.take_end();
         let mut replies = std::mem::take(&mut self.replies);
         self.mailbox.take_replies(&mut replies);
@@ -239,7 +240,8 @@ impl SessionTask {
             let mut place = |lane, to: &rpc_core::TensorRef, offset, len| {
                 session.as_ref().and_then(|session| session.write_in_place(lane, to, offset, len))
             };
-            // Each message is acted on before the next one is parsed: a write in place depends on those before it.
+            // Each message is acted on before the next one is parsed: a write in place depends on
+            // those before it.
             let more = self.endpoint.handle_input(&mut self.read.buffer, now, &mut place)?;
             self.act_on_events();
             if !more {
@@ -276,7 +278,8 @@ impl SessionTask {
                 return Err(error);
             }
             if let Some(error) = self.timeouts.check_session(now) {
-                // These timeouts have done their work. From here on only the client's reading may take time.
+                // These timeouts have done their work. From here on only the client's reading may
+                // take time.
                 (self.timeouts.expires, self.timeouts.idle_timeout) = (None, None);
                 self.close(error);
             }
@@ -311,7 +314,8 @@ impl Future for SessionTask {
         loop {
             this.mailbox.register(cx.waker());
             this.take_mail();
-            // Until the alarm is set to the next timeout, which nothing else would wake this task for.
+            // Until the alarm is set to the next timeout, which nothing else would wake this task
+            // for.
             while let Some(now) = this.alarm.poll(Some(this.endpoint.poll_timeout()), cx) {
                 if let Err(error) = this.endpoint.handle_timeout(now) {
                     this.end();

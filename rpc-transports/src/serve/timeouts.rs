@@ -18,7 +18,8 @@ pub(super) struct StallTimeouts {
     pub(super) idle_since: Option<Instant>,
     /// Time since which the client has taken none of the pending output. `None` if all is written.
     stalled_since: Option<Instant>,
-    /// Reply that waits for the client's credit although nothing else is on the way, and since when.
+    /// Reply that waits for the client's credit although nothing else is on the way, and since
+    /// when.
     pub(super) held_back: Option<(u64, Instant)>,
     /// Throughput of what the client sends, while a message of it is incomplete.
     incoming: Option<Throughput>,

@@ -24,9 +24,11 @@ const SHORTEST: Duration = Duration::from_millis(50);
 /// Options of a server that parks at a relay.
 #[derive(Clone, Debug)]
 pub struct ParkOptions {
-    /// Key that clients ask the relay for, and then this server: for them it is the server's, whatever key it has for others.
+    /// Key that clients ask the relay for, and then this server: for them it is the server's,
+    /// whatever key it has for others.
     pub key: String,
-    /// Number of clients that may be served through the relay at one time. Each has a channel of its own, which waits there.
+    /// Number of clients that may be served through the relay at one time. Each has a channel of
+    /// its own, which waits there.
     pub capacity: usize,
     /// Longest time for the handshake with the relay, before the waiting begins. 10 s.
     pub handshake_timeout: Duration,
@@ -39,10 +41,13 @@ impl Default for ParkOptions {
 }
 
 impl Server {
-    /// Serves clients that come through the relay at `relay`, until this server drains or stops. Reconnects by itself.
+    /// Serves clients that come through the relay at `relay`, until this server drains or stops.
+    /// Reconnects by itself.
     ///
-    /// The relay is dialled by what [`ServeOptions::onward`](crate::ServeOptions::onward) says at the time. Behind the relay the handshake is between client and server, so that the client proves itself to this server, and the
-    /// other way about. For limits on peers all of them come from the relay's machine.
+    /// The relay is dialled by what [`ServeOptions::onward`](crate::ServeOptions::onward) says at
+    /// the time. Behind the relay the handshake is between client and server, so that the client
+    /// proves itself to this server, and the other way about. For limits on peers all of them come
+    /// from the relay's machine.
     pub fn park(&self, relay: &Address, options: &ParkOptions) {
         for _ in 0..options.capacity {
             let (server, relay, options) = (self.clone(), relay.clone(), options.clone());
@@ -56,8 +61,8 @@ impl Server {
         }
     }
 
-    /// Waits at the relay at `relay` for one client, and serves it. Returns when the client has gone: `false` if it got no session,
-    /// because it went or was refused during its handshake.
+    /// Waits at the relay at `relay` for one client, and serves it. Returns when the client has
+    /// gone: `false` if it got no session, because it went or was refused during its handshake.
     ///
     /// Dropping the future ends the wait. A client that has come already is served on.
     ///

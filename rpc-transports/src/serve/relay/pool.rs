@@ -46,7 +46,8 @@ struct Spot<'a> {
 }
 
 impl Parking {
-    /// Waits for a client that asks for `key`. The server is to be accepted then, and its channel handed over. Cancel-safe.
+    /// Waits for a client that asks for `key`. The server is to be accepted then, and its channel
+    /// handed over. Cancel-safe.
     pub(in crate::serve) async fn park(&self, key: &str) -> Result<Handover, RpcError> {
         let (claim, claimed) = oneshot::channel();
         let _spot = self.add(key, claim);
@@ -73,7 +74,8 @@ impl Parking {
         }
     }
 
-    /// The channel of the first server to come, or to be here, whose key is `wanted`, and that key. Cancel-safe.
+    /// The channel of the first server to come, or to be here, whose key is `wanted`, and that key.
+    /// Cancel-safe.
     pub(in crate::serve) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, Parked) {
         loop {
             let arrived = self.arrived.notified();

@@ -38,8 +38,8 @@ mod linux {
     }
 
     impl Pipe {
-        /// Creates a pipe for the bytes between two channels. `None` if one of them is not a plain socket, or if no more files can
-        /// be opened.
+        /// Creates a pipe for the bytes between two channels. `None` if one of them is not a plain
+        /// socket, or if no more files can be opened.
         pub(in super::super) fn between(from: &Channel, to: &Channel) -> Option<Self> {
             from.plain_socket().and(to.plain_socket())?;
             let (source, sink) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).ok()?;
@@ -48,7 +48,8 @@ mod linux {
             Some(Self { source, sink, held: 0, last: 0 })
         }
 
-        /// Moves some bytes, and returns how many were written: 0 at the end of the stream, when all have been.
+        /// Moves some bytes, and returns how many were written: 0 at the end of the stream, when
+        /// all have been.
         pub(in super::super) fn poll(
             &mut self,
             from: &Channel,
