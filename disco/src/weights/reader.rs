@@ -4,8 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rpc_core::tensor::Borrow;
 use rpc_core::device::GLOBAL;
+use rpc_core::tensor::Borrow;
 use rpc_core::{DataType, Device, Result, RpcError, Tensor, VirtualDevice};
 
 use super::ahead::meanwhile;

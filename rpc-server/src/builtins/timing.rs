@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use rpc_core::function::{ArgScope, IntoArg, IntoArgs};
 use rpc_core::function::Rest;
+use rpc_core::function::{ArgScope, IntoArg, IntoArgs};
 use rpc_core::{
     Context, Function, FunctionKind, LocalValue, Registry, RemoteFunction, Result, RpcError, Session, Value,
 };

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rpc_core::blocking::block_on;
-use rpc_core::client::Files;
 use rpc_core::client::CHUNK;
+use rpc_core::client::Files;
 use rpc_core::{ErrorKind, Lane, LocalSession, Pack, Registry, RemoteObject, Session, Value};
 use rpc_server::builtins::{self, ServerInfo, TimeOptions, time_function};
 use rpc_server::workspace::{Workspace, WorkspaceLimits, WorkspaceRoot};

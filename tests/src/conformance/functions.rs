@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use rpc_core::session::release;
 use rpc_core::client::CHUNK;
+use rpc_core::session::release;
 use rpc_core::value::MAX_DEPTH;
 use rpc_core::{
     DataType, Device, ErrorKind, Lane, Pack, Packed, Reference, RemoteFunction, RemoteObject, RemoteTensor, Shape,
