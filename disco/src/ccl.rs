@@ -52,7 +52,9 @@
 //!
 //! Calls block their thread. They wait by spinning for some microseconds, then by yielding, then asleep.
 
+pub(crate) mod accelerated;
 mod agreement;
+pub(crate) mod backend;
 #[allow(unsafe_code)]
 mod buffer;
 mod error;

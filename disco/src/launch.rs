@@ -1,9 +1,9 @@
 //! Launching: where the workers of a session run, whether they are threads, processes or nodes.
 
-mod listener;
-mod process;
-mod socket;
-mod threaded;
+mod node_listener;
+mod nodes;
+mod processes;
+mod threads;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,19 +12,19 @@ use rpc_core::{ErrorKind, RpcError, Session};
 use rpc_transports::{Connector, Onward};
 
 use crate::completion::Completion;
-use crate::controller::Controller;
+use crate::controller::dispatch::Controller;
+use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, Result};
-use crate::host::{Below, SetUp};
-use crate::link::{Inbox, Link};
+use crate::link::node_link::{Inbox, Link};
 use crate::logs;
+use crate::node::host::{Below, SetUp};
 use crate::options::Options;
-use crate::plane::Layout;
-use crate::session::DiscoSession;
+use crate::worker::rendezvous::Layout;
 
-pub use self::listener::NodeListener;
-pub use self::process::ProcessSession;
-pub use self::socket::SocketSession;
-pub use self::threaded::ThreadedSession;
+pub use self::node_listener::NodeListener;
+pub use self::nodes::SocketSession;
+pub use self::processes::ProcessSession;
+pub use self::threads::ThreadedSession;
 
 impl DiscoSession {
     /// A session whose workers are at the far end of any sessions, so many in each: threads of this process behind a local one, devices behind

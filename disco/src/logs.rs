@@ -19,9 +19,9 @@ use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::context::WorkerContext;
 use crate::error::WorkerId;
-use crate::event::LogLine;
+use crate::wire::event::LogLine;
+use crate::worker::context::WorkerContext;
 
 /// The most bytes of one line.
 const MAX_LINE: usize = 16 << 10;

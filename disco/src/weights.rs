@@ -5,14 +5,16 @@
 mod ahead;
 mod cut;
 mod files;
+pub(crate) mod folders;
 mod format;
 mod loader;
+pub(crate) mod progress;
 mod reader;
 mod worker;
 
 use serde::{Deserialize, Serialize};
 
-use crate::command::Scope;
+use crate::wire::command::Scope;
 
 pub use format::TensorInfo;
 pub use loader::{ShardLoader, Unreadable};

@@ -12,12 +12,12 @@ use super::cut::Cut;
 use super::files::{InFile, Model, WeightFile};
 use super::format::TensorInfo;
 use super::worker::{Request, Wanted};
-use crate::command::Scope;
 use crate::completion::Completion;
-use crate::dref::{DPackedFunc, DRef};
+use crate::controller::dref::{DPackedFunc, DRef};
+use crate::controller::session::{Content, DiscoSession};
 use crate::error::{DiscoError, Result, WorkerId};
-use crate::progress::Watcher;
-use crate::session::{Content, DiscoSession};
+use crate::weights::progress::Watcher;
+use crate::wire::command::Scope;
 
 /// Loads tensors of safetensors files to the workers of a session.
 ///

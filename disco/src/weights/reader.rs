@@ -11,7 +11,7 @@ use rpc_core::{DataType, Device, Result, RpcError, Tensor, VirtualDevice};
 use super::ahead::meanwhile;
 use super::cut::{Cut, ReadAt};
 use super::files::InFile;
-use crate::context::WorkerContext;
+use crate::worker::context::WorkerContext;
 
 /// Progress is told when so many bytes more have come.
 const TELL: u64 = 4 << 20;

@@ -17,10 +17,10 @@ use super::cut::Cut;
 use super::files::{InFile, Likeness, Twin};
 use super::reader::{Meter, Place, Source, WeightReader, filled};
 use crate::ccl::{Operation, Rank};
-use crate::command::Scope;
-use crate::context::WorkerContext;
 use crate::error::WorkerId;
-use crate::weight_folders::WeightFolders;
+use crate::weights::folders::WeightFolders;
+use crate::wire::command::Scope;
+use crate::worker::context::WorkerContext;
 
 /// Adds what loaders call to `registry`.
 pub(crate) fn register(registry: &Registry) {

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use crate::completion::Completion;
 use crate::error::DiscoError;
-use crate::node::NodePlace;
+use crate::node::join::NodePlace;
 
 /// An address at which nodes dial in and wait for a session that wants them: see
 /// [`SocketSession::dialled_by`](crate::SocketSession::dialled_by). Cheap to clone; when the last clone is gone nobody can dial in any more, and those

@@ -17,9 +17,9 @@ use rpc_core::{
     VirtualDevice,
 };
 
-use super::{Command, HostTensor, Kind, MAX_HELD, On, Operand, Queued, Register, Scope};
 use crate::ccl::ReduceOp;
-use crate::parameter::ParameterType;
+use crate::wire::command::{Command, HostTensor, Kind, MAX_HELD, On, Operand, Queued, Register, Scope};
+use crate::wire::parameter::ParameterType;
 
 /// The most bytes of one encoded command.
 const MAX_COMMAND: usize = 32 << 20;
@@ -510,8 +510,8 @@ impl<'a> Reader<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::OWN;
     use super::*;
+    use crate::wire::command::OWN;
 
     fn all() -> Vec<Command> {
         let tensor = HostTensor { dtype: DataType::F32, shape: vec![1, 2], bytes: Bytes::from_static(b"12345678") };

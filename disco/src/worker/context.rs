@@ -16,11 +16,11 @@ use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcErro
 use crate::ccl::{
     BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
 };
-use crate::ccl_state::Report;
-use crate::command::Scope;
+use crate::controller::ccl_state::Report;
 use crate::error::WorkerId;
-use crate::event::{Event, EventSink, LogLine};
-use crate::plane::{Layout, Membership};
+use crate::wire::command::Scope;
+use crate::wire::event::{Event, EventSink, LogLine};
+use crate::worker::rendezvous::{Layout, Membership};
 
 /// The worker that runs the calling function. A parameter of this type takes no argument.
 ///

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
 
-use crate::backend::Backend;
-use crate::command::Command;
+use crate::ccl::backend::Backend;
 use crate::completion::Completion;
-use crate::controller::Controller;
+use crate::controller::dispatch::Controller;
 use crate::error::{DiscoError, Failure, Result};
+use crate::wire::command::Command;
 
 impl Controller {
     /// The default devices of all workers, of this kind and with these ids: one for each worker, or one for each worker of a node.

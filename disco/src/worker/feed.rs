@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, Result, RpcError};
 
-use crate::command::Queued;
+use crate::wire::command::Queued;
 
 /// The commands of one block.
 const BLOCK: usize = 64;
@@ -228,7 +228,7 @@ impl Reader {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::Command;
+    use crate::wire::command::Command;
 
     fn queued(number: u64, bytes: u64) -> Queued {
         let outputs = vec![0; bytes as usize / size_of::<u32>()];

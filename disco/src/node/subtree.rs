@@ -11,19 +11,20 @@ use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
 use rpc_transports::{Address, Connector, Onward, self_start};
 use serde::{Deserialize, Serialize};
 
-use crate::command::{Encoded, Queued};
 use crate::error::WorkerId;
-use crate::event::{Event, EventSink};
-use crate::feed::out_of_order;
-use crate::host::{Below, Leaf, SetUp};
 use crate::launch::{Source, WORKER, open_links};
-use crate::link::{Inbox, Link, QUEUED, Upstream};
+use crate::link::node_link::{Inbox, Link, QUEUED, Upstream};
+use crate::link::relay::{Destination, Relays, Wanted};
 use crate::logs;
-use crate::node_settings::NodeSettings;
+use crate::node::host::{Below, Leaf, SetUp};
+use crate::node::settings::NodeSettings;
 use crate::options::Hosting;
-use crate::plane::{Layout, Listening};
-use crate::relay::{Destination, Relays, Wanted};
-use crate::weight_folders::WeightFolders;
+use crate::weights::folders::WeightFolders;
+use crate::wire::codec::Encoded;
+use crate::wire::command::Queued;
+use crate::wire::event::{Event, EventSink};
+use crate::worker::feed::out_of_order;
+use crate::worker::rendezvous::{Layout, Listening};
 
 /// Whether this program has said that it serves workers when it is started as one.
 static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);

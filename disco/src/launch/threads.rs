@@ -6,10 +6,10 @@ use rpc_core::{LocalSession, Registry, Session, SessionLimits};
 
 use super::{Source, launch};
 use crate::completion::Completion;
-use crate::host::register;
+use crate::controller::session::DiscoSession;
+use crate::node::host::register;
 use crate::options::{Hosting, Options};
-use crate::session::DiscoSession;
-use crate::weight_folders::WeightFolders;
+use crate::weights::folders::WeightFolders;
 
 /// A session whose workers are threads of this process.
 #[derive(Debug)]

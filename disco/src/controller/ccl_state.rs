@@ -14,7 +14,7 @@
 use rpc_core::{ErrorKind, RpcError};
 use serde::{Deserialize, Serialize};
 
-use crate::backend::Backend;
+use crate::ccl::backend::Backend;
 use crate::error::WorkerId;
 
 /// Whether the collectives of a session run.

@@ -6,13 +6,13 @@ use rpc_core::{Result as RpcResult, RpcError};
 use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
-use super::listener::NodeListener;
+use super::node_listener::NodeListener;
 use super::{Node, Source, launch};
 use crate::completion::Completion;
+use crate::controller::session::DiscoSession;
 use crate::error::DiscoError;
-use crate::host::Below;
+use crate::node::host::Below;
 use crate::options::Options;
-use crate::session::DiscoSession;
 
 /// A session whose workers are at nodes: servers of programs that have [registered](crate::register) disco's functions, as every `rpc-server` has.
 ///

@@ -12,7 +12,7 @@
 //! | `disco.break_ccl` | host, epoch, reason | null; inline: ends the collectives of that epoch, also those that workers are in |
 //! | `disco.abort` | host | null; inline: passes everything that is queued |
 //!
-//! Those for data between workers that cannot reach each other are at [`crate::relay`].
+//! Those for data between workers that cannot reach each other are at [`crate::link::relay`].
 //!
 //! A host ends with the session that it was opened in, or when its controller lets go of it.
 //!
@@ -30,17 +30,18 @@ use bytes::Bytes;
 use rpc_core::{Context, DeviceType, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
 use serde::{Deserialize, Serialize};
 
-use crate::branch::{Branch, can_serve_workers};
-use crate::command::{MAX_HELD, Queued, decode_batch, split_batch};
-use crate::context::WorkerContext;
 use crate::error::WorkerId;
-use crate::event::{EventQueue, EventSink};
-use crate::feed::{Feed, YIELD};
+use crate::link::relay::{self, Destination, Relays};
+use crate::node::subtree::{Branch, can_serve_workers};
 use crate::options::Hosting;
-use crate::plane::{DataAddress, Layout, Listening, MeetingPlace, machine};
-use crate::relay::{self, Destination, Relays};
 use crate::weights;
-use crate::worker;
+use crate::wire::codec::{decode_batch, split_batch};
+use crate::wire::command::{MAX_HELD, Queued};
+use crate::wire::event::{EventQueue, EventSink};
+use crate::worker::context::WorkerContext;
+use crate::worker::executor;
+use crate::worker::feed::{Feed, YIELD};
+use crate::worker::rendezvous::{DataAddress, Layout, Listening, MeetingPlace, machine};
 
 /// The most nodes that one has directly below it.
 const MAX_BELOW: usize = 1024;
@@ -410,7 +411,7 @@ impl Threads {
         for (id, reader) in (set_up.first..).zip(readers) {
             let (shared, feed) = (Arc::clone(&threads.shared), Arc::clone(&threads.feed));
             // If there is no thread for one, dropping this ends the others.
-            let worker = worker::start(WorkerId(id), context.detached(), shared, feed, reader)?;
+            let worker = executor::start(WorkerId(id), context.detached(), shared, feed, reader)?;
             threads.workers.push(worker);
         }
         Ok(threads)

@@ -8,7 +8,7 @@ use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
 use crate::ccl::nccl::{DeviceStream, Flavour, Library, NcclCcl, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
-use crate::plane::{Limits, Membership};
+use crate::worker::rendezvous::{Limits, Membership};
 
 /// Joins as a worker of group `group_number` with this device, by communicators for control that all workers have.
 ///

@@ -1,8 +1,6 @@
 //! Commands: what the controller tells all workers, in one order, and the bytes that it takes to say so.
 //!
-//! A command is written once, however many links it goes over; [`wire`] says how.
-
-mod wire;
+//! A command is written once, however many links it goes over; [`codec`](super::codec) says how.
 
 use std::sync::Arc;
 
@@ -11,9 +9,7 @@ use rpc_core::{DataType, Device, Packed, Value, VirtualDevice};
 use serde::{Deserialize, Serialize};
 
 use crate::ccl::ReduceOp;
-use crate::parameter::ParameterType;
-
-pub(crate) use self::wire::{Encoded, decode_batch, split_batch};
+use crate::wire::parameter::ParameterType;
 
 /// The number of a register: the same on every worker.
 pub(crate) type Register = u32;
@@ -150,7 +146,7 @@ pub(crate) enum Command {
         ticket: u64,
         worker: Option<u32>,
     },
-    /// The content is a [`crate::plane::Plan`].
+    /// The content is a [`crate::worker::rendezvous::Plan`].
     InitCcl {
         plan: Packed,
     },

@@ -7,11 +7,11 @@ use ring::digest::{SHA256, digest};
 use rpc_core::client::Digest;
 use rpc_core::{ErrorKind, RpcError, Tensor, Value};
 
-use crate::command::Scope;
 use crate::completion::Completion;
-use crate::dref::DRef;
+use crate::controller::dref::DRef;
+use crate::controller::session::{Content, DiscoSession};
 use crate::error::{Result, WorkerId};
-use crate::session::{Content, DiscoSession};
+use crate::wire::command::Scope;
 
 /// Sends the module in `file` to the workers, unless they all have it. The path that [`DiscoSession::load_module`] takes.
 pub(crate) fn upload(session: DiscoSession, file: PathBuf) -> Completion<String> {

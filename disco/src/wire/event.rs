@@ -10,7 +10,7 @@ use rpc_core::function::Object;
 use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value, blocking};
 use serde::{Deserialize, Serialize};
 
-use crate::ccl_state::Report;
+use crate::controller::ccl_state::Report;
 use crate::error::{Failure, WorkerId};
 
 /// Something that has happened on a worker. Those of one worker arrive in their order.

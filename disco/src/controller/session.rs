@@ -9,16 +9,16 @@ use rpc_core::function::Object;
 use rpc_core::tensor::Access;
 use rpc_core::{DataType, Device, ErrorKind, RpcError, Tensor, Value, VirtualDevice};
 
-use crate::backend::Backend;
 use crate::ccl::ReduceOp;
-use crate::ccl_state::CclState;
-use crate::command::{Command, Kind, On, Scope};
+use crate::ccl::backend::Backend;
 use crate::completion::Completion;
-use crate::controller::Controller;
-use crate::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Recorded, resolve};
+use crate::controller::ccl_state::CclState;
+use crate::controller::dispatch::Controller;
+use crate::controller::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Recorded, resolve};
+use crate::controller::modules;
 use crate::error::{DiscoError, Result, WorkerId};
-use crate::modules;
-use crate::program::{Program, Recorder};
+use crate::program::recorder::{Program, Recorder};
+use crate::wire::command::{Command, Kind, On, Scope};
 
 /// How many bytes of a copy travel in one command.
 const CHUNK: usize = 1 << 20;

@@ -6,12 +6,12 @@ use rpc_core::RpcError;
 use rpc_transports::{Address, Connector, self_start};
 
 use super::{Source, launch};
-use crate::branch::this_program_as_worker;
 use crate::completion::Completion;
+use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, WorkerId};
 use crate::logs;
+use crate::node::subtree::this_program_as_worker;
 use crate::options::Options;
-use crate::session::DiscoSession;
 
 /// A session whose workers are child processes of this one.
 ///

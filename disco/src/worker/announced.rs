@@ -2,7 +2,7 @@
 
 use rpc_core::{DataType, RpcError, Tensor};
 
-use crate::command::Kind;
+use crate::wire::command::Kind;
 
 /// The bytes of an announced layout: dtype (4), dimensions (4), and 32 times 8 of shape.
 pub(super) const HEADER: i64 = 8 + 8 * rpc_core::tensor::MAX_DIMENSIONS as i64;

@@ -12,10 +12,10 @@ use serde::{Deserialize, Serialize};
 use crate::ccl::host::{self, Address, Listener, SessionKey};
 use crate::ccl::nccl::Flavour;
 use crate::ccl::{Ccl, Control, Rank};
-use crate::command::On;
 use crate::error::WorkerId;
+use crate::link::relay::{Between, Relays};
 use crate::options::Options;
-use crate::relay::{Between, Relays};
+use crate::wire::command::On;
 
 /// The shape of a session: how many workers, in how many groups of equal size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use rpc_core::{DataType, Device, Pack, Packed, Shape, Tensor, Value};
 use serde::Serialize;
 
-use crate::command::{self, Command, HostTensor, MAX_INLINE_TENSOR, OWN, Register};
-use crate::controller::Controller;
+use crate::controller::dispatch::Controller;
 use crate::error::{DiscoError, Result};
+use crate::wire::command::{self, Command, HostTensor, MAX_INLINE_TENSOR, OWN, Register};
 
 /// One register: a value on every worker, each with its own. Cheap to clone.
 ///

@@ -2,9 +2,9 @@
 
 use rpc_core::{ErrorKind, RpcError};
 
-use super::Slot;
-use crate::command::{Command, OWN, Register};
-use crate::parameter::ParameterType;
+use super::executor::Slot;
+use crate::wire::command::{Command, OWN, Register};
+use crate::wire::parameter::ParameterType;
 
 /// A recorded program.
 pub(super) struct Kept {

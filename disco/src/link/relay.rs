@@ -33,7 +33,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::ccl::host::Address;
-use crate::host::WorkerHost;
+use crate::node::host::WorkerHost;
 
 /// How many bytes are carried at a time, and for how many there is room while none have come.
 const PIECE: usize = 64 << 10;

@@ -18,7 +18,7 @@ impl NodeSettings {
 
     /// What was handed down to this process; `None` if it is not that of a worker, or its node has handed nothing down.
     pub fn of_this_process() -> Option<Self> {
-        crate::node::of_node()?.ok()?.settings
+        crate::node::join::of_node()?.ok()?.settings
     }
 
     /// The text.

@@ -1,0 +1,581 @@
+//! Links: how commands get to the workers of one host and events come back, in this process and over a session.
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::net::IpAddr;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use rpc_core::function::Object;
+use rpc_core::reply::{Outcome, ReplySink};
+use rpc_core::tensor::Access;
+use rpc_core::{
+    ErrorKind, Lane, LocalValue, Operation, Pack, Reference, RemoteFunction, RemoteObject, Request, RpcError,
+    RpcSession, Session, Tensor, Value,
+};
+use tokio::sync::{Notify, Semaphore};
+use tokio::task::JoinHandle;
+
+use crate::controller::dispatch::Controller;
+use crate::error::Failure;
+use crate::link::relay::{Between, Destination, End, Wanted};
+use crate::node::host::{HostInfo, SetUp, WorkerHost, expect_host, meet_host};
+use crate::wire::codec::Encoded;
+use crate::wire::command::Queued;
+use crate::wire::event::{Event, EventSink, LocalContent, decode_events};
+use crate::worker::rendezvous::Listening;
+
+/// Commands have a lane of their own at each host, and so have events.
+const COMMANDS: Lane = Lane(1);
+const EVENTS: Lane = Lane(2);
+
+/// How many bytes of commands are put into one message, if there are several.
+const MAX_BATCH: usize = 4 << 20;
+
+/// Between two attempts to learn what is to be relayed, after one that has failed.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// How many messages may be unanswered. While these are on their way, further commands gather, so that many share the cost of one; and one more than
+/// a single one, so that a sync that follows a call does not wait.
+const MAX_UNANSWERED: usize = 2;
+/// Whom links tell what comes of them.
+pub(crate) trait Upstream: Send + Sync {
+    /// A worker has said something.
+    fn handle(&self, event: Event);
+
+    /// A link is of no more use.
+    fn lose(&self, link: usize, error: RpcError);
+
+    /// Has the data of a worker carried to another one, or tells it why not.
+    fn relay(&self, wanted: Wanted);
+
+    /// Ready when more can be taken. The task is woken.
+    fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
+        Poll::Ready(())
+    }
+}
+
+/// The link to one host, whose workers have consecutive numbers, those below it included.
+pub(crate) struct Link {
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+    /// How many nodes there are, the one at the other end and those below it.
+    pub(crate) nodes: usize,
+    pub(crate) info: HostInfo,
+    /// How people call what is at the other end.
+    pub(crate) name: String,
+    /// Whether it or a link behind it is encrypted, as far as the processes at its ends can tell.
+    pub(crate) is_encrypted: bool,
+    way: Way,
+    /// What holds the other end. Taken when the session ends.
+    held: Mutex<Option<Held>>,
+    /// Whether somebody takes what is to be relayed.
+    relays: AtomicBool,
+}
+
+enum Way {
+    /// The host is in this process, and takes commands as they are.
+    Local(Weak<WorkerHost>),
+    /// What is to be sent.
+    Remote(Arc<Outbox>),
+}
+
+struct Held {
+    session: Session,
+    host: RemoteObject,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Link {
+    /// Opens a host at the other end of `session`.
+    ///
+    /// # Errors
+    ///
+    /// The session's; [`ErrorKind::NotFound`] where the other end is no node.
+    pub(crate) async fn open(
+        session: Session,
+        name: String,
+        mut set_up: SetUp,
+        inbox: &Arc<Inbox>,
+    ) -> rpc_core::Result<Self> {
+        let named = |error: RpcError| error.context(&name);
+        if session.is_local() {
+            set_up.local = crate::runtime::random()?;
+            expect_host(set_up.local, Arc::clone(inbox) as Arc<dyn EventSink>);
+        }
+        let opened = Self::open_host(&session, &set_up).await;
+        let local = meet_host(set_up.local);
+        let (host, info) = opened.map_err(named)?;
+        let said: u64 = info.leaves.iter().map(|leaf| u64::from(leaf.count)).sum();
+        if said != u64::from(set_up.workers()) {
+            let text = format!("a node was to have {} workers and says that it has {said}", set_up.workers());
+            return Err(named(RpcError::new(ErrorKind::Protocol, text)));
+        }
+        if info.data_addresses.len() != set_up.nodes() {
+            let text = "a node does not say for each of its nodes where data goes";
+            return Err(named(RpcError::new(ErrorKind::Protocol, text)));
+        }
+        let way = match local {
+            Some(local) => Way::Local(Arc::downgrade(&local)),
+            None => Way::Remote(Arc::default()),
+        };
+        let is_encrypted = session.is_encrypted() || info.is_encrypted_below;
+        let held = Mutex::new(Some(Held { session, host, tasks: Vec::new() }));
+        Ok(Self {
+            first: set_up.first,
+            count: set_up.workers(),
+            nodes: set_up.nodes(),
+            info,
+            name,
+            is_encrypted,
+            way,
+            held,
+            relays: AtomicBool::new(false),
+        })
+    }
+
+    async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, HostInfo)> {
+        let open = session.get_function("disco.open").await.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => error.context("it is no node: its program does not register disco's functions"),
+            _ => error,
+        })?;
+        let (host, info): (RemoteObject, Pack<HostInfo>) = open.call((Pack(set_up.clone()),)).await?;
+        Ok((host, info.0))
+    }
+
+    /// Begins to send commands and to take events.
+    pub(crate) async fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
+        let Way::Remote(outbox) = &self.way else { return Ok(()) };
+        let Some((session, host)) = self.far_end() else { return Ok(()) };
+        let submit = session.get_function("disco.submit").await?;
+        let events = session.get_function("disco.events").await?;
+        let runtime = crate::runtime::runtime()?;
+        let sender = Sender {
+            outbox: Arc::clone(outbox),
+            session: session.clone(),
+            submit,
+            host: host.clone(),
+            lost: self.lost(number, upstream),
+        };
+        let lost = Arc::clone(&sender.lost);
+        self.hold([
+            runtime.spawn(sender.run()),
+            runtime.spawn(take_events(events, host, Arc::clone(&lost))),
+            runtime.spawn(async move { lost.report(session.ended().await) }),
+        ]);
+        Ok(())
+    }
+
+    /// Begins to take what workers there want to have relayed, if it has not.
+    pub(crate) async fn take_relays(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
+        let Some((session, host)) = self.far_end() else { return Ok(()) };
+        let relays = session.get_function("disco.relays").await?;
+        let lost = self.lost(number, upstream);
+        // Nothing is awaited from here on, so that whoever gives up this has begun it or not.
+        if self.relays.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.hold([crate::runtime::runtime()?.spawn(take_relays(relays, session, host, lost))]);
+        Ok(())
+    }
+
+    fn lost(&self, number: usize, upstream: &Weak<dyn Upstream>) -> Arc<Lost> {
+        let (upstream, workers) = (upstream.clone(), self.workers());
+        Arc::new(Lost { upstream, number, workers, answers: Semaphore::new(MAX_UNANSWERED) })
+    }
+
+    /// Ends these with the session.
+    fn hold<const COUNT: usize>(&self, tasks: [JoinHandle<()>; COUNT]) {
+        match self.lock().as_mut() {
+            Some(held) => held.tasks.extend(tasks),
+            // It has ended meanwhile.
+            None => tasks.iter().for_each(JoinHandle::abort),
+        }
+    }
+
+    /// Where data for a worker there goes.
+    pub(crate) fn destination(&self, worker: u32, is_world: bool) -> rpc_core::Result<Destination> {
+        let (session, host) = self.far_end().ok_or_else(ended)?;
+        Ok(Destination::There { session, host, worker, is_world })
+    }
+
+    pub(crate) fn is_remote(&self) -> bool {
+        matches!(self.way, Way::Remote(_))
+    }
+
+    /// The session and the host, until the end.
+    pub(crate) fn far_end(&self) -> Option<(Session, RemoteObject)> {
+        self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone()))
+    }
+
+    /// Where the workers there listen for each other, in their order, if their nodes do so at these addresses.
+    pub(crate) async fn listen(&self, addresses: Vec<IpAddr>) -> rpc_core::Result<Vec<Listening>> {
+        let (session, host) = self.far_end().ok_or_else(ended)?;
+        let listen = session.get_function("disco.listen").await?;
+        let listening: Pack<Vec<Listening>> = listen.call((&host, Pack(addresses))).await?;
+        if listening.0.len() != self.count as usize {
+            let text = format!("a node with {} workers says where {} listen", self.count, listening.0.len());
+            return Err(RpcError::new(ErrorKind::Protocol, text).context(&self.name));
+        }
+        Ok(listening.0)
+    }
+
+    /// How many bytes of commands wait to be sent.
+    pub(crate) fn held(&self) -> usize {
+        match &self.way {
+            Way::Local(_) => 0,
+            Way::Remote(outbox) => outbox.lock().bytes,
+        }
+    }
+
+    /// The numbers of the workers there.
+    pub(crate) fn workers(&self) -> Range<u32> {
+        self.first..self.first + self.count
+    }
+
+    /// Which workers were there, in words, when it is lost.
+    pub(crate) fn who_was_lost(&self) -> String {
+        // All nodes have as many.
+        let own = u32::try_from(self.nodes).map_or(self.count, |nodes| self.count / nodes.max(1));
+        let who = |workers: Range<u32>| match workers.len() {
+            1 => format!("worker {}", workers.start),
+            _ => format!("workers {} to {}", workers.start, workers.end - 1),
+        };
+        let workers = self.workers();
+        let at = workers.start + own;
+        let behind = if at == workers.end { String::new() } else { format!(", with {} behind", who(at..workers.end)) };
+        format!("{} at {} was lost{behind}", who(workers.start..at), self.name)
+    }
+
+    /// Appends a command. `encoded` is there if any link of the session needs it; `bulk` says whether its bulk is for this link.
+    pub(crate) fn push(&self, sequence: u64, queued: &Queued, encoded: Option<&Encoded>, bulk: bool) {
+        match &self.way {
+            Way::Local(host) => {
+                // Gone only when the session ends.
+                if let Some(host) = host.upgrade()
+                    && let Err(error) = host.submit(sequence, queued.clone())
+                {
+                    tracing::error!(%error, "a host of this process refused a command");
+                }
+            }
+            Way::Remote(outbox) => {
+                if let Some(encoded) = encoded {
+                    let mut encoded = encoded.clone();
+                    if !bulk && encoded.bulk.is_some() {
+                        encoded.bulk = Some(Bytes::new());
+                    }
+                    outbox.push(encoded);
+                }
+            }
+        }
+    }
+
+    /// Ends the collectives of an epoch, also those that workers are in. Never waits: if the word does not arrive, the link will not last either.
+    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+        if let Way::Local(host) = &self.way {
+            if let Some(host) = host.upgrade() {
+                host.break_collectives(epoch, reason);
+            }
+            return;
+        }
+        let (Some((session, host)), Ok(runtime)) = (self.far_end(), crate::runtime::runtime()) else { return };
+        let (name, reason) = (self.name.clone(), reason.to_owned());
+        runtime.spawn(async move {
+            let told = async {
+                session.get_function("disco.break_ccl").await?.call::<()>((&host, epoch, reason.as_str())).await
+            };
+            if let Err(error) = told.await {
+                tracing::debug!(%name, %error, "a node was not told that collectives are broken");
+            }
+        });
+    }
+
+    /// Lets go of the other end: its workers end after what they are doing.
+    pub(crate) fn close(&self) {
+        let Some(held) = self.lock().take() else { return };
+        held.tasks.iter().for_each(JoinHandle::abort);
+        if let Way::Local(host) = &self.way
+            && let Some(host) = host.upgrade()
+        {
+            host.abort();
+        }
+        // References that are dropped are freed there, and the last one closes the session.
+        drop(held);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Commands that wait to be sent. Credit bounds those of a controller, and [`Link::held`] tells a node how much it is.
+#[derive(Default)]
+struct Outbox {
+    waiting: Mutex<Waiting>,
+    more: Notify,
+}
+
+#[derive(Default)]
+struct Waiting {
+    commands: VecDeque<Encoded>,
+    bytes: usize,
+    /// Nobody sends any more.
+    closed: bool,
+}
+
+/// What a command takes in a queue beside its bytes.
+pub(crate) const QUEUED: usize = 128;
+
+fn size(encoded: &Encoded) -> usize {
+    encoded.head.len() + encoded.bulk.as_ref().map_or(0, Bytes::len)
+}
+
+impl Outbox {
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, encoded: Encoded) {
+        let mut waiting = self.lock();
+        if waiting.closed {
+            return;
+        }
+        waiting.bytes += QUEUED + size(&encoded);
+        waiting.commands.push_back(encoded);
+        let first = waiting.commands.len() == 1;
+        drop(waiting);
+        if first {
+            self.more.notify_one();
+        }
+    }
+
+    fn close(&self) {
+        let mut waiting = self.lock();
+        let rest = std::mem::replace(&mut *waiting, Waiting { closed: true, ..Waiting::default() });
+        drop(waiting);
+        drop(rest);
+    }
+
+    /// The next commands, once there are any.
+    async fn take(&self) -> Vec<Encoded> {
+        loop {
+            {
+                let mut waiting = self.lock();
+                let mut bytes = 0;
+                let mut count = 0;
+                for encoded in &waiting.commands {
+                    bytes += size(encoded);
+                    if count > 0 && bytes > MAX_BATCH {
+                        break;
+                    }
+                    count += 1;
+                }
+                if count > 0 {
+                    let taken: Vec<_> = waiting.commands.drain(..count).collect();
+                    waiting.bytes -= taken.iter().map(|encoded| QUEUED + size(encoded)).sum::<usize>();
+                    return taken;
+                }
+            }
+            self.more.notified().await;
+        }
+    }
+}
+
+/// Sends commands over a session, many to a message.
+struct Sender {
+    outbox: Arc<Outbox>,
+    session: Session,
+    submit: RemoteFunction,
+    host: RemoteObject,
+    lost: Arc<Lost>,
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        self.outbox.close();
+    }
+}
+
+impl Sender {
+    async fn run(self) {
+        let mut next: u64 = 1;
+        loop {
+            match self.lost.answers.acquire().await {
+                // Given back by the answer.
+                Ok(permit) => permit.forget(),
+                Err(_) => return,
+            }
+            let batch = self.outbox.take().await;
+            let first = next;
+            next += batch.len() as u64;
+            let heads = match &batch[..] {
+                [one] => one.head.clone(),
+                several => {
+                    let mut heads = BytesMut::with_capacity(several.iter().map(|one| one.head.len()).sum());
+                    several.iter().for_each(|one| heads.extend_from_slice(&one.head));
+                    heads.freeze()
+                }
+            };
+            let bulk = batch.into_iter().filter_map(|one| one.bulk).map(Value::Bytes).collect();
+            let host = Value::Object(Reference::Object(self.host.handle()));
+            let args = vec![host, Value::Int(first as i64), Value::Bytes(heads), Value::List(bulk)];
+            let call = Request::new(Operation::Call { function: self.submit.handle(), args }).on(COMMANDS);
+            match self.session.submit(call).await {
+                Ok(reply) => {
+                    reply.deliver_to(Arc::clone(&self.lost) as Arc<dyn ReplySink>, first);
+                }
+                Err(error) => return self.lost.report(error),
+            }
+        }
+    }
+}
+
+/// Takes what the host says, until it says that there is no more.
+async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>) {
+    loop {
+        let taken = events.call::<Value>((&host,)).lane(EVENTS).await;
+        match taken.and_then(decode_events) {
+            Ok(events) if events.is_empty() => return,
+            Ok(events) => {
+                for event in events {
+                    if event.worker().is_some_and(|worker| !lost.workers.contains(&worker.0)) {
+                        let error =
+                            RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
+                        return lost.report(error);
+                    }
+                    let Some(upstream) = lost.upstream.upgrade() else { return };
+                    poll_fn(|cx| upstream.poll_room(cx)).await;
+                    upstream.handle(event);
+                }
+            }
+            Err(error) => return lost.report(error),
+        }
+    }
+}
+
+/// Takes what the workers there want to have carried, until they have ended.
+async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObject, lost: Arc<Lost>) {
+    loop {
+        let wanted = relays.call::<(RemoteObject, Pack<Between>)>((&host,)).lane(Lane::CONCURRENT).await;
+        let error = match wanted {
+            Ok((_, Pack(between))) if !lost.workers.contains(&between.from) => {
+                let error = RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
+                return lost.report(error);
+            }
+            Ok((end, Pack(between))) => match End::there(&session, end).await {
+                Ok(end) => {
+                    let Some(upstream) = lost.upstream.upgrade() else { return };
+                    upstream.relay(Wanted { between, end });
+                    continue;
+                }
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        // The end of the session somebody else reports.
+        if error.kind() == ErrorKind::Closed || error.ends_session() {
+            return;
+        }
+        tracing::warn!(%error, "what workers wish to have relayed cannot be taken");
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+fn ended() -> RpcError {
+    RpcError::new(ErrorKind::Closed, "the session has ended")
+}
+
+/// Tells whoever is upstream that a link is of no more use.
+struct Lost {
+    upstream: Weak<dyn Upstream>,
+    number: usize,
+    /// Those at the other end.
+    workers: Range<u32>,
+    /// How many more messages may be sent now.
+    answers: Semaphore,
+}
+
+impl Lost {
+    fn report(&self, error: RpcError) {
+        if let Some(upstream) = self.upstream.upgrade() {
+            upstream.lose(self.number, error);
+        }
+    }
+}
+
+impl ReplySink for Lost {
+    fn deliver(&self, _: u64, outcome: Outcome) {
+        self.answers.add_permits(1);
+        if let Err(error) = outcome {
+            self.report(error);
+        }
+    }
+}
+
+/// Where hosts of this process say what has happened.
+#[derive(Default)]
+pub(crate) struct Inbox(pub(crate) OnceLock<Weak<Controller>>);
+
+impl EventSink for Inbox {
+    fn send(&self, event: Event) {
+        if let Some(controller) = self.0.get().and_then(Weak::upgrade) {
+            controller.handle(event);
+        }
+    }
+
+    fn send_content(&self, ticket: u64, content: Result<LocalValue, Failure>) {
+        let value = content.and_then(|value| match value {
+            // The controller has a tensor of its own, as it has over any link.
+            Value::Object(Object::Tensor(tensor)) => copy(&tensor).map_err(|cause| Failure {
+                worker: crate::WorkerId(0),
+                sequence: 0,
+                command: "copy".to_owned(),
+                cause,
+            }),
+            value => Ok(value),
+        });
+        self.send(Event::Fetched { ticket, value: value.map(LocalContent::Value) });
+    }
+}
+
+fn copy(tensor: &Tensor) -> rpc_core::Result<LocalValue> {
+    let made = Tensor::zeros(tensor.shape(), tensor.dtype())?;
+    let range = tensor.byte_range(0, tensor.size_bytes())?;
+    let source = tensor.storage().try_borrow(Access::Read).ok_or_else(|| {
+        RpcError::new(ErrorKind::Busy, "the tensor is being written by something that runs beside the worker")
+    })?;
+    let mut view = made.write()?;
+    source.copy_out(range.start, view.bytes_mut()?)?;
+    drop(view);
+    Ok(Value::Object(Object::Tensor(made)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn encoded(len: usize) -> Encoded {
+        Encoded { head: Bytes::from(vec![0; len]), bulk: (len > 10).then(|| Bytes::from(vec![0; 7])) }
+    }
+
+    /// What waits is counted until it is taken, and nothing is kept for nobody.
+    #[test]
+    fn an_outbox_knows_what_it_holds_and_holds_nothing_once_closed() {
+        let outbox = Outbox::default();
+        for len in [1, 100, MAX_BATCH] {
+            outbox.push(encoded(len));
+        }
+        assert_eq!(outbox.lock().bytes, 3 * QUEUED + 1 + 107 + MAX_BATCH + 7);
+        let taken = rpc_core::blocking::block_on(outbox.take()).unwrap();
+        assert_eq!(taken.len(), 2);
+        assert_eq!(outbox.lock().bytes, QUEUED + MAX_BATCH + 7);
+        outbox.close();
+        outbox.push(encoded(5));
+        let waiting = outbox.lock();
+        assert_eq!((waiting.bytes, waiting.commands.len()), (0, 0));
+    }
+}

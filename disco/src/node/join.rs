@@ -1,0 +1,300 @@
+//! The other end of a launch: a program that serves as a node, or as one worker.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_core::{
+    Devices, ErrorKind, LocalSession, Registry, Result as RpcResult, RpcError, SessionLimits, SharedSession,
+};
+use rpc_transports::{
+    Access, Address, Backoff, ConnectError, DialOptions, OpenRequest, ParkOptions, ServeOptions, Server, TokioSpawner,
+};
+use tokio::time::Instant;
+
+use crate::completion::Completion;
+use crate::error::{DiscoError, Result};
+use crate::launch::WORKER;
+use crate::node::host::register;
+use crate::node::subtree::OfNode;
+use crate::weights::folders::WeightFolders;
+use crate::worker::rendezvous::DataAddress;
+
+/// Which of the nodes of a session a program is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct NodePlace {
+    /// Its number, from 0.
+    pub rank: u32,
+    /// How many nodes there are.
+    pub nodes: u32,
+}
+
+/// The variables in which launchers tell their processes who they are, and those launchers. One that may run inside of another comes first.
+const LAUNCHERS: [(&str, &str, &str); 4] = [
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
+    ("PMI_RANK", "PMI_SIZE", "PMI"),
+    ("RANK", "WORLD_SIZE", "torchrun"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "Slurm"),
+];
+
+/// What a node that dials in is called at the controller's, with its place behind it if it says that.
+const KEY: &str = "disco";
+
+impl NodePlace {
+    /// What the launcher that has started this process says: Open MPI, one that speaks PMI, torchrun, or Slurm. `None` if there is none.
+    ///
+    /// # Errors
+    ///
+    /// Variables that are not numbers, or do not fit each other.
+    pub fn from_environment() -> Result<Option<Self>> {
+        Self::from_variables(|name| std::env::var(name).ok())
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        for (rank_name, nodes_name, launcher) in LAUNCHERS {
+            let (Some(rank), Some(nodes)) = (variable(rank_name), variable(nodes_name)) else { continue };
+            let place = (rank.parse().ok()).zip(nodes.parse().ok()).map(|(rank, nodes)| Self { rank, nodes });
+            return match place {
+                Some(place) if place.rank < place.nodes => Ok(Some(place)),
+                _ => Err(DiscoError::invalid(format!(
+                    "the environment of {launcher} says {rank_name}={rank} and {nodes_name}={nodes}, which is no place among nodes"
+                ))),
+            };
+        }
+        Ok(None)
+    }
+
+    fn key(place: Option<Self>) -> String {
+        place.map_or_else(|| KEY.to_owned(), |Self { rank, nodes }| format!("{KEY}.{rank}.{nodes}"))
+    }
+
+    /// The place in a key, which a node may leave open; `None` if the key is none of a node.
+    pub(crate) fn of_key(key: &str) -> Option<Option<Self>> {
+        let place = key.strip_prefix(KEY)?;
+        if place.is_empty() {
+            return Some(None);
+        }
+        let (rank, nodes) = place.strip_prefix('.')?.split_once('.')?;
+        Some(Some(Self { rank: rank.parse().ok()?, nodes: nodes.parse().ok()? }))
+    }
+}
+
+/// How a node joins a session whose controller it dials.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct JoinOptions {
+    /// Which node it is. Default: whichever is left.
+    pub place: Option<NodePlace>,
+    /// How the controller is dialled: tokens, trust. Default: without either.
+    pub dial: DialOptions,
+    /// To whom the node gives a session once it has dialled: the controller proves itself by this. Default: anybody, so that it is the dialling that counts.
+    pub access: Access,
+    /// How long to try to reach a controller that is not there. Default: 60 s.
+    pub patience: Duration,
+    /// Where its workers listen for the data of others. Default: as the controller says, or else nowhere that other machines reach.
+    pub data_address: Option<IpAddr>,
+    /// The devices of its workers. Default: `cpu` alone.
+    pub devices: Devices,
+    /// From which folders its workers read weights. Default: none, so that they get what they load from others.
+    pub weights: Option<WeightFolders>,
+    /// A controller that says nothing for this long is tested, and is lost after three times as long. Default: 5 s.
+    pub keep_alive: Duration,
+}
+
+impl Default for JoinOptions {
+    fn default() -> Self {
+        Self {
+            place: None,
+            dial: DialOptions::default(),
+            access: Access::default(),
+            patience: Duration::from_secs(60),
+            data_address: None,
+            devices: Devices::new(),
+            weights: None,
+            keep_alive: Duration::from_secs(5),
+        }
+    }
+}
+
+/// The pauses between attempts to reach a controller.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+/// Makes this program a node of the session whose controller listens at `controller` (a [`NodeListener`](crate::NodeListener)): its workers call the
+/// functions of `registry`. Resolves when the session has ended.
+///
+/// Its errors are a controller that cannot be reached in time, refuses, or goes before it has taken the node into a session.
+pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Completion<()> {
+    register(registry);
+    let (registry, controller) = (registry.clone(), controller.to_owned());
+    Completion::spawn(async move {
+        let controller: Address =
+            controller.parse().map_err(|error| DiscoError::invalid(format!("'{controller}': {error}")))?;
+        let serve = ServeOptions {
+            access: options.access.clone(),
+            onward: options.dial.clone(),
+            keep_alive: options.keep_alive,
+            ..ServeOptions::default()
+        };
+        let node = OfNode { limits: SessionLimits::default(), weights: options.weights.clone(), settings: None };
+        let server = server_of(registry, options.devices, node, options.data_address, serve);
+        Ok(join_with(&server, &controller, options.place, options.patience).await?)
+    })
+}
+
+/// As [`join`], with sessions of `server`, whose registry has disco's functions: it is dialled by
+/// [`ServeOptions::onward`]. Inside of a tokio runtime. Dropping the future gives up the waiting; a session that there is already goes on.
+///
+/// # Errors
+///
+/// As there.
+pub async fn join_with(
+    server: &Server,
+    controller: &Address,
+    place: Option<NodePlace>,
+    patience: Duration,
+) -> RpcResult<()> {
+    let park = ParkOptions { key: NodePlace::key(place), capacity: 1, ..ParkOptions::default() };
+    let deadline = Instant::now() + patience;
+    let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
+    loop {
+        let error = match server.park_once(controller, &park).await {
+            Ok(true) => return Ok(()),
+            Ok(false) => {
+                let text = format!(
+                    "the controller at {controller} took this node and there was no session: one does not trust the other, or it was given up"
+                );
+                return Err(RpcError::new(ErrorKind::PeerLost, text));
+            }
+            Err(error) => error,
+        };
+        let pause = backoff.pause();
+        // It may not be there yet. What it refuses it will refuse again.
+        if !matches!(error, ConnectError::Transport(_)) || Instant::now() + pause >= deadline {
+            return Err(error.into_rpc_error().context(format_args!("joining the controller at {controller}")));
+        }
+        tracing::debug!(%controller, %error, "the controller is not there yet");
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Serves the functions of `registry`, and disco's own, as a worker process and exits, if this process was started as one: with the first argument
+/// `--disco-worker`. Otherwise returns at once.
+///
+/// A program that calls this first thing in `main`, before anything is printed, is its own worker: see
+/// [`ProcessSession`](crate::ProcessSession) and [`Hosting::Processes`](crate::Hosting::Processes).
+pub fn serve_if_worker(registry: &Registry) {
+    serve_if_worker_with(registry, Devices::new);
+}
+
+/// As [`serve_if_worker`], with devices, which are made only in the process of a worker.
+pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devices) {
+    crate::node::subtree::serves_workers();
+    if std::env::args().nth(1).as_deref() != Some(WORKER) {
+        return;
+    }
+    rpc_transports::self_start::hook_took_over();
+    register(registry);
+    crate::logs::install();
+    // A controller's own process reads what the controller may.
+    let of_controller =
+        || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()), settings: None };
+    let node = of_node().unwrap_or_else(|| Ok(of_controller()));
+    let served = node.map_err(|error| RpcError::invalid_argument(format!("its settings: {error}")));
+    let code = match served.and_then(|node| serve_stdio(registry, devices(), node)) {
+        Ok(()) => 0,
+        Err(error) => {
+            tracing::error!(%error, "a worker process cannot serve");
+            1
+        }
+    };
+    std::process::exit(code);
+}
+
+/// What this process takes over from its node, if it was started as a worker of one.
+pub(crate) fn of_node() -> Option<serde_json::Result<OfNode>> {
+    let mut args = std::env::args_os().skip(1);
+    args.next().filter(|first| first == WORKER)?;
+    // What is not UTF-8 is no JSON either, and told as that.
+    args.next().map(|text| serde_json::from_slice(text.as_encoded_bytes()))
+}
+
+/// A keep-alive that never tests anybody.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Serves one session over standard input and output until that ends.
+fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> RpcResult<()> {
+    let runtime = crate::runtime::runtime()?;
+    runtime.block_on(async {
+        let channel = rpc_transports::exec::stdio_channel().await;
+        let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
+        // That its parent has gone the pipe tells. A parent that is stopped, by a debugger for example, may go on.
+        let options = ServeOptions { keep_alive: NEVER, ..ServeOptions::default() };
+        let server = server_of(registry.clone(), devices, node, None, options);
+        server.serve_channel(channel);
+        server.idle().await;
+        Ok(())
+    })
+}
+
+/// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
+fn server_of(
+    registry: Registry,
+    devices: Devices,
+    node: OfNode,
+    data: Option<IpAddr>,
+    options: ServeOptions,
+) -> Server {
+    let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
+        let session = LocalSession::builder(registry.clone()).devices(devices.clone()).limits(node.limits.clone());
+        let mut session =
+            session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
+        if let Some(data) = data {
+            session = session.extension(Arc::new(DataAddress(data)));
+        }
+        if let Some(weights) = &node.weights {
+            session = session.extension(Arc::new(weights.clone()));
+        }
+        Ok(Arc::new(session.build()))
+    };
+    Server::new(Arc::new(open), options)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    fn place(variables: &[(&str, &str)]) -> Result<Option<NodePlace>> {
+        let variables: HashMap<_, _> = variables.iter().copied().collect();
+        NodePlace::from_variables(|name| variables.get(name).map(|value| (*value).to_owned()))
+    }
+
+    #[test]
+    fn launchers_say_which_node_this_is() {
+        let third = Some(NodePlace { rank: 3, nodes: 8 });
+        for (rank, nodes, _) in LAUNCHERS {
+            assert_eq!(place(&[(rank, "3"), (nodes, "8")]), Ok(third));
+            assert_eq!(place(&[(rank, "3")]), Ok(None));
+            let error = place(&[(rank, "8"), (nodes, "8")]).unwrap_err().to_string();
+            assert!(error.contains(&format!("{rank}=8")), "{error}");
+            place(&[(rank, "one"), (nodes, "8")]).unwrap_err();
+        }
+        // mpirun inside of an allocation, whose own numbers are those of the batch script.
+        let [(rank, nodes, _), ..] = LAUNCHERS;
+        let nested = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), (rank, "3"), (nodes, "8")];
+        assert_eq!(place(&nested), Ok(third));
+        assert_eq!(place(&[]), Ok(None));
+    }
+
+    #[test]
+    fn places_survive_the_key() {
+        for place in [None, Some(NodePlace { rank: 3, nodes: 8 })] {
+            assert_eq!(NodePlace::of_key(&NodePlace::key(place)), Some(place));
+        }
+        for key in ["", "board", "disco.", "disco.1", "disco.x.2", "disco1", "disco.1.2.3"] {
+            assert_eq!(NodePlace::of_key(key), None, "{key}");
+        }
+    }
+}

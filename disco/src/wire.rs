@@ -1,0 +1,6 @@
+//! Messages between the controller, the nodes and the workers: commands, events, plans, and their bytes.
+
+pub(crate) mod codec;
+pub(crate) mod command;
+pub(crate) mod event;
+pub(crate) mod parameter;
