@@ -26,9 +26,9 @@ use std::time::{Duration, Instant};
 
 use disco::ccl::nccl::{self, Flavour, Library, NcclCcl, UniqueId, Version};
 use disco::ccl::{Buffers, Ccl, Rank, ReduceOp, host};
-use rpc_core::device::cuda::{CudaDevice, CudaStream};
 use rpc_core::device::{AllocRequest, Memory, Stream};
 use rpc_core::{DataType, Device, DeviceApi, DeviceAttribute, Value};
+use rpc_cuda::{CudaDevice, CudaStream};
 
 const SIZES: [usize; 10] =
     [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30];

@@ -51,13 +51,9 @@ pub mod placement;
 pub mod proto;
 pub mod reply;
 pub mod session;
-pub mod shared_libraries;
 #[allow(unsafe_code)]
 pub mod tensor;
 pub mod trace;
-#[cfg(all(feature = "tvm-ffi", unix, target_pointer_width = "64"))]
-#[allow(unsafe_code)]
-pub mod tvm_ffi;
 pub mod value;
 
 // What every part of a program uses.

@@ -37,7 +37,7 @@ use crate::config::{Isolate, ServeConfig};
 /// The devices for a process that serves one session, or one worker; their functions and module loaders are added to `registry`. Loads nothing yet.
 #[cfg(feature = "cuda")]
 pub fn devices(registry: &Registry) -> Devices {
-    use rpc_core::device::cuda::{self, CudaModulesOnDemand, CudaOnDemand};
+    use rpc_cuda::{self as cuda, CudaModulesOnDemand, CudaOnDemand};
 
     cuda::register(registry);
     registry.add_loader(Arc::new(CudaModulesOnDemand));

@@ -28,8 +28,8 @@ use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use cudarc::driver::sys;
-use rpc_core::device::cuda::CudaDevice;
 use rpc_core::{DataType, Device, DeviceApi, DeviceAttribute, Devices, LocalSession, Registry, Session, Value};
+use rpc_cuda::CudaDevice;
 use rpc_server::config::ServeConfig;
 use rpc_server::{RpcServer, gpu, isolate};
 use rpc_transports::Connector;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use rpc_core::tvm_ffi::{TvmFfi, TvmFfiOptions};
+use rpc_tvm::{TvmFfi, TvmFfiOptions};
 
 /// A folder of Python packages, with that of TVM-FFI.
 #[derive(Debug)]

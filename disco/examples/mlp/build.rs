@@ -4,7 +4,7 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use rpc_core::tvm_ffi::TvmFfi;
+use rpc_tvm::TvmFfi;
 
 /// Compiles `kernels.c` into `folder`, with the compiler that `CC` names, or `cc`. The headers are those that lie beside
 /// TVM-FFI's library.

@@ -14,9 +14,9 @@ use std::time::Instant;
 use clap::Parser;
 use disco::{DRef, DiscoSession, ReduceOp, Scope};
 use place::{Place, PlaceArgs, Role};
-use rpc_core::tvm_ffi::TvmFfi;
 use rpc_core::{DataType, Registry, Tensor};
 use rpc_server::{exit, isolate};
+use rpc_tvm::TvmFfi;
 
 /// Rows of a batch, inputs, hidden units, outputs.
 const BATCH: usize = 32;

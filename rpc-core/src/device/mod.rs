@@ -4,8 +4,6 @@
 //! ([`DeviceAttribute`]). [`Devices`] is the set of them that a session offers; [`cpu`] is always in it.
 
 pub mod cpu;
-#[cfg(feature = "cuda")]
-pub mod cuda;
 pub(crate) mod target;
 pub(crate) mod virtual_device;
 
@@ -471,17 +469,28 @@ impl fmt::Debug for Devices {
     }
 }
 
-/// The error of every index that is out of range.
-pub(crate) fn out_of_range(device: Device, count: i32) -> RpcError {
+/// Returns the error for a device index that is out of range, for implementations of [`DeviceApi`].
+pub fn out_of_range(device: Device, count: i32) -> RpcError {
     RpcError::new(ErrorKind::DeviceUnavailable, format!("no {device}: there are {count} devices of that kind"))
 }
 
-/// Copies between memories of which each is host memory or can be copied to and from it.
+/// Copies between two memories, each of which is host memory or can be copied to and from it: the default of
+/// [`DeviceApi::copy`], and the slow path of devices that have a faster one for their own memory.
+///
+/// # Errors
+///
+/// Those of the two memories' own copies.
 ///
 /// # Safety
 ///
 /// As [`DeviceApi::copy`].
-unsafe fn copy_by_host(from: &dyn Memory, from_offset: u64, to: &dyn Memory, to_offset: u64, len: u64) -> Result<()> {
+pub unsafe fn copy_by_host(
+    from: &dyn Memory,
+    from_offset: u64,
+    to: &dyn Memory,
+    to_offset: u64,
+    len: u64,
+) -> Result<()> {
     match (from.host(), to.host()) {
         (Some(source), Some(target)) => {
             // SAFETY: `Memory` promises valid pointers, the caller that the ranges lie within them and that nobody else

@@ -63,9 +63,10 @@ impl Function {
         Self::foreign(FunctionKind::Blocking, signature, None, body)
     }
 
-    /// As [`dynamic_exclusive`](Self::dynamic_exclusive), of a direct kind (not [`FunctionKind::Async`]), and with what the
-    /// function was [made from](Self::origin).
-    pub(crate) fn foreign(
+    /// A function that wraps foreign code, as [`dynamic_exclusive`](Self::dynamic_exclusive), with its kind (any but
+    /// [`FunctionKind::Async`]) and the foreign object that it was [made from](Self::origin), by which a bridge knows its own
+    /// functions again when they come back as arguments.
+    pub fn foreign(
         kind: FunctionKind,
         signature: Signature,
         origin: Option<Arc<dyn Any + Send + Sync>>,

@@ -613,15 +613,16 @@ impl Context {
         }
     }
 
-    /// As [`call_async`](Self::call_async) on this thread, for a caller that has borrowed tensors itself and does without them
-    /// for so long: `function` gets those of `held` that it wants, and the others end before it starts.
-    #[cfg(all(feature = "tvm-ffi", unix, target_pointer_width = "64"))]
-    pub(crate) fn call_lending(
-        &self,
-        function: &Function,
-        args: Vec<LocalValue>,
-        held: Vec<Borrow>,
-    ) -> Result<LocalValue> {
+    /// Calls `function` at once, on this thread, and lends it the tensors that the caller has borrowed itself: `function`
+    /// gets those of `held` that it needs, and the other borrows end before it starts. The caller must not touch any of
+    /// these tensors from then on. An asynchronous function runs to its end on this thread.
+    ///
+    /// For bridges to foreign code, which borrow every tensor of a call; see [`Function::foreign`].
+    ///
+    /// # Errors
+    ///
+    /// As [`call_async`](Self::call_async).
+    pub fn call_lending(&self, function: &Function, args: Vec<LocalValue>, held: Vec<Borrow>) -> Result<LocalValue> {
         match self.start_nested(function, args, held)? {
             Started::Done(outcome) => outcome,
             Started::Future(future) => crate::blocking::block_on(future)?,

@@ -9,7 +9,7 @@ use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 use crate::session::SessionWorkspace;
 use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError};
 
-/// The most that one `rpc.file.read` returns, in bytes: room for several of the pieces that [`rpc_core::files`] asks for,
+/// The most that one `rpc.file.read` returns, in bytes: room for several of the pieces that [`rpc_core::client::Files`] asks for,
 /// and no way to make the server reserve much.
 pub const MAX_READ_BYTES: u64 = 4 << 20;
 

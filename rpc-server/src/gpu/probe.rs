@@ -7,9 +7,9 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use std::{env, io, process, thread};
 
-use rpc_core::device::cuda::CudaDevice;
 use rpc_core::device::{AllocRequest, Memory, Stream};
 use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, Devices, ErrorKind, Result, RpcError, Value};
+use rpc_cuda::CudaDevice;
 use serde::{Deserialize, Serialize};
 
 /// The first argument of a program that is started to tell what devices there are.

@@ -89,8 +89,8 @@ mod with_loader {
     use std::path::Path;
     use std::sync::Arc;
 
-    use rpc_core::tvm_ffi::{TvmFfi, TvmFfiOptions};
     use rpc_core::{Module, Registry, Result};
+    use rpc_tvm::{TvmFfi, TvmFfiOptions};
 
     use super::{NativeLoader, NativeSettings};
 

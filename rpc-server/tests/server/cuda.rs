@@ -28,8 +28,8 @@ const KERNELS: &[u8] = b".entry vector_add .entry trap";
 fn driver() -> Option<TempDir> {
     let folder = tempfile::tempdir().unwrap();
     let libraries = [
-        ("rpc-core/tests/cuda/fake_driver.c", "libcuda.so.1", "-fvisibility=hidden"),
-        ("rpc-core/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
+        ("rpc-cuda/tests/cuda/fake_driver.c", "libcuda.so.1", "-fvisibility=hidden"),
+        ("rpc-cuda/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
         ("disco/tests/nccl/fake_nccl.c", "libnccl.so.2", "-DON_CUDA"),
     ];
     for (source, library, flag) in libraries {

@@ -4,9 +4,9 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rpc_core::device::cuda::{CudaDevice, CudaEvent, CudaStream};
 use rpc_core::device::{AllocRequest, DeviceApi, Memory};
 use rpc_core::{Device, DeviceAttribute, ErrorKind, RpcError, Value};
+use rpc_cuda::{CudaDevice, CudaEvent, CudaStream};
 
 use super::{DeviceStream, Mark};
 

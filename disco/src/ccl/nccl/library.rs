@@ -63,11 +63,6 @@ impl fmt::Debug for UniqueId {
     }
 }
 
-/// What the system says of a library that it does not load, which is the source of the loader's own error.
-fn said(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
-}
-
 /// A loaded library. It is never unloaded: NCCL leaves threads and exit handlers behind.
 pub struct Library {
     path: PathBuf,
@@ -87,8 +82,8 @@ impl Library {
     /// Every place that was tried, and what the system said.
     pub fn load() -> Result<Arc<Self>, LoadError> {
         let mut attempts = Vec::new();
-        for place in places::all() {
-            match Self::try_open(&place) {
+        for place in places::all().candidates() {
+            match Self::try_open(place) {
                 Ok(library) => return Ok(library),
                 Err(attempt) => attempts.push(attempt),
             }
@@ -110,8 +105,8 @@ impl Library {
     fn try_open(path: &Path) -> Result<Arc<Self>, Attempt> {
         let failed = |reason: String| Attempt { library: path.to_owned(), reason };
         // SAFETY: code of the library runs, which whoever named it trusts. NCCL's and RCCL's may run on any thread.
-        let opened = unsafe { libloading::Library::new(path) };
-        let opened = ManuallyDrop::new(opened.map_err(|error| failed(said(&error)))?);
+        let opened = unsafe { rpc_dylib::load(path) };
+        let opened = ManuallyDrop::new(opened.map_err(failed)?);
         // SAFETY: `ManuallyDrop` keeps it loaded, and NCCL has had this function with this type from its beginning.
         let get_version = unsafe { opened.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
         let get_version = get_version.map_err(|_| failed("it has no ncclGetVersion".to_owned()))?;

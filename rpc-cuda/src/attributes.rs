@@ -1,0 +1,87 @@
+//! What a GPU answers about itself.
+
+use std::ffi::{CStr, c_char};
+
+use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
+
+use crate::gpu::Gpu;
+use crate::memory::{HOST_SCOPE, MAX_ALIGNMENT};
+use rpc_core::device::DeviceAttribute;
+use rpc_core::device::Target;
+use rpc_core::error::Result;
+use rpc_core::value::Value;
+
+/// The answer to anything but [`DeviceAttribute::Exists`].
+pub(super) fn answer(gpu: &'static Gpu, attribute: DeviceAttribute) -> Result<Value> {
+    gpu.check_not_lost()?;
+    let number = |attribute| gpu.attribute(attribute).map(Value::from);
+    match attribute {
+        DeviceAttribute::Exists => Ok(Value::Bool(true)),
+        DeviceAttribute::MaxThreadsPerBlock => number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK),
+        DeviceAttribute::WarpSize => number(Attribute::CU_DEVICE_ATTRIBUTE_WARP_SIZE),
+        DeviceAttribute::MaxSharedMemoryPerBlock => number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK),
+        DeviceAttribute::ComputeVersion => {
+            compute_capability(gpu).map(|(major, minor)| format!("{major}.{minor}").into())
+        }
+        DeviceAttribute::Name => name(gpu).map(Value::Str),
+        DeviceAttribute::MaxClockRate => number(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE),
+        DeviceAttribute::ComputeUnits => number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+        DeviceAttribute::MaxThreadDimensions => {
+            let dimensions = [
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X,
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y,
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z,
+            ];
+            let limit = |attribute| gpu.attribute(attribute).map(i64::from);
+            dimensions.into_iter().map(limit).collect::<Result<_>>().map(Value::Shape)
+        }
+        DeviceAttribute::MaxRegistersPerBlock => number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK),
+        DeviceAttribute::ApiVersion => {
+            let mut version = 0;
+            // SAFETY: there is room for the number.
+            gpu.check(unsafe { gpu.driver.driver_get_version(&raw mut version) })?;
+            Ok(version.into())
+        }
+        DeviceAttribute::DriverVersion => Ok(driver_version().into()),
+        DeviceAttribute::L2CacheSize => number(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+        DeviceAttribute::TotalMemory => gpu.total_memory().map(bytes),
+        DeviceAttribute::AvailableMemory => {
+            let opened = gpu.enter()?;
+            Ok(bytes(gpu.free_memory()?.saturating_add(opened.memory.statistics().cached_bytes)))
+        }
+        DeviceAttribute::ImagePitchAlignment => number(Attribute::CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT),
+        DeviceAttribute::MaxAlignment => Ok(bytes(MAX_ALIGNMENT)),
+        DeviceAttribute::Target => target(gpu).map(|target| target.to_string().into()),
+        DeviceAttribute::MemoryScopes => Ok(Value::List(vec![HOST_SCOPE.into()])),
+        // AMD's `GcnArch`, and attributes that this crate does not know.
+        _ => Ok(Value::Null),
+    }
+}
+
+fn compute_capability(gpu: &Gpu) -> Result<(i32, i32)> {
+    let major = gpu.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    Ok((major, gpu.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?))
+}
+
+fn target(gpu: &Gpu) -> Result<Target> {
+    let (major, minor) = compute_capability(gpu)?;
+    Target::new("cuda")?.with("arch", &format!("sm_{major}{minor}"))
+}
+
+fn name(gpu: &Gpu) -> Result<String> {
+    let mut name: [c_char; 256] = [0; 256];
+    // SAFETY: there is room for as many bytes as are said, the end included, and the last one stays zero.
+    gpu.check(unsafe { gpu.driver.device_get_name(name.as_mut_ptr(), 255, gpu.device) })?;
+    // SAFETY: it ends with a zero within the array, which outlives the text.
+    Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
+}
+
+/// As the kernel tells it; CUDA itself only tells which version of its interface the driver has.
+fn driver_version() -> Option<String> {
+    let version = std::fs::read_to_string("/sys/module/nvidia/version").ok()?;
+    Some(version.trim().to_owned())
+}
+
+fn bytes(count: u64) -> Value {
+    Value::Int(i64::try_from(count).unwrap_or(i64::MAX))
+}

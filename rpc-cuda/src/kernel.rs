@@ -1,0 +1,194 @@
+//! Kernels: what they take, and how they are started.
+
+use std::ffi::{CString, c_int, c_uint};
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{
+    CUdevice_attribute_enum as Limit, CUfunc_st, CUfunction_attribute_enum as Attribute, cudaError_enum as Code,
+};
+
+use crate::arguments::{self, Arguments};
+use crate::gpu::{Gpu, Handle};
+use crate::module::Loaded;
+use crate::order;
+use crate::stream::CudaStream;
+use rpc_core::error::{Result, RpcError};
+use rpc_core::function::{LocalValue, Object};
+use rpc_core::value::Value;
+
+/// A kernel on one GPU.
+pub(super) struct Kernel {
+    gpu: &'static Gpu,
+    raw: Handle<CUfunc_st>,
+    /// The sizes of its parameters in bytes, where the driver tells them.
+    pub(super) sizes: Option<Vec<usize>>,
+    /// The most threads of a block, which its use of registers decides.
+    max_threads: c_int,
+    /// Keeps the code.
+    module: Arc<Loaded>,
+}
+
+/// How many of what: three dimensions.
+#[derive(Clone, Copy)]
+struct Extent([c_uint; 3]);
+
+impl Kernel {
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound), and the device's.
+    pub(super) fn find(gpu: &'static Gpu, module: &Arc<Loaded>, name: &str) -> Result<Self> {
+        gpu.enter()?;
+        let absent = || RpcError::not_found("the module has no such kernel");
+        let symbol = CString::new(name).map_err(|_| absent())?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: there is room for the handle, the module is loaded, and the name ends with a zero.
+        let outcome = unsafe { gpu.driver.module_get_function(&raw mut raw, module.raw.0, symbol.as_ptr()) };
+        if outcome.is(Code::CUDA_ERROR_NOT_FOUND) {
+            return Err(absent());
+        }
+        gpu.check(outcome)?;
+        let mut max_threads = 0;
+        let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK as u32;
+        // SAFETY: there is room for the number.
+        gpu.check(unsafe { gpu.driver.func_get_attribute(&raw mut max_threads, attribute, raw) })?;
+        let sizes = parameter_sizes(gpu, raw)?;
+        Ok(Self { gpu, raw: Handle(raw), sizes, max_threads, module: module.clone() })
+    }
+
+    /// Starts the kernel on a stream of its device, or on the default one: `args` are the grid, the block, the bytes of
+    /// dynamic shared memory, and the kernel's own. Returns when it has been submitted; or if it has pinned memory, which
+    /// the processor may look at next, when it is done.
+    ///
+    /// The caller holds the borrows of all tensors until then. Nobody can free their memory any sooner than the kernel is
+    /// done, because pools work in the order of the streams.
+    pub(super) fn launch(&self, stream: Option<&CudaStream>, args: &[LocalValue]) -> Result<()> {
+        let [grid, block, shared_bytes, values @ ..] = args else {
+            return Err(RpcError::invalid_argument("expected grid, block, bytes of shared memory, and the parameters"));
+        };
+        let grid = self.extent("grid", grid, &GRID_LIMITS)?;
+        let block = self.extent("block", block, &BLOCK_LIMITS)?;
+        let threads: u64 = block.0.iter().map(|count| u64::from(*count)).product();
+        if threads > self.max_threads as u64 {
+            let most = self.max_threads;
+            return Err(RpcError::invalid_argument(format!("a block of {threads} threads is above its {most}")));
+        }
+        let shared_bytes = match shared_bytes {
+            Value::Int(bytes) => c_uint::try_from(*bytes).ok().filter(|bytes| *bytes <= c_int::MAX as c_uint),
+            _ => None,
+        };
+        let shared_bytes = shared_bytes
+            .ok_or_else(|| RpcError::invalid_argument("expected the bytes of shared memory as an int of 0 or more"))?;
+        let mut packed = Arguments::pack(values, self.sizes.as_deref())?;
+        let mut memories = Vec::new();
+        for (index, memory) in self.memories(values) {
+            let memory = memory?;
+            memories.push(memory);
+            let device = memory.gpu().as_device();
+            if device != self.gpu.as_device() {
+                let own = self.gpu.as_device();
+                return Err(RpcError::invalid_argument(format!(
+                    "parameter {index}: a tensor on {device}, where others are on {own}"
+                )));
+            }
+        }
+
+        let opened = self.gpu.enter()?;
+        self.module.allow_shared(self.raw, shared_bytes)?;
+        let mut pointers = packed.pointers();
+        let (Extent([grid_x, grid_y, grid_z]), Extent([block_x, block_y, block_z])) = (grid, block);
+        let stream = stream.filter(|stream| ptr::eq(stream.gpu(), self.gpu)).unwrap_or(&opened.default_stream);
+        let (function, raw) = (self.raw.0, stream.handle().0);
+        let (params, extra) = (pointers.as_mut_ptr(), ptr::null_mut());
+        order::in_order(stream, &memories, || {
+            // SAFETY: the kernel's module is loaded. The driver copies the parameters before it returns: as many as the
+            // kernel has, each as long as it says, and `Arguments` has seen to it that there are as many, or more than any
+            // can have.
+            let outcome = unsafe {
+                self.gpu.driver.launch_kernel(
+                    function,
+                    grid_x,
+                    grid_y,
+                    grid_z,
+                    block_x,
+                    block_y,
+                    block_z,
+                    shared_bytes,
+                    raw,
+                    params,
+                    extra,
+                )
+            };
+            self.gpu.check(outcome)
+        })
+    }
+
+    pub(super) fn gpu(&self) -> &'static Gpu {
+        self.gpu
+    }
+
+    /// The memories of the tensors among the parameters, with their places.
+    fn memories<'a>(
+        &self,
+        values: &'a [LocalValue],
+    ) -> impl Iterator<Item = (usize, Result<&'a crate::CudaMemory>)> + use<'a> {
+        values.iter().enumerate().filter_map(|(index, value)| match value {
+            Value::Object(Object::Tensor(tensor)) => Some((index, arguments::memory(tensor))),
+            _ => None,
+        })
+    }
+
+    fn extent(&self, name: &str, value: &LocalValue, limits: &[Limit; 3]) -> Result<Extent> {
+        let wanted = match value {
+            Value::Int(count) => std::slice::from_ref(count),
+            Value::Shape(shape) if (1..=3).contains(&shape.len()) => shape,
+            _ => {
+                let given = value.type_name();
+                let message =
+                    format!("expected the {name} as a shape of one to three dimensions, or an int, got {given}");
+                return Err(RpcError::invalid_argument(message));
+            }
+        };
+        let mut extent = [1; 3];
+        for (dimension, count) in wanted.iter().enumerate() {
+            let most = self.gpu.attribute(limits[dimension])?;
+            extent[dimension] = c_uint::try_from(*count)
+                .ok()
+                .filter(|count| (1..=most as c_uint).contains(count))
+                .ok_or_else(|| {
+                    RpcError::invalid_argument(format!(
+                        "dimension {dimension} of the {name} is {count}, not in 1..={most}"
+                    ))
+                })?;
+        }
+        Ok(Extent(extent))
+    }
+}
+
+/// The sizes of a kernel's parameters in bytes; `None` where the driver does not tell.
+fn parameter_sizes(gpu: &Gpu, function: *mut CUfunc_st) -> Result<Option<Vec<usize>>> {
+    let mut sizes = Vec::new();
+    loop {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: there is room for both numbers, and an index behind the last one is an error.
+        let outcome = unsafe { gpu.driver.func_get_param_info(function, sizes.len(), &raw mut offset, &raw mut size) };
+        match outcome {
+            None => return Ok(None),
+            Some(outcome) if outcome.is(Code::CUDA_ERROR_INVALID_VALUE) => return Ok(Some(sizes)),
+            Some(outcome) => gpu.check(outcome)?,
+        }
+        sizes.push(size);
+    }
+}
+
+const GRID_LIMITS: [Limit; 3] = [
+    Limit::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X,
+    Limit::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y,
+    Limit::CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z,
+];
+
+const BLOCK_LIMITS: [Limit; 3] = [
+    Limit::CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X,
+    Limit::CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y,
+    Limit::CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z,
+];

@@ -1,0 +1,230 @@
+//! Memory of a GPU, and pinned memory of the host for it.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::{self, NonNull};
+
+use crate::gpu::{Gpu, Opened};
+use crate::order::Elsewhere;
+use crate::pool::{Block, Pool, Space};
+use crate::{release, transfer};
+use rpc_core::device::{AllocRequest, Memory};
+use rpc_core::dlpack::Device;
+use rpc_core::error::{Result, RpcError};
+
+/// A piece of a CUDA device's memory, or of pinned host memory for it (scope `host`).
+///
+/// It belongs to the device's pool, and goes back there when it is dropped, behind all work that was submitted to the
+/// device's streams of ours by then.
+pub struct CudaMemory {
+    gpu: &'static Gpu,
+    space: Space,
+    /// `None` if there are no bytes, if they are somebody else's, and once it has been given back.
+    block: Option<Block>,
+    /// Keeps bytes that are not of the pool.
+    owner: Option<Box<dyn Any + Send + Sync>>,
+    /// Lies, with all of `len`, within the block.
+    start: u64,
+    len: u64,
+    pub(super) elsewhere: Elsewhere,
+}
+
+impl CudaMemory {
+    /// Fresh memory that reads as zeros behind the work of the default stream; pinned memory does so at once.
+    pub(super) fn allocate(gpu: &'static Gpu, request: &AllocRequest<'_>) -> Result<Self> {
+        let space = match request.scope {
+            None | Some("" | "global") => Space::Device,
+            Some(HOST_SCOPE) => Space::Host,
+            Some(scope) => {
+                let device = gpu.as_device();
+                return Err(RpcError::unsupported(format!(
+                    "{device} has no memory scope '{scope}'; it has global and {HOST_SCOPE}"
+                )));
+            }
+        };
+        let memory = Self::uninitialised(gpu, space, request.size, request.alignment)?;
+        match memory.host() {
+            // SAFETY: the memory is ours alone: nobody else has seen it, and the pool has waited for those before.
+            Some(start) => unsafe { ptr::write_bytes(start.as_ptr(), 0, memory.len as usize) },
+            None if memory.len > 0 => {
+                let opened = gpu.enter()?;
+                let stream = opened.default_stream.handle().0;
+                // SAFETY: the range is the memory's own.
+                gpu.check(unsafe { gpu.driver.memset_async(memory.start, 0, memory.len as usize, stream) })?;
+            }
+            None => {}
+        }
+        Ok(memory)
+    }
+
+    /// As [`allocate`](Self::allocate), with contents that are unspecified.
+    pub(super) fn uninitialised(gpu: &'static Gpu, space: Space, len: u64, alignment: u64) -> Result<Self> {
+        if alignment != 0 && !alignment.is_power_of_two() {
+            return Err(RpcError::invalid_argument(format!("an alignment of {alignment} is not a power of two")));
+        }
+        if alignment > MAX_ALIGNMENT {
+            return Err(RpcError::invalid_argument(format!("an alignment of {alignment} is above {MAX_ALIGNMENT}")));
+        }
+        let opened = gpu.enter()?;
+        if len == 0 {
+            // An address for a pointer to nothing, aligned as asked for.
+            let start = if space == Space::Host { alignment.max(NATURAL_ALIGNMENT) } else { 0 };
+            return Ok(Self { gpu, space, block: None, owner: None, start, len, elsewhere: Elsewhere::default() });
+        }
+        let spare = if alignment > NATURAL_ALIGNMENT { alignment } else { 0 };
+        let block = pool(opened, space).take(gpu, opened, len.saturating_add(spare))?;
+        let start = block.address.next_multiple_of(alignment.max(1));
+        Ok(Self { gpu, space, block: Some(block), owner: None, start, len, elsewhere: Elsewhere::default() })
+    }
+
+    /// The bytes of a library, in the device's memory.
+    ///
+    /// # Safety
+    ///
+    /// As [`DeviceApi::adopt`](rpc_core::device::DeviceApi::adopt).
+    pub(super) unsafe fn adopt(
+        gpu: &'static Gpu,
+        address: NonNull<u8>,
+        len: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Self> {
+        gpu.enter()?;
+        let start = address.as_ptr().expose_provenance() as u64;
+        let (space, len, owner) = (Space::Device, len as u64, Some(owner));
+        Ok(Self { gpu, space, block: None, owner, start, len, elsewhere: Elsewhere::default() })
+    }
+
+    /// The address of the first byte, for kernels and libraries on the same device; null if there are no bytes. Pinned
+    /// memory has the same address on both sides.
+    ///
+    /// Whoever uses it owes the storage a borrow, and the default stream an order: work on another stream first
+    /// [waits for it](rpc_core::device::Stream::wait_for), because that is where the memory is zeroed and copied to, and
+    /// before the borrow ends the default stream waits for the other one. Pinned memory is read by the processor too, so
+    /// that such work must be done when the borrow ends.
+    ///
+    /// From this call on the default stream is behind what kernels on other streams have yet to do with the memory.
+    pub fn device_pointer(&self) -> *mut c_void {
+        if let Err(error) = self.join() {
+            // A device that is lost says so in whatever is done with the address.
+            tracing::debug!(%error, "work on a memory is not waited for");
+        }
+        let address = if self.len == 0 { 0 } else { self.start };
+        ptr::with_exposed_provenance_mut(address as usize)
+    }
+
+    /// The device that the memory is of, or for.
+    pub fn device(&self) -> Device {
+        self.gpu.as_device()
+    }
+
+    /// Whether this is pinned host memory.
+    pub fn is_pinned(&self) -> bool {
+        self.space == Space::Host
+    }
+
+    pub(super) fn gpu(&self) -> &'static Gpu {
+        self.gpu
+    }
+
+    /// The address of the byte at `offset`, which asks for no order.
+    pub(super) fn address(&self, offset: u64) -> u64 {
+        self.start + offset
+    }
+}
+
+// SAFETY: where the bytes are never changes. Pinned memory is mapped until its block is given back, holds zeros from the start, is
+// aligned to 256 bytes at least, and belongs to nobody else: its pool hands it out when its last owner's work is done.
+unsafe impl Memory for CudaMemory {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        match self.space {
+            Space::Device => None,
+            Space::Host => NonNull::new(ptr::with_exposed_provenance_mut(self.start as usize)),
+        }
+    }
+
+    fn device_address(&self) -> Option<NonNull<u8>> {
+        NonNull::new(self.device_pointer().cast())
+    }
+
+    /// Returns when `data` has been read: the last part of it may still be on its way from pinned buffers, behind which
+    /// every later work of the default stream begins. If the device is lost on the way, the next call says so.
+    unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
+        match self.host() {
+            Some(start) => {
+                // SAFETY: the caller has checked the range and lets nobody else touch it.
+                unsafe { ptr::copy_nonoverlapping(data.as_ptr(), start.as_ptr().add(offset as usize), data.len()) };
+                Ok(())
+            }
+            None => {
+                self.join()?;
+                // SAFETY: as above.
+                unsafe { transfer::upload(self.gpu, self.address(offset), data) }
+            }
+        }
+    }
+
+    unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        match self.host() {
+            Some(start) => {
+                // SAFETY: the caller has checked the range and lets nobody write to it.
+                unsafe { ptr::copy_nonoverlapping(start.as_ptr().add(offset as usize), out.as_mut_ptr(), out.len()) };
+                Ok(())
+            }
+            None => {
+                self.join()?;
+                // SAFETY: as above.
+                unsafe { transfer::download(self.gpu, self.address(offset), out) }
+            }
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        if let Some(owner) = self.owner.take() {
+            release::give_back(self.gpu, owner);
+        }
+        let Some(block) = self.block.take() else { return };
+        // It is open, or there would be no block; if the device is lost, only the statistics change.
+        let _visit = self.gpu.visit();
+        if let Some(opened) = self.gpu.opened() {
+            pool(opened, self.space).give_back(self.gpu, block);
+        }
+    }
+}
+
+impl fmt::Debug for CudaMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaMemory")
+            .field("device", &format_args!("{}", self.device()))
+            .field("space", &self.space)
+            .field("start", &format_args!("{:#x}", self.start))
+            .field("len", &self.len)
+            .finish()
+    }
+}
+
+fn pool(opened: &'static Opened, space: Space) -> &'static Pool {
+    match space {
+        Space::Device => &opened.memory,
+        Space::Host => &opened.pinned,
+    }
+}
+
+/// The memory scope of pinned host memory.
+pub(super) const HOST_SCOPE: &str = "host";
+
+/// What the driver's memory is aligned to, at least.
+const NATURAL_ALIGNMENT: u64 = 256;
+
+/// The driver's granularity; nobody has a use for more.
+pub(super) const MAX_ALIGNMENT: u64 = 2 << 20;

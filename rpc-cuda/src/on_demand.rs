@@ -1,0 +1,91 @@
+//! CUDA for processes that may never want it: nothing is loaded before somebody does.
+
+use std::any::Any;
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::{CudaDevice, CudaModules};
+use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream};
+use rpc_core::dlpack::DeviceType;
+use rpc_core::error::Result;
+use rpc_core::function::Module;
+use rpc_core::function::{LoadRequest, ModuleLoader};
+use rpc_core::value::Value;
+
+/// All of CUDA's devices, for sessions of which nobody knows whether they use any: the first call [opens](CudaDevice::open) them, and all calls fail where that
+/// does.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CudaOnDemand;
+
+impl DeviceApi for CudaOnDemand {
+    fn kind(&self) -> DeviceType {
+        DeviceType::CUDA
+    }
+
+    fn count(&self) -> Result<i32> {
+        open()?.count()
+    }
+
+    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
+        open()?.attribute(index, attribute)
+    }
+
+    fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        open()?.allocate(index, request)
+    }
+
+    unsafe fn adopt(
+        &self,
+        index: i32,
+        address: NonNull<u8>,
+        len: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Box<dyn Memory>> {
+        // SAFETY: the caller's promises are the same.
+        unsafe { open()?.adopt(index, address, len, owner) }
+    }
+
+    fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        open()?.create_stream(index)
+    }
+
+    fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
+        open()?.default_stream(index)
+    }
+
+    unsafe fn copy(
+        &self,
+        from: &dyn Memory,
+        from_offset: u64,
+        to: &dyn Memory,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        // SAFETY: the caller's promises are the same.
+        unsafe { open()?.copy(from, from_offset, to, to_offset, len) }
+    }
+}
+
+/// The driver's devices, which are the same at each call.
+fn open() -> Result<CudaDevice> {
+    CudaDevice::open().map_err(|error| error.context("no cuda"))
+}
+
+/// The loader of [`CudaModules`] that goes with it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CudaModulesOnDemand;
+
+impl ModuleLoader for CudaModulesOnDemand {
+    fn name(&self) -> &str {
+        CudaModules::NAME
+    }
+
+    fn accepts(&self, path: &str) -> bool {
+        CudaModules::is_module(Path::new(path))
+    }
+
+    fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        CudaModules::new(open()?).load(request)
+    }
+}

@@ -1,0 +1,458 @@
+//! Memory that is not in use, kept for who asks next: giving it to the driver and taking it back stops the device.
+//!
+//! The rules, which the tests cite:
+//!
+//! * P-1: ordinary memory is handed out again at once, because its next user works on the default stream, behind
+//!   everything that was submitted there before; for what other streams of ours were doing when it came back, the
+//!   default stream is made to wait.
+//! * P-2: pinned memory is handed out again when everything that was submitted before it came back is done, because its
+//!   next user is the processor.
+//! * P-3: memory goes back to the driver only when everything that was submitted before it came back is done.
+//! * P-4: whoever takes memory first gives the driver what lies idle above the limit, but for what P-3 keeps. Who gives memory back does not: that is often a
+//!   thread that serves connections, and the driver waits for the whole device.
+//!   Another thread gives the driver what has been idle for some seconds.
+//! * P-5: a bounded pool has no more than its limit, in use or idle. Who would need more waits for what comes free, the oldest
+//!   first, instead of asking the driver. Nobody waits who has a block of the pool already, so that what is in use comes back.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdevice_attribute_enum};
+
+use crate::event::Event;
+use crate::gpu::{Gpu, Opened, lock};
+use crate::{pinned, release};
+use rpc_core::error::{ErrorKind, Result, RpcError};
+
+/// What the pool of one device's memory has done so far. Bytes are those of whole blocks, which are up to an eighth (or
+/// from 16 MiB on 2 MiB) larger than what was asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolStatistics {
+    /// Bytes in use now.
+    pub allocated_bytes: u64,
+    /// Bytes that lie idle now.
+    pub cached_bytes: u64,
+    /// The most bytes that were in use at one time.
+    pub peak_allocated_bytes: u64,
+    /// Allocations that were served from idle memory.
+    pub hits: u64,
+    /// Allocations that had to ask the driver.
+    pub misses: u64,
+    /// How often all idle memory was given back to the driver, on request or because the device had no more.
+    pub trims: u64,
+}
+
+/// Which of a device's memories a pool is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Space {
+    /// The device's own.
+    Device,
+    /// Pinned host memory, at the same address for both sides.
+    Host,
+}
+
+/// A piece of memory as it came from the driver.
+#[derive(Debug)]
+#[must_use]
+pub(super) struct Block {
+    pub(super) address: u64,
+    /// One of the pool's sizes.
+    size: u64,
+}
+
+pub(super) struct Pool {
+    space: Space,
+    state: Mutex<State>,
+    /// Rung when a block comes back, for those of P-5.
+    came_back: Condvar,
+}
+
+struct State {
+    /// By size; what came back last is at the back.
+    idle: BTreeMap<u64, VecDeque<Idle>>,
+    statistics: PoolStatistics,
+    /// In bytes.
+    limit: u64,
+    /// How many of the idle bytes a trim is giving to the driver.
+    leaving: u64,
+}
+
+/// A block that nobody owns, and the points that must be reached before it is free of its last owner.
+struct Idle {
+    block: Block,
+    since: Instant,
+    /// `None` if it was not used, or is known to be done.
+    default_stream: Option<Event>,
+    other_streams: Vec<Event>,
+}
+
+impl PoolStatistics {
+    /// Those of two pools. Nobody knows how much of their peaks was at the same time.
+    pub(super) fn and(self, other: Self) -> Self {
+        Self {
+            allocated_bytes: self.allocated_bytes + other.allocated_bytes,
+            cached_bytes: self.cached_bytes + other.cached_bytes,
+            peak_allocated_bytes: self.peak_allocated_bytes + other.peak_allocated_bytes,
+            hits: self.hits + other.hits,
+            misses: self.misses + other.misses,
+            trims: self.trims + other.trims,
+        }
+    }
+}
+
+impl Pool {
+    pub(super) fn new(space: Space, limit: u64) -> Self {
+        let state = State { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit, leaving: 0 };
+        Self { space, state: Mutex::new(state), came_back: Condvar::new() }
+    }
+
+    /// A block of `size` bytes at least, whose contents are unspecified. The caller has entered the GPU.
+    pub(super) fn take(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
+        let size = block_size(size).ok_or_else(|| too_large(gpu, self.space, size))?;
+        let found = self.take_idle(opened, size)?;
+        self.evict(gpu);
+        if let Some(block) = found {
+            return Ok(block);
+        }
+        let block = opened.with_room(gpu, || self.ask_driver(gpu, size)).map_err(|error| match error.kind() {
+            ErrorKind::OutOfMemory => error.context(format_args!("cannot allocate {size} bytes")),
+            _ => error,
+        })?;
+        let mut state = lock(&self.state);
+        state.statistics.misses += 1;
+        state.took(size);
+        Ok(block)
+    }
+
+    /// As [`take`](Self::take), by P-5.
+    pub(super) fn take_bounded(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
+        loop {
+            if let Some(block) = self.try_take_bounded(gpu, opened, size)? {
+                return Ok(block);
+            }
+            let is_stuck = |state: &mut State| state.idle.is_empty() && !state.has_room(size);
+            let state = self.came_back.wait_while(lock(&self.state), is_stuck);
+            let mut state = state.unwrap_or_else(PoisonError::into_inner);
+            if state.has_room(size) {
+                continue;
+            }
+            let Some(oldest) = state.pop_oldest(size) else { continue };
+            drop(state);
+            // It counts as idle until then, and is nobody else's.
+            let waited = oldest.wait();
+            let mut state = lock(&self.state);
+            if let Err(error) = waited {
+                state.idle.entry(oldest.block.size).or_default().push_front(oldest);
+                drop(state);
+                // Others are to hear of it, too.
+                self.came_back.notify_all();
+                return Err(error);
+            }
+            let block = oldest.block;
+            if block.size >= size {
+                state.statistics.cached_bytes -= block.size;
+                state.statistics.hits += 1;
+                state.took(block.size);
+                return Ok(block);
+            }
+            drop(state);
+            let freed = block.size;
+            let given = self.give_to_driver(gpu, block);
+            lock(&self.state).statistics.cached_bytes -= freed;
+            self.came_back.notify_all();
+            given?;
+        }
+    }
+
+    /// As [`take_bounded`](Self::take_bounded); `None` if it would have to wait for a block.
+    pub(super) fn try_take_bounded(
+        &self,
+        gpu: &'static Gpu,
+        opened: &'static Opened,
+        size: u64,
+    ) -> Result<Option<Block>> {
+        if let Some(block) = self.take_idle(opened, size)? {
+            return Ok(Some(block));
+        }
+        let mut state = lock(&self.state);
+        if !state.has_room(size) {
+            return Ok(None);
+        }
+        // Counted at once, so that others who ask meanwhile keep to the bound.
+        state.statistics.misses += 1;
+        state.took(size);
+        drop(state);
+        let asked = opened.with_room(gpu, || self.ask_driver(gpu, size));
+        if asked.is_err() {
+            lock(&self.state).statistics.allocated_bytes -= size;
+            self.came_back.notify_all();
+        }
+        asked.map(Some)
+    }
+
+    fn take_idle(&self, opened: &'static Opened, size: u64) -> Result<Option<Block>> {
+        let mut state = lock(&self.state);
+        let Some(blocks) = state.idle.get_mut(&size) else { return Ok(None) };
+        match self.space {
+            Space::Device => {
+                let Some(idle) = blocks.back() else { return Ok(None) };
+                // P-1.
+                for event in &idle.other_streams {
+                    opened.default_stream.wait_event(event)?;
+                }
+            }
+            Space::Host => {
+                // P-2: what came back first is done first.
+                match blocks.front() {
+                    Some(idle) if idle.is_done()? => {}
+                    _ => return Ok(None),
+                }
+            }
+        }
+        let idle = if self.space == Space::Device { blocks.pop_back() } else { blocks.pop_front() };
+        let Some(idle) = idle else { return Ok(None) };
+        state.forget_empty(size);
+        state.statistics.cached_bytes -= size;
+        state.statistics.hits += 1;
+        state.took(size);
+        Ok(Some(idle.block))
+    }
+
+    /// Takes back a block. It never blocks.
+    pub(super) fn give_back(&self, gpu: &'static Gpu, block: Block) {
+        let size = block.size;
+        lock(&self.state).statistics.allocated_bytes -= size;
+        // With a lost device the memory is gone, too.
+        let Ok(opened) = gpu.enter() else { return self.came_back.notify_all() };
+        let fences = opened
+            .streams
+            .fences(gpu, opened)
+            .and_then(|others| Ok((Event::record(gpu, opened, &opened.default_stream)?, others)));
+        match fences {
+            Ok((default_stream, other_streams)) => {
+                self.keep(gpu, block, Some(default_stream), other_streams);
+            }
+            // It must not be reused, since nobody can tell when it is free.
+            Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
+        }
+        self.came_back.notify_all();
+    }
+
+    /// Takes back a block whose use by the device ends with `last`, a point of the default stream; with `None` it has ended.
+    pub(super) fn give_back_behind(&self, gpu: &'static Gpu, block: Block, last: Option<Event>) {
+        lock(&self.state).statistics.allocated_bytes -= block.size;
+        self.keep(gpu, block, last, Vec::new());
+        self.came_back.notify_all();
+    }
+
+    fn keep(&self, gpu: &'static Gpu, block: Block, default_stream: Option<Event>, other_streams: Vec<Event>) {
+        let mut state = lock(&self.state);
+        state.statistics.cached_bytes += block.size;
+        let blocks = state.idle.entry(block.size).or_default();
+        blocks.push_back(Idle { block, since: Instant::now(), default_stream, other_streams });
+        drop(state);
+        release::watch(gpu);
+    }
+
+    /// Gives back what is above the limit (P-4), large blocks first.
+    fn evict(&self, gpu: &'static Gpu) {
+        self.give_while(gpu, |state| {
+            if state.statistics.cached_bytes - state.leaving <= state.limit {
+                return None;
+            }
+            state.idle.iter().rev().find(|(_, blocks)| blocks.front().is_some_and(Idle::is_done_now))
+        });
+    }
+
+    /// Gives the driver what has been idle for as long, but for what P-3 keeps, and tells when the oldest of the rest became
+    /// idle. It may wait for the device. The caller has entered the GPU.
+    pub(super) fn release_idle(&self, gpu: &'static Gpu, time: Duration) -> Option<Instant> {
+        self.give_while(gpu, |state| {
+            let is_due = |idle: &Idle| idle.since.elapsed() >= time && idle.is_done_now();
+            state.idle.iter().find(|(_, blocks)| blocks.front().is_some_and(is_due))
+        });
+        self.came_back.notify_all();
+        lock(&self.state).idle.values().filter_map(VecDeque::front).map(|idle| idle.since).min()
+    }
+
+    /// Gives the driver, one after the other, the first of the blocks that `choose` finds; they are done (P-3).
+    fn give_while(&self, gpu: &'static Gpu, choose: impl Fn(&State) -> Option<(&u64, &VecDeque<Idle>)>) {
+        loop {
+            let mut state = lock(&self.state);
+            let Some(size) = choose(&state).map(|(size, _)| *size) else { return };
+            let Some(idle) = state.idle.get_mut(&size).and_then(VecDeque::pop_front) else { return };
+            state.forget_empty(size);
+            state.statistics.cached_bytes -= size;
+            drop(state);
+            if let Err(error) = self.give_to_driver(gpu, idle.block) {
+                tracing::warn!(%error, bytes = size, "memory is leaked");
+            }
+        }
+    }
+
+    /// Gives all idle memory back to the driver, as soon as the work that used it is done (P-3), which it waits for.
+    /// Returns the bytes. The caller has entered the GPU.
+    pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
+        let mut state = lock(&self.state);
+        let idle: Vec<_> = std::mem::take(&mut state.idle).into_values().flatten().collect();
+        state.statistics.trims += 1;
+        state.leaving += idle.iter().map(|idle| idle.block.size).sum::<u64>();
+        drop(state);
+        let mut outcome = Ok(0);
+        for idle in idle {
+            let size = idle.block.size;
+            // What one of them failed with is no reason to keep the others.
+            let given = idle.wait().and_then(|()| self.give_to_driver(gpu, idle.block));
+            outcome = outcome.and_then(|bytes| given.map(|()| bytes + size));
+            // Until then it counts, so that nobody asks the driver for more in its place (P-5).
+            let mut state = lock(&self.state);
+            state.statistics.cached_bytes -= size;
+            state.leaving -= size;
+            drop(state);
+            self.came_back.notify_all();
+        }
+        outcome
+    }
+
+    pub(super) fn set_limit(&self, gpu: &'static Gpu, bytes: u64) {
+        lock(&self.state).limit = bytes;
+        self.evict(gpu);
+    }
+
+    pub(super) fn statistics(&self) -> PoolStatistics {
+        lock(&self.state).statistics
+    }
+
+    fn ask_driver(&self, gpu: &Gpu, size: u64) -> Result<Block> {
+        let bytes = usize::try_from(size).map_err(|_| too_large(gpu, self.space, size))?;
+        let address = match self.space {
+            Space::Device => {
+                let mut address = 0;
+                // SAFETY: there is room for the address, and the GPU's context is current.
+                gpu.check(unsafe { gpu.driver.mem_alloc(&raw mut address, bytes) })?;
+                address
+            }
+            Space::Host => {
+                if gpu.attribute(CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)? == 0 {
+                    let device = gpu.as_device();
+                    return Err(RpcError::unsupported(format!("{device} does not share addresses with the host")));
+                }
+                let mut address: *mut c_void = ptr::null_mut();
+                let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
+                // SAFETY: as above.
+                gpu.check(unsafe { gpu.driver.mem_host_alloc(&raw mut address, bytes, flags) })?;
+                pinned::insert(address.expose_provenance(), bytes);
+                address.addr() as u64
+            }
+        };
+        Ok(Block { address, size })
+    }
+
+    fn give_to_driver(&self, gpu: &Gpu, block: Block) -> Result<()> {
+        let outcome = match self.space {
+            // SAFETY: it came from `mem_alloc`, and nobody has it any more.
+            Space::Device => unsafe { gpu.driver.mem_free(block.address) },
+            Space::Host => {
+                pinned::remove(block.address as usize);
+                // SAFETY: it came from `mem_host_alloc`, and nobody has it any more.
+                unsafe { gpu.driver.mem_free_host(ptr::with_exposed_provenance_mut(block.address as usize)) }
+            }
+        };
+        gpu.check(outcome)
+    }
+}
+
+impl State {
+    fn took(&mut self, size: u64) {
+        let statistics = &mut self.statistics;
+        statistics.allocated_bytes += size;
+        statistics.peak_allocated_bytes = statistics.peak_allocated_bytes.max(statistics.allocated_bytes);
+    }
+
+    /// By P-5.
+    fn has_room(&self, size: u64) -> bool {
+        self.statistics.allocated_bytes + self.statistics.cached_bytes + size <= self.limit
+    }
+
+    /// What came back first of this size; or else of the next larger one, or of the largest that is smaller.
+    fn pop_oldest(&mut self, size: u64) -> Option<Idle> {
+        let found = self.idle.range(size..).next().or_else(|| self.idle.last_key_value()).map(|(size, _)| *size)?;
+        let oldest = self.idle.get_mut(&found)?.pop_front();
+        self.forget_empty(found);
+        oldest
+    }
+
+    fn forget_empty(&mut self, size: u64) {
+        if self.idle.get(&size).is_some_and(VecDeque::is_empty) {
+            self.idle.remove(&size);
+        }
+    }
+}
+
+impl Idle {
+    fn is_done(&self) -> Result<bool> {
+        for event in self.other_streams.iter().chain(&self.default_stream) {
+            if !event.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// As [`is_done`](Self::is_done), and not if nobody can tell.
+    fn is_done_now(&self) -> bool {
+        matches!(self.is_done(), Ok(true))
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.other_streams.iter().chain(&self.default_stream).try_for_each(Event::wait)
+    }
+}
+
+fn too_large(gpu: &Gpu, space: Space, size: u64) -> RpcError {
+    let memory = if space == Space::Host { "pinned memory for " } else { "" };
+    RpcError::new(ErrorKind::OutOfMemory, format!("{memory}{} cannot have {size} bytes", gpu.as_device()))
+}
+
+/// The size of the block for a request: few different ones, so that they find each other again.
+fn block_size(size: u64) -> Option<u64> {
+    if size > isize::MAX as u64 {
+        return None;
+    }
+    let step = if size >= LARGE_BYTES { LARGE_STEP } else { (size.next_power_of_two() / 16).max(SMALL_STEP) };
+    Some(size.max(1).next_multiple_of(step))
+}
+
+/// CUDA aligns everything to 256 bytes at least.
+const SMALL_STEP: u64 = 512;
+
+/// From here on an eighth would be much.
+const LARGE_BYTES: u64 = 16 << 20;
+
+/// The granularity of the driver's own memory.
+const LARGE_STEP: u64 = 2 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_few_sizes_and_waste_little() {
+        assert_eq!(block_size(0), Some(512));
+        assert_eq!(block_size(513), Some(1024));
+        assert_eq!(block_size((1 << 20) + 1), Some((1 << 20) + (1 << 17)));
+        assert_eq!(block_size((16 << 20) + 1), Some(18 << 20));
+        assert_eq!(block_size(u64::MAX), None);
+        let mut sizes = std::collections::BTreeSet::new();
+        for size in (4096..1 << 20).step_by(61) {
+            let block = block_size(size).unwrap();
+            assert!(block >= size && block - size <= size / 8, "{size} {block}");
+            sizes.insert(block);
+        }
+        assert!(sizes.len() <= 8 * 9, "{}", sizes.len());
+    }
+}

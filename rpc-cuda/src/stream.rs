@@ -1,0 +1,222 @@
+//! Streams, and the order among them.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::{self, NonNull};
+use std::sync::Mutex;
+
+use cudarc::driver::sys::{CUstream_flags_enum, CUstream_st, cudaError_enum as Code};
+
+use crate::event::Event;
+use crate::gpu::{Gpu, Handle, Opened, lock};
+use crate::notify;
+use rpc_core::device::{Stream, WhenDone};
+use rpc_core::dlpack::Device;
+use rpc_core::error::Result;
+
+/// A stream of a CUDA device.
+///
+/// The default stream of a device is one of ours, not CUDA's null stream, but ordered with that: what other libraries in
+/// this process submit to the null stream runs behind what we submitted before, and the other way round. Streams that
+/// [`create_stream`](rpc_core::device::DeviceApi::create_stream) makes have their own order alone.
+///
+/// When a stream is dropped, what was submitted to it still runs, and the default stream's later work begins behind it,
+/// so that memory which is freed afterwards is not reused too early.
+pub struct CudaStream {
+    gpu: &'static Gpu,
+    raw: Handle<CUstream_st>,
+    is_default: bool,
+}
+
+impl CudaStream {
+    /// The default stream, for whoever opens the GPU, in its context.
+    pub(super) fn new_default(gpu: &'static Gpu) -> Result<Self> {
+        let raw = Self::create(gpu, CUstream_flags_enum::CU_STREAM_DEFAULT)?;
+        Ok(Self { gpu, raw, is_default: true })
+    }
+
+    pub(super) fn new(gpu: &'static Gpu) -> Result<Self> {
+        let opened = gpu.enter()?;
+        let raw = opened.with_room(gpu, || Self::create(gpu, CUstream_flags_enum::CU_STREAM_NON_BLOCKING))?;
+        lock(&opened.streams.0).push(raw);
+        Ok(Self { gpu, raw, is_default: false })
+    }
+
+    fn create(gpu: &'static Gpu, flags: CUstream_flags_enum) -> Result<Handle<CUstream_st>> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: there is room for the handle, and the GPU's context is current.
+        gpu.check(unsafe { gpu.driver.stream_create(&raw mut raw, flags as u32) })?;
+        Ok(Handle(raw))
+    }
+
+    /// The driver's `CUstream`, for other libraries; the runtime's `cudaStream_t` is the same. It is valid until `self`
+    /// is dropped, in the primary context of its device. Never null.
+    ///
+    /// Memory that is given to the library must stay alive until [`synchronize`](Stream::synchronize), or until it is
+    /// dropped on the way: a drop waits for what was submitted to any stream of ours before.
+    pub fn raw(&self) -> *mut c_void {
+        self.raw.0.cast()
+    }
+
+    /// Whether all work submitted so far is done. Does not block.
+    ///
+    /// # Errors
+    ///
+    /// What that work failed with, or [`DeviceLost`](rpc_core::ErrorKind::DeviceLost).
+    pub fn query(&self) -> Result<bool> {
+        self.gpu.enter()?;
+        is_idle(self.gpu, self.raw)
+    }
+
+    /// The point behind all work submitted so far.
+    ///
+    /// # Errors
+    ///
+    /// When the device is lost, or has no more events.
+    pub fn record(&self) -> Result<Event> {
+        Event::record(self.gpu, self.gpu.enter()?, self)
+    }
+
+    pub(super) fn gpu(&self) -> &'static Gpu {
+        self.gpu
+    }
+
+    pub(super) fn is_default(&self) -> bool {
+        self.is_default
+    }
+
+    pub(super) fn handle(&self) -> Handle<CUstream_st> {
+        self.raw
+    }
+
+    /// As [`synchronize`](Stream::synchronize), for who has entered the GPU.
+    pub(super) fn synchronize_raw(&self) -> Result<()> {
+        // SAFETY: the stream is alive.
+        self.gpu.check(unsafe { self.gpu.driver.stream_synchronize(self.raw.0) })
+    }
+
+    /// Makes later work wait for the event, which may be another GPU's. The caller has entered this stream's.
+    pub(super) fn wait_event(&self, event: &Event) -> Result<()> {
+        // SAFETY: both are alive. No flags are defined.
+        self.gpu.check(unsafe { self.gpu.driver.stream_wait_event(self.raw.0, event.handle().0, 0) })
+    }
+
+    /// Makes later work begin after what `other` has been given so far, without blocking anybody.
+    pub(super) fn wait_for_stream(&self, other: &Self) -> Result<()> {
+        if ptr::eq(self, other) {
+            return Ok(());
+        }
+        let opened = other.gpu.enter()?;
+        let event = Event::record(other.gpu, opened, other)?;
+        self.gpu.enter()?;
+        self.wait_event(&event)
+    }
+}
+
+impl Stream for CudaStream {
+    fn device(&self) -> Device {
+        self.gpu.as_device()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        // An event can be waited for asleep, and a stream only as the context has been made, which is not ours alone.
+        match self.record() {
+            Ok(event) => event.wait(),
+            // What was submitted is under way all the same, and may use memory that the caller is about to give up.
+            Err(error) => self.gpu.enter().and_then(|_| self.synchronize_raw()).and(Err(error)),
+        }
+    }
+
+    /// Later work of the stream begins when the driver has told, which takes it some microseconds.
+    fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
+        let event = match self.record() {
+            Ok(event) => event,
+            Err(error) => {
+                done(Err(error));
+                return Ok(());
+            }
+        };
+        notify::when_reached(event, done)?;
+        // SAFETY: the stream is alive, and the function takes anything.
+        let outcome = unsafe { self.gpu.driver.launch_host_func(self.raw.0, notify::ring, ptr::null_mut()) };
+        if let Err(error) = self.gpu.check(outcome) {
+            tracing::debug!(%error, "a stream is asked how it is, as it cannot tell");
+        }
+        Ok(())
+    }
+
+    /// Blocks nobody if `other` is a CUDA stream too, of whatever device.
+    fn wait_for(&self, other: &dyn Stream) -> Result<()> {
+        match other.as_any().downcast_ref() {
+            Some(other) => self.wait_for_stream(other),
+            None => {
+                self.gpu.check_not_lost()?;
+                other.synchronize()
+            }
+        }
+    }
+
+    fn library_handle(&self) -> Result<Option<NonNull<c_void>>> {
+        self.gpu.enter()?;
+        Ok(NonNull::new(self.raw()))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        let Ok(visit) = self.gpu.visit() else { return };
+        let opened = visit.opened;
+        if !self.is_default {
+            // It stays among those that memory is fenced by until the default stream waits for it.
+            if let Err(error) = opened.default_stream.wait_for_stream(self) {
+                tracing::warn!(%error, "a stream is not destroyed, because nothing could be made to wait for it");
+                return;
+            }
+            lock(&opened.streams.0).retain(|raw| raw.0 != self.raw.0);
+        }
+        // SAFETY: nobody has the stream any more; the driver lets it finish.
+        if let Err(error) = self.gpu.check(unsafe { self.gpu.driver.stream_destroy(self.raw.0) }) {
+            tracing::warn!(%error, "a stream was not destroyed");
+        }
+    }
+}
+
+impl fmt::Debug for CudaStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaStream")
+            .field("device", &format_args!("{}", self.gpu.as_device()))
+            .field("raw", &self.raw.0)
+            .field("is_default", &self.is_default)
+            .finish()
+    }
+}
+
+/// The streams besides the default one that are alive.
+#[derive(Default)]
+pub(super) struct Streams(Mutex<Vec<Handle<CUstream_st>>>);
+
+impl Streams {
+    /// The points at which those that have work to do are now.
+    pub(super) fn fences(&self, gpu: &'static Gpu, opened: &'static Opened) -> Result<Vec<Event>> {
+        // Under the lock, so that none of them is destroyed meanwhile.
+        let streams = lock(&self.0);
+        let mut fences = Vec::new();
+        for raw in streams.iter() {
+            if !is_idle(gpu, *raw)? {
+                fences.push(Event::record_raw(gpu, opened, *raw)?);
+            }
+        }
+        Ok(fences)
+    }
+}
+
+fn is_idle(gpu: &Gpu, raw: Handle<CUstream_st>) -> Result<bool> {
+    // SAFETY: the stream is alive.
+    let outcome = unsafe { gpu.driver.stream_query(raw.0) };
+    if outcome.is(Code::CUDA_ERROR_NOT_READY) { Ok(false) } else { gpu.check(outcome).map(|()| true) }
+}

@@ -1,0 +1,313 @@
+//! Copies between host and device, and on devices.
+//!
+//! Host memory that is not pinned goes through two pinned buffers of 1 MiB: while the device copies one, the processor
+//! fills or empties the other. All of it is on the default stream. A device has a bounded amount of such buffers: while its
+//! stream is busy, writes are taken until all of them wait for the device, and the next one waits for the oldest.
+//!
+//! Reads, which wait for the device anyway, use a buffer in parts, so that what sessions read, a buffer at a time, overlaps
+//! in itself. Writes overlap with those behind them.
+
+use std::collections::VecDeque;
+use std::ptr;
+
+use crate::driver::Outcome;
+use crate::event::Event;
+use crate::gpu::{Gpu, Opened};
+use crate::memory::CudaMemory;
+use crate::pinned;
+use crate::pool::{Block, Space};
+use rpc_core::device::Memory;
+use rpc_core::error::Result;
+
+/// Copies `data` to the device at `to`, and returns when `data` has been read.
+///
+/// # Safety
+///
+/// The destination is memory of the GPU, which nobody else touches until the default stream has come so far.
+pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<()> {
+    if data.is_empty() {
+        return gpu.check_not_lost();
+    }
+    let opened = gpu.enter()?;
+    let stream = opened.default_stream.handle().0;
+    if pinned::contains(data.as_ptr(), data.len()) {
+        // SAFETY: the caller's promise; and `data` lives until this is done, which is waited for.
+        let outcome = unsafe { gpu.driver.memcpy_to_device_async(to, data.as_ptr().cast(), data.len(), stream) };
+        gpu.check(outcome)?;
+        return gpu.settle();
+    }
+    let mut buffers = Buffers::new(gpu, opened, data.len())?;
+    for (index, part) in data.chunks(BUFFER_BYTES).enumerate() {
+        let buffer = buffers.idle(index)?;
+        // SAFETY: the buffer holds as much, and the device has done with it.
+        unsafe { ptr::copy_nonoverlapping(part.as_ptr(), buffer.start(), part.len()) };
+        let at = to + (index * BUFFER_BYTES) as u64;
+        // SAFETY: the caller's promise; and the pool reuses the buffer when this is done.
+        buffer.lend(|start| unsafe { gpu.driver.memcpy_to_device_async(at, start.cast(), part.len(), stream) })?;
+    }
+    Ok(())
+}
+
+/// Fills `out` from the device's memory at `from`, behind the default stream's work.
+///
+/// # Safety
+///
+/// The source is memory of the GPU, to which nobody writes until this returns.
+pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> Result<()> {
+    if out.is_empty() {
+        return gpu.check_not_lost();
+    }
+    let opened = gpu.enter()?;
+    let stream = opened.default_stream.handle().0;
+    if pinned::contains(out.as_ptr(), out.len()) {
+        // SAFETY: the caller's promise; and `out` lives until this is done, which is waited for.
+        gpu.check(unsafe { gpu.driver.memcpy_to_host_async(out.as_mut_ptr().cast(), from, out.len(), stream) })?;
+        return gpu.settle();
+    }
+    let total = out.len();
+    let mut buffers = Buffers::new(gpu, opened, total)?;
+    let parts = buffers.lend_parts();
+    let mut under_way = VecDeque::with_capacity(parts.len());
+    let request = |index: usize| -> Result<Option<Event>> {
+        let offset = index * PART_BYTES;
+        let len = total.saturating_sub(offset).min(PART_BYTES);
+        if len == 0 {
+            return Ok(None);
+        }
+        let start = parts[index % parts.len()];
+        // SAFETY: the caller's promise; the part of a buffer has room for it, and what was in there has been taken out.
+        let outcome = unsafe { gpu.driver.memcpy_to_host_async(start.cast(), from + offset as u64, len, stream) };
+        gpu.check(outcome)?;
+        Event::record(gpu, opened, &opened.default_stream).map(Some)
+    };
+    for index in 0..parts.len() {
+        under_way.extend(request(index)?);
+    }
+    for (index, piece) in out.chunks_mut(PART_BYTES).enumerate() {
+        if let Some(end) = under_way.pop_front() {
+            end.wait()?;
+        }
+        // SAFETY: the device has filled as much of this part of a buffer.
+        unsafe { ptr::copy_nonoverlapping(parts[index % parts.len()], piece.as_mut_ptr(), piece.len()) };
+        under_way.extend(request(index + parts.len())?);
+    }
+    buffers.returned();
+    Ok(())
+}
+
+/// Copies between two memories of devices, behind the default streams of both, and returns when it is done.
+///
+/// # Safety
+///
+/// Both ranges lie within their memories, and until this returns nobody else writes to the source or touches the
+/// destination.
+pub(super) unsafe fn between(
+    from: &CudaMemory,
+    from_offset: u64,
+    to: &CudaMemory,
+    to_offset: u64,
+    len: u64,
+) -> Result<()> {
+    let (source, target) = (from.address(from_offset), to.address(to_offset));
+    if len == 0 {
+        return to.gpu().check_not_lost();
+    }
+    if !ptr::eq(from.gpu(), to.gpu()) {
+        // SAFETY: the caller's promise.
+        return unsafe { to_peer(from.gpu(), source, to.gpu(), target, len) };
+    }
+    let gpu = to.gpu();
+    let opened = gpu.enter()?;
+    if source.abs_diff(target) >= len {
+        // SAFETY: the caller's promise, and the ranges do not overlap.
+        unsafe { on_device(gpu, opened, source, target, len)? };
+    } else if source != target {
+        // SAFETY: the caller's promise.
+        unsafe { shift(gpu, opened, source, target, len)? };
+    }
+    gpu.settle()
+}
+
+/// Copies on one device, in the order of the default stream.
+///
+/// # Safety
+///
+/// Both ranges are the device's memory, stay alive until the default stream has come so far, and do not overlap.
+unsafe fn on_device(gpu: &Gpu, opened: &Opened, from: u64, to: u64, len: u64) -> Result<()> {
+    let stream = opened.default_stream.handle().0;
+    // SAFETY: the caller's promise.
+    gpu.check(unsafe { gpu.driver.memcpy_on_device_async(to, from, len as usize, stream) })
+}
+
+/// Copies on one device where the ranges overlap, of which the driver knows nothing: in parts, the one first whose
+/// destination lies outside of the source, and by way of other memory if they are nearer to each other than that is
+/// worth.
+///
+/// # Safety
+///
+/// As [`on_device`], but for the overlap.
+unsafe fn shift(gpu: &'static Gpu, opened: &'static Opened, from: u64, to: u64, len: u64) -> Result<()> {
+    let distance = from.abs_diff(to);
+    let scratch = if distance < SCRATCH_BYTES {
+        Some(CudaMemory::uninitialised(gpu, Space::Device, SCRATCH_BYTES.min(len), 0)?)
+    } else {
+        None
+    };
+    let step = scratch.as_ref().map_or(distance, Memory::len);
+    let mut done = 0;
+    while done < len {
+        let part = step.min(len - done);
+        let at = if to > from { len - done - part } else { done };
+        // SAFETY: the caller's promise; no part is longer than the distance, or it goes by way of memory of its own,
+        // which the pool reuses behind this.
+        unsafe {
+            match &scratch {
+                Some(scratch) => {
+                    on_device(gpu, opened, from + at, scratch.address(0), part)?;
+                    on_device(gpu, opened, scratch.address(0), to + at, part)?;
+                }
+                None => on_device(gpu, opened, from + at, to + at, part)?,
+            }
+        }
+        done += part;
+    }
+    Ok(())
+}
+
+/// Copies to another device, on the default stream of the source, while that of the destination waits. The driver goes
+/// by way of the host where the devices cannot reach each other.
+///
+/// # Safety
+///
+/// As [`between`].
+unsafe fn to_peer(from_gpu: &'static Gpu, from: u64, to_gpu: &'static Gpu, to: u64, len: u64) -> Result<()> {
+    let target = to_gpu.enter()?;
+    let source = from_gpu.enter()?;
+    source.default_stream.wait_for_stream(&target.default_stream)?;
+    from_gpu.enter()?;
+    let stream = source.default_stream.handle().0;
+    // SAFETY: the caller's promise, and both contexts are retained.
+    let outcome = unsafe {
+        let (to_context, from_context) = (target.context.0, source.context.0);
+        from_gpu.driver.memcpy_peer_async(to, to_context, from, from_context, len as usize, stream)
+    };
+    from_gpu.check(outcome)?;
+    from_gpu.settle()?;
+    // Nothing to wait for any more: the bytes are there.
+    to_gpu.check_not_lost()
+}
+
+/// The buffers of one copy: one, or two that take turns. They go back to the pool behind the device's use of them.
+struct Buffers {
+    first: Buffer,
+    second: Option<Buffer>,
+}
+
+/// Pinned memory of its device's buffers for copies, where it goes back behind the device's use.
+struct Buffer {
+    gpu: &'static Gpu,
+    opened: &'static Opened,
+    /// `None` once it has been given back.
+    block: Option<Block>,
+    /// In bytes.
+    len: usize,
+    lent: Lent,
+}
+
+/// Whether the device uses a buffer.
+enum Lent {
+    No,
+    /// Until the default stream has come so far.
+    Until(Event),
+    /// It may, and nobody knows for how long.
+    Unknown,
+}
+
+impl Buffers {
+    /// As many as are good for `len` bytes; one where a second one is not to be had at once. May wait for the first one.
+    fn new(gpu: &'static Gpu, opened: &'static Opened, len: usize) -> Result<Self> {
+        // Few sizes, so that they find each other again.
+        let size = |len: usize| len.min(BUFFER_BYTES).next_power_of_two().max(SMALLEST_BUFFER_BYTES);
+        let buffer = |block, len| Buffer { gpu, opened, block: Some(block), len, lent: Lent::No };
+        let len_of_first = size(len);
+        let first = opened.copy_buffers.take_bounded(gpu, opened, len_of_first as u64)?;
+        let first = buffer(first, len_of_first);
+        let second = if len > BUFFER_BYTES {
+            let len = size(len - BUFFER_BYTES);
+            opened.copy_buffers.try_take_bounded(gpu, opened, len as u64)?.map(|block| buffer(block, len))
+        } else {
+            None
+        };
+        Ok(Self { first, second })
+    }
+
+    /// Where the parts of the buffers begin, each of [`PART_BYTES`]; only the last one may be smaller, and has room for what
+    /// the others leave. The device may use them until they have [`returned`](Self::returned).
+    fn lend_parts(&mut self) -> Vec<*mut u8> {
+        let mut parts = Vec::new();
+        for buffer in std::iter::once(&mut self.first).chain(&mut self.second) {
+            buffer.lent = Lent::Unknown;
+            let start = buffer.start();
+            parts.extend((0..buffer.len).step_by(PART_BYTES).map(|offset| start.wrapping_add(offset)));
+        }
+        parts
+    }
+
+    /// The device has done with all parts.
+    fn returned(&mut self) {
+        std::iter::once(&mut self.first).chain(&mut self.second).for_each(|buffer| buffer.lent = Lent::No);
+    }
+
+    /// The buffer for the part `index`, with which the device has done.
+    fn idle(&mut self, index: usize) -> Result<&mut Buffer> {
+        let buffer = match &mut self.second {
+            Some(second) if !index.is_multiple_of(2) => second,
+            _ => &mut self.first,
+        };
+        if let Lent::Until(end) = &buffer.lent {
+            end.wait()?;
+            buffer.lent = Lent::No;
+        }
+        Ok(buffer)
+    }
+}
+
+impl Buffer {
+    fn start(&self) -> *mut u8 {
+        // The pinned memory's own address on both sides.
+        ptr::with_exposed_provenance_mut(self.block.as_ref().map_or(0, |block| block.address) as usize)
+    }
+
+    /// Has `copy` give the device work with the buffer, on the default stream.
+    fn lend(&mut self, copy: impl FnOnce(*mut u8) -> Outcome) -> Result<()> {
+        self.lent = Lent::Unknown;
+        self.gpu.check(copy(self.start()))?;
+        self.lent = Lent::Until(Event::record(self.gpu, self.opened, &self.opened.default_stream)?);
+        Ok(())
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let Some(block) = self.block.take() else { return };
+        let pool = &self.opened.copy_buffers;
+        match std::mem::replace(&mut self.lent, Lent::No) {
+            Lent::No => pool.give_back_behind(self.gpu, block, None),
+            Lent::Until(end) => pool.give_back_behind(self.gpu, block, Some(end)),
+            // Behind all that the device has been given so far.
+            Lent::Unknown => pool.give_back(self.gpu, block),
+        }
+    }
+}
+
+/// As large as the pieces in which sessions copy.
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// Large enough to keep the bus busy, and small beside a buffer.
+const PART_BYTES: usize = 256 << 10;
+
+/// A page, less than which the driver does not pin.
+const SMALLEST_BUFFER_BYTES: usize = 4 << 10;
+
+/// Nearer ranges than this are copied by way of other memory of this size, in bytes.
+const SCRATCH_BYTES: u64 = 16 << 20;

@@ -1,0 +1,142 @@
+//! The fake driver, for the tests that need no GPU: compiled when they start, found by them in a process of their own.
+//!
+//! A process loads the driver once, and a device that is lost stays so. So each test runs itself again as a child, with
+//! `LD_LIBRARY_PATH` naming the folder in which the loader finds the fake one.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use libloading::Library;
+
+/// Set in the child: the folder of the fake driver.
+const CHILD: &str = "RPC_CORE_FAKE_DRIVER";
+
+/// Among the `defines`: no fake cuBLAS.
+pub(crate) const WITHOUT_CUBLAS: &str = "-DWITHOUT_CUBLAS";
+
+/// Among the `defines`: beside the driver there is what the toolkit has for linkers, which no program should load.
+pub(crate) const WITH_A_STUB: &str = "-DWITH_A_STUB";
+
+/// The fake driver as the tests see it.
+pub(crate) struct Fake(Library);
+
+/// Runs `body` in a process that has the fake driver, built with `defines`, under these variables. Says so and passes where
+/// there is no C compiler. `test` is the name of the calling test.
+pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str)], body: impl FnOnce(&Fake)) {
+    if let Some(folder) = std::env::var_os(CHILD) {
+        // SAFETY: the library is the fake one, which has no initialisers.
+        let library = unsafe { Library::new(Path::new(&folder).join("libcuda.so.1")) }.unwrap();
+        let fake = Fake(library);
+        body(&fake);
+        assert_eq!(fake.count("fake_violations"), 0, "the fake driver saw its rules broken; see above");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    if defines.contains(&WITH_A_STUB) {
+        let source = folder.path().join("stub.c");
+        std::fs::write(&source, "int nothing;").unwrap();
+        // Without a compiler the driver says so below.
+        _ = compile(source.to_str().unwrap(), &folder.path().join("libcuda.so"), &[]);
+    }
+    for (source, library) in [("fake_driver.c", "libcuda.so.1"), ("fake_cublas.c", "libcublas.so.12")] {
+        if library.starts_with("libcublas") && defines.contains(&WITHOUT_CUBLAS) {
+            continue;
+        }
+        if let Err(error) = compile(source, &folder.path().join(library), defines) {
+            eprintln!("SKIPPED: no C compiler to make the fake driver with: {error}");
+            return;
+        }
+    }
+    let mut path = folder.path().as_os_str().to_owned();
+    if let Some(rest) = std::env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(rest);
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args([test, "--exact", "--nocapture"]).env(CHILD, folder.path()).env("LD_LIBRARY_PATH", path);
+    // Whatever this machine has must not come first.
+    child.env_remove("RPC_CUDA_DRIVER_LIBRARY").env_remove("RPC_CUDA_BLAS_LIBRARY");
+    let output = child.envs(variables.iter().copied()).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
+}
+
+/// Compiles one of the fake libraries.
+///
+/// # Errors
+///
+/// There is no C compiler.
+pub(crate) fn compile(source: &str, to: &Path, defines: &[&str]) -> std::io::Result<()> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o"]).arg(to).args(defines).arg(source);
+    let output = compiler.args(["-lpthread", "-ldl"]).output()?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
+
+impl Fake {
+    /// Runs all that was submitted.
+    pub(crate) fn run_all(&self) {
+        self.count("fake_run_all");
+    }
+
+    /// What one of the functions for the tests counts.
+    pub(crate) fn count(&self, name: &str) -> u64 {
+        // SAFETY: all functions of this form are such.
+        unsafe { self.0.get::<unsafe extern "C" fn() -> u64>(name.as_bytes()).unwrap()() }
+    }
+
+    /// Makes everything on a device fail from now on.
+    pub(crate) fn fail(&self, device: i32, code: i32) {
+        // SAFETY: the type is that of the function.
+        unsafe { self.0.get::<unsafe extern "C" fn(i32, i32)>(b"fake_fail").unwrap()(device, code) }
+    }
+
+    /// Makes the next call fail, and no other.
+    pub(crate) fn fail_next(&self, code: i32) {
+        // SAFETY: the type is that of the function.
+        unsafe { self.0.get::<unsafe extern "C" fn(i32)>(b"fake_fail_next").unwrap()(code) }
+    }
+
+    /// How many pieces of work wait in a stream.
+    pub(crate) fn pending(&self, stream: &rpc_cuda::CudaStream) -> u64 {
+        // SAFETY: the type is that of the function, and the stream is alive.
+        unsafe {
+            self.0.get::<unsafe extern "C" fn(*mut std::ffi::c_void) -> u64>(b"fake_pending").unwrap()(stream.raw())
+        }
+    }
+
+    /// Fills device memory on a stream, as another library would. The stream's context is current.
+    pub(crate) fn fill(&self, memory: &rpc_cuda::CudaMemory, value: u8, len: usize, stream: &rpc_cuda::CudaStream) {
+        type Fill = unsafe extern "C" fn(u64, u8, usize, *mut std::ffi::c_void) -> i32;
+        let to = memory.device_pointer().addr() as u64;
+        // SAFETY: the type is that of the function, and the stream is alive.
+        let code = unsafe { self.0.get::<Fill>(b"cuMemsetD8Async").unwrap()(to, value, len, stream.raw()) };
+        assert_eq!(code, 0);
+    }
+
+    /// The context of the calling thread.
+    pub(crate) fn current_context(&self) -> *mut std::ffi::c_void {
+        type Get = unsafe extern "C" fn(*mut *mut std::ffi::c_void) -> i32;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the type is that of the function, and there is room for the handle.
+        let code = unsafe { self.0.get::<Get>(b"cuCtxGetCurrent").unwrap()(&raw mut context) };
+        assert_eq!(code, 0);
+        context
+    }
+
+    /// Submits work to a stream that is done when the flag is set.
+    pub(crate) fn hold(&self, stream: *mut std::ffi::c_void, until: &'static AtomicBool) {
+        type Work = unsafe extern "C" fn(*mut std::ffi::c_void) -> i32;
+        unsafe extern "C" fn is_set(flag: *mut std::ffi::c_void) -> i32 {
+            // SAFETY: it is the flag below, which lives for ever.
+            unsafe { &*flag.cast::<AtomicBool>() }.load(Ordering::SeqCst).into()
+        }
+        type Submit = unsafe extern "C" fn(*mut std::ffi::c_void, Work, *mut std::ffi::c_void);
+        let flag = std::ptr::from_ref(until).cast_mut().cast();
+        // SAFETY: the type is that of the function, and the stream is alive.
+        unsafe { self.0.get::<Submit>(b"fake_submit_other").unwrap()(stream, is_set, flag) }
+    }
+}

@@ -1,0 +1,61 @@
+//! The allocator for modules that ask the environment for tensors (`TVMFFIEnvTensorAlloc`): they get the session's memory.
+
+use std::ffi::{CString, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::abi::{DlTensor, ManagedTensor, SetError};
+use super::function::LaneStream;
+use super::object::slice_of;
+use super::{frame, tensor};
+use rpc_core::dlpack::{Device, DeviceType};
+use rpc_core::error::{ErrorKind, Result, RpcError};
+
+/// Allocates a densely packed tensor like `prototype` for the call that is under way on this thread.
+///
+/// # Safety
+///
+/// As `DLPackManagedTensorAllocator` of DLPack says.
+pub(super) unsafe extern "C" fn allocate(
+    prototype: *mut DlTensor,
+    out: *mut *mut ManagedTensor,
+    error_context: *mut c_void,
+    set_error: Option<SetError>,
+) -> c_int {
+    // SAFETY: the prototype is there, with its shape.
+    let allocated = catch_unwind(AssertUnwindSafe(|| unsafe { allocate_like(&*prototype) }));
+    match allocated.unwrap_or_else(|_| Err(RpcError::internal("the allocator panicked"))) {
+        Ok(managed) => {
+            // SAFETY: there is room for it.
+            unsafe { out.write(managed) };
+            0
+        }
+        Err(error) => {
+            let kind = if error.kind() == ErrorKind::OutOfMemory { c"MemoryError" } else { c"RuntimeError" };
+            let message = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default();
+            if let Some(set_error) = set_error {
+                // SAFETY: both texts live until it returns, and the context is the one that came with it.
+                unsafe { set_error(error_context, kind.as_ptr(), message.as_ptr()) };
+            }
+            -1
+        }
+    }
+}
+
+/// # Safety
+///
+/// The shape of `prototype` is there.
+unsafe fn allocate_like(prototype: &DlTensor) -> Result<*mut ManagedTensor> {
+    let frame = frame::current().ok_or_else(|| {
+        RpcError::new(ErrorKind::ApiMisuse, "tensors can be allocated only on the thread that a function is called on")
+    })?;
+    let rank = usize::try_from(prototype.ndim).unwrap_or_default();
+    // SAFETY: the caller's promise.
+    let shape = unsafe { slice_of(prototype.shape, rank) };
+    let (context, device) = (&frame.context, Device::from(prototype.device));
+    let allocated = context.allocate(device, prototype.dtype.into(), shape)?;
+    if device.kind != DeviceType::CPU {
+        // It is being zeroed yet.
+        LaneStream::of(context, device)?.begin()?;
+    }
+    Ok(tensor::manage(&allocated)?.as_ptr())
+}

@@ -1,0 +1,137 @@
+//! Values of sessions as values of TVM-FFI.
+
+use std::ffi::CString;
+
+use bytes::Bytes;
+
+use super::abi::{Any, ByteArray, type_index};
+use super::api::Api;
+use super::callback;
+use super::function::FfiFunction;
+use super::module::FfiModule;
+use super::object::{Held, OwnedAny};
+use super::signature::Wants;
+use super::tensor::{self, Lent};
+use rpc_core::error::{Result, RpcError};
+use rpc_core::function::{Context, LocalValue, Object};
+use rpc_core::value::Value;
+
+/// The arguments of one call, with all that they lend.
+pub(super) struct Arguments {
+    values: Vec<Any>,
+    _lent: Vec<Keep>,
+}
+
+/// What is behind an argument, until the call is over.
+enum Keep {
+    Value(#[expect(dead_code, reason = "its count is given back on drop")] OwnedAny),
+    Tensor(#[expect(dead_code, reason = "foreign code points to it")] Box<Lent>),
+    Text(#[expect(dead_code, reason = "foreign code points to it")] CString),
+    Bytes(
+        #[expect(dead_code, reason = "foreign code points to it")] Box<ByteArray>,
+        #[expect(dead_code, reason = "as above")] Bytes,
+    ),
+}
+
+impl Arguments {
+    /// `wants` says of each parameter how it is to be passed, as far as that is known.
+    ///
+    /// # Errors
+    ///
+    /// A value that has no counterpart.
+    pub(super) fn new(api: &'static Api, context: &Context, values: Vec<LocalValue>, wants: &[Wants]) -> Result<Self> {
+        let (mut passed, mut lent) = (Vec::with_capacity(values.len()), Vec::new());
+        for (index, value) in values.into_iter().enumerate() {
+            let wants = wants.get(index).copied().unwrap_or_default();
+            let (value, keep) =
+                lend(api, context, value, wants).map_err(|error| error.context(format_args!("argument {index}")))?;
+            passed.push(value);
+            lent.extend(keep);
+        }
+        Ok(Self { values: passed, _lent: lent })
+    }
+
+    pub(super) fn as_mut_slice(&mut self) -> &mut [Any] {
+        &mut self.values
+    }
+}
+
+/// An argument, as cheaply as it goes: tensors and bytes are lent where they lie.
+fn lend(api: &'static Api, context: &Context, value: LocalValue, wants: Wants) -> Result<(Any, Option<Keep>)> {
+    Ok(match value {
+        Value::Object(Object::Tensor(tensor)) if wants != Wants::TensorObject => {
+            let lent = Lent::new(&tensor)?;
+            (Any::pointer(type_index::DL_TENSOR, lent.pointer()), Some(Keep::Tensor(lent)))
+        }
+        Value::Str(text) if wants == Wants::CString => {
+            let text = CString::new(text)
+                .map_err(|_| RpcError::invalid_argument("the function takes a C string, which cannot hold NUL"))?;
+            (Any::pointer(type_index::RAW_STR, text.as_ptr().cast_mut().cast()), Some(Keep::Text(text)))
+        }
+        Value::Bytes(bytes) => {
+            let array = Box::new(ByteArray::new(&bytes));
+            let pointer = (&raw const *array).cast_mut().cast();
+            (Any::pointer(type_index::BYTE_ARRAY, pointer), Some(Keep::Bytes(array, bytes)))
+        }
+        value => {
+            let value = to_owned(api, context, value)?;
+            let view = value.view();
+            (view, view.is_object().then_some(Keep::Value(value)))
+        }
+    })
+}
+
+/// A value that foreign code may keep.
+///
+/// # Errors
+///
+/// As [`Arguments::new`].
+pub(super) fn to_owned(api: &'static Api, context: &Context, value: LocalValue) -> Result<OwnedAny> {
+    let plain = |value| Ok(OwnedAny::plain(api, value));
+    match value {
+        Value::Null => plain(Any::NONE),
+        Value::Bool(value) => plain(Any::bool(value)),
+        Value::Int(value) => plain(Any::int(value)),
+        Value::Float(value) => plain(Any::float(value)),
+        Value::DataType(value) => plain(Any::data_type(value)),
+        Value::Device(value) => plain(Any::device(value)),
+        Value::Str(text) => api.text(&text),
+        Value::Bytes(bytes) => api.bytes(&bytes),
+        Value::Shape(dimensions) => api.shape(&dimensions),
+        Value::List(values) => {
+            let values: Vec<_> =
+                values.into_iter().map(|value| to_owned(api, context, value)).collect::<Result<_>>()?;
+            api.array(&values)
+        }
+        Value::Map(pairs) => {
+            let values = pairs.into_iter().flat_map(|(key, value)| [key, value]);
+            let values: Vec<_> = values.map(|value| to_owned(api, context, value)).collect::<Result<_>>()?;
+            api.map(&values)
+        }
+        Value::Object(Object::Tensor(tensor)) => Ok(tensor::share(api, &tensor)?.into_any()),
+        Value::Object(Object::Function(function)) => match function.origin::<FfiFunction>() {
+            Some(origin) => Ok(origin.object().clone().into_any()),
+            None => Ok(callback::create(api, context, function)?.into_any()),
+        },
+        Value::Object(Object::Module(module)) => {
+            let module = module.as_any().and_then(|module| module.downcast_ref::<FfiModule>());
+            let module = module.ok_or_else(|| {
+                RpcError::invalid_argument("the module is not one of TVM-FFI's, and cannot be passed to its functions")
+            })?;
+            Ok(module.object().clone().into_any())
+        }
+        Value::Object(Object::Opaque(opaque)) => {
+            let held = opaque.downcast::<Held>().ok_or_else(|| {
+                let name = opaque.type_name();
+                RpcError::invalid_argument(format!("an object of type {name} means nothing to TVM-FFI"))
+            })?;
+            Ok(held.to_owned_any(api))
+        }
+        Value::Packed(_) => {
+            Err(RpcError::invalid_argument("packed values mean nothing to TVM-FFI: pass numbers, strings, lists, maps"))
+        }
+        other => {
+            Err(RpcError::invalid_argument(format!("a value of type {} means nothing to TVM-FFI", other.type_name())))
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Functions of the session, for foreign code to call.
+
+use std::ffi::{c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::abi::Any;
+use super::api::Api;
+use super::object::{OwnedAny, Ref, slice_of};
+use super::{arguments, failure, frame, value};
+use rpc_core::error::{ErrorKind, Result, RpcError};
+use rpc_core::function::{Context, Function, FunctionKind};
+
+/// A function object that calls `function`, for as long as foreign code holds it, from any thread.
+pub(super) fn create(api: &'static Api, context: &Context, function: Function) -> Result<Ref> {
+    let callback = Box::into_raw(Box::new(Callback { api, context: context.detached(), function })).cast();
+    // SAFETY: a `Callback` may be shared between threads, and is freed once, by `delete`.
+    let created = unsafe { api.create_function(callback, call, delete) };
+    created.inspect_err(|_| {
+        // SAFETY: nobody else has it.
+        drop(unsafe { Box::from_raw(callback.cast::<Callback>()) });
+    })
+}
+
+struct Callback {
+    api: &'static Api,
+    /// For calls on threads where no function of a module runs: such as those that a module has started.
+    context: Context,
+    function: Function,
+}
+
+impl Callback {
+    /// # Safety
+    ///
+    /// `args` are whole, and all that they refer to is alive.
+    unsafe fn call(&self, args: &[Any]) -> Result<OwnedAny> {
+        let frame = frame::current();
+        let context = frame.as_ref().map_or(&self.context, |frame| &frame.context);
+        let in_line = frame.as_ref().is_some_and(|frame| frame.kind == FunctionKind::Inline);
+        if in_line && self.function.kind() != FunctionKind::Inline {
+            return Err(RpcError::new(
+                ErrorKind::ApiMisuse,
+                "a function that its module declares as inline called one that may block",
+            ));
+        }
+        // SAFETY: the caller's promise.
+        let args = args.iter().map(|arg| unsafe { value::from_any(self.api, context, arg) });
+        let args = args.collect::<Result<_>>()?;
+        let returned = {
+            let suspended = frame.as_ref().map(|frame| frame.suspend());
+            let (_suspended, held) = suspended.unzip();
+            context.call_lending(&self.function, args, held.unwrap_or_default())?
+        };
+        arguments::to_owned(self.api, context, returned)
+    }
+}
+
+/// # Safety
+///
+/// `callback` is from [`create`], and the rest as TVM-FFI has it.
+unsafe extern "C" fn call(callback: *mut c_void, args: *const Any, count: i32, result: *mut Any) -> c_int {
+    // SAFETY: it is alive while it is called.
+    let callback = unsafe { &*callback.cast::<Callback>() };
+    // SAFETY: there are `count` arguments, whole and alive.
+    let outcome = catch_unwind(AssertUnwindSafe(|| unsafe {
+        callback.call(slice_of(args, usize::try_from(count).unwrap_or_default()))
+    }));
+    match outcome.unwrap_or_else(|_| Err(RpcError::internal("a function panicked on its way to foreign code"))) {
+        Ok(value) => {
+            // SAFETY: there is room for the result, whose count goes to the caller.
+            unsafe { result.write(value.into_raw()) };
+            0
+        }
+        Err(error) => {
+            failure::raise(callback.api, error);
+            -1
+        }
+    }
+}
+
+/// # Safety
+///
+/// `callback` is from [`create`], and nobody uses it any more.
+unsafe extern "C" fn delete(callback: *mut c_void) {
+    // SAFETY: it was made by leaking such a box. What is freed with it may run code of others, which must not unwind.
+    let deleted = catch_unwind(|| drop(unsafe { Box::from_raw(callback.cast::<Callback>()) }));
+    if deleted.is_err() {
+        tracing::error!("a function panicked when foreign code let go of it");
+    }
+}

@@ -1,0 +1,277 @@
+//! Counted references to the library's objects, and values that own one.
+
+use std::ffi::c_void;
+use std::mem;
+use std::ptr::NonNull;
+use std::slice;
+
+use super::abi::{self, Any, ByteArray, DlTensor, ErrorCell, ObjectHeader, ShapeCell, type_index};
+use super::api::Api;
+use super::failure;
+use rpc_core::error::{Result, RpcError};
+
+/// A reference to an object, with a count of its own.
+pub(super) struct Ref {
+    api: &'static Api,
+    object: NonNull<ObjectHeader>,
+}
+
+// SAFETY: objects are counted atomically, and may be used and freed on any thread; TVM-FFI requires that of those who make
+// them.
+unsafe impl Send for Ref {}
+// SAFETY: as above.
+unsafe impl Sync for Ref {}
+
+impl Ref {
+    /// # Safety
+    ///
+    /// `object` is alive, and the caller gives a count of it away.
+    pub(super) const unsafe fn from_owned(api: &'static Api, object: NonNull<ObjectHeader>) -> Self {
+        Self { api, object }
+    }
+
+    /// # Safety
+    ///
+    /// `object` is alive.
+    pub(super) unsafe fn from_borrowed(api: &'static Api, object: NonNull<ObjectHeader>) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { api.retain(object) };
+        Self { api, object }
+    }
+
+    pub(super) const fn raw(&self) -> *mut ObjectHeader {
+        self.object.as_ptr()
+    }
+
+    pub(super) fn type_index(&self) -> i32 {
+        // SAFETY: the object is alive, and its type never changes.
+        unsafe { self.object.as_ref() }.type_index
+    }
+
+    /// The value that lends this object.
+    pub(super) fn as_any(&self) -> Any {
+        Any::pointer(self.type_index(), self.object.as_ptr().cast())
+    }
+
+    /// The value that owns this object.
+    pub(super) fn into_any(self) -> OwnedAny {
+        let (api, value) = (self.api, self.as_any());
+        mem::forget(self);
+        OwnedAny { api, value }
+    }
+
+    /// The text of a string object, or the bytes of a bytes object.
+    pub(super) fn byte_array(&self) -> Option<&[u8]> {
+        if !matches!(self.type_index(), type_index::STR | type_index::BYTES) {
+            return None;
+        }
+        // SAFETY: such objects hold this, and never change.
+        let array = unsafe { &*self.contents::<ByteArray>() };
+        // SAFETY: as above.
+        Some(unsafe { slice_of(array.data, array.size) })
+    }
+
+    pub(super) fn dimensions(&self) -> Option<&[i64]> {
+        if self.type_index() != type_index::SHAPE {
+            return None;
+        }
+        // SAFETY: such objects hold this, and never change.
+        let cell = unsafe { &*self.contents::<ShapeCell>() };
+        // SAFETY: as above.
+        Some(unsafe { slice_of(cell.data, cell.size) })
+    }
+
+    pub(super) fn tensor(&self) -> Option<&DlTensor> {
+        // SAFETY: such objects hold this, and never change.
+        (self.type_index() == type_index::TENSOR).then(|| unsafe { &*self.contents::<DlTensor>() })
+    }
+
+    /// What an error object says; `self` is one.
+    pub(super) fn error(&self) -> &ErrorCell {
+        // SAFETY: such objects hold this; the backtrace changes only on the thread on its way out, which is ours.
+        unsafe { &*self.contents::<ErrorCell>() }
+    }
+
+    fn contents<T>(&self) -> *const T {
+        // SAFETY: contents follow the header in the same object.
+        unsafe { self.object.as_ptr().add(1) }.cast::<T>().cast_const()
+    }
+}
+
+/// # Safety
+///
+/// There are `len` elements at `data`, unless `len` is 0, for as long as `'a`.
+pub(super) unsafe fn slice_of<'a, T>(data: *const T, len: usize) -> &'a [T] {
+    if len == 0 || data.is_null() {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { slice::from_raw_parts(data, len) }
+}
+
+impl Clone for Ref {
+    fn clone(&self) -> Self {
+        // SAFETY: the object is alive.
+        unsafe { Self::from_borrowed(self.api, self.object) }
+    }
+}
+
+impl Drop for Ref {
+    fn drop(&mut self) {
+        // SAFETY: the count was ours.
+        unsafe { self.api.release(self.object) };
+    }
+}
+
+/// A value, with a count of the object in it if there is one.
+pub(super) struct OwnedAny {
+    api: &'static Api,
+    value: Any,
+}
+
+impl OwnedAny {
+    /// # Safety
+    ///
+    /// The caller gives away a count of the object in `value`, which is alive, if there is one.
+    pub(super) const unsafe fn new(api: &'static Api, value: Any) -> Self {
+        Self { api, value }
+    }
+
+    /// A value that is no object.
+    pub(super) const fn plain(api: &'static Api, value: Any) -> Self {
+        debug_assert!(!value.is_object());
+        Self { api, value }
+    }
+
+    /// The value that lends the object.
+    pub(super) const fn view(&self) -> Any {
+        self.value
+    }
+
+    /// Gives the value away, with the count of its object.
+    pub(super) const fn into_raw(self) -> Any {
+        let value = self.value;
+        mem::forget(self);
+        value
+    }
+
+    pub(super) const fn is_none(&self) -> bool {
+        self.value.type_index == type_index::NONE
+    }
+
+    pub(super) fn to_int(&self) -> Result<i64> {
+        match self.value.type_index {
+            // SAFETY: that is what it says it holds.
+            type_index::INT | type_index::BOOL => Ok(unsafe { self.value.payload.int }),
+            _ => Err(self.unexpected("an int")),
+        }
+    }
+
+    pub(super) fn to_text(&self) -> Result<String> {
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        if let Some(small) = small_bytes(&self.value) {
+            return Ok(text(small));
+        }
+        // SAFETY: the value is whole, and lives.
+        let object = unsafe { object_in(self.api, &self.value) };
+        object.as_ref().and_then(Ref::byte_array).map(text).ok_or_else(|| self.unexpected("a string"))
+    }
+
+    pub(super) fn to_object(&self) -> Result<Ref> {
+        self.to_optional_object()?.ok_or_else(|| self.unexpected("an object"))
+    }
+
+    /// Nothing, or an object.
+    pub(super) fn to_optional_object(&self) -> Result<Option<Ref>> {
+        if self.is_none() {
+            return Ok(None);
+        }
+        // SAFETY: the value is whole, and lives.
+        unsafe { object_in(self.api, &self.value) }.map(Some).ok_or_else(|| self.unexpected("an object"))
+    }
+
+    fn unexpected(&self, expected: &str) -> RpcError {
+        // SAFETY: the value is whole, and lives.
+        let got = match unsafe { object_in(self.api, &self.value) } {
+            Some(object) => self.api.type_key(&object),
+            None => format!("a value of type {}", self.value.type_index),
+        };
+        RpcError::internal(format!("TVM-FFI answered with {got} where {expected} was expected"))
+    }
+}
+
+impl Drop for OwnedAny {
+    fn drop(&mut self) {
+        // SAFETY: the value is whole, and the count was ours.
+        unsafe {
+            if self.value.is_object()
+                && let Some(object) = NonNull::new(self.value.payload.pointer)
+            {
+                self.api.release(object.cast());
+            }
+        }
+    }
+}
+
+/// A reference of our own to the object in `value`, if there is one.
+///
+/// # Safety
+///
+/// `value` is whole, and its object is alive.
+pub(super) unsafe fn object_in(api: &'static Api, value: &Any) -> Option<Ref> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let object = value.is_object().then(|| NonNull::new(value.payload.pointer)).flatten()?;
+        Some(Ref::from_borrowed(api, object.cast()))
+    }
+}
+
+/// The bytes of a small string, or small bytes.
+pub(super) fn small_bytes(value: &Any) -> Option<&[u8]> {
+    if !matches!(value.type_index, type_index::SMALL_STR | type_index::SMALL_BYTES) {
+        return None;
+    }
+    // SAFETY: any eight bytes that are there are bytes, and every value has them.
+    let bytes = unsafe { &value.payload.bytes };
+    Some(&bytes[..(value.small_len as usize).min(bytes.len())])
+}
+
+/// Something of a module that has no counterpart in sessions, held for whoever has its handle.
+pub(super) enum Held {
+    Object(Ref),
+    /// An address, which never leaves the process.
+    Pointer(Pointer),
+}
+
+/// An address that only foreign code follows.
+pub(super) struct Pointer(pub(super) *mut c_void);
+
+// SAFETY: nothing is done with it here but to hand it on.
+unsafe impl Send for Pointer {}
+// SAFETY: as above.
+unsafe impl Sync for Pointer {}
+
+impl Held {
+    pub(super) fn view(&self) -> Any {
+        match self {
+            Self::Object(object) => object.as_any(),
+            Self::Pointer(pointer) => Any::pointer(type_index::OPAQUE_POINTER, pointer.0),
+        }
+    }
+
+    /// The value that owns it.
+    pub(super) fn to_owned_any(&self, api: &'static Api) -> OwnedAny {
+        match self {
+            Self::Object(object) => object.clone().into_any(),
+            Self::Pointer(_) => OwnedAny::plain(api, self.view()),
+        }
+    }
+}
+
+const _: () = assert!(size_of::<Any>() == 16 && size_of::<ObjectHeader>() == 24 && size_of::<DlTensor>() == 48);
+
+/// What an error says of itself.
+pub(super) fn error_texts(error: &Ref) -> [String; 3] {
+    let abi::ErrorCell { kind, message, backtrace } = error.error();
+    [kind, message, backtrace].map(failure::text)
+}

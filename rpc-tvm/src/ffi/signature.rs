@@ -1,0 +1,155 @@
+//! Signatures, from what modules say of their functions.
+//!
+//! Metadata are JSON with a `type_schema`, which is JSON again: `{"type": "ffi.Function", "args": [return, parameter …]}`, or
+//! `{"type": "ffi.Function", "named_args": {"return": [return], "params": [parameter …]}}` from 0.1.13 on.
+
+use std::borrow::Cow;
+
+use serde_json::Value as Json;
+
+use rpc_core::function::Signature;
+
+/// What is known of a function.
+pub(super) struct Typed {
+    pub(super) signature: Signature,
+    /// Of each parameter, if the parameters are known.
+    pub(super) wants: Option<Box<[Wants]>>,
+}
+
+/// In which of several forms a parameter takes its argument.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Wants {
+    /// In the cheapest one.
+    #[default]
+    Any,
+    /// A tensor object, not a `DLTensor` that is lent.
+    TensorObject,
+    /// A C string.
+    CString,
+}
+
+impl Typed {
+    /// Any number of arguments of any type.
+    pub(super) fn unknown() -> Self {
+        Self { signature: Signature { params: vec!["...".into()], returns: "any".into() }, wants: None }
+    }
+
+    /// What `metadata` say; of those that say nothing, or cannot be read, nothing is known.
+    pub(super) fn from_metadata(metadata: &str) -> Self {
+        Self::parse(metadata).unwrap_or_else(Self::unknown)
+    }
+
+    fn parse(metadata: &str) -> Option<Self> {
+        let metadata: Json = serde_json::from_str(metadata).ok()?;
+        let schema: Json = match metadata.get("type_schema")? {
+            Json::String(schema) => serde_json::from_str(schema).ok()?,
+            schema => schema.clone(),
+        };
+        if schema.get("type")? != "ffi.Function" {
+            return None;
+        }
+        let (returns, params) = match schema.get("named_args") {
+            Some(named) => (named.get("return")?.get(0)?, named.get("params")?.as_array()?.as_slice()),
+            // A function without arguments here is one of which nothing is known.
+            None => schema.get("args")?.as_array()?.split_first()?,
+        };
+        let signature =
+            Signature { params: params.iter().map(|param| name(param, 0)).collect(), returns: name(returns, 0) };
+        Some(Self { signature, wants: Some(params.iter().map(wants).collect()) })
+    }
+}
+
+fn wants(param: &Json) -> Wants {
+    match param.get("type").and_then(Json::as_str) {
+        Some("ffi.Tensor") => Wants::TensorObject,
+        Some("const char*") => Wants::CString,
+        // One of them decides: the others take what it takes.
+        Some("Optional" | "Union" | "Variant") => {
+            let args = param.get("args").and_then(Json::as_array).into_iter().flatten();
+            args.map(wants).find(|wants| *wants != Wants::Any).unwrap_or_default()
+        }
+        _ => Wants::Any,
+    }
+}
+
+/// A type in the words of sessions.
+fn name(schema: &Json, depth: usize) -> Cow<'static, str> {
+    let args = schema.get("args").and_then(Json::as_array).map(Vec::as_slice).unwrap_or_default();
+    let arg = |index: usize| args.get(index).map_or(Cow::Borrowed("any"), |arg| name(arg, depth + 1));
+    match schema.get("type").and_then(Json::as_str) {
+        _ if depth > MAX_DEPTH => "any".into(),
+        Some("None") => "null".into(),
+        Some("int") => "int".into(),
+        Some("float") => "float".into(),
+        Some("bool") => "bool".into(),
+        Some("DataType" | "dtype") => "dtype".into(),
+        Some("Device") => "device".into(),
+        Some("DLTensor*" | "ffi.Tensor") => "tensor".into(),
+        Some("ffi.String" | "ffi.SmallStr" | "const char*" | "std::string") => "str".into(),
+        Some("ffi.Bytes" | "ffi.SmallBytes" | "TVMFFIByteArray*") => "bytes".into(),
+        Some("ffi.Shape") => "shape".into(),
+        Some("ffi.Function") => "function".into(),
+        Some("ffi.Module") => "module".into(),
+        Some("ffi.Array" | "ffi.List" | "list" | "tuple") => format!("[{}]", arg(0)).into(),
+        Some("ffi.Map" | "ffi.Dict" | "dict") => format!("{{{}: {}}}", arg(0), arg(1)).into(),
+        Some("Optional") => format!("{}?", arg(0)).into(),
+        Some("Union" | "Variant") => (0..args.len()).map(arg).collect::<Vec<_>>().join(" | ").into(),
+        Some("Any") | None => "any".into(),
+        Some(other) => format!("object<{}>", clip(other)).into(),
+    }
+}
+
+/// As much of a name as a signature should show.
+fn clip(name: &str) -> &str {
+    let end = (0..=name.len().min(100)).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
+    &name[..end]
+}
+
+const MAX_DEPTH: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn signature(schema: &str) -> String {
+        let metadata = serde_json::json!({ "type_schema": schema }).to_string();
+        Typed::from_metadata(&metadata).signature.to_string()
+    }
+
+    #[test]
+    fn both_forms_are_read() {
+        let old = r#"{"type":"ffi.Function","args":[{"type":"int"},{"type":"DLTensor*"},{"type":"Optional","args":[{"type":"float"}]}]}"#;
+        assert_eq!(signature(old), "(tensor, float?) -> int");
+        let new = r#"{"type":"ffi.Function","named_args":{"return":[{"type":"None"}],"params":[{"type":"ffi.Map","args":[{"type":"ffi.String"},{"type":"Any"}]},{"type":"ffi.Array","args":[{"type":"ffi.Tensor"}]},{"type":"Variant","args":[{"type":"int"},{"type":"ffi.String"}]},{"type":"relax.Exec"}]}}"#;
+        assert_eq!(signature(new), "({str: any}, [tensor], int | str, object<relax.Exec>) -> null");
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_unknown() {
+        for schema in
+            ["", "{}", "[1]", r#"{"type":"ffi.Function"}"#, r#"{"type":"ffi.Function","args":[]}"#, r#"{"type":"int"}"#]
+        {
+            assert_eq!(signature(schema), "(...) -> any", "{schema}");
+        }
+        for metadata in ["", "{}", "[]", "\"\"", "{\"type_schema\": 7}"] {
+            assert_eq!(Typed::from_metadata(metadata).signature.to_string(), "(...) -> any", "{metadata}");
+        }
+        // One that nests without end ends.
+        let nested = |levels| {
+            let list = (0..levels)
+                .fold(r#"{"type":"int"}"#.to_owned(), |inner, _| format!(r#"{{"type":"ffi.Array","args":[{inner}]}}"#));
+            signature(&format!(r#"{{"type":"ffi.Function","args":[{{"type":"None"}},{list}]}}"#))
+        };
+        assert_eq!(nested(2), "([[int]]) -> null");
+        assert_eq!(nested(20), "([[[[[[[[[any]]]]]]]]]) -> null");
+        assert_eq!(nested(10_000), "(...) -> any");
+    }
+
+    #[test]
+    fn parameters_say_in_which_form_they_take_tensors_and_strings() {
+        let schema = r#"{"type":"ffi.Function","args":[{"type":"None"},{"type":"DLTensor*"},{"type":"ffi.Tensor"},{"type":"const char*"},{"type":"Optional","args":[{"type":"ffi.Tensor"}]}]}"#;
+        let metadata = serde_json::json!({ "type_schema": schema }).to_string();
+        let wants = Typed::from_metadata(&metadata).wants.unwrap();
+        assert!(*wants == [Wants::Any, Wants::TensorObject, Wants::CString, Wants::TensorObject]);
+    }
+}
