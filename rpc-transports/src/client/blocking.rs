@@ -243,7 +243,7 @@ impl ClientState<SocketPump> {
                 Err(error) => {
                     locked.pump.is_unwritable = true;
                     locked.pump.is_blocked = false;
-                    // What the peer wrote before it closed can still be read.
+                    // Bytes that the peer wrote before it closed can still be read.
                     if locked.pump.is_reading {
                         // The leader reads it, perhaps in the middle of a payload, and then finds
                         // the end.

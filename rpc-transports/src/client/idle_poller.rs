@@ -27,7 +27,7 @@ pub(super) trait PolledSession: Send + Sync {
     fn deliver_rest(&self);
 }
 
-/// What the thread waits for on behalf of a session.
+/// Conditions that the thread waits for on behalf of a session.
 pub(super) struct Interest {
     /// Readiness of the socket. `None` while a caller reads: two readers would wake each other for
     /// nothing.

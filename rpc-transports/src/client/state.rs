@@ -70,7 +70,7 @@ pub(super) struct ClientState<P: Pump> {
     created: Instant,
 }
 
-/// What the session's lock guards.
+/// Part of the session that its lock guards.
 pub(super) struct Locked<P: Pump> {
     pub(super) endpoint: ClientEndpoint<Responder>,
     pub(super) pump: P::Locked,

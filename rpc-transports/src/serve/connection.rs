@@ -34,7 +34,7 @@ pub(super) struct Accepted {
     pub(super) permit: InProgress,
 }
 
-/// What all stages know of a connection.
+/// Facts about a connection that all stages share.
 pub(super) struct Connection {
     pub(super) server: Arc<Shared>,
     pub(super) peer: String,
@@ -58,7 +58,7 @@ struct Admitted {
     connection: Connection,
     channel: Channel,
     negotiated: Negotiated,
-    /// What was read beyond the handshake.
+    /// Input that was read beyond the handshake.
     input: BytesMut,
     grant: Grant,
     slot: Place,
@@ -71,7 +71,7 @@ struct Serving {
     _slot: Place,
 }
 
-/// What a client gets.
+/// Result of a client's request for a connection.
 enum Grant {
     Session(SharedSession),
     /// Channel to the target of the client's tunnel.
@@ -92,7 +92,7 @@ struct Refusal {
 impl Accepted {
     /// Takes the connection through its stages. Returns when it has ended.
     pub(super) async fn run(self) {
-        // What is over when the session begins is on the heap until then: the task of an idle
+        // The stages before the session are on the heap until they are over: the task of an idle
         // session should be small.
         if let Some(mut serving) = Box::pin(self.run_to_session()).await {
             serving.run().await;

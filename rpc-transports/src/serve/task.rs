@@ -52,7 +52,7 @@ pub(super) struct SessionTask {
     _guard: Option<ChannelGuard>,
 }
 
-/// What the task serves.
+/// Session that the task serves, and its share in the server.
 pub(super) struct SessionParts {
     pub(super) session: SharedSession,
     pub(super) mailbox: Arc<Mailbox>,

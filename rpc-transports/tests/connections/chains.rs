@@ -1,4 +1,5 @@
-//! Ways to servers behind servers: forwarding and tunnels, who is who behind them, and where they must not lead.
+//! Servers behind servers: forwarding and tunnels, identities behind them, and targets that are
+//! refused.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use rpc_transports::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// Long enough for anything that is going to happen.
+/// Time limit for what is expected to happen.
 const LIMIT: Duration = Duration::from_secs(20);
 
 const SECRETS: [&str; 4] = [
@@ -30,7 +31,7 @@ fn known_by(number: usize) -> Access {
     Access { anonymous: false, tokens: tokens(number), certificates: false }
 }
 
-/// A server with a function that says whom its client has proven to be.
+/// Server with a function that returns the identity of its client.
 fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
     let open = |request: &OpenRequest| -> Result<SharedSession, RpcError> {
         let (registry, identity) = (Registry::new(), request.identity.clone());
@@ -67,9 +68,9 @@ fn certificate() -> (ServerTls, ClientTls) {
 }
 
 #[tokio::test]
-async fn behind_a_tunnel_the_handshake_is_with_the_server_there() {
+async fn behind_a_tunnel_the_handshake_is_with_the_target() {
     let target = server(|options| options.access = known_by(0));
-    // The client shows the same to all, and the hops show nothing to the target.
+    // The client proves itself to every server, and the hops prove nothing to the target.
     let hops = [0, 1].map(|_| server(|options| options.access = known_by(0)));
     let (address, first, second) = (listen(&target).await, listen(&hops[0]).await, listen(&hops[1]).await);
     let connector = Connector::new().tokens(tokens(0));
@@ -83,7 +84,7 @@ async fn behind_a_tunnel_the_handshake_is_with_the_server_there() {
         let data: Vec<u8> = (0..3 << 20).map(|at: u32| (at % 251) as u8).collect();
         session.copy_to_remote(&tensor, data.clone()).await.unwrap();
         assert!(session.copy_from_remote(&tensor).await.unwrap() == data);
-        // Hops see no session, and none of its errors.
+        // The hops have no session, and see none of its errors.
         assert_eq!(session.get_function("no such function").await.unwrap_err().hop(), 1);
         assert_eq!(hops[0].sessions(), 1);
         drop(tensor);
@@ -111,20 +112,21 @@ async fn encryption_goes_from_end_to_end_through_a_tunnel() {
     let hop = format!("tunnel:{}", listen(&hop).await);
     let session = Connector::new().tls(trust.clone()).via(&hop).connect(&secure).await.unwrap();
     assert_eq!(whoami(&session).await, "anonymous");
-    // Somebody else's certificate is refused behind a tunnel, too.
+    // The certificate of another server is refused behind a tunnel as well.
     let (_, stranger) = certificate();
     let error = refusal(Connector::new().tls(stranger).via(&hop).connect(&secure).await);
     assert_eq!(error.kind(), ErrorKind::Unauthenticated, "{error}");
     let error = refusal(Connector::new().tls(trust.clone()).via(&hop).connect(&quic).await);
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-    // The first hop of all may be reached over QUIC; its bytes are a stream like any other.
+    // The first hop may be reached over QUIC, whose streams carry bytes like any other channel.
     let gateway = server(|_| {});
     let gateway = gateway.listen(&"quic://127.0.0.1:0".parse().unwrap(), &options).await.unwrap();
     let connector = Connector::new().tls(trust).via(&format!("tunnel:{gateway}"));
     assert_eq!(whoami(&connector.connect(&secure).await.unwrap()).await, "anonymous");
 }
 
-/// A session says whether its first leg is encrypted, whatever is behind that.
+/// A session tells whether the connection to its first hop is encrypted, whatever is behind that
+/// hop.
 #[tokio::test]
 async fn a_session_knows_whether_its_first_leg_is_encrypted() {
     let (tls, trust) = certificate();
@@ -170,7 +172,7 @@ async fn forwarding_and_tunnels_come_in_any_order() {
 }
 
 #[tokio::test]
-async fn a_tunnel_leads_where_the_operator_allows_and_nowhere_else() {
+async fn a_tunnel_to_a_target_that_is_not_allowed_is_refused() {
     let target = server(|_| {});
     let (closed, open) = (server(|options| options.allow_forward.clear()), server(|_| {}));
     let (address, closed, open) = (listen(&target).await, listen(&closed).await, listen(&open).await);
@@ -187,7 +189,7 @@ async fn a_tunnel_leads_where_the_operator_allows_and_nowhere_else() {
         let error = refusal(tunnel(&open).connect(target).await);
         assert_eq!(error.kind(), kind, "{target}: {error}");
     }
-    // Somebody who is there and does not speak.
+    // A peer that accepts the connection and does not speak.
     let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let silent = format!("tcp://{}", silent.local_addr().unwrap());
     let connector = tunnel(&open).handshake_timeout(Duration::from_millis(300));
@@ -195,10 +197,10 @@ async fn a_tunnel_leads_where_the_operator_allows_and_nowhere_else() {
 }
 
 #[tokio::test]
-async fn behind_a_tunnel_a_hop_goes_no_further_than_its_operator_allows() {
+async fn a_hop_behind_a_tunnel_refuses_targets_that_are_not_allowed() {
     let (target, gateway) = (server(|_| {}), server(|_| {}));
     let (address, gateway) = (listen(&target).await, listen(&gateway).await);
-    // It may go to the gateway, and the gateway may go anywhere.
+    // The hop may go to the gateway, and the gateway may go anywhere.
     let hop = server(|options| options.allow_forward = vec![gateway.clone()]);
     let hop = listen(&hop).await;
     let connector = Connector::new().via(&hop).via(&format!("tunnel:{gateway}"));
@@ -207,14 +209,14 @@ async fn behind_a_tunnel_a_hop_goes_no_further_than_its_operator_allows() {
         assert_eq!((error.kind(), error.hop()), (ErrorKind::Refused, 1), "{target}: {error}");
         assert!(error.message().contains("--allow-forward"), "{error}");
     }
-    // With everything allowed there is still no way into the process of a hop.
+    // With everything allowed, the process of a hop itself still cannot be reached.
     let open = server(|options| options.allow_forward.push("local:".into()));
     let connector = Connector::new().via(&listen(&open).await);
     assert_eq!(refusal(connector.connect("local:").await).kind(), ErrorKind::Refused);
 }
 
 #[tokio::test]
-async fn where_functions_are_limited_there_are_no_tunnels() {
+async fn a_server_that_limits_functions_refuses_tunnels() {
     let target = server(|_| {});
     let policy = FunctionPatterns::new(["who*".to_owned()]);
     let hop = server(|options| options.forward_policy = Some(Arc::new(policy)));
@@ -223,7 +225,7 @@ async fn where_functions_are_limited_there_are_no_tunnels() {
     assert!(error.kind() == ErrorKind::Refused && error.message().contains("--forward-functions"), "{error}");
 }
 
-/// The answer of a server to this hello.
+/// Returns the answer of a server to a changed hello.
 async fn answer_to(server: &Server, change: impl FnOnce(&mut Hello)) -> RpcError {
     let (mut ours, theirs) = tokio::io::duplex(1 << 16);
     server.serve_channel(Channel::new(theirs, "a client"));
@@ -253,10 +255,10 @@ async fn a_hello_that_says_a_key_twice_or_has_endless_lists_is_refused() {
 }
 
 #[tokio::test]
-async fn a_chain_does_not_come_back_and_is_not_too_long() {
+async fn a_chain_that_loops_or_is_too_long_is_refused() {
     let (target, hop, other) = (server(|_| {}), server(|_| {}), server(|_| {}));
     let (address, first, second) = (listen(&target).await, listen(&hop).await, listen(&other).await);
-    // The same server by another of its addresses.
+    // The same server, at another of its addresses.
     let again = listen(&hop).await;
     let error = refusal(Connector::new().via(&first).via(&second).via(&again).connect(&address).await);
     assert_eq!(error.kind(), ErrorKind::Refused);
@@ -268,7 +270,8 @@ async fn a_chain_does_not_come_back_and_is_not_too_long() {
     assert!(error.message().contains("hops"), "{error}");
 }
 
-/// A hop that proves itself by `onward`, and is reached by those with `access`.
+/// Hop that proves itself onward by token number `onward`, and accepts clients with token number
+/// `access`.
 fn named_hop(access: usize, onward: usize, trusted: &[&str]) -> Server {
     server(|options| {
         options.access = known_by(access);
@@ -278,8 +281,9 @@ fn named_hop(access: usize, onward: usize, trusted: &[&str]) -> Server {
 }
 
 #[tokio::test]
-async fn a_hop_is_believed_when_it_says_whom_it_forwards_for_if_it_is_trusted() {
-    // The client proves itself to the first hop, that to the second, and that to the target.
+async fn the_identity_that_a_hop_asserts_counts_if_the_hop_is_trusted() {
+    // The client proves itself to the first hop, the first hop to the second, and the second to the
+    // target.
     for (second_trusts, target_trusts, known_as) in [
         (vec!["first"], vec!["second"], "client"),
         (vec![], vec!["second"], "first"),
@@ -293,7 +297,8 @@ async fn a_hop_is_believed_when_it_says_whom_it_forwards_for_if_it_is_trusted() 
         let session = connector.connect(&address).await.unwrap();
         assert_eq!(whoami(&session).await, known_as, "{second_trusts:?} {target_trusts:?}");
     }
-    // Nobody in particular is nobody in particular at the end, too: not the hop.
+    // An anonymous client is anonymous at the target, too, and does not get the identity of the
+    // hop.
     let hop = server(|options| options.onward = DialOptions { tokens: tokens(1), ..DialOptions::default() });
     let target = named_hop(1, 2, &["first"]);
     let (first, address) = (listen(&hop).await, listen(&target).await);
@@ -302,7 +307,7 @@ async fn a_hop_is_believed_when_it_says_whom_it_forwards_for_if_it_is_trusted() 
 }
 
 #[tokio::test]
-async fn a_hop_lets_functions_pass_that_its_operator_allows() {
+async fn a_hop_passes_the_functions_that_its_operator_allows() {
     let target = server(|_| {});
     let policy = FunctionPatterns::new(["who*".to_owned()]);
     let hop = server(|options| options.forward_policy = Some(Arc::new(policy)));

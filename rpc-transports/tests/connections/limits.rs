@@ -1,4 +1,4 @@
-//! What a server lets its clients take: places, time, and patience.
+//! Limits of a server on its clients: sessions, durations, and stalls.
 
 use std::io;
 use std::pin::Pin;
@@ -15,7 +15,7 @@ use rpc_transports::{
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::sync::Notify;
 
-/// Long enough for anything that is going to happen.
+/// Time limit for what is expected to happen.
 const LIMIT: Duration = Duration::from_secs(20);
 
 fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
@@ -45,7 +45,7 @@ fn refusal(outcome: Result<Session, ConnectError>) -> RpcError {
     }
 }
 
-/// Notes what it hears.
+/// Observer that records the refusals.
 #[derive(Debug, Default)]
 struct Heard(Mutex<Vec<ErrorKind>>);
 
@@ -56,7 +56,7 @@ impl ServeObserver for Heard {
 }
 
 #[tokio::test]
-async fn one_client_has_no_more_sessions_than_it_may() {
+async fn sessions_of_one_client_are_limited() {
     let secret = "0123456789abcdef0123456789abcdef";
     let tokens = Tokens::parse(&format!("alice {secret}\nbob {}", secret.replace('0', "f"))).unwrap();
     let only = |name: &str| {
@@ -73,7 +73,7 @@ async fn one_client_has_no_more_sessions_than_it_may() {
     let address = listen(&server, "tcp://127.0.0.1:0").await;
     let (alice, bob) = (Connector::new().tokens(only("alice")), Connector::new().tokens(only("bob")));
     let mut sessions = Vec::new();
-    // Each comes from another port, and is who it is nevertheless.
+    // Each connection comes from another port, and counts for the same client nevertheless.
     for connector in [&alice, &bob, &Connector::new()] {
         sessions.push(connector.connect(&address).await.unwrap());
         sessions.push(connector.connect(&address).await.unwrap());
@@ -88,7 +88,7 @@ async fn one_client_has_no_more_sessions_than_it_may() {
 }
 
 #[tokio::test]
-async fn a_session_that_has_lasted_long_enough_ends_whatever_it_does() {
+async fn a_session_ends_after_its_longest_duration_even_while_it_works() {
     let server = server(|options| options.session_duration = Some(Duration::from_millis(100)));
     for scheme in ["tcp://127.0.0.1:0", "memory:lasts"] {
         let address = listen(&server, scheme).await;
@@ -97,7 +97,7 @@ async fn a_session_that_has_lasted_long_enough_ends_whatever_it_does() {
         let error = never.call::<()>(()).await.unwrap_err();
         assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::SessionTimeout, true), "{error}");
         assert!(error.message().contains("session_duration"), "{error}");
-        // The session is over; the server is not.
+        // The session has ended, and the server goes on.
         assert_eq!(session.get_function("nothing").await.unwrap_err().kind(), ErrorKind::SessionTimeout);
         Connector::new().connect(&address).await.unwrap().get_function("nothing").await.unwrap();
     }
@@ -108,7 +108,7 @@ async fn a_session_that_has_lasted_long_enough_ends_whatever_it_does() {
 async fn a_session_without_requests_ends_and_one_with_a_long_call_does_not() {
     let server = server(|options| {
         options.idle_timeout = Some(Duration::from_millis(200));
-        // Pings are no requests.
+        // Pings do not count as requests.
         options.keep_alive = Duration::from_millis(20);
     });
     let address = listen(&server, "tcp://127.0.0.1:0").await;
@@ -126,34 +126,35 @@ async fn a_session_without_requests_ends_and_one_with_a_long_call_does_not() {
     idle(&server).await;
 }
 
-/// A stream whose reader or writer stops when it is told to.
-struct Deaf {
+/// Stream whose reader or writer stops on command.
+struct Stalling {
     io: DuplexStream,
-    deaf: Arc<AtomicBool>,
-    /// One more byte is written then.
-    mute: Arc<AtomicBool>,
+    stops_reading: Arc<AtomicBool>,
+    /// True once writes stop, after one more byte.
+    stops_writing: Arc<AtomicBool>,
     last_byte: bool,
 }
 
-impl Deaf {
+impl Stalling {
     fn new(io: DuplexStream) -> (Self, Arc<AtomicBool>, Arc<AtomicBool>) {
-        let (deaf, mute) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-        (Self { io, deaf: deaf.clone(), mute: mute.clone(), last_byte: false }, deaf, mute)
+        let [reading, writing] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+        let (stops_reading, stops_writing) = (reading.clone(), writing.clone());
+        (Self { io, stops_reading, stops_writing, last_byte: false }, reading, writing)
     }
 }
 
-impl AsyncRead for Deaf {
+impl AsyncRead for Stalling {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.deaf.load(Ordering::SeqCst) {
+        if self.stops_reading.load(Ordering::SeqCst) {
             return Poll::Pending;
         }
         Pin::new(&mut self.io).poll_read(cx, buffer)
     }
 }
 
-impl AsyncWrite for Deaf {
+impl AsyncWrite for Stalling {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        if !self.mute.load(Ordering::SeqCst) {
+        if !self.stops_writing.load(Ordering::SeqCst) {
             return Pin::new(&mut self.io).poll_write(cx, bytes);
         }
         if std::mem::replace(&mut self.last_byte, true) {
@@ -172,48 +173,48 @@ impl AsyncWrite for Deaf {
 }
 
 #[tokio::test]
-async fn a_client_that_takes_nothing_is_given_up() {
+async fn a_client_that_reads_nothing_is_disconnected() {
     let server = server(|options| {
         options.write_timeout = Duration::from_millis(100);
-        // So that silence is not what ends it.
+        // So that the keep-alive does not end the session.
         options.keep_alive = Duration::from_secs(3600);
     });
     let (ours, theirs) = tokio::io::duplex(1 << 16);
-    let (ours, deaf, _) = Deaf::new(ours);
-    server.serve_channel(Channel::new(theirs, "a deaf client"));
+    let (ours, stops_reading, _) = Stalling::new(ours);
+    server.serve_channel(Channel::new(theirs, "a client that stops reading"));
     let channel = Channel::new(ours, "the server");
     let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await.unwrap();
     let tensor = session.alloc(Device::cpu(), DataType::U8, &[1 << 20]).await.unwrap();
-    // What fits into the stream's buffer is no reason to wait.
+    // Output that fits into the stream's buffer does not count as stalled.
     assert_eq!(session.copy_from_remote(&tensor).await.unwrap().len(), 1 << 20);
-    deaf.store(true, Ordering::SeqCst);
+    stops_reading.store(true, Ordering::SeqCst);
     let read = tokio::spawn(async move { session.copy_from_remote(&tensor).await });
     idle(&server).await;
     read.abort();
 }
 
 #[tokio::test]
-async fn a_client_that_never_finishes_a_message_is_given_up() {
+async fn a_client_that_never_finishes_a_message_is_disconnected() {
     let server = server(|options| {
         options.write_timeout = Duration::from_millis(100);
         options.keep_alive = Duration::from_secs(3600);
     });
     let (ours, theirs) = tokio::io::duplex(1 << 16);
-    let (ours, _, mute) = Deaf::new(ours);
-    server.serve_channel(Channel::new(theirs, "a mute client"));
+    let (ours, _, stops_writing) = Stalling::new(ours);
+    server.serve_channel(Channel::new(theirs, "a client that stops writing"));
     let channel = Channel::new(ours, "the server");
     let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await.unwrap();
     assert!(session.get_function("no such function").await.is_err());
-    mute.store(true, Ordering::SeqCst);
+    stops_writing.store(true, Ordering::SeqCst);
     let call = tokio::spawn(async move { session.get_function("no such function").await });
     idle(&server).await;
-    // Silence is not what has ended it, and the client sees the end.
+    // The keep-alive has not ended the session, and the client sees the end.
     assert_eq!(call.await.unwrap().unwrap_err().kind(), ErrorKind::PeerLost);
 }
 
-/// A session whose end takes until it is told.
+/// An object of the session blocks in `drop` until the test lets it go on.
 #[tokio::test]
-async fn a_server_is_idle_when_what_its_sessions_held_is_freed() {
+async fn a_server_is_idle_once_the_objects_of_its_sessions_are_freed() {
     struct Slow(Arc<Notify>, tokio::runtime::Handle);
     impl Drop for Slow {
         fn drop(&mut self) {
@@ -235,20 +236,20 @@ async fn a_server_is_idle_when_what_its_sessions_held_is_freed() {
     server.stop();
     let mut stopped = std::pin::pin!(server.stopped(LIMIT));
     assert_eq!(session.ended().await.kind(), ErrorKind::Closed);
-    assert!(futures_pending(stopped.as_mut()).await);
+    assert!(is_pending(stopped.as_mut()).await);
     freed.notify_one();
     stopped.await;
     assert_eq!(server.sessions(), 0);
     drop(object);
 }
 
-/// Whether a future has yet to resolve.
-async fn futures_pending<F: Future<Output = ()>>(mut future: Pin<&mut F>) -> bool {
+/// Returns true if a future is still pending.
+async fn is_pending<F: Future<Output = ()>>(mut future: Pin<&mut F>) -> bool {
     std::future::poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx).is_pending())).await
 }
 
-/// A stream whose other end has said that nothing follows and takes nothing more, once it is told to; it answers at once, without asking the runtime, as TLS does
-/// that knows the end.
+/// Stream that on command ends its input and takes no more output. It reports the end at once,
+/// without the runtime, as TLS does once it has seen the end.
 struct HalfClosed {
     io: DuplexStream,
     closed: Arc<AtomicBool>,
@@ -269,7 +270,7 @@ impl AsyncWrite for HalfClosed {
         if !self.closed.load(Ordering::SeqCst) {
             return Pin::new(&mut self.io).poll_write(cx, bytes);
         }
-        // A message is begun, so that there is output left.
+        // One byte of a message is taken, so that output is left.
         if std::mem::replace(&mut self.last_byte, true) { Poll::Pending } else { Poll::Ready(Ok(1)) }
     }
 
@@ -282,11 +283,11 @@ impl AsyncWrite for HalfClosed {
     }
 }
 
-/// The end is read once, though there is output left that nobody takes.
+/// The end is read once, although output is left that the server does not take.
 #[test]
-fn a_server_that_closes_and_takes_nothing_more_is_lost_to_its_client_and_costs_it_nothing() {
+fn a_server_that_closes_and_reads_nothing_more_does_not_make_its_client_spin() {
     let (tell, told) = std::sync::mpsc::channel();
-    // On a thread of its own, which would never come back from the client's task.
+    // On a thread of its own, since a client's task that spins would never return.
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let kind = runtime.block_on(async {

@@ -1,4 +1,5 @@
-//! Servers behind a relay: found by key, served from end to end, given up when they are gone, and back by themselves.
+//! Servers behind a relay: found by key, with a handshake from end to end, dropped when they are
+//! gone, and reconnecting.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,12 +12,12 @@ use rpc_transports::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// Long enough for anything that is going to happen.
+/// Time limit for what is expected to happen.
 const LIMIT: Duration = Duration::from_secs(20);
 
 const SECRET: &str = "client 0123456789abcdef0123456789abcdef";
 
-/// A server with a function that says whom its client has proven to be.
+/// Server with a function that returns the identity of its client.
 fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
     let open = |request: &OpenRequest| -> Result<SharedSession, RpcError> {
         let (registry, identity) = (Registry::new(), request.identity.clone());
@@ -103,7 +104,7 @@ async fn a_server_behind_a_relay_is_found_by_its_key_and_knows_its_client() {
 }
 
 #[tokio::test]
-async fn as_many_clients_are_served_as_the_server_offers_places() {
+async fn as_many_clients_are_served_as_the_server_has_capacity() {
     let (relay, server) = (relay(|_| {}), server(|_| {}));
     let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
     server.park(&address, &board(2));
@@ -148,7 +149,7 @@ async fn a_server_waits_for_longer_than_a_handshake_may_take() {
     server.park(&address, &ParkOptions { handshake_timeout: limit, ..board(1) });
     waiting(&relay, 1).await;
     let connections = relay.sessions();
-    // What is tested is that time passes.
+    // A real wait: the test is that the handshake's time limit passes.
     tokio::time::sleep(limit * 4).await;
     assert_eq!(relay.sessions(), connections);
     let session = Connector::new().connect(&format!("{address}/board")).await.unwrap();
@@ -156,12 +157,12 @@ async fn a_server_waits_for_longer_than_a_handshake_may_take() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_gone_or_silent_waits_no_more() {
+async fn a_server_that_is_gone_or_silent_is_dropped_by_the_relay() {
     let relay = relay(|options| options.keep_alive = Duration::from_millis(50));
     let hello = Hello { key: "board".into(), ..Hello::new(Role::Server) };
     let config = HandshakeConfig { hello, identities: vec![Box::new(Anonymous)], hold: false, timeout: LIMIT };
     let greeting = Handshake::dial(config, std::time::Instant::now()).take_output();
-    // One closes its channel, and the other takes what it is sent and says nothing more.
+    // One server closes its channel, and the other reads what it is sent and says nothing more.
     let (mut gone, theirs) = tokio::io::duplex(1 << 16);
     relay.serve_channel(Channel::new(theirs, "one that goes"));
     let (mut silent, theirs) = tokio::io::duplex(1 << 16);
@@ -178,7 +179,7 @@ async fn a_server_that_is_gone_or_silent_waits_no_more() {
 }
 
 #[tokio::test]
-async fn servers_come_back_to_a_relay_that_began_anew() {
+async fn servers_reconnect_to_a_relay_that_was_restarted() {
     let (first, server) = (relay(|_| {}), server(|_| {}));
     let address = listen(&first, "tcp://127.0.0.1:0", None).await;
     server.park(&address, &board(3));
@@ -189,13 +190,13 @@ async fn servers_come_back_to_a_relay_that_began_anew() {
     listen(&second, &address.to_string(), None).await;
     waiting(&second, 3).await;
     assert_eq!(whoami(&Connector::new().connect(&format!("{address}/board")).await.unwrap()).await, "anonymous");
-    // A server that goes away leaves nothing there.
+    // A server that goes away leaves no channel at the relay.
     server.drain(LIMIT).await;
     waiting(&second, 0).await;
 }
 
 #[tokio::test]
-async fn a_relay_can_be_the_client_of_servers_that_wait_there() {
+async fn a_relay_can_be_the_client_of_servers_parked_at_it() {
     let (tokens, tls) = (Tokens::parse(SECRET).unwrap(), certified());
     let by_token = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
     for scheme in ["tcp", "tls", "quic"] {
@@ -210,11 +211,11 @@ async fn a_relay_can_be_the_client_of_servers_that_wait_there() {
             let (server, address) = (server.clone(), address.clone());
             async move { server.park_once(&address, &board(1)).await }
         });
-        // It proves itself like any client, and is refused like any.
+        // The relay proves itself like any client, and is refused like any.
         let connector = Connector::new().tokens(tokens.clone());
         let (key, session) = relay.meet(&connector, |key| key == "board").await.unwrap();
         assert_eq!((key.as_str(), whoami(&session).await.as_str()), ("board", "client"));
-        // Who is met already stays, though nobody can come any more.
+        // Servers that are connected stay, although no more can come.
         relay.stop();
         assert_eq!(whoami(&session).await, "client");
         let error = relay.meet(&connector, |_| true).await.unwrap_err().into_rpc_error();
@@ -225,7 +226,7 @@ async fn a_relay_can_be_the_client_of_servers_that_wait_there() {
 }
 
 #[tokio::test]
-async fn a_server_that_waits_once_says_that_the_relay_has_gone() {
+async fn parking_once_fails_when_the_relay_has_gone() {
     let relay = relay(|_| {});
     let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
     let server = server(|_| {});
@@ -242,7 +243,7 @@ async fn a_server_that_waits_once_says_that_the_relay_has_gone() {
 }
 
 #[tokio::test]
-async fn a_client_that_proves_nothing_gets_no_session_behind_a_relay_that_it_is_itself() {
+async fn a_relay_without_proof_gets_no_session_with_a_parked_server() {
     let relay = relay(|_| {});
     let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
     let tokens = Tokens::parse(SECRET).unwrap();
@@ -253,7 +254,7 @@ async fn a_client_that_proves_nothing_gets_no_session_behind_a_relay_that_it_is_
     assert!(!waits.await.unwrap().unwrap());
 }
 
-/// What a server of this machine shows, and whom that makes it trusted by.
+/// Returns a certificate for a server of this machine, and its PEM text for clients that trust it.
 fn certified() -> (ServerTls, String) {
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
     let (pem, key) = (made.cert.pem(), made.signing_key.serialize_pem());

@@ -1,4 +1,4 @@
-//! Who gets in, and who does not: tokens and certificates over every transport where they make sense.
+//! Authentication: tokens and certificates over every transport where they make sense.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use rpc_transports::{
 };
 use tokio::io::copy_bidirectional;
 
-/// An authority, and what it issues.
+/// Certificate authority of a test.
 struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pem: String,
@@ -69,7 +69,7 @@ fn tokens(text: &str) -> Tokens {
     Tokens::parse(text).unwrap()
 }
 
-/// A server whose function `whoami` says whom its client has proven to be.
+/// Server whose function `whoami` returns the identity of its client.
 fn server(access: Access) -> Server {
     let open = |request: &OpenRequest| -> Result<SharedSession, RpcError> {
         let (registry, identity) = (Registry::new(), request.identity.clone());
@@ -109,7 +109,7 @@ fn insecure(outcome: Result<Session, ConnectError>) -> String {
 
 fn unauthenticated(outcome: Result<Session, ConnectError>) {
     match outcome {
-        // Over QUIC a client can hear of it as soon as this.
+        // Over QUIC a client may learn of it already when it connects.
         Err(ConnectError::Transport(TransportError::Unauthenticated { .. })) => {}
         Err(ConnectError::Session(error)) if error.kind() == ErrorKind::Unauthenticated => {}
         other => panic!("{other:?}"),
@@ -137,7 +137,7 @@ async fn calls_cross_encrypted_channels_in_both_forms() {
 }
 
 #[tokio::test]
-async fn nobody_is_trusted_by_default() {
+async fn no_server_is_trusted_by_default() {
     let authority = Authority::new();
     let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
     let server = server(Access::default());
@@ -145,7 +145,8 @@ async fn nobody_is_trusted_by_default() {
         let address = listen(&server, scheme, Some(&tls)).await;
         let error = Connector::new().connect(&address).await.unwrap_err();
         assert!(matches!(&error, ConnectError::Transport(TransportError::Unsupported { .. })), "{error:?}");
-        // Without a check of the certificate, and without a token, anybody could be at the far end.
+        // Without a check of the certificate, and without a token, any peer could be at the far
+        // end.
         let unverified = Connector::new().tls(ClientTls::unverified(None).unwrap());
         let error = unverified.connect(&address).await.unwrap_err();
         assert!(matches!(&error, ConnectError::Transport(TransportError::Unsupported { .. })), "{error:?}");
@@ -177,7 +178,7 @@ async fn a_server_with_the_wrong_certificate_is_refused() {
     assert_eq!(server.sessions(), 0);
 }
 
-/// Notes whom a server does not serve, and why.
+/// Observer that records why clients were refused.
 #[derive(Debug, Default)]
 struct Refusals(std::sync::Mutex<Vec<ErrorKind>>, tokio::sync::Notify);
 
@@ -189,7 +190,7 @@ impl ServeObserver for Refusals {
 }
 
 #[tokio::test]
-async fn the_server_hears_of_those_whom_tls_refuses() {
+async fn clients_that_tls_refuses_are_reported_to_the_observer() {
     let (authority, stranger) = (Authority::new(), Authority::new());
     let demand = ClientCertificates { authorities: authority.pem.as_bytes(), optional: false };
     let tls = ServerTls::new(authority.server().certificate(), Some(&demand)).unwrap();
@@ -223,7 +224,7 @@ async fn a_client_is_known_by_its_certificate() {
         };
         let session = with(&authority.client("alice")).connect(&address).await.unwrap();
         assert_eq!(whoami(&session).await, "alice");
-        // What could not be the name of a folder is known by a digest.
+        // A name that could not be that of a folder is replaced by a digest.
         let session = with(&authority.client("../alice")).connect(&address).await.unwrap();
         let name = whoami(&session).await;
         assert!(name.starts_with("subject-") && name.len() == 40, "{name}");
@@ -239,7 +240,7 @@ async fn a_token_lets_in_over_any_transport() {
     let server = server(by_token(&format!("alice {SECRET}\nbob {OTHER}")));
     for scheme in ["tcp", "tls", "quic"] {
         let address = listen(&server, scheme, Some(&tls)).await;
-        // A certificate that nobody has checked is enough beside a token.
+        // A certificate that was not checked is enough together with a token.
         let plain = Connector::new().tls(ClientTls::unverified(None).unwrap());
         for (secret, name) in [(SECRET, "alice"), (OTHER, "bob")] {
             let connector = plain.clone().tokens(tokens(secret));
@@ -260,7 +261,7 @@ async fn a_token_lets_in_over_any_transport() {
 }
 
 #[tokio::test]
-async fn a_client_with_a_token_takes_no_server_that_does_not_know_it() {
+async fn a_client_with_a_token_refuses_a_server_that_does_not_know_it() {
     for (access, tls_verified) in [(Access::default(), false), (by_token(OTHER), false), (by_token(OTHER), true)] {
         let authority = Authority::new();
         let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
@@ -274,7 +275,7 @@ async fn a_client_with_a_token_takes_no_server_that_does_not_know_it() {
     }
 }
 
-/// Somebody in between, with a certificate of their own, passes on every byte of the protocol.
+/// A man in the middle with a certificate of its own forwards every byte of the protocol.
 #[tokio::test]
 async fn a_token_is_of_no_use_to_a_man_in_the_middle() {
     let (authority, mallory) = (Authority::new(), Authority::new());
@@ -302,13 +303,13 @@ async fn a_token_is_of_no_use_to_a_man_in_the_middle() {
         let error = refusal(client.connect(&lure).await);
         assert_eq!(error.kind(), ErrorKind::Unauthenticated, "{scheme}: {error}");
         relay.abort();
-        // Without the one in between it works.
+        // Without the man in the middle it works.
         assert_eq!(whoami(&client.connect(&address).await.unwrap()).await, "token");
     }
 }
 
 #[tokio::test]
-async fn what_the_server_takes_can_change_while_it_serves() {
+async fn access_can_change_while_a_server_runs() {
     let (old, new) = (Authority::new(), Authority::new());
     let tls = ServerTls::new(old.server().certificate(), None).unwrap();
     let server = server(by_token(SECRET));
@@ -320,17 +321,17 @@ async fn what_the_server_takes_can_change_while_it_serves() {
         let (with_old, with_new) = (connector(&old, SECRET), connector(&new, OTHER));
         let session = with_old.connect(&address).await.unwrap();
         server.set_access(by_token(OTHER));
-        // Also where the connection itself had been proven before.
+        // Also on a connection on which the client had proven itself before.
         assert_eq!(refusal(with_old.connect(&address).await).kind(), ErrorKind::Unauthenticated);
         tls.replace(new.server().certificate(), None).unwrap();
         assert_eq!(whoami(&with_new.connect(&address).await.unwrap()).await, "token");
-        // Those that were there stay.
+        // Existing sessions stay.
         assert_eq!(whoami(&session).await, "token");
     }
 }
 
 #[tokio::test]
-async fn a_connection_that_goes_on_does_not_keep_a_certificate_good() {
+async fn an_open_connection_does_not_extend_the_life_of_a_certificate() {
     let (old, new) = (Authority::new(), Authority::new());
     fn demand(authority: &Authority) -> ClientCertificates<'_> {
         ClientCertificates { authorities: authority.pem.as_bytes(), optional: false }
@@ -343,7 +344,7 @@ async fn a_connection_that_goes_on_does_not_keep_a_certificate_good() {
     let alice = Connector::new().tls(trust);
     let session = alice.connect(&address).await.unwrap();
     alice.connect(&address).await.unwrap();
-    // As a server does that reads its files again. What has not changed stays good.
+    // As by a server that reads its files again. Certificates that have not changed stay valid.
     tls.replace(old.server().certificate(), Some(&demand(&old))).unwrap();
     server.set_access(access.clone());
     alice.connect(&address).await.unwrap();
@@ -363,7 +364,7 @@ fn each_runtime_has_connections_of_its_own() {
     let address = serving.block_on(listen(&server, "quic", Some(&tls)));
     let connector = Connector::new().tls(authority.trust());
     let session = resting.block_on(connector.connect(&address)).unwrap();
-    // Nobody drives the first connection now.
+    // The runtime of the first connection is gone.
     let blocking = connector.connect_blocking(&address).unwrap();
     let whoami_blocking = blocking.function::<(), String>("whoami").wait().unwrap();
     assert_eq!(whoami_blocking.call(()).wait().unwrap(), "anonymous");
@@ -371,7 +372,7 @@ fn each_runtime_has_connections_of_its_own() {
 }
 
 #[tokio::test]
-async fn sessions_on_one_connection_prove_it_once_and_do_not_mix() {
+async fn sessions_on_one_connection_prove_an_identity_once_and_do_not_mix() {
     let authority = Authority::new();
     let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
     let server = server(by_token(&format!("alice {SECRET}\nbob {OTHER}")));

@@ -95,7 +95,7 @@ async fn a_dropped_client_frees_its_session() {
     server.idle().await;
 }
 
-/// Runs a server on a thread of its own, so that the test itself has no runtime.
+/// Runs a server on a thread of its own, so that the test has no runtime.
 fn with_server(test: impl FnOnce(&str, &str, &Server)) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let folder = tempfile::tempdir().unwrap();

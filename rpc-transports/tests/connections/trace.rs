@@ -28,7 +28,7 @@ fn registry() -> Registry {
 }
 
 fn context() -> TraceContext {
-    // With flags that nobody here knows.
+    // With flags that this version does not know.
     TraceContext::new([7; 16], [9; 8], 0xa3).unwrap()
 }
 
@@ -55,7 +55,7 @@ async fn a_trace_context_crosses_tcp_and_hops_unchanged() {
 }
 
 #[tokio::test]
-async fn what_a_served_function_calls_at_another_server_belongs_to_the_same_trace() {
+async fn nested_calls_to_another_server_belong_to_the_same_trace() {
     let (_back, back) = serve(registry()).await;
     let registry = Registry::new();
     let session = Connector::new().connect(&back).await.unwrap();

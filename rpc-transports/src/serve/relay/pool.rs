@@ -1,4 +1,5 @@
-//! What a relay does: servers that have dialled in wait, each for one client that asks for its key.
+//! Pool of a relay: servers that have dialled in and wait, each for one client that asks for its
+//! key.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,35 +12,37 @@ use crate::channel::Channel;
 use crate::serve::admission::Place;
 use crate::serve::server::Registered;
 
-/// A server's channel behind the handshake with the relay, and what counts it.
+/// Channel of a parked server behind its handshake with the relay, and its share in the relay's
+/// limits.
 pub(in crate::serve) struct Parked {
     pub(in crate::serve) channel: Channel,
-    /// What was read beyond the handshake: nothing, of a server that waits to be spoken to.
+    /// Input that was read beyond the handshake: none, if the server waits for its client to speak
+    /// first.
     pub(in crate::serve) input: BytesMut,
     pub(in crate::serve) _place: Place,
     pub(in crate::serve) _registered: Arc<Registered>,
 }
 
-/// Where a server's task hands its channel over, once it is accepted.
+/// Sender by which a server's task hands its channel over, once the server is accepted.
 pub(in crate::serve) type Handover = oneshot::Sender<Parked>;
 
-/// The servers that wait.
+/// Servers that wait.
 #[derive(Default)]
 pub(in crate::serve) struct Parking {
-    state: Mutex<State>,
-    /// Told whenever a server has come.
+    state: Mutex<PoolState>,
+    /// Notified whenever a server has come.
     arrived: Notify,
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     next: u64,
-    /// By key, those that have waited longest in front. No key is without.
+    /// Waiting servers by key, those that have waited longest in front. No queue is empty.
     by_key: HashMap<String, VecDeque<(u64, oneshot::Sender<Handover>)>>,
 }
 
-/// A server that waits, until dropped.
-struct Spot<'a> {
+/// Entry of a waiting server, which is removed when dropped.
+struct PoolEntry<'a> {
     parking: &'a Parking,
     key: String,
     id: u64,
@@ -50,11 +53,11 @@ impl Parking {
     /// handed over. Cancel-safe.
     pub(in crate::serve) async fn park(&self, key: &str) -> Result<Handover, RpcError> {
         let (claim, claimed) = oneshot::channel();
-        let _spot = self.add(key, claim);
-        claimed.await.map_err(|_| RpcError::internal("a place at the relay was given away"))
+        let _entry = self.add(key, claim);
+        claimed.await.map_err(|_| RpcError::internal("a parked server's entry was dropped"))
     }
 
-    /// The channel of a server with this key, for one client.
+    /// Returns the channel of a server with this key, for one client.
     pub(in crate::serve) async fn claim(&self, key: &str) -> Result<Parked, RpcError> {
         loop {
             let Some(claim) = self.take(key) else {
@@ -65,7 +68,7 @@ impl Parking {
                 return Err(RpcError::new(ErrorKind::NotFound, text));
             };
             let (handover, handed) = oneshot::channel();
-            // One that has gone in this moment is not the last one.
+            // A server that has just gone is skipped: another one may be waiting.
             if claim.send(handover).is_ok()
                 && let Ok(parked) = handed.await
             {
@@ -74,18 +77,19 @@ impl Parking {
         }
     }
 
-    /// The channel of the first server to come, or to be here, whose key is `wanted`, and that key.
+    /// Returns the channel and the key of the first server whose key is `wanted`, or waits for one.
     /// Cancel-safe.
     pub(in crate::serve) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, Parked) {
         loop {
             let arrived = self.arrived.notified();
             let mut arrived = std::pin::pin!(arrived);
-            // Registered before looking, so that one that comes in between is not missed.
+            // Enabled before the pool is searched, so that a server that comes in between is not
+            // missed.
             arrived.as_mut().enable();
             let key = self.state().by_key.keys().find(|key| wanted(key)).cloned();
             match key {
                 Some(key) => {
-                    // Gone again, if there is an error.
+                    // On an error the server has gone again.
                     if let Ok(parked) = self.claim(&key).await {
                         return (key, parked);
                     }
@@ -95,17 +99,17 @@ impl Parking {
         }
     }
 
-    fn add(&self, key: &str, claim: oneshot::Sender<Handover>) -> Spot<'_> {
+    fn add(&self, key: &str, claim: oneshot::Sender<Handover>) -> PoolEntry<'_> {
         let mut state = self.state();
         let id = state.next;
         state.next += 1;
         state.by_key.entry(key.to_owned()).or_default().push_back((id, claim));
         drop(state);
         self.arrived.notify_waiters();
-        Spot { parking: self, key: key.to_owned(), id }
+        PoolEntry { parking: self, key: key.to_owned(), id }
     }
 
-    /// How many servers wait, by key.
+    /// Returns the number of waiting servers by key.
     pub(in crate::serve) fn waiting(&self) -> Vec<(String, usize)> {
         self.state().by_key.iter().map(|(key, waiting)| (key.clone(), waiting.len())).collect()
     }
@@ -120,16 +124,16 @@ impl Parking {
         Some(claim)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Spot<'_> {
+impl Drop for PoolEntry<'_> {
     fn drop(&mut self) {
         let mut state = self.parking.state();
         let Some(waiting) = state.by_key.get_mut(&self.key) else { return };
-        // The order of numbers is that of age.
+        // Ids ascend with age.
         if let Ok(at) = waiting.binary_search_by_key(&self.id, |(id, _)| *id) {
             waiting.remove(at);
         }
