@@ -4,7 +4,7 @@
 //! process of one session: its client gets an error that says how the process ended, and the server serves on.
 //!
 //! ```text
-//! client ──── server: ProxySession ──── socket pair ──── process of the session: LocalSession
+//! client ──── server: ClientSession ──── socket pair ──── process of the session: LocalSession
 //! ```
 //!
 //! The process is this program, executed again, so a program that embeds a server has to begin with

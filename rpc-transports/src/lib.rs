@@ -63,7 +63,6 @@ pub use handshake::identity::{Access, Security, Token, TokenError, Tokens};
 pub use limits::WireLimits;
 pub use listener::Listener;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
-pub use serve::proxy::ProxySession;
 pub use serve::{Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner};
 pub use transport::{DialOptions, ListenOptions, bind, dial, dial_blocking};
 #[cfg(feature = "exec")]

@@ -6,7 +6,6 @@ pub(crate) mod filter;
 mod forward;
 mod mailbox;
 mod options;
-pub(crate) mod proxy;
 mod relay;
 mod server;
 mod splice;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rpc_core::limits::MemoryLease;
 use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SharedSession, Submission, Usage};
-use rpc_transports::{Channel, Connector, OpenRequest, ProxySession};
+use rpc_transports::{Channel, Connector, OpenRequest};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
 use tokio::sync::Notify;
@@ -101,7 +101,7 @@ impl Isolation {
         io.write_all(&set_up.to_bytes()?).await.map_err(cannot_start)?;
         let session = self.connector.connect_channel(Channel::new(io, peer)).await;
         let session = session.map_err(|error| error.into_rpc_error().context(CANNOT_START))?;
-        let next = ProxySession::new(session.shared().clone());
+        let next = session.shared().clone();
         Ok(self.state.count(|counted| IsolatedSession { next, tenancy, _counted: counted }))
     }
 
@@ -194,7 +194,7 @@ fn raise_file_limit() {
 /// A session that a process of its own serves.
 struct IsolatedSession {
     /// Declared first: the process is told of the end before it is given its time to end.
-    next: ProxySession,
+    next: SharedSession,
     tenancy: Tenancy,
     _counted: Counted,
 }

@@ -16,7 +16,6 @@ use crate::address::matches_pattern;
 use crate::channel::Channel;
 use crate::connect::{Connector, Hop};
 use crate::serve::filter::FilteredSession;
-use crate::serve::proxy::ProxySession;
 use crate::transport::dial;
 
 /// The longest chain that there may be.
@@ -35,7 +34,7 @@ impl Shared {
         let next = connector.forward(&target.to_string(), further).await.map_err(|error| error.into_rpc_error())?;
         Ok(match &self.options.forward_policy {
             Some(policy) => Arc::new(FilteredSession::new(next, policy.clone())),
-            None => Arc::new(ProxySession::new(next)),
+            None => next,
         })
     }
 
