@@ -5,11 +5,9 @@
 //! a value is shown (`show`), and how a failure becomes an exit code (`failure`).
 
 mod argument;
-mod bench;
 mod call;
 mod connect;
 mod credentials;
-mod disco_bench;
 mod doctor;
 mod failure;
 mod files;
@@ -29,10 +27,11 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use self::connect::Globals;
-use self::failure::Failure;
-use self::output::Output;
 use crate::logging::{self, LogFormat};
+
+pub use self::connect::{ColorChoice, CommonOptions, close};
+pub use self::failure::Failure;
+pub use self::output::{Output, digits, size};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -47,7 +46,7 @@ Exit codes:
 Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_FLAG.";
 
 const ABOUT: &str = "\
-Calls functions, moves files and tensors, and measures, on servers that speak this protocol.
+Calls functions, moves files and tensors, and measures round trips, on servers that speak this protocol.
 
 An ADDRESS is tcp://HOST:PORT[/KEY], unix:PATH[?key=KEY], 'exec:COMMAND LINE', or tracker://HOST:PORT/KEY for whichever server a \
 tracker gives out. Data goes to standard output, all else to \
@@ -58,7 +57,7 @@ standard error.";
 #[command(max_term_width = 110)]
 struct Cli {
     #[command(flatten)]
-    globals: Globals,
+    options: CommonOptions,
     #[command(subcommand)]
     command: Command,
 }
@@ -83,10 +82,6 @@ enum Command {
     Ping(ping::PingArgs),
     /// Measure how long a function takes, where it runs
     Time(call::TimeArgs),
-    /// Measure calls and copies, and compare them with bare sockets
-    Bench(Box<bench::BenchArgs>),
-    /// Measure how a controller drives workers, and collectives among them
-    DiscoBench(Box<disco_bench::DiscoBenchArgs>),
     /// Show the servers of a tracker, who has them, and who waits
     Status(status::StatusArgs),
     /// Find out why an address does not work
@@ -105,23 +100,16 @@ enum Command {
         /// Where to write the pages
         folder: Option<PathBuf>,
     },
-    /// A part of `bench` that runs in a process of its own
-    #[command(hide = true)]
-    BenchChild(bench::ChildArgs),
-    /// A server that `disco-bench` starts
-    #[command(hide = true)]
-    DiscoBenchNode(disco_bench::NodeArgs),
 }
 
 /// Runs the tool with the arguments of this process. The result is its exit code.
 pub fn main() -> ExitCode {
-    disco_bench::serve_if_worker();
-    let Cli { globals, command } = Cli::parse();
-    let output = Output::new(&globals);
-    if let Ok(filter) = globals.log_level().parse() {
+    let Cli { options, command } = Cli::parse();
+    let output = Output::new(&options);
+    if let Ok(filter) = options.log_level().parse() {
         logging::init(&filter, LogFormat::Text);
     }
-    let outcome = run(&globals, &output, command);
+    let outcome = run(&options, &output, command);
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
@@ -131,26 +119,22 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn run(globals: &Globals, output: &Output, command: Command) -> Result<(), Failure> {
+fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(), Failure> {
     match command {
-        Command::Call(args) => limited(globals, call::call(globals, output, args)),
-        Command::Functions(args) => limited(globals, report::functions(globals, output, args)),
-        Command::Info(args) => limited(globals, report::info(globals, output, args)),
-        Command::Put(args) => limited(globals, files::put(globals, output, args)),
-        Command::Get(args) => limited(globals, files::get(globals, output, args)),
-        Command::Ls(args) => limited(globals, files::ls(globals, output, args)),
-        Command::Rm(args) => limited(globals, files::rm(globals, output, args)),
-        Command::Time(args) => limited(globals, call::time(globals, output, args)),
+        Command::Call(args) => limited(options, call::call(options, output, args)),
+        Command::Functions(args) => limited(options, report::functions(options, output, args)),
+        Command::Info(args) => limited(options, report::info(options, output, args)),
+        Command::Put(args) => limited(options, files::put(options, output, args)),
+        Command::Get(args) => limited(options, files::get(options, output, args)),
+        Command::Ls(args) => limited(options, files::ls(options, output, args)),
+        Command::Rm(args) => limited(options, files::rm(options, output, args)),
+        Command::Time(args) => limited(options, call::time(options, output, args)),
         // These have a limit for each of their steps.
-        Command::Status(args) => on_runtime(status::status(globals, output, args)),
-        Command::Ping(args) => on_runtime(ping::ping(globals, output, args)),
-        Command::Doctor(args) => on_runtime(doctor::doctor(globals, output, args)),
-        Command::Bench(args) => bench::bench(globals, output, &args),
+        Command::Status(args) => on_runtime(status::status(options, output, args)),
+        Command::Ping(args) => on_runtime(ping::ping(options, output, args)),
+        Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
         Command::Cert(args) => credentials::cert(output, args),
         Command::Token(args) => credentials::token(output, args),
-        Command::BenchChild(args) => bench::run_child(args),
-        Command::DiscoBench(args) => disco_bench::disco_bench(output, &args),
-        Command::DiscoBenchNode(args) => disco_bench::run_node(args),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "rpc-cli", &mut script);
@@ -170,9 +154,9 @@ fn run(globals: &Globals, output: &Output, command: Command) -> Result<(), Failu
 }
 
 /// Runs `work` within the time limit.
-fn limited(globals: &Globals, work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
+fn limited(options: &CommonOptions, work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
     on_runtime(async {
-        match globals.timeout() {
+        match options.timeout() {
             Some(limit) => match tokio::time::timeout(limit, work).await {
                 Ok(outcome) => outcome,
                 Err(_) => Err(Failure::TimedOut { what: "this".to_owned(), limit }),
@@ -191,7 +175,12 @@ fn on_runtime(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Fai
     outcome
 }
 
-fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
+/// Returns a runtime on the calling thread.
+///
+/// # Errors
+///
+/// The system refuses what the runtime needs.
+pub fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|error: io::Error| Failure::Local { what: "cannot start the runtime".to_owned(), source: error })
 }

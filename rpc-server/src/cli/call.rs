@@ -8,7 +8,7 @@ use rpc_core::{Session, Value};
 use serde_json::json;
 
 use super::argument::{Argument, Arguments, GRAMMAR};
-use super::connect::{Files, Globals};
+use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::module::ModuleArgs;
 use super::output::{Output, seconds};
@@ -32,10 +32,10 @@ pub(super) struct CallArgs {
     output: Vec<PathBuf>,
 }
 
-pub(super) async fn call(globals: &Globals, output: &Output, args: CallArgs) -> Result<(), Failure> {
-    globals
+pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArgs) -> Result<(), Failure> {
+    options
         .with_session(&args.address, Files::Workspace, async |session| {
-            let deadline = globals.timeout().and_then(|limit| Instant::now().checked_add(limit));
+            let deadline = options.timeout().and_then(|limit| Instant::now().checked_add(limit));
             let function = args.module.find(&session, output, &args.function).await?;
             let arguments = Arguments::upload(&session, output, args.args).await?;
             let mut action = function.call::<Value>(&arguments);
@@ -104,8 +104,8 @@ pub(super) struct TimeArgs {
     warmup: u64,
 }
 
-pub(super) async fn time(globals: &Globals, output: &Output, args: TimeArgs) -> Result<(), Failure> {
-    globals
+pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArgs) -> Result<(), Failure> {
+    options
         .with_session(&args.address, Files::Workspace, async |session| {
             let function = args.module.find(&session, output, &args.function).await?;
             let arguments = Arguments::upload(&session, output, args.args).await?;

@@ -22,18 +22,21 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 /// How long a session may take to end in good order before it is left to end by itself.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
-/// When text is coloured.
+/// Condition under which text is coloured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum ColorChoice {
+pub enum ColorChoice {
     /// On a terminal, unless NO_COLOR is set
     Auto,
+    /// Always
     Always,
+    /// Never
     Never,
 }
 
+/// Options of all commands: how to connect, and how to print.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Common options")]
-pub(super) struct Globals {
+pub struct CommonOptions {
     /// Servers to go through, in order, as with ssh; may be repeated, or given as a list with commas
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
     jump: Vec<String>,
@@ -66,12 +69,13 @@ pub(super) struct Globals {
     pub(super) color: ColorChoice,
 }
 
-impl Globals {
+impl CommonOptions {
     pub(super) fn timeout(&self) -> Option<Duration> {
         self.timeout.map(|Span(timeout)| timeout)
     }
 
-    pub(super) fn log_level(&self) -> &'static str {
+    /// Returns the level of events that are logged.
+    pub fn log_level(&self) -> &'static str {
         match self.verbose {
             _ if self.quiet => "error",
             0 => "warn",
@@ -81,8 +85,8 @@ impl Globals {
         }
     }
 
-    /// The servers to go through.
-    pub(super) fn jump(&self) -> &[String] {
+    /// Returns the hops, in order.
+    pub fn jump(&self) -> &[String] {
         &self.jump
     }
 
@@ -102,8 +106,12 @@ impl Globals {
         Ok(Connector::new().dial_options(self.dial_options()?).connect_timeout(limit).handshake_timeout(limit))
     }
 
-    /// A connector with the hops that were asked for, and what a tracker's server must have.
-    pub(super) fn connector(&self) -> Result<Connector, Failure> {
+    /// Returns a connector with the hops that were given, and the requirements on a tracker's server.
+    ///
+    /// # Errors
+    ///
+    /// A file with certificates or tokens cannot be used.
+    pub fn connector(&self) -> Result<Connector, Failure> {
         let connector = self.jump.iter().fold(self.bare_connector()?, |connector, hop| connector.via(hop));
         Ok(self.wanted().into_iter().fold(connector, Connector::server_request))
     }
@@ -160,8 +168,8 @@ fn is_tracker(address: &str) -> bool {
     address.parse::<Address>().is_ok_and(|address| address.tracker_address().is_some())
 }
 
-/// Ends a session in good order, so that the server need not call it lost.
-pub(super) async fn close(session: &Session) {
+/// Shuts a session down, so that the server does not report it as lost. Waits for a second at most.
+pub async fn close(session: &Session) {
     let _ = tokio::time::timeout(CLOSE_LIMIT, session.shutdown().into_future()).await;
 }
 

@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde_json::json;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::connect::{Globals, close};
+use super::connect::{CommonOptions, close};
 use super::failure::{Failure, connect_code, place};
 use super::missing::{Verdict, look_for};
 use super::output::Output;
@@ -26,15 +26,15 @@ pub(super) struct DoctorArgs {
     address: String,
 }
 
-pub(super) async fn doctor(globals: &Globals, output: &Output, args: DoctorArgs) -> Result<(), Failure> {
-    let (connector, dial) = (globals.bare_connector()?, globals.dial_options()?);
+pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: DoctorArgs) -> Result<(), Failure> {
+    let (connector, dial) = (options.bare_connector()?, options.dial_options()?);
     let mut visit = Visit { output, steps: Vec::new(), connector, dial };
-    let outcome = examine(globals, &mut visit, &args.address).await;
+    let outcome = examine(options, &mut visit, &args.address).await;
     let code = outcome.as_ref().err().copied().unwrap_or(0);
     if output.is_json() {
         output.json(&json!({
             "address": args.address,
-            "jump": globals.jump(),
+            "jump": options.jump(),
             "ok": code == 0,
             "exit_code": code,
             "steps": visit.steps,
@@ -42,7 +42,7 @@ pub(super) async fn doctor(globals: &Globals, output: &Output, args: DoctorArgs)
     } else if code == 0 {
         output.line(&format!("{} works", args.address))?;
     }
-    if code == 0 { Ok(()) } else { Err(Failure::Told(code)) }
+    if code == 0 { Ok(()) } else { Err(Failure::Reported(code)) }
 }
 
 /// One step, as it is reported.
@@ -102,9 +102,9 @@ impl Visit<'_> {
 }
 
 /// The examination. An error is the exit code of the step that failed.
-async fn examine(globals: &Globals, visit: &mut Visit<'_>, target: &str) -> Result<(), u8> {
-    let limit = globals.connect_limit();
-    let mut route: Vec<&str> = globals.jump().iter().map(String::as_str).collect();
+async fn examine(options: &CommonOptions, visit: &mut Visit<'_>, target: &str) -> Result<(), u8> {
+    let limit = options.connect_limit();
+    let mut route: Vec<&str> = options.jump().iter().map(String::as_str).collect();
     route.push(target);
     let mut addresses = Vec::with_capacity(route.len());
     for text in &route {

@@ -28,31 +28,66 @@ const REFUSED: u8 = 77;
 /// As of `timeout(1)`.
 const TIMEOUT: u8 = 124;
 
-/// Why a command did not do what it should.
+/// Failure of a command.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
+#[non_exhaustive]
+pub enum Failure {
+    /// The command line is wrong.
     #[error("{0}")]
     Usage(String),
+    /// No session could be opened.
     #[error("cannot connect")]
     Connect(#[source] ConnectError),
+    /// A request failed.
     #[error("the request failed")]
     Remote(#[from] RpcError),
+    /// The time limit passed.
     #[error("{what} took longer than {limit:?}")]
-    TimedOut { what: String, limit: Duration },
+    TimedOut {
+        /// The operation.
+        what: String,
+        /// The limit.
+        limit: Duration,
+    },
+    /// A local file cannot be read or written.
     #[error("{what} {}", file.display())]
-    File { what: &'static str, file: PathBuf, source: io::Error },
+    File {
+        /// The operation, as in "cannot read".
+        what: &'static str,
+        /// The file.
+        file: PathBuf,
+        /// The error of the system.
+        source: io::Error,
+    },
+    /// Another local operation failed.
     #[error("{what}")]
-    Local { what: String, source: io::Error },
+    Local {
+        /// The operation, as in "cannot start a thread".
+        what: String,
+        /// The error of the system.
+        source: io::Error,
+    },
+    /// A file is not a usable `.npy` file.
     #[error("cannot use {}", file.display())]
-    Npy { file: PathBuf, source: NpyError },
+    Npy {
+        /// The file.
+        file: PathBuf,
+        /// The reason.
+        source: NpyError,
+    },
+    /// A value does not fit its purpose.
     #[error("{0}")]
     Unsuitable(String),
+    /// A child process cannot be started.
     #[error("cannot start a process of our own")]
     Spawn(#[from] SpawnError),
+    /// Certificates or tokens cannot be made.
     #[error(transparent)]
     Pki(#[from] PkiError),
+    /// Certificates or tokens cannot be read.
     #[error(transparent)]
     Trust(#[from] TrustError),
+    /// Standard output cannot be written.
     #[error("cannot write the output")]
     Output(#[source] io::Error),
     /// All that there is to say has been said.
@@ -67,22 +102,25 @@ impl From<disco::DiscoError> for Failure {
 }
 
 impl Failure {
-    pub(super) fn file(what: &'static str, file: &Path, source: io::Error) -> Self {
+    /// Returns the failure of an operation on a local file.
+    pub fn file(what: &'static str, file: &Path, source: io::Error) -> Self {
         Self::File { what, file: file.to_owned(), source }
     }
 
-    pub(super) fn local(what: impl Into<String>, source: io::Error) -> Self {
+    /// Returns the failure of another local operation.
+    pub fn local(what: impl Into<String>, source: io::Error) -> Self {
         Self::Local { what: what.into(), source }
     }
 
-    pub(super) fn exit_code(&self) -> u8 {
+    /// Returns the exit code that stands for the failure.
+    pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_)
             | Self::Pki(PkiError::NoHost | PkiError::Token(TokenError::Name | TokenError::Malformed)) => USAGE,
             Self::Connect(error) => connect_code(error),
             Self::Remote(error) => code_of_kind(error.kind()),
             Self::TimedOut { .. } => TIMEOUT,
-            Self::Told(code) => *code,
+            Self::Reported(code) => *code,
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
             Self::File { .. }
             | Self::Local { .. }
@@ -95,10 +133,10 @@ impl Failure {
         }
     }
 
-    /// Says on standard error what is wrong.
-    pub(super) fn report(&self, output: &Output) {
+    /// Prints the failure on standard error.
+    pub fn report(&self, output: &Output) {
         match self {
-            Self::Told(_) => return,
+            Self::Reported(_) => return,
             // Whoever read our output has seen enough.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return,
             _ => {}

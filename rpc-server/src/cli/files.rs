@@ -9,7 +9,7 @@ use clap::Args;
 use rpc_core::client::{FileEntry, Files as RemoteFiles};
 use serde_json::{Value as Json, json};
 
-use super::connect::{Files, Globals};
+use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::output::{Output, size};
 use super::tensor::NewFile;
@@ -27,7 +27,7 @@ pub(super) struct PutArgs {
     remote: Option<String>,
 }
 
-pub(super) async fn put(globals: &Globals, output: &Output, args: PutArgs) -> Result<(), Failure> {
+pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs) -> Result<(), Failure> {
     let from_stdin = args.local.as_os_str() == STANDARD_STREAM;
     let name = if from_stdin { None } else { args.local.file_name().and_then(|name| name.to_str()) };
     let remote = match (&args.remote, name) {
@@ -50,7 +50,7 @@ pub(super) async fn put(globals: &Globals, output: &Output, args: PutArgs) -> Re
         len = metadata.is_file().then_some(metadata.len());
         Box::new(file)
     };
-    globals
+    options
         .with_session(&args.address, Files::Workspace, async |session| {
             let bar = output.progress(&remote, len);
             let mut put = RemoteFiles::new(&session).put(&remote, source).progress(|bytes| bar.set_position(bytes));
@@ -78,14 +78,14 @@ pub(super) struct GetArgs {
     local: Option<PathBuf>,
 }
 
-pub(super) async fn get(globals: &Globals, output: &Output, args: GetArgs) -> Result<(), Failure> {
+pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs) -> Result<(), Failure> {
     let name = args.remote.rsplit('/').next().unwrap_or(&args.remote);
     let local = match args.local {
         Some(folder) if folder.is_dir() => folder.join(name),
         Some(local) => local,
         None => PathBuf::from(name),
     };
-    globals
+    options
         .with_session(&args.address, Files::Workspace, async |session| {
             let files = RemoteFiles::new(&session);
             if local.as_os_str() == STANDARD_STREAM {
@@ -153,8 +153,8 @@ pub(super) struct LsArgs {
     long: bool,
 }
 
-pub(super) async fn ls(globals: &Globals, output: &Output, args: LsArgs) -> Result<(), Failure> {
-    globals
+pub(super) async fn ls(options: &CommonOptions, output: &Output, args: LsArgs) -> Result<(), Failure> {
+    options
         .with_session(&args.address, Files::Workspace, async |session| {
             let entries = RemoteFiles::new(&session).ls(&args.path).await?;
             if output.is_json() {
@@ -206,8 +206,8 @@ pub(super) struct RmArgs {
     paths: Vec<String>,
 }
 
-pub(super) async fn rm(globals: &Globals, output: &Output, args: RmArgs) -> Result<(), Failure> {
-    globals
+pub(super) async fn rm(options: &CommonOptions, output: &Output, args: RmArgs) -> Result<(), Failure> {
+    options
         .with_session(&args.address, Files::Workspace, async |session| {
             let files = RemoteFiles::new(&session);
             for path in &args.paths {

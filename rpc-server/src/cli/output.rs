@@ -5,12 +5,12 @@ use std::io::{self, IsTerminal, Write};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-use super::connect::{ColorChoice, Globals};
+use super::connect::{ColorChoice, CommonOptions};
 use super::failure::Failure;
 
-/// The standard streams, as the flags want them.
+/// Standard streams with the options for them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Output {
+pub struct Output {
     json: bool,
     quiet: bool,
     color_out: bool,
@@ -18,26 +18,32 @@ pub(super) struct Output {
 }
 
 impl Output {
-    pub(super) fn new(globals: &Globals) -> Self {
-        let colored = |terminal: bool| match globals.color {
+    /// Returns the streams as the options ask for.
+    pub fn new(options: &CommonOptions) -> Self {
+        let colored = |terminal: bool| match options.color {
             ColorChoice::Always => true,
             ColorChoice::Never => false,
             ColorChoice::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
         };
         Self {
-            json: globals.json,
-            quiet: globals.quiet,
+            json: options.json,
+            quiet: options.quiet,
             color_out: colored(io::stdout().is_terminal()),
             color_err: colored(io::stderr().is_terminal()),
         }
     }
 
-    pub(super) fn is_json(&self) -> bool {
+    /// Returns true if JSON is printed.
+    pub fn is_json(&self) -> bool {
         self.json
     }
 
-    /// One line of data.
-    pub(super) fn line(&self, text: &str) -> Result<(), Failure> {
+    /// Prints one line of data.
+    ///
+    /// # Errors
+    ///
+    /// Standard output cannot be written.
+    pub fn line(&self, text: &str) -> Result<(), Failure> {
         let mut stdout = io::stdout().lock();
         writeln!(stdout, "{text}").and_then(|()| stdout.flush()).map_err(Failure::Output)
     }
@@ -48,8 +54,12 @@ impl Output {
         stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(Failure::Output)
     }
 
-    /// One JSON document on a line.
-    pub(super) fn json(&self, document: &impl Serialize) -> Result<(), Failure> {
+    /// Prints one JSON document on a line.
+    ///
+    /// # Errors
+    ///
+    /// Standard output cannot be written.
+    pub fn json(&self, document: &impl Serialize) -> Result<(), Failure> {
         let text = serde_json::to_string(document).map_err(|error| Failure::Output(error.into()))?;
         self.line(&text)
     }
@@ -61,8 +71,8 @@ impl Output {
         }
     }
 
-    /// Something that people should know even if they read JSON.
-    pub(super) fn warn(&self, text: &str) {
+    /// Prints a warning, also beside JSON.
+    pub fn warn(&self, text: &str) {
         if !self.quiet {
             let _ = writeln!(io::stderr(), "{} {text}", paint(self.color_err, YELLOW, "warning:"));
         }
@@ -103,8 +113,8 @@ impl Output {
         bar
     }
 
-    /// A line that says what is being done, shown on a terminal only.
-    pub(super) fn spinner(&self) -> ProgressBar {
+    /// Returns a line that shows the current step, on a terminal only.
+    pub fn spinner(&self) -> ProgressBar {
         self.bar(None)
     }
 
@@ -123,8 +133,8 @@ fn paint(colored: bool, color: &str, text: &str) -> String {
     if colored { format!("\x1b[1;{color}m{text}\x1b[0m") } else { text.to_owned() }
 }
 
-/// `bytes` for people: three digits and a unit.
-pub(super) fn size(bytes: u64) -> String {
+/// Returns `bytes` with three digits and a binary unit.
+pub fn size(bytes: u64) -> String {
     indicatif::BinaryBytes(bytes).to_string()
 }
 
@@ -139,8 +149,8 @@ pub(super) fn seconds(seconds: f64) -> String {
     format!("{} {unit}", digits(seconds * factor))
 }
 
-/// Four significant digits.
-pub(super) fn digits(value: f64) -> String {
+/// Returns `value` with four significant digits.
+pub fn digits(value: f64) -> String {
     let before_point = if value == 0.0 || !value.is_finite() { 1 } else { value.abs().log10().floor() as i32 + 1 };
     format!("{value:.*}", usize::try_from(4 - before_point).unwrap_or(0))
 }

@@ -7,7 +7,7 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::call::Summary;
-use super::connect::{Files, Globals, close};
+use super::connect::{CommonOptions, Files, close};
 use super::failure::Failure;
 use super::output::Output;
 use crate::config::Span;
@@ -24,9 +24,9 @@ pub(super) struct PingArgs {
     interval: Span,
 }
 
-pub(super) async fn ping(globals: &Globals, output: &Output, args: PingArgs) -> Result<(), Failure> {
+pub(super) async fn ping(options: &CommonOptions, output: &Output, args: PingArgs) -> Result<(), Failure> {
     let started = Instant::now();
-    let session = globals.connect(&args.address, Files::None).await?;
+    let session = options.connect(&args.address, Files::None).await?;
     output.note(&format!("connected to {} in {}", args.address, millis(started.elapsed())));
     let echo = session.get_function("rpc.echo").await?;
     let mut samples = Vec::new();
@@ -36,7 +36,7 @@ pub(super) async fn ping(globals: &Globals, output: &Output, args: PingArgs) -> 
             tokio::time::sleep_until(next).await;
             let start = Instant::now();
             let mut call = echo.call::<u64>((number,));
-            if let Some(limit) = globals.timeout() {
+            if let Some(limit) = options.timeout() {
                 call = call.timeout(limit);
             }
             call.await?;

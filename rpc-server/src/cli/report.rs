@@ -7,7 +7,7 @@ use rpc_core::Pack;
 use rpc_core::client::Modules;
 use serde_json::{Value as Json, json};
 
-use super::connect::{Files, Globals};
+use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::module::ModuleArgs;
 use super::output::{Output, size};
@@ -27,10 +27,10 @@ pub(super) struct FunctionsArgs {
     module: ModuleArgs,
 }
 
-pub(super) async fn functions(globals: &Globals, output: &Output, args: FunctionsArgs) -> Result<(), Failure> {
+pub(super) async fn functions(options: &CommonOptions, output: &Output, args: FunctionsArgs) -> Result<(), Failure> {
     // A module may be a file of it.
     let files = if args.module.is_given() { Files::Workspace } else { Files::None };
-    globals
+    options
         .with_session(&args.address, files, async |session| {
             let functions = match args.module.load(&session, output).await? {
                 Some(module) => Modules::new(&session).functions(&module).await?,
@@ -45,8 +45,8 @@ pub(super) async fn functions(globals: &Globals, output: &Output, args: Function
         .await
 }
 
-pub(super) async fn info(globals: &Globals, output: &Output, args: AddressArgs) -> Result<(), Failure> {
-    globals
+pub(super) async fn info(options: &CommonOptions, output: &Output, args: AddressArgs) -> Result<(), Failure> {
+    options
         .with_session(&args.address, Files::None, async |session| {
             let info = session.function::<(), Pack<ServerInfo>>("rpc.info").await?;
             let Pack(info) = info.call(()).await?;

@@ -7,7 +7,7 @@ use clap::Args;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use rpc_transports::tracker::{Reach, ServerSummary, Summary, TrackerClient};
 
-use super::connect::Globals;
+use super::connect::CommonOptions;
 use super::failure::Failure;
 use super::output::Output;
 use crate::config::Span;
@@ -29,9 +29,9 @@ pub(super) struct StatusArgs {
     interval: Span,
 }
 
-pub(super) async fn status(globals: &Globals, output: &Output, args: StatusArgs) -> Result<(), Failure> {
-    let limit = globals.connect_limit();
-    let connect = TrackerClient::connect_with(globals.connector()?, &args.tracker);
+pub(super) async fn status(options: &CommonOptions, output: &Output, args: StatusArgs) -> Result<(), Failure> {
+    let limit = options.connect_limit();
+    let connect = TrackerClient::connect_with(options.connector()?, &args.tracker);
     let client = within(limit, "connecting to the tracker", connect).await?;
     loop {
         let mut summary = within(limit, "the tracker's answer", client.summary()).await?;

@@ -358,74 +358,6 @@ fn lines(run: Run) -> Vec<Json> {
 }
 
 #[test]
-fn bench_prints_a_line_for_every_case() {
-    let fixture = Fixture::new(&[]);
-    let lines = lines(fixture.cli("bench", &["--json", "--iterations", "1", "--seconds", "0"]));
-    let cases: Vec<_> = lines.iter().map(|line| line["case"].as_str().unwrap()).collect();
-    let expected = [
-        "call",
-        "call_blocking_client",
-        "call_blocking_fn",
-        "call_pipelined_64",
-        "copy_to_64B",
-        "copy_to_4KiB",
-        "copy_to_1MiB",
-        "copy_to_64MiB",
-        "copy_to_256MiB",
-        "copy_from_64B",
-        "copy_from_4KiB",
-        "copy_from_1MiB",
-        "copy_from_64MiB",
-        "copy_from_256MiB",
-        "connect",
-        "object_churn",
-    ];
-    assert_eq!(cases, expected);
-    for line in &lines {
-        assert_eq!((&line["suite"], &line["n"]), (&json!("rpc-tcp"), &json!(1)), "{line}");
-        assert!(line["median"].as_f64().unwrap() > 0.0 && line["p99"].as_f64().unwrap() > 0.0, "{line}");
-        assert!(["µs", "GB/s", "calls/s", "objects/s"].contains(&line["unit"].as_str().unwrap()), "{line}");
-        assert!(line.get("ratio").is_none());
-    }
-}
-
-#[test]
-fn bench_starts_servers_of_its_own_and_compares_with_bare_sockets() {
-    for transport in ["tcp", "unix"] {
-        let lines = lines(cli(&[
-            "bench",
-            "--json",
-            "--baseline",
-            "--hop",
-            "--iterations=2",
-            "--seconds=0",
-            "--pin=same",
-            "--transport",
-            transport,
-            "--cases=call*,copy_*_4KiB,copy_*_1hop,connect,object_churn",
-        ]));
-        assert_eq!(lines.len(), 4 + 2 + 2 + 3, "{lines:?}");
-        for line in lines {
-            assert_eq!(line["suite"], format!("rpc-{transport}"));
-            assert!(line["baseline"].as_f64().unwrap() > 0.0 && line["ratio"].as_f64().unwrap() > 0.0, "{line}");
-            let hop = line["case"].as_str().unwrap().ends_with("_1hop");
-            assert_eq!(line.get("ratio_direct").is_some() && line.get("direct").is_some(), hop, "{line}");
-        }
-    }
-}
-
-#[test]
-fn bench_refuses_what_cannot_be_compared() {
-    let fixture = Fixture::new(&[]);
-    for args in [&["--cases", "nothing"][..], &["--cases", "call_1hop"], &["--pin", "same"], &["--seconds", "-1"]] {
-        let run = fixture.cli("bench", args);
-        assert_eq!(run.code, 2, "{run:?}");
-    }
-    assert_eq!(cli(&["bench", "exec:cat", "--baseline"]).code, 2);
-    assert_eq!(cli(&["bench", "-J", fixture.address()]).code, 2);
-}
-
-#[test]
 fn help_completions_and_manual() {
     let help = cli(&["--help"]).ok();
     let section = help.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
@@ -444,8 +376,6 @@ fn help_completions_and_manual() {
         "rm",
         "ping",
         "time",
-        "bench",
-        "disco-bench",
         "status",
         "doctor",
         "cert",
@@ -463,8 +393,6 @@ fn help_completions_and_manual() {
     let folder = tempfile::tempdir().unwrap();
     cli(&["man", folder.path().to_str().unwrap()]).ok();
     assert!(folder.path().join("rpc-cli-call.1").exists());
-    assert!(!folder.path().join("rpc-cli-bench-child.1").exists());
-    assert!(!folder.path().join("rpc-cli-disco-bench-node.1").exists());
 }
 
 #[cfg(feature = "tvm-ffi")]

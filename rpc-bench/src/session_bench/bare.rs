@@ -1,12 +1,12 @@
-//! Bare sockets: the servers, relays and clients that ours are compared with.
+//! Bare sockets: servers, relays and clients that ours are compared with.
 //!
-//! A client says first what it wants, in [`REQUEST_LEN`] bytes: a letter and a length, little-endian. Then
+//! A client first sends its task in [`REQUEST_LEN`] bytes: a letter and a length, little-endian.
 //!
-//! * `e`: what it sends comes back, as it arrives;
-//! * `w`: it writes that many bytes and gets one byte as acknowledgement, again and again;
-//! * `r`: it writes one byte and gets that many bytes, again and again.
+//! * `e`: the server echoes the bytes as they arrive;
+//! * `w`: the client writes that many bytes and gets one byte as acknowledgement, repeatedly;
+//! * `r`: the client writes one byte and gets that many bytes, repeatedly.
 //!
-//! Each side of a copy uses one buffer of the copy's whole length over and over, as a tensor and its source are.
+//! Each side of a copy reuses one buffer of the copy's whole length, as our copies reuse a tensor and its source.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener as StdTcpListener, TcpStream as StdTcpStream};
@@ -16,31 +16,32 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use quinn::Endpoint;
+use rpc_server::cli::Failure;
 use rpc_transports::{Address, AddressKind, BlockingIo};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
-use super::secure::{BareTls, Certificates, QuicStream, Tls, quic_client, quic_server};
-use crate::cli::failure::Failure;
+use super::bare_tls::{BareTls, QuicStream, Tls, quic_client, quic_server};
+use crate::certificates::Certificates;
 
 const REQUEST_LEN: usize = 9;
 
-/// What a call moves in each direction: about as much as a small call of ours.
+/// Bytes that a call moves in each direction: about as many as a small call of ours.
 pub(super) const MESSAGE_LEN: usize = 64;
 
-/// The buffer of an echo, and of each direction of a relay.
+/// Buffer length of an echo, and of each direction of a relay.
 const BUFFER_LEN: usize = 64 << 10;
 const RELAY_BUFFER_LEN: usize = 256 << 10;
 
-/// What a client wants.
+/// Task that a client asks a server for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Wish {
+pub(super) enum Task {
     Echo,
     Write(usize),
     Read(usize),
 }
 
-impl Wish {
+impl Task {
     fn encode(self) -> [u8; REQUEST_LEN] {
         let (letter, len) = match self {
             Self::Echo => (b'e', 0),
@@ -68,7 +69,7 @@ fn failed(source: io::Error) -> Failure {
     Failure::local("bare sockets failed", source)
 }
 
-/// Where a bare server listens: what has no port or path is nothing that it can.
+/// Returns the socket of an address. Fails for addresses without a port or a path.
 fn socket(address: &Address) -> Result<Socket<'_>, Failure> {
     match address.kind() {
         AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } => Ok(Socket::Tcp((host, *port))),
@@ -84,7 +85,7 @@ enum Socket<'a> {
     Quic(u16),
 }
 
-/// A stream of any kind.
+/// Stream over any of the transports.
 pub(super) enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
@@ -92,16 +93,16 @@ pub(super) enum Stream {
     Quic(QuicStream),
 }
 
-/// What a client needs to connect, beside an address.
+/// Means by which a client connects.
 #[derive(Clone)]
-pub(super) enum Dialler {
+pub(super) enum Connector {
     Plain,
     Tls(Tls),
     Quic(Endpoint),
 }
 
-impl Dialler {
-    /// For servers at such addresses, with these certificates. Needs a tokio runtime.
+impl Connector {
+    /// Returns the connector for servers with this scheme and these certificates. Needs a tokio runtime.
     pub(super) fn new(scheme: &str, certificates: Option<&Certificates>) -> Result<Self, Failure> {
         match (scheme, certificates) {
             ("tls", Some(certificates)) => Tls::client(certificates).map(Self::Tls),
@@ -136,14 +137,14 @@ impl Stream {
         Ok(Self::Tcp(stream))
     }
 
-    /// Writes, and sees to it that all of it leaves.
+    /// Writes and flushes.
     async fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.write_all(bytes).await?;
         self.flush().await
     }
 }
 
-macro_rules! forward {
+macro_rules! on_stream {
     ($this:ident, $stream:ident => $call:expr) => {
         match $this.get_mut() {
             Self::Tcp(stream) => {
@@ -168,25 +169,25 @@ macro_rules! forward {
 
 impl AsyncRead for Stream {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_read(cx, buffer))
+        on_stream!(self, stream => stream.poll_read(cx, buffer))
     }
 }
 
 impl AsyncWrite for Stream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        forward!(self, stream => stream.poll_write(cx, bytes))
+        on_stream!(self, stream => stream.poll_write(cx, bytes))
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_flush(cx))
+        on_stream!(self, stream => stream.poll_flush(cx))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, stream => stream.poll_shutdown(cx))
+        on_stream!(self, stream => stream.poll_shutdown(cx))
     }
 }
 
-/// A listener of any kind.
+/// Listener on any of the transports.
 pub(super) enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener),
@@ -222,7 +223,7 @@ impl Listener {
         }
     }
 
-    /// Has `handle` see to each client. One that goes away, or never comes about, is done.
+    /// Runs `handle` for each client. Failures of one client are ignored.
     async fn for_each<F, Served>(&self, handle: F) -> Result<(), Failure>
     where
         F: Fn(Stream) -> Served + Clone + Send + Sync + 'static,
@@ -254,7 +255,7 @@ impl Listener {
                         loop {
                             tokio::spawn(handle(Stream::Quic(QuicStream::accept(&connection).await?)));
                         }
-                        #[allow(unreachable_code, reason = "it says what the block returns")]
+                        #[allow(unreachable_code, reason = "it gives the type that the block returns")]
                         io::Result::Ok(())
                     });
                 }
@@ -276,8 +277,8 @@ pub(super) async fn serve(listener: &Listener) -> Result<(), Failure> {
 async fn serve_stream(mut stream: Stream) -> io::Result<()> {
     let mut request = [0; REQUEST_LEN];
     stream.read_exact(&mut request).await?;
-    match Wish::decode(request)? {
-        Wish::Echo => {
+    match Task::decode(request)? {
+        Task::Echo => {
             let mut buffer = vec![0; BUFFER_LEN];
             loop {
                 let count = stream.read(&mut buffer).await?;
@@ -287,14 +288,14 @@ async fn serve_stream(mut stream: Stream) -> io::Result<()> {
                 stream.send(&buffer[..count]).await?;
             }
         }
-        Wish::Write(len) => {
+        Task::Write(len) => {
             let mut buffer = vec![1; len];
             loop {
                 stream.read_exact(&mut buffer).await?;
                 stream.send(&[1]).await?;
             }
         }
-        Wish::Read(len) => {
+        Task::Read(len) => {
             let buffer = vec![1; len];
             loop {
                 stream.read_exact(&mut [0]).await?;
@@ -304,54 +305,54 @@ async fn serve_stream(mut stream: Stream) -> io::Result<()> {
     }
 }
 
-/// Passes the bytes of each client on to `target`, and back.
-pub(super) async fn relay(listener: &Listener, target: &str, dialler: Dialler) -> Result<(), Failure> {
+/// Forwards the bytes of each client to `target`, and back.
+pub(super) async fn relay(listener: &Listener, target: &str, connector: Connector) -> Result<(), Failure> {
     let target: Address = target.parse().map_err(|error| Failure::Usage(format!("{error}")))?;
-    let pass = move |mut near: Stream| {
-        let (target, dialler) = (target.clone(), dialler.clone());
+    let forward = move |mut near: Stream| {
+        let (target, connector) = (target.clone(), connector.clone());
         async move {
-            let mut far = dialler.connect(&target).await.map_err(|error| io::Error::other(error.to_string()))?;
+            let mut far = connector.connect(&target).await.map_err(|error| io::Error::other(error.to_string()))?;
             let (size, near, far) = (RELAY_BUFFER_LEN, &mut near, &mut far);
             tokio::io::copy_bidirectional_with_sizes(near, far, size, size).await.map(drop)
         }
     };
-    listener.for_each(pass).await
+    listener.for_each(forward).await
 }
 
-/// A client of [`serve`].
+/// Client of [`serve`].
 pub(super) struct Client {
     stream: Stream,
     buffer: Vec<u8>,
 }
 
 impl Client {
-    pub(super) async fn connect(dialler: &Dialler, address: &Address, wish: Wish) -> Result<Self, Failure> {
-        Self::on(dialler.connect(address).await?, wish).await
+    pub(super) async fn connect(connector: &Connector, address: &Address, task: Task) -> Result<Self, Failure> {
+        Self::on(connector.connect(address).await?, task).await
     }
 
-    /// A client beside this one, as cheaply as can be: on the same connection, if that carries several.
-    pub(super) async fn another(&self, dialler: &Dialler, address: &Address) -> Result<Self, Failure> {
+    /// Opens another client: a stream of the same connection over QUIC, else a connection.
+    pub(super) async fn another(&self, connector: &Connector, address: &Address) -> Result<Self, Failure> {
         match &self.stream {
             Stream::Quic(stream) => {
                 let stream = QuicStream::open(stream.connection()).await.map_err(failed)?;
-                Self::on(Stream::Quic(stream), Wish::Echo).await
+                Self::on(Stream::Quic(stream), Task::Echo).await
             }
-            _ => Self::connect(dialler, address, Wish::Echo).await,
+            _ => Self::connect(connector, address, Task::Echo).await,
         }
     }
 
-    async fn on(mut stream: Stream, wish: Wish) -> Result<Self, Failure> {
-        stream.send(&wish.encode()).await.map_err(failed)?;
-        let len = match wish {
-            Wish::Echo => BUFFER_LEN,
-            Wish::Write(_) => 0,
-            Wish::Read(len) => len,
+    async fn on(mut stream: Stream, task: Task) -> Result<Self, Failure> {
+        stream.send(&task.encode()).await.map_err(failed)?;
+        let len = match task {
+            Task::Echo => BUFFER_LEN,
+            Task::Write(_) => 0,
+            Task::Read(len) => len,
         };
-        // Written once, so that its pages are there.
+        // Written once, so that its pages exist.
         Ok(Self { stream, buffer: vec![1; len] })
     }
 
-    /// One message there and back.
+    /// Sends one message and receives its echo.
     pub(super) async fn call(&mut self) -> Result<(), Failure> {
         let message = &mut self.buffer[..MESSAGE_LEN];
         self.stream.send(message).await.map_err(failed)?;
@@ -359,7 +360,7 @@ impl Client {
         Ok(())
     }
 
-    /// `count` messages there and back, up to `window` of them under way.
+    /// Sends `count` messages and receives their echoes, with up to `window` of them in flight.
     pub(super) async fn pipeline(&mut self, count: usize, window: usize) -> Result<(), Failure> {
         let messages = vec![1; window * MESSAGE_LEN];
         let (mut sent, mut received) = (0, 0);
@@ -388,7 +389,7 @@ impl Client {
     }
 }
 
-/// A listener of either kind, without a runtime.
+/// Blocking listener.
 pub(super) enum StdListener {
     Tcp(StdTcpListener),
     Unix(StdUnixListener),
@@ -427,7 +428,7 @@ impl StdListener {
     }
 }
 
-/// Echoes what each client sends, on a thread for each.
+/// Echoes the bytes of each client, on one thread per client.
 pub(super) fn serve_std(listener: &StdListener) -> Result<(), Failure> {
     loop {
         let stream = listener.accept().map_err(failed)?;
@@ -447,7 +448,7 @@ pub(super) fn serve_std(listener: &StdListener) -> Result<(), Failure> {
     }
 }
 
-/// A client of [`serve_std`].
+/// Client of [`serve_std`].
 pub(super) struct StdClient(BlockingIo);
 
 impl StdClient {
@@ -464,11 +465,11 @@ impl StdClient {
             }
         };
         let stream = connect().map_err(failed)?;
-        (&stream).write_all(&Wish::Echo.encode()).map_err(failed)?;
+        (&stream).write_all(&Task::Echo.encode()).map_err(failed)?;
         Ok(Self(stream))
     }
 
-    /// One message there and back.
+    /// Sends one message and receives its echo.
     pub(super) fn call(&mut self) -> Result<(), Failure> {
         let mut message = [1; MESSAGE_LEN];
         let mut stream = &self.0;

@@ -1,46 +1,45 @@
-//! The cases: what is measured, with what, against what.
+//! Cases: the probe of a session, and the bare probes that it is compared with.
 
 use std::rc::Rc;
 use std::time::Instant;
 
 use bytes::Bytes;
 use rpc_core::Session;
+use rpc_server::ServerProcess;
+use rpc_server::cli::{CommonOptions, Failure};
 use rpc_transports::{Address, Connector};
 use tokio::runtime::Runtime;
 
-use super::bare::{Client, Dialler, StdClient, Wish};
-use super::child::{Nursery, Part};
-use super::pin::Pins;
-use super::statistics::{Limits, Line, Samples, Unit, rounded};
-use super::{BenchArgs, Transport, ours};
-use crate::cli::connect::Globals;
-use crate::cli::failure::Failure;
-use crate::spawn::ServerProcess;
+use super::bare::{Client, Connector as BareConnector, StdClient, Task};
+use super::child_server::{ChildServers, Role};
+use super::core_affinity::CoreAssignment;
+use super::{SessionBenchArgs, Transport, probes};
+use crate::statistics::{CaseResult, Limits, Samples, Unit, rounded};
 
-/// Takes as many samples as it is told.
+/// Function that takes the given number of samples.
 pub(super) type Probe = Box<dyn FnMut(usize) -> Result<Vec<f64>, Failure>>;
 
-/// µs since `start`.
+/// Returns the microseconds since `start`.
 pub(super) fn timed(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e6
 }
 
-/// `count` per second since `start`.
+/// Returns `count` per second since `start`.
 pub(super) fn rate(count: usize, start: Instant) -> f64 {
     count as f64 / start.elapsed().as_secs_f64().max(1e-9)
 }
 
-/// Pairs that are measured whatever the time limit says: loopback TCP has two speeds, and a median needs a few.
+/// Blocks that are measured regardless of the time limit: loopback TCP has two speeds, and a median needs a few samples.
 const MIN_BLOCKS: usize = 11;
 
-/// The sizes of copies.
+/// Sizes of copies.
 const SIZES: [(&str, usize); 5] =
     [("64B", 64), ("4KiB", 4 << 10), ("1MiB", 1 << 20), ("64MiB", 64 << 20), ("256MiB", 256 << 20)];
 
-/// The size of copies through a hop.
+/// Size of copies through a hop.
 const HOP_SIZE: (&str, usize) = SIZES[3];
 
-/// The names of all cases, in the order in which they are measured.
+/// Returns the names of all cases, in the order in which they are measured.
 pub(super) fn names(hops: u8) -> Vec<String> {
     let mut names: Vec<String> =
         ["call", "call_blocking_client", "call_blocking_fn", "call_pipelined_64"].map(str::to_owned).into();
@@ -57,11 +56,11 @@ pub(super) fn names(hops: u8) -> Vec<String> {
     names
 }
 
-/// One thing to measure.
+/// Probes of one measurement.
 pub(super) struct Case {
     name: String,
     unit: Unit,
-    /// Samples that are taken in one go before it is the next one's turn.
+    /// Number of samples that a probe takes before the next probe has its turn.
     block: usize,
     ours: Probe,
     bare: Option<Probe>,
@@ -69,8 +68,8 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Measures all sides in turn, after one block each that does not count.
-    pub(super) fn measure(self, suite: &str, limits: &Limits) -> Result<Line, Failure> {
+    /// Measures all probes in turn, after a warm-up block of each that does not count.
+    pub(super) fn measure(self, suite: &str, limits: &Limits) -> Result<CaseResult, Failure> {
         let Self { name, unit, block, ours, bare, direct } = self;
         let block = block.min(limits.iterations).max(1);
         let mut sides: Vec<(Probe, Samples)> = Vec::new();
@@ -94,7 +93,7 @@ impl Case {
             blocks += 1;
         }
         let ours = &sides[0].1;
-        let mut line = Line::new(suite, &name, unit, ours);
+        let mut line = CaseResult::new(suite, &name, unit, ours);
         if let Some(bare) = bare {
             line.baseline = Some(rounded(sides[bare].1.median()));
             line.ratio = Some(rounded(ours.ratio_to(&sides[bare].1)));
@@ -107,35 +106,35 @@ impl Case {
     }
 }
 
-/// All that cases need: servers, and sessions with them.
-pub(super) struct Lab {
-    // Sessions before the servers, and those before their folder.
+/// Servers, and sessions with them, that the cases use.
+pub(super) struct Testbed {
+    // Dropped in this order: sessions, servers, their folder.
     session: Session,
     hop_session: Option<Session>,
     runtime: Rc<Runtime>,
     connector: Connector,
     address: String,
     suite: String,
-    /// What is written, of the largest size, shared by all sides.
+    /// Source of all copies, of the largest size.
     data: Bytes,
     bare: Option<Bare>,
     _ours: Option<ServerProcess>,
     _hops: Vec<ServerProcess>,
-    _nursery: Nursery,
+    _children: ChildServers,
 }
 
-/// The bare servers.
+/// Bare servers.
 struct Bare {
     tokio: ServerProcess,
-    /// None for transports without sockets that a thread can block on.
+    /// `None` for transports without blocking sockets.
     std: Option<ServerProcess>,
-    /// The one that is dialled.
+    /// Relay that clients dial.
     relay: Option<ServerProcess>,
     _relays: Vec<ServerProcess>,
-    dialler: Dialler,
+    connector: BareConnector,
 }
 
-/// Starts so many, each to pass on to the one before it, and the first to `to`.
+/// Starts `count` servers. Each forwards to the one that was started before it, the first to `to`.
 fn chain(
     count: u8,
     to: &str,
@@ -149,8 +148,12 @@ fn chain(
     Ok(chain)
 }
 
-impl Lab {
-    pub(super) fn set_up(globals: &Globals, args: &BenchArgs, pins: &Pins) -> Result<Self, Failure> {
+impl Testbed {
+    pub(super) fn set_up(
+        options: &CommonOptions,
+        args: &SessionBenchArgs,
+        cores: &CoreAssignment,
+    ) -> Result<Self, Failure> {
         let scheme = match (&args.address, args.transport) {
             (Some(address), _) => parse(address)?.scheme(),
             (None, Transport::Tcp) => "tcp",
@@ -158,46 +161,47 @@ impl Lab {
             (None, Transport::Tls) => "tls",
             (None, Transport::Quic) => "quic",
         };
-        let nursery = Nursery::new(scheme)?;
+        let children = ChildServers::new(scheme)?;
         let server = match &args.address {
             Some(_) => None,
-            None => Some(nursery.start(Part::Server, None, pins.server)?),
+            None => Some(children.start(Role::Server, None, cores.server)?),
         };
         let address = match (&args.address, &server) {
             (Some(address), _) => address.clone(),
             (None, server) => server.as_ref().map_or_else(String::new, |server| server.address().to_owned()),
         };
-        let runtime = Rc::new(crate::cli::runtime()?);
-        let mut connector = globals.connector()?;
-        if let (None, Some(certificates)) = (&args.address, nursery.certificates()) {
-            connector = connector.tls(certificates.trust()?);
+        let runtime = Rc::new(rpc_server::cli::runtime()?);
+        let mut connector = options.connector()?;
+        if let (None, Some(certificates)) = (&args.address, children.certificates()) {
+            connector = connector.tls(certificates.client_tls()?);
         }
         let session = runtime.block_on(connector.connect(&address)).map_err(Failure::Connect)?;
         let hops = chain(args.hop, &parse(&address)?.without_key().to_string(), |next| {
-            nursery.start(Part::Server, Some(next), pins.hop)
+            children.start(Role::Server, Some(next), cores.hop)
         })?;
-        // The last that was started is the first on the way.
+        // The server that was started last is the first hop.
         let via = hops.iter().rev().fold(connector.clone(), |connector, hop| connector.via(hop.address()));
         let hop_session = match args.hop {
             0 => None,
             _ => Some(runtime.block_on(via.connect(&address)).map_err(Failure::Connect)?),
         };
         let bare = if args.baseline {
-            let tokio = nursery.start(Part::Tokio, None, pins.server)?;
-            // There are no sockets to block on.
-            let std = match nursery.certificates() {
+            let tokio = children.start(Role::Tokio, None, cores.server)?;
+            // TLS and QUIC have no blocking sockets.
+            let std = match children.certificates() {
                 Some(_) => None,
-                None => Some(nursery.start(Part::Std, None, pins.server)?),
+                None => Some(children.start(Role::Std, None, cores.server)?),
             };
-            let mut relays = chain(args.hop, tokio.address(), |next| nursery.start(Part::Relay, Some(next), pins.hop))?;
+            let mut relays =
+                chain(args.hop, tokio.address(), |next| children.start(Role::Relay, Some(next), cores.hop))?;
             let relay = relays.pop();
-            let dialler = runtime.block_on(async { Dialler::new(scheme, nursery.certificates()) })?;
-            Some(Bare { tokio, std, relay, _relays: relays, dialler })
+            let connector = runtime.block_on(async { BareConnector::new(scheme, children.certificates()) })?;
+            Some(Bare { tokio, std, relay, _relays: relays, connector })
         } else {
             None
         };
         let largest = SIZES.iter().map(|(_, len)| *len).max().unwrap_or(0);
-        // Pages that nobody has written to all are one and the same page: written, so that reading them costs what it should.
+        // Written to: all pages that were never written are one page, and reading them would cost too little.
         let data = Bytes::from(vec![0x5a; largest]);
         Ok(Self {
             session,
@@ -210,7 +214,7 @@ impl Lab {
             bare,
             _ours: server,
             _hops: hops,
-            _nursery: nursery,
+            _children: children,
         })
     }
 
@@ -221,37 +225,37 @@ impl Lab {
     /// Prepares the case `name`.
     pub(super) fn case(&self, name: &str, limits: &Limits) -> Result<Case, Failure> {
         let (runtime, session) = (&self.runtime, &self.session);
-        // Long enough that starting and ending do not show; short if few samples are wanted.
-        let batch = if limits.iterations < BATCH { 2 * ours::WINDOW } else { BATCH };
+        // Long enough to hide the start and the end of a batch; short if few samples are taken.
+        let batch = if limits.iterations < BATCH { 2 * probes::WINDOW } else { BATCH };
         let case = |unit, block, ours, bare| Case { name: name.to_owned(), unit, block, ours, bare, direct: None };
         Ok(match name {
-            "call" => case(Unit::Micros, CALLS, ours::calls(runtime, session, "rpc.echo")?, self.bare_calls()?),
+            "call" => case(Unit::Micros, CALLS, probes::calls(runtime, session, "rpc.echo")?, self.bare_calls()?),
             "call_blocking_client" => {
-                let ours = ours::blocking_calls(&self.connector, &self.address)?;
+                let ours = probes::blocking_calls(&self.connector, &self.address)?;
                 case(Unit::Micros, CALLS, ours, self.bare_std_calls()?)
             }
             "call_blocking_fn" => {
-                case(Unit::Micros, CALLS, ours::calls(runtime, session, "rpc.noop")?, self.bare_calls()?)
+                case(Unit::Micros, CALLS, probes::calls(runtime, session, "rpc.noop")?, self.bare_calls()?)
             }
             "call_pipelined_64" => {
-                case(Unit::CallsPerSecond, 1, ours::pipelined(runtime, session, batch)?, self.bare_pipeline(batch)?)
+                case(Unit::CallsPerSecond, 1, probes::pipelined(runtime, session, batch)?, self.bare_pipeline(batch)?)
             }
             "connect" => {
-                let ours = ours::connects(runtime, &self.connector, &self.address);
+                let ours = probes::connects(runtime, &self.connector, &self.address);
                 case(Unit::Micros, CONNECTS, ours, self.bare_connects()?)
             }
             "object_churn" => case(
                 Unit::ObjectsPerSecond,
                 1,
-                ours::object_churn(runtime, session, batch)?,
+                probes::object_churn(runtime, session, batch)?,
                 self.bare_pipeline(batch)?,
             ),
             call if call.starts_with("call_") => Case {
-                direct: Some(ours::calls(runtime, session, "rpc.echo")?),
+                direct: Some(probes::calls(runtime, session, "rpc.echo")?),
                 ..case(
                     Unit::Micros,
                     CALLS,
-                    ours::calls(runtime, self.through_hop()?, "rpc.echo")?,
+                    probes::calls(runtime, self.through_hop()?, "rpc.echo")?,
                     self.bare_relayed_calls()?,
                 )
             },
@@ -270,12 +274,12 @@ impl Lab {
         let to = direction == "copy_to";
         let copies = |session: &Session| {
             if to {
-                ours::copies_to(&self.runtime, session, self.data.slice(..len))
+                probes::copies_to(&self.runtime, session, self.data.slice(..len))
             } else {
-                ours::copies_from(&self.runtime, session, len)
+                probes::copies_from(&self.runtime, session, len)
             }
         };
-        let wish = if to { Wish::Write(len) } else { Wish::Read(len) };
+        let task = if to { Task::Write(len) } else { Task::Read(len) };
         let (session, server) = match (hop, &self.bare) {
             (true, bare) => (self.through_hop()?, bare.as_ref().and_then(|bare| bare.relay.as_ref())),
             (false, bare) => (&self.session, bare.as_ref().map(|bare| &bare.tokio)),
@@ -283,11 +287,11 @@ impl Lab {
         Ok(Case {
             name: name.to_owned(),
             unit: Unit::GigabytesPerSecond,
-            // As many as take about a millisecond, and always one.
+            // As many copies as take about a millisecond, at least one.
             block: ((1 << 20) / len).clamp(1, 100),
             ours: copies(session)?,
             bare: match (&self.bare, server) {
-                (Some(bare), Some(server)) => Some(self.bare_copies(bare, server, wish)?),
+                (Some(bare), Some(server)) => Some(self.bare_copies(bare, server, task)?),
                 _ => None,
             },
             direct: hop.then(|| copies(&self.session)).transpose()?,
@@ -309,7 +313,7 @@ impl Lab {
 
     fn echo_probe(&self, bare: &Bare, server: &ServerProcess) -> Result<Probe, Failure> {
         let runtime = self.runtime.clone();
-        let mut client = runtime.block_on(Client::connect(&bare.dialler, &parse(server.address())?, Wish::Echo))?;
+        let mut client = runtime.block_on(Client::connect(&bare.connector, &parse(server.address())?, Task::Echo))?;
         Ok(Box::new(move |count| {
             runtime.block_on(async {
                 let mut samples = Vec::with_capacity(count);
@@ -342,13 +346,13 @@ impl Lab {
         let Some(bare) = &self.bare else { return Ok(None) };
         let runtime = self.runtime.clone();
         let address = parse(bare.tokio.address())?;
-        let mut client = runtime.block_on(Client::connect(&bare.dialler, &address, Wish::Echo))?;
+        let mut client = runtime.block_on(Client::connect(&bare.connector, &address, Task::Echo))?;
         Ok(Some(Box::new(move |count| {
             runtime.block_on(async {
                 let mut samples = Vec::with_capacity(count);
                 for _ in 0..count {
                     let start = Instant::now();
-                    client.pipeline(batch, ours::WINDOW).await?;
+                    client.pipeline(batch, probes::WINDOW).await?;
                     samples.push(rate(batch, start));
                 }
                 Ok(samples)
@@ -356,18 +360,18 @@ impl Lab {
         })))
     }
 
-    /// A connection, or where there is one already a stream of it, and one round trip on it.
+    /// Returns a probe of a new connection, or over QUIC a new stream, with one round trip.
     fn bare_connects(&self) -> Result<Option<Probe>, Failure> {
         let Some(bare) = &self.bare else { return Ok(None) };
         let (runtime, address) = (self.runtime.clone(), parse(bare.tokio.address())?);
-        let dialler = bare.dialler.clone();
-        let first = runtime.block_on(Client::connect(&dialler, &address, Wish::Echo))?;
+        let connector = bare.connector.clone();
+        let first = runtime.block_on(Client::connect(&connector, &address, Task::Echo))?;
         Ok(Some(Box::new(move |count| {
             runtime.block_on(async {
                 let mut samples = Vec::with_capacity(count);
                 for _ in 0..count {
                     let start = Instant::now();
-                    let mut client = first.another(&dialler, &address).await?;
+                    let mut client = first.another(&connector, &address).await?;
                     client.call().await?;
                     samples.push(timed(start));
                 }
@@ -376,19 +380,19 @@ impl Lab {
         })))
     }
 
-    fn bare_copies(&self, bare: &Bare, server: &ServerProcess, wish: Wish) -> Result<Probe, Failure> {
+    fn bare_copies(&self, bare: &Bare, server: &ServerProcess, task: Task) -> Result<Probe, Failure> {
         let runtime = self.runtime.clone();
-        let mut client = runtime.block_on(Client::connect(&bare.dialler, &parse(server.address())?, wish))?;
+        let mut client = runtime.block_on(Client::connect(&bare.connector, &parse(server.address())?, task))?;
         let data = self.data.clone();
         Ok(Box::new(move |count| {
             runtime.block_on(async {
                 let mut samples = Vec::with_capacity(count);
                 for _ in 0..count {
                     let start = Instant::now();
-                    let len = match wish {
-                        Wish::Write(len) => client.write(&data[..len]).await.map(|()| len)?,
-                        Wish::Read(len) => client.read().await.map(|()| len)?,
-                        Wish::Echo => 0,
+                    let len = match task {
+                        Task::Write(len) => client.write(&data[..len]).await.map(|()| len)?,
+                        Task::Read(len) => client.read().await.map(|()| len)?,
+                        Task::Echo => 0,
                     };
                     samples.push(rate(len, start) / 1e9);
                 }
@@ -398,7 +402,7 @@ impl Lab {
     }
 }
 
-/// Calls in a block: a few milliseconds.
+/// Calls in a block: they take a few milliseconds.
 const CALLS: usize = 200;
 
 /// Connections in a block.

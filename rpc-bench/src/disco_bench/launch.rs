@@ -1,4 +1,4 @@
-//! Where the workers of a bench run: sessions of each kind of launch, and the servers that they need.
+//! Sessions of each kind of launch, and the servers that they need.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -9,22 +9,22 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use disco::{Advertise, DiscoSession, Options, ProcessSession, SocketSession, ThreadedSession};
 use rpc_core::{LocalSession, RpcError, SharedSession};
+use rpc_server::cli::Failure;
+use rpc_server::config::{ListenAddress, ServeConfig, ServeError, TrackerAddress, TrackerConfig};
+use rpc_server::tracker::Tracker;
+use rpc_server::{RpcServer, ServerProcess};
 use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{
     Address, Certificate, Connector, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, TokioSpawner,
 };
 
 use super::functions::registry;
-use crate::cli::bench::{Certificates, announce, exit_with_stdin};
-use crate::cli::failure::Failure;
-use crate::config::{ListenAddress, ServeConfig, ServeError, TrackerAddress, TrackerConfig};
-use crate::server::RpcServer;
-use crate::spawn::ServerProcess;
-use crate::tracker::Tracker;
+use crate::certificates::Certificates;
+use crate::child_process::{announce, exit_with_stdin};
 
-/// A way to launch workers.
+/// Kind of launch of the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Over {
+pub(super) enum Launch {
     Threads,
     Processes,
     Tcp,
@@ -35,92 +35,92 @@ pub(super) enum Over {
     Relay,
 }
 
-impl Over {
+impl Launch {
     pub(super) fn has_nodes(self) -> bool {
         !matches!(self, Self::Threads | Self::Processes)
     }
 }
 
-impl fmt::Display for Over {
+impl fmt::Display for Launch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.to_possible_value().map_or(Ok(()), |value| f.write_str(value.get_name()))
     }
 }
 
-/// All that sessions of one kind and size need, to be started any number of times.
-pub(super) struct Lab {
-    pub(super) over: Over,
+/// Servers and settings for sessions of one kind of launch and number of workers.
+pub(super) struct Testbed {
+    pub(super) launch: Launch,
     pub(super) workers: u32,
     nodes: Vec<ServerProcess>,
     connector: Connector,
-    /// The server that forwards, or the tracker.
-    between: Option<ServerProcess>,
+    /// Forwarding server of `chain`, or the tracker.
+    intermediary: Option<ServerProcess>,
     _folder: tempfile::TempDir,
 }
 
-impl Lab {
-    pub(super) fn set_up(over: Over, workers: u32, nodes: u32) -> Result<Self, Failure> {
+impl Testbed {
+    pub(super) fn set_up(launch: Launch, workers: u32, nodes: u32) -> Result<Self, Failure> {
         let folder = tempfile::tempdir().map_err(|error| Failure::local("cannot make a folder", error))?;
         let mut connector = Connector::new();
-        let certificates = match over {
-            Over::Quic => Some(Certificates::make(folder.path().join("certificates"))?),
+        let certificates = match launch {
+            Launch::Quic => Some(Certificates::make(folder.path().join("certificates"))?),
             _ => None,
         };
         if let Some(certificates) = &certificates {
-            connector = connector.tls(certificates.trust()?);
+            connector = connector.tls(certificates.client_tls()?);
         }
-        let scheme = if over == Over::Quic { "quic" } else { "tcp" };
+        let scheme = if launch == Launch::Quic { "quic" } else { "tcp" };
         let start = |flags: &[&str]| -> Result<ServerProcess, Failure> {
             let program = std::env::current_exe().map_err(|error| Failure::local("cannot find this program", error))?;
             let mut command = Command::new(program);
-            command.arg("disco-bench-node").arg(format!("{scheme}://127.0.0.1:0"));
+            command.arg("disco-node").arg(format!("{scheme}://127.0.0.1:0"));
             command.args(flags);
             if let Some(certificates) = &certificates {
                 command.arg("--certificates").arg(certificates.folder());
             }
             Ok(ServerProcess::spawn(command)?)
         };
-        let count = if over.has_nodes() { nodes.min(workers) } else { 0 };
-        let between = match over {
-            Over::Chain => Some(start(&["--forward"])?),
-            Over::Tracker => Some(start(&["--be-tracker"])?),
+        let count = if launch.has_nodes() { nodes.min(workers) } else { 0 };
+        let intermediary = match launch {
+            Launch::Chain => Some(start(&["--forward"])?),
+            Launch::Tracker => Some(start(&["--be-tracker"])?),
             _ => None,
         };
-        let address = between.as_ref().map_or_else(String::new, |between| between.address().to_owned());
-        let flags: &[&str] = match over {
-            Over::Tracker => &["--tracker", &address],
-            Over::Tree => &["--forward"],
+        let address = intermediary.as_ref().map_or_else(String::new, |intermediary| intermediary.address().to_owned());
+        let flags: &[&str] = match launch {
+            Launch::Tracker => &["--tracker", &address],
+            Launch::Tree => &["--forward"],
             _ => &[],
         };
         let nodes = (0..count).map(|_| start(flags)).collect::<Result<_, _>>()?;
-        if over == Over::Chain {
+        if launch == Launch::Chain {
             connector = connector.via(&address);
         }
-        Ok(Self { over, workers, nodes, connector, between, _folder: folder })
+        Ok(Self { launch, workers, nodes, connector, intermediary, _folder: folder })
     }
 
-    /// From nothing to a session.
+    /// Starts a session.
     pub(super) fn start(&self) -> disco::Result<DiscoSession> {
-        let session = match self.over {
-            Over::Threads => ThreadedSession::new(self.workers, 1).registry(registry()).start(),
-            Over::Processes => ProcessSession::new(self.workers, 1).start(),
-            Over::Tcp | Over::Quic | Over::Chain | Over::Tracker | Over::Tree | Over::Relay => {
+        let session = match self.launch {
+            Launch::Threads => ThreadedSession::new(self.workers, 1).registry(registry()).start(),
+            Launch::Processes => ProcessSession::new(self.workers, 1).start(),
+            Launch::Tcp | Launch::Quic | Launch::Chain | Launch::Tracker | Launch::Tree | Launch::Relay => {
                 let mut options = Options::default();
                 options.data_addresses = vec![Ipv4Addr::LOCALHOST.into(); self.nodes.len()];
-                if self.over == Over::Relay {
+                if self.launch == Launch::Relay {
                     options.allow_controller_relay = true;
-                    options.advertise = Some(Advertise::new(|_, _| NOWHERE));
+                    options.advertise = Some(Advertise::new(|_, _| UNREACHABLE));
                 }
                 let nodes = self.nodes.len() as u32;
                 let per_node = self.workers / nodes.max(1);
-                let mut session = match &self.between {
-                    Some(tracker) if self.over == Over::Tracker => {
+                let mut session = match &self.intermediary {
+                    Some(tracker) if self.launch == Launch::Tracker => {
                         let all = ServerRequest::new(KEY).count(nodes).distinct();
                         SocketSession::from_tracker(tracker.address(), all, per_node, 1)
                     }
                     _ => SocketSession::new(self.nodes.iter().map(ServerProcess::address), per_node, 1),
                 };
-                if self.over == Over::Tree {
+                if self.launch == Launch::Tree {
                     session = session.fan_out(1);
                 }
                 session.connector(self.connector.clone()).options(options).start()
@@ -130,32 +130,32 @@ impl Lab {
     }
 }
 
-/// What nodes register as.
-const KEY: &str = "disco-bench";
+/// Key under which nodes register.
+const KEY: &str = "rpc-bench";
 
-/// Nobody listens there.
-const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 7, 7, 7)), 1);
+/// Address on which nothing listens.
+const UNREACHABLE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 7, 7, 7)), 1);
 
 #[derive(Args, Debug)]
-pub(in crate::cli) struct NodeArgs {
-    /// Where to listen
+pub(crate) struct NodeArgs {
+    /// Address to listen on
     listen: Address,
-    /// Forward to anywhere
+    /// Forward to any address
     #[arg(long)]
     forward: bool,
-    /// A folder with certificates
+    /// Folder with certificates
     #[arg(long)]
     certificates: Option<PathBuf>,
-    /// Register there
+    /// Tracker to register with
     #[arg(long)]
     tracker: Option<TrackerAddress>,
-    /// Be that
+    /// Run as a tracker
     #[arg(long)]
     be_tracker: bool,
 }
 
-/// Is a node, until standard input ends.
-pub(in crate::cli) fn run_node(args: NodeArgs) -> Result<(), Failure> {
+/// Runs as a node until standard input ends.
+pub(crate) fn run_node(args: NodeArgs) -> Result<(), Failure> {
     let listen = vec![ListenAddress(args.listen.clone())];
     let failed = |error: ServeError| Failure::local("cannot serve", std::io::Error::other(error));
     if args.be_tracker {
@@ -179,7 +179,7 @@ pub(in crate::cli) fn run_node(args: NodeArgs) -> Result<(), Failure> {
             .map_err(failed);
     }
     let mut options = ListenOptions::default();
-    if let Some(certificates) = args.certificates.map(Certificates::made) {
+    if let Some(certificates) = args.certificates.map(Certificates::existing) {
         let read = |path: PathBuf| std::fs::read(&path).map_err(|error| Failure::file("cannot read", &path, error));
         let (chain, key) = (read(certificates.certificate())?, read(certificates.key())?);
         let tls = Certificate::from_pem(&chain, &key).and_then(|certificate| ServerTls::new(certificate, None));

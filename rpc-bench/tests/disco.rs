@@ -1,20 +1,20 @@
-//! `rpc-cli disco-bench`, as the program that it is.
+//! `rpc-bench disco` as a program.
 
-// A test that panics has failed, which is what is wanted of it.
+// A test fails by a panic.
 #![allow(clippy::unwrap_used)]
 
 use std::process::Command;
 
 use serde_json::Value as Json;
 
-const ONCE: [&str; 6] = ["disco-bench", "--json", "--iterations", "1", "--seconds", "0"];
+const ONCE: [&str; 6] = ["disco", "--json", "--iterations", "1", "--seconds", "0"];
 
 const KEYS: [&str; 11] =
     ["over", "workers", "case", "bytes", "unit", "median", "p99", "n", "better", "algorithm_gb_s", "bus_gb_s"];
 
 /// The exit code, standard output, standard error.
 fn cli(args: &[&str]) -> (i32, String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_rpc-cli")).args(args).output().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_rpc-bench")).args(args).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
 }
@@ -95,7 +95,7 @@ fn bus_bandwidth_follows_from_the_algorithm_and_the_number_of_workers() {
 #[test]
 fn a_table_is_printed_for_people() {
     let (code, stdout, stderr) =
-        cli(&["disco-bench", "--workers=2", "--over=threads", "--cases=round_trip", "--iterations=1", "--seconds=0"]);
+        cli(&["disco", "--workers=2", "--over=threads", "--cases=round_trip", "--iterations=1", "--seconds=0"]);
     assert_eq!(code, 0, "{stderr}");
     assert!(stdout.contains("algorithm") && stdout.contains("round_trip"), "{stdout}");
 }
@@ -109,10 +109,10 @@ fn what_cannot_be_measured_is_refused() {
         (&["--sizes", "1B"], "--sizes are from 4B"),
         (&["--sizes", "much"], "much"),
         (&["--cases", "nothing"], "there is no case 'nothing'"),
-        (&["--seconds=-1"], "--seconds is a time"),
+        (&["--seconds=-1"], "--seconds must be a time"),
         (&["--iterations", "0"], "0"),
     ] {
-        let (code, _, stderr) = cli(&[&["disco-bench"], args].concat());
+        let (code, _, stderr) = cli(&[&["disco"], args].concat());
         assert_eq!(code, 2, "{args:?}: {stderr}");
         assert!(stderr.contains(said), "{args:?}: {stderr}");
     }

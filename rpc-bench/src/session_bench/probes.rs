@@ -1,4 +1,4 @@
-//! Our own sessions under test: each function makes a probe of one kind.
+//! Probes of our own sessions.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -6,14 +6,13 @@ use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::{DataType, Device, Pending, RemoteFunction, RemoteObject, Session};
+use rpc_server::cli::{Failure, close};
 use rpc_transports::Connector;
 use tokio::runtime::Runtime;
 
 use super::cases::{Probe, rate, timed};
-use crate::cli::connect::close;
-use crate::cli::failure::Failure;
 
-/// Round trips of `name`, one after the other, in µs.
+/// Returns a probe of round trips of the function `name`, one after the other, in µs.
 pub(super) fn calls(runtime: &Rc<Runtime>, session: &Session, name: &str) -> Result<Probe, Failure> {
     let runtime = runtime.clone();
     let function = runtime.block_on(session.get_function(name).into_future())?;
@@ -34,7 +33,7 @@ fn small_call(function: &RemoteFunction) -> Pending<rpc_core::Value> {
     function.call((7,)).start()
 }
 
-/// As [`calls`], by a client that works on the caller's thread.
+/// Returns a probe as [`calls`] does, with a client that works on the caller's thread.
 pub(super) fn blocking_calls(connector: &Connector, address: &str) -> Result<Probe, Failure> {
     let session = connector.connect_blocking(address).map_err(Failure::Connect)?;
     let echo = session.get_function("rpc.echo").wait()?;
@@ -49,10 +48,10 @@ pub(super) fn blocking_calls(connector: &Connector, address: &str) -> Result<Pro
     }))
 }
 
-/// Calls in flight.
+/// Number of calls in flight.
 pub(super) const WINDOW: usize = 64;
 
-/// Calls per second with [`WINDOW`] of them in flight; a sample is `batch` calls.
+/// Returns a probe of calls per second with [`WINDOW`] of them in flight. A sample is `batch` calls.
 pub(super) fn pipelined(runtime: &Rc<Runtime>, session: &Session, batch: usize) -> Result<Probe, Failure> {
     let runtime = runtime.clone();
     let echo = runtime.block_on(session.get_function("rpc.echo").into_future())?;
@@ -81,7 +80,8 @@ pub(super) fn pipelined(runtime: &Rc<Runtime>, session: &Session, batch: usize) 
     }))
 }
 
-/// Objects made and dropped per second, [`WINDOW`] of them being made at a time; a sample is `batch` objects.
+/// Returns a probe of objects created and dropped per second, with [`WINDOW`] creations in flight. A sample is `batch`
+/// objects.
 pub(super) fn object_churn(runtime: &Rc<Runtime>, session: &Session, batch: usize) -> Result<Probe, Failure> {
     let runtime = runtime.clone();
     let new = runtime.block_on(session.get_function("rpc.new_object").into_future())?;
@@ -103,7 +103,7 @@ pub(super) fn object_churn(runtime: &Rc<Runtime>, session: &Session, batch: usiz
                 for pending in window {
                     drop(pending.await?);
                 }
-                // What was dropped last has been freed when this comes back.
+                // Requests are executed in order, so the last object has been freed when this call returns.
                 small_call(&echo).await?;
                 samples.push(rate(batch, start));
             }
@@ -112,7 +112,7 @@ pub(super) fn object_churn(runtime: &Rc<Runtime>, session: &Session, batch: usiz
     }))
 }
 
-/// From nothing to a session, in µs.
+/// Returns a probe of the time to open a session, in µs.
 pub(super) fn connects(runtime: &Rc<Runtime>, connector: &Connector, address: &str) -> Probe {
     let (runtime, connector, address) = (runtime.clone(), connector.clone(), address.to_owned());
     Box::new(move |count| {
@@ -129,7 +129,7 @@ pub(super) fn connects(runtime: &Rc<Runtime>, connector: &Connector, address: &s
     })
 }
 
-/// Copies into a tensor, in GB/s.
+/// Returns a probe of copies into a tensor, in GB/s.
 pub(super) fn copies_to(runtime: &Rc<Runtime>, session: &Session, data: Bytes) -> Result<Probe, Failure> {
     let (runtime, session) = (runtime.clone(), session.clone());
     let tensor = runtime.block_on(session.alloc(Device::cpu(), DataType::U8, &[data.len() as i64]).into_future())?;
@@ -146,7 +146,7 @@ pub(super) fn copies_to(runtime: &Rc<Runtime>, session: &Session, data: Bytes) -
     }))
 }
 
-/// Copies out of a tensor into the same buffer each time, in GB/s.
+/// Returns a probe of copies out of a tensor into one buffer that is reused, in GB/s.
 pub(super) fn copies_from(runtime: &Rc<Runtime>, session: &Session, len: usize) -> Result<Probe, Failure> {
     let (runtime, session) = (runtime.clone(), session.clone());
     let tensor = runtime.block_on(session.alloc(Device::cpu(), DataType::U8, &[len as i64]).into_future())?;

@@ -1,60 +1,59 @@
-//! The servers that a bench starts: this program again, in processes of their own.
+//! Servers that the bench starts: this program again, in child processes.
 
-use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::{Args, ValueEnum};
+use rpc_server::cli::Failure;
+use rpc_server::config::ServeConfig;
+use rpc_server::{RpcServer, ServerProcess};
 use rpc_transports::Address;
 
-use super::secure::Certificates;
-use super::{bare, pin};
-use crate::cli::failure::Failure;
-use crate::config::ServeConfig;
-use crate::server::RpcServer;
-use crate::spawn::ServerProcess;
+use super::{bare, core_affinity};
+use crate::certificates::Certificates;
+use crate::child_process::{announce, exit_with_stdin};
 
-/// What a child is.
+/// Role of a child process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Part {
-    /// A server of ours, as `rpc-server serve` runs it.
+pub(super) enum Role {
+    /// Server of ours, as `rpc-server serve` runs it.
     Server,
     /// Bare tokio, on one thread.
     Tokio,
-    /// Bare std sockets, a thread for each connection.
+    /// Bare std sockets, one thread per connection.
     Std,
-    /// Bare tokio that passes bytes on.
+    /// Bare tokio that forwards bytes.
     Relay,
 }
 
 #[derive(Args, Debug)]
 pub(crate) struct ChildArgs {
-    part: Part,
-    /// Where to listen
+    role: Role,
+    /// Address to listen on
     listen: Address,
-    /// What to forward to: all that a server may be used to reach, or the end of a relay
+    /// Address to which a server may forward, or to which a relay forwards
     forward: Option<String>,
     #[arg(long)]
     core: Option<usize>,
     #[arg(long)]
     workdir: Option<PathBuf>,
-    /// A folder with certificates
+    /// Folder with certificates
     #[arg(long)]
     certificates: Option<PathBuf>,
 }
 
-/// Starts children, and keeps what they need.
+/// Starter of child servers, and owner of their files.
 #[derive(Debug)]
-pub(super) struct Nursery {
-    /// Sockets and workspaces; removed with this.
+pub(super) struct ChildServers {
+    /// Folder of sockets and workspaces, removed on drop.
     folder: tempfile::TempDir,
     scheme: &'static str,
-    /// For `tls` and `quic`.
+    /// Present for `tls` and `quic`.
     certificates: Option<Certificates>,
     children: std::cell::Cell<usize>,
 }
 
-impl Nursery {
+impl ChildServers {
     pub(super) fn new(scheme: &'static str) -> Result<Self, Failure> {
         let folder = tempfile::tempdir().map_err(|error| Failure::local("cannot make a folder for sockets", error))?;
         let certificates = match scheme {
@@ -64,7 +63,7 @@ impl Nursery {
         Ok(Self { folder, scheme, certificates, children: 0.into() })
     }
 
-    /// Those of the servers, if they need any.
+    /// Returns the certificates of the servers, if their transport needs any.
     pub(super) fn certificates(&self) -> Option<&Certificates> {
         self.certificates.as_ref()
     }
@@ -72,7 +71,7 @@ impl Nursery {
     /// Starts a child and waits until it listens.
     pub(super) fn start(
         &self,
-        part: Part,
+        role: Role,
         forward: Option<&str>,
         core: Option<usize>,
     ) -> Result<ServerProcess, Failure> {
@@ -84,8 +83,8 @@ impl Nursery {
         };
         let program = std::env::current_exe().map_err(|error| Failure::local("cannot find this program", error))?;
         let mut command = Command::new(program);
-        let name = part.to_possible_value();
-        command.arg("bench-child").arg(name.as_ref().map_or("", |name| name.get_name())).arg(listen);
+        let name = role.to_possible_value();
+        command.arg("session-server").arg(name.as_ref().map_or("", |name| name.get_name())).arg(listen);
         command.args(forward).arg("--workdir").arg(self.path(&format!("workdir-{number}")));
         if let Some(certificates) = &self.certificates {
             command.arg("--certificates").arg(certificates.folder());
@@ -101,26 +100,26 @@ impl Nursery {
     }
 }
 
-/// Is such a child, until standard input ends.
-pub(in crate::cli) fn run_child(args: ChildArgs) -> Result<(), Failure> {
-    pin::pin(args.core)?;
-    match args.part {
-        Part::Server => serve(args),
-        Part::Std => {
+/// Runs as a child server until standard input ends.
+pub(crate) fn run_child(args: ChildArgs) -> Result<(), Failure> {
+    core_affinity::pin_thread(args.core)?;
+    match args.role {
+        Role::Server => serve(args),
+        Role::Std => {
             let listener = bare::std_listener(&args.listen)?;
             announce(&listener.address()?);
             exit_with_stdin()?;
             bare::serve_std(&listener)
         }
-        Part::Tokio | Part::Relay => crate::cli::runtime()?.block_on(async {
-            let certificates = args.certificates.map(Certificates::made);
+        Role::Tokio | Role::Relay => rpc_server::cli::runtime()?.block_on(async {
+            let certificates = args.certificates.map(Certificates::existing);
             let listener = bare::listener(&args.listen, certificates.as_ref()).await?;
             announce(&listener.address()?);
             exit_with_stdin()?;
             match &args.forward {
-                Some(target) if args.part == Part::Relay => {
-                    let dialler = bare::Dialler::new(args.listen.scheme(), certificates.as_ref())?;
-                    bare::relay(&listener, target, dialler).await
+                Some(target) if args.role == Role::Relay => {
+                    let connector = bare::Connector::new(args.listen.scheme(), certificates.as_ref())?;
+                    bare::relay(&listener, target, connector).await
                 }
                 _ => bare::serve(&listener).await,
             }
@@ -134,36 +133,18 @@ fn serve(args: ChildArgs) -> Result<(), Failure> {
     config.exit_with_stdin = true;
     config.allow_forward = args.forward.into_iter().collect();
     config.workdir = args.workdir.unwrap_or(config.workdir);
-    if let Some(certificates) = args.certificates.map(Certificates::made) {
+    if let Some(certificates) = args.certificates.map(Certificates::existing) {
         config.cert = Some(certificates.certificate());
         config.cert_key = Some(certificates.key());
         config.forward_ca = Some(certificates.authority());
     }
     let server = RpcServer::builder().config(config).build();
     let outcome = match args.core {
-        Some(_) => crate::cli::runtime()?.block_on(server.run_until_signal()),
+        Some(_) => rpc_server::cli::runtime()?.block_on(server.run_until_signal()),
         None => server.run_blocking(),
     };
-    match crate::exit::of_server(&outcome) {
+    match rpc_server::exit::of_server(&outcome) {
         0 => Ok(()),
-        code => Err(Failure::Told(code)),
+        code => Err(Failure::Reported(code)),
     }
-}
-
-/// In the words of every server.
-pub(in crate::cli) fn announce(address: &str) {
-    let mut stdout = io::stdout().lock();
-    let _ = writeln!(stdout, "listening on {address}").and_then(|()| stdout.flush());
-}
-
-/// Ends this process with its parent, whose end closes the pipe.
-pub(in crate::cli) fn exit_with_stdin() -> Result<(), Failure> {
-    let watch = || {
-        let mut buffer = [0; 64];
-        // Nothing is ever written to it.
-        while io::stdin().read(&mut buffer).is_ok_and(|count| count > 0) {}
-        std::process::exit(0);
-    };
-    let started = std::thread::Builder::new().name("stdin".to_owned()).spawn(watch);
-    started.map(drop).map_err(|error| Failure::local("cannot start a thread", error))
 }

@@ -1,21 +1,21 @@
-//! Samples, and what is said about them.
+//! Samples, and the numbers that are reported of them.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// When a case has been measured enough.
+/// Limits that end the measurement of a case.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    /// Samples of ours.
-    pub(super) iterations: usize,
-    /// Time, of all sides together.
-    pub(super) time: Duration,
+pub(crate) struct Limits {
+    /// Maximum number of samples of our probe.
+    pub(crate) iterations: usize,
+    /// Time of all probes together.
+    pub(crate) time: Duration,
 }
 
-/// What a sample measures.
+/// Unit of a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unit {
+pub(crate) enum Unit {
     Micros,
     GigabytesPerSecond,
     CallsPerSecond,
@@ -23,7 +23,7 @@ pub(super) enum Unit {
 }
 
 impl Unit {
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Micros => "µs",
             Self::GigabytesPerSecond => "GB/s",
@@ -37,31 +37,31 @@ impl Unit {
     }
 }
 
-/// The result of one case: a line of the JSON output.
+/// Result of one case: a line of the JSON output.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(super) struct Line {
-    pub(super) suite: String,
-    pub(super) case: String,
-    pub(super) unit: &'static str,
-    pub(super) median: f64,
-    /// The slow end.
-    pub(super) p99: f64,
-    pub(super) n: usize,
-    /// `lower` or `higher`: of the values and of the ratios.
-    pub(super) better: &'static str,
+pub(crate) struct CaseResult {
+    pub(crate) suite: String,
+    pub(crate) case: String,
+    pub(crate) unit: &'static str,
+    pub(crate) median: f64,
+    /// 99th percentile, counted from the fast end.
+    pub(crate) p99: f64,
+    pub(crate) n: usize,
+    /// `lower` or `higher`: the better direction of values and ratios.
+    pub(crate) better: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) baseline: Option<f64>,
+    pub(crate) baseline: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) ratio: Option<f64>,
+    pub(crate) ratio: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) direct: Option<f64>,
+    pub(crate) direct: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) ratio_direct: Option<f64>,
+    pub(crate) ratio_direct: Option<f64>,
 }
 
-impl Line {
-    /// A line without comparisons.
-    pub(super) fn new(suite: &str, case: &str, unit: Unit, samples: &Samples) -> Self {
+impl CaseResult {
+    /// Returns a result without comparisons.
+    pub(crate) fn new(suite: &str, case: &str, unit: Unit, samples: &Samples) -> Self {
         let slow = if unit.lower_is_better() { 0.99 } else { 0.01 };
         Self {
             suite: suite.to_owned(),
@@ -79,25 +79,25 @@ impl Line {
     }
 }
 
-/// The samples of one side, in blocks that were measured in turn with those of the other sides.
+/// Samples of one probe, in blocks that were measured in turn with those of the other probes.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Samples {
+pub(crate) struct Samples {
     all: Vec<f64>,
-    /// The median of each block.
+    /// Median of each block.
     blocks: Vec<f64>,
 }
 
 impl Samples {
-    pub(super) fn add_block(&mut self, block: &[f64]) {
+    pub(crate) fn add_block(&mut self, block: &[f64]) {
         self.blocks.push(quantile(block, 0.5));
         self.all.extend_from_slice(block);
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.all.len()
     }
 
-    pub(super) fn median(&self) -> f64 {
+    pub(crate) fn median(&self) -> f64 {
         quantile(&self.all, 0.5)
     }
 
@@ -105,25 +105,25 @@ impl Samples {
         quantile(&self.all, fraction)
     }
 
-    /// The median of the ratios of neighbouring blocks: the machine was in the same mood for both.
-    pub(super) fn ratio_to(&self, other: &Self) -> f64 {
+    /// Returns the median of the ratios of neighbouring blocks, which were measured under the same conditions.
+    pub(crate) fn ratio_to(&self, other: &Self) -> f64 {
         let ratios: Vec<f64> = self.blocks.iter().zip(&other.blocks).map(|(ours, theirs)| ours / theirs).collect();
         quantile(&ratios, 0.5)
     }
 }
 
-/// The value that this fraction of the samples does not exceed; half-way values are those of the two neighbours' middle.
-pub(in crate::cli) fn quantile(samples: &[f64], fraction: f64) -> f64 {
+/// Returns the value that this fraction of the samples does not exceed, interpolated between neighbours.
+pub(crate) fn quantile(samples: &[f64], fraction: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     let Some(last) = sorted.len().checked_sub(1) else { return 0.0 };
-    let place = last as f64 * fraction;
-    let (below, above) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
-    below + (above - below) * place.fract()
+    let position = last as f64 * fraction;
+    let (below, above) = (sorted[position.floor() as usize], sorted[position.ceil() as usize]);
+    below + (above - below) * position.fract()
 }
 
-/// Five significant digits: more say nothing.
-pub(in crate::cli) fn rounded(value: f64) -> f64 {
+/// Rounds to five significant digits.
+pub(crate) fn rounded(value: f64) -> f64 {
     if value == 0.0 || !value.is_finite() {
         return value;
     }
@@ -154,7 +154,7 @@ mod tests {
     fn the_slow_end_of_a_rate_is_the_low_one() {
         let mut samples = Samples::default();
         samples.add_block(&(1..=100).map(f64::from).collect::<Vec<_>>());
-        assert!(Line::new("tcp", "call", Unit::Micros, &samples).p99 > 98.0);
-        assert!(Line::new("tcp", "copy", Unit::GigabytesPerSecond, &samples).p99 < 3.0);
+        assert!(CaseResult::new("tcp", "call", Unit::Micros, &samples).p99 > 98.0);
+        assert!(CaseResult::new("tcp", "copy", Unit::GigabytesPerSecond, &samples).p99 < 3.0);
     }
 }

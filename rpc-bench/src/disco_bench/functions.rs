@@ -1,32 +1,33 @@
-//! What the workers of a bench can do.
+//! Functions of the workers.
 
 use std::time::Instant;
 
 use disco::{ReduceOp, Scope, WorkerContext, WorkerId};
 use rpc_core::{DataType, Registry, Result, RpcError, Tensor};
 
-/// Does nothing.
-pub(super) const NOTHING: &str = "bench.nothing";
+/// Name of a function that does nothing.
+pub(super) const EMPTY: &str = "bench.empty";
 
-/// Takes part in a collective again and again: its name, the elements of the larger side, how many calls are timed together, how often that is done.
-/// Returns the seconds of one call, for each time.
+/// Name of a function that takes part in a collective repeatedly. Its arguments are the name of the collective, the
+/// elements of the larger side, the calls that are timed together, and the number of such batches. It returns the seconds
+/// of one call for each batch.
 pub(super) const COLLECTIVE: &str = "bench.collective";
 
-/// The functions of workers.
+/// Returns the functions of workers.
 pub(super) fn registry() -> Registry {
     let registry = Registry::new();
-    registry.add_inline(NOTHING, || ()).add(COLLECTIVE, collective);
+    registry.add_inline(EMPTY, || ()).add(COLLECTIVE, collective);
     registry
 }
 
-/// Is a worker process, and does not return, if this process was started as one.
-pub(in crate::cli) fn serve_if_worker() {
+/// Runs as a worker, and does not return, if this process was started as one.
+pub(crate) fn serve_if_worker() {
     disco::serve_if_worker(&registry());
 }
 
 fn collective(worker: WorkerContext, name: String, elements: u64, batch: u32, batches: u32) -> Result<Vec<f64>> {
     let mut call = prepare(&worker, &name, elements)?;
-    // The first ones touch memory for the first time.
+    // The first calls touch new memory, which is slower.
     call()?;
     call()?;
     (0..batches)
@@ -36,14 +37,14 @@ fn collective(worker: WorkerContext, name: String, elements: u64, batch: u32, ba
             for _ in 0..batch {
                 call()?;
             }
-            // The time until all have it, and not only this worker.
+            // The measured time ends when all workers have the result.
             worker.barrier(Scope::World)?;
             Ok(began.elapsed().as_secs_f64() / f64::from(batch.max(1)))
         })
         .collect()
 }
 
-/// One call of a collective on tensors of this worker.
+/// Returns a function that makes one call of a collective on tensors of this worker.
 fn prepare<'a>(worker: &'a WorkerContext, name: &str, elements: u64) -> Result<Box<dyn FnMut() -> Result<()> + 'a>> {
     let world = Scope::World;
     let (whole, part) = (elements, elements / u64::from(worker.world_size()));

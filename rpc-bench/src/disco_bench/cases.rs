@@ -1,17 +1,17 @@
-//! The cases, each measured on a session of its own kind and size.
+//! Cases, measured on one session for each kind of launch and number of workers.
 
 use std::time::{Duration, Instant};
 
 use disco::{Content, DPackedFunc, DRef, DiscoSession, WorkerId};
 use rpc_core::{Tensor, Value};
+use rpc_server::cli::Failure;
 use serde::Serialize;
 
-use super::functions::{COLLECTIVE, NOTHING};
-use super::launch::Lab;
-use crate::cli::bench::{quantile, rounded};
-use crate::cli::failure::Failure;
+use super::functions::{COLLECTIVE, EMPTY};
+use super::launch::Testbed;
+use crate::statistics::{Limits, quantile, rounded};
 
-/// All cases, in the order in which they are measured.
+/// Names of all cases, in the order in which they are measured.
 pub(super) const NAMES: [&str; 17] = [
     "start",
     "issue",
@@ -32,69 +32,62 @@ pub(super) const NAMES: [&str; 17] = [
     "barrier",
 ];
 
-/// When a case has been measured enough.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    pub(super) iterations: usize,
-    pub(super) time: Duration,
-}
-
-/// Samples that are taken whatever the time limit says.
+/// Samples that are taken regardless of the time limit.
 const MIN_SAMPLES: usize = 5;
 
-/// The result of one case: a line of the JSON output. What does not apply is null.
+/// Result of one case: a line of the JSON output. Fields that do not apply are null.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Line {
+pub(super) struct CaseResult {
     pub(super) over: String,
     pub(super) workers: u32,
     pub(super) case: &'static str,
     pub(super) bytes: Option<u64>,
     pub(super) unit: &'static str,
     pub(super) median: f64,
-    /// The slow end.
+    /// 99th percentile, counted from the fast end.
     pub(super) p99: f64,
     pub(super) n: usize,
-    /// `lower` or `higher`.
+    /// `lower` or `higher`: the better direction.
     pub(super) better: &'static str,
     pub(super) algorithm_gb_s: Option<f64>,
     pub(super) bus_gb_s: Option<f64>,
 }
 
-/// What is measured: sessions of one kind and size, of which one is kept for most cases.
+/// Measured configuration: one kind of launch and number of workers, with a session that most cases share.
 pub(super) struct Subject<'a> {
-    // The session ends before what it stands on.
+    // Dropped before the servers of the testbed.
     session: Option<Open>,
-    lab: Lab,
+    testbed: Testbed,
     limits: Limits,
     sizes: &'a [usize],
 }
 
-/// A session, and its functions.
+/// Session and its functions.
 struct Open {
     session: DiscoSession,
-    nothing: DPackedFunc,
+    empty: DPackedFunc,
     collective: DPackedFunc,
 }
 
 impl<'a> Subject<'a> {
-    pub(super) fn new(lab: Lab, limits: Limits, sizes: &'a [usize]) -> Self {
-        Self { session: None, lab, limits, sizes }
+    pub(super) fn new(testbed: Testbed, limits: Limits, sizes: &'a [usize]) -> Self {
+        Self { session: None, testbed, limits, sizes }
     }
 
-    /// Measures a case, over all sizes if it has any. None where there are too few workers for it.
-    pub(super) fn measure(&mut self, name: &'static str) -> Result<Vec<Line>, Failure> {
+    /// Measures a case, for each size if it has sizes. Returns no result if there are too few workers for it.
+    pub(super) fn measure(&mut self, name: &'static str) -> Result<Vec<CaseResult>, Failure> {
         if name == "start" {
             return Ok(vec![self.starts()?]);
         }
-        if self.lab.workers == 1 && (name.ends_with("_last") || name == "send_recv") {
+        if self.testbed.workers == 1 && (name.ends_with("_last") || name == "send_recv") {
             return Ok(Vec::new());
         }
         if self.session.is_none() {
-            let session = self.lab.start()?;
-            let nothing = session.get_global_func(NOTHING)?;
+            let session = self.testbed.start()?;
+            let empty = session.get_global_func(EMPTY)?;
             let collective = session.get_global_func(COLLECTIVE)?;
             session.sync_all().wait()?;
-            self.session = Some(Open { session, nothing, collective });
+            self.session = Some(Open { session, empty, collective });
         }
         let Some(open) = &self.session else { return Ok(Vec::new()) };
         let largest = self.sizes.iter().copied().max().unwrap_or(0);
@@ -103,17 +96,17 @@ impl<'a> Subject<'a> {
             "round_trip" => vec![self.round_trips(open)?],
             "copy_to_0" | "copy_from_0" => vec![self.copies(open, name, WorkerId(0), largest)?],
             "copy_to_last" | "copy_from_last" => {
-                vec![self.copies(open, name, WorkerId(self.lab.workers - 1), largest)?]
+                vec![self.copies(open, name, WorkerId(self.testbed.workers - 1), largest)?]
             }
             "barrier" => vec![self.collective(open, name, 0)?],
             _ => self.sizes.iter().map(|bytes| self.collective(open, name, *bytes)).collect::<Result<_, _>>()?,
         })
     }
 
-    fn starts(&self) -> Result<Line, Failure> {
+    fn starts(&self) -> Result<CaseResult, Failure> {
         let samples = self.samples(|| {
             let began = Instant::now();
-            let session = self.lab.start()?;
+            let session = self.testbed.start()?;
             let took = began.elapsed();
             session.shutdown().wait()?;
             Ok(took.as_secs_f64() * 1e3)
@@ -121,14 +114,14 @@ impl<'a> Subject<'a> {
         Ok(self.line("start", "ms", &samples))
     }
 
-    /// Batches of calls that are as long as they take at least 20 ms.
-    fn commands(&self, open: &Open, name: &'static str) -> Result<Line, Failure> {
+    /// Measures batches of calls that take at least 20 ms each.
+    fn commands(&self, open: &Open, name: &'static str) -> Result<CaseResult, Failure> {
         let mut batch = 64;
         let rate = |batch: usize, took: Duration| batch as f64 / took.as_secs_f64().max(1e-9);
         let run = |batch: usize| -> Result<(Duration, Duration), Failure> {
             let began = Instant::now();
             for _ in 0..batch {
-                open.nothing.call(())?;
+                open.empty.call(())?;
             }
             let issued = began.elapsed();
             open.session.sync_all().wait()?;
@@ -144,17 +137,17 @@ impl<'a> Subject<'a> {
         Ok(self.line(name, "calls/s", &samples))
     }
 
-    fn round_trips(&self, open: &Open) -> Result<Line, Failure> {
+    fn round_trips(&self, open: &Open) -> Result<CaseResult, Failure> {
         let samples = self.samples(|| {
             let began = Instant::now();
-            open.nothing.call(())?;
+            open.empty.call(())?;
             open.session.sync_all().wait()?;
             Ok(began.elapsed().as_secs_f64() * 1e6)
         })?;
         Ok(self.line("round_trip", "µs", &samples))
     }
 
-    fn copies(&self, open: &Open, name: &'static str, worker: WorkerId, bytes: usize) -> Result<Line, Failure> {
+    fn copies(&self, open: &Open, name: &'static str, worker: WorkerId, bytes: usize) -> Result<CaseResult, Failure> {
         let Open { session, .. } = open;
         let elements = bytes / 4;
         let source = Tensor::from_slice([elements as i64], &vec![1.0_f32; elements])?;
@@ -185,9 +178,9 @@ impl<'a> Subject<'a> {
         Ok(line)
     }
 
-    fn collective(&self, open: &Open, name: &'static str, bytes: usize) -> Result<Line, Failure> {
-        let workers = self.lab.workers as usize;
-        // So that it can be shared.
+    fn collective(&self, open: &Open, name: &'static str, bytes: usize) -> Result<CaseResult, Failure> {
+        let workers = self.testbed.workers as usize;
+        // Rounded so that the elements divide evenly among the workers.
         let elements = if bytes == 0 { 0 } else { (bytes / 4 / workers * workers).max(workers) };
         let run = |batch: u32, batches: u32| -> Result<Vec<f64>, Failure> {
             let times = open.collective.call((name, elements as u64, batch, batches))?;
@@ -222,11 +215,11 @@ impl<'a> Subject<'a> {
         Ok(samples)
     }
 
-    fn line(&self, case: &'static str, unit: &'static str, samples: &[f64]) -> Line {
+    fn line(&self, case: &'static str, unit: &'static str, samples: &[f64]) -> CaseResult {
         let lower_is_better = matches!(unit, "µs" | "ms");
-        Line {
-            over: self.lab.over.to_string(),
-            workers: self.lab.workers,
+        CaseResult {
+            over: self.testbed.launch.to_string(),
+            workers: self.testbed.workers,
             case,
             bytes: None,
             unit,
@@ -242,23 +235,23 @@ impl<'a> Subject<'a> {
 
 impl Drop for Subject<'_> {
     fn drop(&mut self) {
-        if let Some(Open { session, nothing, collective }) = self.session.take() {
-            drop((nothing, collective));
-            // What it could say has been said by the cases.
+        if let Some(Open { session, empty, collective }) = self.session.take() {
+            drop((empty, collective));
+            // The cases have reported errors of the session already.
             let _ = session.shutdown().wait();
         }
     }
 }
 
-/// The times that worker 0 has measured.
+/// Fetches the times that worker 0 has measured.
 fn times_of(session: &DiscoSession, times: &DRef) -> Result<Vec<f64>, Failure> {
     let Content::Value(Value::List(times)) = session.debug_get_from_remote(times, WorkerId(0)).wait()? else {
-        return Err(Failure::Remote(rpc_core::RpcError::internal("a worker has measured nothing")));
+        return Err(Failure::Remote(rpc_core::RpcError::internal("a worker has returned no times")));
     };
     Ok(times.into_iter().filter_map(|time| if let Value::Float(time) = time { Some(time) } else { None }).collect())
 }
 
-/// What nccl-tests multiplies the algorithm's bandwidth with.
+/// Returns the factor by which nccl-tests multiplies the bandwidth of the algorithm.
 fn bus_factor(name: &str, workers: f64) -> f64 {
     match name {
         "allreduce" => 2.0 * (workers - 1.0) / workers,

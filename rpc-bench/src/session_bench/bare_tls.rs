@@ -1,17 +1,14 @@
-//! Bare TLS and QUIC, and the certificates that a bench makes for all of its servers.
+//! Bare TLS and QUIC connections, for comparison with ours.
 
-use std::fs;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
-use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::SystemTime;
 
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{Connection, Endpoint, EndpointConfig, RecvStream, SendStream, TokioRuntime, TransportConfig};
-use rpc_transports::ClientTls;
+use rpc_server::cli::Failure;
 use rustls::RootCertStore;
 use rustls::crypto::ring;
 use rustls_pki_types::pem::PemObject;
@@ -21,77 +18,37 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 
-use crate::cli::failure::Failure;
-use crate::pki::CertificatePlan;
-
-/// Certificates for servers on this machine.
-#[derive(Clone, Debug)]
-pub(in crate::cli) struct Certificates(PathBuf);
-
-impl Certificates {
-    /// Makes them in `folder`.
-    pub(in crate::cli) fn make(folder: PathBuf) -> Result<Self, Failure> {
-        CertificatePlan::new(&folder).host("127.0.0.1".parse()?).write(SystemTime::now())?;
-        Ok(Self(folder))
-    }
-
-    /// Those that have been made in `folder`.
-    pub(in crate::cli) fn made(folder: PathBuf) -> Self {
-        Self(folder)
-    }
-
-    pub(in crate::cli) fn folder(&self) -> &Path {
-        &self.0
-    }
-
-    pub(in crate::cli) fn authority(&self) -> PathBuf {
-        self.0.join("ca.pem")
-    }
-
-    pub(in crate::cli) fn certificate(&self) -> PathBuf {
-        self.0.join("server.pem")
-    }
-
-    pub(in crate::cli) fn key(&self) -> PathBuf {
-        self.0.join("server.key")
-    }
-
-    /// For clients of ours. Connections are shared by those who come with the same one.
-    pub(in crate::cli) fn trust(&self) -> Result<ClientTls, Failure> {
-        let authority = fs::read(self.authority()).map_err(failed)?;
-        ClientTls::new(&authority, None).map_err(|error| failed(io::Error::other(error)))
-    }
-
-    fn server_config(&self) -> io::Result<Arc<rustls::ServerConfig>> {
-        let chain = CertificateDer::pem_file_iter(self.certificate()).map_err(io::Error::other)?;
-        let chain = chain.collect::<Result<_, _>>().map_err(io::Error::other)?;
-        let key = PrivateKeyDer::from_pem_file(self.key()).map_err(io::Error::other)?;
-        let builder = rustls::ServerConfig::builder_with_provider(Arc::new(ring::default_provider()));
-        let builder = builder.with_protocol_versions(&[&rustls::version::TLS13]).map_err(io::Error::other)?;
-        let mut config = builder.with_no_client_auth().with_single_cert(chain, key).map_err(io::Error::other)?;
-        // As ours, whose connections are not resumed either.
-        config.send_tls13_tickets = 0;
-        Ok(Arc::new(config))
-    }
-
-    fn client_config(&self) -> io::Result<Arc<rustls::ClientConfig>> {
-        let mut roots = RootCertStore::empty();
-        roots
-            .add(CertificateDer::from_pem_file(self.authority()).map_err(io::Error::other)?)
-            .map_err(io::Error::other)?;
-        let builder = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
-        let builder = builder.with_protocol_versions(&[&rustls::version::TLS13]).map_err(io::Error::other)?;
-        Ok(Arc::new(builder.with_root_certificates(roots).with_no_client_auth()))
-    }
-}
+use crate::certificates::Certificates;
 
 fn failed(source: io::Error) -> Failure {
     Failure::local("bare TLS or QUIC failed", source)
 }
 
+fn server_config(certificates: &Certificates) -> io::Result<Arc<rustls::ServerConfig>> {
+    let chain = CertificateDer::pem_file_iter(certificates.certificate()).map_err(io::Error::other)?;
+    let chain = chain.collect::<Result<_, _>>().map_err(io::Error::other)?;
+    let key = PrivateKeyDer::from_pem_file(certificates.key()).map_err(io::Error::other)?;
+    let builder = rustls::ServerConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let builder = builder.with_protocol_versions(&[&rustls::version::TLS13]).map_err(io::Error::other)?;
+    let mut config = builder.with_no_client_auth().with_single_cert(chain, key).map_err(io::Error::other)?;
+    // Connections of our TLS transport are not resumed either.
+    config.send_tls13_tickets = 0;
+    Ok(Arc::new(config))
+}
+
+fn client_config(certificates: &Certificates) -> io::Result<Arc<rustls::ClientConfig>> {
+    let mut roots = RootCertStore::empty();
+    roots
+        .add(CertificateDer::from_pem_file(certificates.authority()).map_err(io::Error::other)?)
+        .map_err(io::Error::other)?;
+    let builder = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let builder = builder.with_protocol_versions(&[&rustls::version::TLS13]).map_err(io::Error::other)?;
+    Ok(Arc::new(builder.with_root_certificates(roots).with_no_client_auth()))
+}
+
 pub(super) type BareTls = Box<TlsStream<TcpStream>>;
 
-/// Makes the other half of a TLS connection.
+/// Role of one side of a TLS connection.
 #[derive(Clone)]
 pub(super) enum Tls {
     Server(TlsAcceptor),
@@ -100,11 +57,11 @@ pub(super) enum Tls {
 
 impl Tls {
     pub(super) fn server(certificates: &Certificates) -> Result<Self, Failure> {
-        Ok(Self::Server(TlsAcceptor::from(certificates.server_config().map_err(failed)?)))
+        Ok(Self::Server(TlsAcceptor::from(server_config(certificates).map_err(failed)?)))
     }
 
     pub(super) fn client(certificates: &Certificates) -> Result<Self, Failure> {
-        Ok(Self::Client(TlsConnector::from(certificates.client_config().map_err(failed)?)))
+        Ok(Self::Client(TlsConnector::from(client_config(certificates).map_err(failed)?)))
     }
 
     pub(super) async fn secure(&self, stream: TcpStream) -> io::Result<BareTls> {
@@ -118,7 +75,7 @@ impl Tls {
     }
 }
 
-/// As large as those of our own transport, so that what is compared is not the size of windows.
+/// Returns a configuration with windows as large as those of our QUIC transport.
 fn transport() -> Arc<TransportConfig> {
     const STREAM_WINDOW: u32 = 8 << 20;
     const CONNECTION_WINDOW: u32 = 32 << 20;
@@ -139,10 +96,10 @@ fn udp() -> io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
-/// A listener, on a port of its own choosing.
+/// Binds an endpoint for a server on a free port.
 pub(super) fn quic_server(certificates: &Certificates) -> Result<Endpoint, Failure> {
     let endpoint = || -> io::Result<Endpoint> {
-        let crypto = QuicServerConfig::try_from(certificates.server_config()?).map_err(io::Error::other)?;
+        let crypto = QuicServerConfig::try_from(server_config(certificates)?).map_err(io::Error::other)?;
         let mut config = quinn::ServerConfig::with_crypto(Arc::new(crypto));
         config.transport_config(transport());
         Endpoint::new(EndpointConfig::default(), Some(config), udp()?, Arc::new(TokioRuntime))
@@ -150,10 +107,10 @@ pub(super) fn quic_server(certificates: &Certificates) -> Result<Endpoint, Failu
     endpoint().map_err(failed)
 }
 
-/// A client's side, for any number of connections.
+/// Binds an endpoint for any number of client connections.
 pub(super) fn quic_client(certificates: &Certificates) -> Result<Endpoint, Failure> {
     let endpoint = || -> io::Result<Endpoint> {
-        let crypto = QuicClientConfig::try_from(certificates.client_config()?).map_err(io::Error::other)?;
+        let crypto = QuicClientConfig::try_from(client_config(certificates)?).map_err(io::Error::other)?;
         let mut config = quinn::ClientConfig::new(Arc::new(crypto));
         config.transport_config(transport());
         let mut endpoint = Endpoint::new(EndpointConfig::default(), None, udp()?, Arc::new(TokioRuntime))?;
@@ -163,7 +120,7 @@ pub(super) fn quic_client(certificates: &Certificates) -> Result<Endpoint, Failu
     endpoint().map_err(failed)
 }
 
-/// One stream of a connection, which lives as long.
+/// One stream of a connection, and the connection, which stays open with it.
 pub(super) struct QuicStream {
     send: SendStream,
     recv: RecvStream,

@@ -1,0 +1,96 @@
+//! `rpc-bench`: measures sessions and Disco, beside bare sockets on the same machine.
+//!
+//! `session_bench` measures calls and copies, `disco_bench` a controller and its workers. The servers of both are this
+//! program again, in child processes; the options of a connection and the exit codes are those of `rpc-cli`.
+
+#![forbid(unsafe_code)]
+
+mod case_filter;
+mod certificates;
+mod child_process;
+mod disco_bench;
+mod session_bench;
+mod statistics;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use rpc_server::cli::{CommonOptions, Failure, Output};
+use rpc_server::logging::{self, LogFormat};
+
+const EXIT_CODES: &str = "\
+Exit codes are those of rpc-cli: 0 success, 1 the request failed, 2 wrong command line, 69 the server cannot be reached,
+76 another protocol, 77 refused, 124 the time limit passed.
+
+Every flag has an environment variable: those under \"Common options\" share theirs with rpc-cli (RPC_CLI_NO_SUCH_FLAG),
+the others are RPC_BENCH_NO_SUCH_FLAG.";
+
+/// Measures sessions and Disco, beside bare sockets on the same machine.
+#[derive(Parser)]
+#[command(name = "rpc-bench", version, after_help = EXIT_CODES, max_term_width = 110)]
+struct Cli {
+    #[command(flatten)]
+    options: CommonOptions,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure calls and copies of a session, and compare them with bare sockets
+    Rpc(Box<session_bench::SessionBenchArgs>),
+    /// Measure commands of a controller to its workers, and collectives among the workers
+    Disco(Box<disco_bench::DiscoBenchArgs>),
+    /// Run a server that `rpc` starts
+    #[command(hide = true)]
+    SessionServer(session_bench::ChildArgs),
+    /// Run a server that `disco` starts
+    #[command(hide = true)]
+    DiscoNode(disco_bench::NodeArgs),
+}
+
+fn main() -> ExitCode {
+    disco_bench::serve_if_worker();
+    let Cli { options, command } = Cli::parse();
+    let output = Output::new(&options);
+    if let Ok(filter) = options.log_level().parse() {
+        logging::init(&filter, LogFormat::Text);
+    }
+    let outcome = match command {
+        Command::Rpc(args) => session_bench::run(&options, &output, &args),
+        Command::Disco(args) => disco_bench::run(&output, &args),
+        Command::SessionServer(args) => session_bench::run_child(args),
+        Command::DiscoNode(args) => disco_bench::run_node(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            failure.report(&output);
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, builder::StyledStr};
+
+    use super::Cli;
+
+    #[test]
+    fn command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_flag_has_an_environment_variable_and_a_help_text() {
+        for command in Cli::command().get_subcommands().filter(|command| !command.is_hide_set()) {
+            for flag in command.get_arguments() {
+                let Some(long) = flag.get_long().filter(|long| !matches!(*long, "help" | "version")) else { continue };
+                let expected = format!("RPC_BENCH_{}", long.to_uppercase().replace('-', "_"));
+                assert_eq!(flag.get_env().and_then(|name| name.to_str()), Some(&*expected), "{}", command.get_name());
+                assert!(!flag.get_help().unwrap_or(&StyledStr::new()).to_string().is_empty(), "--{long}");
+            }
+        }
+    }
+}
