@@ -15,7 +15,8 @@ use disco::{DRef, DiscoSession, Part, ReduceOp, Scope, ShardLoader, TensorInfo};
 use indicatif::{BinaryBytes, ProgressBar, ProgressStyle};
 use place::{Place, PlaceArgs, Role};
 use rpc_core::{DataType, Registry, Result, TensorView, TensorViewMut};
-use rpc_server::{exit, isolate};
+use rpc_server::isolate;
+use rpc_server::server::exit_code;
 use safetensors::tensor::{Dtype, TensorView as Written, serialize_to_file};
 
 /// Loads the weights of a model to several workers.
@@ -49,7 +50,7 @@ fn main() -> ExitCode {
     match run(args, registry) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            exit::report(&*error);
+            exit_code::report(&*error);
             ExitCode::FAILURE
         }
     }

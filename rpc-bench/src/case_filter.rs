@@ -2,21 +2,21 @@
 
 use rpc_server::cli::Failure;
 
-/// Returns the names among `all` that match one of `patterns`, in the order of `all`; all of them without a pattern.
-/// `hint` is added to the error for a pattern that matches no name.
+/// Returns the names among `all` that match one of `patterns`, in the order of `all`; all of them
+/// without a pattern. `hint` is added to the error for a pattern that matches no name.
 pub(crate) fn select<'a>(
     patterns: &[String],
-    all: &'a [String],
+    all: impl Iterator<Item = &'a str> + Clone,
     hint: impl Fn(&str) -> &'static str,
 ) -> Result<Vec<&'a str>, Failure> {
     for pattern in patterns {
-        if !all.iter().any(|name| matches(pattern, name)) {
-            let (hint, names) = (hint(pattern), all.join(", "));
+        if !all.clone().any(|name| matches(pattern, name)) {
+            let (hint, names) = (hint(pattern), all.collect::<Vec<_>>().join(", "));
             return Err(Failure::Usage(format!("there is no case '{pattern}'{hint}; there are {names}")));
         }
     }
     let is_selected = |name: &str| patterns.is_empty() || patterns.iter().any(|pattern| matches(pattern, name));
-    Ok(all.iter().map(String::as_str).filter(|name| is_selected(name)).collect())
+    Ok(all.filter(|name| is_selected(name)).collect())
 }
 
 /// Returns true if `name` matches `pattern`, in which `*` stands for any text.
@@ -41,10 +41,10 @@ mod tests {
 
     #[test]
     fn pattern_without_a_match_is_refused_with_the_hint() {
-        let all = ["call", "connect"].map(str::to_owned);
-        assert_eq!(select(&[], &all, |_| "").unwrap(), ["call", "connect"]);
-        assert_eq!(select(&["con*".to_owned()], &all, |_| "").unwrap(), ["connect"]);
-        let error = select(&["call_1hop".to_owned()], &all, |_| "; it needs --hop").unwrap_err();
+        let all = ["call", "connect"].into_iter();
+        assert_eq!(select(&[], all.clone(), |_| "").unwrap(), ["call", "connect"]);
+        assert_eq!(select(&["con*".to_owned()], all.clone(), |_| "").unwrap(), ["connect"]);
+        let error = select(&["call_1hop".to_owned()], all, |_| "; it needs --hop").unwrap_err();
         assert_eq!(error.to_string(), "there is no case 'call_1hop'; it needs --hop; there are call, connect");
     }
 }

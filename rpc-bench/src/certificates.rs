@@ -40,7 +40,8 @@ impl Certificates {
         self.0.join("server.key")
     }
 
-    /// Returns the trust of clients of the servers. Clients with the same one share QUIC connections.
+    /// Returns the trust of clients of the servers. Clients with the same one share QUIC
+    /// connections.
     pub(crate) fn client_tls(&self) -> Result<ClientTls, Failure> {
         let failed = |error| Failure::local("cannot use the certificate authority", error);
         let authority = fs::read(self.authority()).map_err(failed)?;

@@ -1,4 +1,5 @@
-//! The protocol of a child process that is a server with its parent: it prints its address, and ends with its standard input.
+//! The protocol of a child process that is a server with its parent: it prints its address, and
+//! ends with its standard input.
 
 use std::io::{self, Read, Write};
 

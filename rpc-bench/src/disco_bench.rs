@@ -1,7 +1,7 @@
 //! `rpc-bench disco`: commands of a controller to its workers, and collectives among the workers.
 //!
-//! Sessions of each kind of launch and each number of workers are measured one after the other. Worker processes and
-//! nodes are this program again ([`serve_if_worker`], [`run_node`]).
+//! Sessions of each kind of launch and each number of workers are measured one after the other.
+//! Worker processes and nodes are this program again ([`serve_if_worker`], [`run_node`]).
 
 mod cases;
 mod functions;
@@ -64,27 +64,29 @@ pub(crate) struct DiscoBenchArgs {
     #[arg(long, env = "RPC_BENCH_OVER", value_name = "LIST", value_delimiter = ',')]
     #[arg(default_value = "threads,processes,tcp")]
     over: Vec<Launch>,
-    /// Number of servers over which the workers are spread in equal parts (not for threads and processes)
+    /// Number of servers over which the workers are spread in equal parts (not for threads and
+    /// processes)
     #[arg(long, env = "RPC_BENCH_NODES", value_name = "NUMBER", default_value = "2")]
     nodes: NonZeroU32,
     /// Sizes of collectives; copies use the largest
     #[arg(long, env = "RPC_BENCH_SIZES", value_name = "LIST", value_delimiter = ',')]
     #[arg(default_value = "4KiB,64KiB,1MiB,16MiB,64MiB")]
     sizes: Vec<ByteSize>,
-    /// Measure only these cases; * stands for any text. May be repeated, or given as a list with commas
+    /// Measure only these cases; * stands for any text. May be repeated, or given as a list with
+    /// commas
     #[arg(long, env = "RPC_BENCH_CASES", value_name = "CASE", value_delimiter = ',')]
     cases: Vec<String>,
     /// Maximum number of samples of a case
     #[arg(long, env = "RPC_BENCH_ITERATIONS", value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     iterations: Option<u64>,
-    /// Approximate time limit of a case in seconds; at least 5 samples are taken, and warm-up is not counted
+    /// Approximate time limit of a case in seconds; at least 5 samples are taken, and warm-up is
+    /// not counted
     #[arg(long, env = "RPC_BENCH_SECONDS", default_value_t = 1.0)]
     seconds: f64,
 }
 
 pub(crate) fn run(output: &Output, args: &DiscoBenchArgs) -> Result<(), Failure> {
-    let all = cases::NAMES.map(str::to_owned);
-    let names = case_filter::select(&args.cases, &all, |_| "")?;
+    let names = case_filter::select(&args.cases, cases::NAMES.into_iter(), |_| "")?;
     let sizes = sizes(&args.sizes)?;
     if !args.seconds.is_finite() || args.seconds < 0.0 {
         return Err(Failure::Usage("--seconds must be a time that is not negative".to_owned()));

@@ -1,7 +1,8 @@
 //! `rpc-bench`: measures sessions and Disco, beside bare sockets on the same machine.
 //!
-//! `session_bench` measures calls and copies, `disco_bench` a controller and its workers. The servers of both are this
-//! program again, in child processes; the options of a connection and the exit codes are those of `rpc-cli`.
+//! `session_bench` measures calls and copies, `disco_bench` a controller and its workers. The
+//! servers of both are this program again, in child processes; the options of a connection and the
+//! exit codes are those of `rpc-cli`.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +16,7 @@ mod statistics;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use rpc_server::cli::{CommonOptions, Failure, Output};
+use rpc_server::cli::{CommonOptions, Output};
 use rpc_server::logging::{self, LogFormat};
 
 const EXIT_CODES: &str = "\

@@ -1,8 +1,9 @@
 //! `rpc-bench rpc`: calls and copies of a session, beside bare sockets that move the same bytes.
 //!
-//! A [`Case`](cases::Case) has a probe of ours and probes to compare with, which are measured in turn, block by block, so
-//! that a disturbance of the machine affects all of them. Clients and servers are separate processes; the servers that a
-//! bench starts are this program again ([`run_child`]).
+//! A [`Case`](cases::Case) has a probe of ours and probes to compare with, which are measured in
+//! turn, block by block, so that a disturbance of the machine affects all of them. Clients and
+//! servers are separate processes; the servers that a bench starts are this program again
+//! ([`run_child`]).
 
 mod bare;
 mod bare_tls;
@@ -55,7 +56,8 @@ enum Pin {
     None,
     /// All processes on one core
     Same,
-    /// The client on one core and the servers on another; with --hop the hop on a third, if there is one
+    /// The client on one core and the servers on another; with --hop the hop on a third, if there
+    /// is one
     Split,
 }
 
@@ -72,7 +74,8 @@ enum Transport {
 pub(crate) struct SessionBenchArgs {
     /// Address of the server; without it a server is started on this machine
     address: Option<String>,
-    /// Measure only these cases; * stands for any text. May be repeated, or given as a list with commas
+    /// Measure only these cases; * stands for any text. May be repeated, or given as a list with
+    /// commas
     #[arg(long, env = "RPC_BENCH_CASES", value_name = "CASE", value_delimiter = ',')]
     cases: Vec<String>,
     /// Maximum number of samples of a case
@@ -100,7 +103,7 @@ pub(crate) fn run(options: &CommonOptions, output: &Output, args: &SessionBenchA
     check(options, args)?;
     let all = cases::names(args.hop);
     let hint = |pattern: &str| if pattern.contains("hop") { "; it needs --hop, or --hop=2 for two hops" } else { "" };
-    let names = case_filter::select(&args.cases, &all, hint)?;
+    let names = case_filter::select(&args.cases, all.iter().map(String::as_str), hint)?;
     // Threads inherit the core of the thread that starts them, so the main thread is pinned first.
     let cores = CoreAssignment::choose(args.pin)?;
     core_affinity::pin_thread(cores.client)?;

@@ -105,14 +105,16 @@ impl Samples {
         quantile(&self.all, fraction)
     }
 
-    /// Returns the median of the ratios of neighbouring blocks, which were measured under the same conditions.
+    /// Returns the median of the ratios of neighbouring blocks, which were measured under the same
+    /// conditions.
     pub(crate) fn ratio_to(&self, other: &Self) -> f64 {
         let ratios: Vec<f64> = self.blocks.iter().zip(&other.blocks).map(|(ours, theirs)| ours / theirs).collect();
         quantile(&ratios, 0.5)
     }
 }
 
-/// Returns the value that this fraction of the samples does not exceed, interpolated between neighbours.
+/// Returns the value that this fraction of the samples does not exceed, interpolated between
+/// neighbours.
 pub(crate) fn quantile(samples: &[f64], fraction: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -4,14 +4,15 @@
 //! cargo run --release -p rpc-server --example matmul -- [--size N] [ADDRESS]
 //! ```
 //!
-//! The GPU is that of the server at the address, or of this machine without one. Where there is none it says why, and ends in good order.
+//! The GPU is that of the server at the address, or of this machine without one. Where there is
+//! none it says why, and ends in good order.
 
 use std::error::Error;
 use std::time::Instant;
 
 use clap::Parser;
 use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RemoteTensor, Session};
-use rpc_server::gpu;
+use rpc_server::isolate::gpu;
 use rpc_transports::Connector;
 
 /// Multiplies two matrices on a GPU.

@@ -1,8 +1,9 @@
-//! `rpc-cli`: servers from the shell.
+//! `rpc-cli`: use of servers from the shell.
 //!
-//! Data goes to standard output and all else to standard error, so that pipes carry data alone. Each command is a file of
-//! its own; what they share is how they connect (`connect`), what an argument on the command line means (`argument`), how
-//! a value is shown (`show`), and how a failure becomes an exit code (`failure`).
+//! Data goes to standard output and everything else to standard error, so that pipes carry data
+//! alone. Each command is a file of its own. They share the connection (`connect`), the parser of
+//! arguments (`argument`), the display of values (`show`) and the exit codes of failures
+//! (`failure`). [`main`] is for programs of one's own; `rpc-bench` uses the other public items.
 
 mod argument;
 mod call;
@@ -11,8 +12,8 @@ mod credentials;
 mod doctor;
 mod failure;
 mod files;
-mod missing;
 mod module;
+pub mod npy;
 mod output;
 mod ping;
 mod report;
@@ -68,7 +69,7 @@ enum Command {
     Call(call::CallArgs),
     /// List the functions of a server, or of a module, with their signatures
     Functions(report::FunctionsArgs),
-    /// Tell what a server is and what it holds
+    /// Show version, devices and usage of a server
     Info(report::AddressArgs),
     /// Copy a file into the workspace at a server
     Put(files::PutArgs),
@@ -80,11 +81,11 @@ enum Command {
     Rm(files::RmArgs),
     /// Measure round trips until interrupted
     Ping(ping::PingArgs),
-    /// Measure how long a function takes, where it runs
+    /// Measure the run time of a function at the server
     Time(call::TimeArgs),
-    /// Show the servers of a tracker, who has them, and who waits
+    /// Show the servers of a tracker, their clients and the waiting requests
     Status(status::StatusArgs),
-    /// Find out why an address does not work
+    /// Diagnose an address that does not work
     Doctor(doctor::DoctorArgs),
     /// Make certificates for a server and a client, or renew them
     Cert(credentials::CertArgs),
@@ -92,17 +93,17 @@ enum Command {
     Token(credentials::TokenArgs),
     /// Print a completion script for a shell
     Completions {
-        /// Which shell
+        /// The shell
         shell: clap_complete::Shell,
     },
     /// Print the manual page; or with a folder, write the pages of all commands into it
     Man {
-        /// Where to write the pages
+        /// The folder
         folder: Option<PathBuf>,
     },
 }
 
-/// Runs the tool with the arguments of this process. The result is its exit code.
+/// Runs the tool with the arguments of this process. Returns its exit code.
 pub fn main() -> ExitCode {
     let Cli { options, command } = Cli::parse();
     let output = Output::new(&options);
@@ -129,7 +130,7 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
         Command::Ls(args) => limited(options, files::ls(options, output, args)),
         Command::Rm(args) => limited(options, files::rm(options, output, args)),
         Command::Time(args) => limited(options, call::time(options, output, args)),
-        // These have a limit for each of their steps.
+        // These commands apply the limit to each of their steps.
         Command::Status(args) => on_runtime(status::status(options, output, args)),
         Command::Ping(args) => on_runtime(ping::ping(options, output, args)),
         Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
@@ -170,7 +171,7 @@ fn limited(options: &CommonOptions, work: impl Future<Output = Result<(), Failur
 fn on_runtime(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
     let runtime = runtime()?;
     let outcome = runtime.block_on(work);
-    // A read of standard input may be left, and last for ever.
+    // A read of standard input may still block a thread for ever.
     runtime.shutdown_background();
     outcome
 }
@@ -179,7 +180,7 @@ fn on_runtime(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Fai
 ///
 /// # Errors
 ///
-/// The system refuses what the runtime needs.
+/// The system refuses resources of the runtime.
 pub fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|error: io::Error| Failure::Local { what: "cannot start the runtime".to_owned(), source: error })

@@ -5,11 +5,12 @@ use std::io;
 
 use rustix::fs::{FlockOperation, flock};
 
-/// A lock on a file, freed on drop. It is for processes: threads that share the file need a mutex besides.
+/// A lock on a file, freed on drop. It is for processes: threads that share the file need a mutex
+/// besides.
 pub(crate) struct Held<'a>(&'a File);
 
 impl<'a> Held<'a> {
-    /// Waits until nobody else has the lock.
+    /// Waits for the lock.
     pub(crate) fn exclusive(file: &'a File) -> io::Result<Self> {
         rustix::io::retry_on_intr(|| flock(file, FlockOperation::LockExclusive))?;
         Ok(Self(file))

@@ -1,4 +1,4 @@
-//! What a wrapper around a session knows of the functions that handles stand for.
+//! A table of the functions of a session by handle, for wrappers of sessions.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,10 +8,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rpc_core::reply::Outcome;
 use rpc_core::{Handle, Operation, Reference, Value};
 
-/// How many functions of one session are told apart. What is asked of further ones is answered as for unknown ones.
+/// Maximum number of functions in the table. Further functions are treated as unknown ones.
 pub(crate) const MAX_TRACKED: usize = 4096;
 
-/// Something about each function of one session, by handle.
+/// Table of values for the functions of one session, by handle.
 pub(crate) struct Functions<T>(Mutex<HashMap<Handle, T>>);
 
 impl<T: Clone> Functions<T> {
@@ -21,7 +21,7 @@ impl<T: Clone> Functions<T> {
 }
 
 impl<T> Functions<T> {
-    /// If `outcome` is a function, keeps what `function` says of it.
+    /// Stores the value of `function` if `outcome` is a function.
     pub(crate) fn learn(&self, outcome: &Outcome, function: impl FnOnce() -> T) {
         if let Ok(Value::Object(Reference::Function(handle))) = outcome {
             let function = function();
@@ -32,7 +32,7 @@ impl<T> Functions<T> {
         }
     }
 
-    /// Drops what is known of the handles that `operation` frees.
+    /// Removes the handles that `operation` frees.
     pub(crate) fn forget(&self, operation: &Operation) {
         let handles = match operation {
             Operation::Free { handle } => slice::from_ref(handle),
@@ -45,7 +45,7 @@ impl<T> Functions<T> {
         }
     }
 
-    /// How many handles are remembered.
+    /// Returns the number of handles in the table.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.lock().len()

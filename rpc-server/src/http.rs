@@ -1,8 +1,8 @@
-//! A small HTTP/1.1 listener for what people and scrapers look at: metrics, health, the status page.
+//! A small HTTP/1.1 listener for metrics, health and the status page.
 //!
-//! Who asks is on the same machine, and asks a few times a minute, or a second. So each connection serves one request, within a
-//! few seconds, and there are only a few at a time: whatever comes here cannot take much from the server. Nothing can be
-//! changed here: only GET and HEAD are answered.
+//! Clients are on the same machine and send at most about one request a second. Each connection
+//! serves one request within a few seconds, and the number of connections is small, so this takes
+//! little from the server. Only GET and HEAD are answered: nothing can be changed.
 
 use std::convert::Infallible;
 use std::io;
@@ -22,23 +22,23 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Connections at a time; others wait.
+/// Maximum number of connections; others wait.
 const MAX_CONNECTIONS: usize = 16;
 
-/// How long one may take in all.
+/// Longest time of a connection.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long to wait after a connection could not be accepted, which is most often for want of file descriptors.
+/// Pause after a failed accept, whose usual cause is a lack of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 const PLAIN: &str = "text/plain; charset=utf-8";
 
-/// What is shown: answers GET and HEAD.
+/// A site that answers GET and HEAD.
 pub(crate) trait Site: Send + Sync + 'static {
     fn respond(&self, request: &Request<Incoming>) -> Response<Full<Bytes>>;
 }
 
-/// A listener that answers until this is dropped.
+/// An HTTP server, which answers until it is dropped.
 #[derive(Debug)]
 pub(crate) struct HttpServer {
     address: SocketAddr,
@@ -52,7 +52,7 @@ impl HttpServer {
         Ok(Self { address, task: tokio::spawn(accept(listener, site)) })
     }
 
-    /// Where it listens, with the port that was chosen.
+    /// Returns the address that it listens on, with the port that was chosen.
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
@@ -60,7 +60,7 @@ impl HttpServer {
 
 impl Drop for HttpServer {
     fn drop(&mut self) {
-        // Its connections are dropped with it.
+        // The task owns the connections, which end with it.
         self.task.abort();
     }
 }
@@ -87,7 +87,7 @@ async fn accept(listener: TcpListener, site: Arc<dyn Site>) {
     let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut connections = JoinSet::new();
     loop {
-        // Never closed.
+        // The semaphore is never closed.
         let Ok(place) = room.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {

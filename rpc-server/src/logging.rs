@@ -4,41 +4,63 @@ use std::io::{self, IsTerminal};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tracing_subscriber::filter::ParseError;
+use tracing_subscriber::filter::{LevelFilter, ParseError};
 use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
-/// How log events are written.
+/// Format of log events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// A line for people.
+    /// One line of text for each event.
     #[default]
     Text,
-    /// A JSON object on a line of its own.
+    /// One line with a JSON object for each event.
     Json,
 }
 
-/// Which events are logged: a level such as `info`, or directives such as `info,rpc_server=debug`.
+/// Filter of logged events: a level such as `info`, or directives such as `info,rpc_server=debug`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct LogFilter(String);
 
-impl FromStr for LogFilter {
-    type Err = ParseError;
+/// Error of a text that is not a [`LogFilter`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LogFilterError {
+    /// A directive without `=` is not a level. tracing would take it for the name of a module and
+    /// log nothing else.
+    #[error("'{0}' is not a log level; write error, warn, info, debug, trace or off, or MODULE=LEVEL for one module")]
+    Level(String),
+    /// A directive cannot be parsed.
+    #[error(transparent)]
+    Syntax(#[from] ParseError),
+}
 
-    fn from_str(text: &str) -> Result<Self, ParseError> {
+impl FromStr for LogFilter {
+    type Err = LogFilterError;
+
+    fn from_str(text: &str) -> Result<Self, LogFilterError> {
+        // Directives may contain commas and `=` in the fields of a span, in brackets; such filters
+        // are left to tracing.
+        if !text.contains('[') {
+            let is_level = |directive: &str| directive.parse::<LevelFilter>().is_ok();
+            let mut directives = text.split(',').map(str::trim);
+            if let Some(wrong) = directives.find(|directive| !directive.contains('=') && !is_level(directive)) {
+                return Err(LogFilterError::Level(wrong.to_owned()));
+            }
+        }
         EnvFilter::try_new(text)?;
         Ok(Self(text.to_owned()))
     }
 }
 
 impl TryFrom<String> for LogFilter {
-    type Error = ParseError;
+    type Error = LogFilterError;
 
-    fn try_from(text: String) -> Result<Self, ParseError> {
+    fn try_from(text: String) -> Result<Self, LogFilterError> {
         text.parse()
     }
 }
@@ -56,7 +78,7 @@ impl Default for LogFilter {
     }
 }
 
-/// Sends the events of this program to standard error. What is sent there already by an earlier call stays as it is.
+/// Sends the events of this program to standard error. A second call changes nothing.
 pub fn init(filter: &LogFilter, format: LogFormat) {
     let lines = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_span_events(FmtSpan::NONE);
     let lines = match format {
@@ -64,7 +86,26 @@ pub fn init(filter: &LogFilter, format: LogFormat) {
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
     };
     let lines = lines.with_filter(EnvFilter::new(&filter.0));
-    // What workers log goes to their controllers, too, as far as those want it.
-    // A subscriber that is there already was the program's own choice.
+    // Events of Disco workers go to their controllers as well, if those ask for them. An error
+    // means that the program has a subscriber of its own already, which stays.
     let _ = tracing_subscriber::registry().with(lines).with(disco::WorkerLogLayer).try_init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `--log-level inof` was taken for the name of a module, and the server logged nothing.
+    #[test]
+    fn misspelt_level_is_an_error_that_names_the_levels() {
+        for wrong in ["inof", "", "info,debgu", "rpc_server", "warn, ,info"] {
+            let error = wrong.parse::<LogFilter>().unwrap_err().to_string();
+            assert!(error.contains("error, warn, info, debug, trace or off"), "{wrong}: {error}");
+        }
+        assert!("rpc_server=inof".parse::<LogFilter>().is_err());
+        for right in ["info", "INFO", "off", "3", "info,rpc_server=debug", "rpc_server=trace", "[session{id=1}]=debug"]
+        {
+            assert_eq!(right.parse::<LogFilter>().unwrap().0, right);
+        }
+    }
 }

@@ -1,4 +1,5 @@
-//! Native modules of clients: shared libraries that follow the ABI of TVM-FFI, uploaded, kept, and loaded (`--allow-modules`).
+//! Native modules of clients (`--allow-modules`): shared libraries that follow the ABI of TVM-FFI,
+//! uploaded, stored, and loaded.
 //!
 //! ```text
 //! upload, or a file at the server ── hashed, checked ──► ModuleStore: HEX.so, which nobody changes
@@ -9,15 +10,19 @@
 //!
 //! # What holds
 //!
-//! 1. **Off by default.** Native code does what the server's user may do. Without `--allow-modules` nothing here does more than
-//!    say so; with `--module-digests` modules on that list are taken, and no others.
-//! 2. **Only the store is loaded from**, and only what has the digest that it is named by. A file of a workspace, or of the
-//!    server, is copied there first: what is loaded can be changed by no client.
-//! 3. **In the process of the session.** With `--isolate auto` a server that takes modules has processes for its sessions; it
-//!    loads nothing itself. Loaded modules stay until that process ends.
-//! 4. **Bounded**: each module (`--max-module`), all of them together (`--module-store-size`), uploads at a time.
+//! 1. **Off by default.** Native code can do everything that the user of the server can do. Without
+//!    `--allow-modules` all functions here return an error that says so; with `--module-digests`
+//!    only the modules on that list are taken.
+//! 2. **Modules are loaded from the store only**, and only if their bytes have the digest that
+//!    names them. A file of a workspace or of the server is copied into the store first, so that no
+//!    client can change it after the check.
+//! 3. **In the process of the session.** With `--isolate auto` a server that takes modules starts a
+//!    process for each session and loads nothing itself. Loaded modules stay until that process
+//!    ends.
+//! 4. **Bounded**: each module (`--max-module`), all modules together (`--module-store-size`), and
+//!    the number of uploads in progress.
 //!
-//! [`rpc_core::client::Modules`] is the client; [`hash()`] computes what it wants to know of a file.
+//! [`rpc_core::client::Modules`] is the client; [`hash()`] computes the digest that it needs.
 
 mod digest_list;
 mod error;
@@ -36,7 +41,7 @@ pub use hash::hash;
 pub use store::{ModuleStore, StoreLimits};
 pub use upload::ModuleUpload;
 
-/// Whether this build has a loader.
+/// True if this build has a loader of native modules.
 pub(crate) const CAN_LOAD: bool = cfg!(all(feature = "tvm-ffi", target_pointer_width = "64"));
 
 pub(crate) use loader::StoreLoader;

@@ -1,7 +1,7 @@
-//! What operators see of a server: metrics for Prometheus, whether it lives, and whether it is ready.
+//! Metrics for Prometheus, liveness and readiness of a server.
 //!
-//! Nothing here costs anything unless it is asked for (`--metrics`): then each session is wrapped in one that counts and
-//! measures, and an HTTP listener of its own serves `/metrics`, `/healthz` and `/readyz`.
+//! Without `--metrics` nothing here runs. With it each session is wrapped in one that counts and
+//! measures, and an HTTP listener serves `/metrics`, `/healthz` and `/readyz`.
 //!
 //! | metric | labels | what it is |
 //! | --- | --- | --- |
@@ -17,12 +17,13 @@
 //! | `rpc_handles` | | objects that sessions hold |
 //! | `rpc_memory_bytes` | | device memory that sessions hold |
 //!
-//! A tracker has [more](crate::tracker): servers, places and requests.
+//! A tracker has [more](crate::tracker): servers, slots and requests.
 //!
-//! Sessions that clients are forwarded to count at the server that they end at, not here.
+//! Forwarded sessions count at the server on which they end, not here.
 //!
-//! An outcome is `ok` or the [name](ErrorKind::name) of an error's kind; so is a reason. A function is named if it is
-//! registered at this server and was among the first 1,024 that were used; all others, those of modules too, are `other`.
+//! An outcome is `ok` or the [name](ErrorKind::name) of the kind of the error; so is a reason. A
+//! function has its name as label if it is registered at this server and is among the first 1,024
+//! that were called. All others, those of modules too, have the label `other`.
 
 mod http;
 mod metered;
@@ -43,19 +44,21 @@ use tokio::task::JoinSet;
 use self::metered::MeteredFactory;
 use crate::config::ServeError;
 use crate::http::HttpServer;
-use crate::session::ServerState;
+use crate::server::session_state::ServerState;
 
-/// How many functions have metrics of their own. Each costs about twenty lines of output.
+/// Maximum number of functions with metrics of their own. Each costs about twenty lines of output.
 const MAX_FUNCTIONS: usize = 1024;
 
-/// What functions are called that have none.
+/// Label of functions without metrics of their own.
 const OTHER: &str = "other";
 
-/// Upper bounds in seconds: a call may be one of an inline function or one that trains for an hour.
+/// Upper bounds of the buckets in seconds: from a call of an inline function to training for an
+/// hour.
 const BUCKETS: [f64; 16] =
     [1e-5, 2.5e-5, 1e-4, 2.5e-4, 1e-3, 2.5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0, 600.0, 3600.0];
 
-/// How often the durations of calls are sorted into their buckets when nobody asks: they take memory until then.
+/// Interval at which durations of calls are sorted into buckets without a scrape: unsorted
+/// durations take memory.
 const UPKEEP: Duration = Duration::from_secs(1);
 
 const METADATA: Metadata<'_> = Metadata::new("rpc_server", Level::INFO, None);
@@ -69,23 +72,23 @@ const CALL_DURATION: &str = "rpc_call_duration_seconds";
 const TENSOR_BYTES: &str = "rpc_tensor_bytes_total";
 const HANDLES: &str = "rpc_handles";
 const MEMORY: &str = "rpc_memory_bytes";
-/// How the names of counters end.
+/// Suffix of the names of counters.
 const TOTAL: &str = "_total";
 
 const BUILD_INFO: &str = "rpc_build_info";
 const START_TIME: &str = "rpc_start_time_seconds";
 
-/// A server's metrics and the listener that shows them. Dropping this closes the listener.
+/// Metrics of a server and the listener that serves them. Dropping it closes the listener.
 #[derive(Debug)]
 pub(crate) struct Monitoring {
     monitor: Arc<Monitor>,
     server: HttpServer,
-    /// Ends when this is dropped.
+    /// Task that ends on drop.
     _upkeep: JoinSet<()>,
 }
 
 impl Monitoring {
-    /// Listens at `address`, and answers from now on. The functions of `registry` will be named.
+    /// Starts to serve metrics at `address`. Functions of `registry` have their names as labels.
     pub(crate) async fn start(
         address: SocketAddr,
         registry: Registry,
@@ -102,37 +105,37 @@ impl Monitoring {
         Ok(Self { monitor, server, _upkeep: upkeep })
     }
 
-    /// Opens sessions with `factory`, and measures them.
-    pub(crate) fn metered(&self, factory: impl SessionFactory) -> Arc<dyn SessionFactory> {
+    /// Returns a factory whose sessions are measured.
+    pub(crate) fn metered(&self, factory: Arc<dyn SessionFactory>) -> Arc<dyn SessionFactory> {
         Arc::new(MeteredFactory::new(factory, self.monitor.clone()))
     }
 
-    /// Counts the clients that get no session.
+    /// Returns the observer that counts clients without a session.
     pub(crate) fn observer(&self) -> Arc<dyn ServeObserver> {
         self.monitor.clone()
     }
 
-    /// Says how far the server is. One that drains does not become ready again.
+    /// Sets the phase of the server. A server that drains does not become ready again.
     pub(crate) fn enter(&self, phase: Phase) {
         self.monitor.enter(phase);
     }
 
-    /// Where metrics are, with the port that was chosen.
+    /// Returns the address of the metrics, with the port that was chosen.
     pub(crate) fn address(&self) -> SocketAddr {
         self.server.address()
     }
 }
 
-/// The metrics of one server, and how far it is. Several servers of one process have their own.
+/// Metrics and phase of one server. Several servers in one process have one each.
 struct Monitor {
     recorder: PrometheusRecorder,
     output: PrometheusHandle,
-    /// Whose functions are named.
+    /// Registry whose functions have their names as labels.
     registry: Registry,
     state: Arc<ServerState>,
     phase: AtomicU8,
     functions: RwLock<HashMap<String, Arc<FunctionMetrics>>>,
-    /// For the functions without metrics of their own.
+    /// Metrics of the functions without their own.
     other: Arc<FunctionMetrics>,
     sessions: Gauge,
     sessions_opened: Counter,
@@ -141,27 +144,27 @@ struct Monitor {
     bytes_out: Counter,
     handles: Gauge,
     memory: Gauge,
-    /// What else is shown.
+    /// Further gauges.
     further: Option<Arc<dyn Gauges>>,
 }
 
-/// Numbers that something else than sessions has to show.
+/// Source of further gauges and counters.
 pub(crate) trait Gauges: Send + Sync {
-    /// What each of them is: its name, and what is said of it. Those that only grow end in `_total`.
+    /// Returns the name and the description of each number. Names of counters end in `_total`.
     fn described(&self) -> &'static [(&'static str, &'static str)];
 
-    /// How they are now, in the same order. Called for each scrape.
+    /// Returns the current numbers in the same order. Called for each scrape.
     fn now(&self) -> Vec<u64>;
 }
 
-/// How far a server is.
+/// Phase of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Phase {
     /// Not all listeners are bound.
     Starting,
     Ready,
-    /// An address is not listened on any more.
+    /// A listener has ended.
     Deaf,
     /// It takes no new sessions.
     Draining,
@@ -181,7 +184,7 @@ impl ServeObserver for Monitor {
 impl Monitor {
     fn new(registry: Registry, state: Arc<ServerState>, further: Option<Arc<dyn Gauges>>) -> Arc<Self> {
         let builder = PrometheusBuilder::new().set_buckets(&BUCKETS);
-        // Fails if there are no buckets.
+        // Building fails only without buckets.
         let recorder = builder.unwrap_or_else(|_| PrometheusBuilder::new()).build_recorder();
         describe(&recorder);
         for (name, text) in further.iter().flat_map(|further| further.described()) {
@@ -231,7 +234,7 @@ impl Monitor {
         }
     }
 
-    /// All metrics as text, in the format of Prometheus.
+    /// Renders all metrics in the format of Prometheus.
     fn render(&self) -> String {
         let totals = self.state.totals();
         self.handles.set(totals.handles as f64);
@@ -249,7 +252,7 @@ impl Monitor {
         self.output.render()
     }
 
-    /// Keeps the memory that measurements take small, for as long as it is polled.
+    /// Sorts measurements into buckets while it is polled, so that they take little memory.
     async fn upkeep(&self) {
         let mut ticks = tokio::time::interval(UPKEEP);
         loop {
@@ -258,12 +261,12 @@ impl Monitor {
         }
     }
 
-    /// The metrics of the function that a session knows as `name`.
+    /// Returns the metrics of the function `name`.
     fn function(&self, name: &str) -> Arc<FunctionMetrics> {
         if let Some(known) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(name) {
             return known.clone();
         }
-        // A session may know functions that this server does not, and as many as it likes.
+        // A session may know any number of functions that this server does not have.
         if self.registry.get(name).is_err() {
             return self.other.clone();
         }
@@ -275,7 +278,7 @@ impl Monitor {
         functions.entry(name.to_owned()).or_insert_with(new).clone()
     }
 
-    /// Notes that a call has ended.
+    /// Records the end of a call.
     fn called(&self, function: &FunctionMetrics, error: Option<ErrorKind>, duration: Duration) {
         match error {
             None => function.ok.increment(1),
@@ -291,7 +294,7 @@ impl fmt::Debug for Monitor {
     }
 }
 
-/// What is counted for one function.
+/// Metrics of one function.
 struct FunctionMetrics {
     name: Arc<str>,
     ok: Counter,
@@ -370,7 +373,7 @@ mod tests {
         session.submit(Request::new(Operation::Call { function, args: Vec::new() })).reply().wait()
     }
 
-    /// The value of the only line that begins with `name`.
+    /// Returns the value of the only line that begins with `name`.
     fn value(monitor: &Monitor, name: &str) -> Option<f64> {
         let text = monitor.render();
         let mut lines = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' '));

@@ -1,8 +1,9 @@
 //! Spans of calls, for OpenTelemetry.
 //!
-//! Nothing here costs anything unless it is asked for (`--otlp-endpoint`): then each session is wrapped in one that makes a
-//! span of each call, from its arrival to its end. The span's parent is what the request names ([`Request::trace`]), and the
-//! request goes on with the span's own context, so that what the function calls, here or elsewhere, comes below it.
+//! Without `--otlp-endpoint` nothing here runs. With it each session is wrapped in one that makes a
+//! span of each call, from its arrival to its end. The parent of the span is the one that the
+//! request names ([`Request::trace`]). The request goes on with the context of the new span, so
+//! that further calls of the function become its children.
 //!
 //! | of a span | is |
 //! | --- | --- |
@@ -13,12 +14,13 @@
 //! | `rpc.outcome` | `ok`, or the [name](rpc_core::ErrorKind::name) of the error's kind |
 //! | `error.type`, status | the same name, if it is an error |
 //!
-//! Arguments, results and messages of errors are not exported. Spans go to the collector in batches, from a thread of their
-//! own; what the collector does not take, or not in time, is lost, and no call waits for it. Which calls are sampled, how the
-//! service is called and how large batches are can be said by the usual environment variables (`OTEL_TRACES_SAMPLER`,
-//! `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_BSP_*`). Without them all calls are whose callers do not say otherwise.
+//! Arguments, results and error messages are not exported. A thread of its own sends spans to the
+//! collector in batches. Spans that the collector does not take in time are lost; no call waits for
+//! it. The usual environment variables (`OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`,
+//! `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_BSP_*`) set the sampling, the name of the service and the size
+//! of batches. Without them all calls are sampled, except if their callers decide otherwise.
 //!
-//! Sessions that clients are forwarded to have their spans at the server that they end at.
+//! Forwarded sessions have their spans at the server on which they end.
 //!
 //! [`Request::trace`]: rpc_core::Request::trace
 
@@ -40,17 +42,17 @@ use self::http::Collector;
 use self::session::TracedFactory;
 use crate::config::{OtlpEndpoint, ServeError};
 
-/// How long the last spans may take to be exported when the server ends.
+/// Longest time to export the last spans when the server ends.
 const LAST_EXPORT: Duration = Duration::from_secs(3);
 
-/// The spans of one server, and where they go. Dropping this exports the last ones in the background.
+/// Exporter of the spans of one server. Dropping it exports the last spans in the background.
 #[derive(Debug)]
 pub(crate) struct Spans {
     provider: SdkTracerProvider,
 }
 
 impl Spans {
-    /// Exports spans to the collector at `endpoint` from now on. Needs a tokio runtime, which must not be one without I/O.
+    /// Starts to export spans to the collector at `endpoint`. Needs a tokio runtime with I/O.
     pub(crate) fn start(endpoint: &OtlpEndpoint) -> Result<Self, ServeError> {
         let exporter = SpanExporter::builder()
             .with_http()
@@ -71,12 +73,12 @@ impl Spans {
         Ok(Self { provider })
     }
 
-    /// Opens sessions with `factory`, and makes spans of their calls.
+    /// Returns a factory whose sessions have spans of their calls.
     pub(crate) fn traced(&self, factory: Arc<dyn SessionFactory>) -> Arc<dyn SessionFactory> {
         Arc::new(TracedFactory::new(factory, self.provider.tracer(env!("CARGO_PKG_NAME"))))
     }
 
-    /// Exports what there is, and nothing from then on. Takes a few seconds at most.
+    /// Exports the spans that are left, and stops. Takes a few seconds at most.
     pub(crate) async fn end(&self) {
         let provider = self.provider.clone();
         if let Ok(Err(error)) = tokio::task::spawn_blocking(move || provider.shutdown_with_timeout(LAST_EXPORT)).await {
@@ -88,7 +90,8 @@ impl Spans {
 impl Drop for Spans {
     fn drop(&mut self) {
         let provider = self.provider.clone();
-        // It would block. There is nothing to do if it has been done, or if there is no thread.
+        // Blocks, so it runs on a thread. Failures are ignored: it has been shut down already, or
+        // there is no thread.
         let end = move || drop(provider.shutdown_with_timeout(LAST_EXPORT));
         let _ = std::thread::Builder::new().name("rpc-spans".into()).spawn(end);
     }

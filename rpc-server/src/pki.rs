@@ -1,6 +1,7 @@
-//! A certificate authority of one's own, and tokens: what server and client prove themselves with.
+//! A small certificate authority and tokens, for the mutual authentication of servers and clients.
 //!
-//! [`CertificatePlan::write`] makes a small authority in a folder, and one certificate each for a server and a client:
+//! [`CertificatePlan::write`] makes a small authority in a folder, and one certificate each for a
+//! server and a client:
 //!
 //! | file | what it is | who needs it |
 //! | --- | --- | --- |
@@ -9,9 +10,9 @@
 //! | `server.pem`, `server.key` | for the names and addresses of the server | the server |
 //! | `client.pem`, `client.key` | for the name of the client | the client |
 //!
-//! A second run renews: the same authority signs new certificates for the keys that there are. So a pair of files always
-//! belongs together, whenever somebody reads it: only the certificate is replaced, and in one step. A key is replaced if it
-//! would otherwise pass from one client name to another.
+//! A second run renews: the same authority signs new certificates for the existing keys. A
+//! certificate and its key match at any time, because only the certificate is replaced, and in one
+//! step. A key is replaced if it would otherwise pass from one client name to another.
 //!
 //! ```
 //! use std::time::SystemTime;
@@ -34,7 +35,8 @@ mod error;
 mod existing;
 mod names;
 mod private_file;
-pub mod token;
+pub mod token_file;
+pub mod trust;
 
 use std::fs;
 use std::path::PathBuf;
@@ -54,12 +56,12 @@ use self::private_file::{Mode, read_if_there, write};
 pub use error::PkiError;
 pub use names::{ClientName, Host, ServerKey};
 
-/// How long certificates of servers and clients are valid if nobody says.
+/// Default validity of certificates of servers and clients.
 pub const DEFAULT_VALIDITY: Duration = Duration::from_secs(365 * DAY);
 
 const DAY: u64 = 24 * 3600;
 
-/// Which certificates to make, and where.
+/// A plan of certificates to make in a folder.
 #[derive(Clone, Debug)]
 pub struct CertificatePlan {
     folder: PathBuf,
@@ -71,7 +73,7 @@ pub struct CertificatePlan {
 }
 
 impl CertificatePlan {
-    /// Certificates in `folder`, which is made if it is not there.
+    /// Returns a plan for `folder`, which is created if it is missing.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
             folder: folder.into(),
@@ -83,7 +85,8 @@ impl CertificatePlan {
         }
     }
 
-    /// Adds a name or address under which clients reach the server. Without any a renewed certificate keeps its names.
+    /// Adds a name or address under which clients reach the server. Without any, a renewed
+    /// certificate keeps its names.
     #[must_use]
     pub fn host(mut self, host: Host) -> Self {
         if !self.hosts.contains(&host) {
@@ -92,15 +95,15 @@ impl CertificatePlan {
         self
     }
 
-    /// Whom the client's certificate names. Without this it keeps its name, or is `client` in the beginning.
+    /// Sets the name in the client's certificate. Default: its present name, or `client`.
     #[must_use]
     pub fn client_name(mut self, name: ClientName) -> Self {
         self.client_name = Some(name);
         self
     }
 
-    /// Adds a key of a server that the client may use. Without any the certificate is for all servers, or keeps the keys that
-    /// it had.
+    /// Adds a key of a server that the client may use. Without any, a new certificate is valid for
+    /// all servers, and a renewed one keeps its keys.
     #[must_use]
     pub fn client_key(mut self, key: ServerKey) -> Self {
         if !self.client_keys.contains(&key) {
@@ -109,28 +112,29 @@ impl CertificatePlan {
         self
     }
 
-    /// How long the certificates of server and client are valid: a year without this, and no longer than the authority.
+    /// Sets the validity of the certificates of server and client. Default: a year, and no longer
+    /// than that of the authority.
     #[must_use]
     pub fn validity(mut self, validity: Duration) -> Self {
         self.validity = validity;
         self
     }
 
-    /// Begins anew, with a new authority and new keys, whatever is in the folder. What the old authority has signed is not
-    /// accepted any more by those who get the new `ca.pem`.
+    /// Replaces the authority and all keys. Certificates of the old authority are no longer
+    /// accepted by those who have the new `ca.pem`.
     #[must_use]
     pub fn force(mut self, force: bool) -> Self {
         self.force = force;
         self
     }
 
-    /// Makes what is missing and renews what is there, as of `now`. Blocks.
+    /// Creates missing files and renews certificates, as of `now`. Blocks.
     ///
-    /// Each file is replaced in one step. Keys can be read by their owner alone, from the beginning.
+    /// Each file is replaced in one step. Only the owner can read keys, at any time.
     ///
     /// # Errors
     ///
-    /// Nothing has been written if something is wrong with the files that are there. See [`PkiError`].
+    /// [`PkiError`]. Nothing has been written if an existing file is unusable.
     pub fn write(&self, now: SystemTime) -> Result<Issued, PkiError> {
         fs::create_dir_all(&self.folder).map_err(|source| PkiError::File {
             what: "make",
@@ -147,11 +151,12 @@ impl CertificatePlan {
             return Err(PkiError::AuthorityExpired { file: self.path("ca.pem"), expired: ca.expires });
         }
         let expires = (now + self.validity).min(ca.expires);
-        // All is made before anything is written.
+        // All files are generated before the first is written.
         let server = self.server(&ca, new_ca, now, expires)?;
         let client = self.client(&ca, new_ca, now, expires)?;
         if new_ca {
-            // Of two that begin here at the same time, one makes the key and goes on, so that its files belong together.
+            // Of two runs at the same time one creates the key and goes on, so that its files
+            // match.
             let mode = if self.force { Mode::Private } else { Mode::PrivateNew };
             write(&self.path("ca.key"), &ca.key_pem(), mode)?;
             write(&self.path("ca.pem"), &ca.certificate, Mode::Public)?;
@@ -199,7 +204,7 @@ impl CertificatePlan {
         }
         let Some(first) = hosts.first() else { return Err(PkiError::NoHost) };
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ServerAuth)?;
-        // The subject is for people: what counts is below.
+        // The subject is for people; programs read the names below.
         let name = Some(first.to_string()).filter(|name| name.len() <= MAX_NAME);
         params.distinguished_name.push(DnType::CommonName, name.as_deref().unwrap_or("server"));
         for host in &hosts {
@@ -216,7 +221,7 @@ impl CertificatePlan {
             Some(ClientName(name)) => name.clone(),
             None => old_name.clone().unwrap_or_else(|| ClientName::default().0),
         };
-        // Whoever was that other client must not be this one too.
+        // The holder of the old key must not become another client.
         let same_owner = old_name.is_none_or(|old_name| old_name == name);
         let mut params = leaf_params(ExtendedKeyUsagePurpose::ClientAuth)?;
         params.distinguished_name.push(DnType::CommonName, &*name);
@@ -233,7 +238,7 @@ impl CertificatePlan {
         ca.sign(params, old, same_owner, names, now, expires)
     }
 
-    /// What is there of a pair, if it may be replaced.
+    /// Reads an existing pair, if it may be replaced.
     fn existing_leaf(&self, name: &str, ca: &Authority, new_ca: bool) -> Result<ExistingLeaf, PkiError> {
         if self.force {
             return Ok(ExistingLeaf::default());
@@ -251,7 +256,8 @@ impl CertificatePlan {
         if let Some(pem) = read_if_there(&key)? {
             let pair =
                 KeyPair::from_pem(&pem).map_err(|source| PkiError::NotAKey { file: key, source: Box::new(source) })?;
-            // One that does not match was left by a run that was cut off between the two files.
+            // A pair that does not match was left by a run that was interrupted between the two
+            // files.
             if leaf.certificate.as_ref().is_none_or(|certificate| certificate.belongs_to(&pair)) {
                 leaf.key = Some(pair);
             }
@@ -262,7 +268,7 @@ impl CertificatePlan {
     fn write_leaf(&self, name: &str, leaf: Leaf, expires: SystemTime) -> Result<IssuedPair, PkiError> {
         let (certificate, key) = (self.path(&format!("{name}.pem")), self.path(&format!("{name}.key")));
         if let Some(new_key) = &leaf.new_key {
-            // First: a key without its certificate is made whole by the next run.
+            // The key is written first: the next run completes a key without a certificate.
             write(&key, new_key, Mode::Private)?;
         }
         write(&certificate, &leaf.certificate, Mode::Public)?;
@@ -274,15 +280,15 @@ impl CertificatePlan {
     }
 }
 
-/// The files that there are after [`CertificatePlan::write`].
+/// The files after [`CertificatePlan::write`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Issued {
     /// The authority.
     pub ca: IssuedPair,
-    /// For the server.
+    /// Pair of the server.
     pub server: IssuedPair,
-    /// For the client.
+    /// Pair of the client.
     pub client: IssuedPair,
 }
 
@@ -294,31 +300,37 @@ pub struct IssuedPair {
     pub certificate: PathBuf,
     /// The file with the key.
     pub key: PathBuf,
-    /// The names and addresses that it is for; the client's name; none for an authority.
+    /// Names and addresses of a server; the name of a client; empty for an authority.
     pub names: Vec<String>,
-    /// Until when it is valid; as text, in the form of RFC 3339.
+    /// End of the validity; as text in the form of RFC 3339.
     #[serde(serialize_with = "serialize_time")]
     pub expires: SystemTime,
-    /// How it came about.
+    /// Action that led to the pair.
     pub made: Made,
 }
 
-/// How a certificate came about.
+/// Action that led to a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Made {
-    /// There was none.
+    /// Created: there was none.
     Created,
-    /// It takes the place of an earlier one.
+    /// Renewed: it replaces an earlier one.
     Renewed,
-    /// It was there already.
+    /// Kept: it existed and is unchanged.
     Kept,
 }
 
-/// `time` in the form of RFC 3339, to the second.
+/// Formats `time` as RFC 3339, to the second; empty for times that this format cannot express.
 pub fn rfc3339(time: SystemTime) -> String {
-    let time = OffsetDateTime::from(time).replace_nanosecond(0);
-    time.ok().and_then(|time| time.format(&Rfc3339).ok()).unwrap_or_default()
+    // Checked step by step: the time may come from a peer, and `OffsetDateTime::from` panics for
+    // years that it does not know.
+    let seconds = match time.duration_since(SystemTime::UNIX_EPOCH) {
+        Ok(since) => i64::try_from(since.as_secs()).ok(),
+        Err(before) => i64::try_from(before.duration().as_secs()).ok().map(|seconds| -seconds),
+    };
+    let time = seconds.and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok());
+    time.and_then(|time| time.format(&Rfc3339).ok()).unwrap_or_default()
 }
 
 fn serialize_time<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {

@@ -1,10 +1,11 @@
-//! The folder of a session, where files are exchanged and modules are loaded from.
+//! Workspaces: the folders of sessions, for exchanged files and modules.
 //!
-//! A [`WorkspaceRoot`] is the server's `--workdir`, and hands out [`Workspace`]s: private ones, which go with their
-//! session, and named ones, which belong to an identity and stay. All access is confined to the workspace by the
-//! kernel's own path resolution: no path and no symbolic link leads out of it, whoever made the link.
+//! A [`WorkspaceRoot`] is the server's `--workdir`, and opens [`Workspace`]s: private ones, which
+//! are removed with their session, and named ones, which belong to an identity and stay. The path
+//! resolution of the kernel confines all access: no path and no symbolic link leads out of a
+//! workspace.
 //!
-//! On disk, with modes that shut out other users:
+//! On disk, with modes that exclude other users:
 //!
 //! ```text
 //! WORKDIR/lock                             held while servers change what is below
@@ -51,14 +52,17 @@ pub struct Entry {
     pub modified: SystemTime,
 }
 
-/// A folder of files, confined, with a quota. Cloning it gives another reference to the same workspace.
+/// A folder of files, confined, with a quota. Cloning it gives another reference to the same
+/// workspace.
 ///
-/// Paths are relative, with `/` between names; `.` and `..` are resolved by name, before any link is followed. Links
-/// may lead anywhere inside. All methods block, and any number of threads may use them at once.
+/// Paths are relative, with `/` between names; `.` and `..` are resolved by name, before any link
+/// is followed. Links may lead anywhere inside. All methods block, and any number of threads may
+/// use them at once.
 ///
-/// The quota counts committed files and writes in progress; while a file is replaced, the old and the new one. What
-/// foreign code, or another server that shares a named workspace, puts there itself is counted when the workspace is
-/// opened and whenever the quota seems to be reached. So it cannot be hidden, but it is not prevented either.
+/// The quota counts committed files and writes in progress; while a file is replaced, the old and
+/// the new one. What foreign code, or another server that shares a named workspace, puts there
+/// itself is counted when the workspace is opened and whenever the quota seems to be reached. So it
+/// cannot be hidden, but it is not prevented either.
 #[derive(Clone)]
 pub struct Workspace(Arc<Inner>);
 
@@ -73,16 +77,16 @@ struct Inner {
     keeper: Keeper,
 }
 
-/// Where a workspace lives, and so what becomes of it in the end.
+/// Owner of the folder of a workspace, which determines its removal.
 enum Home {
     /// The name in the server's private folder.
     Private(String),
     Named {
         key: (String, String),
-        /// Locked, shared, against being expired by any server.
+        /// Shared lock, which prevents expiry by any server.
         lock: File,
     },
-    /// Seen to by the process that has lent it.
+    /// The process that has lent it removes it.
     Lent,
 }
 
@@ -92,9 +96,9 @@ struct Account {
     pending: Usage,
 }
 
-/// What one name in a path may have; the limit of the usual file systems.
+/// Maximum length of a name in a path: that of the usual file systems.
 const MAX_NAME_BYTES: usize = 255;
-/// What a path may have.
+/// Maximum length of a path.
 const MAX_PATH_BYTES: usize = 1024;
 
 impl Workspace {
@@ -103,7 +107,8 @@ impl Workspace {
         &self.0.path
     }
 
-    /// The real path, without links, of a regular file that exists in the workspace: for loaders that take a path.
+    /// The real path, without links, of a regular file that exists in the workspace: for loaders
+    /// that take a path.
     ///
     /// The answer is true when given; code that runs in the workspace can change it afterwards.
     ///
@@ -117,11 +122,11 @@ impl Workspace {
         Ok(self.0.path.join(real))
     }
 
-    /// The files in `folder` and in all folders below it, sorted by name; in all of the workspace if it is empty. The
-    /// path of a file gives that file alone.
+    /// The files in `folder` and in all folders below it, sorted by name; in all of the workspace
+    /// if it is empty. The path of a file gives that file alone.
     ///
-    /// A link to a file inside is listed as a file; other links, devices and the like are not, nor are names that are
-    /// not UTF-8, nor paths too long to be given back.
+    /// A link to a file inside is listed as a file; other links, devices and the like are not, nor
+    /// are names that are not UTF-8, nor paths too long to be given back.
     ///
     /// # Errors
     ///
@@ -151,14 +156,15 @@ impl Workspace {
         Ok(entries)
     }
 
-    /// Removes a file, or a folder with all that is in it. A link is removed itself, not what it leads to.
+    /// Removes a file, or a folder with all that is in it. A link is removed itself, not what it
+    /// leads to.
     ///
     /// A folder is gone at once for others, and is then deleted piece by piece before this returns.
     ///
     /// # Errors
     ///
-    /// The path is malformed, leads outside, or names the workspace itself; nothing is there; or the file system
-    /// failed.
+    /// The path is malformed, leads outside, or names the workspace itself; nothing is there; or
+    /// the file system failed.
     pub fn remove(&self, path: &str) -> Result<(), WorkspaceError> {
         let target = clean(path)?;
         if target.is_empty() {
@@ -178,15 +184,16 @@ impl Workspace {
         Ok(())
     }
 
-    /// Begins to write the file at `path`, which need not exist, nor its folders. Nothing shows until
-    /// [`FileWriter::commit`].
+    /// Begins to write the file at `path`, which need not exist, nor its folders. Nothing shows
+    /// until [`FileWriter::commit`].
     ///
-    /// With `expected_len`, in bytes, the quota is claimed now, and only a file of just that length can be committed.
+    /// With `expected_len`, in bytes, the quota is claimed now, and only a file of just that length
+    /// can be committed.
     ///
     /// # Errors
     ///
-    /// The path is malformed or leads outside, something that is not a regular file is there, the quota is reached, or
-    /// the file system failed.
+    /// The path is malformed or leads outside, something that is not a regular file is there, the
+    /// quota is reached, or the file system failed.
     pub fn begin_write(&self, path: &str, expected_len: Option<u64>) -> Result<FileWriter, WorkspaceError> {
         let target = clean_file(path)?;
         match self.regular(path, &target) {
@@ -200,11 +207,13 @@ impl Workspace {
     ///
     /// # Errors
     ///
-    /// The path is malformed or leads outside, what is there is not a regular file, or the file system failed.
+    /// The path is malformed or leads outside, what is there is not a regular file, or the file
+    /// system failed.
     pub fn open_read(&self, path: &str) -> Result<FileReader, WorkspaceError> {
         let target = clean_file(path)?;
         self.regular(path, &target)?;
-        // What is there may have changed since: so the open must not block on a FIFO, and the file is looked at again.
+        // The file may have changed since, so the open must not block on a FIFO, and the result is
+        // checked again.
         let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(flags.bits().cast_signed());
@@ -225,7 +234,8 @@ impl Workspace {
         self.0.keeper.limits().quota_bytes
     }
 
-    /// Opens the workspace in `folder`, an open folder with the real path `path`, and makes it if it is empty.
+    /// Opens the workspace in `folder`, an open folder with the real path `path`, and makes it if
+    /// it is empty.
     fn open(keeper: Keeper, folder: &Dir, path: &Path, home: Home) -> io::Result<Self> {
         let files = make_folder(folder, "files")?;
         let staging = make_folder(folder, "staging")?;
@@ -241,7 +251,7 @@ impl Workspace {
         })))
     }
 
-    /// What is at `target`, links followed, if that is a regular file.
+    /// Returns the metadata of `target`, following links, if it is a regular file.
     fn regular(&self, path: &str, target: &str) -> Result<Metadata, WorkspaceError> {
         let metadata = self.0.files.metadata(target).map_err(at(path))?;
         check_regular(path, &metadata)?;
@@ -261,8 +271,8 @@ impl Workspace {
         account.pending = account.pending.minus(less);
     }
 
-    /// Refuses what would pass the limits. Before it does, it looks at what is really there: foreign code may have
-    /// removed files since.
+    /// Refuses to pass the limits, after measuring what is really there: foreign code may have
+    /// removed files.
     fn check_limits(&self, path: &str, account: &mut Account, more: Usage) -> Result<(), WorkspaceError> {
         let limits = self.0.keeper.limits();
         let fits = |usage: Usage| usage.bytes <= limits.quota_bytes && usage.entries <= limits.max_entries;
@@ -289,7 +299,8 @@ impl Workspace {
         }
     }
 
-    /// Makes an empty file in the staging folder, locked so that no other server takes it for a dead one's.
+    /// Creates an empty file in the staging folder, locked so that no other server takes it for
+    /// abandoned.
     fn create_staged(&self) -> io::Result<(String, File)> {
         loop {
             let name = self.0.keeper.unique("write");
@@ -297,7 +308,8 @@ impl Workspace {
             options.write(true).create_new(true).mode(0o600);
             let file = self.0.staging.open_with(&name, &options)?.into_std();
             rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive))?;
-            // Another server that opens the workspace may have swept the file away before it was locked.
+            // Another server that opens the workspace may have removed the file before it was
+            // locked.
             if rustix::fs::fstat(&file)?.st_nlink > 0 {
                 return Ok((name, file));
             }
@@ -343,7 +355,7 @@ impl Workspace {
     }
 
     fn account(&self) -> MutexGuard<'_, Account> {
-        // Plain numbers: a panic elsewhere leaves them usable.
+        // Plain numbers, which a panic elsewhere leaves consistent.
         self.0.account.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -380,7 +392,7 @@ fn sweep_staging(staging: &Dir) -> io::Result<()> {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             purge(staging, &name);
         } else if let Ok(file) = open_lock_file(staging, &name, false) {
-            // Who can have the lock is sure that there is no writer, and must keep it until the file is gone.
+            // The lock proves that there is no writer; it is held until the file is gone.
             if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
                 let _ = staging.remove_file(&name);
             }
@@ -429,7 +441,8 @@ fn clean_file(path: &str) -> Result<String, WorkspaceError> {
     Ok(target)
 }
 
-/// `path` in the form `a/b/c`, without `.`, `..` and doubled slashes; empty for the workspace itself.
+/// `path` in the form `a/b/c`, without `.`, `..` and doubled slashes; empty for the workspace
+/// itself.
 ///
 /// This only gives each file one name. That the path stays inside is seen to when it is used.
 fn clean(path: &str) -> Result<String, WorkspaceError> {

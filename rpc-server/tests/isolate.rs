@@ -1,7 +1,9 @@
-//! Sessions in processes of their own: what a crash does, and what is left behind by it, namely nothing.
+//! Sessions in processes of their own: what a crash does, and what is left behind by it, namely
+//! nothing.
 //!
-//! This program plays three parts: the tests, the server that they talk to (`serve`, and flags), and the processes of its
-//! sessions. So it has a `main` of its own. Like the usual one, it takes parts of the names of tests as arguments.
+//! This program plays three parts: the tests, the server that they talk to (`serve`, and flags),
+//! and the processes of its sessions. So it has a `main` of its own. Like the usual one, it takes
+//! parts of the names of tests as arguments.
 //!
 //! It looks for processes in `/proc`, so it is for Linux.
 
@@ -37,8 +39,8 @@ fn main() -> ExitCode {
     if args.first().is_some_and(|arg| arg == "serve") {
         let Program { settings } = Program::parse_from(args);
         let config = settings.resolve().unwrap();
-        let server = RpcServer::builder().registry(registry).config(config).build();
-        return ExitCode::from(rpc_server::exit::of_server(&server.run_blocking()));
+        let server = RpcServer::new(registry).config(config);
+        return ExitCode::from(rpc_server::server::exit_code::of_server(&server.run_blocking()));
     }
     let tests = tests![
         everything_works_as_without_isolation
@@ -106,7 +108,8 @@ fn registry() -> Registry {
 
 fn segv() {
     let nowhere: *mut u8 = std::ptr::without_provenance_mut(16);
-    // SAFETY: none. The first page is never mapped, so that this ends the process, which is there for that.
+    // SAFETY: none. The first page is never mapped, so that this ends the process, which is there
+    // for that.
     unsafe { nowhere.write_volatile(1) }
 }
 
@@ -259,7 +262,8 @@ async fn begin(session: &Session, name: &str) -> rpc_core::Pending<()> {
     let function = session.function::<(), ()>(name).await.unwrap();
     let process = process_of(session).await;
     let before = ticks(process);
-    // On a lane of its own: on that of `rpc.info` an inline function may find the thread of that call still there, and run on it.
+    // On a lane of its own: on that of `rpc.info` an inline function may find the thread of that
+    // call still there, and run on it.
     let mut call = function.call(()).concurrent().start();
     call.admitted().await.unwrap();
     until("the loop runs", || ticks(process) > before + 2);

@@ -1,4 +1,5 @@
-//! Workers of a Disco session that `mpirun` has started: `rpc-server worker --mpi`, with collectives over MPI.
+//! Workers of a Disco session that `mpirun` has started: `rpc-server worker --mpi`, with
+//! collectives over MPI.
 
 // A test that panics has failed, which is what is wanted of it.
 #![allow(clippy::unwrap_used)]
@@ -118,7 +119,7 @@ fn what_does_not_go_with_mpi_is_refused() {
 fn guarded(folder: &TempDir) -> (NodeListener, Connector, String) {
     let secret = "disco 0123456789abcdef0123456789abcdef";
     let file = folder.path().join("token");
-    rpc_server::pki::token::store(secret, &file).unwrap();
+    rpc_server::pki::token_file::store(secret, &file).unwrap();
     let tokens = Tokens::parse(secret).unwrap();
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
     let certificate = Certificate::from_pem(made.cert.pem().as_bytes(), made.signing_key.serialize_pem().as_bytes());

@@ -159,7 +159,7 @@ async fn start(registry: Registry, endpoint: &str) -> (Running, Session, tempfil
         otlp_endpoint: Some(endpoint.parse().unwrap()),
         ..ServeConfig::default()
     };
-    let running = RpcServer::builder().registry(registry).config(config).build().start().await.unwrap();
+    let running = RpcServer::new(registry).config(config).start().await.unwrap();
     let session = Connector::new().connect(&running.addresses()[0].to_string()).await.unwrap();
     (running, session, folder)
 }

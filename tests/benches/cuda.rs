@@ -30,8 +30,9 @@ use bytes::{Bytes, BytesMut};
 use cudarc::driver::sys;
 use rpc_core::{DataType, Device, DeviceApi, DeviceAttribute, Devices, LocalSession, Registry, Session, Value};
 use rpc_cuda::CudaDevice;
+use rpc_server::RpcServer;
 use rpc_server::config::ServeConfig;
-use rpc_server::{RpcServer, gpu, isolate};
+use rpc_server::isolate::{self, gpu};
 use rpc_transports::Connector;
 
 const SIZES: [usize; 6] = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
@@ -61,8 +62,7 @@ fn main() {
         workdir: folder.path().to_owned(),
         ..ServeConfig::default()
     };
-    let server =
-        RpcServer::builder().registry(registry.clone()).devices(gpu::for_server(&config)).config(config).build();
+    let server = RpcServer::new(registry.clone()).devices(gpu::for_server(&config)).config(config);
     let running = runtime.block_on(server.start()).unwrap();
     let remote = Connector::new().connect_blocking(&running.addresses()[0].to_string()).unwrap();
     let devices = Devices::new().with(Arc::new(cuda));

@@ -45,7 +45,7 @@ fn main() {
             isolate,
             ..ServeConfig::default()
         };
-        let running = runtime.block_on(RpcServer::builder().config(config).build().start()).unwrap();
+        let running = runtime.block_on(RpcServer::default().config(config).start()).unwrap();
         let address = running.addresses()[0].to_string();
         let place = if isolate == Isolate::None { "one process" } else { "a process a session" };
         let report = Report { place, json };

@@ -17,7 +17,8 @@ use model::{CLASSES, Digits, EPOCHS, Score};
 use place::{Place, PlaceArgs, Role};
 use rpc_core::Registry;
 use rpc_core::blocking::block_on;
-use rpc_server::{exit, isolate};
+use rpc_server::isolate;
+use rpc_server::server::exit_code;
 
 /// The least share of the test images that must be told right.
 const WANTED: f64 = 0.93;
@@ -51,7 +52,7 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
             Err(error) => {
-                exit::report(&*error);
+                exit_code::report(&*error);
                 ExitCode::FAILURE
             }
         },

@@ -6,7 +6,8 @@ use clap::Subcommand;
 use disco::{Completion, DiscoSession, ProcessSession, SocketSession, ThreadedSession};
 use rpc_core::Registry;
 use rpc_server::config::{ServeSettings, TrackerSettings};
-use rpc_server::{RpcServer, ServerProcess, exit, logging, pki, tracker};
+use rpc_server::server::exit_code;
+use rpc_server::{RpcServer, ServerProcess, logging, pki, tracker};
 use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{ClientTls, Connector, Tokens};
 
@@ -41,13 +42,13 @@ impl Role {
         let served = match self {
             Self::Serve(settings) => settings.resolve().map_err(Into::into).and_then(|config| {
                 logging::init(&config.log_level, config.log_format);
-                RpcServer::builder().registry(registry).config(config).build().run_blocking()
+                RpcServer::new(registry).config(config).run_blocking()
             }),
             Self::Tracker(settings) => {
                 settings.resolve().map_err(Into::into).and_then(|config| tracker::Tracker::run_blocking(&config))
             }
         };
-        exit::of_server(&served).into()
+        exit_code::of_server(&served).into()
     }
 }
 
@@ -124,8 +125,8 @@ fn over_quic(
 ) -> Result<Completion<DiscoSession>, Failure> {
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("token");
-    let token = pki::token::generate(Some("workers"))?;
-    pki::token::store(&token, &file)?;
+    let token = pki::token_file::generate(Some("workers"))?;
+    pki::token_file::store(&token, &file)?;
     let path = file.to_str().ok_or("the folder for temporary files has no name in UTF-8")?;
     let quic = ["--listen", "quic://127.0.0.1:0", "--token-file", path];
     let addresses = serve(servers, workers, &[&quic, flags].concat())?;

@@ -15,7 +15,8 @@ use clap::Parser;
 use disco::{DRef, DiscoSession, ReduceOp, Scope};
 use place::{Place, PlaceArgs, Role};
 use rpc_core::{DataType, Registry, Tensor};
-use rpc_server::{exit, isolate};
+use rpc_server::isolate;
+use rpc_server::server::exit_code;
 use rpc_tvm::TvmFfi;
 
 /// Rows of a batch, inputs, hidden units, outputs.
@@ -57,7 +58,7 @@ fn main() -> ExitCode {
     match run(args.place, own) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            exit::report(&*error);
+            exit_code::report(&*error);
             ExitCode::FAILURE
         }
     }

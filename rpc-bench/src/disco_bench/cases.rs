@@ -53,7 +53,8 @@ pub(super) struct CaseResult {
     pub(super) bus_gb_s: Option<f64>,
 }
 
-/// Measured configuration: one kind of launch and number of workers, with a session that most cases share.
+/// Measured configuration: one kind of launch and number of workers, with a session that most cases
+/// share.
 pub(super) struct Subject<'a> {
     // Dropped before the servers of the testbed.
     session: Option<Open>,
@@ -74,7 +75,8 @@ impl<'a> Subject<'a> {
         Self { session: None, testbed, limits, sizes }
     }
 
-    /// Measures a case, for each size if it has sizes. Returns no result if there are too few workers for it.
+    /// Measures a case, for each size if it has sizes. Returns no result if there are too few
+    /// workers for it.
     pub(super) fn measure(&mut self, name: &'static str) -> Result<Vec<CaseResult>, Failure> {
         if name == "start" {
             return Ok(vec![self.starts()?]);

@@ -8,9 +8,9 @@ use rpc_core::{DataType, Registry, Result, RpcError, Tensor};
 /// Name of a function that does nothing.
 pub(super) const EMPTY: &str = "bench.empty";
 
-/// Name of a function that takes part in a collective repeatedly. Its arguments are the name of the collective, the
-/// elements of the larger side, the calls that are timed together, and the number of such batches. It returns the seconds
-/// of one call for each batch.
+/// Name of a function that takes part in a collective repeatedly. Its arguments are the name of the
+/// collective, the elements of the larger side, the calls that are timed together, and the number
+/// of such batches. It returns the seconds of one call for each batch.
 pub(super) const COLLECTIVE: &str = "bench.collective";
 
 /// Returns the functions of workers.

@@ -170,13 +170,7 @@ pub(crate) fn run_node(args: NodeArgs) -> Result<(), Failure> {
             exit_with_stdin: true,
             ..ServeConfig::default()
         };
-        return RpcServer::builder()
-            .registry(registry())
-            .config(config)
-            .build()
-            .run_blocking()
-            .map(drop)
-            .map_err(failed);
+        return RpcServer::new(registry()).config(config).run_blocking().map(drop).map_err(failed);
     }
     let mut options = ListenOptions::default();
     if let Some(certificates) = args.certificates.map(Certificates::existing) {

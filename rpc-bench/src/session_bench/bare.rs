@@ -6,7 +6,8 @@
 //! * `w`: the client writes that many bytes and gets one byte as acknowledgement, repeatedly;
 //! * `r`: the client writes one byte and gets that many bytes, repeatedly.
 //!
-//! Each side of a copy reuses one buffer of the copy's whole length, as our copies reuse a tensor and its source.
+//! Each side of a copy reuses one buffer of the copy's whole length, as our copies reuse a tensor
+//! and its source.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener as StdTcpListener, TcpStream as StdTcpStream};
@@ -102,7 +103,8 @@ pub(super) enum Connector {
 }
 
 impl Connector {
-    /// Returns the connector for servers with this scheme and these certificates. Needs a tokio runtime.
+    /// Returns the connector for servers with this scheme and these certificates. Needs a tokio
+    /// runtime.
     pub(super) fn new(scheme: &str, certificates: Option<&Certificates>) -> Result<Self, Failure> {
         match (scheme, certificates) {
             ("tls", Some(certificates)) => Tls::client(certificates).map(Self::Tls),

@@ -29,7 +29,8 @@ pub(super) fn rate(count: usize, start: Instant) -> f64 {
     count as f64 / start.elapsed().as_secs_f64().max(1e-9)
 }
 
-/// Blocks that are measured regardless of the time limit: loopback TCP has two speeds, and a median needs a few samples.
+/// Blocks that are measured regardless of the time limit: loopback TCP has two speeds, and a median
+/// needs a few samples.
 const MIN_BLOCKS: usize = 11;
 
 /// Sizes of copies.
@@ -201,7 +202,8 @@ impl Testbed {
             None
         };
         let largest = SIZES.iter().map(|(_, len)| *len).max().unwrap_or(0);
-        // Written to: all pages that were never written are one page, and reading them would cost too little.
+        // Written to: all pages that were never written are one page, and reading them would cost
+        // too little.
         let data = Bytes::from(vec![0x5a; largest]);
         Ok(Self {
             session,

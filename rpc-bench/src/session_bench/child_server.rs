@@ -138,12 +138,12 @@ fn serve(args: ChildArgs) -> Result<(), Failure> {
         config.cert_key = Some(certificates.key());
         config.forward_ca = Some(certificates.authority());
     }
-    let server = RpcServer::builder().config(config).build();
+    let server = RpcServer::default().config(config);
     let outcome = match args.core {
         Some(_) => rpc_server::cli::runtime()?.block_on(server.run_until_signal()),
         None => server.run_blocking(),
     };
-    match rpc_server::exit::of_server(&outcome) {
+    match rpc_server::server::exit_code::of_server(&outcome) {
         0 => Ok(()),
         code => Err(Failure::Reported(code)),
     }

@@ -51,7 +51,8 @@ pub(super) fn blocking_calls(connector: &Connector, address: &str) -> Result<Pro
 /// Number of calls in flight.
 pub(super) const WINDOW: usize = 64;
 
-/// Returns a probe of calls per second with [`WINDOW`] of them in flight. A sample is `batch` calls.
+/// Returns a probe of calls per second with [`WINDOW`] of them in flight. A sample is `batch`
+/// calls.
 pub(super) fn pipelined(runtime: &Rc<Runtime>, session: &Session, batch: usize) -> Result<Probe, Failure> {
     let runtime = runtime.clone();
     let echo = runtime.block_on(session.get_function("rpc.echo").into_future())?;
@@ -80,8 +81,8 @@ pub(super) fn pipelined(runtime: &Rc<Runtime>, session: &Session, batch: usize) 
     }))
 }
 
-/// Returns a probe of objects created and dropped per second, with [`WINDOW`] creations in flight. A sample is `batch`
-/// objects.
+/// Returns a probe of objects created and dropped per second, with [`WINDOW`] creations in flight.
+/// A sample is `batch` objects.
 pub(super) fn object_churn(runtime: &Rc<Runtime>, session: &Session, batch: usize) -> Result<Probe, Failure> {
     let runtime = runtime.clone();
     let new = runtime.block_on(session.get_function("rpc.new_object").into_future())?;
@@ -103,7 +104,8 @@ pub(super) fn object_churn(runtime: &Rc<Runtime>, session: &Session, batch: usiz
                 for pending in window {
                     drop(pending.await?);
                 }
-                // Requests are executed in order, so the last object has been freed when this call returns.
+                // Requests are executed in order, so the last object has been freed when this call
+                // returns.
                 small_call(&echo).await?;
                 samples.push(rate(batch, start));
             }

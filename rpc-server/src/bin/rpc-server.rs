@@ -7,10 +7,12 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_core::Registry;
 use rpc_server::config::{ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings, WorkerSettings};
-use rpc_server::relay::Relay;
+use rpc_server::isolate::{self, gpu};
+use rpc_server::server::Relay;
 use rpc_server::server::{RpcServer, StopReason};
+use rpc_server::server::{disco_node, exit_code};
 use rpc_server::tracker::Tracker;
-use rpc_server::{builtins, exit, gpu, isolate, logging, node};
+use rpc_server::{builtins, logging};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -34,36 +36,42 @@ struct Cli {
 enum Command {
     /// Serve until SIGTERM or SIGINT.
     ///
-    /// Prints "listening on ADDRESS" for each address on standard output; all else goes to standard error. On SIGTERM or
-    /// SIGINT no session begins any more, clients are told to go, and their sessions may end within --drain-timeout; a
-    /// second signal stops at once.
+    /// Prints "listening on ADDRESS" for each address on standard output; all else goes to standard
+    /// error. On SIGTERM or SIGINT no session begins any more, clients are told to go, and their
+    /// sessions may end within --drain-timeout; a second signal stops at once.
     #[command(after_help = EXIT_CODES)]
     Serve(#[command(flatten)] Box<ServeSettings>),
     /// Hand out servers until SIGTERM or SIGINT.
     ///
-    /// Servers come by themselves ("serve --tracker ADDRESS"), and clients ask for them as tracker://HOST:PORT/KEY. Prints "listening
-    /// on ADDRESS" for each address on standard output; all else goes to standard error. What it knows it learns again after a
-    /// restart, from the servers and from the clients that wait; sessions that run are not touched.
+    /// Servers come by themselves ("serve --tracker ADDRESS"), and clients ask for them as
+    /// tracker://HOST:PORT/KEY. Prints "listening on ADDRESS" for each address on standard output;
+    /// all else goes to standard error. What it knows it learns again after a restart, from the
+    /// servers and from the clients that wait; sessions that run are not touched.
     #[command(after_help = EXIT_CODES)]
     Tracker(#[command(flatten)] Box<TrackerSettings>),
     /// Bring servers that nobody can dial together with their clients, until SIGTERM or SIGINT.
     ///
-    /// Servers come by themselves ("serve --relay ADDRESS/NAME") and wait, and clients reach them as ADDRESS/NAME. The relay passes
-    /// bytes; who is who is settled between client and server. Prints "listening on ADDRESS" for each address on standard output; all
-    /// else goes to standard error.
+    /// Servers come by themselves ("serve --relay ADDRESS/NAME") and wait, and clients reach them
+    /// as ADDRESS/NAME. The relay passes bytes; who is who is settled between client and server.
+    /// Prints "listening on ADDRESS" for each address on standard output; all else goes to standard
+    /// error.
     #[command(after_help = EXIT_CODES)]
     Relay(#[command(flatten)] Box<RelaySettings>),
     /// Be a node of a Disco session, whose controller is dialled, until the session ends.
     ///
-    /// For nodes that the controller cannot dial, and for launchers: started by mpirun, srun or torchrun each process is the node
-    /// that the launcher says. All else is as with "serve", and with --listen other clients are served, too.
+    /// For nodes that the controller cannot dial, and for launchers: started by mpirun, srun or
+    /// torchrun each process is the node that the launcher says. All else is as with "serve", and
+    /// with --listen other clients are served, too.
     #[command(after_help = EXIT_CODES)]
     Worker(#[command(flatten)] Box<WorkerSettings>),
-    /// Print the configuration that "relay" would use with these flags, this environment and this file, as TOML.
+    /// Print the configuration that "relay" would use with these flags, this environment and this
+    /// file, as TOML.
     RelayConfig(#[command(flatten)] Box<RelaySettings>),
-    /// Print the configuration that "tracker" would use with these flags, this environment and this file, as TOML.
+    /// Print the configuration that "tracker" would use with these flags, this environment and this
+    /// file, as TOML.
     TrackerConfig(#[command(flatten)] Box<TrackerSettings>),
-    /// Print the configuration that "serve" would use with these flags, this environment and this file, as TOML.
+    /// Print the configuration that "serve" would use with these flags, this environment and this
+    /// file, as TOML.
     Config(#[command(flatten)] Box<ServeSettings>),
     /// Print a completion script for a shell.
     Completions {
@@ -82,15 +90,15 @@ fn main() -> ExitCode {
     let registry = Registry::new();
     builtins::register(&registry);
     // First, so that sessions in processes of their own can have workers in others.
-    disco::serve_if_worker_with(&registry, || node::worker_devices(&registry));
+    disco::serve_if_worker_with(&registry, || disco_node::worker_devices(&registry));
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
-        Command::Serve(settings) => exit::of_server(&serve(*settings)).into(),
-        Command::Worker(settings) => exit::of_server(&work(*settings)).into(),
+        Command::Serve(settings) => exit_code::of_server(&serve(*settings)).into(),
+        Command::Worker(settings) => exit_code::of_server(&work(*settings)).into(),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
-        Command::Relay(settings) => exit::of_server(&relay(*settings)).into(),
+        Command::Relay(settings) => exit_code::of_server(&relay(*settings)).into(),
         Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
-        Command::Tracker(settings) => exit::of_server(&track(*settings)).into(),
+        Command::Tracker(settings) => exit_code::of_server(&track(*settings)).into(),
         Command::TrackerConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Completions { shell } => {
             let mut script = Vec::new();
@@ -111,7 +119,7 @@ fn main() -> ExitCode {
 fn serve(settings: ServeSettings) -> Result<StopReason, ServeError> {
     let config = settings.resolve()?;
     logging::init(&config.log_level, config.log_format);
-    RpcServer::builder().devices(gpu::for_server(&config)).config(config).build().run_blocking()
+    RpcServer::default().devices(gpu::for_server(&config)).config(config).run_blocking()
 }
 
 fn relay(settings: RelaySettings) -> Result<StopReason, ServeError> {
@@ -129,13 +137,13 @@ fn track(settings: TrackerSettings) -> Result<StopReason, ServeError> {
 fn work(settings: WorkerSettings) -> Result<StopReason, ServeError> {
     let config = settings.resolve()?;
     logging::init(&config.serve.log_level, config.serve.log_format);
-    node::run_blocking(config)
+    disco_node::run_blocking(config)
 }
 
 fn print_config(config: Result<String, ConfigError>) -> ExitCode {
     match config {
         Ok(text) => print(text.as_bytes()),
-        Err(error) => exit::of_server(&Err(error.into())).into(),
+        Err(error) => exit_code::of_server(&Err(error.into())).into(),
     }
 }
 
@@ -152,8 +160,8 @@ fn done(outcome: io::Result<()>) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            exit::report(&error);
-            exit::FAILURE.into()
+            exit_code::report(&error);
+            exit_code::FAILURE.into()
         }
     }
 }

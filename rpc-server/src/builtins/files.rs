@@ -6,11 +6,11 @@ use bytes::{Bytes, BytesMut};
 use rpc_core::client::FileEntry;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 
-use crate::session::SessionWorkspace;
+use crate::server::session_state::SessionWorkspace;
 use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError};
 
-/// The most that one `rpc.file.read` returns, in bytes: room for several of the pieces that [`rpc_core::client::Files`] asks for,
-/// and no way to make the server reserve much.
+/// The most that one `rpc.file.read` returns, in bytes: room for several of the pieces that
+/// [`rpc_core::client::Files`] asks for, and no way to make the server reserve much.
 pub const MAX_READ_BYTES: u64 = 4 << 20;
 
 /// A file on its way into the workspace: empty once it was committed or aborted.
@@ -97,7 +97,7 @@ impl From<WorkspaceError> for RpcError {
             E::WriteFailed { .. } | E::Io { .. } => ErrorKind::Io,
             _ => ErrorKind::InvalidArgument,
         };
-        // The cause stays behind with its type; its words are all that a client can use.
+        // The type of the cause stays here; a client can use its text only.
         match &error {
             E::Io { path, source } => Self::new(kind, format!("the file system failed at {path:?}: {source}")),
             _ => Self::new(kind, error.to_string()),

@@ -1,4 +1,4 @@
-//! `rpc.info`: what the server is, and what it holds.
+//! `rpc.info`: version, devices and usage of a server.
 
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -8,9 +8,9 @@ use rpc_core::{Context, Device, DeviceAttribute, DeviceType, Devices, Pack, Regi
 use serde::{Deserialize, Serialize};
 
 use crate::modules::ModuleService;
-use crate::session::ServerState;
+use crate::server::session_state::ServerState;
 
-/// What `rpc.info` returns. Fields may be added; readers ignore those that they do not know.
+/// Result of `rpc.info`. Fields may be added; readers ignore unknown ones.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ServerInfo {
@@ -24,7 +24,8 @@ pub struct ServerInfo {
     pub sessions: u64,
     /// Live handles of all sessions.
     pub handles: u64,
-    /// Bytes of device memory of all sessions, and of calls that still run though their session has ended.
+    /// Bytes of device memory of all sessions, and of calls that still run though their session has
+    /// ended.
     pub memory_bytes: u64,
     /// The devices, and the kinds that are absent.
     pub devices: Vec<DeviceInfo>,
@@ -38,27 +39,30 @@ pub struct ServerInfo {
     pub arch: String,
     /// The operating system, such as `linux`.
     pub os: String,
-    /// Which native modules clients may bring; `None` if they may not bring any.
+    /// Native modules that clients may upload; `None` if they may not.
     #[serde(default)]
     pub modules: Option<ModulesInfo>,
 }
 
-/// Which native modules a server takes.
+/// Conditions for native modules.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ModulesInfo {
-    /// The size of the largest, in bytes.
+    /// Maximum size of a module in bytes.
     pub max_bytes: u64,
-    /// Whether only those are taken that the operator has listed.
+    /// True if only the modules are taken that the operator has listed.
     pub listed_only: bool,
+    /// Reason for which no module can be loaded, such as a missing library.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unavailable: Option<String>,
 }
 
 /// One device, or one kind of which there is none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// The device, such as `cpu:0`; or the kind, such as `cuda`, if it is absent. Kinds that nobody would look for are not
-    /// listed as absent.
+    /// The device, such as `cpu:0`; or the kind, such as `cuda`, if it is absent. Kinds that nobody
+    /// would look for are not listed as absent.
     pub device: String,
     /// The maker's name.
     pub name: Option<String>,
@@ -75,7 +79,8 @@ pub(super) fn register(registry: &Registry) {
     registry.add("rpc.info", |context: Context| Pack(collect(&context)));
 }
 
-/// When this program began to offer functions: the start of a server that embeds no [`ServerState`].
+/// When this program began to offer functions: the start of a server that embeds no
+/// [`ServerState`].
 fn started() -> Instant {
     static STARTED: OnceLock<Instant> = OnceLock::new();
     *STARTED.get_or_init(Instant::now)
@@ -87,7 +92,11 @@ fn collect(context: &Context) -> ServerInfo {
         Some(state) => state.totals(),
         None => {
             let usage = context.usage();
-            crate::session::Totals { sessions: 1, handles: usage.handles, memory_bytes: usage.memory_bytes }
+            crate::server::session_state::ServerTotals {
+                sessions: 1,
+                handles: usage.handles,
+                memory_bytes: usage.memory_bytes,
+            }
         }
     };
     ServerInfo {
@@ -105,12 +114,16 @@ fn collect(context: &Context) -> ServerInfo {
         os: std::env::consts::OS.to_owned(),
         modules: context.extension::<ModuleService>().map(|service| {
             let store = service.store();
-            ModulesInfo { max_bytes: store.limits().max_module_bytes, listed_only: store.is_limited_to_list() }
+            ModulesInfo {
+                max_bytes: store.limits().max_module_bytes,
+                listed_only: store.is_limited_to_list(),
+                unavailable: service.check_library().err().map(|error| error.message().to_owned()),
+            }
         }),
     }
 }
 
-/// The kinds that people look for, and learn of that they are not there.
+/// Kinds that users look for, and whose absence is reported.
 const COMMON_KINDS: [DeviceType; 5] =
     [DeviceType::CUDA, DeviceType::OPENCL, DeviceType::VULKAN, DeviceType::METAL, DeviceType::ROCM];
 

@@ -51,8 +51,8 @@ pub(super) fn register(registry: &Registry) {
         });
 }
 
-/// Takes the module whose bytes are those of `tensor`, which may lie on any device: how it comes to the workers of Disco, each of which gets it from
-/// another one.
+/// Takes the module whose bytes are those of `tensor`, which may lie on any device: how it comes to
+/// the workers of Disco, each of which gets it from another one.
 fn import_tensor(service: &ModuleService, digest: Digest, tensor: &TensorView) -> Result<()> {
     // Workers on one machine take it at the same time.
     let _alone = service.store().importing()?;

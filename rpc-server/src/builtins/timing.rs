@@ -1,4 +1,4 @@
-//! `rpc.time_function`: how long a function takes, measured where it runs.
+//! `rpc.time_function`: the run time of a function, measured at the server.
 
 use std::time::{Duration, Instant};
 
@@ -9,17 +9,18 @@ use rpc_core::{
 };
 
 use super::cancelled;
-use crate::session::ServerState;
+use crate::server::session_state::ServerState;
 
-/// How to measure. The terms are those of TVM's time evaluator (`python/tvm/runtime/module.py`, `time_evaluator`).
+/// Options of a measurement, named as in TVM's time evaluator (`python/tvm/runtime/module.py`,
+/// `time_evaluator`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TimeOptions {
     /// Calls in one sample, at first. Default 1.
     pub number: u64,
     /// Samples. Default 10, enough to see the spread.
     pub repeat: u64,
-    /// The least that a sample takes: `number` grows until it does. Default 0. A few milliseconds hide the clock's
-    /// resolution from functions that take microseconds.
+    /// The least that a sample takes: `number` grows until it does. Default 0. A few milliseconds
+    /// hide the clock's resolution from functions that take microseconds.
     pub min_repeat: Duration,
     /// Calls that are made first and not counted, to fill caches. Default 1.
     pub warmup: u64,
@@ -33,8 +34,9 @@ impl Default for TimeOptions {
 
 /// Measures `function`, called with `args`, where it runs: all samples, in seconds per call.
 ///
-/// A function that returns objects has them freed at once. The session must offer `rpc.time_function`. The blocking form is
-/// this one under [`block_on`](rpc_core::blocking::block_on).
+/// A function that returns objects has them freed at once. The session must offer
+/// `rpc.time_function`. The blocking form is this one under
+/// [`block_on`](rpc_core::blocking::block_on).
 ///
 /// # Errors
 ///
@@ -79,7 +81,7 @@ pub(super) fn register(registry: &Registry) {
 /// More samples than anybody looks at; they are a list of floats in one reply.
 const MAX_REPEAT: u64 = 1_000_000;
 
-/// How long calls may go on before it is asked whether anybody still waits for them.
+/// Time between two checks for cancellation.
 const CANCEL_CHECK: Duration = Duration::from_millis(1);
 
 fn serve(
@@ -112,8 +114,9 @@ fn serve(
     Ok(samples)
 }
 
-/// How many calls to try after `number` of them took less than `wanted`: what the last attempt suggests and a little more,
-/// but no more than ten times as many, since the first calls may have been atypical.
+/// Returns the number of calls to try after `number` of them took less than `wanted`: slightly more
+/// than the last attempt suggests, and at most ten times as many, since the first calls may have
+/// been atypical.
 fn larger(number: u64, elapsed: Duration, wanted: Duration) -> u64 {
     let factor = wanted.as_secs_f64() / elapsed.as_secs_f64().max(1e-9) * 1.1;
     let suggested = number as f64 * factor.clamp(1.0, 10.0);
@@ -124,8 +127,8 @@ struct Timer<'a> {
     context: &'a Context,
     function: &'a Function,
     args: &'a [LocalValue],
-    /// As the last calls took; decides how many are made between two looks at the cancellation, whose cost would show in
-    /// functions that take less than a microsecond.
+    /// As the last calls took; decides how many are made between two looks at the cancellation,
+    /// whose cost would show in functions that take less than a microsecond.
     per_call: Duration,
 }
 
@@ -168,7 +171,8 @@ impl Timer<'_> {
             }
             Ok(start.elapsed())
         };
-        // This is the lane's thread, which may block. Futures that need the server's runtime find it here.
+        // This is the lane's thread, which may block. Futures that need the server's runtime find
+        // it here.
         match self.context.extension::<ServerState>().and_then(|state| state.runtime().cloned()) {
             Some(runtime) => runtime.block_on(cancellable(self.context, calls)),
             None => rpc_core::blocking::block_on(calls)?,
@@ -176,7 +180,7 @@ impl Timer<'_> {
     }
 }
 
-/// Gives `calls` up when nobody waits any more: one call alone may take for ever.
+/// Stops `calls` on cancellation: one call alone may take for ever.
 async fn cancellable<T>(context: &Context, calls: impl Future<Output = Result<T>>) -> Result<T> {
     let watch = async {
         let mut ticks = tokio::time::interval(super::CANCEL_CHECK);

@@ -1,4 +1,4 @@
-//! What an argument on the command line means.
+//! Parser of the arguments of a function on the command line.
 //!
 //! | written | means |
 //! | --- | --- |
@@ -19,7 +19,7 @@ use super::failure::Failure;
 use super::output::Output;
 use super::tensor;
 
-/// The same for `--help`.
+/// The same table for `--help`.
 pub(super) const GRAMMAR: &str = "\
 Arguments:
   null, true, false         themselves
@@ -30,7 +30,7 @@ Arguments:
 
 What begins with a hyphen and is no number is written str:-x, or after --.";
 
-/// One argument as it was written.
+/// A parsed argument.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Argument {
     Null,
@@ -41,7 +41,7 @@ pub(super) enum Argument {
     Tensor(PathBuf),
 }
 
-/// Why a text is no argument.
+/// Error of a text that is not an argument.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ArgumentError {
     #[error("no file name follows the @; write @FILE.npy for a tensor, or str:@ for text")]
@@ -69,7 +69,7 @@ impl FromStr for Argument {
     }
 }
 
-/// A number, or else text. Words such as `inf` and `nan` are text.
+/// Parses a number, or else a text. Words such as `inf` and `nan` are texts.
 fn number(text: &str) -> Result<Argument, ArgumentError> {
     let unsigned = text.strip_prefix(['-', '+']).unwrap_or(text);
     if !unsigned.is_empty() && unsigned.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -83,7 +83,7 @@ fn number(text: &str) -> Result<Argument, ArgumentError> {
     Ok(Argument::Text(text.to_owned()))
 }
 
-/// Arguments as a session takes them. Tensors are freed with this.
+/// Arguments for a session. Their tensors are freed on drop.
 #[derive(Debug)]
 pub(super) struct Arguments(Vec<Resolved>);
 
@@ -94,7 +94,7 @@ enum Resolved {
 }
 
 impl Arguments {
-    /// Uploads the tensors among `arguments`.
+    /// Uploads the tensors among the arguments.
     pub(super) async fn upload(session: &Session, output: &Output, arguments: Vec<Argument>) -> Result<Self, Failure> {
         let mut resolved = Vec::with_capacity(arguments.len());
         for argument in arguments {

@@ -1,4 +1,4 @@
-//! `call` and `time`: functions from the shell.
+//! `call` and `time`: calls of functions from the shell.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -23,11 +23,12 @@ pub(super) struct CallArgs {
     address: String,
     /// The name of the function
     function: String,
-    /// Its arguments, as below
+    /// The arguments, as below
     args: Vec<Argument>,
     #[command(flatten)]
     module: ModuleArgs,
-    /// Store the tensor that is returned in this .npy file; repeated, the tensors of a list. Bytes are stored as they are
+    /// Store the returned tensor in this .npy file; repeated, the tensors of a list. Bytes are
+    /// stored as they are
     #[arg(short, long, env = "RPC_CLI_OUTPUT", value_name = "FILE")]
     output: Vec<PathBuf>,
 }
@@ -49,7 +50,7 @@ pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArg
                 return output.json(&shown.to_json());
             }
             match shown {
-                // What was stored need not be printed.
+                // A stored result is not printed.
                 Shown::Tensor { .. } | Shown::Bytes(_) if !args.output.is_empty() => Ok(()),
                 Shown::Null => Ok(()),
                 shown => output.line(&shown.to_text()),
@@ -86,20 +87,20 @@ pub(super) struct TimeArgs {
     address: String,
     /// The name of the function
     function: String,
-    /// Its arguments, as below
+    /// The arguments, as below
     args: Vec<Argument>,
     #[command(flatten)]
     module: ModuleArgs,
-    /// Calls in one sample; more if a sample would be shorter than --min-repeat-ms
+    /// Number of calls in a sample; more if a sample would be shorter than --min-repeat-ms
     #[arg(long, env = "RPC_CLI_NUMBER", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     number: u64,
-    /// Samples
+    /// Number of samples
     #[arg(long, env = "RPC_CLI_REPEAT", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     repeat: u64,
-    /// The least time that a sample takes
+    /// Minimum time of a sample
     #[arg(long, env = "RPC_CLI_MIN_REPEAT_MS", value_name = "MILLISECONDS", default_value_t = 0)]
     min_repeat_ms: u64,
-    /// Calls that are made first and not counted
+    /// Number of calls before the first sample
     #[arg(long, env = "RPC_CLI_WARMUP", default_value_t = 1)]
     warmup: u64,
 }
@@ -136,7 +137,7 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
         .await
 }
 
-/// What samples have in common.
+/// Statistics of samples.
 pub(super) struct Summary {
     pub(super) mean: f64,
     pub(super) median: f64,
@@ -146,7 +147,7 @@ pub(super) struct Summary {
 }
 
 impl Summary {
-    /// All zero without samples.
+    /// Computes the statistics; all zero without samples.
     pub(super) fn of(samples: &[f64]) -> Self {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! The flags that all commands share, and how they become a session.
+//! Options of all commands, and the session that they describe.
 
 use std::future::Future;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use rpc_transports::{Address, Connector, DialOptions};
 
 use super::failure::Failure;
 use crate::config::{Label, Span};
-use crate::trust::ClientTrust;
+use crate::pki::trust::ClientTrust;
 
-/// The variables of the flags that choose among a tracker's servers.
+/// Environment variables of the flags that choose among a tracker's servers.
 const WANT: &str = "RPC_CLI_WANT";
 const LABEL: &str = "RPC_CLI_LABEL";
 
-/// How long connecting may take if nobody says: three lost packets, and a handshake over a slow link.
+/// Default time limit of connecting: three lost packets, and a handshake over a slow link.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long a session may take to end in good order before it is left to end by itself.
+/// Time limit of the shutdown of a session.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Condition under which text is coloured.
@@ -37,20 +37,23 @@ pub enum ColorChoice {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Common options")]
 pub struct CommonOptions {
-    /// Servers to go through, in order, as with ssh; may be repeated, or given as a list with commas
+    /// Hops on the way to the server, in order, as with ssh; may be repeated, or given as a list
+    /// with commas
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
     jump: Vec<String>,
-    /// A device that a tracker's server must have, such as cuda or "cuda,target=cuda -arch=sm_90"; may be repeated
+    /// Device that a tracker's server must have, such as cuda or "cuda,target=cuda -arch=sm_90";
+    /// may be repeated
     #[arg(long, global = true, env = WANT, value_name = "DEVICE")]
     want: Vec<VirtualDevice>,
-    /// A label that a tracker's server must have; may be repeated, or given as a list with commas
+    /// Label that a tracker's server must have; may be repeated, or given as a list with commas
     #[arg(long, global = true, env = LABEL, value_name = "NAME=VALUE", value_delimiter = ',')]
     label: Vec<Label>,
-    /// The named workspace for commands that touch files. It is kept at the server across sessions
+    /// Named workspace of commands that use files; the server keeps it across sessions
     #[arg(long, global = true, env = "RPC_CLI_WORKSPACE", value_name = "NAME", default_value = "cli")]
+    #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     workspace: String,
-    /// How long it may take in all, such as 500ms or 30s; for ping, status and doctor, each step. Without it connecting has
-    /// 10 s, and the rest any time, waiting for a tracker's servers too
+    /// Time limit of the command, such as 500ms or 30s; for ping, status and doctor, of each step.
+    /// Default: 10 s for connecting; none for the rest and for waiting for a tracker's servers
     #[arg(long, global = true, env = "RPC_CLI_TIMEOUT", value_name = "TIME")]
     timeout: Option<Span>,
     /// Print JSON, one document a line; errors too, on standard error
@@ -90,23 +93,25 @@ impl CommonOptions {
         &self.jump
     }
 
-    /// How long connecting may take.
+    /// Returns the time limit of connecting.
     pub(super) fn connect_limit(&self) -> Duration {
         self.timeout().unwrap_or(CONNECT_LIMIT)
     }
 
-    /// How channels are opened: with tokens and trust from the files that were given.
+    /// Returns the options for opening channels, with tokens and trust from the given files.
     pub(super) fn dial_options(&self) -> Result<DialOptions, Failure> {
         Ok(self.trust.dial_options()?)
     }
 
-    /// A connector without hops whose own limits are behind ours, so that ours is the one that is reported.
+    /// Returns a connector without hops. Its limits are longer than ours, so that ours are the ones
+    /// that are reported.
     pub(super) fn bare_connector(&self) -> Result<Connector, Failure> {
         let limit = self.connect_limit() + Duration::from_secs(5);
         Ok(Connector::new().dial_options(self.dial_options()?).connect_timeout(limit).handshake_timeout(limit))
     }
 
-    /// Returns a connector with the hops that were given, and the requirements on a tracker's server.
+    /// Returns a connector with the hops that were given, and the requirements on a tracker's
+    /// server.
     ///
     /// # Errors
     ///
@@ -116,7 +121,7 @@ impl CommonOptions {
         Ok(self.wanted().into_iter().fold(connector, Connector::server_request))
     }
 
-    /// What a tracker's server must have; `None` if that is nothing.
+    /// Returns the requirements on a tracker's server; `None` without any.
     fn wanted(&self) -> Option<ServerRequest> {
         let labels =
             self.label.iter().fold(ServerRequest::any(), |request, Label { name, value }| request.label(name, value));
@@ -124,20 +129,20 @@ impl CommonOptions {
         (!self.want.is_empty() || !self.label.is_empty()).then_some(wanted)
     }
 
-    /// Opens a session with the server at `address`, with files or without.
+    /// Opens a session with the server at `address`, with a workspace or without.
     pub(super) async fn connect(&self, address: &str, files: Files) -> Result<Session, Failure> {
         let connector = match files {
             Files::Workspace => self.connector()?.workspace(&self.workspace),
             Files::None => self.connector()?,
         };
-        // In the environment they are for whichever command asks a tracker.
+        // In the environment the variables are for all commands, also those that ask no tracker.
         let are_flags = [WANT, LABEL].iter().all(|variable| std::env::var_os(variable).is_none());
         if are_flags && self.wanted().is_some() && !is_tracker(address) {
             let text = format!("--want and --label choose among a tracker's servers, and {address} is no tracker://");
             return Err(Failure::Usage(text));
         }
         if self.timeout.is_none() && is_tracker(address) {
-            // Others may have all servers for hours, and whoever waits for one may be told how long.
+            // All servers may be in use for hours; --timeout limits the wait.
             return connector.connect(address).await.map_err(Failure::Connect);
         }
         let limit = self.connect_limit();
@@ -147,7 +152,7 @@ impl CommonOptions {
         }
     }
 
-    /// As [`connect`](Self::connect), for the length of `work`.
+    /// As [`connect`](Self::connect), for the duration of `work`.
     pub(super) async fn with_session<F>(
         &self,
         address: &str,
@@ -173,10 +178,10 @@ pub async fn close(session: &Session) {
     let _ = tokio::time::timeout(CLOSE_LIMIT, session.shutdown().into_future()).await;
 }
 
-/// Whether a command touches files at the server.
+/// Files that a command uses at the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Files {
-    /// In the workspace that the user named.
+    /// Files of the named workspace.
     Workspace,
     None,
 }

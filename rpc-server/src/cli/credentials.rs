@@ -1,4 +1,4 @@
-//! `cert` and `token`: what servers and clients prove themselves with.
+//! `cert` and `token`: certificates and tokens for authentication.
 
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
@@ -8,40 +8,43 @@ use serde_json::json;
 
 use super::failure::Failure;
 use super::output::Output;
-use crate::pki::{CertificatePlan, ClientName, Host, IssuedPair, Made, ServerKey, rfc3339, token as tokens};
+use crate::pki::{CertificatePlan, ClientName, Host, IssuedPair, Made, ServerKey, rfc3339, token_file as tokens};
 
 #[derive(Args, Debug)]
 pub(super) struct CertArgs {
-    /// The folder for the certificates and keys, made if it is not there
+    /// Folder for the certificates and keys, created if it is missing
     #[arg(long, env = "RPC_CLI_OUT", value_name = "FOLDER")]
     out: PathBuf,
-    /// The names and addresses under which clients reach the server, such as board.lan or 10.0.0.5; several are fine.
-    /// Without it a renewed certificate keeps its own
+    /// Names and addresses under which clients reach the server, such as board.lan or 10.0.0.5; may
+    /// be several. Default: those of the renewed certificate
     #[arg(long, env = "RPC_CLI_HOST", value_name = "NAME", num_args = 1.., value_delimiter = ',')]
     host: Vec<Host>,
-    /// Whom the client's certificate names; at first 'client', and then what it was. Another name gets another key
+    /// Name in the client's certificate. Default: 'client', or that of the renewed certificate.
+    /// Another name gets another key
     #[arg(long, env = "RPC_CLI_CLIENT_NAME", value_name = "NAME")]
     client_name: Option<ClientName>,
-    /// The keys of the servers that the client may use; all of them without it. A renewed certificate keeps its own
+    /// Keys of the servers that the client may use. Default: all servers, or the keys of the
+    /// renewed certificate
     #[arg(long, env = "RPC_CLI_CLIENT_KEY", value_name = "KEY", num_args = 1.., value_delimiter = ',')]
     client_key: Vec<ServerKey>,
-    /// How many days the certificates of server and client are valid. The authority is valid for ten years
+    /// Validity in days of the certificates of server and client; the authority is valid for ten
+    /// years
     #[arg(long, env = "RPC_CLI_DAYS", value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=3652))]
     days: u32,
-    /// Begin anew, with another authority and other keys, whatever is in the folder
+    /// Replace the authority and all keys in the folder
     #[arg(long, env = "RPC_CLI_FORCE")]
     force: bool,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct TokenArgs {
-    /// Write the token to this file, which only its owner can read, instead of printing it
+    /// Write the token to this file, readable by its owner only, instead of printing it
     #[arg(long, env = "RPC_CLI_OUT", value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Add the token to the file as another line, so that a server accepts the old one and the new one
+    /// Append the token to the file, so that a server accepts the old token and the new one
     #[arg(long, env = "RPC_CLI_APPEND", requires = "out")]
     append: bool,
-    /// Whom the server knows the holder of the token as; 'token' without it
+    /// Name by which the server knows the holder of the token. Default: 'token'
     #[arg(long, env = "RPC_CLI_NAME", value_name = "NAME")]
     name: Option<String>,
 }

@@ -1,9 +1,5 @@
-//! `doctor`: why an address does not work, found out one step at a time.
+//! `doctor`: finds the reason for which an address does not work, one step at a time.
 
-use std::io;
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -11,14 +7,19 @@ use rpc_core::proto::{MAGIC, VERSION_MAX, VERSION_MIN};
 use rpc_core::{ErrorKind, Pack, RpcError, Session};
 use rpc_transports::tracker::{Summary, functions};
 use rpc_transports::{Address, AddressKind, Channel, ConnectError, Connector, DialOptions, TransportError, dial};
-use serde::Serialize;
 use serde_json::json;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use self::recorder::{Received, Recorder};
+use self::report::{Examination, Finding};
+use self::tracker_pool::{Verdict, look_for};
 use super::connect::{CommonOptions, close};
 use super::failure::{Failure, connect_code, place};
-use super::missing::{Verdict, look_for};
 use super::output::Output;
+use crate::builtins::ServerInfo;
+
+mod recorder;
+mod report;
+mod tracker_pool;
 
 #[derive(Args, Debug)]
 pub(super) struct DoctorArgs {
@@ -28,8 +29,8 @@ pub(super) struct DoctorArgs {
 
 pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: DoctorArgs) -> Result<(), Failure> {
     let (connector, dial) = (options.bare_connector()?, options.dial_options()?);
-    let mut visit = Visit { output, steps: Vec::new(), connector, dial };
-    let outcome = examine(options, &mut visit, &args.address).await;
+    let mut examination = Examination { output, steps: Vec::new(), connector, dial };
+    let outcome = examine(options, &mut examination, &args.address).await;
     let code = outcome.as_ref().err().copied().unwrap_or(0);
     if output.is_json() {
         output.json(&json!({
@@ -37,7 +38,7 @@ pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: Docto
             "jump": options.jump(),
             "ok": code == 0,
             "exit_code": code,
-            "steps": visit.steps,
+            "steps": examination.steps,
         }))?;
     } else if code == 0 {
         output.line(&format!("{} works", args.address))?;
@@ -45,64 +46,8 @@ pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: Docto
     if code == 0 { Ok(()) } else { Err(Failure::Reported(code)) }
 }
 
-/// One step, as it is reported.
-#[derive(Debug, Serialize)]
-struct Step {
-    step: String,
-    ok: bool,
-    detail: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    advice: Option<String>,
-}
-
-/// What went wrong, what to do, and the exit code that says so.
-struct Finding {
-    detail: String,
-    advice: String,
-    code: u8,
-}
-
-impl Finding {
-    fn new(detail: impl Into<String>, advice: impl Into<String>, code: u8) -> Self {
-        Self { detail: detail.into(), advice: advice.into(), code }
-    }
-}
-
-/// The steps so far.
-struct Visit<'a> {
-    output: &'a Output,
-    steps: Vec<Step>,
-    connector: Connector,
-    dial: DialOptions,
-}
-
-impl Visit<'_> {
-    fn ok(&mut self, step: &str, detail: impl Into<String>) {
-        self.record(Step { step: step.to_owned(), ok: true, detail: detail.into(), advice: None });
-    }
-
-    /// Records a failure. The result is what the examination ends with.
-    fn failed(&mut self, step: &str, finding: Finding) -> u8 {
-        let Finding { detail, advice, code } = finding;
-        self.record(Step { step: step.to_owned(), ok: false, detail, advice: Some(advice) });
-        code
-    }
-
-    fn record(&mut self, step: Step) {
-        if !self.output.is_json() {
-            let verdict = self.output.verdict(step.ok, if step.ok { "ok    " } else { "failed" });
-            // A reader that goes away misses lines that are not worth failing for.
-            let _ = self.output.line(&format!("{verdict} {:10} {}", step.step, step.detail));
-            if let Some(advice) = &step.advice {
-                let _ = self.output.line(&format!("       {:10} {advice}", "advice"));
-            }
-        }
-        self.steps.push(step);
-    }
-}
-
-/// The examination. An error is the exit code of the step that failed.
-async fn examine(options: &CommonOptions, visit: &mut Visit<'_>, target: &str) -> Result<(), u8> {
+/// Examines an address. An error is the exit code of the step that failed.
+async fn examine(options: &CommonOptions, examination: &mut Examination<'_>, target: &str) -> Result<(), u8> {
     let limit = options.connect_limit();
     let mut route: Vec<&str> = options.jump().iter().map(String::as_str).collect();
     route.push(target);
@@ -110,12 +55,14 @@ async fn examine(options: &CommonOptions, visit: &mut Visit<'_>, target: &str) -
     for text in &route {
         match text.parse::<Address>() {
             Ok(address) => addresses.push(address),
-            Err(error) => return Err(visit.failed("parse", Finding::new(error.to_string(), "correct the address", 2))),
+            Err(error) => {
+                return Err(examination.failed("parse", Finding::new(error.to_string(), "correct the address", 2)));
+            }
         }
     }
-    visit.ok("parse", addresses.iter().map(describe).collect::<Vec<_>>().join(", then "));
+    examination.ok("parse", addresses.iter().map(describe).collect::<Vec<_>>().join(", then "));
 
-    // Of a tracker it is found out first whether it works itself.
+    // A tracker is examined first as a server.
     let asked = addresses.last().filter(|address| address.tracker_address().is_some()).cloned();
     let tracker = asked.as_ref().and_then(Address::tracker_address).map(Address::to_string);
     if let (Some(last), Some(text), Some(address)) = (addresses.last_mut(), route.last_mut(), &tracker) {
@@ -123,35 +70,52 @@ async fn examine(options: &CommonOptions, visit: &mut Visit<'_>, target: &str) -
         *text = address;
     }
 
-    // The first server is the one that this machine talks to; the others are reached through it.
+    // This machine connects to the first server; the others are reached through it.
     let first = &addresses[0];
-    resolve(visit, first, limit).await?;
+    resolve(examination, first, limit).await?;
     if *first.kind() == AddressKind::Local {
-        visit.ok("connect", "this process needs no connection");
+        examination.ok("connect", "this process needs no connection");
         return Ok(());
     }
-    let (channel, received) = connect(visit, first, limit).await?;
-    let mut session = greet(visit, channel, &received, limit).await?;
-    // The key is for the last server, and counts here only if there is no other.
-    if let (Some(key), 1) = (first.key(), addresses.len()) {
-        close(&session).await;
-        session = with_key(visit, first, key, limit).await?;
-    }
-    visit.ok("session", format!("{} opened one", first.clone().without_key()));
+    let (channel, received) = connect(examination, first, limit).await?;
+    let greeting = greet(examination, channel, &received, limit).await?;
+    let is_relay = matches!(greeting, Greeting::Relay);
+    let mut session = match (greeting, first.key()) {
+        // A relay has no session of its own: it needs the name of the server that waits there.
+        (Greeting::Relay, Some(key)) => with_key(examination, first, key, is_relay, limit).await?,
+        (Greeting::Relay, None) => {
+            let advice = format!("name a server that waits there, as in {first}/NAME");
+            let finding = Finding::new("it is a relay, and the address does not say which server", advice, 2);
+            return Err(examination.failed("key", finding));
+        }
+        // The key is for the last server, and counts here only if there is no other.
+        (Greeting::Session(session), Some(key)) if addresses.len() == 1 => {
+            close(&session).await;
+            with_key(examination, first, key, is_relay, limit).await?
+        }
+        (Greeting::Session(session), _) => session,
+    };
+    examination.ok("session", format!("{} opened one", first.clone().without_key()));
     for hops in 1..route.len() {
         close(&session).await;
-        session = through(visit, &route[..=hops], limit).await?;
+        session = through(examination, &route[..=hops], limit).await?;
     }
-    echo(visit, &session, limit).await?;
+    echo(examination, &session, limit).await?;
+    modules(examination, &session, limit).await?;
     if let Some(asked) = asked {
-        servers(visit, &session, asked.key(), limit).await?;
+        servers(examination, &session, asked.key(), limit).await?;
     }
     close(&session).await;
     Ok(())
 }
 
-/// Looks which servers a tracker has to give.
-async fn servers(visit: &mut Visit<'_>, session: &Session, key: Option<&str>, limit: Duration) -> Result<(), u8> {
+/// Checks that a tracker has servers for the key.
+async fn servers(
+    examination: &mut Examination<'_>,
+    session: &Session,
+    key: Option<&str>,
+    limit: Duration,
+) -> Result<(), u8> {
     let ask = async {
         let summary = session.function::<(), Pack<Summary>>(functions::SUMMARY).await?;
         summary.call(()).await
@@ -159,7 +123,7 @@ async fn servers(visit: &mut Visit<'_>, session: &Session, key: Option<&str>, li
     let finding = match tokio::time::timeout(limit, ask).await {
         Ok(Ok(Pack(summary))) => match look_for(&summary, key) {
             Verdict::There(detail) => {
-                visit.ok("servers", detail);
+                examination.ok("servers", detail);
                 return Ok(());
             }
             Verdict::Missing { detail, advice } => Finding::new(detail, advice, 69),
@@ -174,7 +138,7 @@ async fn servers(visit: &mut Visit<'_>, session: &Session, key: Option<&str>, li
         }
         Err(_) => Finding::new(format!("no answer within {limit:?}"), "look at the tracker's log and load", 124),
     };
-    Err(visit.failed("servers", finding))
+    Err(examination.failed("servers", finding))
 }
 
 fn describe(address: &Address) -> String {
@@ -192,17 +156,17 @@ fn describe(address: &Address) -> String {
     }
 }
 
-async fn resolve(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> Result<(), u8> {
+async fn resolve(examination: &mut Examination<'_>, address: &Address, limit: Duration) -> Result<(), u8> {
     let Some((host, port)) = address.host_and_port() else { return Ok(()) };
     let lookup = tokio::net::lookup_host((host, port));
     match tokio::time::timeout(limit, lookup).await {
         Ok(Ok(found)) => {
             let mut found: Vec<_> = found.map(|socket| socket.ip().to_string()).collect();
             found.dedup();
-            visit.ok("resolve", format!("{host} is {}", found.join(", ")));
+            examination.ok("resolve", format!("{host} is {}", found.join(", ")));
             Ok(())
         }
-        Ok(Err(error)) => Err(visit.failed(
+        Ok(Err(error)) => Err(examination.failed(
             "resolve",
             Finding::new(
                 format!("no address is known for {host}: {error}"),
@@ -210,7 +174,7 @@ async fn resolve(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> R
                 69,
             ),
         )),
-        Err(_) => Err(visit.failed(
+        Err(_) => Err(examination.failed(
             "resolve",
             Finding::new(
                 format!("no name server answered within {limit:?}"),
@@ -221,21 +185,29 @@ async fn resolve(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> R
     }
 }
 
-async fn connect(visit: &mut Visit<'_>, address: &Address, limit: Duration) -> Result<(Channel, Received), u8> {
+async fn connect(
+    examination: &mut Examination<'_>,
+    address: &Address,
+    limit: Duration,
+) -> Result<(Channel, Received), u8> {
     let start = Instant::now();
-    match open(visit, address, limit).await {
+    match open(examination, address, limit).await {
         Ok(opened) => {
-            visit.ok("connect", format!("in {:.1} ms", start.elapsed().as_secs_f64() * 1e3));
+            examination.ok("connect", format!("in {:.1} ms", start.elapsed().as_secs_f64() * 1e3));
             Ok(opened)
         }
-        Err(error) => Err(visit.failed("connect", transport_finding(&error))),
+        Err(error) => Err(examination.failed("connect", transport_finding(&error))),
     }
 }
 
-/// A channel that remembers what was first received on it.
-async fn open(visit: &Visit<'_>, address: &Address, limit: Duration) -> Result<(Channel, Received), TransportError> {
+/// Opens a channel that records the first bytes received.
+async fn open(
+    examination: &Examination<'_>,
+    address: &Address,
+    limit: Duration,
+) -> Result<(Channel, Received), TransportError> {
     let address = address.clone().without_key();
-    let options = DialOptions { connect_timeout: limit, ..visit.dial.clone() };
+    let options = DialOptions { connect_timeout: limit, ..examination.dial.clone() };
     let received = Received::default();
     let record = |io| Recorder { io, received: received.clone() };
     let channel = dial(&address, &options).await?.map_io(record);
@@ -267,7 +239,11 @@ fn transport_finding(error: &TransportError) -> Finding {
         TransportError::Spawn { .. } => {
             ("the program does not start", "check that it is installed, executable, and on PATH")
         }
-        TransportError::Unsupported { .. } => ("this cannot be dialled", "use a tcp:// or unix: address"),
+        TransportError::Unsupported { scheme: "tls" | "quic", .. } => (
+            "there is nothing to check the server's certificate by",
+            "give the certificate of its authority (--ca), or a token that it knows (--token-file)",
+        ),
+        TransportError::Unsupported { why, .. } => ("such addresses cannot be dialled", *why),
         TransportError::Insecure { hint, .. } => ("the two sides do not agree on how to encrypt", *hint),
         TransportError::Unauthenticated { problem, .. } => ("the server refused the connection", *problem),
         TransportError::Closed { .. } => ("the connection was closed at once", "look at the server's log"),
@@ -276,26 +252,38 @@ fn transport_finding(error: &TransportError) -> Finding {
     Finding::new(format!("{detail}{cause}"), advice, connect_code(&ConnectError::Transport(error.clone())))
 }
 
-/// Introduces ourselves without a key, and tells from the answer which of the first steps have been taken.
-async fn greet(visit: &mut Visit<'_>, channel: Channel, received: &Received, limit: Duration) -> Result<Session, u8> {
-    let outcome = tokio::time::timeout(limit, visit.connector.connect_channel(channel)).await;
+/// Answer of the first server to a client that asks for no key.
+enum Greeting {
+    Session(Session),
+    /// It is a relay, which opens no sessions itself.
+    Relay,
+}
+
+/// Opens a session without a key, and records which of the first steps have succeeded.
+async fn greet(
+    examination: &mut Examination<'_>,
+    channel: Channel,
+    received: &Received,
+    limit: Duration,
+) -> Result<Greeting, u8> {
+    let outcome = tokio::time::timeout(limit, examination.connector.connect_channel(channel)).await;
     let first = received.bytes();
     let is_ours = first.starts_with(&MAGIC);
     let error = match outcome {
         Ok(Ok(session)) => {
-            introduced(visit);
-            visit.ok("version", format!("we speak {VERSION_MIN} to {VERSION_MAX}, and so does it"));
-            visit.ok("identity", "accepted");
-            return Ok(session);
+            introduced(examination);
+            examination.ok("version", format!("we speak {VERSION_MIN} to {VERSION_MAX}, and so does it"));
+            examination.ok("identity", "accepted");
+            return Ok(Greeting::Session(session));
         }
         Err(_) if is_ours => {
-            introduced(visit);
+            introduced(examination);
             let finding = Finding::new(
                 format!("it did not finish the introduction within {limit:?}"),
                 "it may be overloaded, or waiting for the next server on the way: look at its log; --timeout waits longer",
                 124,
             );
-            return Err(visit.failed("session", finding));
+            return Err(examination.failed("session", finding));
         }
         Err(_) => {
             let finding = Finding::new(
@@ -303,39 +291,45 @@ async fn greet(visit: &mut Visit<'_>, channel: Channel, received: &Received, lim
                 "something else may listen there, or the server is stopped or overloaded; --timeout waits longer",
                 124,
             );
-            return Err(visit.failed("protocol", finding));
+            return Err(examination.failed("protocol", finding));
         }
         Ok(Err(ConnectError::Session(error))) => error,
         Ok(Err(error)) => {
             let advice = "look at the cause";
-            return Err(visit.failed("protocol", Finding::new(chain(&error), advice, connect_code(&error))));
+            return Err(examination.failed("protocol", Finding::new(chain(&error), advice, connect_code(&error))));
         }
     };
     if !is_ours {
-        return Err(visit.failed("protocol", stranger(&first, &error)));
+        return Err(examination.failed("protocol", stranger(&first, &error)));
     }
-    introduced(visit);
+    introduced(examination);
     let code = connect_code(&ConnectError::Session(error.clone()));
     let detail = error.message().to_owned();
     if error.kind() == ErrorKind::VersionMismatch {
         let advice = "use an rpc-cli and an rpc-server of the same release";
-        return Err(visit.failed("version", Finding::new(detail, advice, code)));
+        return Err(examination.failed("version", Finding::new(detail, advice, code)));
     }
-    visit.ok("version", "a version that both sides speak");
+    examination.ok("version", "a version that both sides speak");
     if error.kind() == ErrorKind::Unauthenticated {
         let advice = "give what the server wants: a token that it knows (--token-file), or a certificate by an authority that it \
                       trusts (--cert, --cert-key)";
-        return Err(visit.failed("identity", Finding::new(detail, advice, code)));
+        return Err(examination.failed("identity", Finding::new(detail, advice, code)));
     }
-    visit.ok("identity", "accepted");
-    Err(visit.failed("session", Finding::new(detail, session_advice(&error), code)))
+    examination.ok("identity", "accepted");
+    // A server refuses nobody for want of a key, and it has been asked for nothing else that it
+    // could not find.
+    if error.kind() == ErrorKind::NotFound {
+        examination.ok("relay", "it is a relay");
+        return Ok(Greeting::Relay);
+    }
+    Err(examination.failed("session", Finding::new(detail, session_advice(&error), code)))
 }
 
-fn introduced(visit: &mut Visit<'_>) {
-    visit.ok("protocol", "it speaks ours");
+fn introduced(examination: &mut Examination<'_>) {
+    examination.ok("protocol", "it speaks ours");
 }
 
-/// What to say of a peer that does not begin as ours do.
+/// Describes a peer that speaks another protocol.
 fn stranger(first: &[u8], error: &RpcError) -> Finding {
     let looks_like = match first {
         [] => {
@@ -372,32 +366,43 @@ fn session_advice(error: &RpcError) -> &'static str {
     }
 }
 
-/// Opens the session again, now with the key of the address.
-async fn with_key(visit: &mut Visit<'_>, address: &Address, key: &str, limit: Duration) -> Result<Session, u8> {
+/// Opens the session again, with the key of the address.
+async fn with_key(
+    examination: &mut Examination<'_>,
+    address: &Address,
+    key: &str,
+    is_relay: bool,
+    limit: Duration,
+) -> Result<Session, u8> {
     let attempt = async {
-        let (channel, _) = open(visit, address, limit).await?;
-        visit.connector.clone().key(key).connect_channel(channel).await
+        let (channel, _) = open(examination, address, limit).await?;
+        examination.connector.clone().key(key).connect_channel(channel).await
     };
-    let advice = "ask the server which key it has (rpc-cli info, without the key), or leave the key out";
+    let advice = if is_relay {
+        format!("start the server with --relay {address}, or look at its log")
+    } else {
+        "ask the server which key it has (rpc-cli info, without the key), or leave the key out".to_owned()
+    };
     match tokio::time::timeout(limit, attempt).await {
         Ok(Ok(session)) => {
-            visit.ok("key", format!("it is '{key}'"));
+            let detail = if is_relay { format!("'{key}' waits at the relay") } else { format!("it is '{key}'") };
+            examination.ok("key", detail);
             Ok(session)
         }
-        Ok(Err(error)) => Err(visit.failed("key", Finding::new(chain(&error), advice, connect_code(&error)))),
-        Err(_) => Err(visit.failed("key", Finding::new(format!("no answer within {limit:?}"), "try again", 124))),
+        Ok(Err(error)) => Err(examination.failed("key", Finding::new(chain(&error), advice, connect_code(&error)))),
+        Err(_) => Err(examination.failed("key", Finding::new(format!("no answer within {limit:?}"), "try again", 124))),
     }
 }
 
-/// Opens a session with the last server of `route` through the others, the last but one of which works.
-async fn through(visit: &mut Visit<'_>, route: &[&str], limit: Duration) -> Result<Session, u8> {
+/// Opens a session with the last server of `route` through the others, all of which work.
+async fn through(examination: &mut Examination<'_>, route: &[&str], limit: Duration) -> Result<Session, u8> {
     let Some((target, hops)) = route.split_last() else { return Err(1) };
     let step = format!("hop {}", hops.len());
-    let connector = hops.iter().fold(visit.connector.clone(), |connector: Connector, hop| connector.via(hop));
+    let connector = hops.iter().fold(examination.connector.clone(), |connector: Connector, hop| connector.via(hop));
     let last = hops.last().copied().unwrap_or_default();
     match tokio::time::timeout(limit, connector.connect(target)).await {
         Ok(Ok(session)) => {
-            visit.ok(&step, format!("{last} reaches {target}"));
+            examination.ok(&step, format!("{last} reaches {target}"));
             Ok(session)
         }
         Ok(Err(error)) => {
@@ -416,17 +421,17 @@ async fn through(visit: &mut Visit<'_>, route: &[&str], limit: Duration) -> Resu
                 ),
                 error => (chain(error), "look at the cause".to_owned()),
             };
-            Err(visit.failed(&step, Finding::new(detail, advice, code)))
+            Err(examination.failed(&step, Finding::new(detail, advice, code)))
         }
         Err(_) => {
             let detail = format!("{last} did not reach {target} within {limit:?}");
             let advice = format!("run rpc-cli doctor {target} on the machine of {last}; --timeout waits longer");
-            Err(visit.failed(&step, Finding::new(detail, advice, 124)))
+            Err(examination.failed(&step, Finding::new(detail, advice, 124)))
         }
     }
 }
 
-/// An error with its causes, on one line.
+/// Formats an error with its causes on one line.
 fn chain(error: &ConnectError) -> String {
     let mut text = match error {
         ConnectError::Session(error) => return error.message().to_owned(),
@@ -440,7 +445,7 @@ fn chain(error: &ConnectError) -> String {
     text
 }
 
-async fn echo(visit: &mut Visit<'_>, session: &Session, limit: Duration) -> Result<(), u8> {
+async fn echo(examination: &mut Examination<'_>, session: &Session, limit: Duration) -> Result<(), u8> {
     let start = Instant::now();
     let trip = async {
         let echo = session.get_function("rpc.echo").await?;
@@ -448,7 +453,7 @@ async fn echo(visit: &mut Visit<'_>, session: &Session, limit: Duration) -> Resu
     };
     match tokio::time::timeout(limit, trip).await {
         Ok(Ok(_)) => {
-            visit.ok("echo", format!("a call came back, after {:.1} ms", start.elapsed().as_secs_f64() * 1e3));
+            examination.ok("echo", format!("a call came back, after {:.1} ms", start.elapsed().as_secs_f64() * 1e3));
             Ok(())
         }
         Ok(Err(error)) => {
@@ -457,58 +462,32 @@ async fn echo(visit: &mut Visit<'_>, session: &Session, limit: Duration) -> Resu
                 ErrorKind::NotFound => "the server has no rpc.echo, and may work all the same",
                 _ => "look at the server's log",
             };
-            Err(visit.failed("echo", Finding::new(error.to_string(), advice, code)))
+            Err(examination.failed("echo", Finding::new(error.to_string(), advice, code)))
         }
         Err(_) => {
             let advice = "the session is open and calls are not answered: look at the server's log and load";
-            Err(visit.failed("echo", Finding::new(format!("no answer within {limit:?}"), advice, 124)))
+            Err(examination.failed("echo", Finding::new(format!("no answer within {limit:?}"), advice, 124)))
         }
     }
 }
 
-/// The first bytes that came from the peer.
-#[derive(Clone, Default)]
-struct Received(Arc<Mutex<Vec<u8>>>);
-
-/// No more than tells one protocol from another.
-const FIRST_BYTES: usize = 64;
-
-impl Received {
-    fn add(&self, bytes: &[u8]) {
-        let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = FIRST_BYTES - first.len();
-        first.extend_from_slice(&bytes[..bytes.len().min(room)]);
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-struct Recorder<T> {
-    io: T,
-    received: Received,
-}
-
-impl<T: AsyncRead + Unpin> AsyncRead for Recorder<T> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.io).poll_read(cx, buffer))?;
-        self.received.add(&buffer.filled()[before..]);
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl<T: AsyncWrite + Unpin> AsyncWrite for Recorder<T> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(cx, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
+/// Checks that modules can be loaded, if the server takes any.
+async fn modules(examination: &mut Examination<'_>, session: &Session, limit: Duration) -> Result<(), u8> {
+    let ask = async {
+        let info = session.function::<(), Pack<ServerInfo>>("rpc.info").await?;
+        info.call(()).await
+    };
+    // Servers of other kinds have no such function, and need none.
+    let Ok(Ok(Pack(info))) = tokio::time::timeout(limit, ask).await else { return Ok(()) };
+    let Some(modules) = info.modules else { return Ok(()) };
+    match modules.unavailable {
+        None => {
+            examination.ok("modules", "native modules are taken, and can be loaded");
+            Ok(())
+        }
+        Some(reason) => {
+            let advice = "install the library at the server, or name its file with --tvm-ffi there; all else works";
+            Err(examination.failed("modules", Finding::new(reason, advice, 1)))
+        }
     }
 }

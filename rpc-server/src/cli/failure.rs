@@ -1,4 +1,4 @@
-//! Failures: their exit codes, and how they are told.
+//! Failures of commands: exit codes and error output.
 
 use std::error::Error;
 use std::io;
@@ -10,14 +10,14 @@ use rpc_transports::{ConnectError, TokenError, TransportError};
 use serde_json::json;
 
 use super::output::Output;
-use crate::npy::NpyError;
+use crate::cli::npy::NpyError;
 use crate::pki::PkiError;
-use crate::spawn::SpawnError;
-use crate::trust::TrustError;
+use crate::pki::trust::TrustError;
+use crate::server::child_server::SpawnError;
 
-/// The request failed.
+/// A request failed.
 const FAILURE: u8 = 1;
-/// The command line is not right.
+/// The command line is wrong.
 const USAGE: u8 = 2;
 /// `EX_UNAVAILABLE` of `sysexits.h`.
 const UNREACHABLE: u8 = 69;
@@ -25,7 +25,7 @@ const UNREACHABLE: u8 = 69;
 const PROTOCOL: u8 = 76;
 /// `EX_NOPERM` of `sysexits.h`.
 const REFUSED: u8 = 77;
-/// As of `timeout(1)`.
+/// The code of `timeout(1)`.
 const TIMEOUT: u8 = 124;
 
 /// Failure of a command.
@@ -90,9 +90,9 @@ pub enum Failure {
     /// Standard output cannot be written.
     #[error("cannot write the output")]
     Output(#[source] io::Error),
-    /// All that there is to say has been said.
+    /// The failure has been reported already. The value is the exit code.
     #[error("failed")]
-    Told(u8),
+    Reported(u8),
 }
 
 impl From<disco::DiscoError> for Failure {
@@ -137,7 +137,7 @@ impl Failure {
     pub fn report(&self, output: &Output) {
         match self {
             Self::Reported(_) => return,
-            // Whoever read our output has seen enough.
+            // The reader of the output has closed the pipe.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return,
             _ => {}
         }
@@ -204,7 +204,7 @@ impl Failure {
     }
 }
 
-/// Where an error arose.
+/// Describes the origin of an error.
 pub(super) fn place(error: &RpcError) -> String {
     let hop = match error.hop() {
         0 => "this side of the link".to_owned(),
@@ -217,12 +217,12 @@ pub(super) fn place(error: &RpcError) -> String {
     }
 }
 
-/// The exit code for a session that there is not.
+/// Returns the exit code of a failed connection.
 pub(super) fn connect_code(error: &ConnectError) -> u8 {
     match error {
         ConnectError::Address(_) => USAGE,
         ConnectError::Transport(error) => transport_code(error),
-        // There is no session to begin with, so the limit is one on who gets in.
+        // Without a session the limit is one on sessions or clients.
         ConnectError::Session(error) if error.kind() == ErrorKind::LimitExceeded => REFUSED,
         ConnectError::Session(error) => code_of_kind(error.kind()),
         _ => FAILURE,

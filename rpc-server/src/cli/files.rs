@@ -3,7 +3,6 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use rpc_core::client::{FileEntry, Files as RemoteFiles};
@@ -13,17 +12,18 @@ use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::output::{Output, size};
 use super::tensor::NewFile;
+use crate::pki::rfc3339;
 
-/// Stands for standard input or output.
+/// File name that stands for standard input or output.
 const STANDARD_STREAM: &str = "-";
 
 #[derive(Args, Debug)]
 pub(super) struct PutArgs {
     /// The server
     address: String,
-    /// The file here; - is standard input
+    /// The local file; - is standard input
     local: PathBuf,
-    /// Its path in the workspace; without it, or with a / at its end, the name is kept
+    /// Path in the workspace; without it, or with a / at its end, the name is kept
     remote: Option<String>,
 }
 
@@ -46,7 +46,7 @@ pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs)
         if metadata.is_dir() {
             return Err(cannot(io::ErrorKind::IsADirectory.into()));
         }
-        // A pipe has no length.
+        // The length of a pipe is unknown.
         len = metadata.is_file().then_some(metadata.len());
         Box::new(file)
     };
@@ -74,7 +74,7 @@ pub(super) struct GetArgs {
     address: String,
     /// The file's path in the workspace
     remote: String,
-    /// Where to store it; - is standard output. Without it the name is kept
+    /// Local file or folder; - is standard output. Without it the name is kept
     local: Option<PathBuf>,
 }
 
@@ -107,11 +107,11 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
         .await
 }
 
-/// Where a download goes.
+/// Target of a download.
 enum Target {
-    /// It appears under its name when it is complete.
+    /// A new file, which appears when it is complete.
     New(NewFile),
-    /// A device or a pipe that is there already, and must not be replaced.
+    /// A device or a pipe, which must not be replaced.
     There(File),
 }
 
@@ -145,7 +145,7 @@ impl Target {
 pub(super) struct LsArgs {
     /// The server
     address: String,
-    /// A folder of the workspace; all of it without this
+    /// Folder of the workspace; all of the workspace without it
     #[arg(default_value = "")]
     path: String,
     /// Show sizes in bytes, and times
@@ -163,7 +163,7 @@ pub(super) async fn ls(options: &CommonOptions, output: &Output, args: LsArgs) -
             let width = entries.iter().map(|entry| entry.size.to_string().len()).max().unwrap_or(0);
             entries.iter().try_for_each(|entry| {
                 if args.long {
-                    let modified = utc(unix_seconds(entry.modified));
+                    let modified = rfc3339(entry.modified);
                     output.line(&format!("{:>width$} {modified} {}", entry.size, entry.name))
                 } else {
                     output.line(&entry.name)
@@ -174,27 +174,7 @@ pub(super) async fn ls(options: &CommonOptions, output: &Output, args: LsArgs) -
 }
 
 fn entry_json(entry: &FileEntry) -> Json {
-    json!({ "name": entry.name, "size": entry.size, "modified": utc(unix_seconds(entry.modified)) })
-}
-
-fn unix_seconds(time: SystemTime) -> u64 {
-    time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// A time in the form of RFC 3339. The days are counted as in Howard Hinnant's `civil_from_days`.
-fn utc(seconds: u64) -> String {
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Years from 1 March, so that the leap day is the last one, in cycles of 400 years.
-    let days = days + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+    json!({ "name": entry.name, "size": entry.size, "modified": rfc3339(entry.modified) })
 }
 
 #[derive(Args, Debug)]
@@ -216,16 +196,4 @@ pub(super) async fn rm(options: &CommonOptions, output: &Output, args: RmArgs) -
             if output.is_json() { output.json(&json!({ "removed": args.paths })) } else { Ok(()) }
         })
         .await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::utc;
-
-    #[test]
-    fn times_are_shown_as_dates() {
-        assert_eq!(utc(0), "1970-01-01T00:00:00Z");
-        assert_eq!(utc(951_827_696), "2000-02-29T12:34:56Z");
-        assert_eq!(utc(1_735_689_599), "2024-12-31T23:59:59Z");
-    }
 }

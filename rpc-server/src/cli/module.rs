@@ -1,4 +1,4 @@
-//! `--module`: native modules from the shell.
+//! `--module`: functions of native modules from the shell.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -16,18 +16,19 @@ use crate::modules::hash;
 
 #[derive(Args, Debug)]
 pub(super) struct ModuleArgs {
-    /// A module in which the function is looked for: a shared library here, which is sent to the server unless that has it;
-    /// sha256:DIGEST for one that it has; or remote:PATH for a file of the workspace there, or of the server
+    /// Module with the function: a local shared library, which is sent to the server unless the
+    /// server has it; sha256:DIGEST of one that the server has; or remote:PATH of a file of the
+    /// workspace or of the server
     #[arg(short, long, env = "RPC_CLI_MODULE", value_name = "FILE")]
     module: Option<ModuleSource>,
 }
 
-/// Where a module comes from.
+/// Source of a module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ModuleSource {
-    /// A file here.
+    /// A local file.
     Local(PathBuf),
-    /// Whatever the server understands.
+    /// A path for the server.
     Remote(String),
 }
 
@@ -48,7 +49,7 @@ impl ModuleArgs {
         self.module.is_some()
     }
 
-    /// The module, if one was named.
+    /// Loads the module, if one was given.
     pub(super) async fn load(&self, session: &Session, output: &Output) -> Result<Option<RemoteModule>, Failure> {
         let path = match &self.module {
             None => return Ok(None),
@@ -58,7 +59,7 @@ impl ModuleArgs {
         Ok(Some(session.load_module(&path).await?))
     }
 
-    /// The function `name` of the module, or else of the server.
+    /// Fetches the function `name` of the module, or of the server without a module.
     pub(super) async fn find(&self, session: &Session, output: &Output, name: &str) -> Result<RemoteFunction, Failure> {
         Ok(match self.load(session, output).await? {
             Some(module) => module.function(name).await?,
@@ -67,11 +68,11 @@ impl ModuleArgs {
     }
 }
 
-/// Sends a file to the server, unless that has it.
+/// Sends a file to the server, unless the server has it.
 async fn upload(session: &Session, output: &Output, file: &Path) -> Result<Digest, Failure> {
     let cannot = |error| Failure::file("cannot read", file, error);
     let mut opened = File::open(file).map_err(cannot)?;
-    // It is read twice.
+    // The file is read twice.
     if !opened.metadata().map_err(cannot)?.is_file() {
         return Err(cannot(io::Error::other("it is no regular file")));
     }

@@ -1,4 +1,4 @@
-//! What is printed where: data on standard output, the rest on standard error.
+//! Output: data on standard output, everything else on standard error.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -48,7 +48,7 @@ impl Output {
         writeln!(stdout, "{text}").and_then(|()| stdout.flush()).map_err(Failure::Output)
     }
 
-    /// Data as it is.
+    /// Prints bytes as they are.
     pub(super) fn bytes(&self, bytes: &[u8]) -> Result<(), Failure> {
         let mut stdout = io::stdout().lock();
         stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(Failure::Output)
@@ -64,7 +64,7 @@ impl Output {
         self.line(&text)
     }
 
-    /// Something for people, who may not want it.
+    /// Prints a note, unless quiet or JSON is printed.
     pub(super) fn note(&self, text: &str) {
         if !self.quiet && !self.json {
             let _ = writeln!(io::stderr(), "{text}");
@@ -82,7 +82,7 @@ impl Output {
         let _ = writeln!(io::stderr(), "{} {text}", paint(self.color_err, RED, "error:"));
     }
 
-    /// A line below an error; without a label it goes on with the last one.
+    /// Prints a line below an error; without a label it continues the last one.
     pub(super) fn detail(&self, label: &str, text: &str) {
         let _ = match label {
             "" => writeln!(io::stderr(), "    {text}"),
@@ -94,12 +94,13 @@ impl Output {
         let _ = writeln!(io::stderr(), "{document}");
     }
 
-    /// `text` for standard output, green if all is `well` and red if not.
+    /// Colours `text` for standard output: green if `well`, red if not.
     pub(super) fn verdict(&self, well: bool, text: &str) -> String {
         paint(self.color_out, if well { GREEN } else { RED }, text)
     }
 
-    /// A progress bar over bytes, shown on a terminal only. Without a length it is a counter.
+    /// Returns a progress bar over bytes, shown on a terminal only. Without a length it is a
+    /// counter.
     pub(super) fn progress(&self, what: &str, len: Option<u64>) -> ProgressBar {
         let bar = self.bar(len);
         let template = match len {
@@ -119,7 +120,7 @@ impl Output {
     }
 
     fn bar(&self, len: Option<u64>) -> ProgressBar {
-        // `stderr` is hidden by itself where there is no terminal.
+        // `stderr` hides the bar if there is no terminal.
         let target = if self.quiet || self.json { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
         ProgressBar::with_draw_target(len, target)
     }
@@ -138,7 +139,7 @@ pub fn size(bytes: u64) -> String {
     indicatif::BinaryBytes(bytes).to_string()
 }
 
-/// A time in seconds for people: four digits and a unit.
+/// Formats a time in seconds with four digits and a unit.
 pub(super) fn seconds(seconds: f64) -> String {
     let (factor, unit) = match seconds.abs() {
         size if size >= 1.0 || size == 0.0 => (1.0, "s"),

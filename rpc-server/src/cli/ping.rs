@@ -16,10 +16,10 @@ use crate::config::Span;
 pub(super) struct PingArgs {
     /// The server
     address: String,
-    /// Stop after this many round trips; without it, when interrupted
+    /// Number of round trips. Default: until interrupted
     #[arg(short, long, env = "RPC_CLI_COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     count: Option<u64>,
-    /// How long to wait from one to the next
+    /// Time between two round trips
     #[arg(short, long, env = "RPC_CLI_INTERVAL", value_name = "TIME", default_value = "1s")]
     interval: Span,
 }

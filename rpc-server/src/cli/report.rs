@@ -1,4 +1,4 @@
-//! `functions` and `info`: what a server offers and holds.
+//! `functions` and `info`: functions, devices and usage of a server.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ pub(super) struct FunctionsArgs {
 }
 
 pub(super) async fn functions(options: &CommonOptions, output: &Output, args: FunctionsArgs) -> Result<(), Failure> {
-    // A module may be a file of it.
+    // The module may be a file of the workspace.
     let files = if args.module.is_given() { Files::Workspace } else { Files::None };
     options
         .with_session(&args.address, files, async |session| {
@@ -81,7 +81,8 @@ fn text(info: &ServerInfo) -> Vec<String> {
 fn modules_text(modules: Option<&ModulesInfo>) -> String {
     let Some(modules) = modules else { return "not taken (--allow-modules)".to_owned() };
     let which = if modules.listed_only { "those that the operator has listed" } else { "any" };
-    format!("{which}, up to {}", size(modules.max_bytes))
+    let unavailable = modules.unavailable.as_ref().map(|reason| format!("; none can be loaded: {reason}"));
+    format!("{which}, up to {}{}", size(modules.max_bytes), unavailable.unwrap_or_default())
 }
 
 fn device_text(device: &DeviceInfo) -> String {

@@ -1,4 +1,4 @@
-//! How values are shown: as text for people, as JSON for programs.
+//! Display of values: as text for people, as JSON for programs.
 
 use std::fmt::Write;
 
@@ -11,13 +11,13 @@ use super::failure::Failure;
 use super::output::size;
 use super::tensor;
 
-/// Tensors with up to as many elements are shown in full.
+/// Maximum number of elements of a tensor that is shown in full.
 const SMALL_TENSOR: u64 = 1000;
 
-/// Bytes that are shown of a longer sequence.
+/// Number of bytes that are shown of a longer sequence.
 const BYTES_SHOWN: usize = 256;
 
-/// A value that is ready to be shown.
+/// A value with the contents of its small tensors.
 #[derive(Debug)]
 pub(super) enum Shown {
     Null,
@@ -26,7 +26,7 @@ pub(super) enum Shown {
     Float(f64),
     Text(String),
     Bytes(Bytes),
-    /// Something that has a name for its type and text for its value: a data type, a device, a function by its handle.
+    /// A value with a type name and a text: a data type, a device, a function by its handle.
     Named(&'static str, String),
     Shape(Vec<i64>),
     Packed(Json),
@@ -39,7 +39,7 @@ pub(super) enum Shown {
 }
 
 impl Shown {
-    /// Takes a reply. Its tensors are freed with this; other objects go with the session.
+    /// Takes a reply. Its tensors are freed on drop; other objects end with the session.
     pub(super) fn new(session: &Session, value: Value) -> Result<Self, Failure> {
         Ok(match value {
             Value::Null => Self::Null,
@@ -60,7 +60,7 @@ impl Shown {
             }
             Value::Packed(packed) => match packed.decode() {
                 Ok(decoded) => Self::Packed(decoded),
-                // Well-formed, perhaps, but with keys or bytes that JSON has not.
+                // The value may have keys or bytes that JSON cannot express.
                 Err(_) => Self::Bytes(packed.as_bytes().clone()),
             },
             Value::Object(Reference::Tensor(_)) => {
@@ -73,7 +73,7 @@ impl Shown {
         })
     }
 
-    /// The tensors in the value.
+    /// Returns the tensors in the value.
     pub(super) fn tensors(&self) -> Vec<&RemoteTensor> {
         match self {
             Self::Tensor { tensor, .. } => vec![tensor],
@@ -135,7 +135,8 @@ impl Shown {
         }
     }
 
-    /// As text. A string alone is itself, so that it can be piped on; within a list or a map it is quoted.
+    /// Formats the value as text. A single string is printed as it is, so that it can be piped;
+    /// within a list or a map it is quoted.
     pub(super) fn to_text(&self) -> String {
         match self {
             Self::Text(text) => text.clone(),
@@ -154,7 +155,7 @@ impl Shown {
             Self::Null => "null".to_owned(),
             Self::Bool(value) => value.to_string(),
             Self::Int(value) => value.to_string(),
-            // With its point, so that it does not look like an integer.
+            // Printed with a point, so that it differs from an integer.
             Self::Float(value) => format!("{value:?}"),
             Self::Text(value) => format!("{value:?}"),
             Self::Bytes(bytes) => bytes_text(bytes),
@@ -186,7 +187,7 @@ fn pair_text((key, value): &(Shown, Shown)) -> String {
     format!("{}: {}", key.inner_text(), value.inner_text())
 }
 
-/// The object of JSON that says the same, if there is one: its keys are text, and each is there once.
+/// Returns the map as a JSON object, if all keys are texts and unique.
 fn object(pairs: &[(Shown, Shown)]) -> Option<serde_json::Map<String, Json>> {
     let mut object = serde_json::Map::new();
     for (key, value) in pairs {
@@ -205,7 +206,7 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Bytes with escapes where they are mostly text, else in hexadecimal.
+/// Formats bytes: with escapes if they are mostly text, else in hexadecimal.
 fn bytes_text(bytes: &[u8]) -> String {
     let shown = &bytes[..bytes.len().min(BYTES_SHOWN)];
     let printable = shown.iter().filter(|byte| byte.is_ascii_graphic() || byte.is_ascii_whitespace()).count();

@@ -1,4 +1,4 @@
-//! `status`: what a tracker knows, as a table.
+//! `status`: servers, queue and losses of a tracker, as tables.
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::connect::CommonOptions;
 use super::failure::Failure;
 use super::output::Output;
 use crate::config::Span;
-use crate::tracker::words::{for_people, has, holder, lost, plain, wanted};
+use crate::tracker::display::{for_people, has, holder, lost, plain, wanted};
 
 #[derive(Args, Debug)]
 pub(super) struct StatusArgs {
@@ -21,10 +21,10 @@ pub(super) struct StatusArgs {
     /// Only servers and requests with this key
     #[arg(long, env = "RPC_CLI_KEY", value_name = "KEY")]
     key: Option<String>,
-    /// Show it again and again, until interrupted
+    /// Repeat until interrupted
     #[arg(short, long, env = "RPC_CLI_WATCH")]
     watch: bool,
-    /// With --watch: how long to wait from one to the next
+    /// With --watch: time between two updates
     #[arg(short, long, env = "RPC_CLI_INTERVAL", value_name = "TIME", default_value = "1s")]
     interval: Span,
 }
@@ -66,10 +66,10 @@ async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_c
 }
 
 fn text(summary: &Summary) -> Vec<String> {
-    let places: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
+    let slots: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
     let free: u64 = summary.servers.iter().map(|server| u64::from(server.free)).sum();
     let (servers, queued) = (summary.servers.len(), summary.queue.len());
-    let mut lines = vec![format!("{servers} servers, {free} of {places} places free, {queued} requests waiting")];
+    let mut lines = vec![format!("{servers} servers, {free} of {slots} slots free, {queued} requests waiting")];
     if !summary.servers.is_empty() {
         let mut table = table(&["key", "server", "free", "held by", "has", "address"]);
         for server in &summary.servers {
@@ -119,8 +119,17 @@ fn text(summary: &Summary) -> Vec<String> {
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY).set_header(header);
-    table.set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width());
     table
+}
+
+/// Default width of a table if the width of the terminal is unknown, in columns.
+const DEFAULT_WIDTH: u16 = 100;
+
+/// Returns the width of the terminal, in columns.
+fn width() -> u16 {
+    let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
+    size.map(|size| size.ws_col).filter(|columns| *columns > 0).unwrap_or(DEFAULT_WIDTH)
 }
 
 fn address(server: &ServerSummary) -> String {

@@ -1,4 +1,4 @@
-//! Tensors and `.npy` files: up, down, and as text. Neither way is a file ever in memory as a whole.
+//! Tensors and `.npy` files: upload, download, and display. No file is ever in memory as a whole.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
@@ -13,9 +13,10 @@ use tempfile::NamedTempFile;
 
 use super::failure::Failure;
 use super::output::Output;
-use crate::npy::{NpyError, read_header, write_header};
+use crate::cli::npy::{NpyError, read_header, write_header};
 
-/// How much of a file is in memory at a time, twice: one piece is read or written while the other travels.
+/// Length of a piece of a file in bytes. Two are in memory: one is read or written while the other
+/// is copied.
 const PIECE: usize = 8 << 20;
 
 /// Copies the array in `file` into a new tensor on `cpu:0`.
@@ -57,7 +58,7 @@ fn wrong_length(file: &Path, expected: u64, there: u64) -> Failure {
     ))
 }
 
-/// The next piece of at most `left` bytes, read beside the copy; empty at the end.
+/// Reads the next piece of at most `left` bytes; empty at the end.
 async fn read_piece(reader: &mut Option<BufReader<File>>, left: u64) -> io::Result<Bytes> {
     let Some(mut source) = reader.take().filter(|_| left > 0) else { return Ok(Bytes::new()) };
     let read = tokio::task::spawn_blocking(move || {
@@ -95,14 +96,14 @@ pub(super) async fn store(
     target.persist(file)
 }
 
-/// A file that has no name until it is complete.
+/// A file that gets its name when it is complete.
 pub(super) struct NewFile(pub(super) NamedTempFile);
 
 impl NewFile {
     pub(super) fn create(file: &Path) -> Result<Self, Failure> {
         let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let mut builder = tempfile::Builder::new();
-        // As for any new file; the process's mask takes its part away.
+        // The permissions of a new file, minus the umask.
         builder.prefix(".rpc-cli-").permissions(fs::Permissions::from_mode(0o666));
         builder.tempfile_in(folder).map(Self).map_err(|error| Failure::file("cannot write", file, error))
     }
@@ -112,7 +113,8 @@ impl NewFile {
     }
 }
 
-/// The elements of a tensor of `shape` as nested lists; `None` for types that JSON has no numbers for.
+/// Returns the elements of a tensor of `shape` as nested lists; `None` for types without numbers in
+/// JSON.
 pub(super) fn elements(bytes: &[u8], dtype: DataType, shape: &[i64]) -> Option<Json> {
     let flat: Vec<Json> = match dtype {
         DataType::BOOL => bytes.iter().map(|byte| Json::from(*byte != 0)).collect(),
@@ -139,17 +141,18 @@ fn numbers<T: rpc_core::Element + Into<Json>>(bytes: &[u8]) -> Vec<Json> {
     from_bytes::<T>(bytes).into_iter().map(Into::into).collect()
 }
 
-/// A float as JSON; what JSON has no number for is a string.
+/// Returns a float as JSON; a string if it is not a JSON number.
 pub(super) fn float(value: f64) -> Json {
     serde_json::Number::from_f64(value).map_or_else(|| Json::from(value.to_string()), Json::Number)
 }
 
-/// The shortest number that reads back as the same `f32`, instead of the same value with the digits of an `f64`.
+/// Returns the shortest number that reads back as the same `f32`, instead of the digits of the
+/// `f64`.
 fn short_float(value: f32) -> Json {
     float(value.to_string().parse().unwrap_or_else(|_| f64::from(value)))
 }
 
-/// Folds a flat list into the lists of lists that `shape` describes.
+/// Folds a flat list into nested lists of `shape`.
 fn nest(flat: Vec<Json>, shape: &[i64]) -> Option<Json> {
     let Some((&outermost, inner)) = shape.split_first() else { return flat.into_iter().next() };
     let rows = usize::try_from(outermost).ok()?;
@@ -162,7 +165,7 @@ fn nest(flat: Vec<Json>, shape: &[i64]) -> Option<Json> {
     rows.collect::<Option<Vec<_>>>().map(Json::Array)
 }
 
-/// Nested lists as text, one line for each innermost list.
+/// Formats nested lists, one line for each innermost list.
 pub(super) fn lists(value: &Json, indent: usize) -> String {
     let Json::Array(items) = value else {
         return match value {

@@ -1,4 +1,4 @@
-//! The settings of a relay.
+//! Settings of a relay: `rpc-server relay`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,75 +6,83 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span, check_addresses, loopback, seconds};
+use super::listen_address::{check_addresses, loopback};
+use super::units::seconds;
+use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span};
 use crate::logging::{LogFilter, LogFormat};
-use crate::trust::ServerTrust;
+use crate::pki::trust::ServerTrust;
 
 settings! {
     RelaySettings => RelayConfig, "RPC_RELAY_CONFIG", "a relay";
     settings {
-        /// An address to listen on, for servers and clients, such as tls://0.0.0.0:9290, quic://gateway.lan:9290 or
-        /// tcp://127.0.0.1:9290; may be repeated, or given as a list with commas. Without it: tcp://127.0.0.1:9290
+        /// Address to listen on, for servers and clients, such as tls://0.0.0.0:9290,
+        /// quic://gateway.lan:9290 or tcp://127.0.0.1:9290; may be repeated, or given as a list
+        /// with commas. Default: tcp://127.0.0.1:9290
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         listen: Vec<ListenAddress> = Vec::new(), "RPC_RELAY_LISTEN";
-        /// Servers that wait and clients that are served, at a time; more are refused
+        /// Maximum number of waiting servers and served clients together; more are refused
         max_sessions: usize = 16384, "RPC_RELAY_MAX_SESSIONS";
-        /// The same of one peer, who is known by what it has proven, or else by the address of its machine; more are refused
+        /// Maximum number of them for one peer, known by its proven identity or else by the address
+        /// of its machine; more are refused
         max_sessions_per_peer: usize = 1024, "RPC_RELAY_MAX_SESSIONS_PER_PEER";
-        /// Connections at a time of those who have not introduced themselves; for one more, the oldest of the machine that has most
-        /// of them is closed
+        /// Maximum number of connections in the handshake; for one more, the oldest of the machine
+        /// that has most of them is closed
         max_handshakes: usize = 1024, "RPC_RELAY_MAX_HANDSHAKES";
-        /// How long a peer may take to introduce itself
+        /// Time limit of a handshake
         #[arg(value_name = "TIME")]
         handshake_timeout: Span = seconds(10), "RPC_RELAY_HANDSHAKE_TIMEOUT";
-        /// How often servers that wait are asked whether they are there; after three times as long they are not
+        /// Interval at which waiting servers are tested; after three times as long without an
+        /// answer they are dropped
         #[arg(value_name = "TIME")]
         keep_alive: Span = seconds(5), "RPC_RELAY_KEEP_ALIVE";
-        /// How long clients that are served may go on once the relay has been told to stop
+        /// Time that clients have to end after the first signal
         #[arg(value_name = "TIME")]
         drain_timeout: Span = seconds(30), "RPC_RELAY_DRAIN_TIMEOUT";
-        /// Which events are logged: error, warn, info, debug, trace, or directives such as info,rpc_server=debug
+        /// Filter of logged events: error, warn, info, debug, trace, off, or directives such as
+        /// info,rpc_server=debug
         #[arg(value_name = "FILTER")]
         log_level: LogFilter = LogFilter::default(), "RPC_RELAY_LOG_LEVEL";
-        /// How events are logged, on standard error
+        /// Format of log events on standard error
         log_format: LogFormat = LogFormat::Text, "RPC_RELAY_LOG_FORMAT";
-        /// Listen where other machines can connect, though nobody has to prove who they are
+        /// Listen where other machines can connect without proof of identity
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         insecure: bool = false, "RPC_RELAY_INSECURE";
-        /// Stop when standard input ends: for a relay that is to end with the program that started it
+        /// Stop when standard input ends: for a relay that must end with the program that started
+        /// it
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         exit_with_stdin: bool = false, "RPC_RELAY_EXIT_WITH_STDIN";
     }
     optional {
-        /// The relay's certificate for tls:// and quic:// addresses, and those between it and its authority, as a PEM file. With
-        /// --token-file alone the relay makes one for itself
+        /// Certificate of the relay for tls:// and quic:// addresses, followed by those up to its
+        /// authority, as a PEM file. With --token-file alone the relay makes one for itself
         #[arg(value_name = "FILE")]
         cert: PathBuf, "RPC_RELAY_CERT";
-        /// The private key of --cert, as a PEM file
+        /// Private key of --cert, as a PEM file
         #[arg(value_name = "FILE")]
         cert_key: PathBuf, "RPC_RELAY_CERT_KEY";
-        /// Take servers and clients with a certificate by one of the authorities in this PEM file
+        /// Serve servers and clients with a certificate by one of the authorities in this PEM file
         #[arg(value_name = "FILE")]
         client_ca: PathBuf, "RPC_RELAY_CLIENT_CA";
-        /// Take servers and clients that know one of the tokens in this file, one a line
+        /// Serve servers and clients that know one of the tokens in this file, one a line
         #[arg(value_name = "FILE")]
         token_file: PathBuf, "RPC_RELAY_TOKEN_FILE";
         /// Serve metrics and health over HTTP at this address, such as 127.0.0.1:9291
         #[arg(value_name = "HOST:PORT")]
         metrics: HttpAddress, "RPC_RELAY_METRICS";
-        /// A file that is written when the relay is ready, with one address a line, and removed when it stops
+        /// File that is written when the relay is ready, with one address a line, and removed when
+        /// it stops
         #[arg(value_name = "FILE")]
         ready_file: PathBuf, "RPC_RELAY_READY_FILE";
     }
 }
 
 impl RelayConfig {
-    /// Looks for settings that do not go together.
+    /// Checks that the settings go together.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], and those of
-    /// [`ServeConfig::check`] for the settings that a relay shares with a server.
+    /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`],
+    /// and those of [`ServeConfig::check`] for the settings that a relay shares with a server.
     pub fn check(&self) -> Result<(), ConfigError> {
         check_addresses(&self.listen, &self.trust(), self.insecure)?;
         self.serve_config().check()
@@ -86,7 +94,7 @@ impl RelayConfig {
         }
     }
 
-    /// What a relay has in common with a server.
+    /// Returns the settings of the server that a relay is.
     pub(crate) fn serve_config(&self) -> ServeConfig {
         ServeConfig {
             listen: self.listen.clone(),
@@ -106,12 +114,12 @@ impl RelayConfig {
             token_file: self.token_file.clone(),
             metrics: self.metrics,
             ready_file: self.ready_file.clone(),
-            // There are no sessions that could have files.
+            // A relay has no sessions, and so no files.
             workspace_quota: ByteSize(0),
             ..ServeConfig::default()
         }
     }
 }
 
-/// Where other relays of this kind usually are.
+/// Default port of a relay.
 const DEFAULT_PORT: u16 = 9290;

@@ -1,8 +1,11 @@
 use std::collections::BTreeSet;
 use std::error::Error;
+use std::fs;
+use std::path::Path;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
 
+use super::units::seconds;
 use super::*;
 
 #[derive(Parser)]

@@ -1,4 +1,4 @@
-//! Sizes, durations and port ranges as people write them.
+//! Sizes, durations, port ranges and HTTP addresses as people write them.
 
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,6 +9,11 @@ use std::time::Duration;
 use hyper::Uri;
 use hyper::http::uri::Scheme;
 use serde::{Deserialize, Serialize};
+
+/// Returns a time of this many seconds.
+pub(super) fn seconds(seconds: u64) -> Span {
+    Span(Duration::from_secs(seconds))
+}
 
 /// A number of bytes, written as `64MiB`, `10GB`, `512` or `unlimited`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -25,17 +30,18 @@ pub struct Span(pub Duration);
 #[serde(try_from = "String", into = "String")]
 pub struct PortRange(pub RangeInclusive<u16>);
 
-/// Where to serve HTTP, written as `127.0.0.1:9464`, `[::1]:9464` or `localhost:9464`.
+/// Address to serve HTTP at, written as `127.0.0.1:9464`, `[::1]:9464` or `localhost:9464`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct HttpAddress(pub SocketAddr);
 
-/// The HTTP endpoint of an OpenTelemetry collector, written as `http://127.0.0.1:4318`; `/v1/traces` is added to it.
+/// The HTTP endpoint of an OpenTelemetry collector, written as `http://127.0.0.1:4318`;
+/// `/v1/traces` is added to it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct OtlpEndpoint(String);
 
-/// Why a text is not what it should be. Each message shows the right form.
+/// Error of a text in the wrong form. Each message shows the right form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnitError {
@@ -64,7 +70,7 @@ impl ByteSize {
     pub const UNLIMITED: Self = Self(u64::MAX);
 }
 
-/// Largest first, so that the first that divides a size is the one to show it in.
+/// Units of sizes, largest first: the first one that divides a size is used to print it.
 const SIZES: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
     ("TB", 1_000_000_000_000),
@@ -79,7 +85,7 @@ const SIZES: [(&str, u64); 9] = [
 
 const SPANS: [(&str, u64); 5] = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000), ("ms", 1)];
 
-/// A whole number and one of `units`, whose case does not matter.
+/// Parses a whole number and one of `units`, in any case.
 fn parse(text: &str, units: &[(&str, u64)]) -> Option<u64> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -184,7 +190,7 @@ macro_rules! as_text {
 }
 
 impl OtlpEndpoint {
-    /// Where spans are sent.
+    /// Returns the URL to which spans are sent.
     pub fn traces(&self) -> String {
         format!("{}/v1/traces", self.0)
     }
@@ -198,7 +204,7 @@ impl FromStr for OtlpEndpoint {
             let authority = uri.authority().is_some_and(|authority| !authority.as_str().contains('@'));
             uri.scheme() == Some(&Scheme::HTTP) && authority && uri.query().is_none()
         };
-        // A fragment would be left out silently.
+        // A fragment would be dropped without notice.
         let uri = text.parse::<Uri>().ok().filter(|uri| plain(uri) && !text.contains('#'));
         match uri {
             Some(_) => Ok(Self(text.trim_end_matches('/').to_owned())),

@@ -1,7 +1,8 @@
 //! What the server and the process of a session tell each other beside the session.
 //!
-//! Over the connection, before the session's handshake: a [`SetUp`], its length in bytes as four bytes, little-endian, and
-//! JSON. Over a pair of datagram sockets, at any time: [`Report`]s to the server, and [`Totals`] in answer to those that ask.
+//! Over the connection, before the session's handshake: a [`SessionSetup`], its length in bytes as
+//! four bytes, little-endian, and JSON. Over a pair of datagram sockets, at any time: [`Report`]s
+//! to the server, and [`ServerTotals`] in answer to those that ask.
 
 use std::io::{self, Read};
 use std::time::Duration;
@@ -10,12 +11,12 @@ use rpc_core::Usage;
 use serde::{Deserialize, Serialize};
 
 use crate::modules::DigestList;
-use crate::session::Totals;
+use crate::server::session_state::ServerTotals;
 use crate::workspace::WorkspaceLoan;
 
 /// What the process has to know to serve its session.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct SetUp {
+pub(super) struct SessionSetup {
     /// The server's configuration, as TOML.
     pub(super) config: String,
     /// The session's workspace.
@@ -27,12 +28,12 @@ pub(super) struct SetUp {
 }
 
 /// Far more than a configuration and the longest list of digests take.
-const MAX_SET_UP_BYTES: u32 = 8 << 20;
+const MAX_SETUP_BYTES: u32 = 8 << 20;
 
-impl SetUp {
+impl SessionSetup {
     pub(super) fn to_bytes(&self) -> io::Result<Vec<u8>> {
         let text = serde_json::to_vec(self)?;
-        let len = u32::try_from(text.len()).ok().filter(|len| *len <= MAX_SET_UP_BYTES);
+        let len = u32::try_from(text.len()).ok().filter(|len| *len <= MAX_SETUP_BYTES);
         let len = len.ok_or_else(|| io::Error::other("the configuration is too large to be passed on"))?;
         Ok([&len.to_le_bytes()[..], &text].concat())
     }
@@ -45,7 +46,7 @@ impl SetUp {
             read => read?,
         }
         let len = u32::from_le_bytes(len);
-        if len > MAX_SET_UP_BYTES {
+        if len > MAX_SETUP_BYTES {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let mut text = vec![0; len as usize];
@@ -54,7 +55,8 @@ impl SetUp {
     }
 }
 
-/// What a session holds: handles and bytes of memory, eight bytes each, and a byte that is 1 to ask for the totals.
+/// What a session holds: handles and bytes of memory, eight bytes each, and a byte that is 1 to ask
+/// for the totals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Report {
     pub(super) usage: Usage,
@@ -80,7 +82,7 @@ impl Report {
     }
 }
 
-impl Totals {
+impl ServerTotals {
     pub(super) const LEN: usize = 24;
 
     pub(super) fn to_bytes(self) -> [u8; Self::LEN] {
@@ -113,16 +115,16 @@ mod tests {
     fn reports_and_totals_read_back_as_themselves_and_all_else_is_none() {
         let report = Report { usage: Usage { handles: 7, memory_bytes: 1 << 40 }, asks: true };
         assert_eq!(Report::from_bytes(&report.to_bytes()), Some(report));
-        let totals = Totals { sessions: 3, handles: u64::MAX, memory_bytes: 0 };
-        assert_eq!(Totals::from_bytes(&totals.to_bytes()), Some(totals));
+        let totals = ServerTotals { sessions: 3, handles: u64::MAX, memory_bytes: 0 };
+        assert_eq!(ServerTotals::from_bytes(&totals.to_bytes()), Some(totals));
         assert_eq!(Report::from_bytes(&totals.to_bytes()), None);
-        assert_eq!(Totals::from_bytes(b""), None);
+        assert_eq!(ServerTotals::from_bytes(b""), None);
     }
 
     #[test]
-    fn a_set_up_is_whole_or_none() {
-        assert!(SetUp::read(&mut &b""[..]).unwrap().is_none());
-        assert!(SetUp::read(&mut &b"\x05\0\0\0{}"[..]).is_err());
-        assert!(SetUp::read(&mut &u32::MAX.to_le_bytes()[..]).is_err());
+    fn a_setup_is_whole_or_none() {
+        assert!(SessionSetup::read(&mut &b""[..]).unwrap().is_none());
+        assert!(SessionSetup::read(&mut &b"\x05\0\0\0{}"[..]).is_err());
+        assert!(SessionSetup::read(&mut &u32::MAX.to_le_bytes()[..]).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The modules that an operator admits: `--module-digests`.
+//! List of the modules that an operator admits: `--module-digests`.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -10,17 +10,17 @@ use serde::{Deserialize, Serialize};
 
 use super::ModuleError;
 
-/// The digests of modules that may be loaded; all others may not.
+/// Digests of the only modules that may be loaded.
 ///
-/// In a file: a digest a line, and behind it whatever follows after a space, such as the name that `sha256sum` prints. Empty
-/// lines and those that begin with `#` do not count.
+/// The file has one digest a line. Text after a space is ignored, such as the file name that
+/// `sha256sum` prints; so are empty lines and lines that begin with `#`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DigestList(BTreeSet<Digest>);
 
-/// Far more digests than anybody admits one by one. Each process of a session gets the list.
+/// Maximum number of digests: more than are listed by hand. Each session process gets the list.
 const MAX_DIGESTS: usize = 1 << 16;
 
-/// More than that many lines take.
+/// Maximum length of the file: more than that many lines take.
 const MAX_BYTES: u64 = 64 << 20;
 
 impl DigestList {
@@ -39,7 +39,7 @@ impl DigestList {
         Self::parse(&text).map_err(|(line, problem)| ModuleError::Digests { file: file.to_owned(), line, problem })
     }
 
-    /// Whether the module is on the list.
+    /// Returns true if the module is on the list.
     pub fn admits(&self, digest: &Digest) -> bool {
         self.0.contains(digest)
     }
@@ -51,7 +51,7 @@ impl DigestList {
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            // sha256sum puts a backslash in front where it has escaped the name.
+            // sha256sum writes a backslash before the digest if it has escaped the file name.
             let word = line.strip_prefix('\\').unwrap_or(line).split_whitespace().next().unwrap_or_default();
             let digest = word.parse().map_err(|error: rpc_core::client::DigestError| (number, error.to_string()))?;
             digests.insert(digest);

@@ -1,4 +1,4 @@
-//! What can go wrong with modules, and what can be done about it.
+//! Errors of modules, with advice to the caller.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 use crate::config::{ByteSize, Span};
 
-/// Why a module was not taken or not found, or a store cannot be used.
+/// Error of a module, an upload or a store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModuleError {
@@ -18,47 +18,47 @@ pub enum ModuleError {
          --allow-modules"
     )]
     Off,
-    /// The operator has listed the modules that may be loaded, and this is none of them.
+    /// The module is not on the list of the operator.
     #[error("the module {digest} is not on the server's list of modules (--module-digests)")]
     NotListed {
         /// The module.
         digest: Digest,
     },
-    /// The same, for a file of the server; nothing else is told of it.
+    /// A file of the server is not a listed module. The error tells nothing else about the file.
     #[error(
         "{path:?} is no file here whose digest is on the server's list of modules (--module-digests); of other files \
          nothing is told"
     )]
     NotListedHere {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
-    /// The store does not have it.
+    /// The store does not have the module.
     #[error("the server has no module {digest}: upload it, it may have been removed since")]
     NotFound {
         /// The module.
         digest: Digest,
     },
-    /// What the store had under that name was something else, and is removed.
+    /// The stored file did not match its digest, and has been removed.
     #[error("the server's copy of the module {digest} was damaged, and is removed: upload it again")]
     Damaged {
         /// The module.
         digest: Digest,
     },
-    /// What should be a digest is none.
+    /// A text is not a digest.
     #[error("{text:?} names no module: {source}")]
     NoDigest {
-        /// The beginning of what was given.
+        /// Beginning of the text.
         text: String,
-        /// Why.
+        /// The reason.
         source: DigestError,
     },
-    /// One module is larger than one may be.
+    /// The module is larger than the limit.
     #[error("a module of {len} bytes is larger than this server takes ({limit}, --max-module)")]
     TooLarge {
-        /// Its length in bytes.
+        /// Length of the module in bytes.
         len: u64,
-        /// The most that is taken.
+        /// The limit.
         limit: ByteSize,
     },
     /// A module without any bytes.
@@ -71,54 +71,54 @@ pub enum ModuleError {
          from the folder (--module-store)"
     )]
     Full {
-        /// The module's length in bytes.
+        /// Length of the module in bytes.
         len: u64,
-        /// What modules and uploads in progress take.
+        /// Bytes of modules and uploads in progress.
         held: u64,
-        /// The most that they may take.
+        /// The limit.
         limit: ByteSize,
-        /// How long a module has to be unused to make room.
+        /// Time without use after which a module makes room.
         expiry: Span,
     },
     /// Too many uploads are in progress.
     #[error("{limit} uploads of modules are in progress at this server, and there can be no more: try again later")]
     TooManyUploads {
-        /// How many there can be.
+        /// The limit.
         limit: usize,
     },
-    /// The pieces of an upload did not come one behind the other.
+    /// The pieces of an upload did not arrive in order.
     #[error("a piece at byte {offset} came where byte {expected} of the module was due: send pieces in order")]
     OutOfOrder {
-        /// Where it begins.
+        /// Offset of the piece.
         offset: u64,
-        /// Where it should have begun.
+        /// Expected offset.
         expected: u64,
     },
-    /// More came than was announced.
+    /// More bytes arrived than were announced.
     #[error("{len} bytes were announced, and a piece ends at byte {end}: begin again with the right length")]
     TooLong {
         /// The announced length.
         len: u64,
-        /// Where the piece ends.
+        /// End of the piece.
         end: u64,
     },
-    /// Less came than was announced.
+    /// Fewer bytes arrived than were announced.
     #[error("{len} bytes were announced, and {got} have come: send the rest before the commit")]
     TooShort {
         /// The announced length.
         len: u64,
-        /// How many have come.
+        /// Bytes received.
         got: u64,
     },
-    /// What came is not what was announced.
+    /// The bytes received do not have the announced digest.
     #[error("what has come is the module {got}, and {announced} was announced: the file has changed, or is another")]
     Mismatch {
-        /// What should have come.
+        /// Announced digest.
         announced: Digest,
-        /// What did.
+        /// Digest of the bytes received.
         got: Digest,
     },
-    /// An earlier piece failed.
+    /// Writing an earlier piece failed.
     #[error("an earlier piece of this module failed: begin the upload again")]
     Broken,
     /// The upload was committed, or has failed.
@@ -127,15 +127,15 @@ pub enum ModuleError {
     /// A file that should be imported cannot be read.
     #[error("cannot read {path:?} at the server: {source}")]
     ReadFile {
-        /// The path given.
+        /// The path as it was given.
         path: String,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// What should be imported is a folder, a device or the like.
+    /// The file to import is a folder, a device or the like.
     #[error("{path:?} at the server is no regular file: name a shared library")]
     NoFile {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// The list of digests cannot be read.
@@ -143,20 +143,20 @@ pub enum ModuleError {
     ReadDigests {
         /// The file.
         file: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// A line of the list of digests is none.
+    /// A line of the list is not a digest.
     #[error("line {line} of {} (--module-digests) is no digest: {problem}", file.display())]
     Digests {
         /// The file.
         file: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
-    /// The folder of the store belongs to somebody else, or others may write to it.
+    /// The folder of the store belongs to another user, or other users may write to it.
     #[error(
         "others than this user may write to {} (its mode is {mode:o}, its owner {owner}), and what is in it is run: give \
          --module-store a folder of this user, and take the rights of others with chmod go-w",
@@ -175,7 +175,7 @@ pub enum ModuleError {
     Folder {
         /// The folder.
         folder: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
     /// The file system failed in the folder of the store.

@@ -1,15 +1,16 @@
-//! SHA-256 of what is read.
+//! SHA-256 of a stream.
 
 use std::io::{self, Read};
 
 use ring::digest::{Context, SHA256};
 use rpc_core::client::Digest;
 
-/// How much is read at a time: little enough for the processor's caches, and few calls.
+/// Bytes read at a time: few enough for the caches of the processor, and enough for few system
+/// calls.
 const PIECE: usize = 128 << 10;
 
-/// Reads `source` to its end. The result is its digest and its length in bytes, as
-/// [`Modules::upload`](rpc_core::client::Modules::upload) wants them. Blocks.
+/// Reads `source` to its end, and returns its digest and its length in bytes, as
+/// [`Modules::upload`](rpc_core::client::Modules::upload) needs them. Blocks.
 ///
 /// # Errors
 ///
@@ -31,7 +32,7 @@ pub fn hash(mut source: impl Read) -> io::Result<(Digest, u64)> {
     }
 }
 
-/// A digest in the making.
+/// State of the computation of a digest.
 pub(super) struct Hasher(Context);
 
 impl Hasher {
@@ -45,7 +46,7 @@ impl Hasher {
 
     pub(super) fn finish(self) -> Digest {
         let mut bytes = [0; Digest::LEN];
-        // As long as the algorithm says, which is chosen above.
+        // The lengths are equal: SHA-256 is chosen above.
         bytes.copy_from_slice(self.0.finish().as_ref());
         Digest::from_bytes(bytes)
     }

@@ -7,8 +7,9 @@ use rpc_core::{LoadRequest, Module, ModuleLoader, Result};
 
 use super::ModuleService;
 
-/// Loads `sha256:HEX` from the store, and files `*.so` by way of it: of the session's workspace, or of the server at an absolute
-/// path. A server that takes no modules has this loader, too, and is told by it what to do.
+/// Loader of `sha256:HEX` from the store, and of files `*.so`, which it copies into the store:
+/// files of the session's workspace, or of the server at an absolute path. A server that takes no
+/// modules has this loader, too; its error names the flag to set.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StoreLoader;
 

@@ -1,4 +1,4 @@
-//! The loader of native code, as this build has it.
+//! The loader of shared libraries: TVM-FFI, or none if this build lacks it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,28 +8,32 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::ServeConfig;
 
-/// Loads shared libraries into this process.
+/// Loader of shared libraries into this process.
 pub(crate) trait NativeLoader: Send + Sync {
-    /// Loads `file`, which nobody changes any more; `name` is what the module calls itself.
+    /// Loads `file`, which must not change any more. `name` is the name of the module.
     fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>>;
 
-    /// Loads the libraries of the operator, and registers the functions that they bring, unless their names are taken. The
-    /// result is how many.
+    /// Returns an error if the library that modules need is not there or cannot be loaded. Loads it
+    /// otherwise.
+    fn check_library(&self) -> Result<()>;
+
+    /// Loads the operator's libraries and registers their functions, except for names that are
+    /// taken. Returns the number of functions.
     fn register_globals(&self, registry: &Registry) -> Result<usize>;
 }
 
-/// What is to be loaded, and by what.
+/// Libraries to load, and the library that loads them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct NativeSettings {
-    /// `libtvm_ffi.so`; `None` for wherever it is found.
+    /// `libtvm_ffi.so`; `None` to search for it.
     tvm_ffi: Option<PathBuf>,
-    /// What these and modules need.
+    /// Libraries that modules and `libraries` depend on.
     runtimes: Vec<PathBuf>,
-    /// The libraries of the operator.
+    /// The operator's libraries (`--library`).
     libraries: Vec<PathBuf>,
 }
 
-/// The libraries and the loader of a server. Cheap to clone; loads nothing until something is wanted.
+/// Libraries and loader of a server. Cheap to clone; nothing is loaded before its first use.
 #[derive(Clone)]
 pub(crate) struct Native {
     settings: NativeSettings,
@@ -38,7 +42,8 @@ pub(crate) struct Native {
 
 impl Native {
     pub(crate) fn new(config: &ServeConfig) -> Self {
-        // What is no path is a name, which the system would look for in folders of its own.
+        // The system searches its own folders for a name without a slash, so paths are made
+        // absolute.
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
         Self::with(NativeSettings {
             tvm_ffi: config.tvm_ffi.as_ref().map(absolute),
@@ -56,7 +61,7 @@ impl Native {
         &self.settings
     }
 
-    /// The files of the operator's libraries, for messages.
+    /// Returns the files of the operator's libraries, for messages.
     pub(super) fn libraries(&self) -> String {
         let files = self.settings.runtimes.iter().chain(&self.settings.libraries);
         let names: Vec<_> = files.map(|file| file.display().to_string()).collect();
@@ -67,12 +72,12 @@ impl Native {
         self.loader.clone()
     }
 
-    /// Loads the libraries of the operator into this process, if there are any, and offers their functions beside those of
-    /// `registry`. What the program offers itself keeps its names. Blocks.
+    /// Loads the operator's libraries into this process, if there are any, and adds their functions
+    /// to `registry`, except for names that the program has taken. Blocks.
     ///
     /// # Errors
     ///
-    /// What cannot be loaded, and why.
+    /// A library cannot be loaded.
     pub(crate) fn offer_libraries(&self, registry: &Registry) -> Result<()> {
         if self.settings.libraries.is_empty() && self.settings.runtimes.is_empty() {
             return Ok(());
@@ -104,13 +109,17 @@ mod with_loader {
             Self::load(self, file, name)
         }
 
+        fn check_library(&self) -> Result<()> {
+            self.version().map(drop)
+        }
+
         fn register_globals(&self, registry: &Registry) -> Result<usize> {
             Self::register_globals(self, registry)
         }
     }
 }
 
-/// A configuration that asks for more has been refused before.
+/// Replacement in builds without the loader. [`ServeConfig::check`] refuses settings that need one.
 #[cfg(not(all(feature = "tvm-ffi", target_pointer_width = "64")))]
 mod with_loader {
     use std::path::Path;
@@ -129,6 +138,10 @@ mod with_loader {
 
     impl NativeLoader for Absent {
         fn load(&self, _: &Path, _: &str) -> Result<Arc<dyn Module>> {
+            Err(RpcError::unsupported(ConfigError::NoTvmFfi.to_string()))
+        }
+
+        fn check_library(&self) -> Result<()> {
             Err(RpcError::unsupported(ConfigError::NoTvmFfi.to_string()))
         }
 

@@ -1,5 +1,5 @@
-//! Whether the operator's libraries can be loaded, found out by a process of its own before anybody is served: a server with
-//! processes for its sessions loads nothing itself.
+//! A check of the operator's libraries in a process of its own, before the server starts: a server
+//! with session processes loads no library itself.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -14,18 +14,18 @@ use rpc_core::{ErrorKind, Registry, Result, RpcError};
 use super::native::{Native, NativeSettings};
 use crate::isolate::this_program;
 
-/// The first argument of a program that is started to load libraries; which ones it reads from standard input, a socket, to
-/// which it answers.
+/// First argument of the process that checks libraries. It reads their names from standard input, a
+/// socket, and answers there.
 const ARGUMENT: &str = "--load-libraries";
 
-/// How long libraries may take. Some look for devices when they are loaded.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Longest time to load libraries. Some search for devices when they are loaded.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The most that is read of a message, in bytes.
-const LONGEST: u64 = 1 << 20;
+/// Maximum length of a message in bytes.
+const MAX_MESSAGE: u64 = 1 << 20;
 
-/// Loads libraries, answers whether that went well, and exits, if this process was started to do that with `first` as its first
-/// argument; otherwise returns at once.
+/// Loads libraries, reports the result and exits, if `first` is the argument for this; otherwise
+/// returns at once.
 pub(crate) fn answer_if_asked(first: Option<&OsString>) {
     if first.is_none_or(|first| first != ARGUMENT) {
         return;
@@ -38,18 +38,18 @@ pub(crate) fn answer_if_asked(first: Option<&OsString>) {
 
 fn answer() -> io::Result<()> {
     let mut server = UnixStream::from(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
-    let settings: NativeSettings = serde_json::from_reader((&server).take(LONGEST))?;
+    let settings: NativeSettings = serde_json::from_reader((&server).take(MAX_MESSAGE))?;
     let outcome = Native::with(settings).offer_libraries(&Registry::new());
     let answer = outcome.map_err(|error| error.message().to_owned());
     server.write_all(&serde_json::to_vec(&answer)?)
 }
 
-/// Has a process of its own load the operator's libraries, if there are any. Blocks, up to a minute. `main` has to begin with
-/// [`run_if_isolated`](crate::isolate::run_if_isolated).
+/// Starts a process that loads the operator's libraries, if there are any. Blocks, up to a minute.
+/// `main` must begin with [`run_if_isolated`](crate::isolate::run_if_isolated).
 ///
 /// # Errors
 ///
-/// What cannot be loaded, and why; or that the process did not say.
+/// A library cannot be loaded, or the process did not answer.
 pub(crate) fn check_libraries(native: &Native) -> Result<()> {
     if native.libraries().is_empty() {
         return Ok(());
@@ -57,29 +57,30 @@ pub(crate) fn check_libraries(native: &Native) -> Result<()> {
     let answer = ask(native.settings()).map_err(|error| {
         RpcError::new(ErrorKind::Io, format!("{}: a process that loads them {error}", native.libraries()))
     })?;
-    // It is about those that this process was given, and names the one.
+    // The message names the library.
     answer.map_err(|message| RpcError::new(ErrorKind::Io, message))
 }
 
-/// What the process has answered, or in words that follow "the process" what it did instead.
+/// Returns the answer of the process, or the reason for which there is none, as a text that follows
+/// "the process".
 fn ask(settings: &NativeSettings) -> Result<Result<(), String>, String> {
     let failed = |error| format!("cannot be started: {error}");
-    let (mut stream, theirs) = UnixStream::pair().map_err(failed)?;
+    let (mut stream, child_stream) = UnixStream::pair().map_err(failed)?;
     let (program, name) = this_program().map_err(failed)?;
     let mut command = Command::new(program);
-    // What libraries print when they are loaded is none of the server's output.
-    command.arg0(name).arg(ARGUMENT).stdin(OwnedFd::from(theirs)).stdout(Stdio::null());
+    // Libraries may print when they are loaded, which must not mix with the server's output.
+    command.arg0(name).arg(ARGUMENT).stdin(OwnedFd::from(child_stream)).stdout(Stdio::null());
     let mut child = command.spawn().map_err(failed)?;
-    // Our copy of its end goes with this.
+    // This closes our copy of the child's end of the socket.
     drop(command);
     let answer = exchange(&mut stream, settings);
     if let Err(error) = &answer
         && matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
     {
         let _ = child.kill();
-        // Reaped when it ends, which may take its time in a driver.
+        // A driver may delay its end, so a thread reaps it.
         drop(std::thread::Builder::new().name("rpc-probe".into()).spawn(move || child.wait()));
-        return Err(format!("has not answered within {PATIENCE:?}"));
+        return Err(format!("has not answered within {LOAD_TIMEOUT:?}"));
     }
     let status = child.wait().map_err(|error| format!("cannot be waited for: {error}"))?;
     match answer.ok().and_then(|text| serde_json::from_slice(&text).ok()) {
@@ -88,14 +89,14 @@ fn ask(settings: &NativeSettings) -> Result<Result<(), String>, String> {
     }
 }
 
-/// Says what is to be loaded, and reads until the process has closed its end.
+/// Sends the names of the libraries, and reads until the process closes its end.
 fn exchange(stream: &mut UnixStream, settings: &NativeSettings) -> io::Result<Vec<u8>> {
-    let deadline = Instant::now() + PATIENCE;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    let deadline = Instant::now() + LOAD_TIMEOUT;
+    stream.set_write_timeout(Some(LOAD_TIMEOUT))?;
     stream.write_all(&serde_json::to_vec(settings)?)?;
     stream.shutdown(std::net::Shutdown::Write)?;
     let (mut text, mut piece) = (Vec::new(), [0; 4096]);
-    while (text.len() as u64) < LONGEST {
+    while (text.len() as u64) < MAX_MESSAGE {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());

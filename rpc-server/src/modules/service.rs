@@ -1,4 +1,5 @@
-//! What one process does with modules: imports files into the store, loads from it, and knows what it has loaded.
+//! The module service of a process: imports files into the store, loads modules from it, and keeps
+//! them loaded.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,21 +17,22 @@ use super::{DigestList, ModuleError, worker};
 use crate::builtins::workspace;
 use crate::config::ServeConfig;
 
-/// The modules of one process: an extension of its sessions, where the operator allows modules.
+/// Modules of one process: an extension of its sessions, if the operator allows modules.
 pub(crate) struct ModuleService {
     store: ModuleStore,
     loader: Arc<dyn NativeLoader>,
-    /// They are never unloaded: others may have pointers into them.
-    loaded: Mutex<HashMap<Digest, Arc<Place>>>,
-    /// What files were when they were imported, by device and inode.
+    /// Modules are never unloaded, because other code may have pointers into them.
+    loaded: Mutex<HashMap<Digest, Arc<ModuleSlot>>>,
+    /// Imported files with their times and digests, by device and inode.
     imported: Mutex<HashMap<(u64, u64), (Stamp, Digest)>>,
 }
 
-/// A module, once it is loaded. Locked while it is, so that it is loaded once.
-type Place = Mutex<Option<Arc<dyn Module>>>;
+/// A module, once it is loaded. The lock is held while it is being loaded, so that it is loaded
+/// once.
+type ModuleSlot = Mutex<Option<Arc<dyn Module>>>;
 
-/// What tells whether a file has changed: length, and the times of the last change of its bytes and of itself, in seconds and
-/// nanoseconds.
+/// Fingerprint of a file: its length, and the times of the last change of its bytes and of its
+/// inode, in seconds and nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     len: u64,
@@ -38,14 +40,16 @@ struct Stamp {
     changed: (i64, i64),
 }
 
-/// How old a change has to be before a file is known by its times: another one in the same tick of the clock would not show.
+/// Minimum age of a change before the times of a file identify it: two changes in one tick of the
+/// clock have equal times.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// Files that are remembered. Whoever imports more has them hashed again.
+/// Maximum number of remembered files. Further files are hashed at each import.
 const MAX_IMPORTED: usize = 1024;
 
 impl ModuleService {
-    /// The service of a server or a session with these settings; `None` if modules are not allowed. Blocks.
+    /// Opens the service of a server or a session with these settings; `None` if modules are not
+    /// allowed. Blocks.
     ///
     /// # Errors
     ///
@@ -68,15 +72,20 @@ impl ModuleService {
         Ok(Some(Arc::new(Self::new(store, native.loader()))))
     }
 
+    /// Returns an error if the library that modules need is not there or cannot be loaded. Blocks.
+    pub(crate) fn check_library(&self) -> Result<()> {
+        self.loader.check_library()
+    }
+
     pub(super) fn new(store: ModuleStore, loader: Arc<dyn NativeLoader>) -> Self {
         Self { store, loader, loaded: Mutex::default(), imported: Mutex::default() }
     }
 
-    /// That of the session; in the process of a worker that of the process.
+    /// Returns the service of the session, or in a worker process that of the process.
     ///
     /// # Errors
     ///
-    /// [`ModuleError::Off`]; and in the process of a worker what is wrong with the store.
+    /// [`ModuleError::Off`]; in a worker process also the errors of opening the store.
     pub(crate) fn of(context: &Context) -> Result<Arc<Self>, ModuleError> {
         match context.extension::<Self>() {
             Some(service) => Ok(service),
@@ -88,18 +97,18 @@ impl ModuleService {
         &self.store
     }
 
-    /// Loads a module by its digest or by the path of a file, or gives the one that is loaded already. Blocks.
+    /// Loads a module by its digest or by the path of a file, or returns the loaded one. Blocks.
     pub(super) fn load(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
         let (digest, name) = match Digest::from_module_path(path) {
             Some(digest) => {
                 let digest = digest.map_err(|source| ModuleError::NoDigest { text: clip(path), source })?;
-                // As much as people compare.
+                // Shortened to the part that people compare.
                 (digest, digest.module_path()[..19].to_owned())
             }
             None => (self.import(context, path)?, path.to_owned()),
         };
-        let place = lock(&self.loaded).entry(digest).or_default().clone();
-        let mut module = lock(&place);
+        let slot = lock(&self.loaded).entry(digest).or_default().clone();
+        let mut module = lock(&slot);
         if let Some(module) = &*module {
             return Ok(module.clone());
         }
@@ -107,20 +116,20 @@ impl ModuleService {
         let loaded = loaded.and_then(|file| self.loader.load(&file, &name));
         match &loaded {
             Ok(loaded) => *module = Some(loaded.clone()),
-            // Whoever asks for things that are not there leaves nothing here.
+            // A failed load must leave no entry behind.
             Err(_) => {
-                // Somebody who has waited for this place may be about to fill it, and others another one.
-                let mut places = lock(&self.loaded);
-                if places.get(&digest).is_some_and(|known| Arc::ptr_eq(known, &place) && Arc::strong_count(known) == 2)
-                {
-                    places.remove(&digest);
+                // Another thread may be waiting for this slot to fill it, or may have replaced it.
+                let mut slots = lock(&self.loaded);
+                if slots.get(&digest).is_some_and(|known| Arc::ptr_eq(known, &slot) && Arc::strong_count(known) == 2) {
+                    slots.remove(&digest);
                 }
             }
         }
         loaded
     }
 
-    /// Takes a file of the session's workspace, or one of the server at an absolute path, into the store. Blocks.
+    /// Imports a file of the session's workspace, or one of the server at an absolute path, into
+    /// the store. Blocks.
     pub(crate) fn import(&self, context: &Context, path: &str) -> Result<Digest> {
         if !path.starts_with('/') {
             let file = workspace(context)?.open_read(path)?;
@@ -128,8 +137,8 @@ impl ModuleService {
         }
         let imported = open(path).and_then(|file| self.import_file(path, &file));
         Ok(imported.map_err(|error| match error {
-            // Without a list a client may run any code, and read what it likes. With one it may not, and must not be able to ask
-            // for the digests of files, or whether they are there.
+            // Without a list a client may run any code and read any file anyway. With a list it
+            // must not learn the digests of files or whether they exist.
             ModuleError::NotListed { .. }
             | ModuleError::ReadFile { .. }
             | ModuleError::NoFile { .. }
@@ -148,7 +157,7 @@ impl ModuleService {
         let metadata = file.metadata().map_err(unreadable)?;
         let (key, stamp) = ((metadata.dev(), metadata.ino()), Stamp::of(&metadata));
         let known = lock(&self.imported).get(&key).filter(|(known, _)| *known == stamp).map(|(_, digest)| *digest);
-        // It may have been removed from the store since, unless it is loaded.
+        // The store may have removed it since, unless it is loaded.
         if let Some(digest) = known
             && (lock(&self.loaded).contains_key(&digest) || self.store.contains(&digest)?)
         {
@@ -177,19 +186,19 @@ impl Stamp {
     }
 }
 
-/// Opens a file of the server. It does not wait for whoever should write to a FIFO.
+/// Opens a file of the server. Does not wait for a writer of a FIFO.
 fn open(path: &str) -> Result<File, ModuleError> {
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let opened = File::options().read(true).custom_flags(flags.bits().cast_signed()).open(path);
     opened.map_err(|source| ModuleError::ReadFile { path: clip(path), source })
 }
 
-/// As much of a text as an error should carry.
+/// Shortens a text for an error.
 fn clip(text: &str) -> String {
     text.chars().take(256).collect()
 }
 
-/// A panic of a loader leaves a place that is merely empty.
+/// A panic of a loader leaves an empty slot, which is consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

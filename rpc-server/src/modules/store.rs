@@ -1,4 +1,4 @@
-//! The folder of modules, named by their SHA-256.
+//! The store: a folder of modules, named by their SHA-256.
 //!
 //! Any number of processes share it. On disk:
 //!
@@ -8,9 +8,9 @@
 //! STORE/upload-RANDOM      one that is on its way, 0600, as long as announced; locked by whoever writes it
 //! ```
 //!
-//! There is no account but the folder itself: an upload takes its place by a file that has its full length from the beginning,
-//! so that all processes see the same, and whoever dies leaves nothing that would have to be counted back. What it does leave,
-//! an upload that nobody has locked, is removed by the next one who looks.
+//! The folder itself is the only account: an upload reserves its space by a file of its full
+//! length, so that all processes see the same. A process that dies leaves an upload that is not
+//! locked, which the next process removes.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -30,15 +30,16 @@ use super::{DigestList, ModuleError, ModuleUpload};
 use crate::config::{ByteSize, Span};
 use crate::file_lock::Held;
 
-/// How much a store holds.
+/// Limits of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreLimits {
-    /// Bytes of all modules and uploads together, a module counting as 4 KiB at least. Default 4 GiB.
+    /// Bytes of all modules and uploads together. A module counts as 4 KiB at least. Default 4 GiB.
     pub max_bytes: u64,
-    /// Bytes of one module. Default 512 MiB: libraries of kernels for several GPUs have a few hundred.
+    /// Bytes of one module. Default 512 MiB: libraries of kernels for several GPUs have a few
+    /// hundred.
     pub max_module_bytes: u64,
-    /// How long a module has to be unused before another may have its place. Default 30 days.
+    /// Time without use after which a module makes room for another. Default 30 days.
     pub expiry: Duration,
 }
 
@@ -48,7 +49,7 @@ impl Default for StoreLimits {
     }
 }
 
-/// A folder of modules. Cloning it gives another reference to the same. All methods block.
+/// A folder of modules. A clone is another reference to the same store. All methods block.
 #[derive(Clone)]
 pub struct ModuleStore(Arc<Inner>);
 
@@ -56,30 +57,30 @@ struct Inner {
     /// The real path of the folder.
     path: PathBuf,
     folder: OwnedFd,
-    /// The mutex is for threads: a file lock is for processes.
+    /// The mutex excludes threads, the file lock processes.
     lock: Mutex<File>,
     limits: StoreLimits,
-    /// What may be in it; `None` for anything.
+    /// Modules that may be stored; `None` for any.
     admitted: Option<Arc<DigestList>>,
 }
 
-/// The least that a module counts for, in bytes: a block of the usual file systems, so that many small ones do not take more
-/// than the limit says.
+/// Minimum that a module counts as, in bytes: a block of the usual file systems, so that many small
+/// modules do not exceed the limit.
 const LEAST: u64 = 4096;
 
-/// Uploads in progress at a time, of all processes.
+/// Maximum number of uploads in progress, of all processes.
 const MAX_UPLOADS: usize = 64;
 
 const LOCK: &str = "lock";
 
-/// Locked by whoever takes a module that others are about to take at the same time.
+/// Lock file for imports of the same module at the same time.
 const IMPORT_LOCK: &str = "import";
 const SUFFIX: &str = ".so";
 const UPLOAD: &str = "upload-";
 
 impl ModuleStore {
-    /// Opens the store in `folder`, which is made if need be, for its user alone. With a list it takes and gives the modules
-    /// on that alone.
+    /// Opens the store in `folder`, and creates the folder for this user alone if it is missing.
+    /// With a list the store takes and gives only the modules on it.
     ///
     /// # Errors
     ///
@@ -96,8 +97,8 @@ impl ModuleStore {
         if mode & 0o022 != 0 || !is_ours(owner) {
             return Err(ModuleError::Exposed { folder: path, mode, owner });
         }
-        // Modules are loaded by their paths, and who may rename a folder above could put another one in its place; in a sticky
-        // one nobody may rename what is not theirs.
+        // Modules are loaded by their paths: a user who may rename a folder above could replace it.
+        // In a sticky folder users may rename only their own entries.
         for above in path.ancestors().skip(1) {
             let metadata = fs::symlink_metadata(above).map_err(failed)?;
             let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
@@ -116,7 +117,7 @@ impl ModuleStore {
         Ok(store)
     }
 
-    /// Whether the module is there. If it is, that counts as a use.
+    /// Returns true if the module is stored, which counts as a use.
     ///
     /// # Errors
     ///
@@ -126,29 +127,31 @@ impl ModuleStore {
         self.locked(|store| store.touch(digest)).map(|found| found.is_some())
     }
 
-    /// Waits until no other process or thread that asks takes a module: for those that all take the same one, of which the first
-    /// one needs the room, and the others will find it there. Until the guard is dropped.
+    /// Waits until no other process or thread imports, and keeps others waiting until the guard is
+    /// dropped. Of several imports of one module only the first needs room; the others find it
+    /// stored.
     pub(crate) fn importing(&self) -> Result<File, ModuleError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        // One that is opened anew is locked against threads, too.
+        // A file that is opened again has a lock of its own, which excludes other threads, too.
         let file = openat(&self.0.folder, IMPORT_LOCK, flags, Mode::RUSR | Mode::WUSR).map_err(io::Error::from)?;
         rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive)).map_err(io::Error::from)?;
         Ok(File::from(file))
     }
 
-    /// Begins to take the module with that digest and length in bytes, for which it makes room. Nothing of it shows until
-    /// [`ModuleUpload::commit`].
+    /// Begins an upload of a module with this digest and length in bytes, and makes room for it.
+    /// The module appears at [`ModuleUpload::commit`].
     ///
     /// # Errors
     ///
-    /// [`ModuleError::NotListed`], [`ModuleError::Empty`], [`ModuleError::TooLarge`], [`ModuleError::Full`],
-    /// [`ModuleError::TooManyUploads`], [`ModuleError::Io`].
+    /// [`ModuleError::NotListed`], [`ModuleError::Empty`], [`ModuleError::TooLarge`],
+    /// [`ModuleError::Full`], [`ModuleError::TooManyUploads`], [`ModuleError::Io`].
     pub fn begin_upload(&self, digest: Digest, len: u64) -> Result<ModuleUpload, ModuleError> {
         self.admit(&digest)?;
         self.check_len(len)?;
         let (name, file) = self.locked(|store| {
             store.make_room(len)?;
-            // Nobody sweeps it away before it is locked: that is done under the same lock.
+            // Not removed as abandoned before it is locked: abandoned uploads are removed under the
+            // same lock.
             let (name, file) = store.create()?;
             let ready = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
             match ready.and_then(|()| file.set_len(len)) {
@@ -162,12 +165,13 @@ impl ModuleStore {
         Ok(ModuleUpload::new(self.clone(), digest, len, name, file))
     }
 
-    /// Takes a file as a module, unless it is there already. `path` is what errors call it.
+    /// Copies a file into the store, unless the module is there already. `path` names the file in
+    /// errors.
     ///
     /// # Errors
     ///
-    /// [`ModuleError::NoFile`], [`ModuleError::ReadFile`], and those of [`begin_upload`](Self::begin_upload) and of the
-    /// upload, if the file changes meanwhile.
+    /// [`ModuleError::NoFile`], [`ModuleError::ReadFile`], and those of
+    /// [`begin_upload`](Self::begin_upload) and of the upload, if the file changes meanwhile.
     pub fn import(&self, path: &str, file: &File) -> Result<Digest, ModuleError> {
         let unreadable = |source| ModuleError::ReadFile { path: path.to_owned(), source };
         let metadata = file.metadata().map_err(unreadable)?;
@@ -177,13 +181,13 @@ impl ModuleStore {
         self.check_len(metadata.len())?;
         let mut from_start = file;
         from_start.rewind().map_err(unreadable)?;
-        // One that grows is not read for ever.
+        // Limited, because the file may grow while it is read.
         let (digest, len) = hash(from_start.take(self.0.limits.max_module_bytes + 1)).map_err(unreadable)?;
         self.check_len(len)?;
         if self.contains(&digest)? {
             return Ok(digest);
         }
-        // A second time, so that nothing is written of what is not taken.
+        // Read twice, so that nothing is written of a module that is refused.
         let mut upload = self.begin_upload(digest, len)?;
         from_start.rewind().map_err(unreadable)?;
         let mut piece = vec![0; 1 << 20];
@@ -199,17 +203,18 @@ impl ModuleStore {
         Ok(digest)
     }
 
-    /// The path of a module's file, to be loaded: it is what its name says, and nobody but this user can change it. Counts as
-    /// a use. Reads all of the file.
+    /// Returns the path of a module's file for loading, after checking its digest. Only this user
+    /// can change the file. Counts as a use. Reads the whole file.
     ///
     /// # Errors
     ///
-    /// [`ModuleError::NotListed`], [`ModuleError::NotFound`], [`ModuleError::Damaged`], [`ModuleError::Io`].
+    /// [`ModuleError::NotListed`], [`ModuleError::NotFound`], [`ModuleError::Damaged`],
+    /// [`ModuleError::Io`].
     pub fn verified(&self, digest: &Digest) -> Result<PathBuf, ModuleError> {
         self.admit(digest)?;
         let found = self.locked(|store| store.touch(digest))?;
         let file = found.ok_or(ModuleError::NotFound { digest: *digest })?;
-        // A machine that stopped at the wrong moment may have kept the name and not the bytes.
+        // After a crash of the machine the file may have its name but not its bytes.
         if hash(&file)?.0 != *digest {
             self.locked(|store| {
                 store.discard(&entry_name(digest));
@@ -220,12 +225,12 @@ impl ModuleStore {
         Ok(self.0.path.join(entry_name(digest)))
     }
 
-    /// How much it holds.
+    /// Returns the limits.
     pub fn limits(&self) -> &StoreLimits {
         &self.0.limits
     }
 
-    /// Whether it takes the modules of a list alone.
+    /// Returns true if it takes only the modules of a list.
     pub fn is_limited_to_list(&self) -> bool {
         self.0.admitted.is_some()
     }
@@ -247,14 +252,15 @@ impl ModuleStore {
         }
     }
 
-    /// Does `work` while no other process looks at the folder or changes it.
+    /// Runs `work` while the lock excludes all other processes.
     fn locked<T>(&self, work: impl FnOnce(&Inner) -> Result<T, ModuleError>) -> Result<T, ModuleError> {
         let guard: MutexGuard<'_, File> = self.0.lock.lock().unwrap_or_else(PoisonError::into_inner);
         let _held = Held::exclusive(&guard)?;
         work(&self.0)
     }
 
-    /// Gives the complete file of an upload its name. If another one has come first, that stays: it may be loaded already.
+    /// Renames the file of a complete upload. If the module has arrived in the meantime, the
+    /// earlier file stays, because it may be loaded already.
     pub(super) fn place(&self, upload: &str, file: &File, digest: &Digest) -> Result<(), ModuleError> {
         file.set_permissions(fs::Permissions::from_mode(0o400))?;
         self.locked(|store| {
@@ -284,15 +290,15 @@ impl fmt::Debug for ModuleStore {
 /// A file of the store.
 struct Found {
     name: String,
-    /// What it counts for.
+    /// Bytes that it counts as.
     bytes: u64,
     used: SystemTime,
     is_upload: bool,
 }
 
-// All of this is done under the lock.
+// All methods are called under the lock.
 impl Inner {
-    /// What there is, after what dead writers have left is removed.
+    /// Lists the modules and uploads, after removing abandoned uploads.
     fn look(&self) -> Result<Vec<Found>, ModuleError> {
         let mut all = Vec::new();
         for entry in Dir::read_from(&self.folder).map_err(io::Error::from)? {
@@ -303,7 +309,7 @@ impl Inner {
                 continue;
             }
             let stat = match statat(&self.folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-                // A link or a folder is none of ours, and counts for nothing.
+                // Links and folders are not made by this store, and count as nothing.
                 Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile => stat,
                 _ => continue,
             };
@@ -319,12 +325,12 @@ impl Inner {
         Ok(all)
     }
 
-    /// Whether nobody writes to an upload any more.
+    /// Returns true if an upload is abandoned.
     fn is_left(&self, name: &str) -> bool {
         self.open(name).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
     }
 
-    /// Sees to it that `len` bytes more fit.
+    /// Removes unused modules until `len` more bytes fit.
     fn make_room(&self, len: u64) -> Result<(), ModuleError> {
         let all = self.look()?;
         if all.iter().filter(|found| found.is_upload).count() >= MAX_UPLOADS {
@@ -340,7 +346,7 @@ impl Inner {
         let now = SystemTime::now();
         let is_unused = |found: &&Found| now.duration_since(found.used).is_ok_and(|idle| idle >= expiry);
         for found in all.iter().filter(|found| !found.is_upload).filter(is_unused) {
-            // Whoever has it loaded keeps what is mapped.
+            // Processes that have loaded it keep their mapping.
             self.discard(&found.name);
             held -= found.bytes;
         }
@@ -350,7 +356,7 @@ impl Inner {
         Err(ModuleError::Full { len, held, limit: ByteSize(max_bytes), expiry: Span(expiry) })
     }
 
-    /// Makes a new file for an upload.
+    /// Creates a file for an upload.
     fn create(&self) -> io::Result<(String, File)> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         loop {
@@ -363,14 +369,14 @@ impl Inner {
         }
     }
 
-    /// Opens a module, if it is there, and makes this its last use. What is not a file that this user or root alone may write to
-    /// is removed: nobody here has made it.
+    /// Opens a module, if it is stored, and records its use. Removes anything that is not a file
+    /// writable by this user or root only, because no store has made it.
     fn touch(&self, digest: &Digest) -> Result<Option<File>, ModuleError> {
         let name = entry_name(digest);
         let file = match self.open(&name) {
             Ok(file) => file,
             Err(Errno::NOENT) => return Ok(None),
-            // A link.
+            // It is a link.
             Err(Errno::LOOP) => {
                 self.discard(&name);
                 return Ok(None);
@@ -390,14 +396,15 @@ impl Inner {
             return Ok(None);
         }
         match file.set_modified(SystemTime::now()) {
-            // Root's, put there for this user: its last use is not noted, and it goes like one that nobody uses.
+            // A file of root for this user: its use cannot be recorded, so it expires as if it were
+            // never used.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
             outcome => outcome?,
         }
         Ok(Some(file))
     }
 
-    /// Opens a file for reading: never through a link, and without waiting for whoever should write to a FIFO.
+    /// Opens a file for reading. Follows no link, and does not wait for a writer of a FIFO.
     fn open(&self, name: &str) -> rustix::io::Result<File> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         openat(&self.folder, name, flags, Mode::empty()).map(File::from)
@@ -411,7 +418,8 @@ impl Inner {
     }
 }
 
-/// Whether files of that user are as good as this one's own: root could change anything as it is.
+/// Returns true if files of `owner` can be trusted: those of this user, and of root, who could
+/// change anything anyway.
 fn is_ours(owner: u32) -> bool {
     owner == rustix::process::geteuid().as_raw() || owner == 0
 }

@@ -1,4 +1,4 @@
-//! A module on its way into the store.
+//! Uploads of modules into the store.
 
 use std::fmt;
 use std::fs::File;
@@ -9,20 +9,20 @@ use rpc_core::client::Digest;
 use super::hash::Hasher;
 use super::{ModuleError, ModuleStore};
 
-/// A module on its way into a store, hashed as it comes. Dropping it instead of [`commit`](Self::commit) leaves nothing. All
-/// methods block.
+/// An upload of a module, hashed as it arrives. Dropping it without [`commit`](Self::commit)
+/// removes the file. All methods block.
 pub struct ModuleUpload {
     store: ModuleStore,
     digest: Digest,
     expected: u64,
-    /// How much has come.
+    /// Bytes received.
     len: u64,
     hasher: Hasher,
-    /// In the folder of the store; empty once the file is in place.
+    /// Name in the folder of the store; empty once the file is in place.
     name: String,
-    /// Locked as long as it is open, which tells others that somebody writes.
+    /// Locked while it is open, so that other processes know that the upload is alive.
     file: File,
-    /// A piece failed: the file has not what was hashed.
+    /// True after a failed write: the file may differ from the hashed bytes.
     broken: bool,
 }
 
@@ -31,12 +31,12 @@ impl ModuleUpload {
         Self { store, digest, expected, len: 0, hasher: Hasher::new(), name, file, broken: false }
     }
 
-    /// Takes the next piece, which begins at `offset`: where the last one ended.
+    /// Appends a piece. `offset` must be the end of the last one.
     ///
     /// # Errors
     ///
-    /// [`ModuleError::OutOfOrder`], [`ModuleError::TooLong`], [`ModuleError::Io`]; after any of them
-    /// [`ModuleError::Broken`].
+    /// [`ModuleError::OutOfOrder`], [`ModuleError::TooLong`], [`ModuleError::Io`]; after any of
+    /// them [`ModuleError::Broken`].
     pub fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), ModuleError> {
         if self.broken {
             return Err(ModuleError::Broken);
@@ -46,12 +46,12 @@ impl ModuleUpload {
         written
     }
 
-    /// Puts the module in place, if all of it has come and it is the one that was announced.
+    /// Puts the module in place, if it is complete and has the announced digest.
     ///
     /// # Errors
     ///
-    /// [`ModuleError::TooShort`], [`ModuleError::Mismatch`], [`ModuleError::Broken`], [`ModuleError::Io`]. Nothing is left
-    /// of the upload then.
+    /// [`ModuleError::TooShort`], [`ModuleError::Mismatch`], [`ModuleError::Broken`],
+    /// [`ModuleError::Io`]. The upload is removed then.
     pub fn commit(mut self) -> Result<(), ModuleError> {
         if self.broken {
             return Err(ModuleError::Broken);
@@ -68,12 +68,12 @@ impl ModuleUpload {
         Ok(())
     }
 
-    /// How many bytes have come.
+    /// Returns the number of bytes received.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Nothing has come yet.
+    /// Returns true if no byte has been received.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -1,5 +1,6 @@
-//! Modules in the processes of a session's workers ([`Hosting::Processes`](disco::Hosting::Processes)), which are this program
-//! again: the session hands its settings down to them.
+//! Modules in the worker processes of a session
+//! ([`Hosting::Processes`](disco::Hosting::Processes)). Workers are this program again, and the
+//! session hands its settings down to them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,9 +10,10 @@ use rpc_core::Registry;
 use super::{DigestList, ModuleError, ModuleService, Native};
 use crate::config::{ServeConfig, ServeSettings};
 
-/// What workers have to know of a server with these settings; `None` if it runs no native code.
+/// Returns the settings for workers of a server; `None` if it runs no native code.
 ///
-/// The list of digests is named and not contained, since this is an argument of their processes, and read again there.
+/// The settings name the file of digests instead of containing the digests, because they are an
+/// argument of the worker processes. Workers read the file again.
 pub(crate) fn handed_down(config: &ServeConfig) -> Option<Arc<NodeSettings>> {
     if !config.runs_native_code() {
         return None;
@@ -38,16 +40,18 @@ pub(crate) fn handed_down(config: &ServeConfig) -> Option<Arc<NodeSettings>> {
     }
 }
 
-/// Loads the operator's libraries, if this is the process of a worker whose node has some, and offers their functions.
+/// Loads the operator's libraries and adds their functions to `registry`, if this is a worker
+/// process whose node has libraries.
 pub(crate) fn offer_libraries(registry: &Registry) {
     let Some(config) = config() else { return };
     if let Err(error) = Native::new(&config).offer_libraries(registry) {
-        // The controller sees what workers log.
+        // Events that workers log reach the controller.
         tracing::error!(%error, "a library cannot be loaded (--library)");
     }
 }
 
-/// The service of this process, if it is that of a worker whose node takes modules. It is opened when it is first wanted.
+/// Returns the module service of this process, if it is a worker process whose node takes modules.
+/// Opens it at the first call.
 pub(super) fn service() -> Result<Option<Arc<ModuleService>>, ModuleError> {
     static SERVICE: Mutex<Option<Arc<ModuleService>>> = Mutex::new(None);
     let mut service = SERVICE.lock().unwrap_or_else(PoisonError::into_inner);

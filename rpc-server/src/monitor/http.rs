@@ -8,7 +8,7 @@ use hyper::{Request, Response, StatusCode};
 use super::{Monitor, Phase};
 use crate::http::{Site, plain, response};
 
-/// The format that Prometheus reads.
+/// Media type of the format of Prometheus.
 const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 impl Site for Monitor {

@@ -1,4 +1,4 @@
-//! Sessions that count and measure what passes through them.
+//! Wrapper of a session that counts and measures its calls and copies.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,27 +12,27 @@ use rpc_transports::{OpenRequest, SessionFactory};
 use super::{FunctionMetrics, Monitor};
 use crate::functions::Functions;
 
-/// Opens sessions with another factory, and measures them.
-pub(super) struct MeteredFactory<F> {
-    inner: F,
+/// Factory that wraps the sessions of another one.
+pub(super) struct MeteredFactory {
+    inner: Arc<dyn SessionFactory>,
     monitor: Arc<Monitor>,
 }
 
-impl<F> MeteredFactory<F> {
-    pub(super) fn new(inner: F, monitor: Arc<Monitor>) -> Self {
+impl MeteredFactory {
+    pub(super) fn new(inner: Arc<dyn SessionFactory>, monitor: Arc<Monitor>) -> Self {
         Self { inner, monitor }
     }
 }
 
 #[async_trait]
-impl<F: SessionFactory> SessionFactory for MeteredFactory<F> {
+impl SessionFactory for MeteredFactory {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let session = self.inner.open(request).await?;
         Ok(Arc::new(MeteredSession::new(session, self.monitor.clone())))
     }
 }
 
-/// A session that is counted while it lives, and whose calls and copies are.
+/// Session that is counted while it lives, with its calls and copies.
 pub(super) struct MeteredSession {
     inner: SharedSession,
     monitor: Arc<Monitor>,
@@ -46,7 +46,7 @@ impl MeteredSession {
         Self { inner, monitor, functions: Arc::default() }
     }
 
-    /// How many handles are remembered.
+    /// Returns the number of handles in the table.
     #[cfg(test)]
     pub(super) fn tracked(&self) -> usize {
         self.functions.len()
@@ -103,7 +103,8 @@ impl RpcSession for MeteredSession {
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         let write = self.inner.write_in_place(lane, to, offset, len);
         if write.is_some() {
-            // As good as received: a client that goes away in the middle is counted a piece too much.
+            // Counted before it is received: if the client leaves in the middle, one piece too much
+            // is counted.
             self.monitor.bytes_in.increment(len);
         }
         write
@@ -141,7 +142,7 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        // Its session has ended, and nobody answers any more.
+        // The session has ended without an answer.
         if !self.ended {
             self.count(Some(ErrorKind::Closed));
         }

@@ -1,4 +1,4 @@
-//! Stands in for the export of spans where that is not built in.
+//! Replacement of the export of spans in builds without the feature `otel`.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use rpc_transports::SessionFactory;
 
 use crate::config::{ConfigError, OtlpEndpoint, ServeError};
 
-/// There are none.
+/// An exporter that cannot exist.
 #[derive(Debug)]
 pub(crate) enum Spans {}
 

@@ -1,4 +1,4 @@
-//! Batches of spans on their way to the collector: one HTTP/1.1 request each, over plain TCP.
+//! The HTTP client of the exporter: one HTTP/1.1 request over plain TCP for each batch of spans.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,17 +15,17 @@ use opentelemetry_http::{HttpClient, HttpError};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 
-/// How long one batch may take. The next ones wait meanwhile, and are lost if they become too many.
+/// Longest time for one batch. Later batches wait meanwhile, and are lost if they become too many.
 const EXPORT_LIMIT: Duration = Duration::from_secs(10);
 
-/// The largest answer that is read. It says how many spans were refused, and why.
+/// Maximum length of an answer, which tells how many spans were refused, and why.
 const MAX_ANSWER: usize = 64 << 10;
 
-/// Sends requests on the server's runtime. The thread that exports has none.
+/// Sender of requests on the server's runtime, because the thread that exports has none.
 #[derive(Debug)]
 pub(super) struct Collector {
     runtime: Handle,
-    /// Whether the last batch was not taken. That is logged once, not each time.
+    /// True if the last batch failed, so that a failure is logged once and not for each batch.
     failing: Arc<AtomicBool>,
 }
 
@@ -64,7 +64,7 @@ async fn exchange(request: Request<Bytes>) -> Result<Response<Bytes>, HttpError>
     let (mut head, body) = request.into_parts();
     let host = head.uri.host().ok_or("the endpoint names no host")?;
     let port = head.uri.port_u16().unwrap_or(80);
-    // As an address an IPv6 address has no brackets.
+    // An IPv6 address has brackets in a URL, and none here.
     let stream = TcpStream::connect((host.trim_matches(['[', ']']), port)).await?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
 
@@ -79,7 +79,7 @@ async fn exchange(request: Request<Bytes>) -> Result<Response<Bytes>, HttpError>
         let body = Limited::new(body, MAX_ANSWER).collect().await?.to_bytes();
         Ok::<_, HttpError>(Response::from_parts(head, body))
     };
-    // The connection ends once the sender has gone, which is when the exchange is over.
+    // The connection ends when the exchange is over and drops the sender.
     let (answer, _) = tokio::join!(exchange, connection);
     answer
 }

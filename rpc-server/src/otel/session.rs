@@ -1,4 +1,4 @@
-//! Sessions that make a span of each call.
+//! Wrapper of a session that makes a span of each call.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use rpc_transports::{OpenRequest, SessionFactory};
 
 use crate::functions::Functions;
 
-/// Opens sessions with another factory, and makes spans of their calls.
+/// Factory that wraps the sessions of another one.
 pub(super) struct TracedFactory {
     inner: Arc<dyn SessionFactory>,
     tracer: SdkTracer,
@@ -41,7 +41,7 @@ impl SessionFactory for TracedFactory {
 struct TracedSession {
     inner: SharedSession,
     tracer: SdkTracer,
-    /// Their names.
+    /// Names of the functions.
     functions: Arc<Functions<Arc<str>>>,
 }
 
@@ -96,7 +96,7 @@ impl Call {
             None => SpanBuilder::from_name("call"),
         };
         let builder = builder.with_kind(SpanKind::Server).with_attributes(attributes);
-        // Not the thread's context: whatever is under way here, the caller is elsewhere.
+        // The context of this thread belongs to other work, so it is not used as the parent.
         let above = match parent {
             Some(parent) => Context::new().with_remote_span_context(remote(parent)),
             None => Context::new(),
@@ -104,7 +104,8 @@ impl Call {
         Self { span: tracer.build_with_context(builder, &above), ended: false }
     }
 
-    /// What the requests that are made for this call belong to; `None` once spans are not made any more.
+    /// Returns the trace context for the requests of this call; `None` after the end of the
+    /// exporter.
     fn context(&self) -> Option<TraceContext> {
         let span = self.span.span_context();
         TraceContext::new(span.trace_id().to_bytes(), span.span_id().to_bytes(), span.trace_flags().to_u8())
@@ -128,7 +129,7 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        // Its session has ended, and nobody answers any more.
+        // The session has ended without an answer.
         if !self.ended {
             self.finish(Some(ErrorKind::Closed));
         }

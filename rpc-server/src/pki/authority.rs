@@ -1,4 +1,4 @@
-//! Who signs, and what is signed.
+//! The certificate authority, and the certificates that it signs.
 
 use std::io;
 use std::time::{Duration, SystemTime};
@@ -11,10 +11,10 @@ use rcgen::{
 use super::existing::ExistingCertificate;
 use super::{DAY, Made, PkiError, random};
 
-/// How long an authority is valid.
+/// Validity of an authority.
 const CA_VALIDITY: Duration = Duration::from_secs(3652 * DAY);
 
-/// How far clocks may be apart: certificates are valid this long before they are made.
+/// Tolerated difference of clocks: certificates are valid from this long before they are made.
 const CLOCK_SKEW: Duration = Duration::from_secs(3600);
 
 /// A certificate that may sign others, with its key.
@@ -32,7 +32,7 @@ impl Authority {
         let mut params = CertificateParams::default();
         let tag: String = random::<4>()?.iter().map(|byte| format!("{byte:02x}")).collect();
         params.distinguished_name = DistinguishedName::new();
-        // Names that differ, so that an old authority is not taken for a new one.
+        // Unique names, so that an old authority is not taken for a new one.
         params.distinguished_name.push(DnType::CommonName, format!("rpc authority {tag}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
@@ -54,7 +54,7 @@ impl Authority {
         self.issuer.key().serialize_pem()
     }
 
-    /// Signs for the key of `old`, if there is one and it is to be kept, or for a new one.
+    /// Signs a certificate for the key of `old`, if it is kept, or for a new key.
     pub(super) fn sign(
         &self,
         mut params: CertificateParams,
@@ -79,11 +79,11 @@ impl Authority {
     }
 }
 
-/// What was found of a server's or client's files.
+/// Existing certificate and key of a server or a client.
 #[derive(Default)]
 pub(super) struct ExistingLeaf {
     pub(super) certificate: Option<ExistingCertificate>,
-    /// The one of the certificate.
+    /// Key of the certificate.
     pub(super) key: Option<KeyPair>,
 }
 
@@ -91,7 +91,7 @@ pub(super) struct ExistingLeaf {
 pub(super) struct Leaf {
     /// In PEM.
     pub(super) certificate: String,
-    /// In PEM; `None` if the key that is there is kept.
+    /// In PEM; `None` to keep the existing key.
     pub(super) new_key: Option<String>,
     pub(super) names: Vec<String>,
     pub(super) made: Made,
@@ -108,10 +108,10 @@ pub(super) fn leaf_params(usage: ExtendedKeyUsagePurpose) -> Result<CertificateP
     Ok(params)
 }
 
-/// Random, because one that is made of the key would be the same again after a renewal, which is not allowed.
+/// Random: a serial number derived from the key would repeat after a renewal, which is not allowed.
 fn serial_number() -> Result<SerialNumber, PkiError> {
     let mut bytes = random::<16>()?;
-    // Positive, and no shorter than it looks.
+    // Made positive and of full length.
     bytes[0] = bytes[0] & 0x7f | 0x40;
     Ok(SerialNumber::from_slice(&bytes))
 }

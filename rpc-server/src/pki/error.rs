@@ -1,4 +1,4 @@
-//! What can go wrong with certificates and tokens, and what to do about it.
+//! Errors of making certificates and tokens, with advice.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,96 +8,96 @@ use rpc_transports::{AddressError, TokenError};
 
 use super::rfc3339;
 
-/// What keeps certificates or tokens from being made.
+/// Error of making certificates or tokens.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PkiError {
-    /// A token cannot be made, or not for somebody of that name.
+    /// A token cannot be made, or its name is malformed.
     #[error("cannot make the token")]
     Token(#[from] TokenError),
-    /// A file of tokens holds something else, or too many.
+    /// A file of tokens has other content or too many tokens.
     #[error("{} cannot be added to", file.display())]
     TokenFile {
         /// The file.
         file: PathBuf,
-        /// Why.
+        /// The reason.
         source: TokenError,
     },
-    /// Neither a name nor an address.
+    /// A text is neither a name nor an address.
     #[error(
         "'{text}' is no name and no address of a host; write for example board.lan, *.lab.example, 10.0.0.5 or ::1"
     )]
     Host {
-        /// What was given.
+        /// The text as it was given.
         text: String,
     },
-    /// Not a key of a server.
+    /// A text is not a key of a server.
     #[error("that cannot be the key of a server")]
     ServerKey {
-        /// Why.
+        /// The reason.
         source: AddressError,
     },
-    /// Not a name for a client.
+    /// A text is not a name of a client.
     #[error(
         "'{text}' cannot be the name of a client; write 1 to 64 letters, digits and any of . - _ but not 'anonymous'"
     )]
     ClientName {
-        /// What was given.
+        /// The text as it was given.
         text: String,
     },
-    /// There is no certificate to take the names of the server from.
+    /// No name was given, and there is no certificate of a server to take the names from.
     #[error("nobody has said how clients reach the server; give its names and addresses with --host")]
     NoHost,
     /// A file or folder cannot be used.
     #[error("cannot {what} {}", file.display())]
     File {
-        /// What should have been done.
+        /// The operation.
         what: &'static str,
         /// The file.
         file: PathBuf,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
-    /// A file is there that must not be overwritten.
+    /// A file exists that must not be overwritten.
     #[error("{} is there already; {hint}", file.display())]
     Exists {
         /// The file.
         file: PathBuf,
-        /// What to do.
+        /// The advice.
         hint: &'static str,
     },
-    /// Not a certificate in PEM.
+    /// A file is not a certificate in PEM.
     #[error("{} is no certificate; move it away, or say --force to begin anew", file.display())]
     NotACertificate {
         /// The file.
         file: PathBuf,
     },
-    /// Not a key in PEM, or of a kind that cannot be used.
+    /// A file is not a key in PEM, or a key of an unusable kind.
     #[error("{} is no private key in PKCS #8 that can be used; move it away, or say --force to begin anew", file.display())]
     NotAKey {
         /// The file.
         file: PathBuf,
-        /// Why.
+        /// The reason.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// One file of the two that an authority is.
+    /// One of the two files of an authority is missing.
     #[error(
         "{} is there and {} is not; put that back, or say --force for a new authority, which nobody trusts yet",
         there.display(), missing.display()
     )]
     HalfAuthority {
-        /// The file that is there.
+        /// The existing file.
         there: PathBuf,
-        /// The one that is not.
+        /// The missing file.
         missing: PathBuf,
     },
-    /// The certificate may not sign others.
+    /// The certificate is not one of an authority.
     #[error("{} may not sign other certificates; move it away, or say --force to begin anew", file.display())]
     NotAnAuthority {
         /// The file.
         file: PathBuf,
     },
-    /// Certificate and key of the authority are of different pairs.
+    /// Certificate and key of the authority do not match.
     #[error("{} does not belong to {}; put back the right one, or say --force to begin anew", key.display(), certificate.display())]
     Mismatch {
         /// The certificate.
@@ -105,12 +105,12 @@ pub enum PkiError {
         /// The key.
         key: PathBuf,
     },
-    /// The authority's time is over.
+    /// The authority has expired.
     #[error("{} expired on {}; say --force for a new authority, and give its ca.pem to all", file.display(), rfc3339(*expired))]
     AuthorityExpired {
-        /// Its certificate.
+        /// The certificate.
         file: PathBuf,
-        /// When.
+        /// Time of expiry.
         expired: SystemTime,
     },
     /// A certificate that another authority has signed would be overwritten.
@@ -122,7 +122,7 @@ pub enum PkiError {
     /// Keys or signatures cannot be made.
     #[error("cannot make the certificate")]
     Signing(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The system has no random numbers to give.
+    /// The system provides no random numbers.
     #[error("cannot get random numbers from the system")]
     Random(#[source] io::Error),
 }

@@ -1,4 +1,4 @@
-//! What is to be known of a certificate that is in the folder already.
+//! Reader of an existing certificate: key, names and expiry.
 
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
@@ -19,14 +19,14 @@ pub(super) struct ExistingCertificate {
     pub(super) expires: SystemTime,
     pub(super) is_ca: bool,
     hosts: Vec<Host>,
-    /// Those that a client's is limited to.
+    /// Keys that a client's certificate is limited to.
     pub(super) server_keys: Vec<ServerKey>,
     /// In DER.
     public_key: Vec<u8>,
 }
 
 impl ExistingCertificate {
-    /// The first certificate in `pem`.
+    /// Reads the first certificate in `pem`.
     pub(super) fn parse(pem: &str) -> Option<Self> {
         let (_, pem) = parse_x509_pem(pem.as_bytes()).ok()?;
         let certificate = pem.parse_x509().ok()?;
@@ -46,7 +46,7 @@ impl ExistingCertificate {
         })
     }
 
-    /// The names and addresses that it is for.
+    /// Returns its names and addresses.
     pub(super) fn hosts(&self) -> Vec<Host> {
         self.hosts.clone()
     }

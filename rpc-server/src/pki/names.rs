@@ -1,4 +1,4 @@
-//! Whom certificates are for.
+//! Names in certificates: of servers, of clients, and keys of servers.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -10,7 +10,7 @@ use rustls_pki_types::ServerName;
 
 use super::PkiError;
 
-/// The longest name that a certificate's subject may have.
+/// Maximum length of the name in the subject of a certificate.
 pub(super) const MAX_NAME: usize = 64;
 
 /// A name or address under which clients reach a server.
@@ -56,7 +56,8 @@ impl fmt::Display for Host {
     }
 }
 
-/// Whom a client's certificate names: 1 to 64 letters, digits and `.`, `-`, `_`, and not `anonymous`. `client` by default.
+/// Name in a client's certificate: 1 to 64 letters, digits and `.`, `-`, `_`, and not `anonymous`.
+/// Default: `client`.
 ///
 /// A server knows the client by this name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,7 +75,7 @@ impl FromStr for ClientName {
     }
 }
 
-/// The key of a server that a client may use, of the form that keys have in addresses.
+/// Key of a server that a client may use, in the form of keys in addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServerKey(pub(super) String);
 

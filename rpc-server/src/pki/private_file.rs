@@ -1,4 +1,4 @@
-//! Files that appear whole, in one step, and that nobody else can ever read.
+//! Files that are replaced in one step, and never readable by other users.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
@@ -7,21 +7,22 @@ use std::path::Path;
 
 use super::PkiError;
 
-/// Who may read a file, and whether it may take the place of another.
+/// Permissions of a file, and permission to replace another.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// All may read it.
+    /// All users may read it.
     Public,
-    /// Its owner alone may read it.
+    /// Only its owner may read it.
     Private,
-    /// As `Private`, and it must not be there yet.
+    /// As `Private`, and it must not exist.
     PrivateNew,
 }
 
-/// Writes a file. Whoever opens it finds the old contents or the new, also after a power failure.
+/// Writes a file. Readers find the old or the new contents, also after a power failure.
 pub(super) fn write(path: &Path, contents: &str, mode: Mode) -> Result<(), PkiError> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    // The system creates the file with these permissions, less what the umask forbids: no moment is in between.
+    // The system creates the file with these permissions, minus the umask, so that it is never more
+    // open.
     let permissions = Permissions::from_mode(if mode == Mode::Public { 0o644 } else { 0o600 });
     let result =
         tempfile::Builder::new().prefix(".new-").permissions(permissions).tempfile_in(folder).and_then(|mut file| {
@@ -32,7 +33,7 @@ pub(super) fn write(path: &Path, contents: &str, mode: Mode) -> Result<(), PkiEr
             } else {
                 file.persist(path)?
             };
-            // So that the rename lasts, too.
+            // Makes the rename durable, too.
             fs::File::open(folder)?.sync_all()
         });
     result.map_err(|error| match error.kind() {
@@ -43,7 +44,7 @@ pub(super) fn write(path: &Path, contents: &str, mode: Mode) -> Result<(), PkiEr
     })
 }
 
-/// The contents of a text file, or `None` if it is not there.
+/// Reads a text file; `None` if it does not exist.
 pub(super) fn read_if_there(path: &Path) -> Result<Option<String>, PkiError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),

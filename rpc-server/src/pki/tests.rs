@@ -330,3 +330,12 @@ fn a_long_name_of_a_server_is_no_obstacle() {
     plan.write(SystemTime::now()).unwrap();
     fixture.check_server("server.pem", &host, SystemTime::now()).unwrap();
 }
+
+#[test]
+fn times_are_formatted_to_the_second_and_far_ones_do_not_panic() {
+    let at = |seconds| rfc3339(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+    assert_eq!(at(0), "1970-01-01T00:00:00Z");
+    assert_eq!(at(951_827_696), "2000-02-29T12:34:56Z");
+    assert_eq!(at(1_735_689_599), "2024-12-31T23:59:59Z");
+    assert_eq!(at(1 << 62), "");
+}

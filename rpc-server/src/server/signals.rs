@@ -1,10 +1,10 @@
-//! The signals that a server knows.
+//! Signals that a server handles.
 
 use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// SIGTERM, SIGINT and SIGHUP, from now on received here instead of ending the process.
+/// Receiver of SIGTERM, SIGINT and SIGHUP, which no longer end the process.
 pub(super) struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -20,7 +20,7 @@ impl Signals {
         })
     }
 
-    /// The number of the next signal that asks to stop.
+    /// Returns the number of the next SIGTERM or SIGINT.
     pub(super) async fn next(&mut self) -> i32 {
         tokio::select! {
             _ = self.terminate.recv() => SignalKind::terminate().as_raw_value(),
@@ -28,7 +28,7 @@ impl Signals {
         }
     }
 
-    /// As [`next`](Self::next); calls `reload` at each SIGHUP until then.
+    /// As [`next`](Self::next). Calls `reload` at each SIGHUP until then.
     pub(super) async fn next_but_hangup(&mut self, reload: impl Fn()) -> i32 {
         loop {
             tokio::select! {

@@ -1,7 +1,8 @@
-//! The addresses that servers tell a tracker: which it believes, and whether it finds the servers there.
+//! Advertised addresses of servers: which ones a server may advertise, and a probe of them.
 //!
-//! A tracker sends clients to these addresses and tries them itself, so whoever registers could use it to look around in
-//! its network. So a server may tell its own IP address, which it comes from, and any other only if the operator says so.
+//! A tracker sends clients to these addresses and probes them itself, so a server could use it to
+//! scan its network. Therefore a server may advertise the IP address that it comes from, and any
+//! other only if the operator allows it.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -11,17 +12,17 @@ use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_transports::tracker::{Reach, TICKET_REFUSED};
 use rpc_transports::{Address, AddressKind, ConnectError, Connector, TransportError, matches_pattern};
 
-/// How long a server may take to answer.
+/// Time limit of a probe.
 const PROBE_LIMIT: Duration = Duration::from_secs(5);
 
-/// No server takes this for a ticket, so that one which answers refuses it, and nobody's place is taken.
+/// A text that is no ticket: a server that answers refuses it, and no slot is taken.
 const NO_TICKET: &str = "probe";
 
-/// The addresses as clients get them, if a server that comes from `peer` may tell them.
+/// Returns the addresses for clients, if a server that comes from `peer` may advertise them.
 ///
 /// # Errors
 ///
-/// [`ErrorKind::Refused`], which says what the operator could do, and [`ErrorKind::InvalidArgument`].
+/// [`ErrorKind::Refused`] with advice for the operator, and [`ErrorKind::InvalidArgument`].
 pub(super) fn admit(told: &[String], peer: &str, allowed: &[String]) -> Result<Vec<String>> {
     let from = machine(peer);
     let last = told.len().saturating_sub(1);
@@ -46,7 +47,7 @@ pub(super) fn admit(told: &[String], peer: &str, allowed: &[String]) -> Result<V
     told.iter().enumerate().map(admit).collect()
 }
 
-/// Looks whether a server is at its address. Takes no place there.
+/// Checks that a server answers at its address, without taking a slot.
 pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
     let Some((target, hops)) = address.split_last() else { return Reach::Untried };
     let connector = connector.clone().ticket(NO_TICKET).connect_timeout(PROBE_LIMIT).handshake_timeout(PROBE_LIMIT);
@@ -54,12 +55,12 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
     let outcome = tokio::time::timeout(2 * PROBE_LIMIT, connector.connect(target)).await;
     let why = match outcome {
         Ok(Ok(session)) => {
-            // It demands no tickets, as a server behind another tracker's back would not.
+            // It admits clients without a ticket.
             drop(session);
             return Reach::Reached;
         }
         Ok(Err(ConnectError::Session(error))) => {
-            // Whoever wants to know who we are is there, too.
+            // A server that asks for authentication is there, too.
             let is_there = error.application_kind() == Some(TICKET_REFUSED)
                 || matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::LimitExceeded);
             if is_there {
@@ -69,17 +70,17 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
         }
         Ok(Err(ConnectError::Transport(TransportError::Unauthenticated { .. }))) => return Reach::Reached,
         Ok(Err(ConnectError::Transport(TransportError::Unsupported { .. } | TransportError::Insecure { .. }))) => {
-            // We have nothing to make sure of it by.
+            // The tracker has no credentials to check the server with.
             return Reach::Untried;
         }
         Ok(Err(error)) => error.into_rpc_error().message().to_owned(),
         Err(_) => format!("no answer within {:?}", 2 * PROBE_LIMIT),
     };
-    // Some of it is what the other side has said.
+    // Parts of it come from the peer.
     Reach::Unreachable { why: clip(&why) }
 }
 
-/// The IP address that a peer comes from; `None` if it is on this machine.
+/// Returns the IP address of a peer; `None` if it is on this machine.
 fn machine(peer: &str) -> Option<IpAddr> {
     let address: Address = peer.parse().ok()?;
     let (host, _) = address.host_and_port()?;
@@ -88,7 +89,7 @@ fn machine(peer: &str) -> Option<IpAddr> {
     (!ip.is_loopback()).then_some(ip)
 }
 
-/// Whether the address is on the machine that a peer comes from.
+/// Returns true if the address is on the machine of the peer.
 fn is_own(address: &Address, from: Option<IpAddr>) -> bool {
     match from {
         None => address.is_loopback(),
@@ -101,7 +102,7 @@ fn ip_of(address: &Address) -> Option<IpAddr> {
     host.parse().ok().map(|ip: IpAddr| ip.to_canonical())
 }
 
-/// The address with the machine that it is on, where it only says "wherever I am".
+/// Replaces an unspecified host by that of the peer.
 fn with_host(address: Address, from: Option<IpAddr>) -> Result<Address> {
     if !ip_of(&address).is_some_and(|ip| ip.is_unspecified()) {
         return Ok(address);

@@ -1,11 +1,11 @@
-//! How much of a pool was used over the last hour, minute by minute.
+//! Usage of the pool over the last hour, minute by minute.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use rpc_transports::tracker::Sample;
 
-use super::scheduler::Totals;
+use super::scheduler::SlotTotals;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -17,7 +17,7 @@ const MINUTES: usize = 61;
 pub(super) struct History {
     /// The oldest first; the last one runs.
     minutes: VecDeque<Minute>,
-    last: Totals,
+    last: SlotTotals,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -30,7 +30,7 @@ struct Minute {
 }
 
 impl Minute {
-    fn new(began: Instant, totals: Totals) -> Self {
+    fn new(began: Instant, totals: SlotTotals) -> Self {
         let busy = totals.capacity - totals.free;
         Self { began, capacity: totals.capacity, busy, waiting: totals.waiting, granted: 0 }
     }
@@ -38,12 +38,12 @@ impl Minute {
 
 impl History {
     pub(super) fn new(now: Instant) -> Self {
-        let last = Totals::default();
+        let last = SlotTotals::default();
         Self { minutes: [Minute::new(now, last)].into(), last }
     }
 
     /// Things are so from now on.
-    pub(super) fn note(&mut self, now: Instant, totals: Totals) {
+    pub(super) fn note(&mut self, now: Instant, totals: SlotTotals) {
         self.turn(now);
         let granted = totals.granted - self.last.granted;
         self.last = totals;
@@ -97,7 +97,7 @@ mod tests {
     fn minutes_keep_their_peaks_and_an_hour_is_remembered() {
         let start = Instant::now();
         let mut history = History::new(start);
-        let totals = |free, waiting, granted| Totals { capacity: 4, free, waiting, granted };
+        let totals = |free, waiting, granted| SlotTotals { capacity: 4, free, waiting, granted };
         history.note(start, totals(4, 0, 0));
         history.note(start + Duration::from_secs(10), totals(1, 2, 3));
         history.note(start + Duration::from_secs(20), totals(4, 0, 3));
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(numbers, [(4, 3, 2, 3), (4, 0, 0, 0), (4, 0, 0, 0), (4, 1, 0, 1)]);
         assert_eq!(samples[0].ago_ms, 180_000);
 
-        // What is held goes on being held, and a night in which nothing happens costs no more than an hour.
+        // Usage stays until it changes; a gap longer than an hour costs no more than an hour.
         let samples = history.samples(start + 1000 * MINUTE);
         assert_eq!(samples.len(), MINUTES);
         assert!(samples.iter().all(|sample| sample.busy == 1 && sample.ago_ms <= 61 * 60_000), "{samples:?}");

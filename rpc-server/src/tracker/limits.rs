@@ -1,4 +1,5 @@
-//! How large what a peer says may be. None of these depends on who says it; how often it may be said is the scheduler's affair.
+//! Limits on the sizes of what peers send. They are equal for all peers; the scheduler limits how
+//! many there may be.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +25,7 @@ const MAX_TARGET: usize = 512;
 const MAX_CAPACITY: u32 = 1 << 16;
 /// Sessions of one server, those without tickets too.
 const MAX_USES: usize = 1 << 16;
-/// Places that one request may be for.
+/// Maximum number of slots of a request.
 const MAX_COUNT: u32 = 1 << 12;
 
 /// Looks at the size of what a server says of itself.
@@ -79,9 +80,9 @@ pub(super) fn check_request(request: &ServerRequest) -> Result<()> {
     let mut wanted = request.virtual_devices.iter().map(|wanted| wanted.to_string().len());
     wanted.try_for_each(|len| at_most("length of a virtual device", 2 * MAX_TARGET, len))?;
     if request.count == 0 {
-        return Err(RpcError::invalid_argument("0 places are no request"));
+        return Err(RpcError::invalid_argument("0 slots are no request"));
     }
-    at_most("places of a request", MAX_COUNT as usize, request.count as usize)
+    at_most("slots of a request", MAX_COUNT as usize, request.count as usize)
 }
 
 /// The beginning of something that a peer chose and that is only shown.
@@ -89,7 +90,7 @@ pub(super) fn clip(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(MAX_SHOWN).collect()
 }
 
-/// What a server says of its sessions, with names of clients that can be shown.
+/// Shortens the names of clients in a report.
 pub(super) fn clipped(mut status: ServerStatus) -> ServerStatus {
     for used in &mut status.uses {
         used.client = clip(&used.client);

@@ -1,4 +1,5 @@
-//! The tracker's status page: the table of `rpc-cli status` for a browser on the same machine, as it is now.
+//! The tracker's status page: the table of `rpc-cli status` for a browser on the same machine, as
+//! it is now.
 //!
 //! | path | what it is |
 //! | --- | --- |
@@ -6,9 +7,10 @@
 //! | `/status.json` | what `rpc-cli status --json` prints |
 //! | `/page.css`, `/page.js` | what the page needs; nothing comes from elsewhere |
 //!
-//! Much of what is shown was written by servers and clients. All of it is escaped where it is written, and the page's policy lets
-//! nothing run that is not the script above. On a loopback address only requests for this machine by name or number are
-//! answered: what a browser has loaded from elsewhere cannot read the page through a name that points here.
+//! Much of what is shown was written by servers and clients. All of it is escaped where it is
+//! written, and the page's policy lets nothing run that is not the script above. On a loopback
+//! address only requests for this machine by name or number are answered: what a browser has loaded
+//! from elsewhere cannot read the page through a name that points here.
 
 mod chart;
 mod html;
@@ -106,7 +108,8 @@ impl Page {
     }
 }
 
-/// Whether a `Host` is `localhost` or an IP address: none of the names that somebody else may let point here.
+/// Returns true if a `Host` is `localhost` or an IP address: other names could be made to point
+/// here by a foreign page.
 fn means_this_machine(host: &str) -> bool {
     let Ok(authority) = host.parse::<Authority>() else { return false };
     let name = authority.host();

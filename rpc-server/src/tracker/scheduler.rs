@@ -1,107 +1,52 @@
-//! Who gets which server next: a state machine without I/O and without a clock.
+//! The scheduler: a state machine without I/O and without a clock that gives servers to requests.
 //!
-//! What happens is told to it, with the time that it is: servers register, renew and go, requests come and are given up.
-//! [`poll_event`](Scheduler::poll_event) says what follows of it, and [`next_timeout`](Scheduler::next_timeout) when to call
+//! Inputs are events with their times: servers register, renew and leave; requests arrive and are
+//! cancelled. [`poll_event`](Scheduler::poll_event) returns the consequences, and
+//! [`next_timeout`](Scheduler::next_timeout) the time for
 //! [`handle_timeout`](Scheduler::handle_timeout).
 //!
-//! A server has so many *places*. A place is free, *granted* (somebody has a ticket for it), or *in use*. A request asks for a
-//! number of places at servers that have what it names, and gets all of them at once or waits. The rules, which the tests
-//! compare with a simpler program:
+//! A server has a number of *slots*. A slot is free, *granted* (a client has a ticket for it), or
+//! *in use*. A request asks for a number of slots at servers with the properties that it names, and
+//! gets all of them at once or waits. The rules, which the tests check against a simpler program:
 //!
-//! 1. Requests are looked at by priority, and within one in the order in which they came. Whoever can be served then is.
-//! 2. A request that has to wait *holds back* all free places that it could use from those behind it. So places come together
-//!    for a request for many, and single requests do not take them away one by one. Those that compete for nothing that it
-//!    could use pass it.
-//! 3. A request that all servers together could not serve, if they were free, holds nothing back: it waits for servers to
-//!    register, and nobody knows whether they will.
-//! 4. Places are taken at as many servers as possible: one at each, those that can be reached first, then those with most
-//!    free places, then those that were granted the longest time ago.
+//! 1. Requests are considered by priority, and within a priority in the order of arrival. A request
+//!    that can be served then is served.
+//! 2. A request that must wait *reserves* all free slots that it could use against later requests.
+//!    So slots accumulate for a request for many, and single requests do not take them one by one.
+//!    Requests that compete for none of these slots overtake it.
+//! 3. A request that all servers together could not serve, even if they were free, reserves
+//!    nothing: it waits for servers that may never register.
+//! 4. Slots are taken from as many servers as possible: one from each, reachable servers first,
+//!    then those with most free slots, then those with the least recent grant.
 //!
-//! With all places of a request granted in one step, no two requests ever hold part of what the other one needs.
+//! All slots of a request are granted in one step, so no two requests ever hold a part of what the
+//! other needs.
 //!
-//! A granted place is free again when the server says that the ticket was used and is no more, or when it says by a clock that
-//! has passed the ticket's end that it has not seen the ticket. A report that is late makes a place come back late, and never
-//! twice. A server that says nothing is forgotten with all of its places when its lease is over.
+//! A granted slot is free again when the server reports that the session of the ticket has ended,
+//! or reports at a time past the expiry of the ticket, by its own clock, that it has not seen the
+//! ticket. A late report returns a slot late, and never twice. A server that is silent for the
+//! length of its lease is dropped with all of its slots.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::ops::Bound;
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, Result, RpcError};
-use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus};
+use rpc_transports::tracker::{ServerRequest, ServerStatus};
 
+use self::server::{GrantOrder, GrantedTicket, Server, usable};
 use super::millis;
 
+pub(crate) use self::types::{
+    ClaimId, Event, GrantedSlot, Occupancy, OccupancyKind, Offer, Policy, ServerId, SlotTotals,
+};
+
+mod plan;
+mod server;
 #[cfg(test)]
 mod tests;
-
-/// A registration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct ServerId(pub(crate) u64);
-
-/// A request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct ClaimId(pub(crate) u64);
-
-/// How long things last, and how many there may be.
-#[derive(Clone, Debug)]
-pub(crate) struct Policy {
-    /// How long a registration lasts without being renewed.
-    pub(crate) lease: Duration,
-    /// How long a ticket is good.
-    pub(crate) ticket: Duration,
-    pub(crate) max_servers: usize,
-    pub(crate) max_servers_per_peer: usize,
-    pub(crate) max_waiting: usize,
-    pub(crate) max_waiting_per_client: usize,
-}
-
-/// What a server offers.
-#[derive(Clone, Debug)]
-pub(crate) struct Offer {
-    pub(crate) key: String,
-    pub(crate) labels: BTreeMap<String, String>,
-    pub(crate) devices: Vec<DeviceOffer>,
-    pub(crate) capacity: u32,
-}
-
-/// What follows.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Event {
-    /// A request has its places.
-    Granted { claim: ClaimId, places: Vec<Place> },
-    /// The time of a request is over. `possible` places could serve it if they were free.
-    TimedOut { claim: ClaimId, wanted: u32, possible: u64 },
-    /// A server was not heard of for the length of its lease, and is forgotten.
-    LeaseExpired { server: ServerId },
-}
-
-/// A place that was granted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) server: ServerId,
-    /// The number of the ticket.
-    pub(crate) serial: u64,
-    /// When the ticket stops being good, by the server's clock.
-    pub(crate) expires_ms: u64,
-}
-
-/// A place that is not free.
-#[derive(Clone, Debug)]
-pub(crate) struct Held {
-    pub(crate) client: String,
-    pub(crate) since: Instant,
-    pub(crate) kind: HeldKind,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum HeldKind {
-    Granted,
-    InUse,
-    Direct,
-}
+mod types;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
@@ -110,83 +55,44 @@ enum Timer {
 }
 
 /// The order of requests: the higher priority first, then the earlier one.
-type Order = (Reverse<i32>, ClaimId);
+type QueueOrder = (Reverse<i32>, ClaimId);
 
 #[derive(Debug)]
-pub(crate) struct Server {
-    pub(crate) offer: Arc<Offer>,
-    peer: String,
-    /// By the server's own numbers.
-    uses: BTreeMap<u64, Held>,
-    /// By the numbers of the tickets.
-    granted: BTreeMap<u64, Granted>,
-    reachable: bool,
-    lease_end: Instant,
-    pub(crate) registered: Instant,
-    pub(crate) heard: Instant,
-    /// What its clock said when it was heard.
-    clock_ms: u64,
-    /// When it was granted last, counted in grants.
-    last_granted: u64,
-}
-
-#[derive(Debug)]
-struct Granted {
-    claim: ClaimId,
-    client: String,
-    since: Instant,
-    /// When the ticket stops being good, by the server's clock.
-    expires_ms: u64,
-}
-
-#[derive(Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct PendingRequest {
     pub(crate) request: Arc<ServerRequest>,
-    /// Whose it is, as limits are counted.
+    /// Peer that the request counts against.
     peer: String,
     pub(crate) since: Instant,
     until: Option<Instant>,
-    /// How many places could serve it if they were free. Kept up to date, because it is asked for more often than it changes.
+    /// Number of slots that could serve it if they were free. Kept up to date, because it is read
+    /// more often than it changes.
     pub(crate) possible: u64,
 }
 
-/// The servers with one key.
+/// Servers with one key.
 #[derive(Debug, Default)]
 struct Pool {
     servers: BTreeSet<ServerId>,
-    /// Those with free places, in the order in which these are granted.
-    with_free: BTreeSet<Rank>,
+    /// Servers with free slots, in the order of grants.
+    with_free: BTreeSet<GrantOrder>,
     free: u64,
 }
 
-/// The order of rule 4: can it be reached, how many places are free, when was it granted last.
-type Rank = (bool, Reverse<u32>, u64, ServerId);
-
-/// How much there is of everything.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Totals {
-    pub(crate) capacity: u64,
-    pub(crate) free: u64,
-    pub(crate) waiting: u64,
-    /// Places granted so far.
-    pub(crate) granted: u64,
-}
-
-/// See the [module](self).
+/// Scheduler of a tracker: see the [module](self).
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     policy: Policy,
     servers: HashMap<ServerId, Server>,
     pools: HashMap<String, Pool>,
     by_peer: HashMap<String, usize>,
-    waiting: BTreeMap<Order, Waiting>,
-    /// The same by key, with an empty one for those that take any.
-    queues: HashMap<String, BTreeSet<Order>>,
+    waiting: BTreeMap<QueueOrder, PendingRequest>,
+    /// Waiting requests by key; the empty key is for requests that accept any.
+    queues: HashMap<String, BTreeSet<QueueOrder>>,
     priorities: HashMap<ClaimId, i32>,
     waiting_by_peer: HashMap<String, usize>,
     timers: BTreeSet<(Instant, Timer)>,
     events: VecDeque<Event>,
-    totals: Totals,
+    totals: SlotTotals,
     next_server: u64,
     next_claim: u64,
     next_serial: u64,
@@ -205,18 +111,18 @@ impl Scheduler {
             waiting_by_peer: HashMap::new(),
             timers: BTreeSet::new(),
             events: VecDeque::new(),
-            totals: Totals::default(),
+            totals: SlotTotals::default(),
             next_server: 1,
             next_claim: 1,
             next_serial: 1,
         }
     }
 
-    /// A server comes, from `peer`, and says who uses it.
+    /// Registers a server of `peer` with its first report.
     ///
     /// # Errors
     ///
-    /// A limit that is reached, by its name.
+    /// A limit is reached; the error names it.
     pub(crate) fn register(
         &mut self,
         now: Instant,
@@ -245,29 +151,29 @@ impl Scheduler {
             last_granted: 0,
         };
         let offer = server.offer.clone();
-        self.count_possible(&offer, |possible, places| *possible += places);
+        self.count_possible(&offer, |possible, slots| *possible += slots);
         let pool = self.pools.entry(offer.key.clone()).or_default();
         pool.servers.insert(id);
-        pool.with_free.extend(server.rank(id));
+        pool.with_free.extend(server.grant_order(id));
         pool.free += u64::from(server.free());
         self.totals.free += u64::from(server.free());
         self.totals.capacity += u64::from(offer.capacity);
         self.timers.insert((lease_end, Timer::Lease(id)));
         self.servers.insert(id, server);
         self.take_report(now, id, status);
-        // Others may be served by it together with those that were free already.
+        // The new slots may serve a request together with slots that were free before.
         self.serve(now, Some(&offer.key));
         Ok(id)
     }
 
-    /// A server says who uses it, and which tickets were used and are of no more use. Its lease begins anew. `false` if it is
-    /// not registered (any more).
+    /// Takes a report of a server and renews its lease. Returns false if it is not registered (any
+    /// more).
     pub(crate) fn report(&mut self, now: Instant, id: ServerId, status: &ServerStatus) -> bool {
         let free = self.servers.get(&id).map(Server::free);
         if !self.take_report(now, id, status) {
             return false;
         }
-        // Most reports free nothing, and then nobody can be served who could not before.
+        // Most reports free no slot, and then no request can be served.
         if let Some(server) = self.servers.get(&id).filter(|server| Some(server.free()) > free) {
             let key = server.offer.key.clone();
             self.serve(now, Some(&key));
@@ -294,36 +200,37 @@ impl Scheduler {
                         (used.client.clone(), since)
                     }
                 };
-                let kind = if used.direct { HeldKind::Direct } else { HeldKind::InUse };
-                server.uses.insert(used.id, Held { client, since, kind });
+                let kind = if used.direct { OccupancyKind::Direct } else { OccupancyKind::InUse };
+                server.uses.insert(used.id, Occupancy { client, since, kind });
             }
             for serial in &status.spent {
                 server.granted.remove(serial);
             }
-            // It takes these no more, and would have named them if it had.
+            // The server refuses these tickets from now on, and would have reported them if it had
+            // seen them.
             server.granted.retain(|_, granted| granted.expires_ms > status.now_ms);
         });
         true
     }
 
-    /// Whether the server has been found at its address. Others are granted first.
+    /// Sets whether the server is reachable. Reachable servers are granted first.
     pub(crate) fn set_reachable(&mut self, id: ServerId, reachable: bool) {
         self.change(id, |server| server.reachable = reachable);
     }
 
-    /// A server goes. What was granted of it is no longer.
+    /// Removes a server with all its grants.
     pub(crate) fn unregister(&mut self, now: Instant, id: ServerId) -> bool {
         let Some(server) = self.forget(id) else { return false };
-        // A request that cannot be served without it holds nothing back any more.
+        // A request that cannot be served without it reserves nothing any more.
         self.serve(now, Some(&server.offer.key));
         true
     }
 
-    /// A request comes. It may be served before this returns.
+    /// Adds a request, which may be served at once.
     ///
     /// # Errors
     ///
-    /// A limit that is reached, by its name.
+    /// A limit is reached; the error names it.
     pub(crate) fn request(&mut self, now: Instant, peer: &str, request: ServerRequest) -> Result<ClaimId> {
         let policy = &self.policy;
         let of_peer = self.waiting_by_peer.get(peer).copied().unwrap_or_default();
@@ -341,25 +248,25 @@ impl Scheduler {
         self.queues.entry(request.key.clone()).or_default().insert((Reverse(priority), id));
         let possible = self.candidates(&request).map(|server| u64::from(usable(&request, server.offer.capacity))).sum();
         let (key, request) = (request.key.clone(), Arc::new(request));
-        let waiting = Waiting { request, peer: peer.to_owned(), since: now, until, possible };
+        let waiting = PendingRequest { request, peer: peer.to_owned(), since: now, until, possible };
         self.waiting.insert((Reverse(priority), id), waiting);
         self.serve(now, Some(&key));
-        // Whoever has no time is served at once or not at all.
+        // A request without time is served at once or not at all.
         self.handle_timeout(now);
         Ok(id)
     }
 
-    /// A request is given up. Those that it held back are looked at.
+    /// Cancels a request. The slots that it reserved may serve others.
     pub(crate) fn cancel(&mut self, now: Instant, id: ClaimId) {
         if let Some(waiting) = self.remove_waiting(id) {
             self.serve(now, Some(&waiting.request.key));
         }
     }
 
-    /// Places that were granted to `claim` are not taken. Says how many of them were.
-    pub(crate) fn give_back(&mut self, now: Instant, claim: ClaimId, places: &[(ServerId, u64)]) -> usize {
+    /// Returns granted slots of `claim` unused. Returns their number.
+    pub(crate) fn give_back(&mut self, now: Instant, claim: ClaimId, slots: &[(ServerId, u64)]) -> usize {
         let mut count = 0;
-        for (id, serial) in places {
+        for (id, serial) in slots {
             let granted = self.servers.get(id).and_then(|server| server.granted.get(serial));
             if granted.is_some_and(|granted| granted.claim == claim) {
                 self.change(*id, |server| _ = server.granted.remove(serial));
@@ -372,10 +279,10 @@ impl Scheduler {
         count
     }
 
-    /// Does what is due.
+    /// Handles the timers that are due.
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         let mut freed = false;
-        // All that is due, before anybody is served: nobody is granted a server whose lease ends at the same moment.
+        // All timers first: no server may be granted whose lease ends at the same moment.
         while let Some((_, timer)) = self.timers.first().copied().filter(|(due, _)| *due <= now) {
             self.timers.pop_first();
             match timer {
@@ -386,7 +293,7 @@ impl Scheduler {
                     }
                 }
                 Timer::Claim(claim) => {
-                    if let Some(Waiting { request, possible, .. }) = self.remove_waiting(claim) {
+                    if let Some(PendingRequest { request, possible, .. }) = self.remove_waiting(claim) {
                         self.events.push_back(Event::TimedOut { claim, wanted: request.count, possible });
                         freed = true;
                     }
@@ -398,128 +305,51 @@ impl Scheduler {
         }
     }
 
-    /// What follows of what has been told. To be called until it gives nothing more.
+    /// Returns the next consequence. To be called until it returns `None`.
     pub(crate) fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) is to be called.
+    /// Returns the time at which [`handle_timeout`](Self::handle_timeout) must be called.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
         self.timers.first().map(|(due, _)| *due)
     }
 
-    pub(crate) fn totals(&self) -> Totals {
-        Totals { waiting: self.waiting.len() as u64, ..self.totals }
+    pub(crate) fn totals(&self) -> SlotTotals {
+        SlotTotals { waiting: self.waiting.len() as u64, ..self.totals }
     }
 
     pub(crate) fn server(&self, id: ServerId) -> Option<&Server> {
         self.servers.get(&id)
     }
 
-    /// Requests that wait, in the order in which they are looked at.
-    pub(crate) fn waiting(&self) -> impl Iterator<Item = &Waiting> {
+    /// Returns the waiting requests in the order of rule 1.
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = &PendingRequest> {
         self.waiting.values()
     }
 
-    /// Grants what can be granted, where something has changed for servers or requests of `key`, or of any.
+    /// Grants slots after a change for servers or requests of `key`, or of any key.
     fn serve(&mut self, now: Instant, key: Option<&str>) {
         if self.waiting.is_empty() {
             return;
         }
-        for (order, places) in self.plan(key) {
-            self.grant(now, order, places);
+        for (order, slots) in self.plan(key) {
+            self.grant(now, order, slots);
         }
     }
 
-    /// What can be granted: rules 1 to 3. Looks only at keys of which places are free, and at no two requests in full that ask
-    /// for the same and get nothing, so that a long queue costs little while there is nothing for it.
-    fn plan(&self, changed: Option<&str>) -> Vec<(Order, Vec<ServerId>)> {
-        let mut plan = Vec::new();
-        let mut left = self.totals.free;
-        // What is granted here or held back: of each server, and of each key.
-        let mut taken: HashMap<ServerId, u32> = HashMap::new();
-        let mut taken_of: HashMap<&str, u64> = HashMap::new();
-        // For whom there is nothing left.
-        let mut nothing_for = HashSet::new();
-        let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
-        // Requests of different keys have to do with each other only through those that take any.
-        let alone = changed.filter(|key| !key.is_empty() && !self.queues.contains_key(""));
-        let queues: Vec<(&str, &BTreeSet<Order>)> = match alone {
-            Some(key) => self.queues.get_key_value(key).map(|(key, queue)| (key.as_str(), queue)).into_iter().collect(),
-            None => self.queues.iter().map(|(key, queue)| (key.as_str(), queue)).collect(),
-        };
-        let with_free = queues.into_iter().filter(|(key, _)| key.is_empty() || free_of(key) > 0);
-        // The next one of each queue.
-        let mut next: BTreeSet<(Order, &str)> =
-            with_free.filter_map(|(key, queue)| Some((*queue.first()?, key))).collect();
-        while let Some((order, key)) = next.pop_first().filter(|_| left > 0) {
-            if let Some(Waiting { request, possible, .. }) = self.waiting.get(&order)
-                && *possible >= u64::from(request.count)
-            {
-                let wants = (key, &request.labels, &request.devices, &request.virtual_devices);
-                if !nothing_for.contains(&wants) {
-                    let found = self.find(request, &taken);
-                    let total: u64 = found.iter().map(|(_, places)| u64::from(*places)).sum();
-                    let is_served = total >= u64::from(request.count);
-                    let took: Vec<(ServerId, u32)> = if is_served {
-                        let places = choose(request.count, found);
-                        plan.push((order, places.clone()));
-                        places.into_iter().map(|id| (id, 1)).collect()
-                    } else {
-                        if !request.distinct {
-                            nothing_for.insert(wants);
-                        }
-                        found.into_iter().map(|((.., id), places)| (id, places)).collect()
-                    };
-                    for (id, places) in took {
-                        *taken.entry(id).or_default() += places;
-                        left -= u64::from(places);
-                        if let Some(server) = self.servers.get(&id) {
-                            *taken_of.entry(&server.offer.key).or_default() += u64::from(places);
-                        }
-                    }
-                }
-            }
-            let is_over = !key.is_empty() && free_of(key) <= taken_of.get(key).copied().unwrap_or_default();
-            let behind = self.queues.get(key).filter(|_| !is_over);
-            if let Some(order) = behind.and_then(|queue| queue.range((Bound::Excluded(order), Bound::Unbounded)).next())
-            {
-                next.insert((*order, key));
-            }
-        }
-        plan
-    }
-
-    /// The free places that a request could use and that are not `taken`, by servers in the order of rule 4. The first one is
-    /// enough for a request for one, unless something is taken.
-    fn find(&self, request: &ServerRequest, taken: &HashMap<ServerId, u32>) -> Vec<(Rank, u32)> {
-        let all = request.key.is_empty().then(|| self.pools.values());
-        let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
-        let suits = |rank: &&Rank| self.servers.get(&rank.3).is_some_and(|server| server.offer.suits(request));
-        let is_simple = request.count == 1 && taken.is_empty();
-        let limit = if is_simple { 1 } else { usize::MAX };
-        let ranks = pools.flat_map(|pool| pool.with_free.iter().filter(suits).take(limit));
-        let left = |(unreachable, Reverse(free), last_granted, id): Rank| {
-            let free = free - taken.get(&id).copied().unwrap_or_default();
-            ((unreachable, Reverse(free), last_granted, id), usable(request, free))
-        };
-        let mut found: Vec<_> = ranks.copied().map(left).filter(|(_, places)| *places > 0).collect();
-        found.sort_unstable();
-        found
-    }
-
-    /// As [`unregister`](Self::unregister), and looks at nobody who waits.
+    /// As [`unregister`](Self::unregister), without serving requests.
     fn forget(&mut self, id: ServerId) -> Option<Server> {
         let server = self.servers.remove(&id)?;
         self.timers.remove(&(server.lease_end, Timer::Lease(id)));
         let offer = server.offer.clone();
-        self.count_possible(&offer, |possible, places| *possible -= places);
+        self.count_possible(&offer, |possible, slots| *possible -= slots);
         self.totals.capacity -= u64::from(offer.capacity);
         self.totals.free -= u64::from(server.free());
         if let Some(pool) = self.pools.get_mut(&offer.key) {
             pool.free -= u64::from(server.free());
-            if let Some(rank) = server.rank(id) {
-                pool.with_free.remove(&rank);
+            if let Some(grant_order) = server.grant_order(id) {
+                pool.with_free.remove(&grant_order);
             }
             pool.servers.remove(&id);
             if pool.servers.is_empty() {
@@ -530,7 +360,7 @@ impl Scheduler {
         Some(server)
     }
 
-    /// A server with this offer comes or goes: counts it for those who wait for such.
+    /// Updates the possible slots of waiting requests when a server with this offer comes or goes.
     fn count_possible(&mut self, offer: &Offer, count: impl Fn(&mut u64, u64)) {
         for order in ["", &offer.key].into_iter().filter_map(|key| self.queues.get(key)).flatten() {
             if let Some(waiting) = self.waiting.get_mut(order).filter(|waiting| offer.suits(&waiting.request)) {
@@ -539,29 +369,29 @@ impl Scheduler {
         }
     }
 
-    fn grant(&mut self, now: Instant, order: Order, servers: Vec<ServerId>) {
+    fn grant(&mut self, now: Instant, order: QueueOrder, servers: Vec<ServerId>) {
         let claim = order.1;
         let Some(waiting) = self.remove_waiting(claim) else { return };
         let client = &waiting.request.client;
         let ticket = self.policy.ticket;
-        let mut places = Vec::with_capacity(servers.len());
+        let mut slots = Vec::with_capacity(servers.len());
         for id in servers {
             let serial = self.next_serial;
             self.next_serial += 1;
             self.totals.granted += 1;
             self.change(id, |server| {
-                // Its clock has gone on since.
+                // The clock of the server has advanced since its report.
                 let expires_ms =
                     server.clock_ms.saturating_add(millis(now.saturating_duration_since(server.heard) + ticket));
                 server.last_granted = serial;
-                server.granted.insert(serial, Granted { claim, client: client.clone(), since: now, expires_ms });
-                places.push(Place { server: id, serial, expires_ms });
+                server.granted.insert(serial, GrantedTicket { claim, client: client.clone(), since: now, expires_ms });
+                slots.push(GrantedSlot { server: id, serial, expires_ms });
             });
         }
-        self.events.push_back(Event::Granted { claim, places });
+        self.events.push_back(Event::Granted { claim, slots });
     }
 
-    fn remove_waiting(&mut self, id: ClaimId) -> Option<Waiting> {
+    fn remove_waiting(&mut self, id: ClaimId) -> Option<PendingRequest> {
         let priority = self.priorities.remove(&id)?;
         let waiting = self.waiting.remove(&(Reverse(priority), id))?;
         if let Some(until) = waiting.until {
@@ -577,23 +407,23 @@ impl Scheduler {
         Some(waiting)
     }
 
-    /// Changes a server, and with it the counts of what is free and its rank.
+    /// Changes a server, and updates the free counts and its grant order.
     fn change(&mut self, id: ServerId, change: impl FnOnce(&mut Server)) {
         let Some(server) = self.servers.get_mut(&id) else { return };
-        let (before, rank) = (u64::from(server.free()), server.rank(id));
+        let (before, grant_order) = (u64::from(server.free()), server.grant_order(id));
         change(server);
         let after = u64::from(server.free());
         self.totals.free = self.totals.free - before + after;
         if let Some(pool) = self.pools.get_mut(&server.offer.key) {
             pool.free = pool.free - before + after;
-            if let Some(rank) = rank {
-                pool.with_free.remove(&rank);
+            if let Some(grant_order) = grant_order {
+                pool.with_free.remove(&grant_order);
             }
-            pool.with_free.extend(server.rank(id));
+            pool.with_free.extend(server.grant_order(id));
         }
     }
 
-    /// The servers that have what a request names. None has an empty key.
+    /// Returns the servers with the properties that a request names. No server has an empty key.
     fn candidates<'a>(&'a self, request: &'a ServerRequest) -> impl Iterator<Item = &'a Server> {
         let all = request.key.is_empty().then(|| self.pools.values());
         let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
@@ -602,66 +432,7 @@ impl Scheduler {
     }
 }
 
-impl Server {
-    /// How many places are free. There may be more sessions than places, of clients without tickets.
-    pub(crate) fn free(&self) -> u32 {
-        let taken = u32::try_from(self.granted.len() + self.uses.len()).unwrap_or(u32::MAX);
-        self.offer.capacity.saturating_sub(taken)
-    }
-
-    /// Where it stands among those with free places, if it has any.
-    fn rank(&self, id: ServerId) -> Option<Rank> {
-        let free = self.free();
-        (free > 0).then_some((!self.reachable, Reverse(free), self.last_granted, id))
-    }
-
-    /// Who has it.
-    pub(crate) fn holders(&self) -> impl Iterator<Item = Held> {
-        let granted = self.granted.values().map(|granted| Held {
-            client: granted.client.clone(),
-            since: granted.since,
-            kind: HeldKind::Granted,
-        });
-        self.uses.values().cloned().chain(granted)
-    }
-}
-
-impl Offer {
-    /// Whether the server has what a request names.
-    fn suits(&self, request: &ServerRequest) -> bool {
-        let has_device = |wanted: &DeviceOffer| {
-            let of_kind = self.devices.iter().filter(|device| device.kind == wanted.kind);
-            of_kind.map(|device| u64::from(device.count)).sum::<u64>() >= u64::from(wanted.count)
-        };
-        (request.key.is_empty() || request.key == self.key)
-            && request.labels.iter().all(|(name, value)| self.labels.get(name) == Some(value))
-            && request.devices.iter().all(has_device)
-            && request.virtual_devices.iter().all(|wanted| DeviceOffer::any_satisfies(&self.devices, wanted))
-    }
-}
-
-/// Which of the places that were `found` to take, in their order: rule 4. There are enough.
-fn choose(count: u32, mut found: Vec<(Rank, u32)>) -> Vec<ServerId> {
-    let count = count as usize;
-    let mut chosen = Vec::with_capacity(count);
-    while chosen.len() < count && !found.is_empty() {
-        for ((.., id), free) in &mut found {
-            if chosen.len() < count {
-                chosen.push(*id);
-                *free -= 1;
-            }
-        }
-        found.retain(|(_, free)| *free > 0);
-    }
-    chosen
-}
-
-/// How many of `free` places of one server a request could use.
-fn usable(request: &ServerRequest, free: u32) -> u32 {
-    if request.distinct { free.min(1) } else { free }
-}
-
-/// Looks whether there is room for one more.
+/// Checks that a limit allows one more.
 fn check_room(limit: &'static str, max: usize, now: usize) -> Result<()> {
     if now < max { Ok(()) } else { Err(RpcError::limit(limit, max as u64, now as u64 + 1)) }
 }
@@ -675,15 +446,15 @@ fn count_down(counts: &mut HashMap<String, usize>, name: &str) {
     }
 }
 
-/// Why a request got nothing within its time.
+/// Returns the error of a request that has timed out.
 pub(crate) fn timed_out(wanted: u32, possible: u64, key: &str) -> RpcError {
     let what = if key.is_empty() { String::new() } else { format!(" with the key '{key}'") };
     let text = if possible < u64::from(wanted) {
         format!(
-            "the time is over: {wanted} places{what} were asked for, and the servers that are registered have {possible}"
+            "the time is over: {wanted} slots{what} were asked for, and the servers that are registered have {possible}"
         )
     } else {
-        format!("the time is over: {wanted} of {possible} places{what} were asked for, and others have them")
+        format!("the time is over: {wanted} of {possible} slots{what} were asked for, and others have them")
     };
     RpcError::new(ErrorKind::DeadlineExceeded, text)
 }

@@ -1,4 +1,4 @@
-//! A tracker as a server: what `rpc-server tracker` runs.
+//! A tracker as a server: `rpc-server tracker`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rpc_core::Registry;
 
 use super::page;
-use super::scheduler::Totals;
+use super::scheduler::SlotTotals;
 use super::service::Tracker;
 use crate::config::{HttpAddress, ServeError, TrackerConfig};
 use crate::http::HttpServer;
@@ -16,15 +16,15 @@ use crate::server::{RpcServer, Running, StopReason};
 /// A tracker that serves. Dropping it stops it now.
 #[derive(Debug)]
 pub struct RunningTracker {
-    /// What serves it: addresses, sessions, and the end.
+    /// The server: addresses, sessions, and the end.
     pub server: Running,
-    /// What it knows.
+    /// The tracker.
     pub tracker: Arc<Tracker>,
     page: Option<HttpServer>,
 }
 
 impl RunningTracker {
-    /// Where its page is served, with the port that was chosen, if it is.
+    /// Returns the address of its page, with the port that was chosen, if it has one.
     pub fn page_address(&self) -> Option<SocketAddr> {
         self.page.as_ref().map(HttpServer::address)
     }
@@ -42,8 +42,8 @@ impl Tracker {
         Ok(RunningTracker { server: server.start().await?, tracker, page })
     }
 
-    /// As [`start`](Self::start), until a signal says to stop, as [`RpcServer::run_until_signal`], which also prints `status page
-    /// on URL` if there is one. Blocks, on a runtime of its own.
+    /// As [`start`](Self::start), until a signal, as [`RpcServer::run_until_signal`], which also
+    /// prints `status page on URL` if there is a page. Blocks, on a runtime of its own.
     ///
     /// # Errors
     ///
@@ -70,21 +70,21 @@ fn build(config: &TrackerConfig) -> Result<(Arc<Tracker>, RpcServer), ServeError
     let registry = Registry::new();
     tracker.register(&registry);
     let reloaded = Arc::downgrade(&tracker);
-    let server = RpcServer::builder().registry(registry).config(config.serve_config());
+    let server = RpcServer::new(registry).config(config.serve_config());
     let server = server.gauges(tracker.clone()).on_reload(move |onward| {
         if let Some(tracker) = reloaded.upgrade() {
             tracker.set_onward(onward);
         }
     });
-    Ok((tracker, server.build()))
+    Ok((tracker, server))
 }
 
 const METRICS: &[(&str, &str)] = &[
     ("rpc_tracker_servers", "Servers that are registered."),
-    ("rpc_tracker_places", "Places that the servers have."),
-    ("rpc_tracker_places_free", "Places that nobody has."),
+    ("rpc_tracker_slots", "Slots that the servers have."),
+    ("rpc_tracker_slots_free", "Slots that nobody has."),
     ("rpc_tracker_requests_waiting", "Requests that wait."),
-    ("rpc_tracker_places_granted_total", "Places that were granted."),
+    ("rpc_tracker_slots_granted_total", "Slots that were granted."),
 ];
 
 impl Gauges for Tracker {
@@ -93,7 +93,7 @@ impl Gauges for Tracker {
     }
 
     fn now(&self) -> Vec<u64> {
-        let (servers, Totals { capacity, free, waiting, granted }) = self.totals();
+        let (servers, SlotTotals { capacity, free, waiting, granted }) = self.totals();
         vec![servers, capacity, free, waiting, granted]
     }
 }

@@ -1,7 +1,8 @@
-//! The tracker's functions, and what stands around the scheduler: its clock, its tickets, and who is told what.
+//! The functions of a tracker, around the scheduler: its clock, its tickets, and the answers to
+//! clients.
 //!
-//! Registrations and places in the queue are objects of the sessions that made them. So a server is gone when its session
-//! is, and a client that goes gives up its place, without anybody having to say so.
+//! Registrations and claims are objects of the sessions that made them. The end of the session of a
+//! server ends its registration, and the end of the session of a client cancels its claim.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -10,50 +11,57 @@ use std::time::{Duration, Instant};
 use rpc_core::proto::ANONYMOUS;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
-    Grant, Holder, HolderState, Loss, LossReason, QueueEntry, Reach, Registered, Registration, Renewed, Returned,
-    Sample, ServerRequest, ServerStatus, ServerSummary, Summary, Ticket, TicketKey, functions,
+    Loss, LossReason, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket, TicketKey,
+    functions,
 };
 use rpc_transports::{Address, Connector, DialOptions};
 use tokio::sync::{Notify, Semaphore, watch};
 
+use self::grants::grants;
+use self::objects::{ClaimObject, ServerObject};
 use super::advertise;
 use super::history::History;
-use super::limits::{check_registration, check_request, check_status, clip, clipped};
+use super::limits::{check_registration, check_request, clip, clipped};
 use super::millis;
-use super::scheduler::{ClaimId, Event, Held, HeldKind, Offer, Place, Policy, Scheduler, ServerId, Totals, timed_out};
-use crate::session::Client;
+use super::scheduler::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, ServerId, SlotTotals, timed_out};
+use crate::server::session_state::Client;
 
-/// How much one request may be told of the servers that it was granted, in bytes.
+mod grants;
+mod objects;
+mod summary;
+
+/// Maximum length of the answer to one request in bytes.
 const MAX_GRANTS: usize = 4 << 20;
 
-/// How many losses are remembered.
+/// Maximum number of losses that are kept.
 const MAX_LOSSES: usize = 256;
 
-/// How many servers are looked for at their addresses at a time.
+/// Maximum number of concurrent probes.
 const PROBES: usize = 32;
 
-/// How long to wait before looking again for a server that was not found.
+/// Interval of probes of a server that was not found.
 const PROBE_INTERVAL: Duration = Duration::from_secs(30);
 
-/// How a tracker works.
+/// Options of a tracker.
 #[derive(Clone, Debug)]
 pub struct TrackerOptions {
-    /// How long a registration lasts without being renewed. 10 s.
+    /// Time that a registration lasts without a report. Default 10 s.
     pub lease: Duration,
-    /// How long a ticket is good: in this time a client has to reach its server. 20 s.
+    /// Validity of a ticket, in which a client must reach its server. Default 20 s.
     pub ticket_lifetime: Duration,
-    /// Servers at a time. 8,192.
+    /// Maximum number of servers. Default 8,192.
     pub max_servers: usize,
-    /// Servers at a time of one peer, who is known by what it has proven, or else by the address of its machine. 4,096.
+    /// Maximum number of servers of one peer, known by its proven identity or else by the address
+    /// of its machine. Default 4,096.
     pub max_servers_per_peer: usize,
-    /// Requests that wait. 16,384.
+    /// Maximum number of waiting requests. Default 16,384.
     pub max_waiting: usize,
-    /// Requests of one client that wait. 1,024.
+    /// Maximum number of waiting requests of one client. Default 1,024.
     pub max_waiting_per_client: usize,
-    /// Which addresses servers may tell beside their own, as patterns. None.
+    /// Patterns of addresses that servers may advertise beside their own. Default: none.
     pub allow_advertise: Vec<String>,
-    /// How servers are looked for at their addresses at first: whom the tracker trusts, and its tokens. Without either.
-    /// [`Tracker::set_onward`] changes it later.
+    /// Options for probing servers: trust and tokens. Default: neither. [`Tracker::set_onward`]
+    /// replaces them.
     pub onward: DialOptions,
 }
 
@@ -72,70 +80,70 @@ impl Default for TrackerOptions {
     }
 }
 
-/// A tracker. Its functions are in a registry, which any server can serve whose sessions have a [`Client`] among their
-/// extensions.
+/// A tracker. Its functions are in a registry that any server can serve whose sessions have the
+/// extension [`Client`].
 #[derive(Debug)]
 pub struct Tracker {
     options: TrackerOptions,
-    /// How servers are looked for at present.
+    /// Present options for probing servers.
     onward: Mutex<DialOptions>,
     started: Instant,
-    state: Mutex<State>,
-    /// Told when the next timeout may be another.
+    state: Mutex<TrackerState>,
+    /// Notified when the next timeout may have changed.
     changed: Arc<Notify>,
     probes: Semaphore,
 }
 
 #[derive(Debug)]
-struct State {
+struct TrackerState {
     scheduler: Scheduler,
-    servers: HashMap<ServerId, Entry>,
-    claims: HashMap<ClaimId, Open>,
-    /// The last one first.
+    servers: HashMap<ServerId, ServerEntry>,
+    claims: HashMap<ClaimId, OpenClaim>,
+    /// Latest first.
     losses: VecDeque<(Instant, Loss)>,
     history: History,
 }
 
-/// What the scheduler need not know of a server.
+/// Facts of a server that the scheduler does not need.
 #[derive(Debug)]
-struct Entry {
-    about: Arc<About>,
+struct ServerEntry {
+    description: Arc<ServerDescription>,
     ticket_key: TicketKey,
     reach: Reach,
     probed: Instant,
 }
 
-/// What a server is. Shared by all that was granted of it, and by those who look at it.
+/// Description of a server, shared by its grants and by summaries.
 #[derive(Debug)]
-struct About {
+struct ServerDescription {
     name: String,
-    /// The key as it is shown.
+    /// Key, shortened for display.
     key: String,
     address: Vec<String>,
     peer: String,
     offer: Arc<Offer>,
 }
 
-/// A request that waits, and whoever waits for it.
+/// A waiting request with the sender of its answer.
 #[derive(Debug)]
-struct Open {
+struct OpenClaim {
     key: String,
     answer: watch::Sender<Answer>,
 }
 
-/// What became of a request; `None` while it waits.
+/// Answer to a request; `None` while it waits.
 type Answer = Option<Result<Arc<Vec<Granted>>>>;
 
-/// A place as it was granted.
+/// A granted slot with its ticket.
 #[derive(Debug)]
 struct Granted {
-    place: Place,
+    slot: GrantedSlot,
     ticket: String,
-    about: Arc<About>,
+    description: Arc<ServerDescription>,
 }
 
 impl Tracker {
-    /// A tracker without servers. Needs a tokio runtime, on which it looks at the clock for as long as it lives.
+    /// Returns a tracker without servers. Needs a tokio runtime for its timers.
     pub fn new(options: TrackerOptions) -> Arc<Self> {
         let now = Instant::now();
         let policy = Policy {
@@ -146,7 +154,7 @@ impl Tracker {
             max_waiting: options.max_waiting,
             max_waiting_per_client: options.max_waiting_per_client,
         };
-        let state = State {
+        let state = TrackerState {
             scheduler: Scheduler::new(policy),
             servers: HashMap::new(),
             claims: HashMap::new(),
@@ -162,11 +170,11 @@ impl Tracker {
             changed: changed.clone(),
             probes: Semaphore::new(PROBES),
         });
-        tokio::spawn(watch_the_clock(Arc::downgrade(&this), changed));
+        tokio::spawn(run_timers(Arc::downgrade(&this), changed));
         this
     }
 
-    /// Registers the tracker's functions.
+    /// Adds the functions of the tracker to `registry`.
     pub fn register(self: &Arc<Self>, registry: &Registry) {
         let this = self.clone();
         registry.add_inline(functions::REGISTER, move |context: Context, Pack(registration): Pack<Registration>| {
@@ -182,12 +190,12 @@ impl Tracker {
         });
         let good_for_ms = millis(self.options.ticket_lifetime);
         registry.add_async(functions::WAIT, move |claim: Shared<ClaimObject>| {
-            // The claim itself is not kept: its end is what ends the waiting.
+            // The claim itself is not kept, because its end cancels the request.
             let mut answer = claim.0.answer.clone();
             drop(claim);
             async move {
                 match answer.wait_for(Option::is_some).await.as_deref() {
-                    Ok(Some(Ok(places))) => grants(places, good_for_ms).map(Pack),
+                    Ok(Some(Ok(slots))) => grants(slots, good_for_ms).map(Pack),
                     Ok(Some(Err(error))) => Err(error.clone()),
                     Ok(None) | Err(_) => Err(RpcError::new(ErrorKind::Cancelled, "the request was given up")),
                 }
@@ -197,93 +205,19 @@ impl Tracker {
             claim.0.give_back(&returned);
         });
         let this = self.clone();
-        // On a thread: of a large pool there is much to say, and others are not to wait for it.
+        // On a thread: the summary of a large pool takes long, and must not delay others.
         registry.add(functions::SUMMARY, move || Pack(this.summary()));
     }
 
-    /// Looks for servers by `onward` from now on.
+    /// Replaces the options for probing servers.
     pub fn set_onward(&self, onward: DialOptions) {
         *self.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
     }
 
-    /// How many servers there are, and the sums of everything.
-    pub(super) fn totals(&self) -> (u64, Totals) {
+    /// Returns the number of servers and the sums over their slots.
+    pub(super) fn totals(&self) -> (u64, SlotTotals) {
         let state = self.lock();
         (state.servers.len() as u64, state.scheduler.totals())
-    }
-
-    /// What there is to know.
-    pub fn summary(&self) -> Summary {
-        let now = Instant::now();
-        let ago = |then: Instant| millis(now.saturating_duration_since(then));
-        let seen = self.look(now);
-        let holder = |held: Held| Holder {
-            client: held.client,
-            for_ms: ago(held.since),
-            state: match held.kind {
-                HeldKind::Granted => HolderState::Granted,
-                HeldKind::InUse => HolderState::InUse,
-                HeldKind::Direct => HolderState::Direct,
-            },
-        };
-        let server = |server: ServerSeen| ServerSummary {
-            name: server.about.name.clone(),
-            key: server.about.offer.key.clone(),
-            labels: server.about.offer.labels.clone(),
-            devices: server.about.offer.devices.clone(),
-            capacity: server.about.offer.capacity,
-            free: server.free,
-            address: server.about.address.clone(),
-            peer: server.about.peer.clone(),
-            reach: server.reach,
-            registered_for_ms: ago(server.registered),
-            heard_ago_ms: ago(server.heard),
-            holders: server.holders.into_iter().map(holder).collect(),
-        };
-        let mut servers: Vec<_> = seen.servers.into_iter().map(server).collect();
-        servers.sort_by(|a, b| (&a.key, &a.name, &a.address).cmp(&(&b.key, &b.name, &b.address)));
-        let entry = |(request, since, possible): (Arc<ServerRequest>, Instant, u64)| QueueEntry {
-            client: request.client.clone(),
-            key: request.key.clone(),
-            count: request.count,
-            labels: request.labels.clone(),
-            devices: request.devices.clone(),
-            virtual_devices: request.virtual_devices.clone(),
-            priority: request.priority,
-            for_ms: ago(since),
-            possible,
-        };
-        Summary {
-            uptime_ms: ago(self.started),
-            lease_ms: millis(self.options.lease),
-            servers,
-            queue: seen.queue.into_iter().map(entry).collect(),
-            losses: seen.losses.into_iter().map(|(when, loss)| Loss { ago_ms: ago(when), ..loss }).collect(),
-            history: seen.history,
-        }
-    }
-
-    /// What a summary is made of. Nobody is served meanwhile, so that no more is done here than has to be.
-    fn look(&self, now: Instant) -> Seen {
-        let mut state = self.lock();
-        let State { scheduler, servers, losses, history, .. } = &mut *state;
-        let server = |(id, entry): (&ServerId, &Entry)| {
-            let server = scheduler.server(*id)?;
-            Some(ServerSeen {
-                about: entry.about.clone(),
-                reach: entry.reach.clone(),
-                free: server.free(),
-                registered: server.registered,
-                heard: server.heard,
-                holders: server.holders().collect(),
-            })
-        };
-        Seen {
-            servers: servers.iter().filter_map(server).collect(),
-            queue: scheduler.waiting().map(|w| (w.request.clone(), w.since, w.possible)).collect(),
-            losses: losses.iter().cloned().collect(),
-            history: history.samples(now),
-        }
     }
 
     fn add_server(self: &Arc<Self>, client: &Client, registration: Registration) -> Result<(ServerObject, Registered)> {
@@ -296,7 +230,7 @@ impl Tracker {
         let offer = Arc::new(Offer { key, labels, devices, capacity });
         let mut state = self.lock();
         let registered = checked.and_then(|address| {
-            let id = state.scheduler.register(now, &counted_as(client), offer.clone(), &status)?;
+            let id = state.scheduler.register(now, &limit_key(client), offer.clone(), &status)?;
             Ok((id, address))
         });
         let (id, address) = match registered {
@@ -317,16 +251,17 @@ impl Tracker {
         };
         tracing::info!(name, key = shown_key, address = address.join(","), peer = client.peer, "a server has come");
         state.forget_losses(&name, &shown_key);
-        let about = About { name, key: shown_key, address: address.clone(), peer: client.peer.clone(), offer };
-        let entry = Entry {
-            about: Arc::new(about),
+        let description =
+            ServerDescription { name, key: shown_key, address: address.clone(), peer: client.peer.clone(), offer };
+        let entry = ServerEntry {
+            description: Arc::new(description),
             ticket_key: TicketKey::from_bytes(ticket_key),
             reach: Reach::Untried,
             probed: now,
         };
         state.servers.insert(id, entry);
-        self.settle(state, now);
-        self.probe_later(id, address.clone());
+        self.apply_events(state, now);
+        self.spawn_probe(id, address.clone());
         let registered = Registered { lease_ms: millis(self.options.lease), address };
         Ok((ServerObject { tracker: self.clone(), id }, registered))
     }
@@ -339,41 +274,41 @@ impl Tracker {
         let (sender, answer) = watch::channel(None);
         let mut state = self.lock();
         let key = request.key.clone();
-        let id = state.scheduler.request(now, &counted_as(client), request)?;
-        state.claims.insert(id, Open { key, answer: sender });
-        self.settle(state, now);
+        let id = state.scheduler.request(now, &limit_key(client), request)?;
+        state.claims.insert(id, OpenClaim { key, answer: sender });
+        self.apply_events(state, now);
         Ok(ClaimObject { tracker: self.clone(), id, answer })
     }
 
-    /// Does what follows of a change, and lets go of the state.
-    fn settle(&self, mut state: MutexGuard<'_, State>, now: Instant) {
+    /// Applies the events of the scheduler and releases the state.
+    fn apply_events(&self, mut state: MutexGuard<'_, TrackerState>, now: Instant) {
         let state = &mut *state;
         while let Some(event) = state.scheduler.poll_event() {
             match event {
-                Event::Granted { claim, places } => {
-                    let granted: Vec<_> = places.into_iter().filter_map(|place| state.granted(place)).collect();
+                Event::Granted { claim, slots } => {
+                    let granted: Vec<_> = slots.into_iter().filter_map(|slot| state.granted(slot)).collect();
                     state.answer(claim, |_| Ok(Arc::new(granted)));
                 }
                 Event::TimedOut { claim, wanted, possible } => {
                     state.answer(claim, |key| Err(timed_out(wanted, possible, key)));
                 }
-                Event::LeaseExpired { server } => state.lose(now, server, LossReason::LeaseExpired),
+                Event::LeaseExpired { server } => state.remove_server(now, server, LossReason::LeaseExpired),
             }
         }
         state.history.note(now, state.scheduler.totals());
         self.changed.notify_one();
     }
 
-    /// Looks for a server at its address.
-    fn probe_later(self: &Arc<Self>, id: ServerId, address: Vec<String>) {
+    /// Starts to probe a server.
+    fn spawn_probe(self: &Arc<Self>, id: ServerId, address: Vec<String>) {
         let this = Arc::downgrade(self);
         tokio::spawn(async move {
-            // A tracker that is gone wants to know no more.
+            // The tracker has been dropped.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
             let onward = tracker.onward.lock().unwrap_or_else(PoisonError::into_inner).clone();
             let connector = Connector::new().dial_options(onward);
-            // Nobody waits for it any more.
+            // The server has left in the meantime.
             if !tracker.lock().servers.contains_key(&id) {
                 return;
             }
@@ -382,7 +317,7 @@ impl Tracker {
             let Some(entry) = state.servers.get_mut(&id) else { return };
             if let Reach::Unreachable { why } = &reach {
                 tracing::warn!(
-                    name = entry.about.name,
+                    name = entry.description.name,
                     address = address.join(","),
                     why,
                     "a server is not found at its address"
@@ -395,107 +330,51 @@ impl Tracker {
         });
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic in the scheduler is our own bug; what it leaves is as consistent as each of its steps.
+    fn lock(&self) -> MutexGuard<'_, TrackerState> {
+        // A panic in the scheduler is a bug of ours; each of its steps leaves it consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
-    /// A place with what is needed to take it.
-    fn granted(&self, place: Place) -> Option<Granted> {
-        let entry = self.servers.get(&place.server)?;
-        let ticket = Ticket { serial: place.serial, expires_ms: place.expires_ms };
-        Some(Granted { place, ticket: entry.ticket_key.sign(ticket), about: entry.about.clone() })
+impl TrackerState {
+    /// Adds ticket and description to a granted slot.
+    fn granted(&self, slot: GrantedSlot) -> Option<Granted> {
+        let entry = self.servers.get(&slot.server)?;
+        let ticket = Ticket { serial: slot.serial, expires_ms: slot.expires_ms };
+        Some(Granted { slot, ticket: entry.ticket_key.sign(ticket), description: entry.description.clone() })
     }
 
     fn answer(&mut self, claim: ClaimId, answer: impl FnOnce(&str) -> Result<Arc<Vec<Granted>>>) {
-        if let Some(Open { key, answer: sender }) = self.claims.remove(&claim) {
+        if let Some(OpenClaim { key, answer: sender }) = self.claims.remove(&claim) {
             let answer = answer(&key);
             sender.send_replace(Some(answer));
         }
     }
 
-    /// A server is there no more.
-    fn lose(&mut self, now: Instant, id: ServerId, reason: LossReason) {
-        let Some(Entry { about, .. }) = self.servers.remove(&id) else { return };
-        tracing::info!(name = about.name, peer = about.peer, ?reason, "a server is gone");
-        let About { name, key, address, peer, .. } = &*about;
+    /// Removes a server and records the loss.
+    fn remove_server(&mut self, now: Instant, id: ServerId, reason: LossReason) {
+        let Some(ServerEntry { description, .. }) = self.servers.remove(&id) else { return };
+        tracing::info!(name = description.name, peer = description.peer, ?reason, "a server is gone");
+        let ServerDescription { name, key, address, peer, .. } = &*description;
         let (name, key, address, peer) = (name.clone(), key.clone(), address.clone(), peer.clone());
         self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason });
     }
 
     fn remember(&mut self, now: Instant, loss: Loss) {
-        // One that tries again and again is one loss.
+        // Repeated losses of one server count as one.
         self.losses.retain(|(_, known)| (&known.name, &known.key, &known.peer) != (&loss.name, &loss.key, &loss.peer));
         self.losses.truncate(MAX_LOSSES - 1);
         self.losses.push_front((now, loss));
     }
 
-    /// A server has come back.
+    /// Removes the losses of a server that has come back.
     fn forget_losses(&mut self, name: &str, key: &str) {
         self.losses.retain(|(_, loss)| loss.name != name || loss.key != key);
     }
 }
 
-/// What a summary is made of.
-struct Seen {
-    servers: Vec<ServerSeen>,
-    /// Who waits, since when, and for how many places that there are.
-    queue: Vec<(Arc<ServerRequest>, Instant, u64)>,
-    losses: Vec<(Instant, Loss)>,
-    history: Vec<Sample>,
-}
-
-struct ServerSeen {
-    about: Arc<About>,
-    reach: Reach,
-    free: u32,
-    registered: Instant,
-    heard: Instant,
-    holders: Vec<Held>,
-}
-
-/// What a client is told of the places that it was granted.
-///
-/// # Errors
-///
-/// [`ErrorKind::LimitExceeded`]: the servers tell so much of themselves that it would be too much for one message.
-fn grants(places: &[Granted], good_for_ms: u64) -> Result<Vec<Grant>> {
-    let size: usize = places.iter().map(|granted| granted.about.size()).sum();
-    if size > MAX_GRANTS {
-        return Err(RpcError::limit("bytes of one answer: ask for fewer servers", MAX_GRANTS as u64, size as u64));
-    }
-    let grant = |Granted { place, ticket, about }: &Granted| Grant {
-        serial: place.serial,
-        ticket: ticket.clone(),
-        good_for_ms,
-        server: about.name.clone(),
-        key: about.offer.key.clone(),
-        labels: about.offer.labels.clone(),
-        devices: about.offer.devices.clone(),
-        address: about.address.clone(),
-    };
-    Ok(places.iter().map(grant).collect())
-}
-
-impl About {
-    /// About how many bytes it takes to tell it.
-    fn size(&self) -> usize {
-        let labels = self.offer.labels.iter().map(|(name, value)| name.len() + value.len());
-        let devices = self.offer.devices.iter().map(|device| {
-            let target = device.target.as_ref().map_or(0, |target| target.to_string().len());
-            let scopes = device.memory_scopes.iter().map(|scope| scope.len() + 4);
-            device.kind.len() + target + scopes.sum::<usize>() + 48
-        });
-        let addresses = self.address.iter().map(String::len);
-        // The ticket, and the names of the fields.
-        256 + self.name.len() + self.offer.key.len() + labels.chain(devices).chain(addresses).sum::<usize>()
-    }
-}
-
-/// Tells the scheduler what time it is, when something is due.
-async fn watch_the_clock(tracker: Weak<Tracker>, changed: Arc<Notify>) {
+/// Runs the timers of the scheduler.
+async fn run_timers(tracker: Weak<Tracker>, changed: Arc<Notify>) {
     loop {
         let due = {
             let Some(tracker) = tracker.upgrade() else { return };
@@ -504,7 +383,7 @@ async fn watch_the_clock(tracker: Weak<Tracker>, changed: Arc<Notify>) {
             let due = state.scheduler.next_timeout();
             if due.is_some_and(|due| due <= now) {
                 state.scheduler.handle_timeout(now);
-                tracker.settle(state, now);
+                tracker.apply_events(state, now);
                 continue;
             }
             due
@@ -528,94 +407,14 @@ impl Drop for Tracker {
     }
 }
 
-/// A registration: ends when the session does that made it, or frees it.
-struct ServerObject {
-    tracker: Arc<Tracker>,
-    id: ServerId,
-}
-
-impl ServerObject {
-    fn renew(&self, status: ServerStatus) -> Result<Renewed> {
-        check_status(&status)?;
-        let status = clipped(status);
-        let now = Instant::now();
-        let mut state = self.tracker.lock();
-        if !state.scheduler.report(now, self.id, &status) {
-            return Err(RpcError::not_found("the registration has expired: register again"));
-        }
-        let Some(entry) = state.servers.get_mut(&self.id) else {
-            return Err(RpcError::internal("a server is registered of which nothing is known"));
-        };
-        let reach = entry.reach.clone();
-        let look_again = matches!(reach, Reach::Unreachable { .. }) && now > entry.probed + PROBE_INTERVAL;
-        let address = look_again.then(|| {
-            entry.probed = now;
-            entry.about.address.clone()
-        });
-        self.tracker.settle(state, now);
-        if let Some(address) = address {
-            self.tracker.probe_later(self.id, address);
-        }
-        Ok(Renewed { reach })
-    }
-}
-
-impl Drop for ServerObject {
-    fn drop(&mut self) {
-        let now = Instant::now();
-        let mut state = self.tracker.lock();
-        if state.scheduler.unregister(now, self.id) {
-            state.lose(now, self.id, LossReason::Gone);
-            self.tracker.settle(state, now);
-        }
-    }
-}
-
-/// A place in the queue: given up when the session ends that made it, or frees it. What was granted and not used by then
-/// expires.
-struct ClaimObject {
-    tracker: Arc<Tracker>,
-    id: ClaimId,
-    answer: watch::Receiver<Answer>,
-}
-
-impl ClaimObject {
-    fn give_back(&self, returned: &[Returned]) {
-        let Some(Ok(places)) = self.answer.borrow().clone() else { return };
-        let reasons: HashMap<u64, &str> =
-            returned.iter().map(|returned| (returned.serial, returned.why.as_str())).collect();
-        let back = places.iter().filter_map(|Granted { place, about, .. }| {
-            let why = clip(reasons.get(&place.serial)?);
-            tracing::info!(name = about.name, why, "a server is given back unused");
-            Some((place.server, place.serial))
-        });
-        let back: Vec<_> = back.collect();
-        let now = Instant::now();
-        let mut state = self.tracker.lock();
-        state.scheduler.give_back(now, self.id, &back);
-        self.tracker.settle(state, now);
-    }
-}
-
-impl Drop for ClaimObject {
-    fn drop(&mut self) {
-        let now = Instant::now();
-        let mut state = self.tracker.lock();
-        if state.claims.remove(&self.id).is_some() {
-            state.scheduler.cancel(now, self.id);
-            self.tracker.settle(state, now);
-        }
-    }
-}
-
 fn client_of(context: &Context) -> Arc<Client> {
     context
         .extension()
         .unwrap_or_else(|| Arc::new(Client { peer: "local:".to_owned(), identity: ANONYMOUS.to_owned() }))
 }
 
-/// Whom a client counts as where there are limits for each.
-fn counted_as(client: &Client) -> String {
+/// Returns the name under which the limits of a client are counted.
+fn limit_key(client: &Client) -> String {
     if client.identity != ANONYMOUS {
         return format!("identity {}", client.identity);
     }

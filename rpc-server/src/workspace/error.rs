@@ -1,4 +1,4 @@
-//! What can go wrong in a workspace, and what the caller can do about it.
+//! Errors of workspaces, with advice to the caller.
 
 use std::io;
 
@@ -14,7 +14,7 @@ pub enum WorkspaceError {
     /// The path holds a NUL byte.
     #[error("path {path:?} holds a NUL byte, remove it")]
     NulByte {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// The path, or one name in it, is too long.
@@ -24,49 +24,49 @@ pub enum WorkspaceError {
         path: String,
         /// The length of what is too long: the path, or one name in it.
         len_bytes: usize,
-        /// What is allowed.
+        /// The limit.
         limit_bytes: usize,
     },
     /// The path starts at the root of the file system.
     #[error("path {path:?} is absolute, give it relative to the workspace")]
     AbsolutePath {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// The path, or a symbolic link on it, leads out of the workspace.
     #[error("path {path:?} leads outside the workspace, name a file inside it")]
     OutsideWorkspace {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// Nothing is there.
     #[error("there is no {path:?} in the workspace, list it to see what there is")]
     NotFound {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// A folder is there, where a file is meant.
     #[error("{path:?} is a folder, name a file in it")]
     IsFolder {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// A file is there, where a folder is meant, perhaps in the middle of the path.
     #[error("{path:?} goes through a file as if it were a folder, remove that file first")]
     NotAFolder {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// A device, FIFO or socket is there, where a file is meant.
     #[error("{path:?} is neither a file nor a folder, name a regular file")]
     NotARegularFile {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// The path names the workspace as a whole.
     #[error("{path:?} is the workspace itself, name a file or folder in it")]
     IsWorkspace {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// The workspace would hold more bytes than it may.
@@ -75,7 +75,7 @@ pub enum WorkspaceError {
          limited to {limit_bytes}: remove files or ask for a larger quota"
     )]
     QuotaExceeded {
-        /// The path given.
+        /// The path as it was given.
         path: String,
         /// The bytes that this write would have added.
         needed_bytes: u64,
@@ -89,7 +89,7 @@ pub enum WorkspaceError {
         "writing {path:?} would make more than the {limit} files and folders that the workspace may hold, remove some"
     )]
     TooManyEntries {
-        /// The path given.
+        /// The path as it was given.
         path: String,
         /// Files and folders allowed.
         limit: u64,
@@ -100,27 +100,27 @@ pub enum WorkspaceError {
          begin again with the right length"
     )]
     PastExpectedEnd {
-        /// The path given.
+        /// The path as it was given.
         path: String,
         /// The announced length.
         expected_bytes: u64,
-        /// Where the write would have ended.
+        /// End of the write.
         end_bytes: u64,
     },
     /// Fewer bytes were written than were announced, so nothing was put in place.
     #[error("{path:?} was announced with {expected_bytes} bytes and only {got_bytes} came, write it again")]
     Incomplete {
-        /// The path given.
+        /// The path as it was given.
         path: String,
         /// The announced length.
         expected_bytes: u64,
-        /// How far the writes reached.
+        /// End of the last write.
         got_bytes: u64,
     },
     /// An earlier write to this file failed, so nothing was put in place.
     #[error("an earlier write to {path:?} failed, begin it again")]
     WriteFailed {
-        /// The path given.
+        /// The path as it was given.
         path: String,
     },
     /// The name of a workspace, or of the identity it belongs to, has a form that is not allowed.
@@ -137,7 +137,7 @@ pub enum WorkspaceError {
     /// The identity has as many named workspaces as it may.
     #[error("{identity:?} has {limit} named workspaces already and cannot have {name:?} too, use one of those")]
     TooManyWorkspaces {
-        /// Whose workspaces.
+        /// Owner of the workspaces.
         identity: String,
         /// The name given.
         name: String,
@@ -149,7 +149,7 @@ pub enum WorkspaceError {
     Io {
         /// The path given, or the server's folder.
         path: String,
-        /// What the system said.
+        /// Error of the system.
         #[source]
         source: io::Error,
     },
@@ -171,7 +171,11 @@ impl WorkspaceError {
                 let len_bytes = path.len();
                 Self::PathTooLong { path, len_bytes, limit_bytes: super::MAX_NAME_BYTES }
             }
-            _ => Self::Io { path, source },
+            _ => {
+                // The operator has to know: a full disk, for example, is no fault of the client.
+                tracing::warn!(path, error = %source, "the file system of the workspaces failed");
+                Self::Io { path, source }
+            }
         }
     }
 }

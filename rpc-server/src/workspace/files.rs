@@ -10,9 +10,9 @@ use super::{Workspace, WorkspaceError};
 
 /// A file on its way into a workspace.
 ///
-/// The bytes go to a file that has no name in the workspace; [`commit`](Self::commit) puts it in place in one step.
-/// Until then, and for ever if the writer is dropped instead, what was there before stays as it is. All methods block.
-/// The writer keeps its workspace alive.
+/// The bytes go to a file that has no name in the workspace; [`commit`](Self::commit) puts it in
+/// place in one step. Until then, and for ever if the writer is dropped instead, what was there
+/// before stays as it is. All methods block. The writer keeps its workspace alive.
 pub struct FileWriter {
     workspace: Workspace,
     file: File,
@@ -22,7 +22,7 @@ pub struct FileWriter {
     /// The cleaned form of `path`.
     target: String,
     expected_bytes: Option<u64>,
-    /// How far the writes reach.
+    /// End of the last write.
     len_bytes: u64,
     /// Counted as pending for this file; at least `len_bytes`.
     reserved: Usage,
@@ -58,12 +58,13 @@ impl FileWriter {
         }
     }
 
-    /// Writes `bytes` at `offset`. Pieces may come in any order; a gap that no piece fills reads as zeros.
+    /// Writes `bytes` at `offset`. Pieces may come in any order; a gap that no piece fills reads as
+    /// zeros.
     ///
     /// # Errors
     ///
-    /// The quota is reached, the announced length is passed, or the file system failed. After an error the file can no
-    /// longer be committed.
+    /// The quota is reached, the announced length is passed, or the file system failed. After an
+    /// error the file can no longer be committed.
     pub fn write_at(&mut self, offset: u64, bytes: &[u8]) -> Result<(), WorkspaceError> {
         if self.broken {
             return Err(self.write_failed());
@@ -73,14 +74,15 @@ impl FileWriter {
         result
     }
 
-    /// Puts the file in place under its path, with the folders it needs, instead of what was there before: whoever
-    /// opens the path sees all of the old file or all of the new one. The bytes are in the kernel's hands then, not
-    /// necessarily on the disk.
+    /// Puts the file in place under its path, with the folders it needs, instead of what was there
+    /// before: whoever opens the path sees all of the old file or all of the new one. The bytes are
+    /// in the kernel's hands then, not necessarily on the disk.
     ///
     /// # Errors
     ///
-    /// Fewer bytes were written than announced, an earlier write failed, the path has come to be a folder or to lead
-    /// outside, or the file system failed. The old file is untouched, and the new one is removed.
+    /// Fewer bytes were written than announced, an earlier write failed, the path has come to be a
+    /// folder or to lead outside, or the file system failed. The old file is untouched, and the new
+    /// one is removed.
     pub fn commit(mut self) -> Result<(), WorkspaceError> {
         if self.broken {
             return Err(self.write_failed());
@@ -97,7 +99,7 @@ impl FileWriter {
         Ok(())
     }
 
-    /// How far the writes reach: the length that the file will have.
+    /// Returns the length that the file will have: the end of the last write.
     pub fn len(&self) -> u64 {
         self.len_bytes
     }
@@ -158,8 +160,8 @@ impl Drop for FileWriter {
 
 /// A file of a workspace, open for reading.
 ///
-/// It stays what it was when opened, even if another takes its place or it is removed, unless foreign code writes into
-/// it. All methods block.
+/// It stays what it was when opened, even if another takes its place or it is removed, unless
+/// foreign code writes into it. All methods block.
 #[derive(Debug)]
 pub struct FileReader {
     file: File,
@@ -187,8 +189,8 @@ impl FileReader {
         self.len_bytes == 0
     }
 
-    /// Fills `buffer` from `offset` on, and returns how many bytes there were: fewer than asked for only at the end of
-    /// the file.
+    /// Fills `buffer` from `offset` on, and returns how many bytes there were: fewer than asked for
+    /// only at the end of the file.
     ///
     /// # Errors
     ///

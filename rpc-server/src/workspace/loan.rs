@@ -1,4 +1,4 @@
-//! Workspaces in use by another process: that of the session, while the server keeps them.
+//! Workspaces that another process uses: the session process, while the server keeps them.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use serde::{Deserialize, Serialize};
 use super::root::RootInner;
 use super::{Home, Workspace, WorkspaceLimits};
 
-/// What another process has to know to use a workspace of this one.
+/// Description of a workspace for another process.
 ///
-/// It counts what is in the workspace for itself, as another server that shares it does. Whoever lends the workspace keeps
-/// it until the other process has ended, and removes it, or not, as its own.
+/// The borrower counts the contents by itself, as another server does that shares the workspace.
+/// The lender keeps the workspace until the borrower has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct WorkspaceLoan {
     folder: PathBuf,
@@ -25,7 +25,7 @@ pub(crate) struct WorkspaceLoan {
     instance: String,
 }
 
-/// Who keeps the folder that a workspace lives in.
+/// Process that keeps the folder of a workspace.
 pub(super) enum Keeper {
     /// This process.
     Root(Arc<RootInner>),
@@ -53,7 +53,7 @@ impl Keeper {
 }
 
 impl Workspace {
-    /// What lets another process use the workspace, for as long as this reference to it is kept.
+    /// Returns the description for another process. Valid as long as this reference is kept.
     pub(crate) fn lend(&self) -> WorkspaceLoan {
         let limits = self.0.keeper.limits();
         let instance = match &self.0.keeper {
@@ -77,8 +77,8 @@ impl Workspace {
     pub(crate) fn borrowed(loan: &WorkspaceLoan) -> io::Result<Self> {
         let folder = Dir::open_ambient_dir(&loan.folder, ambient_authority())?;
         let limits = WorkspaceLimits { max_entries: loan.max_entries, ..WorkspaceLimits::with_quota(loan.quota_bytes) };
-        // Told from the lender and from others to whom it lends the same one. What one left behind that had the same
-        // process id is swept away when the workspace is opened.
+        // A name that differs from those of the lender and of other borrowers. Files of an earlier
+        // borrower with the same process id are removed when the workspace is opened.
         let instance = format!("{}.{}", loan.instance, std::process::id());
         let keeper = Keeper::Lender { limits, instance, serial: AtomicU64::new(0) };
         Self::open(keeper, &folder, &loan.folder, Home::Lent)

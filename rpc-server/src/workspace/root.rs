@@ -1,7 +1,8 @@
-//! The server's folder of workspaces: who makes them, who removes them, and when.
+//! The server's folder of workspaces: their creation, expiry and removal.
 //!
-//! Several servers may share the folder. Each holds a lock as long as it lives, so that the next one to start can tell
-//! what a dead one has left; and all take one lock for the moment in which they make, or take away, a workspace.
+//! Several servers may share the folder. Each holds a lock as long as it lives, so that the next
+//! one to start can tell what a dead one has left; and all take one lock for the moment in which
+//! they make, or take away, a workspace.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -21,18 +22,21 @@ use super::tree::{move_entry, purge};
 use super::{Home, Inner, Keeper, Workspace, WorkspaceError, abridged, make_folder};
 use crate::file_lock::Held;
 
-/// How much workspaces may hold, and how long named ones are kept.
+/// Limits of workspaces, and the expiry of named ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WorkspaceLimits {
-    /// Bytes in one workspace: its files and the writes in progress. Default 4 GiB: a large model and its inputs.
+    /// Bytes in one workspace: its files and the writes in progress. Default 4 GiB: a large model
+    /// and its inputs.
     pub quota_bytes: u64,
-    /// Files and folders in one workspace. Default 65,536: it bounds the time and memory of a listing, and keeps
-    /// empty files, which no quota of bytes stops, from using up the file system.
+    /// Files and folders in one workspace. Default 65,536: it bounds the time and memory of a
+    /// listing, and keeps empty files, which no quota of bytes stops, from using up the file
+    /// system.
     pub max_entries: u64,
-    /// Named workspaces of one identity. Default 16; without a bound, each new name would bring a new quota.
+    /// Named workspaces of one identity. Default 16; without a bound, each new name would bring a
+    /// new quota.
     pub max_named: usize,
-    /// How long a named workspace is kept after its last use. Default 30 days.
+    /// Time after the last use at which a named workspace is removed. Default 30 days.
     pub named_expiry: Duration,
 }
 
@@ -54,9 +58,11 @@ impl WorkspaceLimits {
     }
 }
 
-/// The server's folder, from which workspaces are had. Cloning it gives another reference to the same.
+/// The server's folder, from which workspaces are had. Cloning it gives another reference to the
+/// same.
 ///
-/// What it keeps for this server is removed with the last reference to it and to its workspaces.
+/// The private workspaces of this server are removed with the last reference to the root and its
+/// workspaces.
 #[derive(Clone)]
 pub struct WorkspaceRoot(Arc<RootInner>);
 
@@ -64,7 +70,8 @@ pub(super) struct RootInner {
     pub(super) limits: WorkspaceLimits,
     /// The real path of the folder.
     path: PathBuf,
-    /// Locked to make or take away workspaces. The mutex is for threads: a file lock is for processes.
+    /// Locked to make or take away workspaces. The mutex is for threads: a file lock is for
+    /// processes.
     lock: Mutex<File>,
     private: Dir,
     named: Dir,
@@ -84,8 +91,8 @@ pub(super) struct RootInner {
 const MAX_WORKSPACE_NAME_BYTES: usize = 64;
 
 impl WorkspaceRoot {
-    /// Opens the folder `dir` for one server, and makes it if need be. What servers that are dead have left of their
-    /// private workspaces is removed; those of living ones are left alone.
+    /// Opens the folder `dir` for one server, and makes it if need be. What servers that are dead
+    /// have left of their private workspaces is removed; those of living ones are left alone.
     ///
     /// # Errors
     ///
@@ -95,8 +102,8 @@ impl WorkspaceRoot {
         RootInner::open(dir, limits).map(|inner| Self(Arc::new(inner))).map_err(io_at(&shown))
     }
 
-    /// Makes a new workspace, which is removed with all that is in it when the last reference to it is dropped. That
-    /// drop blocks while it deletes.
+    /// Makes a new workspace, which is removed with all that is in it when the last reference to it
+    /// is dropped. That drop blocks while it deletes.
     ///
     /// # Errors
     ///
@@ -112,13 +119,13 @@ impl WorkspaceRoot {
             .map_err(io_at(&name))
     }
 
-    /// Opens the workspace `name` of `identity`, or makes it. It is kept until it has been unused for the time that
-    /// the limits say. Any number of sessions may have it open.
+    /// Opens the workspace `name` of `identity`, or makes it. It is kept until it has been unused
+    /// for the time that the limits say. Any number of sessions may have it open.
     ///
     /// # Errors
     ///
-    /// `identity` or `name` is not of 1 to 64 ASCII letters, digits, `.`, `_` and `-`, or is `.` or `..`; the identity
-    /// has as many workspaces as it may; or the file system failed.
+    /// `identity` or `name` is not of 1 to 64 ASCII letters, digits, `.`, `_` and `-`, or is `.` or
+    /// `..`; the identity has as many workspaces as it may; or the file system failed.
     pub fn named(&self, identity: &str, name: &str) -> Result<Workspace, WorkspaceError> {
         check_name(identity)?;
         check_name(name)?;
@@ -138,8 +145,9 @@ impl WorkspaceRoot {
         Ok(workspace)
     }
 
-    /// Removes the named workspaces that nobody has used for as long as the limits say, at the time `now`, and returns
-    /// how many. One that a session of this or another server has open stays. Blocks while it deletes.
+    /// Removes the named workspaces that nobody has used for as long as the limits say, at the time
+    /// `now`, and returns how many. One that a session of this or another server has open stays.
+    /// Blocks while it deletes.
     ///
     /// # Errors
     ///
@@ -164,8 +172,8 @@ impl fmt::Debug for WorkspaceRoot {
     }
 }
 
-/// Refuses a folder that another user has made, as anybody may where all can write: that one could have locks in it held for ever. Root is not kept from
-/// using what is others'.
+/// Refuses a folder of another user, who could hold its locks for ever. Anyone can make one where
+/// all users may write. Root may use the folders of others.
 fn check_owner(folder: &Path) -> io::Result<()> {
     let (own, owner) = (rustix::process::geteuid().as_raw(), fs::metadata(folder)?.uid());
     if own == 0 || [own, 0].contains(&owner) {
@@ -316,10 +324,12 @@ impl Drop for RootInner {
     }
 }
 
-/// Finds a name for this server that none has had, and locks it. The caller holds the lock of the folder.
+/// Finds a name for this server that none has had, and locks it. The caller holds the lock of the
+/// folder.
 fn register(private: &Dir) -> io::Result<(String, File)> {
     loop {
-        // Process ids repeat, above all in containers; times do not, once the loop has seen to equal ones.
+        // Process ids repeat, above all in containers; times do not, once the loop has seen to
+        // equal ones.
         let nanos = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let instance = format!("{}-{nanos:x}", std::process::id());
         let mut options = OpenOptions::new();
@@ -336,8 +346,8 @@ fn register(private: &Dir) -> io::Result<(String, File)> {
     }
 }
 
-/// Moves what dead servers have left in `private` to `own`, where it can be deleted at leisure, and would be found
-/// again if this server died as well. The caller holds the lock of the folder.
+/// Moves what dead servers have left in `private` to `own`, where it can be deleted at leisure, and
+/// would be found again if this server died as well. The caller holds the lock of the folder.
 fn adopt_dead(private: &Dir, instance: &str, own: &Dir) -> io::Result<Vec<String>> {
     let mut folders = Vec::new();
     let mut living = vec![instance.to_owned()];

@@ -386,7 +386,8 @@ fn a_private_workspace_goes_with_its_last_reference() {
     let mut writer = workspace.begin_write("a/b", None).unwrap();
     writer.write_at(0, b"1").unwrap();
     put(&workspace, "c/d/e", b"1").unwrap();
-    // Foreign code may lock its folders and nest them deeper than a stack or the open files would allow.
+    // Foreign code may lock its folders and nest them deeper than a stack or the open files would
+    // allow.
     let mut deep = path.clone();
     for _ in 0..200 {
         deep.push("d");
@@ -541,8 +542,8 @@ fn leftovers_of_a_dead_server_are_removed_and_those_of_a_living_one_are_not() {
     let living = root(&dir, 1 << 20);
     let workspace = living.private().unwrap();
     put(&workspace, "file", b"1").unwrap();
-    // A dead server: its lock file is there, and nobody holds the lock. One that died while it started or cleaned up
-    // has left a folder only.
+    // A dead server: its lock file is there, and nobody holds the lock. One that died while it
+    // started or cleaned up has left a folder only.
     let private = dir.path().join("private");
     fs::create_dir_all(private.join("77-dead/session/files/a")).unwrap();
     fs::write(private.join("77-dead/session/files/a/b"), b"1").unwrap();

@@ -1,7 +1,8 @@
-//! Folder trees of any depth and width, visited and removed with a bounded stack and few open files.
+//! Folder trees of any depth and width, visited and removed with a bounded stack and few open
+//! files.
 //!
-//! The trees are made by peers and by foreign code, so neither their depth nor their permissions are trusted: nothing
-//! here recurses.
+//! The trees are made by peers and by foreign code, so neither their depth nor their permissions
+//! are trusted: nothing here recurses.
 
 use std::ffi::OsStr;
 use std::io;
@@ -10,7 +11,7 @@ use cap_std::fs::{Dir, DirEntry, FileType, Permissions, PermissionsExt};
 
 use super::MAX_PATH_BYTES;
 
-/// What files take up.
+/// Usage by files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Usage {
     /// Bytes in files.
@@ -34,10 +35,11 @@ impl Usage {
     }
 }
 
-/// Calls `visit` with each entry below `start` (a cleaned path, empty for all of `root`), named from `root` on.
+/// Calls `visit` with each entry below `start` (a cleaned path, empty for all of `root`), named
+/// from `root` on.
 ///
-/// Links are visited and not followed. What cannot be named by a caller (a name that is not UTF-8, or a path too long)
-/// or read is left out, and so is what vanishes meanwhile.
+/// Links are visited and not followed. What cannot be named by a caller (a name that is not UTF-8,
+/// or a path too long) or read is left out, and so is what vanishes meanwhile.
 ///
 /// # Errors
 ///
@@ -80,10 +82,11 @@ pub(super) fn measure(root: &Dir) -> io::Result<Usage> {
     Ok(usage)
 }
 
-/// Removes `name` in `parent`, a file or a folder with all that is in it, and returns what that was.
+/// Removes `name` in `parent`, a file or a folder with all that is in it, and returns what that
+/// was.
 ///
-/// Folders inside are first moved up, to `NAME.1`, `NAME.2` … in `parent`: so depth costs neither stack nor open
-/// files. Links are removed, never followed. What cannot be removed stays.
+/// Folders inside are first moved up, to `NAME.1`, `NAME.2` … in `parent`: so depth costs neither
+/// stack nor open files. Links are removed, never followed. What cannot be removed stays.
 pub(super) fn purge(parent: &Dir, name: &str) -> Usage {
     let mut freed = Usage::default();
     let mut moved = 0_u64;
@@ -136,7 +139,8 @@ pub(super) fn purge(parent: &Dir, name: &str) -> Usage {
     freed
 }
 
-/// Moves `from` in `dir` to `to` in `target`. A folder that its maker has locked is opened up first.
+/// Moves `from` in `dir` to `to` in `target`. A folder that its maker has locked is opened up
+/// first.
 pub(super) fn move_entry(dir: &Dir, from: impl AsRef<OsStr>, target: &Dir, to: &str) -> io::Result<()> {
     let from = from.as_ref();
     match dir.rename(from, target, to) {

@@ -9,7 +9,7 @@ use std::thread;
 use rpc_core::DataType;
 use rpc_core::dlpack::to_bytes;
 use rpc_server::ServerProcess;
-use rpc_server::npy::{read_header, write_header};
+use rpc_server::cli::npy::{read_header, write_header};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
@@ -353,8 +353,25 @@ fn the_doctor_finds_the_step_that_fails() {
     occupant.wait().unwrap();
 }
 
-fn lines(run: Run) -> Vec<Json> {
-    run.ok().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+/// A file that was put into a workspace without a name was gone when the session ended, and the
+/// exit code was 0.
+#[test]
+fn a_workspace_needs_a_name() {
+    let fixture = Fixture::new(&[]);
+    let local = fixture.path("data");
+    std::fs::write(&local, "data").unwrap();
+    let run = fixture.cli("put", &[&local, "--workspace", ""]);
+    assert!(run.code == 2 && run.stderr.contains("--workspace"), "{run:?}");
+}
+
+/// The doctor advised an address without encryption.
+#[test]
+fn the_doctor_asks_for_what_a_certificate_is_checked_by() {
+    for address in ["tls://127.0.0.1:1", "quic://127.0.0.1:1"] {
+        let run = cli(&["doctor", address]);
+        assert!(run.stdout.contains("--ca") && run.stdout.contains("--token-file"), "{run:?}");
+        assert!(!run.stdout.contains("tcp://"), "{run:?}");
+    }
 }
 
 #[test]
@@ -419,7 +436,12 @@ fn a_module_is_sent_unless_the_server_has_it_and_what_goes_wrong_is_told() {
     assert!(remote.code == 1 && remote.stderr.contains("\"none.so\" in the workspace"), "{remote:?}");
     let folder = fixture.cli("functions", &["--module", &fixture.path("")]);
     assert!(folder.code == 1 && folder.stderr.contains("no regular file"), "{folder:?}");
-    assert!(fixture.cli("info", &[]).ok().contains("modules    any, up to 512.00 MiB"));
+    let info = fixture.cli("info", &[]).ok();
+    assert!(info.contains("modules    any, up to 512.00 MiB; none can be loaded: "), "{info}");
+    // The doctor said that such a server works.
+    let doctor = fixture.cli("doctor", &[]);
+    assert!(doctor.code == 1 && doctor.stdout.contains("libtvm_ffi.so"), "{doctor:?}");
+    assert!(doctor.stdout.contains("--tvm-ffi") && !doctor.stdout.contains("works\n"), "{doctor:?}");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! The daemon on a machine with GPUs: with the driver of the tests of `rpc-core`, which stands for NVIDIA's.
+//! The daemon on a machine with GPUs: with the driver of the tests of `rpc-core`, which stands for
+//! NVIDIA's.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,8 @@ use tempfile::TempDir;
 /// What the driver of the tests takes for code: the names of its kernels.
 const KERNELS: &[u8] = b".entry vector_add .entry trap";
 
-/// A folder with the driver and cuBLAS of the tests. `None`, with a word, where there is no C compiler.
+/// A folder with the driver and cuBLAS of the tests. `None`, with a word, where there is no C
+/// compiler.
 fn driver() -> Option<TempDir> {
     let folder = tempfile::tempdir().unwrap();
     let libraries = [
@@ -64,7 +66,8 @@ fn daemon_with(folder: &TempDir, command: &str, args: &[&str], variables: &[(&st
     ServerProcess::spawn(command).unwrap()
 }
 
-/// The variables by which libraries are those of the folder, or none, whatever this machine has itself.
+/// The variables by which libraries are those of the folder, or none, whatever this machine has
+/// itself.
 fn libraries(folder: &Path) -> [(&'static str, PathBuf); 3] {
     [
         ("RPC_CUDA_DRIVER_LIBRARY", folder.join("libcuda.so.1")),
@@ -273,7 +276,8 @@ fn collectives_of_a_session_move_data_between_gpus() {
     drop(error.unwrap());
     let error = session.sync_all().wait().unwrap_err().to_string();
     assert!(error.contains("cpu"), "{error}");
-    // A group that breaks is made anew, with NCCL again; and host memory is there for who asks for it.
+    // A group that breaks is made anew, with NCCL again; and host memory is there for who asks for
+    // it.
     session.abort_ccl("enough").unwrap();
     session.reinit_ccl().wait().unwrap();
     let again = session.broadcast(&x, None, Scope::World).unwrap();
@@ -284,7 +288,8 @@ fn collectives_of_a_session_move_data_between_gpus() {
     session.shutdown().wait().unwrap();
 }
 
-/// What a test of this process needs the libraries for, in a process of their own: this test again. `None` in the one that has them not.
+/// What a test of this process needs the libraries for, in a process of their own: this test again.
+/// `None` in the one that has them not.
 fn with_libraries(test: &str) -> Option<()> {
     const HERE: &str = "RPC_TESTS_HAS_LIBRARIES";
     if std::env::var_os(HERE).is_some() {
@@ -310,7 +315,7 @@ fn nodes_on_gpus(readers: [bool; 2]) -> DiscoSession {
         let registry = Registry::new();
         disco::register(&registry);
         registry.add("middle_rows", |weight: Shared<WeightReader>| weight.0.read_range(0, 1..3));
-        let devices = rpc_server::gpu::devices(&registry);
+        let devices = rpc_server::isolate::gpu::devices(&registry);
         let node = LocalSession::builder(registry).devices(devices);
         Session::new(if may_read { node.extension(Arc::new(WeightFolders::anywhere())) } else { node }.build())
     });
@@ -319,7 +324,8 @@ fn nodes_on_gpus(readers: [bool; 2]) -> DiscoSession {
     session
 }
 
-/// Workers that read for others, workers that get what others read, and those that get all from the controller.
+/// Workers that read for others, workers that get what others read, and those that get all from the
+/// controller.
 #[test]
 fn weights_come_to_gpus_whoever_reads_them() {
     let Some(()) = with_libraries("cuda::weights_come_to_gpus_whoever_reads_them") else { return };
@@ -373,7 +379,8 @@ fn what_is_lost_on_a_gpu_is_told_by_a_sync_and_poisons_what_came_of_it() {
     let lost = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
     let behind = session.allreduce(&lost, None, ReduceOp::Sum, Scope::World).unwrap();
     let unconcerned = session.get_global_func("rpc.info").unwrap();
-    // The workers have given both to their devices. One that waits for them hears of the loss, and leaves it to the sync to tell what is lost.
+    // The workers have given both to their devices. One that waits for them hears of the loss, and
+    // leaves it to the sync to tell what is lost.
     session.barrier(Scope::World).unwrap();
     session.abort_ccl("enough").unwrap();
     let error = session.sync_all().wait().unwrap_err().to_string();
@@ -415,7 +422,8 @@ fn groups_are_split_and_what_is_missing_is_told() {
     assert!(error.contains("workers 0 and 1 are threads of one process with device 1 for both"), "{error}");
     session.init_ccl("nccl", &[0, 1]).wait().unwrap();
     session.shutdown().wait().unwrap();
-    // Without the library the workers say where they have looked for it, and the others have theirs.
+    // Without the library the workers say where they have looked for it, and the others have
+    // theirs.
     std::fs::remove_file(folder.path().join("libnccl.so.2")).unwrap();
     let without = server(&folder, &[]);
     let session = SocketSession::new([without.address()], 2, 1).options(as_threads()).start().wait().unwrap();
@@ -506,7 +514,8 @@ fn check_collectives(session: &DiscoSession) {
     }
 }
 
-/// The last worker is killed while collectives are under way: the session ends with that, and leaves nobody behind.
+/// The last worker is killed while collectives are under way: the session ends with that, and
+/// leaves nobody behind.
 fn check_loss(session: DiscoSession) {
     let last = WorkerId(session.num_workers() - 1);
     let info = session.get_global_func("rpc.info").unwrap().call(()).unwrap();
@@ -524,7 +533,8 @@ fn check_loss(session: DiscoSession) {
     _ = session.shutdown().wait();
 }
 
-/// On what this machine has itself: with one GPU two ranks share it, which NCCL 2.30 and later allow for tests; older ones have one rank.
+/// On what this machine has itself: with one GPU two ranks share it, which NCCL 2.30 and later
+/// allow for tests; older ones have one rank.
 #[test]
 fn collectives_on_the_gpus_of_this_machine() {
     let folder = tempfile::tempdir().unwrap();
@@ -576,7 +586,8 @@ fn collectives_of_a_worker_in_a_process() {
 #[test]
 fn settings_that_do_not_go_with_processes_do_without_gpus() {
     let Some(folder) = driver() else { return };
-    // Of a limit for all, sessions in processes would each need a share, and nobody has asked for processes.
+    // Of a limit for all, sessions in processes would each need a share, and nobody has asked for
+    // processes.
     let server = server(&folder, &["--max-total-memory", "8GiB"]);
     let session = connect(&server);
     assert_eq!(info(&session).pid, server.id());

@@ -24,7 +24,7 @@ impl Fixture {
         let folder = tempfile::tempdir().unwrap();
         let mut config = config(&folder);
         change(&mut config);
-        let running = RpcServer::builder().registry(registry).config(config).build().start().await.unwrap();
+        let running = RpcServer::new(registry).config(config).start().await.unwrap();
         Self { running, folder }
     }
 
@@ -153,7 +153,8 @@ async fn a_private_workspace_goes_with_its_session_and_a_named_one_stays() {
     drop((first, second));
     fixture.running.drain().await;
     drop(fixture.running);
-    // Dropping the server waits for the folders to be removed, once the sessions' last references are gone.
+    // Dropping the server waits for the folders to be removed, once the sessions' last references
+    // are gone.
     let empty = async {
         while std::fs::read_dir(fixture.folder.path().join("work/private")).unwrap().next().is_some() {
             tokio::task::yield_now().await;
@@ -170,7 +171,7 @@ async fn the_ready_file_names_the_bound_addresses_and_goes_with_the_server() {
     let mut config = config(&folder);
     config.listen.push("tcp://127.0.0.1:0".parse().unwrap());
     config.ready_file = Some(ready.clone());
-    let running = RpcServer::builder().config(config).build().start().await.unwrap();
+    let running = RpcServer::default().config(config).start().await.unwrap();
     let expected: String = running.addresses().iter().map(|address| format!("{address}\n")).collect();
     assert_eq!(std::fs::read_to_string(&ready).unwrap(), expected);
     drop(running);
@@ -185,7 +186,7 @@ async fn a_server_that_cannot_start_says_why_and_leaves_no_ready_file() {
         let mut config = config(&folder);
         config.ready_file = Some(ready.clone());
         change(&mut config);
-        RpcServer::builder().config(config).build().start().await.map(drop).unwrap_err()
+        RpcServer::default().config(config).start().await.map(drop).unwrap_err()
     };
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp://{}", taken.local_addr().unwrap());
@@ -202,7 +203,7 @@ async fn a_server_that_cannot_start_says_why_and_leaves_no_ready_file() {
 async fn a_program_without_the_hook_cannot_isolate_sessions() {
     let folder = tempfile::tempdir().unwrap();
     let config = ServeConfig { isolate: Isolate::Process, ..config(&folder) };
-    let error = RpcServer::builder().config(config).build().start().await.unwrap_err();
+    let error = RpcServer::default().config(config).start().await.unwrap_err();
     assert!(matches!(error, ServeError::Config(ConfigError::NoIsolationHook)), "{error:?}");
 }
 

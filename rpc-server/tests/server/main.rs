@@ -1,4 +1,5 @@
-//! Tests of the server as a library and of the programs `rpc-server` and `rpc-cli`: one binary, since each one links for seconds.
+//! Tests of the server as a library and of the programs `rpc-server` and `rpc-cli`: one binary,
+//! since each one links for seconds.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 

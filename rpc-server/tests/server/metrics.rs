@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use rpc_core::{DataType, Device, ErrorKind, Registry, RpcError, Session};
 use rpc_server::config::{ServeConfig, ServeError};
-use rpc_server::{RpcServer, Running, exit};
+use rpc_server::server::exit_code;
+use rpc_server::{RpcServer, Running};
 use rpc_transports::Connector;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::Notify;
@@ -52,7 +53,7 @@ impl Fixture {
             ..ServeConfig::default()
         };
         change(&mut config);
-        let running = RpcServer::builder().registry(registry).config(config).build().start().await.unwrap();
+        let running = RpcServer::new(registry).config(config).start().await.unwrap();
         Self { running, _folder: folder }
     }
 
@@ -307,9 +308,9 @@ async fn an_address_that_is_taken_is_named() {
         metrics: Some(address.to_string().parse().unwrap()),
         ..ServeConfig::default()
     };
-    let error = RpcServer::builder().config(config).build().start().await.unwrap_err();
+    let error = RpcServer::default().config(config).start().await.unwrap_err();
     assert!(matches!(error, ServeError::Metrics { .. }) && error.to_string().contains(&address.to_string()), "{error}");
-    assert_eq!(exit::of_server(&Err(error)), exit::UNAVAILABLE);
+    assert_eq!(exit_code::of_server(&Err(error)), exit_code::UNAVAILABLE);
 }
 
 #[test]

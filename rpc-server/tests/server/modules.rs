@@ -1,5 +1,5 @@
-//! Native modules of clients, as far as a server gets without the library that loads them: what it takes, what it refuses,
-//! and what it says.
+//! Native modules of clients, as far as a server gets without the library that loads them: what it
+//! takes, what it refuses, and what it says.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use disco::{Hosting, Options, SocketSession};
 use rpc_core::client::Files;
 use rpc_core::client::{Digest, Modules};
-use rpc_core::{ErrorKind, Pack, Registry, RpcError, Session};
+use rpc_core::{ErrorKind, Pack, RpcError, Session};
 use rpc_server::builtins::{ModulesInfo, ServerInfo};
 use rpc_server::config::{ByteSize, ConfigError, Isolate, ServeConfig, ServeError};
 use rpc_server::modules::{ModuleError, hash};
@@ -57,7 +57,7 @@ async fn try_start(folder: &TempDir, change: impl FnOnce(&mut ServeConfig)) -> R
         ..ServeConfig::default()
     };
     change(&mut config);
-    RpcServer::builder().registry(Registry::new()).config(config).build().start().await
+    RpcServer::default().config(config).start().await
 }
 
 fn digest_of(content: &[u8]) -> Digest {

@@ -1,4 +1,5 @@
-//! Servers that load native code, with the real TVM-FFI: from the shell and from programs, and when that code is broken.
+//! Servers that load native code, with the real TVM-FFI: from the shell and from programs, and when
+//! that code is broken.
 #[allow(dead_code, unreachable_pub, reason = "other tests use more of it")]
 #[path = "../../../tests/src/tvm_ffi.rs"]
 mod tvm_ffi;

@@ -1,4 +1,5 @@
-//! Servers as nodes of Disco sessions: `rpc-server worker`, `rpc-server serve` behind a tracker, and workers in processes of their own.
+//! Servers as nodes of Disco sessions: `rpc-server worker`, `rpc-server serve` behind a tracker,
+//! and workers in processes of their own.
 
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
@@ -94,7 +95,7 @@ fn nodes_and_controller_prove_themselves_to_each_other() {
     let folder = tempfile::tempdir().unwrap();
     let secret = "disco 0123456789abcdef0123456789abcdef";
     let file = folder.path().join("token");
-    rpc_server::pki::token::store(secret, &file).unwrap();
+    rpc_server::pki::token_file::store(secret, &file).unwrap();
     let file = file.to_str().unwrap();
     let tokens = Tokens::parse(secret).unwrap();
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
@@ -203,7 +204,8 @@ fn write_weights(folder: &TempDir) {
     std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
 }
 
-/// What `--weights` names holds for sessions in processes of their own as for those in the server's, wherever their workers are.
+/// What `--weights` names holds for sessions in processes of their own as for those in the
+/// server's, wherever their workers are.
 #[test]
 fn workers_of_isolated_sessions_read_the_folders_of_the_server_alone() {
     let [folder, inside, outside] = [(); 3].map(|()| tempfile::tempdir().unwrap());

@@ -60,6 +60,22 @@ fn a_server_that_listens_nowhere_is_reached_by_way_of_a_relay() {
     }
 }
 
+/// The doctor asked relays for a session without a name, and called them broken.
+#[test]
+fn the_doctor_knows_a_relay_from_a_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let relay = start("relay", &folder, &LOOPBACK);
+    let (code, text) = cli(&["doctor", relay.address()]);
+    assert!(code == 2 && text.contains("it is a relay") && text.contains("/NAME"), "{text}");
+    let board = format!("{}/board7", relay.address());
+    let (code, text) = cli(&["doctor", &board]);
+    assert!(code != 0 && text.contains(&format!("--relay {board}")), "{text}");
+    let unused = format!("unix:{}", folder.path().join("unused").display());
+    let _server = start("serve", &folder, &["--relay", &board, "--capacity", "2", "--listen", &unused]);
+    let text = until(&["doctor", &board], |code, _| code == 0);
+    assert!(text.contains("'board7' waits at the relay") && text.contains("works"), "{text}");
+}
+
 #[test]
 fn a_tracker_gives_out_servers_that_wait_at_a_relay() {
     let folder = tempfile::tempdir().unwrap();

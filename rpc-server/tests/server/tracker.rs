@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use rpc_core::{DeviceType, ErrorKind, Pack, Registry, RemoteObject, RpcError, Session, Target, Value};
 use rpc_server::config::{ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig};
+use rpc_server::pki::trust::ClientTrust;
 use rpc_server::tracker::{RunningTracker, Tracker};
-use rpc_server::trust::ClientTrust;
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{
     Grant, HolderState, LossReason, Reach, Registered, Registration, Renewed, Returned, ServerRequest, ServerStatus,
@@ -73,7 +73,7 @@ impl Pool {
             ..ServeConfig::default()
         };
         change(&mut config);
-        RpcServer::builder().registry(registry()).config(config).build().start().await.unwrap()
+        RpcServer::new(registry()).config(config).start().await.unwrap()
     }
 
     fn summary(&self) -> Summary {
@@ -105,7 +105,8 @@ impl Pool {
         self.until(|summary| of_key(summary, key).map(|server| server.free).sum::<u32>() == places).await
     }
 
-    /// Stops the tracker, and starts another one at the same address, which has to be one that nobody else takes meanwhile.
+    /// Stops the tracker, and starts another one at the same address, which has to be one that
+    /// nobody else takes meanwhile.
     async fn restart(&mut self) {
         self.tracker.take().unwrap().server.drain().await;
         self.tracker = Some(Tracker::start(&self.config).await.unwrap());
@@ -197,7 +198,7 @@ async fn several_servers_come_together_or_not_at_all() {
     let request = ServerRequest::new("h100").count(3).timeout(Duration::from_millis(1));
     let error = client.request_many(&request).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
-    assert!(error.message().contains("3 places") && error.message().contains("have 2"), "{error}");
+    assert!(error.message().contains("3 slots") && error.message().contains("have 2"), "{error}");
     assert!(pool.summary().queue.is_empty());
 }
 
@@ -249,7 +250,8 @@ async fn nobody_comes_in_without_a_good_ticket() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_ticket_that_nobody_uses_expires_and_the_place_comes_back() {
-    // In whole milliseconds, which clocks count, that is none: by the time that the client is there it is too late, each time.
+    // In whole milliseconds, which clocks count, that is none: by the time that the client is there
+    // it is too late, each time.
     let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_nanos(1))).await;
     let server = pool.server("board", |_| {}).await;
     let client = pool.client().await;
@@ -424,7 +426,7 @@ async fn too_much_of_anything_is_refused_by_name() {
             "length of a virtual device",
         ),
         ((0..100).fold(ServerRequest::any(), |request, at| request.label(&at.to_string(), "")), "labels"),
-        (ServerRequest::any().count(1 << 20), "places of a request"),
+        (ServerRequest::any().count(1 << 20), "slots of a request"),
     ] {
         let error = client.request_many(&request).await.unwrap_err();
         assert!(error.message().starts_with(limit), "{error}");
@@ -458,7 +460,7 @@ async fn under_a_hop_tracker_and_server_are_reached_from_there() {
         allow_forward: vec!["tcp://127.0.0.1:*".to_owned()],
         ..ServeConfig::default()
     };
-    let gateway = RpcServer::builder().config(gateway).build().start().await.unwrap();
+    let gateway = RpcServer::default().config(gateway).start().await.unwrap();
     let connector = Connector::new().via(&gateway.addresses()[0].to_string());
     let session = connector.connect(&pool.key("board")).await.unwrap();
     works(&session).await;
@@ -517,7 +519,7 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     let _: Pack<Renewed> = renew.call((&kept[0], Pack(wild))).await.unwrap();
     let wait = session.get_function(functions::WAIT).await.unwrap();
     let error = wait.call::<Value>((&kept[0],)).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "a registration is no place in the queue: {error}");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "a registration is no claim: {error}");
     let error = register.call::<Value>((Pack("nonsense"),)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
 
@@ -526,7 +528,7 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     pool.until(|summary| summary.servers.is_empty()).await;
 }
 
-/// Asks for a place, and gives it back at once.
+/// Requests a slot and gives it back at once.
 async fn pass_through(session: &Session, request: ServerRequest) -> Vec<Grant> {
     let ask = session.get_function(functions::REQUEST).await.unwrap();
     let place: RemoteObject = ask.call((Pack(request),)).concurrent().await.unwrap();
@@ -718,11 +720,11 @@ async fn a_scraper_sees_places_and_requests() {
     let text = scrape(metrics).await;
     for line in [
         "rpc_tracker_servers 1",
-        "rpc_tracker_places 2",
-        "rpc_tracker_places_free 1",
+        "rpc_tracker_slots 2",
+        "rpc_tracker_slots_free 1",
         "rpc_tracker_requests_waiting 1",
-        "# TYPE rpc_tracker_places_granted_total counter",
-        "rpc_tracker_places_granted_total 1",
+        "# TYPE rpc_tracker_slots_granted_total counter",
+        "rpc_tracker_slots_granted_total 1",
         "rpc_calls_total{function=\"tracker.register\",outcome=\"ok\"} 1",
     ] {
         assert!(text.lines().any(|other| other == line), "{line} in {text}");
@@ -731,7 +733,8 @@ async fn a_scraper_sees_places_and_requests() {
     drop(loan);
 }
 
-/// Once, each answer was made of a copy of all that the servers tell of themselves, however much that was.
+/// Once, each answer was made of a copy of all that the servers tell of themselves, however much
+/// that was.
 #[tokio::test(flavor = "multi_thread")]
 async fn servers_that_tell_much_of_themselves_are_not_granted_in_any_number() {
     let pool = Pool::new().await;

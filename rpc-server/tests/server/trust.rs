@@ -115,7 +115,8 @@ fn certificates_let_in_over_tls_and_quic() {
     for address in &server.addresses {
         let (ca, cert, key) = (place.pki("ca.pem"), place.pki("client.pem"), place.pki("client.key"));
         assert_eq!(ok(echo(address, &["--ca", &ca, "--cert", &cert, "--cert-key", &key])), "42\n");
-        // No certificate; one by somebody else; a server that somebody else vouches for; nothing at all.
+        // No certificate; one by somebody else; a server that somebody else vouches for; nothing at
+        // all.
         let refused = echo(address, &["--ca", &ca]);
         assert!(refused.status.code() == Some(77) && said(&refused).contains("--cert"), "{}", said(&refused));
         let (cert, key) = (stranger.pki("client.pem"), stranger.pki("client.key"));
@@ -162,7 +163,7 @@ fn a_token_is_enough_and_can_be_changed_while_the_server_runs() {
     server.await_log("have been read again");
     std::fs::write(place.path("tokens"), "too short\n").unwrap();
     server.hang_up();
-    server.await_log("stay as they were");
+    server.await_log("the old ones stay in use");
     for address in &server.addresses {
         assert_eq!(echo(address, &["--token-file", &first]).status.code(), Some(77));
         assert_eq!(ok(echo(address, &["--token-file", &second])), "42\n");
@@ -271,7 +272,7 @@ fn a_server_that_others_could_reach_says_what_is_missing() {
     assert!(place.refused(&["--listen", "tls://127.0.0.1:0", "--cert", &cert]).contains("--cert-key"));
     // A file that anybody can read is no secret.
     let mut server = place.serve(&["tcp://0.0.0.0:0"], &["--insecure"]);
-    server.await_log("nobody makes sure of who they are");
+    server.await_log("without proof of identity");
     place.serve(&["quic://0.0.0.0:0"], &["--token-file", &tokens]);
 }
 

@@ -12,7 +12,7 @@ use clap::Parser;
 use rpc_core::{DataType, Device, Lane, Registry, RemoteObject, Session, Shared};
 use rpc_server::config::{RelaySettings, ServeSettings, TrackerSettings};
 use rpc_server::isolate;
-use rpc_server::relay::Relay;
+use rpc_server::server::Relay;
 use rpc_server::server::RpcServer;
 use rpc_server::tracker::Tracker;
 use rpc_tests::functions;
@@ -73,7 +73,7 @@ fn registry() -> Registry {
 
 fn serve(registry: Registry, program: Program<ServeSettings>) {
     let config = program.settings.resolve().unwrap();
-    let reason = RpcServer::builder().registry(registry).config(config).build().run_blocking().unwrap();
+    let reason = RpcServer::new(registry).config(config).run_blocking().unwrap();
     std::process::exit(reason.exit_code().into());
 }
 

@@ -94,8 +94,7 @@ impl Origin {
             workdir: folder.path().join("work"),
             ..ServeConfig::default()
         };
-        let running =
-            RpcServer::builder().registry(functions::registry()).config(config).build().start().await.unwrap();
+        let running = RpcServer::new(functions::registry()).config(config).start().await.unwrap();
         let address = running.addresses()[0].to_string();
         let observer = Calls::to(&address).await;
         Self { running, address, observer, _folder: folder }

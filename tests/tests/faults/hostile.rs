@@ -19,7 +19,7 @@ use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
 use rpc_core::{DataType, Device, ErrorKind, Lane, Operation, Packed, RemoteObject, Request, RpcError};
 use rpc_server::config::ServeConfig;
 use rpc_server::server::RpcServer;
-use rpc_server::session::SessionWorkspace;
+use rpc_server::server::SessionWorkspace;
 use rpc_tests::forwarder::{Random, UdpForwarder, Weather};
 use rpc_tests::functions;
 use rpc_tests::scene::on_thread;
@@ -822,7 +822,7 @@ async fn no_path_leads_out_of_a_workspace(scheme: &str) {
         workdir: folder.path().join("work"),
         ..ServeConfig::default()
     };
-    let running = RpcServer::builder().registry(registry).config(config).build().start().await.unwrap();
+    let running = RpcServer::new(registry).config(config).start().await.unwrap();
     let address = running.addresses()[0].to_string();
     let neighbour = soon("connect", Connector::new().connect(&address)).await.unwrap();
     soon("put", Files::new(&neighbour).put_bytes("private", "neighbour")).await.unwrap();

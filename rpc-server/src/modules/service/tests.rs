@@ -12,11 +12,11 @@ use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
 
 /// Loads nothing: a module whose function tells what it has been given.
 #[derive(Default)]
-struct Pretence {
+struct FakeLoader {
     loads: AtomicUsize,
 }
 
-impl NativeLoader for Pretence {
+impl NativeLoader for FakeLoader {
     fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
         self.loads.fetch_add(1, Ordering::Relaxed);
         let content = fs::read_to_string(file).map_err(RpcError::from)?;
@@ -24,6 +24,10 @@ impl NativeLoader for Pretence {
             return Err(RpcError::invalid_argument(format!("{name} is broken")));
         }
         Ok(Arc::new(FunctionModule::new(name).add("content", move || content.clone())))
+    }
+
+    fn check_library(&self) -> Result<()> {
+        Ok(())
     }
 
     fn register_globals(&self, _: &Registry) -> Result<usize> {
@@ -34,7 +38,7 @@ impl NativeLoader for Pretence {
 /// A session with a workspace that takes modules.
 struct Fixture {
     session: Session,
-    pretence: Arc<Pretence>,
+    pretence: Arc<FakeLoader>,
     folder: tempfile::TempDir,
 }
 
@@ -43,7 +47,7 @@ impl Fixture {
         let folder = tempfile::tempdir().unwrap();
         let store = folder.path().join("modules");
         let store = ModuleStore::open(&store, StoreLimits::default(), admitted.map(Arc::new)).unwrap();
-        let pretence = Arc::new(Pretence::default());
+        let pretence = Arc::new(FakeLoader::default());
         let service = Arc::new(ModuleService::new(store, pretence.clone()));
         let workspace = WorkspaceRoot::open(folder.path(), WorkspaceLimits::default()).unwrap().private().unwrap();
         let registry = Registry::new();

@@ -1,5 +1,5 @@
-//! The chart of the last hour, as SVG: a bar for the places in use in each minute, the line of all places above them, and
-//! below how many requests waited.
+//! The chart of the last hour, as SVG: a bar for the slots in use in each minute, the line of all
+//! slots above them, and below how many requests waited.
 
 use std::fmt::{self, Write};
 
@@ -24,10 +24,10 @@ pub(super) fn write(to: &mut String, history: &[Sample]) -> fmt::Result {
     write!(
         to,
         r#"<section id="chart">
-<h2>Last hour <span class="legend"><span class="in-use">in use</span> <span class="places">places</span> <span class="waits">waiting</span></span></h2>
+<h2>Last hour <span class="legend"><span class="in-use">in use</span> <span class="slots">slots</span> <span class="waits">waiting</span></span></h2>
 <div class="plot">
 <div class="scale"><span>{most}</span><span>0</span></div>
-<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" aria-label="Places in use, minute by minute">
+<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" aria-label="Slots in use, minute by minute">
 <line class="ground" x1="0" x2="{width}" y1="{HEIGHT}" y2="{HEIGHT}"/>
 "#
     )?;
@@ -64,7 +64,7 @@ pub(super) fn write(to: &mut String, history: &[Sample]) -> fmt::Result {
     }
     write!(
         to,
-        r#"<polyline class="places" points="{}"/>
+        r#"<polyline class="slots" points="{}"/>
 </svg>
 <div class="times"><span>60 min ago</span><span>30 min ago</span><span>now</span></div>
 </div>

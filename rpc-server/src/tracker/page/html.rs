@@ -5,9 +5,10 @@ use std::fmt::{self, Display, Write};
 use rpc_transports::tracker::{Loss, QueueEntry, Reach, ServerSummary, Summary};
 
 use super::chart;
-use crate::tracker::words::{for_people, has, holder, lost, wanted};
+use crate::tracker::display::{for_people, has, holder, lost, wanted};
 
-/// Text that is written with its special characters escaped, in content and in quoted attributes alike.
+/// Text that is written with its special characters escaped, in content and in quoted attributes
+/// alike.
 pub(super) struct Text<T>(pub(super) T);
 
 impl<T: Display> Display for Text<T> {
@@ -27,7 +28,7 @@ impl Write for Escape<'_, '_> {
                 '>' => self.0.write_str("&gt;")?,
                 '"' => self.0.write_str("&quot;")?,
                 '\'' => self.0.write_str("&#39;")?,
-                // Others could turn the text around, and HTML has no place for them.
+                // Characters that change the direction of text, and those that HTML cannot show.
                 char if char.is_control() || is_directional(char) => self.0.write_char('\u{fffd}')?,
                 char => self.0.write_char(char)?,
             }
@@ -82,14 +83,14 @@ fn write_page(to: &mut String, summary: &Summary) -> fmt::Result {
 }
 
 fn figures(to: &mut String, summary: &Summary, free: u64) -> fmt::Result {
-    let places: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
+    let slots: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
     let held: usize = summary.servers.iter().map(|server| server.holders.len()).sum();
     let missing = summary.servers.iter().filter(|server| matches!(server.reach, Reach::Unreachable { .. })).count();
     let granted: u64 = summary.history.iter().map(|sample| u64::from(sample.granted)).sum();
     to.write_str("<dl id=\"figures\">\n")?;
     for (id, name, number, note) in [
         ("servers", "servers", summary.servers.len() as u64, missing_note(missing)),
-        ("free", "places free", free, format!("of {places}")),
+        ("free", "slots free", free, format!("of {slots}")),
         ("held", "in use", held as u64, String::new()),
         ("waiting", "requests waiting", summary.queue.len() as u64, String::new()),
         ("granted", "granted in the last hour", granted, String::new()),
@@ -240,8 +241,8 @@ mod tests {
         let escaped = "&lt;/td&gt;&lt;script&gt;alert(1)&lt;/script&gt;&lt;img src=x onerror=&#39;alert(2)&#39;&gt;&quot; \
                        onmouseover=&quot;alert(3)&amp;\u{fffd}\u{fffd}";
         assert_eq!(Text(EVIL).to_string(), escaped);
-        // A key, a name, a client, a label of two, a device, an address of two, a reason; a client, a key, a label of two, a
-        // device; a name, a key, a peer, a reason.
+        // A key, a name, a client, a label of two, a device, an address of two, a reason; a client,
+        // a key, a label of two, a device; a name, a key, a peer, a reason.
         assert_eq!(page.matches(escaped).count(), 9 + 5 + 4, "{page}");
         assert_eq!(page.matches("alert(1)").count(), 9 + 5 + 4);
         assert!(!page.contains(EVIL) && page.matches("<script").count() == 1 && !page.contains("<img"), "{page}");

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus, Use};
 
-use super::{ClaimId, Event, Offer, Place, Policy, Scheduler, ServerId};
+use super::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, ServerId};
 
 const LEASE: Duration = Duration::from_secs(10);
 const TICKET: Duration = Duration::from_secs(20);
@@ -97,9 +97,9 @@ struct ModelServer {
     /// Tickets that it would take: whose, and until when.
     tickets: BTreeMap<u64, (ClaimId, u64)>,
     spent: Vec<u64>,
-    /// What it has said and the tracker has not heard.
+    /// Reports that the tracker has not received yet.
     said: VecDeque<ServerStatus>,
-    /// What the tracker has heard of, and what it has granted since.
+    /// State that the tracker knows, with its grants since.
     known_uses: usize,
     known_granted: BTreeMap<u64, (ClaimId, u64)>,
 }
@@ -109,12 +109,12 @@ impl ModelServer {
         now.duration_since(self.started).as_millis() as u64
     }
 
-    /// How many more clients it could have without being shared.
+    /// Number of further clients that it could have without sharing.
     fn room(&self) -> u32 {
         self.offer.capacity.saturating_sub((self.uses.len() + self.tickets.len()) as u32)
     }
 
-    /// How many places are free as far as the tracker can know.
+    /// Number of free slots as far as the tracker can know.
     fn free(&self) -> u32 {
         self.offer.capacity.saturating_sub((self.known_uses + self.known_granted.len()) as u32)
     }
@@ -273,9 +273,9 @@ impl Model {
             }
             Step::GiveBack(at) => {
                 if let Some((id, serial, claim)) = self.ticket_at(at) {
-                    let place = &[(id, serial)];
-                    assert_eq!(self.scheduler.give_back(now, ClaimId(u64::MAX), place), 0, "somebody else's place");
-                    assert_eq!(self.scheduler.give_back(now, claim, place), 1);
+                    let slot = &[(id, serial)];
+                    assert_eq!(self.scheduler.give_back(now, ClaimId(u64::MAX), slot), 0, "somebody else's slot");
+                    assert_eq!(self.scheduler.give_back(now, claim, slot), 1);
                     let server = self.servers.get_mut(&id).unwrap();
                     server.tickets.remove(&serial);
                     server.known_granted.remove(&serial);
@@ -344,14 +344,14 @@ impl Model {
                 Event::TimedOut { claim, .. } => {
                     assert!(timed_out.insert(claim));
                 }
-                Event::Granted { claim, places } => granted.push((claim, places)),
+                Event::Granted { claim, slots } => granted.push((claim, slots)),
             }
         }
         assert!(overdue.is_empty(), "servers are still there whose lease is over: {overdue:?}");
 
         let before = self.waiting.clone();
-        for (claim, places) in &granted {
-            self.take(*claim, places);
+        for (claim, slots) in &granted {
+            self.take(*claim, slots);
         }
         for claim in &timed_out {
             let at = self.waiting.iter().position(|(id, ..)| id == claim).expect("it waited");
@@ -368,19 +368,19 @@ impl Model {
     }
 
     /// A grant: all or nothing, only what suits, and only what is free.
-    fn take(&mut self, claim: ClaimId, places: &[Place]) {
+    fn take(&mut self, claim: ClaimId, slots: &[GrantedSlot]) {
         let at = self.waiting.iter().position(|(id, ..)| *id == claim).expect("only those get something who wait");
         let (_, _, request, _) = self.waiting.remove(at);
-        assert_eq!(places.len(), request.count as usize, "all or nothing");
-        let servers: BTreeSet<_> = places.iter().map(|place| place.server).collect();
-        assert!(!request.distinct || servers.len() == places.len(), "the same server twice");
-        for Place { server, serial, expires_ms } in places {
+        assert_eq!(slots.len(), request.count as usize, "all or nothing");
+        let servers: BTreeSet<_> = slots.iter().map(|slot| slot.server).collect();
+        assert!(!request.distinct || servers.len() == slots.len(), "the same server twice");
+        for GrantedSlot { server, serial, expires_ms } in slots {
             let server = self.servers.get_mut(server).expect("the server is there");
             assert!(server.suits(&request), "{server:?} for {request:?}");
-            assert!(server.free() > 0, "a place that the tracker knows to be taken");
-            assert!(server.room() > 0, "a place was granted twice");
+            assert!(server.free() > 0, "a slot that the tracker knows to be taken");
+            assert!(server.room() > 0, "a slot was granted twice");
             assert!(self.serials.insert(*serial), "a number was used twice");
-            // What was said lately and heard later makes the server's clock look slow, and never fast.
+            // A delayed report makes the server's clock look slow, and never fast.
             let latest = server.clock_ms(self.now) + TICKET.as_millis() as u64;
             assert!(*expires_ms <= latest, "a ticket that is good for too long");
             server.tickets.insert(*serial, (claim, *expires_ms));
@@ -388,23 +388,23 @@ impl Model {
         }
     }
 
-    /// Of two that wait for the same places, the one behind has got none unless the one in front was served too, in the same
-    /// step, or could not be served by all servers together.
+    /// Of two that wait for the same slots, the one behind has got none unless the one in front was
+    /// served too, in the same step, or could not be served by all servers together.
     fn nobody_was_passed_over(
         &self,
         before: &[(ClaimId, u8, ServerRequest, Option<Instant>)],
-        granted: &[(ClaimId, Vec<Place>)],
+        granted: &[(ClaimId, Vec<GrantedSlot>)],
     ) {
-        for (winner, places) in granted {
+        for (winner, slots) in granted {
             let Some((_, _, won, _)) = before.iter().find(|(id, ..)| id == winner) else { continue };
             for (other, _, request, _) in &self.waiting {
                 let in_front = (-request.priority, *other) < (-won.priority, *winner);
                 if !in_front || !self.is_possible(request) {
                     continue;
                 }
-                for Place { server: id, .. } in places {
+                for GrantedSlot { server: id, .. } in slots {
                     let server = &self.servers[id];
-                    // Of a server of which it wants one place only, the rest may be taken.
+                    // Of a server of which it wants one slot only, the rest may be taken.
                     let wants_more = !request.distinct || server.free() == 0;
                     assert!(!(server.suits(request) && wants_more), "{winner:?} passed {other:?} at {id:?}");
                 }
@@ -413,8 +413,8 @@ impl Model {
     }
 
     fn is_possible(&self, request: &ServerRequest) -> bool {
-        let places = |server: &ModelServer| if request.distinct { 1 } else { server.offer.capacity };
-        let all: u32 = self.servers.values().filter(|server| server.suits(request)).map(places).sum();
+        let slots = |server: &ModelServer| if request.distinct { 1 } else { server.offer.capacity };
+        let all: u32 = self.servers.values().filter(|server| server.suits(request)).map(slots).sum();
         all >= request.count
     }
 
@@ -427,11 +427,11 @@ impl Model {
             let suitable = self.servers.iter().filter(|(_, server)| server.suits(request)).map(|(id, _)| *id);
             let usable: Vec<(ServerId, u32)> =
                 suitable.map(|id| (id, if request.distinct { free[&id].min(1) } else { free[&id] })).collect();
-            let total: u32 = usable.iter().map(|(_, places)| places).sum();
-            assert!(total < request.count, "{claim:?} waits for {} of {total} free places", request.count);
+            let total: u32 = usable.iter().map(|(_, slots)| slots).sum();
+            assert!(total < request.count, "{claim:?} waits for {} of {total} free slots", request.count);
             if self.is_possible(request) {
-                for (id, places) in usable {
-                    *free.get_mut(&id).unwrap() -= places;
+                for (id, slots) in usable {
+                    *free.get_mut(&id).unwrap() -= slots;
                 }
             }
         }
@@ -451,12 +451,12 @@ impl Model {
         assert!(self.scheduler.timers.len() <= timers, "timers are left of what there is no more");
         let with_free = self.servers.values().filter(|server| server.free() > 0).count();
         assert_eq!(self.scheduler.pools.values().map(|pool| pool.with_free.len()).sum::<usize>(), with_free);
-        let places = |request: &ServerRequest, server: &ModelServer| {
+        let slots = |request: &ServerRequest, server: &ModelServer| {
             let usable = if request.distinct { 1 } else { server.offer.capacity };
             if server.suits(request) { u64::from(usable) } else { 0 }
         };
         for waiting in self.scheduler.waiting() {
-            let possible: u64 = self.servers.values().map(|server| places(&waiting.request, server)).sum();
+            let possible: u64 = self.servers.values().map(|server| slots(&waiting.request, server)).sum();
             assert_eq!(waiting.possible, possible, "{waiting:?}");
         }
         assert_eq!(self.scheduler.pools.values().map(|pool| pool.servers.len()).sum::<usize>(), self.servers.len());
@@ -464,7 +464,7 @@ impl Model {
         assert_eq!(self.scheduler.queues.values().map(BTreeSet::len).sum::<usize>(), self.waiting.len());
     }
 
-    /// When everybody leaves, all places are free, and nothing is remembered.
+    /// When everybody leaves, all slots are free, and nothing is remembered.
     fn everybody_leaves(&mut self) {
         for id in self.servers.keys().copied().collect::<Vec<_>>() {
             let server = self.servers.get_mut(&id).unwrap();
@@ -477,7 +477,7 @@ impl Model {
             self.scheduler.cancel(self.now, id);
             self.settle();
         }
-        // Tickets that nobody uses: their places are back with the first report after their end.
+        // Tickets that nobody uses: their slots are back with the first report after their end.
         let end = self.now + TICKET;
         while self.now < end {
             self.pass(LEASE / 2);
@@ -486,7 +486,7 @@ impl Model {
             }
         }
         let totals = self.scheduler.totals();
-        assert_eq!(totals.free, totals.capacity, "a place was lost");
+        assert_eq!(totals.free, totals.capacity, "a slot was lost");
         for id in self.servers.keys().copied().collect::<Vec<_>>() {
             assert!(self.scheduler.unregister(self.now, id));
             self.servers.remove(&id);
@@ -537,11 +537,11 @@ fn scheduler() -> (Scheduler, Instant) {
     (Scheduler::new(policy), Instant::now())
 }
 
-fn granted(scheduler: &mut Scheduler) -> Vec<(ClaimId, Vec<Place>)> {
+fn granted(scheduler: &mut Scheduler) -> Vec<(ClaimId, Vec<GrantedSlot>)> {
     let events = std::iter::from_fn(|| scheduler.poll_event());
     events
         .map(|event| match event {
-            Event::Granted { claim, places } => (claim, places),
+            Event::Granted { claim, slots } => (claim, slots),
             other => panic!("{other:?}"),
         })
         .collect()
@@ -590,9 +590,9 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
     let one = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     let two = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     let first = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
-    let [(claim, places)] = &granted(&mut scheduler)[..] else { panic!() };
+    let [(claim, slots)] = &granted(&mut scheduler)[..] else { panic!() };
     assert_eq!(*claim, first);
-    let Place { server: busy, serial, .. } = places[0];
+    let GrantedSlot { server: busy, serial, .. } = slots[0];
 
     let both = scheduler.request(now, "c", ServerRequest::new("k").count(2)).unwrap();
     let single = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
@@ -602,10 +602,10 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
     let served = granted(&mut scheduler);
     assert_eq!(served.len(), 1);
     assert_eq!(served[0].0, both);
-    let servers: BTreeSet<_> = served[0].1.iter().map(|place| place.server).collect();
+    let servers: BTreeSet<_> = served[0].1.iter().map(|slot| slot.server).collect();
     assert_eq!(servers, [one, two].into());
 
-    let Place { server: id, serial, .. } = served[0].1[0];
+    let GrantedSlot { server: id, serial, .. } = served[0].1[0];
     assert_eq!(scheduler.give_back(now, both, &[(id, serial)]), 1);
     assert_eq!(granted(&mut scheduler)[0].0, single);
 }
@@ -623,7 +623,7 @@ fn what_cannot_be_served_holds_nobody_back_until_it_can() {
     scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     let late = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     assert_eq!(granted(&mut scheduler), [], "now it can be, and two are kept for it");
-    let Place { server: id, serial, .. } = served[0].1[0];
+    let GrantedSlot { server: id, serial, .. } = served[0].1[0];
     assert_eq!(scheduler.give_back(now, single, &[(id, serial)]), 1);
     assert_eq!(granted(&mut scheduler)[0].0, many);
     scheduler.cancel(now, late);
@@ -650,11 +650,11 @@ fn places_are_spread_and_servers_that_cannot_be_reached_come_last() {
     );
     scheduler.set_reachable(lost, false);
     scheduler.request(now, "c", ServerRequest::new("k").count(2)).unwrap();
-    let servers: BTreeSet<_> = granted(&mut scheduler)[0].1.iter().map(|place| place.server).collect();
+    let servers: BTreeSet<_> = granted(&mut scheduler)[0].1.iter().map(|slot| slot.server).collect();
     assert_eq!(servers.len(), 2, "{servers:?}");
     scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
-    let [(_, places)] = &granted(&mut scheduler)[..] else { panic!() };
-    assert!([one, two].contains(&places[0].server));
+    let [(_, slots)] = &granted(&mut scheduler)[..] else { panic!() };
+    assert!([one, two].contains(&slots[0].server));
 }
 
 /// A restarted tracker learns from the servers themselves who uses them.
@@ -680,15 +680,15 @@ fn whoever_has_no_time_is_served_at_once_or_told_why_not() {
     assert_eq!(scheduler.next_timeout(), None);
 }
 
-/// Once, a granted place came back some seconds after the ticket's end. A client that came at the last moment, at a server whose
-/// report was slower than that, shared its place with the next one.
+/// Once, a granted slot came back some seconds after the ticket's end. A client that came at the
+/// last moment, at a server whose report was slower than that, shared its slot with the next one.
 #[test]
 fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it() {
     let (mut scheduler, now) = scheduler();
     let id = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
-    let [(_, places)] = &granted(&mut scheduler)[..] else { panic!() };
-    let Place { serial, expires_ms, .. } = places[0];
+    let [(_, slots)] = &granted(&mut scheduler)[..] else { panic!() };
+    let GrantedSlot { serial, expires_ms, .. } = slots[0];
     let next = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
 
     // Half a lease before the end of the ticket, and heard as long after it.
@@ -705,11 +705,11 @@ fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it()
     assert_eq!(granted(&mut scheduler), []);
     let after = ServerStatus { now_ms: expires_ms + 6_000, spent: vec![serial], ..nobody() };
     assert!(scheduler.report(heard, id, &after));
-    let [(claim, places)] = &granted(&mut scheduler)[..] else { panic!() };
+    let [(claim, slots)] = &granted(&mut scheduler)[..] else { panic!() };
     assert_eq!(*claim, next);
 
     // And a ticket that nobody uses.
-    let expires_ms = places[0].expires_ms;
+    let expires_ms = slots[0].expires_ms;
     let last = scheduler.request(heard, "c", ServerRequest::new("k")).unwrap();
     assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms - 1, ..nobody() }));
     assert_eq!(granted(&mut scheduler), []);

@@ -1,0 +1,94 @@
+//! The functions that every server offers, under names that begin with `rpc.`.
+//!
+//! | name | parameters | result |
+//! | --- | --- | --- |
+//! | `rpc.echo` | anything | its first argument, or null |
+//! | `rpc.sleep` | seconds | null, later |
+//! | `rpc.noop` | anything | null; of the default kind, to measure what that costs |
+//! | `rpc.new_object` | | a new object without content |
+//! | `rpc.functions` | | a list of pairs: name, signature |
+//! | `rpc.info` | | [`ServerInfo`], packed |
+//! | `rpc.time_function` | function, number, repeat, min_repeat_ms, warmup, its arguments | seconds per call, a list ([`time_function`]) |
+//! | `rpc.file.begin_write` | path, length or null | a writer |
+//! | `rpc.file.write` | writer, offset, bytes | null |
+//! | `rpc.file.commit`, `rpc.file.abort` | writer | null |
+//! | `rpc.file.open` | path | a reader and the length in bytes |
+//! | `rpc.file.read` | reader, offset, length of up to [`MAX_READ_BYTES`] | bytes, fewer only at the end of the file |
+//! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::client::FileEntry), packed |
+//! | `rpc.file.rm` | path | null |
+//! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
+//! | `rpc.module.begin_upload` | digest, length | an upload |
+//! | `rpc.module.write` | upload, offset, bytes, in order | null |
+//! | `rpc.module.commit` | upload | null |
+//! | `rpc.module.import` | path in the workspace, or absolute at the server | the digest |
+//! | `rpc.module.import_tensor` | digest, a tensor whose bytes are the module | null |
+//! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
+//!
+//! Writers, readers and uploads are objects of the session and go with it.
+//! [`rpc_core::client::Files`] is the client of the file functions, [`rpc_core::client::Modules`]
+//! that of those for modules, which refuse without `--allow-modules`. With them comes the module
+//! loader `tvm_ffi`.
+
+mod files;
+mod info;
+mod modules;
+mod timing;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rpc_core::function::Rest;
+use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Value};
+
+pub use files::MAX_READ_BYTES;
+pub(crate) use files::workspace;
+pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
+pub use timing::{TimeOptions, time_function};
+
+/// Interval at which a sleeping call checks for cancellation.
+const CANCEL_CHECK: Duration = Duration::from_millis(20);
+
+/// Adds the functions of this module to `registry`. Names that are taken are replaced.
+pub fn register(registry: &Registry) {
+    registry
+        .add_inline("rpc.echo", |value: Option<LocalValue>, _: Rest| value.unwrap_or(Value::Null))
+        .add_async("rpc.sleep", sleep)
+        .add("rpc.noop", |_: Rest| ())
+        .add_inline("rpc.new_object", || Shared(Arc::new(Blank)))
+        .add_inline("rpc.functions", |context: Context| {
+            let functions = context.functions().into_iter();
+            functions.map(|(name, signature)| (name, signature.to_string())).collect::<Vec<_>>()
+        });
+    info::register(registry);
+    timing::register(registry);
+    files::register(registry);
+    modules::register(registry);
+}
+
+/// Object without content, made by `rpc.new_object`.
+struct Blank;
+
+async fn sleep(context: Context, seconds: f64) -> rpc_core::Result<()> {
+    let length = Duration::try_from_secs_f64(seconds)
+        .map_err(|_| RpcError::invalid_argument(format!("cannot sleep for {seconds} seconds")))?;
+    // An end that no clock can show is never reached.
+    let end = Instant::now().checked_add(length);
+    // Without a runtime the future has a thread of its own, and may block it.
+    let in_runtime = tokio::runtime::Handle::try_current().is_ok();
+    loop {
+        if context.is_cancelled() {
+            return Err(cancelled());
+        }
+        let left = end.map_or(CANCEL_CHECK, |end| end.saturating_duration_since(Instant::now()));
+        if left.is_zero() {
+            return Ok(());
+        }
+        let step = left.min(CANCEL_CHECK);
+        if in_runtime { tokio::time::sleep(step).await } else { std::thread::sleep(step) }
+    }
+}
+
+/// Returns the error of a cancelled function.
+fn cancelled() -> RpcError {
+    RpcError::new(ErrorKind::Cancelled, "nobody waits for the result any more")
+}

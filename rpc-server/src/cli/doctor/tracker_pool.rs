@@ -1,0 +1,165 @@
+//! Servers of a tracker with a key: what `doctor` reports of `tracker://` addresses.
+
+use rpc_transports::tracker::{LossReason, Reach, ServerSummary, Summary};
+
+use crate::tracker::display::{for_people, lost};
+
+/// Result for a key.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// There are servers; the text describes them.
+    There(String),
+    /// There is no server that a client could get; with the reason and advice.
+    Missing { detail: String, advice: String },
+}
+
+/// Finds the servers with `key`, or with any key.
+pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> Verdict {
+    let suits = |of: &str| key.is_none_or(|key| key == of);
+    let servers: Vec<_> = summary.servers.iter().filter(|server| suits(&server.key)).collect();
+    let named = key.map_or("any key".to_owned(), |key| format!("the key '{key}'"));
+    if servers.is_empty() {
+        return not_registered(summary, key, &named);
+    }
+    let unreachable = |server: &&ServerSummary| match &server.reach {
+        Reach::Unreachable { why } => Some((server.address.join(","), why.clone())),
+        _ => None,
+    };
+    let lost: Vec<_> = servers.iter().filter_map(unreachable).collect();
+    if let (true, Some((address, why))) = (lost.len() == servers.len(), lost.first()) {
+        return Verdict::Missing {
+            detail: format!(
+                "unreachable address: a server with {named} says that it is at {address}, and is not: {why}"
+            ),
+            advice: "correct the address that the server tells (--advertise), its key, or a firewall in between"
+                .to_owned(),
+        };
+    }
+    let slots: u32 = servers.iter().map(|server| server.capacity).sum();
+    let free: u32 = servers.iter().map(|server| server.free).sum();
+    let waiting = summary.queue.iter().filter(|entry| entry.key.is_empty() || suits(&entry.key)).count();
+    Verdict::There(format!(
+        "{} servers with {named}, {free} of {slots} slots free, {waiting} requests waiting",
+        servers.len()
+    ))
+}
+
+fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> Verdict {
+    let loss = summary.losses.iter().find(|loss| key.is_none_or(|key| key == loss.key));
+    if let Some(loss) = loss {
+        let (ago, why) = (for_people(loss.ago_ms), lost(&loss.reason));
+        let advice = match loss.reason {
+            LossReason::Refused { .. } => "correct what the tracker objects to, at the server or at the tracker",
+            LossReason::LeaseExpired => {
+                "look whether the server's machine is up, stopped or overloaded, and at the network in between"
+            }
+            _ => "start the server again; its log says why it left",
+        };
+        let what = match loss.reason {
+            LossReason::Refused { .. } => "not taken",
+            LossReason::LeaseExpired => "lease lost",
+            _ => "gone",
+        };
+        let (name, peer) = (&loss.name, &loss.peer);
+        let detail = format!("{what}: '{name}' with {named} came from {peer}, and {ago} ago: {why}");
+        return Verdict::Missing { detail, advice: advice.to_owned() };
+    }
+    let mut others: Vec<_> = summary.servers.iter().map(|server| server.key.as_str()).collect();
+    others.dedup();
+    let up = for_people(summary.uptime_ms);
+    if others.is_empty() {
+        return Verdict::Missing {
+            detail: format!("never registered: no server with {named} has come in the {up} that the tracker is up"),
+            advice: "start one: rpc-server serve --tracker ADDRESS --tracker-key KEY; its log says what is wrong"
+                .to_owned(),
+        };
+    }
+    others.truncate(8);
+    Verdict::Missing {
+        detail: format!(
+            "key mismatch, or never registered: there is no server with {named}; there are: {}",
+            others.join(", ")
+        ),
+        advice: "correct the key in the address, or --tracker-key at the server, or start the server".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use rpc_transports::tracker::Loss;
+
+    use super::*;
+
+    fn summary() -> Summary {
+        Summary {
+            uptime_ms: 61_000,
+            lease_ms: 10_000,
+            servers: Vec::new(),
+            queue: Vec::new(),
+            losses: Vec::new(),
+            history: Vec::new(),
+        }
+    }
+
+    fn server(key: &str, reach: Reach) -> ServerSummary {
+        ServerSummary {
+            name: "machine".to_owned(),
+            key: key.to_owned(),
+            labels: BTreeMap::new(),
+            devices: Vec::new(),
+            capacity: 2,
+            free: 1,
+            address: vec!["tcp://10.0.0.5:9090".to_owned()],
+            peer: "tcp://10.0.0.5:4".to_owned(),
+            reach,
+            registered_for_ms: 0,
+            heard_ago_ms: 0,
+            holders: Vec::new(),
+        }
+    }
+
+    fn loss(reason: LossReason) -> Loss {
+        Loss {
+            name: "machine".to_owned(),
+            key: "board".to_owned(),
+            address: Vec::new(),
+            peer: "tcp://10.0.0.5:4".to_owned(),
+            ago_ms: 5000,
+            reason,
+        }
+    }
+
+    fn missing(summary: &Summary) -> String {
+        match look_for(summary, Some("board")) {
+            Verdict::Missing { detail, .. } => detail,
+            there => panic!("{there:?}"),
+        }
+    }
+
+    #[test]
+    fn each_reason_has_its_own_words() {
+        assert!(missing(&summary()).starts_with("never registered"));
+        let other = Summary { servers: vec![server("bord", Reach::Reached)], ..summary() };
+        let text = missing(&other);
+        assert!(text.starts_with("key mismatch") && text.ends_with("bord"), "{text}");
+        for (reason, words) in [
+            (LossReason::LeaseExpired, "lease lost"),
+            (LossReason::Gone, "gone"),
+            (LossReason::Refused { why: "max_servers is 1".to_owned() }, "not taken"),
+        ] {
+            let text = missing(&Summary { losses: vec![loss(reason)], ..summary() });
+            assert!(text.starts_with(words) && text.contains("5s ago"), "{text}");
+        }
+        let unreachable = Reach::Unreachable { why: "nobody listens".to_owned() };
+        let text = missing(&Summary { servers: vec![server("board", unreachable.clone())], ..summary() });
+        assert!(text.starts_with("unreachable address") && text.contains("nobody listens"), "{text}");
+        let one_of_two = vec![server("board", unreachable), server("board", Reach::Reached)];
+        let there = look_for(&Summary { servers: one_of_two, ..summary() }, Some("board"));
+        assert_eq!(
+            there,
+            Verdict::There("2 servers with the key 'board', 2 of 4 slots free, 0 requests waiting".to_owned())
+        );
+    }
+}

@@ -1,0 +1,29 @@
+//! Settings of servers, trackers and relays, and their sources.
+//!
+//! Each setting is declared once, in a `settings!` of `serve`, `tracker`, `relay` or `disco_node`.
+//! The declaration gives the flag of the command line, the environment variable (`--max-message` is
+//! `RPC_SERVER_MAX_MESSAGE`), the key in the configuration file (`max-message`), and the default. A
+//! flag overrides the environment, the environment the file, and the file the default.
+
+#[macro_use]
+mod settings;
+
+mod disco_node;
+mod error;
+mod listen_address;
+mod machine_memory;
+mod relay;
+mod serve;
+mod tracker;
+mod units;
+
+pub use disco_node::{WorkerConfig, WorkerSettings};
+pub use error::{ConfigError, ServeError};
+pub use listen_address::ListenAddress;
+pub use relay::{RelayConfig, RelaySettings};
+pub use serve::{Isolate, ServeConfig, ServeSettings};
+pub use tracker::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};
+pub use units::{ByteSize, HttpAddress, OtlpEndpoint, PortRange, Span, UnitError};
+
+#[cfg(test)]
+mod tests;

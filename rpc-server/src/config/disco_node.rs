@@ -1,0 +1,89 @@
+//! Settings of a Disco node that dials its controller: `rpc-server worker`.
+
+use disco::NodePlace;
+use rpc_transports::Address;
+
+use super::units::seconds;
+use super::{ConfigError, Isolate, ServeConfig, ServeSettings, Span};
+
+/// Settings of a node from the command line and the environment. [`resolve`](Self::resolve) makes a
+/// [`WorkerConfig`] of them.
+#[derive(Clone, Debug, clap::Args)]
+#[non_exhaustive]
+pub struct WorkerSettings {
+    /// Address of the controller, such as tls://head.lan:9700. The controller is trusted by
+    /// --forward-ca and --forward-token-file, and may have to prove itself by --token-file
+    #[arg(long, env = "RPC_SERVER_CONTROLLER", value_name = "ADDRESS")]
+    pub controller: Address,
+    /// Number of this node in the session, from 0. Default: from the environment of Open MPI, PMI,
+    /// torchrun or Slurm, or else any number that is free
+    #[arg(long, env = "RPC_SERVER_RANK", value_name = "NUMBER", requires = "nodes")]
+    pub rank: Option<u32>,
+    /// Number of nodes of the session
+    #[arg(long, env = "RPC_SERVER_NODES", value_name = "NUMBER", requires = "rank")]
+    pub nodes: Option<u32>,
+    /// Time limit for reaching the controller, which may not be there yet. Default: 60s
+    #[arg(long, env = "RPC_SERVER_JOIN_TIMEOUT", value_name = "TIME")]
+    pub join_timeout: Option<Span>,
+    /// Take part in an MPI job, which the session may use for its collectives (init_ccl "mpi"): for
+    /// processes started by mpirun or srun, all of which must give this flag. Needs a program built
+    /// with the feature mpi
+    #[arg(long, env = "RPC_SERVER_MPI")]
+    pub mpi: bool,
+    /// Settings of the session, as those of a server
+    #[command(flatten)]
+    pub serve: ServeSettings,
+}
+
+/// Complete settings of a node.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct WorkerConfig {
+    /// Address of the controller.
+    pub controller: Address,
+    /// Number of the node; `None` for any that is free.
+    pub place: Option<NodePlace>,
+    /// Time limit for reaching the controller.
+    pub join_timeout: Span,
+    /// True to start MPI. Without another source the rank in the job is the number of the node.
+    pub mpi: bool,
+    /// Settings of the session. Its addresses are listened on, too; there may be none.
+    pub serve: ServeConfig,
+}
+
+impl WorkerSettings {
+    /// Completes the settings with the environment of the launcher, the configuration file and the
+    /// defaults.
+    ///
+    /// # Errors
+    ///
+    /// The file or the settings are wrong; [`ConfigError::NodePlace`] for the environment of the
+    /// launcher; [`ConfigError::InsecureController`]; [`ConfigError::MpiIsolated`].
+    pub fn resolve(self) -> Result<WorkerConfig, ConfigError> {
+        let place = match (self.rank, self.nodes) {
+            (Some(rank), Some(nodes)) if rank < nodes => Some(NodePlace { rank, nodes }),
+            (Some(rank), Some(nodes)) => {
+                let problem = format!("--rank {rank} is none of --nodes {nodes}: ranks begin at 0");
+                return Err(ConfigError::NodePlace { problem });
+            }
+            _ => {
+                NodePlace::from_environment().map_err(|error| ConfigError::NodePlace { problem: error.to_string() })?
+            }
+        };
+        let mut serve = self.serve.with_file()?.complete();
+        // The session process would not be part of the job.
+        if self.mpi {
+            if serve.isolate == Isolate::Process {
+                return Err(ConfigError::MpiIsolated);
+            }
+            serve.isolate = Isolate::None;
+        }
+        serve.check()?;
+        // The controller drives this node, so its identity must be proven.
+        if !self.controller.is_loopback() && !self.controller.is_encrypted() && !serve.insecure {
+            return Err(ConfigError::InsecureController { address: self.controller });
+        }
+        let join_timeout = self.join_timeout.unwrap_or_else(|| seconds(60));
+        Ok(WorkerConfig { controller: self.controller, place, join_timeout, mpi: self.mpi, serve })
+    }
+}

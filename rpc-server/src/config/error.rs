@@ -1,0 +1,268 @@
+//! Errors of configurations, and of servers that cannot start.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rpc_core::RpcError;
+use rpc_transports::{Address, AddressError, TransportError};
+
+use super::serve::MIN_FILES;
+use super::{ByteSize, OtlpEndpoint};
+use crate::modules::ModuleError;
+use crate::pki::trust::TrustError;
+
+/// Error of a configuration.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The identity of the controller is not proven, so another machine could take its place.
+    #[error(
+        "whoever answers at {address} drives this node: use tls:// or quic:// with --forward-ca or --forward-token-file, or say --insecure"
+    )]
+    InsecureController {
+        /// Address of the controller.
+        address: Address,
+    },
+    /// The sessions of an MPI process would be in other processes.
+    #[error("with --mpi the session is in this process, which is one of the job: leave out --isolate")]
+    MpiIsolated,
+    /// The address for data is unspecified or multicast.
+    #[error("{address} is no address at which other machines find this one: give --data-address one of its own")]
+    DataAddress {
+        /// The text as it was given.
+        address: IpAddr,
+    },
+    /// The number of the node in its session cannot be determined.
+    #[error("{problem}")]
+    NodePlace {
+        /// The problem.
+        problem: String,
+    },
+    /// The configuration file cannot be read.
+    #[error("cannot read the configuration file {}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// Error of the system.
+        source: Arc<io::Error>,
+    },
+    /// The configuration file is not TOML, has an unknown key, or a value of the wrong form.
+    #[error("the configuration file {} is not right", file.display())]
+    Syntax {
+        /// The file.
+        file: PathBuf,
+        /// The position and the reason.
+        source: Box<toml::de::Error>,
+    },
+    /// Other machines could connect without proof of identity.
+    #[error(
+        "{address} can be reached from other machines, and whoever connects may run code here; serve quic:// or tls:// with \
+         --token-file or --client-ca, listen on tcp://127.0.0.1:PORT or on unix:PATH, or say --insecure if the network is \
+         trusted"
+    )]
+    Insecure {
+        /// The address to be listened on.
+        address: Address,
+    },
+    /// Other machines could read the metrics, which need no authentication.
+    #[error(
+        "metrics on {address} could be read from other machines; serve them on 127.0.0.1:PORT, or say --insecure if the \
+         network is trusted"
+    )]
+    InsecureMetrics {
+        /// The address of the metrics.
+        address: SocketAddr,
+    },
+    /// Other machines could read the status page, which needs no authentication.
+    #[error(
+        "the status page on {address} could be seen from other machines; serve it on 127.0.0.1:PORT, or say --insecure if \
+         the network is trusted"
+    )]
+    InsecurePage {
+        /// The address of the page.
+        address: SocketAddr,
+    },
+    /// An encrypted address lacks a certificate.
+    #[error("{address} needs a certificate: give --cert and --cert-key (rpc-cli cert makes them), or --token-file")]
+    NoCertificate {
+        /// The address to be listened on.
+        address: Address,
+    },
+    /// A limit of zero would let nothing pass.
+    #[error("{setting} is zero, with which nothing could be served")]
+    Zero {
+        /// The setting.
+        setting: &'static str,
+    },
+    /// An address to listen on is not an address.
+    #[error("cannot listen on '{text}'")]
+    ListenAddress {
+        /// The address as it was given.
+        text: String,
+        /// The reason.
+        source: AddressError,
+    },
+    /// The address is not one to listen on.
+    #[error(
+        "cannot listen on {address}: write tcp://HOST:PORT, tls://HOST:PORT, quic://HOST:PORT or unix:PATH; a key is given \
+         with --key"
+    )]
+    NotListenable {
+        /// The address to be listened on.
+        address: Address,
+    },
+    /// The server has no key that clients could ask the tracker for.
+    #[error("a server with --tracker needs a key that clients ask for: give --tracker-key, or --key")]
+    NoTrackerKey,
+    /// The server has no address to which the tracker could send clients.
+    #[error("a server with --tracker needs an address that clients are sent to: give --listen, or --advertise")]
+    NothingToAdvertise,
+    /// Other machines could use the server through the relay without proof of identity.
+    #[error(
+        "{address} is a relay that other machines may reach, and they would not have to prove who they are: use tls:// or quic:// and \
+         --token-file, or --insecure"
+    )]
+    InsecureRelay {
+        /// The relay.
+        address: Address,
+    },
+    /// The server has no name at the relay.
+    #[error(
+        "{address} is a relay, where clients ask for a name: write it behind the address, as in {address}/NAME, or give --key"
+    )]
+    NoRelayName {
+        /// The relay.
+        address: Address,
+    },
+    /// The key is malformed.
+    #[error("the key cannot be used")]
+    Key {
+        /// The reason.
+        source: AddressError,
+    },
+    /// Two settings use standard input.
+    #[error("--stdio ends with standard input by itself, so --exit-with-stdin cannot be had with it; leave that out")]
+    StdinTaken,
+    /// This build cannot export spans.
+    #[error(
+        "--otlp-endpoint needs a server that can export spans, and this one is built without; build it with \
+         cargo build -p rpc-server --features otel"
+    )]
+    NoOtel,
+    /// This build has no loader of native modules.
+    #[error(
+        "--allow-modules, --library, --runtime-library and --tvm-ffi need a server that can load native modules, and this one is built without; \
+         build it with cargo build -p rpc-server --features tvm-ffi, for a machine of 64 bits"
+    )]
+    NoTvmFfi,
+    /// Session processes reserve a share of the total memory, and the share is not known.
+    #[error(
+        "with --isolate process (or auto, with --allow-modules or --library) each session has its --max-memory set aside from --max-total-memory ({max_total_memory}), \
+         so --max-memory has to be given, and be no larger"
+    )]
+    NoShare {
+        /// The memory of all sessions.
+        max_total_memory: ByteSize,
+    },
+    /// A session process could not open enough files.
+    #[error("--isolate-files {isolate_files} is too few: a session without any files of its own has about {MIN_FILES}")]
+    TooFewFiles {
+        /// Maximum number of open files.
+        isolate_files: u64,
+    },
+    /// A path is not UTF-8.
+    #[error("the configuration cannot be written as text; name files with characters of UTF-8 alone")]
+    NotText {
+        /// Error of the serializer.
+        source: Box<toml::ser::Error>,
+    },
+    /// The program cannot be started again as the process of a session.
+    #[error(
+        "with --isolate process (or auto, with --allow-modules or --library) the program is started again for each session, so \
+         its main has to begin with a call of rpc_server::isolate::run_if_isolated"
+    )]
+    NoIsolationHook,
+}
+
+/// Error of the start of a server.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// The configuration is wrong.
+    #[error("the configuration cannot be used")]
+    Config(#[from] ConfigError),
+    /// An address cannot be listened on, or standard input and output cannot be used.
+    #[error("cannot listen")]
+    Listen(#[from] TransportError),
+    /// The folder for workspaces cannot be used.
+    #[error("cannot use the folder {} for the files of sessions", workdir.display())]
+    Workdir {
+        /// The folder.
+        workdir: PathBuf,
+        /// The reason.
+        source: crate::workspace::WorkspaceError,
+    },
+    /// The ready file cannot be written.
+    #[error("cannot write the ready file {}", file.display())]
+    ReadyFile {
+        /// The file.
+        file: PathBuf,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// The store of modules or the list of digests cannot be used.
+    #[error("modules cannot be taken")]
+    Modules(#[from] ModuleError),
+    /// A library of the operator cannot be loaded.
+    #[error("a library cannot be loaded (--library)")]
+    Library(#[source] RpcError),
+    /// Metrics cannot be served at their address.
+    #[error("cannot serve metrics on {address}")]
+    Metrics {
+        /// The address.
+        address: SocketAddr,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// The tracker's page cannot be served at its address.
+    #[error("cannot serve the status page on {address}")]
+    Page {
+        /// The address.
+        address: SocketAddr,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// The controller of a Disco session cannot be joined.
+    #[error("no session with the controller at {address}")]
+    Controller {
+        /// The controller.
+        address: Address,
+        /// The reason.
+        source: RpcError,
+    },
+    /// MPI cannot be started.
+    #[error("this process cannot take part in a job of MPI")]
+    Mpi {
+        /// The reason.
+        source: RpcError,
+    },
+    /// The export of spans cannot be started.
+    #[error("cannot export spans to {endpoint}")]
+    Otlp {
+        /// The collector.
+        endpoint: OtlpEndpoint,
+        /// The reason.
+        source: io::Error,
+    },
+    /// Certificates or tokens cannot be used.
+    #[error("certificates or tokens cannot be used")]
+    Trust(#[from] TrustError),
+    /// The async runtime cannot be started.
+    #[error("cannot start the runtime")]
+    Runtime(#[source] io::Error),
+    /// Signals cannot be received.
+    #[error("cannot wait for signals")]
+    Signals(#[source] io::Error),
+}

@@ -1,0 +1,90 @@
+//! Addresses as settings, and the checks of the addresses that a server listens on.
+
+use std::fmt;
+use std::net::SocketAddr;
+
+use rpc_transports::{Address, AddressError};
+use serde::{Deserialize, Serialize};
+
+use super::{ConfigError, HttpAddress};
+use crate::pki::trust::ServerTrust;
+
+/// An address as a setting: one to listen on, or that of a relay with the name of the server as its
+/// key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ListenAddress(pub Address);
+
+impl std::str::FromStr for ListenAddress {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        text.parse().map(Self)
+    }
+}
+
+impl TryFrom<String> for ListenAddress {
+    type Error = AddressError;
+
+    fn try_from(text: String) -> Result<Self, AddressError> {
+        text.parse()
+    }
+}
+
+impl From<ListenAddress> for String {
+    fn from(address: ListenAddress) -> Self {
+        address.to_string()
+    }
+}
+
+impl From<Address> for ListenAddress {
+    fn from(address: Address) -> Self {
+        Self(address)
+    }
+}
+
+impl fmt::Display for ListenAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Checks that a server may listen on these addresses.
+pub(super) fn check_addresses(
+    listen: &[ListenAddress],
+    trust: &ServerTrust,
+    insecure: bool,
+) -> Result<(), ConfigError> {
+    for ListenAddress(address) in listen {
+        if matches!(address.scheme(), "exec" | "local" | "tracker") || address.key().is_some() {
+            return Err(ConfigError::NotListenable { address: address.clone() });
+        }
+        // Without encryption a token proves the identity at the beginning of a connection only.
+        let secure = address.is_loopback() || (address.is_encrypted() && trust.demands());
+        if !secure && !insecure {
+            return Err(ConfigError::Insecure { address: address.clone() });
+        }
+        if address.is_encrypted() && !trust.shows() {
+            return Err(ConfigError::NoCertificate { address: address.clone() });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that metrics may be served at this address.
+pub(super) fn check_metrics(metrics: Option<HttpAddress>, insecure: bool) -> Result<(), ConfigError> {
+    match metrics {
+        Some(HttpAddress(address)) if !address.ip().to_canonical().is_loopback() && !insecure => {
+            Err(ConfigError::InsecureMetrics { address })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Default port of a server.
+pub(super) const DEFAULT_PORT: u16 = 9090;
+
+/// Returns a TCP port that only this machine can reach.
+pub(super) fn loopback(port: u16) -> ListenAddress {
+    ListenAddress(Address::from(SocketAddr::from(([127, 0, 0, 1], port))))
+}

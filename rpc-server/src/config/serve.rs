@@ -1,0 +1,429 @@
+//! The settings of a server: `rpc-server serve`.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rpc_transports::Address;
+use serde::{Deserialize, Serialize};
+
+use super::listen_address::{DEFAULT_PORT, check_addresses, check_metrics, loopback};
+use super::units::seconds;
+use super::{
+    ByteSize, ConfigError, HttpAddress, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress,
+    machine_memory,
+};
+use crate::logging::{LogFilter, LogFormat};
+use crate::pki::trust::{ClientTrust, ServerTrust};
+
+settings! {
+    ServeSettings => ServeConfig, "RPC_SERVER_CONFIG", "a server";
+    settings {
+        /// Address to listen on, such as tcp://127.0.0.1:9090, quic://board.lan:9090,
+        /// tls://0.0.0.0:0 or unix:/run/rpc.sock; may be repeated, or given as a list with commas.
+        /// Default: tcp://127.0.0.1:9090, or none with --stdio or --relay
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        listen: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_LISTEN";
+        /// Folder for the files of sessions, also of named workspaces
+        #[arg(value_name = "FOLDER")]
+        workdir: PathBuf = default_workdir(), "RPC_SERVER_WORKDIR";
+        /// Maximum number of sessions; more are refused
+        max_sessions: usize = 4096, "RPC_SERVER_MAX_SESSIONS";
+        /// Maximum number of sessions of one client, known by its proven identity or else by the
+        /// address of its machine; more are refused
+        max_sessions_per_peer: usize = 1024, "RPC_SERVER_MAX_SESSIONS_PER_PEER";
+        /// Maximum number of connections in the handshake; for one more, the oldest of the machine
+        /// that has most of them is closed
+        max_handshakes: usize = 1024, "RPC_SERVER_MAX_HANDSHAKES";
+        /// Maximum device memory of one session
+        #[arg(value_name = "SIZE")]
+        max_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_MEMORY";
+        /// Maximum number of objects of one session
+        max_handles: usize = 1 << 20, "RPC_SERVER_MAX_HANDLES";
+        /// Maximum number of objects of all sessions together. Not with --isolate process
+        max_total_handles: usize = 16 << 20, "RPC_SERVER_MAX_TOTAL_HANDLES";
+        /// Maximum number of requests in progress in one session; more wait
+        max_requests: u32 = 1024, "RPC_SERVER_MAX_REQUESTS";
+        /// Maximum bytes of waiting arguments of one session; more wait at the client. At least
+        /// --max-message
+        #[arg(value_name = "SIZE")]
+        max_queued: ByteSize = ByteSize(65 << 20), "RPC_SERVER_MAX_QUEUED";
+        /// Maximum bytes of waiting requests and replies of all sessions together, beside eight
+        /// frames for each; requests beyond it fail. Default: a quarter of the memory
+        #[arg(value_name = "SIZE")]
+        max_total_queued: ByteSize = machine_memory::quarter_of_memory(), "RPC_SERVER_MAX_TOTAL_QUEUED";
+        /// Maximum number of threads for functions of one session; more calls wait
+        max_threads: usize = 64, "RPC_SERVER_MAX_THREADS";
+        /// Maximum number of threads for functions of all sessions together, beside one for each
+        /// session. Not with --isolate process
+        max_total_threads: usize = 1024, "RPC_SERVER_MAX_TOTAL_THREADS";
+        /// Maximum payload of a frame; copies are split into frames
+        #[arg(value_name = "SIZE")]
+        max_frame: ByteSize = ByteSize(1 << 20), "RPC_SERVER_MAX_FRAME";
+        /// Maximum size of a request and of a reply; tensors and files travel in pieces and may be
+        /// larger
+        #[arg(value_name = "SIZE")]
+        max_message: ByteSize = ByteSize(64 << 20), "RPC_SERVER_MAX_MESSAGE";
+        /// Time limit of a handshake
+        #[arg(value_name = "TIME")]
+        handshake_timeout: Span = seconds(10), "RPC_SERVER_HANDSHAKE_TIMEOUT";
+        /// Silence after which a connection is tested; after three times as long it is dead
+        #[arg(value_name = "TIME")]
+        keep_alive: Span = seconds(5), "RPC_SERVER_KEEP_ALIVE";
+        /// Time after which the connection of a client that reads nothing is closed
+        #[arg(value_name = "TIME")]
+        write_timeout: Span = seconds(60), "RPC_SERVER_WRITE_TIMEOUT";
+        /// Minimum rate, per second and over each --write-timeout, at which a client must send a
+        /// message that it has begun, and read what it is sent; 0 for no limit
+        #[arg(value_name = "SIZE")]
+        min_rate: ByteSize = ByteSize(64), "RPC_SERVER_MIN_RATE";
+        /// Maximum size of one workspace
+        #[arg(value_name = "SIZE")]
+        workspace_quota: ByteSize = ByteSize(4 << 30), "RPC_SERVER_WORKSPACE_QUOTA";
+        /// Time after the last use at which a named workspace is removed
+        #[arg(value_name = "TIME")]
+        workspace_expiry: Span = seconds(30 * 24 * 3600), "RPC_SERVER_WORKSPACE_EXPIRY";
+        /// Time that sessions have to end after the first signal
+        #[arg(value_name = "TIME")]
+        drain_timeout: Span = seconds(30), "RPC_SERVER_DRAIN_TIMEOUT";
+        /// Filter of logged events: error, warn, info, debug, trace, off, or directives such as
+        /// info,rpc_server=debug
+        #[arg(value_name = "FILTER")]
+        log_level: LogFilter = LogFilter::default(), "RPC_SERVER_LOG_LEVEL";
+        /// Format of log events on standard error
+        log_format: LogFormat = LogFormat::Text, "RPC_SERVER_LOG_FORMAT";
+        /// Listen where other machines can connect without proof of identity
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        insecure: bool = false, "RPC_SERVER_INSECURE";
+        /// Servers to which clients may be forwarded, such as tcp://10.0.0.5:9090 or
+        /// tls://*.lab:9090, where * is any text within the host, the port or the scheme; programs
+        /// (exec:) and paths (unix:) must be named without *; may be repeated, or given as a list
+        /// with commas. Default: none
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
+        /// Functions that forwarded clients may use, with * for any text, such as rpc.* or
+        /// model.run; may be repeated, or given as a list with commas. Default: all. Requests in a
+        /// tunnel are not seen and not limited
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        forward_functions: Vec<String> = Vec::new(), "RPC_SERVER_FORWARD_FUNCTIONS";
+        /// Names of servers, proven by their tokens or certificates, that may state the identity of
+        /// the clients that they forward; may be repeated, or given as a list with commas
+        #[arg(value_name = "NAME", value_delimiter = ',')]
+        trust_proxy: Vec<String> = Vec::new(), "RPC_SERVER_TRUST_PROXY";
+        /// Folders of model weights that Disco workers may read here for their controllers, which
+        /// may be any clients; may be repeated, or given as a list with commas. Default: none
+        #[arg(value_name = "FOLDER", value_delimiter = ',')]
+        weights: Vec<PathBuf> = Vec::new(), "RPC_SERVER_WEIGHTS";
+        /// Accept native modules from clients and run them: shared libraries that follow the ABI of
+        /// TVM-FFI. Admitted clients can then do everything that the user of the server can do
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        allow_modules: bool = false, "RPC_SERVER_ALLOW_MODULES";
+        /// Maximum size of all stored modules; modules unused for --module-expiry make room for
+        /// others
+        #[arg(value_name = "SIZE")]
+        module_store_size: ByteSize = ByteSize(4 << 30), "RPC_SERVER_MODULE_STORE_SIZE";
+        /// Maximum size of a module
+        #[arg(value_name = "SIZE")]
+        max_module: ByteSize = ByteSize(512 << 20), "RPC_SERVER_MAX_MODULE";
+        /// Time without use after which a module makes room for another
+        #[arg(value_name = "TIME")]
+        module_expiry: Span = seconds(30 * 24 * 3600), "RPC_SERVER_MODULE_EXPIRY";
+        /// Shared libraries that are loaded for each session. Their global TVM-FFI functions are
+        /// offered by name, except for the names of TVM itself, such as rpc.*; may be repeated, or
+        /// given as a list with commas. Works without --allow-modules
+        #[arg(value_name = "FILE", value_delimiter = ',')]
+        library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_LIBRARY";
+        /// Shared libraries that modules and --library depend on, such as libtvm_runtime.so of TVM:
+        /// loaded for each session before them, with global symbols; may be repeated, or given as a
+        /// list with commas. Their functions are not offered
+        #[arg(value_name = "FILE", value_delimiter = ',')]
+        runtime_library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_RUNTIME_LIBRARY";
+        /// Process of a session: none runs all sessions in the server's process; process starts a
+        /// process for each, so that a crash in a function is an error to one client; auto chooses
+        /// process if there are GPUs, whose faults affect a whole process, and with --allow-modules
+        /// or --library
+        #[arg(value_name = "WHERE")]
+        isolate: Isolate = Isolate::Auto, "RPC_SERVER_ISOLATE";
+        /// With --isolate process: maximum memory for the data of a session process; a larger
+        /// allocation fails, which ends most programs
+        #[arg(value_name = "SIZE")]
+        isolate_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_ISOLATE_MEMORY";
+        /// With --isolate process: maximum number of open files and sockets of a session process
+        #[arg(value_name = "NUMBER")]
+        isolate_files: u64 = 4096, "RPC_SERVER_ISOLATE_FILES";
+        /// Trackers to register with, such as tcp://pool.lan:9190 or tls://pool.lan:9190; may be
+        /// repeated, or given as a list with commas. Clients then need a ticket from one of them.
+        /// They are trusted by --forward-ca and --forward-token-file
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        tracker: Vec<TrackerAddress> = Vec::new(), "RPC_SERVER_TRACKER";
+        /// Relays to wait at, such as tls://gateway.lan:9290/NAME, for a server that clients cannot
+        /// dial; may be repeated, or given as a list with commas. Clients connect to the same
+        /// address with the NAME. Default NAME: --key, made unique with --tracker. Relays are
+        /// trusted by --forward-ca and --forward-token-file
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        relay: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_RELAY";
+        /// With --tracker: label that clients can ask for, such as arch=arm64; may be repeated, or
+        /// given as a list with commas
+        #[arg(value_name = "NAME=VALUE", value_delimiter = ',')]
+        label: Vec<Label> = Vec::new(), "RPC_SERVER_LABEL";
+        /// With --tracker: address that the tracker gives to clients, after the hops on the way,
+        /// separated by commas. Default: the first address that is listened on, or else the first
+        /// relay
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        advertise: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_ADVERTISE";
+        /// With --tracker or --relay: maximum number of clients that the server is given to at a
+        /// time
+        #[arg(value_name = "NUMBER")]
+        capacity: u32 = 1, "RPC_SERVER_CAPACITY";
+        /// With --tracker: serve clients without a ticket, too. They occupy slots that the tracker
+        /// then does not give out
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        allow_direct: bool = false, "RPC_SERVER_ALLOW_DIRECT";
+        /// Serve one session on standard input and output, and stop when it ends
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        stdio: bool = false, "RPC_SERVER_STDIO";
+        /// Stop when standard input ends: for a server that must end with the program that started
+        /// it
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        exit_with_stdin: bool = false, "RPC_SERVER_EXIT_WITH_STDIN";
+    }
+    optional {
+        /// Name that clients may ask for, so that they do not reach another server by mistake
+        key: String, "RPC_SERVER_KEY";
+        /// IP address on which Disco workers here listen for tensors of other workers. Default: the
+        /// choice of the controller, which may relay the tensors
+        #[arg(value_name = "IP")]
+        data_address: IpAddr, "RPC_SERVER_DATA_ADDRESS";
+        /// With --tracker: key that clients ask the tracker for. Default: --key
+        tracker_key: String, "RPC_SERVER_TRACKER_KEY";
+        /// With --allow-modules: file with the SHA-256 digests of the only modules that are
+        /// accepted, one a line, as sha256sum prints them. It is read at the start, and again by
+        /// Disco workers with processes of their own
+        #[arg(value_name = "FILE")]
+        module_digests: PathBuf, "RPC_SERVER_MODULE_DIGESTS";
+        /// Folder for modules, which no other user may write to. Default: a folder in --workdir
+        #[arg(value_name = "FOLDER")]
+        module_store: PathBuf, "RPC_SERVER_MODULE_STORE";
+        /// With --allow-modules or --library: libtvm_ffi.so, or its folder. Default: searched for
+        /// in Python environments and system folders
+        #[arg(value_name = "FILE")]
+        tvm_ffi: PathBuf, "RPC_SERVER_TVM_FFI";
+        /// Ports to try if an address has port 0 or its port is in use, such as 9090-9199
+        #[arg(value_name = "FIRST-LAST")]
+        port_range: PortRange, "RPC_SERVER_PORT_RANGE";
+        /// Maximum device memory of all sessions together. Default: nine tenths of the memory of
+        /// the machine or of the control group; no limit with --isolate process
+        #[arg(value_name = "SIZE")]
+        max_total_memory: ByteSize, "RPC_SERVER_MAX_TOTAL_MEMORY";
+        /// Time after which a session is ended. Default: no limit
+        #[arg(value_name = "TIME")]
+        session_duration: Span, "RPC_SERVER_SESSION_DURATION";
+        /// Time without a request after which a session is ended. Default: no limit
+        #[arg(value_name = "TIME")]
+        idle_timeout: Span, "RPC_SERVER_IDLE_TIMEOUT";
+        /// With --isolate process: processor time after which a session process is killed, in whole
+        /// seconds, rounded up. Default: no limit
+        #[arg(value_name = "TIME")]
+        isolate_cpu_time: Span, "RPC_SERVER_ISOLATE_CPU_TIME";
+        /// Certificate of the server for tls:// and quic:// addresses, followed by those up to its
+        /// authority, as a PEM file, for example made by rpc-cli cert. With --token-file alone the
+        /// server makes one for itself
+        #[arg(value_name = "FILE")]
+        cert: PathBuf, "RPC_SERVER_CERT";
+        /// Private key of --cert, as a PEM file
+        #[arg(value_name = "FILE")]
+        cert_key: PathBuf, "RPC_SERVER_CERT_KEY";
+        /// Serve clients with a certificate by one of the authorities in this PEM file
+        #[arg(value_name = "FILE")]
+        client_ca: PathBuf, "RPC_SERVER_CLIENT_CA";
+        /// Serve clients that know one of the tokens in this file, one a line, each after the name
+        /// of its holder; for example made by rpc-cli token
+        #[arg(value_name = "FILE")]
+        token_file: PathBuf, "RPC_SERVER_TOKEN_FILE";
+        /// Certificates of the authorities of servers to which clients are forwarded, as a PEM file
+        #[arg(value_name = "FILE")]
+        forward_ca: PathBuf, "RPC_SERVER_FORWARD_CA";
+        /// Certificate for servers to which clients are forwarded, as a PEM file
+        #[arg(value_name = "FILE", requires = "forward_cert_key")]
+        forward_cert: PathBuf, "RPC_SERVER_FORWARD_CERT";
+        /// Private key of --forward-cert, as a PEM file
+        #[arg(value_name = "FILE", requires = "forward_cert")]
+        forward_cert_key: PathBuf, "RPC_SERVER_FORWARD_CERT_KEY";
+        /// File of tokens that prove this server to those to which clients are forwarded
+        #[arg(value_name = "FILE")]
+        forward_token_file: PathBuf, "RPC_SERVER_FORWARD_TOKEN_FILE";
+        /// File that is written when the server is ready, with one address a line, and removed when
+        /// it stops
+        #[arg(value_name = "FILE")]
+        ready_file: PathBuf, "RPC_SERVER_READY_FILE";
+        /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address, such as
+        /// 127.0.0.1:9464. Default: off
+        #[arg(value_name = "ADDRESS")]
+        metrics: HttpAddress, "RPC_SERVER_METRICS";
+        /// Export a span of each call to the OpenTelemetry collector at this URL, such as
+        /// http://127.0.0.1:4318, to which /v1/traces is added. Default: off. Needs a server built
+        /// with the feature otel
+        #[arg(value_name = "URL")]
+        otlp_endpoint: OtlpEndpoint, "RPC_SERVER_OTLP_ENDPOINT";
+    }
+}
+
+impl ServeConfig {
+    fn listen_by_default(&mut self) {
+        if self.listen.is_empty() && !self.stdio && self.relay.is_empty() {
+            self.listen.push(loopback(DEFAULT_PORT));
+        }
+    }
+
+    /// Returns the files by which this server and those to which it forwards authenticate each
+    /// other.
+    pub fn onward(&self) -> ClientTrust {
+        ClientTrust {
+            ca: self.forward_ca.clone(),
+            cert: self.forward_cert.clone(),
+            cert_key: self.forward_cert_key.clone(),
+            token_file: self.forward_token_file.clone(),
+        }
+    }
+
+    /// Returns the key that clients ask trackers for.
+    pub(crate) fn pool_key(&self) -> Option<&str> {
+        self.tracker_key.as_deref().or(self.key.as_deref())
+    }
+
+    /// Returns the maximum device memory of all sessions: the setting, or the default on this
+    /// machine.
+    pub fn total_memory(&self) -> ByteSize {
+        match self.max_total_memory {
+            Some(limit) => limit,
+            // The kernel kills single processes when memory runs out. With a total, each session
+            // would need a share.
+            None if self.wants_processes() => ByteSize::UNLIMITED,
+            None => machine_memory::most_of_memory(),
+        }
+    }
+
+    /// Returns true if native code is run that is not part of this program.
+    pub(crate) fn runs_native_code(&self) -> bool {
+        self.allow_modules || !self.library.is_empty() || !self.runtime_library.is_empty()
+    }
+
+    /// Returns true if the settings ask for a process for each session, regardless of devices.
+    fn wants_processes(&self) -> bool {
+        match self.isolate {
+            Isolate::Process => true,
+            Isolate::Auto => self.runs_native_code(),
+            Isolate::None => false,
+        }
+    }
+
+    /// Checks that the settings go together.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Insecure`], [`ConfigError::InsecureMetrics`], [`ConfigError::NotListenable`],
+    /// [`ConfigError::Key`], [`ConfigError::StdinTaken`], [`ConfigError::NoShare`],
+    /// [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`], [`ConfigError::NoOtel`],
+    /// [`ConfigError::NoTrackerKey`], [`ConfigError::NothingToAdvertise`],
+    /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::NoTvmFfi`],
+    /// [`ConfigError::Zero`].
+    pub fn check(&self) -> Result<(), ConfigError> {
+        check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        if let Some(address) = self.data_address.filter(|address| address.is_unspecified() || address.is_multicast()) {
+            return Err(ConfigError::DataAddress { address });
+        }
+        if !self.tracker.is_empty() {
+            if self.pool_key().is_none() {
+                return Err(ConfigError::NoTrackerKey);
+            }
+            if self.advertise.is_empty() && self.listen.is_empty() && self.relay.is_empty() {
+                return Err(ConfigError::NothingToAdvertise);
+            }
+        }
+        for ListenAddress(address) in &self.relay {
+            // Clients of the relay reach this server, and only a token proves anything from end to
+            // end.
+            let secure = address.is_loopback() || (address.is_encrypted() && self.token_file.is_some());
+            if !secure && !self.insecure {
+                return Err(ConfigError::InsecureRelay { address: address.clone() });
+            }
+            if address.key().is_none() && self.pool_key().is_none() {
+                return Err(ConfigError::NoRelayName { address: address.clone() });
+            }
+        }
+        let zero = [
+            ("--max-sessions", self.max_sessions as u64),
+            ("--max-sessions-per-peer", self.max_sessions_per_peer as u64),
+            ("--max-threads", self.max_threads as u64),
+            ("--capacity", self.capacity.into()),
+            ("--max-frame", self.max_frame.0),
+            ("--max-handshakes", self.max_handshakes as u64),
+            ("--max-requests", self.max_requests.into()),
+            ("--max-handles", self.max_handles as u64),
+            ("--max-message", self.max_message.0),
+            ("--max-module", self.max_module.0),
+            ("--module-store-size", self.module_store_size.0),
+            ("--keep-alive", u64::from(!self.keep_alive.0.is_zero())),
+            ("--handshake-timeout", u64::from(!self.handshake_timeout.0.is_zero())),
+            ("--write-timeout", u64::from(!self.write_timeout.0.is_zero())),
+            ("--session-duration", u64::from(self.session_duration.is_none_or(|limit| !limit.0.is_zero()))),
+            ("--idle-timeout", u64::from(self.idle_timeout.is_none_or(|limit| !limit.0.is_zero()))),
+        ];
+        if let Some((setting, _)) = zero.into_iter().find(|(_, value)| *value == 0) {
+            return Err(ConfigError::Zero { setting });
+        }
+        check_metrics(self.metrics, self.insecure)?;
+        for key in [&self.key, &self.tracker_key].into_iter().flatten() {
+            Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)))
+                .with_key(key)
+                .map_err(|source| ConfigError::Key { source })?;
+        }
+        if self.stdio && self.exit_with_stdin {
+            return Err(ConfigError::StdinTaken);
+        }
+        if self.otlp_endpoint.is_some() && !cfg!(feature = "otel") {
+            return Err(ConfigError::NoOtel);
+        }
+        if (self.runs_native_code() || self.tvm_ffi.is_some()) && !crate::modules::CAN_LOAD {
+            return Err(ConfigError::NoTvmFfi);
+        }
+        if self.wants_processes() {
+            if self.max_memory > self.total_memory() {
+                return Err(ConfigError::NoShare { max_total_memory: self.total_memory() });
+            }
+            if self.isolate_files < MIN_FILES {
+                return Err(ConfigError::TooFewFiles { isolate_files: self.isolate_files });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Process in which sessions run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Isolate {
+    /// `Process` if the server has devices of kind `cuda` and can start such processes, or runs
+    /// native modules or libraries; else `None`.
+    #[default]
+    Auto,
+    /// All sessions are in the process of the server: a crash ends all of them. GPUs are not used.
+    None,
+    /// Each session has a process of its own: see [`isolate`](crate::isolate).
+    Process,
+}
+
+/// Least number of files of a session process: standard input, output and error, the runtime, the
+/// connection, the workspace, and a few to spare.
+pub(super) const MIN_FILES: u64 = 32;
+
+/// Returns the folder for state of the user's programs: `$XDG_STATE_HOME` or `~/.local/state`;
+/// without a home, the folder for temporary files.
+fn default_workdir() -> PathBuf {
+    let folder = |name| std::env::var_os(name).map(PathBuf::from).filter(|folder: &PathBuf| folder.is_absolute());
+    folder("XDG_STATE_HOME")
+        .or_else(|| folder("HOME").map(|home| home.join(".local/state")))
+        .unwrap_or_else(std::env::temp_dir)
+        .join("rpc-server")
+}

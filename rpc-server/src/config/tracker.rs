@@ -1,0 +1,289 @@
+//! Settings of a tracker: `rpc-server tracker`. And the labels and tracker addresses among the
+//! settings of a server.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use rpc_transports::{Address, AddressError};
+use serde::{Deserialize, Serialize};
+
+use super::listen_address::{check_addresses, check_metrics, loopback};
+use super::units::seconds;
+use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span};
+use crate::logging::{LogFilter, LogFormat};
+use crate::pki::trust::{ServerTrust, TrustError};
+use crate::tracker::TrackerOptions;
+
+settings! {
+    TrackerSettings => TrackerConfig, "RPC_TRACKER_CONFIG", "a tracker";
+    settings {
+        /// Address to listen on, such as tcp://127.0.0.1:9190, quic://pool.lan:9190,
+        /// tls://0.0.0.0:0 or unix:/run/pool.sock; may be repeated, or given as a list with commas.
+        /// Default: tcp://127.0.0.1:9190
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        listen: Vec<ListenAddress> = Vec::new(), "RPC_TRACKER_LISTEN";
+        /// Time after the last report at which a server is dropped
+        #[arg(value_name = "TIME")]
+        lease: Span = seconds(10), "RPC_TRACKER_LEASE";
+        /// Time that a client has to reach the server that it was given
+        #[arg(value_name = "TIME")]
+        ticket_lifetime: Span = seconds(20), "RPC_TRACKER_TICKET_LIFETIME";
+        /// Addresses that servers may advertise beside their own, such as tcp://192.168.0.*:9090,
+        /// as with --allow-forward of a server; may be repeated, or given as a list with commas.
+        /// Default: none
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        allow_advertise: Vec<String> = Vec::new(), "RPC_TRACKER_ALLOW_ADVERTISE";
+        /// Maximum number of servers; more are refused
+        max_servers: usize = 8192, "RPC_TRACKER_MAX_SERVERS";
+        /// Maximum number of servers of one peer, known by its proven identity or else by the
+        /// address of its machine; more are refused
+        max_servers_per_peer: usize = 4096, "RPC_TRACKER_MAX_SERVERS_PER_PEER";
+        /// Maximum number of waiting requests; more are refused
+        max_waiting: usize = 16384, "RPC_TRACKER_MAX_WAITING";
+        /// Maximum number of waiting requests of one client; more are refused
+        max_waiting_per_client: usize = 1024, "RPC_TRACKER_MAX_WAITING_PER_CLIENT";
+        /// Maximum number of sessions, of servers and clients; more are refused
+        max_sessions: usize = 16384, "RPC_TRACKER_MAX_SESSIONS";
+        /// Maximum number of sessions of one peer; more are refused
+        max_sessions_per_peer: usize = 8192, "RPC_TRACKER_MAX_SESSIONS_PER_PEER";
+        /// Time limit of a handshake
+        #[arg(value_name = "TIME")]
+        handshake_timeout: Span = seconds(10), "RPC_TRACKER_HANDSHAKE_TIMEOUT";
+        /// Silence after which a connection is tested; after three times as long it is dead, and
+        /// its server is dropped
+        #[arg(value_name = "TIME")]
+        keep_alive: Span = seconds(5), "RPC_TRACKER_KEEP_ALIVE";
+        /// Filter of logged events: error, warn, info, debug, trace, off, or directives such as
+        /// info,rpc_server=debug
+        #[arg(value_name = "FILTER")]
+        log_level: LogFilter = LogFilter::default(), "RPC_TRACKER_LOG_LEVEL";
+        /// Format of log events on standard error
+        log_format: LogFormat = LogFormat::Text, "RPC_TRACKER_LOG_FORMAT";
+        /// Listen where other machines can connect without proof of identity
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        insecure: bool = false, "RPC_TRACKER_INSECURE";
+        /// Stop when standard input ends: for a tracker that must end with the program that started
+        /// it
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        exit_with_stdin: bool = false, "RPC_TRACKER_EXIT_WITH_STDIN";
+    }
+    optional {
+        /// Certificate of the tracker for tls:// and quic:// addresses, followed by those up to its
+        /// authority, as a PEM file. With --token-file alone the tracker makes one for itself
+        #[arg(value_name = "FILE")]
+        cert: PathBuf, "RPC_TRACKER_CERT";
+        /// Private key of --cert, as a PEM file
+        #[arg(value_name = "FILE")]
+        cert_key: PathBuf, "RPC_TRACKER_CERT_KEY";
+        /// Serve peers with a certificate by one of the authorities in this PEM file
+        #[arg(value_name = "FILE")]
+        client_ca: PathBuf, "RPC_TRACKER_CLIENT_CA";
+        /// Serve peers that know one of the tokens in this file, one a line
+        #[arg(value_name = "FILE")]
+        token_file: PathBuf, "RPC_TRACKER_TOKEN_FILE";
+        /// Certificates of the authorities of servers, as a PEM file, for checking that they can be
+        /// reached at their advertised addresses
+        #[arg(value_name = "FILE")]
+        forward_ca: PathBuf, "RPC_TRACKER_FORWARD_CA";
+        /// File of tokens that prove this tracker to the servers that it checks
+        #[arg(value_name = "FILE")]
+        forward_token_file: PathBuf, "RPC_TRACKER_FORWARD_TOKEN_FILE";
+        /// File that is written when the tracker is ready, with one address a line, and removed
+        /// when it stops
+        #[arg(value_name = "FILE")]
+        ready_file: PathBuf, "RPC_TRACKER_READY_FILE";
+        /// Serve a status page for browsers at this address, such as 127.0.0.1:9191, with servers,
+        /// queue and the last hour. Default: off. It shows everything to everyone who connects, so
+        /// the address must be local to this machine, unless --insecure is given
+        #[arg(value_name = "ADDRESS")]
+        http: HttpAddress, "RPC_TRACKER_HTTP";
+        /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address, such as
+        /// 127.0.0.1:9192. Default: off
+        #[arg(value_name = "ADDRESS")]
+        metrics: HttpAddress, "RPC_TRACKER_METRICS";
+    }
+}
+
+impl TrackerConfig {
+    /// Checks that the settings go together.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::InsecureMetrics`],
+    /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
+    pub fn check(&self) -> Result<(), ConfigError> {
+        check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        if let Some(HttpAddress(address)) = self.http
+            && !address.ip().to_canonical().is_loopback()
+            && !self.insecure
+        {
+            return Err(ConfigError::InsecurePage { address });
+        }
+        check_metrics(self.metrics, self.insecure)?;
+        let zero = [
+            ("--lease", u64::from(!self.lease.0.is_zero())),
+            ("--ticket-lifetime", u64::from(!self.ticket_lifetime.0.is_zero())),
+            ("--max-servers", self.max_servers as u64),
+            ("--max-servers-per-peer", self.max_servers_per_peer as u64),
+            ("--max-waiting", self.max_waiting as u64),
+            ("--max-waiting-per-client", self.max_waiting_per_client as u64),
+        ];
+        match zero.into_iter().find(|(_, value)| *value == 0) {
+            Some((setting, _)) => Err(ConfigError::Zero { setting }),
+            None => Ok(()),
+        }
+    }
+
+    fn listen_by_default(&mut self) {
+        if self.listen.is_empty() {
+            self.listen.push(loopback(DEFAULT_PORT));
+        }
+    }
+
+    /// Returns the options of the tracker. Reads files of certificates and tokens.
+    ///
+    /// # Errors
+    ///
+    /// A file cannot be read or used.
+    pub fn options(&self) -> Result<TrackerOptions, TrustError> {
+        Ok(TrackerOptions {
+            lease: self.lease.0,
+            ticket_lifetime: self.ticket_lifetime.0,
+            max_servers: self.max_servers,
+            max_servers_per_peer: self.max_servers_per_peer,
+            max_waiting: self.max_waiting,
+            max_waiting_per_client: self.max_waiting_per_client,
+            allow_advertise: self.allow_advertise.clone(),
+            onward: self.serve_config().onward().dial_options()?,
+        })
+    }
+
+    /// Returns the settings of the server that serves the functions of the tracker.
+    pub fn serve_config(&self) -> ServeConfig {
+        ServeConfig {
+            listen: self.listen.clone(),
+            insecure: self.insecure,
+            max_sessions: self.max_sessions,
+            max_sessions_per_peer: self.max_sessions_per_peer,
+            handshake_timeout: self.handshake_timeout,
+            keep_alive: self.keep_alive,
+            log_level: self.log_level.clone(),
+            log_format: self.log_format,
+            exit_with_stdin: self.exit_with_stdin,
+            cert: self.cert.clone(),
+            cert_key: self.cert_key.clone(),
+            client_ca: self.client_ca.clone(),
+            token_file: self.token_file.clone(),
+            // The tracker forwards nothing. These credentials are for checking servers, and are
+            // reloaded with the others.
+            forward_ca: self.forward_ca.clone(),
+            forward_token_file: self.forward_token_file.clone(),
+            metrics: self.metrics,
+            ready_file: self.ready_file.clone(),
+            // Limits for clients: registrations and requests need few objects, no devices and no
+            // files. A waiting request holds its claim and the functions that were fetched for it.
+            max_handles: self.max_waiting_per_client.saturating_mul(4).saturating_add(64),
+            max_total_handles: self.max_sessions.saturating_mul(4).saturating_add(self.max_waiting.saturating_mul(4)),
+            max_memory: ByteSize(0),
+            max_message: ByteSize(8 << 20),
+            max_queued: ByteSize(9 << 20),
+            max_threads: 2,
+            max_total_threads: 64,
+            workspace_quota: ByteSize(0),
+            // No session of a tracker has work that must be finished.
+            drain_timeout: seconds(0),
+            ..ServeConfig::default()
+        }
+    }
+}
+
+/// Default port of a tracker.
+const DEFAULT_PORT: u16 = 9190;
+
+/// Address of a tracker in the settings of a server: `tcp://host:port`, or `tracker://host:port`
+/// for the same.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct TrackerAddress(pub Address);
+
+impl FromStr for TrackerAddress {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let address: Address = text.parse()?;
+        if let Some(key) = address.key() {
+            let problem = "a server says which key it has by --tracker-key, and not in the tracker's address";
+            return Err(AddressError::Key { text: key.to_owned(), problem });
+        }
+        Ok(Self(address.tracker_address().unwrap_or(&address).clone()))
+    }
+}
+
+impl TryFrom<String> for TrackerAddress {
+    type Error = AddressError;
+
+    fn try_from(text: String) -> Result<Self, AddressError> {
+        text.parse()
+    }
+}
+
+impl From<TrackerAddress> for String {
+    fn from(address: TrackerAddress) -> Self {
+        address.to_string()
+    }
+}
+
+impl fmt::Display for TrackerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A label that clients can ask a tracker for, written as `arch=arm64`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Label {
+    /// Name, such as `arch`.
+    pub name: String,
+    /// Value, such as `arm64`.
+    pub value: String,
+}
+
+/// Error of a text that is not a label.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is not a label; write for example arch=arm64")]
+pub struct LabelError(String);
+
+impl FromStr for Label {
+    type Err = LabelError;
+
+    fn from_str(text: &str) -> Result<Self, LabelError> {
+        match text.trim().split_once('=') {
+            Some((name, value)) if !name.is_empty() => Ok(Self { name: name.to_owned(), value: value.to_owned() }),
+            _ => Err(LabelError(text.to_owned())),
+        }
+    }
+}
+
+impl TryFrom<String> for Label {
+    type Error = LabelError;
+
+    fn try_from(text: String) -> Result<Self, LabelError> {
+        text.parse()
+    }
+}
+
+impl From<Label> for String {
+    fn from(label: Label) -> Self {
+        label.to_string()
+    }
+}
+
+impl fmt::Display for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.name, self.value)
+    }
+}

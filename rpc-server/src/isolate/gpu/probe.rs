@@ -1,0 +1,216 @@
+//! A probe of the GPUs in a process of its own.
+
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+use std::{env, io, process, thread};
+
+use rpc_core::device::{AllocRequest, Memory, Stream};
+use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, Devices, ErrorKind, Result, RpcError, Value};
+use rpc_cuda::CudaDevice;
+use serde::{Deserialize, Serialize};
+
+/// First argument of the process that probes devices.
+const ARGUMENT: &str = "--describe-devices";
+
+/// Longest time for the driver. Some machines with many GPUs need several seconds.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Maximum length of an answer in bytes.
+const LONGEST: u64 = 1 << 20;
+
+/// Answer of the process, printed as JSON.
+#[derive(Serialize, Deserialize)]
+enum Answer {
+    Devices(Vec<Described>),
+    /// Reason for which there are no devices.
+    Absent(String),
+}
+
+/// Description of one device.
+#[derive(Serialize, Deserialize)]
+struct Described {
+    name: Option<String>,
+    total_memory: Option<i64>,
+    compute_version: Option<String>,
+    driver_version: Option<String>,
+    target: Option<String>,
+    memory_scopes: Vec<String>,
+}
+
+/// True once `main` has called the hook. A program without the hook would start itself endlessly.
+static ANSWERS: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn answer_if_asked() {
+    ANSWERS.store(true, Ordering::Relaxed);
+    if env::args_os().nth(1).is_none_or(|first| first != ARGUMENT) {
+        return;
+    }
+    let answer = match CudaDevice::open().and_then(|cuda| describe_all(&cuda)) {
+        Ok(devices) => Answer::Devices(devices),
+        Err(error) => Answer::Absent(error.message().to_owned()),
+    };
+    let text = serde_json::to_vec(&answer).unwrap_or_default();
+    let written = io::stdout().lock().write_all(&text);
+    process::exit(i32::from(written.is_err()));
+}
+
+fn describe_all(cuda: &CudaDevice) -> Result<Vec<Described>> {
+    (0..cuda.count()?).map(|index| describe(cuda, index)).collect()
+}
+
+fn describe(cuda: &CudaDevice, index: i32) -> Result<Described> {
+    let text = |attribute| match cuda.attribute(index, attribute) {
+        Ok(Value::Str(text)) => Ok(Some(text)),
+        other => other.map(|_| None),
+    };
+    let memory_scopes = match cuda.attribute(index, DeviceAttribute::MemoryScopes)? {
+        Value::List(scopes) => scopes
+            .into_iter()
+            .filter_map(|scope| match scope {
+                Value::Str(scope) => Some(scope),
+                _ => None,
+            })
+            .collect(),
+        _ => Vec::new(),
+    };
+    Ok(Described {
+        name: text(DeviceAttribute::Name)?,
+        total_memory: match cuda.attribute(index, DeviceAttribute::TotalMemory)? {
+            Value::Int(bytes) => Some(bytes),
+            _ => None,
+        },
+        compute_version: text(DeviceAttribute::ComputeVersion)?,
+        driver_version: text(DeviceAttribute::DriverVersion)?,
+        target: text(DeviceAttribute::Target)?,
+        memory_scopes,
+    })
+}
+
+pub(super) fn probe() -> Devices {
+    let devices = Devices::new();
+    if !ANSWERS.load(Ordering::Relaxed) {
+        let reason =
+            "this program does not look for it: its main does not call rpc_server::isolate::gpu::answer_if_asked";
+        return devices.absent(DeviceType::CUDA, reason);
+    }
+    match ask() {
+        Ok(Answer::Devices(all)) => devices.with(Arc::new(ToldCuda(all))),
+        Ok(Answer::Absent(reason)) => devices.absent(DeviceType::CUDA, reason),
+        Err(error) => {
+            tracing::warn!(%error, "the process that looks for GPUs has not told of any");
+            devices.absent(DeviceType::CUDA, format!("the process that looks for it failed: {error}"))
+        }
+    }
+}
+
+fn ask() -> io::Result<Answer> {
+    let mut command = Command::new(env::current_exe()?);
+    command.arg(ARGUMENT).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn()?;
+    let Some(output) = child.stdout.take() else { return Err(io::Error::other("it has no output")) };
+    let (sender, receiver) = mpsc::channel();
+    let read = move || {
+        let mut text = Vec::new();
+        let outcome = output.take(LONGEST).read_to_end(&mut text).map(|_| text);
+        // A late answer has no receiver any more.
+        _ = sender.send(outcome);
+    };
+    thread::Builder::new().name("rpc-probe".into()).spawn(read)?;
+    let answer = receiver.recv_timeout(PATIENCE);
+    // It has answered, or never will. A driver that hangs in the kernel blocks only that process.
+    let status = match answer {
+        Ok(_) => child.wait()?,
+        Err(_) => {
+            child.kill()?;
+            // Its end may take long.
+            thread::Builder::new().name("rpc-probe".into()).spawn(move || child.wait())?;
+            return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {PATIENCE:?}")));
+        }
+    };
+    let text = answer.unwrap_or_else(|error| Err(io::Error::other(error)))?;
+    if !status.success() {
+        return Err(io::Error::other(format!("it ended with {status}")));
+    }
+    Ok(serde_json::from_slice(&text)?)
+}
+
+/// Descriptions of CUDA devices. They cannot be used in this process.
+struct ToldCuda(Vec<Described>);
+
+impl ToldCuda {
+    fn refuse<T>(&self) -> Result<T> {
+        let text = "cuda is for sessions with a process of their own: serve with --isolate process, or auto";
+        Err(RpcError::new(ErrorKind::DeviceUnavailable, text))
+    }
+}
+
+impl DeviceApi for ToldCuda {
+    fn kind(&self) -> DeviceType {
+        DeviceType::CUDA
+    }
+
+    fn count(&self) -> Result<i32> {
+        i32::try_from(self.0.len()).map_err(|_| RpcError::internal("more devices than can be counted"))
+    }
+
+    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
+        let found = usize::try_from(index).ok().and_then(|index| self.0.get(index));
+        if attribute == DeviceAttribute::Exists {
+            return Ok(found.is_some().into());
+        }
+        let Some(device) = found else {
+            let text = format!("no {}: there are {}", Device::cuda(index), self.0.len());
+            return Err(RpcError::new(ErrorKind::DeviceUnavailable, text));
+        };
+        Ok(match attribute {
+            DeviceAttribute::Name => device.name.clone().into(),
+            DeviceAttribute::TotalMemory => device.total_memory.into(),
+            DeviceAttribute::ComputeVersion => device.compute_version.clone().into(),
+            DeviceAttribute::DriverVersion => device.driver_version.clone().into(),
+            DeviceAttribute::Target => device.target.clone().into(),
+            DeviceAttribute::MemoryScopes => {
+                Value::List(device.memory_scopes.iter().cloned().map(Value::Str).collect())
+            }
+            _ => Value::Null,
+        })
+    }
+
+    fn allocate(&self, _: i32, _: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        self.refuse()
+    }
+
+    fn create_stream(&self, _: i32) -> Result<Arc<dyn Stream>> {
+        self.refuse()
+    }
+
+    fn default_stream(&self, _: i32) -> Result<Arc<dyn Stream>> {
+        self.refuse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_does_not_answer_is_not_asked() {
+        let error = probe().get(Device::cuda(0)).err().unwrap();
+        assert!(error.message().contains("does not call rpc_server::isolate::gpu::answer_if_asked"), "{error}");
+    }
+
+    #[test]
+    fn what_was_told_can_be_looked_at_and_not_used() {
+        let described = r#"[{"name":"H","total_memory":85899345920,"compute_version":"9.0","driver_version":null,"target":"cuda -arch=sm_90","memory_scopes":["host"]}]"#;
+        let devices = Devices::new().with(Arc::new(ToldCuda(serde_json::from_str(described).unwrap())));
+        let gpu = devices.describe().find(|device| device.device == Device::cuda(0)).unwrap();
+        assert!(gpu.satisfies(&"cuda,scope=host,target=cuda -arch=sm_90".parse().unwrap()), "{gpu}");
+        assert_eq!(devices.attribute(Device::cuda(0), DeviceAttribute::WarpSize).unwrap(), Value::Null);
+        assert_eq!(devices.attribute(Device::cuda(1), DeviceAttribute::Exists).unwrap(), Value::Bool(false));
+        let api = devices.get(Device::cuda(0)).unwrap();
+        let error = api.allocate(0, &AllocRequest::new(1)).err().unwrap();
+        assert!(error.message().contains("--isolate process"), "{error}");
+    }
+}

@@ -1,0 +1,268 @@
+//! Isolated sessions, as the server sees them: a proxy to the session process.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use rpc_core::limits::MemoryLease;
+use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SharedSession, Submission, Usage};
+use rpc_transports::{Channel, Connector, OpenRequest, SessionFactory};
+use tokio::io::AsyncWriteExt;
+use tokio::net::UnixStream;
+use tokio::sync::Notify;
+
+use super::exit_cause::ProcessLimits;
+use super::messages::SessionSetup;
+use super::process_io::ProcessIo;
+use super::supervisor::{self, ProcessGuard, Started};
+use super::{GRACE, is_possible};
+use crate::config::{ByteSize, ConfigError, ServeConfig};
+use crate::modules::DigestList;
+use crate::server::session_state::{Cleaner, ServerState, SessionCount, UsageSource};
+use crate::server::wire_limits;
+use crate::workspace::{Workspace, WorkspaceRoot};
+
+/// Factory of the isolated sessions of one server.
+pub(crate) struct Isolation {
+    config: String,
+    module_digests: Option<DigestList>,
+    limits: ProcessLimits,
+    /// Bytes that each session reserves of the total memory.
+    share: Option<u64>,
+    connector: Connector,
+    workspaces: WorkspaceRoot,
+    cleaner: Arc<Cleaner>,
+    state: Arc<ServerState>,
+    processes: Arc<ProcessCount>,
+    /// Process started in advance, so that the next client need not wait for one.
+    spare: Arc<Mutex<Spare>>,
+}
+
+impl Isolation {
+    /// Returns a factory and starts the first process in advance. Needs a tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::NoIsolationHook`].
+    pub(crate) fn new(
+        config: &ServeConfig,
+        module_digests: Option<DigestList>,
+        workspaces: WorkspaceRoot,
+        cleaner: Arc<Cleaner>,
+        state: Arc<ServerState>,
+    ) -> Result<Self, ConfigError> {
+        if !is_possible() {
+            return Err(ConfigError::NoIsolationHook);
+        }
+        raise_file_limit();
+        let connector = Connector::new()
+            .keep_alive(config.keep_alive.0)
+            .handshake_timeout(config.handshake_timeout.0)
+            .limits(wire_limits(config));
+        let total_is_limited = config.total_memory() != ByteSize::UNLIMITED;
+        let isolation = Self {
+            config: config.to_toml()?,
+            module_digests,
+            limits: ProcessLimits::of(config),
+            share: total_is_limited.then_some(config.max_memory.0),
+            connector,
+            workspaces,
+            cleaner,
+            state,
+            processes: Arc::default(),
+            spare: Arc::default(),
+        };
+        isolation.prepare_spare();
+        Ok(isolation)
+    }
+
+    /// Waits until all processes and their private workspaces are gone. Kills processes after
+    /// `limit`.
+    pub(crate) async fn end(&self, limit: Duration) {
+        drop(self.replace_spare(Spare::Stopped));
+        if tokio::time::timeout(limit, self.processes.none_left()).await.is_err() {
+            supervisor::kill_all(&self.state);
+            // Deleting large workspaces may take longer; the next server on this folder finishes
+            // it.
+            let _ = tokio::time::timeout(GRACE, self.processes.none_left()).await;
+        }
+    }
+
+    async fn workspace(&self, request: &OpenRequest) -> Result<Workspace, RpcError> {
+        let root = self.workspaces.clone();
+        let named = request.workspace.as_ref().map(|name| (request.identity.clone(), name.clone()));
+        let open = move || match named {
+            Some((identity, name)) => root.named(&identity, &name),
+            None => root.private(),
+        };
+        let opened = tokio::task::spawn_blocking(open).await;
+        Ok(opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?)
+    }
+
+    /// Takes the spare process if it is alive, or starts one.
+    async fn process(&self) -> std::io::Result<Started> {
+        let started = match self.replace_spare(Spare::Missing) {
+            Spare::Ready(spare) if !spare.process_guard.process().has_ended() => spare,
+            _ => start(self.state.clone(), &self.processes).await?,
+        };
+        self.prepare_spare();
+        Ok(started)
+    }
+
+    fn prepare_spare(&self) {
+        let (state, processes, spare) = (self.state.clone(), self.processes.clone(), Arc::downgrade(&self.spare));
+        tokio::spawn(async move {
+            match start(state, &processes).await {
+                Ok(started) => {
+                    let Some(spare) = spare.upgrade() else { return };
+                    let mut spare = spare.lock().unwrap_or_else(PoisonError::into_inner);
+                    if let Spare::Missing = *spare {
+                        *spare = Spare::Ready(started);
+                    }
+                }
+                // If the cause persists, the next client gets the error.
+                Err(error) => tracing::warn!(%error, "cannot start a process in advance"),
+            }
+        });
+    }
+
+    fn replace_spare(&self, spare: Spare) -> Spare {
+        std::mem::replace(&mut *self.spare.lock().unwrap_or_else(PoisonError::into_inner), spare)
+    }
+}
+
+#[async_trait]
+impl SessionFactory for Isolation {
+    /// Opens a session in a process of its own. Cancel-safe: the process ends if the future is
+    /// dropped.
+    ///
+    /// # Errors
+    ///
+    /// The workspace, the share of the memory, or the process is not available.
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let share = self.share.map(|bytes| self.state.memory().reserve(bytes)).transpose()?;
+        let workspace = self.workspace(request).await?;
+        let setup = SessionSetup {
+            config: self.config.clone(),
+            workspace: workspace.lend(),
+            uptime: self.state.started().elapsed(),
+            module_digests: self.module_digests.clone(),
+        };
+        let resources =
+            SessionResources { _workspace: workspace, _share: share, _counted: ProcessCount::enter(&self.processes) };
+        let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
+        let cleaner = self.cleaner.clone();
+        process_guard.on_exit(move || cleaner.drop_later(resources));
+        stream.set_nonblocking(true)?;
+        let process = process_guard.process().clone();
+        let peer = format!("isolated process {}", process.pid().as_raw_nonzero());
+        let mut io = ProcessIo { stream: UnixStream::from_std(stream)?, process, limits: self.limits };
+        io.write_all(&setup.to_bytes()?).await.map_err(cannot_start)?;
+        let session = self.connector.connect_channel(Channel::new(io, peer)).await;
+        let session = session.map_err(|error| error.into_rpc_error().context(CANNOT_START))?;
+        let next = session.shared().clone();
+        Ok(self.state.count(|counted| IsolatedSession { next, process_guard, _counted: counted }))
+    }
+}
+
+#[derive(Default)]
+enum Spare {
+    #[default]
+    Missing,
+    Ready(Started),
+    /// The server has stopped.
+    Stopped,
+}
+
+/// Starts a process that is counted until it has ended.
+async fn start(state: Arc<ServerState>, processes: &Arc<ProcessCount>) -> std::io::Result<Started> {
+    let counted = ProcessCount::enter(processes);
+    let mut started = supervisor::start(state).await?;
+    started.process_guard.on_exit(move || drop(counted));
+    Ok(started)
+}
+
+const CANNOT_START: &str = "cannot start the process of the session";
+
+fn cannot_start(error: std::io::Error) -> RpcError {
+    RpcError::new(ErrorKind::Io, error.to_string()).context(CANNOT_START)
+}
+
+/// Raises the limit on open files to the maximum: a session takes four files of the server, and
+/// many systems start programs with a low limit.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
+        tracing::debug!(%error, "the limit on open files stays as it is");
+    }
+}
+
+/// A session that a process of its own serves.
+struct IsolatedSession {
+    /// Declared first, so that the process learns of the end of the session before its grace
+    /// begins.
+    next: SharedSession,
+    process_guard: ProcessGuard,
+    _counted: SessionCount,
+}
+
+impl RpcSession for IsolatedSession {
+    fn submit(&self, request: Request) -> Submission {
+        self.next.submit(request)
+    }
+
+    fn ended(&self) -> Submission {
+        self.next.ended()
+    }
+}
+
+impl UsageSource for IsolatedSession {
+    fn usage(&self) -> Usage {
+        self.process_guard.process().usage()
+    }
+}
+
+/// Resources released after the end of the process, in this order.
+struct SessionResources {
+    _workspace: Workspace,
+    _share: Option<MemoryLease>,
+    _counted: CountedProcess,
+}
+
+/// Count of processes that have not ended, or whose resources are not released.
+#[derive(Default)]
+struct ProcessCount {
+    count: AtomicUsize,
+    left: Notify,
+}
+
+struct CountedProcess(Arc<ProcessCount>);
+
+impl ProcessCount {
+    fn enter(this: &Arc<Self>) -> CountedProcess {
+        this.count.fetch_add(1, Ordering::AcqRel);
+        CountedProcess(this.clone())
+    }
+
+    async fn none_left(&self) {
+        loop {
+            let left = self.left.notified();
+            let mut left = std::pin::pin!(left);
+            left.as_mut().enable();
+            if self.count.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            left.await;
+        }
+    }
+}
+
+impl Drop for CountedProcess {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Ordering::AcqRel);
+        self.0.left.notify_waiters();
+    }
+}

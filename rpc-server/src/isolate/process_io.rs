@@ -1,0 +1,85 @@
+//! The connection to the process of a session, which knows how that process ended.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use rustix::net::{RecvFlags, recv};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::UnixStream;
+
+use super::exit_cause::ProcessLimits;
+use super::supervisor::Process;
+
+/// A connection whose breaking is explained: where a plain socket would report an end, this one
+/// waits for the end of the process, and says what that was.
+pub(super) struct ProcessIo {
+    pub(super) stream: UnixStream,
+    pub(super) process: Arc<Process>,
+    pub(super) limits: ProcessLimits,
+}
+
+impl ProcessIo {
+    /// The connection is broken: the error is that of the process, which is given a moment to end.
+    fn poll_broken<T>(&self, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
+        self.process.kill_after_grace();
+        self.process.poll_exit_cause(cx).map(|exit_cause| Err(io::Error::other(exit_cause.describe(&self.limits))))
+    }
+}
+
+impl AsyncRead for ProcessIo {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let filled = buffer.filled().len();
+        let wanted = buffer.remaining() > 0;
+        match Pin::new(&mut self.stream).poll_read(cx, buffer) {
+            Poll::Ready(Ok(())) if buffer.filled().len() > filled || !wanted => Poll::Ready(Ok(())),
+            Poll::Ready(_) => self.poll_broken(cx),
+            // Something that the process has started may keep its end of the connection open.
+            Poll::Pending => {
+                ready!(self.process.poll_exit_cause(cx));
+                // What the process wrote before may be there, and the runtime not know yet.
+                let rest = recv(&self.stream, buffer.initialize_unfilled(), RecvFlags::DONTWAIT);
+                match rest {
+                    Ok((len @ 1.., _)) => {
+                        buffer.advance(len);
+                        Poll::Ready(Ok(()))
+                    }
+                    Ok(_) | Err(_) => self.poll_broken(cx),
+                }
+            }
+        }
+    }
+}
+
+impl AsyncWrite for ProcessIo {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match Pin::new(&mut self.stream).poll_write(cx, bytes) {
+            Poll::Ready(Err(_)) => self.poll_broken(cx),
+            other => other,
+        }
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match Pin::new(&mut self.stream).poll_write_vectored(cx, slices) {
+            Poll::Ready(Err(_)) => self.poll_broken(cx),
+            other => other,
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,312 @@
+//! The main function of a session process: it serves one session and exits.
+
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use std::{io, process, thread};
+
+use disco::{DataAddress, WeightFolders};
+use rpc_core::session::InPlaceWrite;
+use rpc_core::value::TensorRef;
+use rpc_core::{
+    Devices, ErrorKind, Lane, LocalSession, Registry, Request, RpcError, RpcSession, SharedSession, Submission, Usage,
+};
+use rpc_transports::exec::{StdioEnds, take_stdio};
+use rpc_transports::{Channel, OpenRequest, ServeOptions, Server, TokioSpawner};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit, Signal, getpgrp, getpid, getrlimit, kill_current_process_group, setrlimit};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Notify;
+
+use super::messages::{Report, SessionSetup};
+use super::{GRACE, REPORT_INTERVAL};
+use crate::config::{ByteSize, ServeConfig, ServeSettings};
+use crate::modules::{ModuleService, Native};
+use crate::server::exit_code;
+use crate::server::session_state::{
+    Cleaner, ServerState, ServerTotals, SessionCount, SessionWorkspace, UsageSource, WorkspaceSource,
+};
+use crate::server::{session_limits, wire_limits};
+use crate::workspace::Workspace;
+use crate::{builtins, logging, modules};
+
+/// Serves the session of this process and ends the process. `server` is the process id of the
+/// server.
+pub(super) fn run(registry: &Registry, devices: impl FnOnce() -> Devices, server: Option<i32>) -> ! {
+    match serve(registry, devices, server) {
+        // Processes that functions have started end with the session, even if the server is gone
+        // and cannot kill them.
+        Ok(()) => kill_group(),
+        Err(error) => {
+            exit_code::report(&*error);
+            process::exit(exit_code::FAILURE.into());
+        }
+    }
+}
+
+fn serve(
+    registry: &Registry,
+    devices: impl FnOnce() -> Devices,
+    server: Option<i32>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    // From here on functions print to the server's standard error.
+    let StdioEnds::Pair { read, write } = take_stdio()? else {
+        return Err("only a server starts a program with this argument".into());
+    };
+    if !die_with_parent(server)? {
+        return Ok(());
+    }
+    let (mut connection, control) = (UnixStream::from(read), UnixDatagram::from(write));
+    let Some(SessionSetup { config, workspace, uptime, module_digests }) = SessionSetup::read(&mut connection)? else {
+        return Ok(());
+    };
+    let config = ServeSettings::from_toml(&config, "of the server".as_ref())?.resolve()?;
+    logging::init(&config.log_level, config.log_format);
+    limit(&config)?;
+    watch(connection.try_clone()?)?;
+    builtins::register(registry);
+    disco::register(registry);
+    let native = Native::new(&config);
+    native.offer_libraries(registry)?;
+    let service = ModuleService::open(&config, module_digests, &native)?;
+
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        // Two threads: while an asynchronous function blocks one, the other serves the connection.
+        .worker_threads(2)
+        .enable_all()
+        .thread_name("rpc-session")
+        .build()?;
+    runtime.block_on(async {
+        let link = Arc::new(ControlLink::new(control)?);
+        let started = Instant::now().checked_sub(uptime).unwrap_or_else(Instant::now);
+        let asking = link.clone();
+        let state = ServerState::for_single_session(config.key.clone(), started, move |usage| asking.totals(usage));
+        let workspace = WorkspaceSource::Opened(Workspace::borrowed(&workspace)?);
+        let mut session = LocalSession::builder(registry.clone())
+            .devices(devices())
+            .limits(session_limits(&config))
+            .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none())))
+            .extension(state.clone())
+            .spawner(Arc::new(TokioSpawner::current()));
+        if let Some(address) = config.data_address {
+            session = session.extension(Arc::new(DataAddress(address)));
+        }
+        if !config.weights.is_empty() {
+            session = session.extension(Arc::new(WeightFolders::new(&config.weights)));
+        }
+        if let Some(service) = service {
+            session = session.extension(service);
+        }
+        if let Some(settings) = modules::worker::handed_down(&config) {
+            session = session.extension(settings);
+        }
+        let session = session.build();
+        let changes = Arc::new(Notify::new());
+        let session = ReportingSession {
+            inner: state.count(|counted| CountedSession { session, _counted: counted }),
+            changes: changes.clone(),
+        };
+        let reports = report(Arc::downgrade(&session.inner), link, changes);
+        drop(tokio::spawn(reports));
+        serve_session(connection, Arc::new(session), &config).await
+    })?;
+    // Other threads drop the objects of the session.
+    runtime.shutdown_timeout(GRACE);
+    Ok(())
+}
+
+async fn serve_session(connection: UnixStream, session: SharedSession, config: &ServeConfig) -> io::Result<()> {
+    // A signal to a group of processes is not meant for this one: the server ends it in time.
+    let _terminate = signal(SignalKind::terminate())?;
+    let _interrupt = signal(SignalKind::interrupt())?;
+    let mut server_died = signal(SignalKind::hangup())?;
+
+    connection.set_nonblocking(true)?;
+    let channel = Channel::new(tokio::net::UnixStream::from_std(connection)?, "the server");
+    let options = ServeOptions {
+        keep_alive: config.keep_alive.0,
+        handshake_timeout: config.handshake_timeout.0,
+        limits: wire_limits(config),
+        // The server checks the pace of its client for both processes.
+        write_timeout: Duration::MAX,
+        min_rate: 0,
+        max_total_queued: u64::MAX,
+        ..ServeOptions::default()
+    };
+    let session = Mutex::new(Some(session));
+    let factory = move |_: &OpenRequest| {
+        let session = session.lock().unwrap_or_else(PoisonError::into_inner).take();
+        session.ok_or_else(|| RpcError::new(ErrorKind::Refused, "this process serves one session"))
+    };
+    let server = Server::new(Arc::new(factory), options);
+    server.serve_channel(channel);
+    tokio::select! {
+        () = server.idle() => Ok(()),
+        _ = server_died.recv() => kill_group(),
+    }
+}
+
+/// Sets the limits of this process. Processes that it starts inherit them.
+fn limit(config: &ServeConfig) -> io::Result<()> {
+    // The data segment and not the address space, most of which is reserved and never used, above
+    // all by device drivers.
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    const MEMORY: Resource = Resource::Data;
+    // Other systems count only a small part of the data in the data segment.
+    #[cfg(not(any(target_os = "linux", target_os = "android")))]
+    const MEMORY: Resource = Resource::As;
+
+    lower(Resource::Nofile, config.isolate_files, config.isolate_files)?;
+    if config.isolate_memory != ByteSize::UNLIMITED {
+        lower(MEMORY, config.isolate_memory.0, config.isolate_memory.0)?;
+    }
+    if let Some(limit) = config.isolate_cpu_time {
+        let seconds = limit.0.as_millis().div_ceil(1000).max(1).try_into().unwrap_or(u64::MAX);
+        // The soft limit sends SIGXCPU, which names the cause; the hard limit sends SIGKILL, which
+        // cannot be ignored.
+        lower(Resource::Cpu, seconds, seconds.saturating_add(1))?;
+    }
+    Ok(())
+}
+
+fn lower(resource: Resource, current: u64, maximum: u64) -> io::Result<()> {
+    let most = getrlimit(resource).maximum.unwrap_or(u64::MAX);
+    let limit = Rlimit { current: Some(current.min(most)), maximum: Some(maximum.min(most)) };
+    Ok(setrlimit(resource, limit)?)
+}
+
+/// Asks the kernel for a signal when the server dies. Returns false if it has died already.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn die_with_parent(server: Option<i32>) -> io::Result<bool> {
+    // SIGHUP instead of SIGKILL, so that this process can kill those that functions have started.
+    // Until its handler is installed SIGHUP kills this process as well.
+    rustix::process::set_parent_process_death_signal(Some(Signal::HUP))?;
+    // Named differently from the server, so that session processes can be told apart in a list.
+    let _ = rustix::thread::set_name(c"rpc-session");
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
+    Ok(server.is_none() || server == parent)
+}
+
+/// Other systems have no such signal; the end of the connection serves instead.
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+fn die_with_parent(_server: Option<i32>) -> io::Result<bool> {
+    Ok(true)
+}
+
+/// Ends this process after the end of the connection, even if all other threads are blocked.
+fn watch(connection: UnixStream) -> io::Result<()> {
+    let watch = move || {
+        loop {
+            // No events are requested: only the end of both directions is reported.
+            let mut fds = [PollFd::new(&connection, PollFlags::empty())];
+            match poll(&mut fds, None) {
+                Err(Errno::INTR) => {}
+                _ => break,
+            }
+        }
+        // In good order the process ends during this sleep.
+        thread::sleep(GRACE);
+        kill_group();
+    };
+    thread::Builder::new().name("rpc-watch".into()).spawn(watch).map(drop)
+}
+
+/// Kills this process and its process group.
+fn kill_group() -> ! {
+    if getpgrp() == getpid() {
+        let _ = kill_current_process_group(Signal::KILL);
+    }
+    // It was started by hand, in a process group with others.
+    process::exit(exit_code::FAILURE.into());
+}
+
+/// Socket to the server for usage reports and questions.
+struct ControlLink {
+    socket: UnixDatagram,
+    /// Held while a thread waits for an answer.
+    asking: Mutex<()>,
+    /// Usage that was reported last.
+    reported: Mutex<Usage>,
+}
+
+/// Longest time for an answer. The thread that answers does nothing else that takes long.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(200);
+
+impl ControlLink {
+    fn new(socket: UnixDatagram) -> io::Result<Self> {
+        socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        socket.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+        Ok(Self { socket, asking: Mutex::default(), reported: Mutex::default() })
+    }
+
+    /// Reports the usage and asks for the totals of the server; `None` without an answer.
+    fn totals(&self, usage: Usage) -> Option<ServerTotals> {
+        let _asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        self.socket.send(&Report { usage, asks: true }.to_bytes()).ok()?;
+        let mut answer = [0; ServerTotals::LEN + 1];
+        let len = self.socket.recv(&mut answer).ok()?;
+        ServerTotals::from_bytes(&answer[..len])
+    }
+
+    /// Reports the usage if it has changed. Returns true if it had.
+    fn report(&self, usage: Usage) -> bool {
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        let changed = *reported != usage;
+        if changed && self.socket.send(&Report { usage, asks: false }.to_bytes()).is_ok() {
+            *reported = usage;
+        }
+        changed
+    }
+}
+
+/// The local session with its count.
+struct CountedSession {
+    session: LocalSession,
+    _counted: SessionCount,
+}
+
+impl UsageSource for CountedSession {
+    fn usage(&self) -> Usage {
+        self.session.usage()
+    }
+}
+
+/// The session as it is served: each request wakes the task that reports usage.
+struct ReportingSession {
+    inner: Arc<CountedSession>,
+    changes: Arc<Notify>,
+}
+
+impl RpcSession for ReportingSession {
+    fn submit(&self, request: Request) -> Submission {
+        let submission = self.inner.session.submit(request);
+        self.changes.notify_one();
+        submission
+    }
+
+    fn is_local(&self) -> bool {
+        true
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.inner.session.write_in_place(lane, to, offset, len)
+    }
+
+    fn ended(&self) -> Submission {
+        self.inner.session.ended()
+    }
+}
+
+/// Reports the usage of `session` a moment after each request.
+async fn report(session: Weak<CountedSession>, link: Arc<ControlLink>, changes: Arc<Notify>) {
+    loop {
+        changes.notified().await;
+        tokio::time::sleep(REPORT_INTERVAL).await;
+        let Some(session) = session.upgrade() else { return };
+        if link.report(session.usage()) {
+            // The usage may change further without a request.
+            changes.notify_one();
+        }
+    }
+}

@@ -1,0 +1,418 @@
+//! The supervisor: a thread that starts session processes, watches them, kills and reaps them.
+//!
+//! All servers of a process share one supervisor, which never exits: on Linux the signal that
+//! reports the death of a parent follows the *thread* that started the child. It holds no lock
+//! while it works, and never waits for one process.
+
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+use std::{env, process, thread};
+
+use rpc_core::Usage;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use tokio::sync::oneshot;
+
+use super::exit_cause::ExitCause;
+use super::messages::Report;
+use super::{CHILD_ARGUMENT, GRACE};
+use crate::server::session_state::ServerState;
+
+/// A session process, as the server sees it.
+pub(super) struct Process {
+    id: u64,
+    pid: Pid,
+    /// Usage of the session, as last reported.
+    handles: AtomicU64,
+    memory_bytes: AtomicU64,
+    kill_requested: AtomicBool,
+    end: Mutex<End>,
+}
+
+#[derive(Default)]
+struct End {
+    exit_cause: Option<ExitCause>,
+    waiting: Vec<Waker>,
+}
+
+impl Process {
+    pub(super) fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Returns true once the process has been reaped.
+    pub(super) fn has_ended(&self) -> bool {
+        self.end().exit_cause.is_some()
+    }
+
+    pub(super) fn usage(&self) -> Usage {
+        let read = |number: &AtomicU64| number.load(Ordering::Relaxed);
+        Usage { handles: read(&self.handles), memory_bytes: read(&self.memory_bytes) }
+    }
+
+    /// Returns the exit cause once the process has been reaped.
+    pub(super) fn poll_exit_cause(&self, cx: &mut Context<'_>) -> Poll<ExitCause> {
+        let mut end = self.end();
+        match end.exit_cause {
+            Some(exit_cause) => Poll::Ready(exit_cause),
+            None => {
+                if !end.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+                    end.waiting.push(cx.waker().clone());
+                }
+                Poll::Pending
+            }
+        }
+    }
+
+    /// Kills the process after [`GRACE`], unless it ends by itself. Called when it cannot serve any
+    /// more.
+    pub(super) fn kill_after_grace(&self) {
+        if !self.kill_requested.swap(true, Ordering::Relaxed) {
+            submit(Job::KillAfterGrace { id: self.id, deadline: Instant::now() + GRACE });
+        }
+    }
+
+    fn report(&self, usage: Usage) {
+        self.handles.store(usage.handles, Ordering::Relaxed);
+        self.memory_bytes.store(usage.memory_bytes, Ordering::Relaxed);
+    }
+
+    fn end(&self) -> MutexGuard<'_, End> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Callback after the end of a process. Runs on the thread of the supervisor and must not block.
+type OnExit = Box<dyn FnOnce() + Send + Sync>;
+
+/// Owner of a process. Dropping it gives the process [`GRACE`] to end, and kills it then.
+pub(super) struct ProcessGuard {
+    process: Arc<Process>,
+    on_exit: Option<OnExit>,
+}
+
+impl ProcessGuard {
+    pub(super) fn process(&self) -> &Arc<Process> {
+        &self.process
+    }
+
+    /// Sets the callback that runs after the drop of this guard and the end of the process.
+    pub(super) fn on_exit(&mut self, on_exit: impl FnOnce() + Send + Sync + 'static) {
+        self.on_exit = Some(Box::new(on_exit));
+    }
+}
+
+impl Drop for ProcessGuard {
+    fn drop(&mut self) {
+        let on_exit = self.on_exit.take();
+        submit(Job::Release { id: self.process.id, deadline: Instant::now() + GRACE, on_exit });
+    }
+}
+
+/// A started process and the connection to it.
+pub(super) struct Started {
+    pub(super) stream: UnixStream,
+    pub(super) process_guard: ProcessGuard,
+}
+
+/// Starts a process, which may ask for the totals of `state`.
+///
+/// # Errors
+///
+/// The program cannot be executed, or the system is out of processes or files.
+pub(super) async fn start(state: Arc<ServerState>) -> io::Result<Started> {
+    let (reply, answer) = oneshot::channel();
+    submit(Job::Start { state, reply });
+    // If the caller is gone, the drop of the reply ends the process.
+    answer.await.unwrap_or_else(|_| Err(io::Error::other("the thread that starts processes is gone")))
+}
+
+/// Kills all processes of one server without grace.
+pub(super) fn kill_all(state: &Arc<ServerState>) {
+    submit(Job::KillAll { state: state.clone() });
+}
+
+/// Job for the supervisor. The queue is not bounded: each entry stands for a session that begins or
+/// ends, and those are limited.
+enum Job {
+    Start { state: Arc<ServerState>, reply: oneshot::Sender<io::Result<Started>> },
+    KillAfterGrace { id: u64, deadline: Instant },
+    Release { id: u64, deadline: Instant, on_exit: Option<OnExit> },
+    KillAll { state: Arc<ServerState> },
+}
+
+/// Handle of the supervisor.
+struct SupervisorHandle {
+    jobs: Sender<Job>,
+    /// One byte on this socket wakes the supervisor.
+    wake_sender: UnixStream,
+}
+
+/// Sends a job to the supervisor, which starts at the first job. If it cannot start, the job is
+/// dropped, and no processes can be had.
+fn submit(job: Job) {
+    static HANDLE: Mutex<Option<SupervisorHandle>> = Mutex::new(None);
+    let mut handle = HANDLE.lock().unwrap_or_else(PoisonError::into_inner);
+    if handle.is_none() {
+        match SupervisorHandle::open() {
+            Ok(opened) => *handle = Some(opened),
+            Err(error) => tracing::error!(%error, "cannot start the thread that keeps the processes of sessions"),
+        }
+    }
+    if let Some(handle) = &*handle {
+        let _ = handle.jobs.send(job);
+        // A full socket buffer holds a wake-up already.
+        let _ = (&handle.wake_sender).write(&[0]);
+    }
+}
+
+impl SupervisorHandle {
+    fn open() -> io::Result<Self> {
+        let (wake_sender, wake_receiver) = UnixStream::pair()?;
+        wake_sender.set_nonblocking(true)?;
+        wake_receiver.set_nonblocking(true)?;
+        let (jobs, queue) = mpsc::channel();
+        let mut supervisor = Supervisor { queue, wake_receiver, children: Vec::new(), next_id: 0 };
+        thread::Builder::new().name("rpc-isolation".into()).spawn(move || supervisor.run())?;
+        Ok(Self { jobs, wake_sender })
+    }
+}
+
+struct Supervisor {
+    queue: Receiver<Job>,
+    wake_receiver: UnixStream,
+    children: Vec<ChildEntry>,
+    next_id: u64,
+}
+
+/// A process that has not been reaped, with what the supervisor knows of it.
+struct ChildEntry {
+    process: Arc<Process>,
+    child: Child,
+    /// Pidfd, readable once the process has ended. Other systems than Linux have none; there the
+    /// process is polled.
+    ended: Option<OwnedFd>,
+    /// Socket on which reports arrive.
+    control: UnixDatagram,
+    state: Arc<ServerState>,
+    /// True if the process may have ended.
+    look: bool,
+    /// Time at which the process is killed.
+    deadline: Option<Instant>,
+    killed: bool,
+    on_exit: Option<OnExit>,
+}
+
+/// Interval at which processes without a pidfd are polled.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Maximum number of reports that are read of one process before the others.
+const REPORTS_AT_ONCE: usize = 16;
+
+impl Supervisor {
+    fn run(&mut self) {
+        loop {
+            let (reports, ended) = self.wait();
+            let mut scrap = [0; 64];
+            while matches!((&self.wake_receiver).read(&mut scrap), Ok(1..)) {}
+            while let Ok(job) = self.queue.try_recv() {
+                self.act(job);
+            }
+            // Jobs only append children, so the indices are still valid.
+            for index in reports {
+                self.children[index].take_reports();
+            }
+            for index in ended {
+                self.children[index].look = true;
+            }
+            let now = Instant::now();
+            self.children.retain_mut(|child| !child.is_over(now));
+        }
+    }
+
+    /// Waits for work. Returns the indices of the processes with reports, and of those that have
+    /// ended.
+    fn wait(&self) -> (Vec<usize>, Vec<usize>) {
+        let now = Instant::now();
+        let waits = self.children.iter().filter_map(|child| child.wait(now));
+        let timeout = waits.min().and_then(|wait| Timespec::try_from(wait).ok());
+        let mut fds = vec![PollFd::new(&self.wake_receiver, PollFlags::IN)];
+        let mut meanings = Vec::with_capacity(2 * self.children.len());
+        for (index, child) in self.children.iter().enumerate() {
+            fds.push(PollFd::new(&child.control, PollFlags::IN));
+            meanings.push((index, false));
+            if let Some(ended) = &child.ended {
+                fds.push(PollFd::new(ended, PollFlags::IN));
+                meanings.push((index, true));
+            }
+        }
+        if let Err(error) = poll(&mut fds, timeout.as_ref()) {
+            if error != rustix::io::Errno::INTR {
+                // The kernel is out of memory: try again later.
+                thread::sleep(LOOK_INTERVAL);
+            }
+            return Default::default();
+        }
+        let there = fds[1..].iter().zip(meanings).filter(|(fd, _)| fd.revents().contains(PollFlags::IN));
+        let (ended, reports): (Vec<_>, Vec<_>) = there.map(|(_, meaning)| meaning).partition(|(_, ended)| *ended);
+        let index = |(index, _)| index;
+        (reports.into_iter().map(index).collect(), ended.into_iter().map(index).collect())
+    }
+
+    fn act(&mut self, job: Job) {
+        match job {
+            Job::Start { state, reply } => {
+                let started = self.start(state);
+                let _ = reply.send(started);
+            }
+            Job::KillAfterGrace { id, deadline } => {
+                if let Some(child) = self.child(id) {
+                    child.deadline.get_or_insert(deadline);
+                }
+            }
+            Job::Release { id, deadline, on_exit } => match self.child(id) {
+                Some(child) => {
+                    child.deadline.get_or_insert(deadline);
+                    child.on_exit = on_exit;
+                }
+                None => {
+                    if let Some(on_exit) = on_exit {
+                        on_exit();
+                    }
+                }
+            },
+            Job::KillAll { state } => {
+                let now = Instant::now();
+                for child in self.children.iter_mut().filter(|child| Arc::ptr_eq(&child.state, &state)) {
+                    child.deadline = Some(now);
+                }
+            }
+        }
+    }
+
+    fn child(&mut self, id: u64) -> Option<&mut ChildEntry> {
+        self.children.iter_mut().find(|child| child.process.id == id)
+    }
+
+    fn start(&mut self, state: Arc<ServerState>) -> io::Result<Started> {
+        let (stream, child_stream) = UnixStream::pair()?;
+        let (control, reports) = UnixDatagram::pair()?;
+        control.set_nonblocking(true)?;
+        let (program, name) = this_program()?;
+        let mut command = Command::new(program);
+        command.arg0(name).arg(CHILD_ARGUMENT).arg(process::id().to_string());
+        // In a process group of its own, so that the processes that it starts are killed with it.
+        command.stdin(OwnedFd::from(child_stream)).stdout(OwnedFd::from(reports)).process_group(0);
+        let child = command.spawn()?;
+        // This closes our copies of the child's sockets.
+        drop(command);
+        let pid = Pid::from_child(&child);
+        self.next_id += 1;
+        let process = Arc::new(Process {
+            id: self.next_id,
+            pid,
+            handles: AtomicU64::new(0),
+            memory_bytes: AtomicU64::new(0),
+            kill_requested: AtomicBool::new(false),
+            end: Mutex::default(),
+        });
+        self.children.push(ChildEntry {
+            process: process.clone(),
+            child,
+            ended: end_of(pid),
+            control,
+            state,
+            look: false,
+            deadline: None,
+            killed: false,
+            on_exit: None,
+        });
+        Ok(Started { stream, process_guard: ProcessGuard { process, on_exit: None } })
+    }
+}
+
+impl ChildEntry {
+    /// Returns the time after which the process needs attention without an event.
+    fn wait(&self, now: Instant) -> Option<Duration> {
+        let look = self.ended.is_none().then_some(LOOK_INTERVAL);
+        let kill = self.deadline.filter(|_| !self.killed).map(|deadline| deadline.saturating_duration_since(now));
+        look.into_iter().chain(kill).min()
+    }
+
+    fn take_reports(&self) {
+        let mut buffer = [0; Report::LEN + 1];
+        for _ in 0..REPORTS_AT_ONCE {
+            let Ok(len) = self.control.recv(&mut buffer) else { return };
+            let Some(report) = Report::from_bytes(&buffer[..len]) else { continue };
+            self.process.report(report.usage);
+            if report.asks {
+                // If the socket buffer is full, the process has not read earlier answers, and
+                // misses this one.
+                let _ = self.control.send(&self.state.totals_here().to_bytes());
+            }
+        }
+    }
+
+    /// Returns true once the process has ended. Reaps it then, and wakes those who wait for the
+    /// exit cause.
+    fn is_over(&mut self, now: Instant) -> bool {
+        // The process group id cannot be reused before the process is reaped.
+        let kill = || kill_process_group(self.process.pid, Signal::KILL);
+        if !self.killed && self.deadline.is_some_and(|deadline| deadline <= now) {
+            self.killed = true;
+            let _ = kill();
+        }
+        if !std::mem::take(&mut self.look) && self.ended.is_some() {
+            return false;
+        }
+        let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        match waitid(WaitId::Pid(self.process.pid), look) {
+            Ok(None) => return false,
+            Ok(Some(_)) => drop(kill()),
+            // Other code has reaped it, and its process group cannot be found any more.
+            Err(_) => {}
+        }
+        let status = self.child.try_wait().ok().flatten();
+        let exit_cause = ExitCause { status, killed: self.killed };
+        tracing::debug!(pid = self.process.pid.as_raw_nonzero(), ?exit_cause, "the process of a session ended");
+        let waiting = {
+            let mut end = self.process.end();
+            end.exit_cause = Some(exit_cause);
+            std::mem::take(&mut end.waiting)
+        };
+        waiting.into_iter().for_each(Waker::wake);
+        if let Some(on_exit) = self.on_exit.take() {
+            on_exit();
+        }
+        true
+    }
+}
+
+/// Returns the path of the running program, valid even if its file has been replaced, and the name
+/// that it was called by.
+pub(crate) fn this_program() -> io::Result<(PathBuf, OsString)> {
+    const RUNNING: &str = "/proc/self/exe";
+    let path = if Path::new(RUNNING).exists() { RUNNING.into() } else { env::current_exe()? };
+    let name = env::args_os().next().unwrap_or_else(|| path.clone().into_os_string());
+    Ok((path, name))
+}
+
+#[cfg(target_os = "linux")]
+fn end_of(pid: Pid) -> Option<OwnedFd> {
+    rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn end_of(_pid: Pid) -> Option<OwnedFd> {
+    None
+}

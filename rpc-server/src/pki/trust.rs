@@ -1,0 +1,235 @@
+//! What files of certificates and tokens become: whom a server serves and what it shows, whom a
+//! client trusts.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use rpc_transports::{
+    Access, Certificate, CertificateError, ClientCertificates, ClientTls, DialOptions, ServerTls, TokenError, Tokens,
+};
+
+/// How a client makes sure of servers, and proves itself to them.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ClientTrust {
+    /// Certificates of the authorities that servers at tls:// and quic:// addresses must have
+    /// theirs from, as a PEM file
+    #[arg(long, global = true, env = "RPC_CLI_CA", value_name = "FILE")]
+    pub ca: Option<PathBuf>,
+    /// A certificate to show to servers that ask for one, as a PEM file
+    #[arg(long, global = true, env = "RPC_CLI_CERT", value_name = "FILE", requires = "cert_key")]
+    pub cert: Option<PathBuf>,
+    /// The private key of --cert, as a PEM file
+    #[arg(long, global = true, env = "RPC_CLI_CERT_KEY", value_name = "FILE", requires = "cert")]
+    pub cert_key: Option<PathBuf>,
+    /// A file of tokens that the server knows, too, one a line. Beside a token a server may have
+    /// any certificate
+    #[arg(long, global = true, env = "RPC_CLI_TOKEN_FILE", value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+}
+
+impl ClientTrust {
+    /// Reads the files. Blocks, shortly.
+    ///
+    /// # Errors
+    ///
+    /// The file that cannot be read or used.
+    pub fn dial_options(&self) -> Result<DialOptions, TrustError> {
+        let mut options = DialOptions::default();
+        if let Some(file) = &self.token_file {
+            options.tokens = tokens(file)?;
+        }
+        let certificate = certificate(self.cert.as_deref(), self.cert_key.as_deref())?;
+        options.tls = match &self.ca {
+            Some(ca) => {
+                Some(ClientTls::new(&read(ca)?, certificate).map_err(|error| TrustError::certificate(ca, error))?)
+            }
+            None if !options.tokens.is_empty() => {
+                let tls = ClientTls::unverified(certificate);
+                Some(
+                    tls.map_err(|error| TrustError::certificate(self.cert.as_deref().unwrap_or(Path::new("")), error))?,
+                )
+            }
+            None => None,
+        };
+        Ok(options)
+    }
+}
+
+/// How a server makes sure of its clients, and proves itself to them.
+#[derive(Clone, Debug, Default)]
+pub struct ServerTrust {
+    /// The server's certificate, and those between it and its authority, as a PEM file.
+    pub cert: Option<PathBuf>,
+    /// The private key of `cert`, as a PEM file.
+    pub cert_key: Option<PathBuf>,
+    /// Certificates of the authorities that clients must have theirs from, as a PEM file.
+    pub client_ca: Option<PathBuf>,
+    /// A file of tokens, one a line.
+    pub token_file: Option<PathBuf>,
+}
+
+/// What a server shows and demands, as read from its files.
+#[derive(Debug)]
+pub struct ServerCredentials {
+    /// For listeners at `tls://` and `quic://` addresses; `None` if there is nothing to show.
+    pub tls: Option<ServerTls>,
+    /// Whom the server serves.
+    pub access: Access,
+}
+
+impl ServerTrust {
+    /// Whether clients have to prove anything.
+    pub fn demands(&self) -> bool {
+        self.client_ca.is_some() || self.token_file.is_some()
+    }
+
+    /// Whether there is something to show at an encrypted address: a certificate, or tokens, beside
+    /// which one that the server makes for itself is enough.
+    pub fn shows(&self) -> bool {
+        self.cert.is_some() || self.token_file.is_some()
+    }
+
+    /// Reads the files. Blocks, shortly.
+    ///
+    /// # Errors
+    ///
+    /// The file that cannot be read or used.
+    pub fn load(&self) -> Result<ServerCredentials, TrustError> {
+        let access = self.access()?;
+        let tls = match self.certificate()? {
+            Some(certificate) => Some(self.with_demand(|demand| ServerTls::new(certificate, demand))?),
+            None => None,
+        };
+        Ok(ServerCredentials { tls, access })
+    }
+
+    /// Reads the files again, and uses them for all connections from now on. If one cannot be used,
+    /// nothing changes. Blocks, shortly.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load).
+    pub fn reload(&self, tls: Option<&ServerTls>) -> Result<Access, TrustError> {
+        let access = self.access()?;
+        if let (Some(tls), Some(certificate)) = (tls, self.certificate()?) {
+            self.with_demand(|demand| tls.replace(certificate, demand))?;
+        }
+        Ok(access)
+    }
+
+    fn access(&self) -> Result<Access, TrustError> {
+        let tokens = self.token_file.as_deref().map(tokens).transpose()?.unwrap_or_default();
+        Ok(Access { anonymous: !self.demands(), tokens, certificates: self.client_ca.is_some() })
+    }
+
+    fn certificate(&self) -> Result<Option<Certificate>, TrustError> {
+        match certificate(self.cert.as_deref(), self.cert_key.as_deref())? {
+            None if self.token_file.is_some() => self_signed().map(Some),
+            given => Ok(given),
+        }
+    }
+
+    fn with_demand<T>(
+        &self,
+        make: impl FnOnce(Option<&ClientCertificates<'_>>) -> Result<T, CertificateError>,
+    ) -> Result<T, TrustError> {
+        let authorities = self.client_ca.as_deref().map(read).transpose()?;
+        let optional = self.token_file.is_some();
+        let demand = authorities.as_deref().map(|authorities| ClientCertificates { authorities, optional });
+        let about = self.client_ca.as_deref().or(self.cert.as_deref()).unwrap_or(Path::new(""));
+        make(demand.as_ref()).map_err(|error| TrustError::certificate(about, error))
+    }
+}
+
+/// A certificate that says nothing, for a server that is known by a token.
+fn self_signed() -> Result<Certificate, TrustError> {
+    let made = rcgen::generate_simple_self_signed(vec!["rpc-server.invalid".to_owned()]);
+    let made = made.map_err(|error| TrustError::SelfSigned { problem: error.to_string() })?;
+    let key = made.signing_key.serialize_pem();
+    let certificate = Certificate::from_pem(made.cert.pem().as_bytes(), key.as_bytes());
+    certificate.map_err(|error| TrustError::SelfSigned { problem: error.to_string() })
+}
+
+fn certificate(cert: Option<&Path>, key: Option<&Path>) -> Result<Option<Certificate>, TrustError> {
+    let (cert, key) = match (cert, key) {
+        (Some(cert), Some(key)) => (cert, key),
+        (None, None) => return Ok(None),
+        (cert, _) => return Err(TrustError::Half { missing: if cert.is_none() { "--cert" } else { "--cert-key" } }),
+    };
+    warn_if_readable(key);
+    Certificate::from_pem(&read(cert)?, &read(key)?).map(Some).map_err(|error| {
+        let file = if matches!(error, CertificateError::Key { .. }) { key } else { cert };
+        TrustError::certificate(file, error)
+    })
+}
+
+fn tokens(file: &Path) -> Result<Tokens, TrustError> {
+    warn_if_readable(file);
+    let malformed = |source| TrustError::Tokens { file: file.to_owned(), source };
+    let text = fs::read_to_string(file).map_err(|source| TrustError::Read { file: file.to_owned(), source })?;
+    Tokens::parse(&text).map_err(malformed)
+}
+
+fn read(file: &Path) -> Result<Vec<u8>, TrustError> {
+    fs::read(file).map_err(|source| TrustError::Read { file: file.to_owned(), source })
+}
+
+/// Secrets that other users of the machine can read are none.
+fn warn_if_readable(file: &Path) {
+    if let Ok(facts) = fs::metadata(file)
+        && facts.mode() & 0o077 != 0
+    {
+        tracing::warn!(file = %file.display(), "other users can read or change this secret; run: chmod 600 on it");
+    }
+}
+
+/// Why certificates or tokens cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrustError {
+    /// A file cannot be read.
+    #[error("cannot read {}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// What is in a file is no certificate or key, or not one that fits.
+    #[error("cannot use {}", file.display())]
+    Certificate {
+        /// The file.
+        file: PathBuf,
+        /// The problem.
+        source: CertificateError,
+    },
+    /// A file of tokens.
+    #[error("cannot use the tokens in {}", file.display())]
+    Tokens {
+        /// The file.
+        file: PathBuf,
+        /// The problem.
+        source: TokenError,
+    },
+    /// A certificate without its key, or the other way round.
+    #[error("a certificate and its key go together: {missing} is missing")]
+    Half {
+        /// The setting that is missing.
+        missing: &'static str,
+    },
+    /// No certificate could be made.
+    #[error("cannot make a certificate for this server: {problem}")]
+    SelfSigned {
+        /// The reason.
+        problem: String,
+    },
+}
+
+impl TrustError {
+    fn certificate(file: &Path, source: CertificateError) -> Self {
+        Self::Certificate { file: file.to_owned(), source }
+    }
+}

@@ -1,0 +1,105 @@
+//! A node of a Disco session as a program: what `rpc-server worker` runs.
+
+use disco::NodePlace;
+use rpc_core::{Devices, Registry};
+use rpc_transports::{Address, Server};
+
+use crate::config::{ServeError, WorkerConfig};
+use crate::isolate::gpu;
+use crate::modules;
+use crate::server::{RpcServer, StopReason};
+
+/// Controller to join, and how.
+#[derive(Debug)]
+pub(crate) struct Join {
+    controller: Address,
+    place: Option<NodePlace>,
+    timeout: std::time::Duration,
+}
+
+impl Join {
+    /// Joins the controller with sessions of `server`, until its session ends.
+    pub(crate) async fn run(&self, server: &Server) -> Result<(), ServeError> {
+        let joined = disco::join_with(server, &self.controller, self.place, self.timeout).await;
+        joined.map_err(|source| ServeError::Controller { address: self.controller.clone(), source })
+    }
+}
+
+/// Joins a controller, and serves until the controller's session has ended or a signal arrives.
+/// Blocks, on a runtime of its own.
+///
+/// # Errors
+///
+/// As [`RpcServer::run_blocking`]; [`ServeError::Controller`]; and [`ServeError::Mpi`].
+pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
+    let WorkerConfig { controller, place, join_timeout, mpi, serve } = config;
+    let job = if mpi { Some(mpi::Job::start().map_err(|source| ServeError::Mpi { source })?) } else { None };
+    let place = place.or(job.as_ref().map(mpi::Job::place));
+    let mut server = RpcServer::default().devices(gpu::for_server(&serve)).config(serve);
+    server.join(Join { controller, place, timeout: join_timeout.0 });
+    let reason = server.run_blocking();
+    // After a signal this process does not wait for the others: the launcher ends them.
+    if let Some(job) = job.filter(|_| matches!(reason, Ok(StopReason::SessionEnded) | Err(_))) {
+        job.finish();
+    }
+    reason
+}
+
+/// Returns the devices of a worker process, with all that its node has handed down: functions of
+/// the operator's libraries are added to `registry`, and those of [`gpu::devices`]. For
+/// [`serve_if_worker_with`](disco::serve_if_worker_with).
+pub fn worker_devices(registry: &Registry) -> Devices {
+    modules::worker::offer_libraries(registry);
+    gpu::devices(registry)
+}
+
+/// Part of this process in an MPI job.
+#[cfg(feature = "mpi")]
+mod mpi {
+    use disco::NodePlace;
+    use disco::ccl::host::mpi::Process;
+    use rpc_core::RpcError;
+
+    pub(super) struct Job(&'static Process);
+
+    impl Job {
+        pub(super) fn start() -> Result<Self, RpcError> {
+            Process::start().map(Self)
+        }
+
+        pub(super) fn place(&self) -> NodePlace {
+            NodePlace { rank: self.0.rank(), nodes: self.0.size() }
+        }
+
+        /// Finishes the part. Must run on the thread that has started it.
+        pub(super) fn finish(self) {
+            if let Err(error) = self.0.finish() {
+                // The launcher notices the missing part and ends the others.
+                tracing::warn!(%error, "this process leaves its job of MPI without more");
+            }
+        }
+    }
+}
+
+#[cfg(not(feature = "mpi"))]
+mod mpi {
+    use disco::NodePlace;
+    use rpc_core::RpcError;
+
+    pub(super) enum Job {}
+
+    impl Job {
+        pub(super) fn start() -> Result<Self, RpcError> {
+            let text = "it was built without MPI; build it with: cargo build --release -p rpc-server --features mpi";
+            Err(RpcError::unsupported(text))
+        }
+
+        pub(super) fn place(&self) -> NodePlace {
+            match *self {}
+        }
+
+        pub(super) fn finish(self) {
+            match self {}
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Sessions in the server's own process: one [`LocalSession`] for each client.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use disco::{DataAddress, NodeSettings, WeightFolders};
+use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
+use rpc_transports::{OpenRequest, SessionFactory, TokioSpawner};
+
+use super::options::session_limits;
+use super::session_state::{Cleaner, Client, ServerState, SessionWorkspace, WorkspaceSource};
+use crate::config::ServeConfig;
+use crate::modules::{self, ModuleService};
+use crate::workspace::WorkspaceRoot;
+
+/// Factory of local sessions.
+pub(super) struct LocalSessions {
+    registry: Registry,
+    devices: Devices,
+    limits: SessionLimits,
+    total_threads: Arc<ThreadQuota>,
+    total_handles: Arc<HandleQuota>,
+    workspaces: WorkspaceRoot,
+    cleaner: Arc<Cleaner>,
+    spawner: Arc<TokioSpawner>,
+    state: Arc<ServerState>,
+    data_address: Option<IpAddr>,
+    weights: Vec<PathBuf>,
+    modules: Option<Arc<ModuleService>>,
+    worker_settings: Option<Arc<NodeSettings>>,
+}
+
+impl LocalSessions {
+    /// Returns a factory for a server with these settings. Needs a tokio runtime, on which
+    /// asynchronous functions will run.
+    pub(super) fn new(
+        config: &ServeConfig,
+        registry: Registry,
+        devices: Devices,
+        modules: Option<Arc<ModuleService>>,
+        workspaces: WorkspaceRoot,
+        cleaner: Arc<Cleaner>,
+        state: Arc<ServerState>,
+    ) -> Self {
+        Self {
+            registry,
+            devices,
+            limits: session_limits(config),
+            total_threads: ThreadQuota::new(config.max_total_threads),
+            total_handles: HandleQuota::new(config.max_total_handles),
+            workspaces,
+            cleaner,
+            spawner: Arc::new(TokioSpawner::current()),
+            state,
+            data_address: config.data_address,
+            weights: config.weights.clone(),
+            modules,
+            worker_settings: modules::worker::handed_down(config),
+        }
+    }
+}
+
+#[async_trait]
+impl SessionFactory for LocalSessions {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let source = match &request.workspace {
+            // Opened here and not at its first use, so that a name that cannot be had is an error
+            // of the handshake.
+            Some(name) => {
+                let (root, identity, name) = (self.workspaces.clone(), request.identity.clone(), name.clone());
+                let opened = tokio::task::spawn_blocking(move || root.named(&identity, &name)).await;
+                let opened = opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
+                WorkspaceSource::Opened(opened)
+            }
+            None => WorkspaceSource::Private(self.workspaces.clone()),
+        };
+        let mut session = LocalSession::builder(self.registry.clone())
+            .devices(self.devices.clone())
+            .limits(self.limits.clone())
+            .total_threads(self.total_threads.clone())
+            .total_handles(self.total_handles.clone())
+            .total_memory(self.state.memory().clone())
+            .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
+            .extension(self.state.clone())
+            .extension(Arc::new(Client { peer: request.peer.clone(), identity: request.identity.clone() }))
+            .extension(Arc::new(request.onward.clone()))
+            .spawner(self.spawner.clone());
+        if let Some(address) = self.data_address {
+            session = session.extension(Arc::new(DataAddress(address)));
+        }
+        if !self.weights.is_empty() {
+            session = session.extension(Arc::new(WeightFolders::new(&self.weights)));
+        }
+        if let Some(modules) = &self.modules {
+            session = session.extension(modules.clone());
+        }
+        if let Some(settings) = &self.worker_settings {
+            session = session.extension(settings.clone());
+        }
+        Ok(self.state.count_local(session.build()))
+    }
+}

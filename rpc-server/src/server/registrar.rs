@@ -1,0 +1,185 @@
+//! Registration of the server with its trackers.
+//!
+//! One task for each tracker reports each change at once and renews the lease in between. While the
+//! tracker is away it tries again, with growing pauses, until the server stops. Sessions of the
+//! server are not affected.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rpc_core::{Fault, Pack, RemoteObject, Result, RpcError, Session};
+use rpc_transports::tracker::{Reach, Registered, Registration, Renewed, ServerStatus, functions};
+use rpc_transports::{Address, Backoff, Connector, DialOptions};
+use tokio::task::JoinHandle;
+
+use super::advertisement::Advertisement;
+use super::ticket_gate::{RegistrationId, TicketGate};
+
+/// First and longest pause before the next attempt to reach the tracker.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+
+/// Least time between two reports; changes in between are reported together.
+const REPORT_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Tasks that keep a server registered with its trackers, until dropped.
+#[derive(Debug)]
+pub(super) struct Registrar {
+    attachments: Vec<JoinHandle<()>>,
+    connector: Arc<Mutex<Connector>>,
+}
+
+impl Registrar {
+    /// Starts to register with `trackers`. Needs a tokio runtime.
+    pub(super) fn start(
+        trackers: &[Address],
+        connector: &Connector,
+        gate: &Arc<TicketGate>,
+        advertisement: &Advertisement,
+    ) -> Self {
+        let connector = Arc::new(Mutex::new(connector.clone()));
+        let start = |tracker: &Address| {
+            let attachment = Attachment {
+                tracker: tracker.to_string(),
+                connector: connector.clone(),
+                gate: gate.clone(),
+                advertisement: advertisement.clone(),
+            };
+            tokio::spawn(attachment.run())
+        };
+        Self { attachments: trackers.iter().map(start).collect(), connector }
+    }
+
+    /// Uses these credentials from the next connection on.
+    pub(super) fn set_dial_options(&self, options: DialOptions) {
+        let mut connector = self.connector.lock().unwrap_or_else(PoisonError::into_inner);
+        *connector = connector.clone().dial_options(options);
+    }
+
+    /// Leaves the trackers: the end of the sessions with them ends the registrations.
+    pub(super) fn leave(&self) {
+        self.attachments.iter().for_each(JoinHandle::abort);
+    }
+}
+
+impl Drop for Registrar {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+/// Registration with one tracker.
+struct Attachment {
+    tracker: String,
+    connector: Arc<Mutex<Connector>>,
+    gate: Arc<TicketGate>,
+    advertisement: Advertisement,
+}
+
+impl Attachment {
+    async fn run(self) {
+        let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+        let mut last = String::new();
+        loop {
+            let (error, was_registered) = self.attend().await;
+            if was_registered {
+                backoff.reset();
+                last.clear();
+            }
+            let pause = backoff.pause();
+            // The same error is logged once, and not at each attempt.
+            let text = error.to_string();
+            if text != last {
+                let tracker = &self.tracker;
+                if was_registered {
+                    tracing::warn!(%tracker, %error, "lost the tracker; trying again");
+                } else {
+                    tracing::warn!(%tracker, %error, "not registered with the tracker; trying again");
+                }
+                last = text;
+            }
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Registers, and renews until an error. Returns the error, and true if the registration had
+    /// succeeded.
+    async fn attend(&self) -> (RpcError, bool) {
+        let connector = self.connector.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let session = match connector.connect(&self.tracker).await {
+            Ok(session) => session,
+            Err(error) => return (error.into_rpc_error(), false),
+        };
+        let (id, key) = match self.gate.begin() {
+            Ok(begun) => begun,
+            Err(error) => return (error, false),
+        };
+        let _ended = Ended { gate: self.gate.clone(), id };
+        let mut was_registered = false;
+        let outcome = self.stay(&session, id, key.to_bytes(), &mut was_registered).await;
+        let error = match outcome {
+            Ok(never) => match never {},
+            // An error of the link describes the cause better than the call that failed.
+            Err(error) if error.fault() == Fault::Link || error.ends_session() => error,
+            Err(error) => error.context("the tracker"),
+        };
+        (error, was_registered)
+    }
+
+    async fn stay(
+        &self,
+        session: &Session,
+        id: RegistrationId,
+        ticket_key: [u8; 32],
+        was_registered: &mut bool,
+    ) -> Result<std::convert::Infallible> {
+        let mut changes = self.gate.changes();
+        let register =
+            session.function::<(Pack<Registration>,), (RemoteObject, Pack<Registered>)>(functions::REGISTER).await?;
+        let renew = session.function::<(&RemoteObject, Pack<ServerStatus>), Pack<Renewed>>(functions::RENEW).await?;
+        changes.mark_unchanged();
+        let Advertisement { name, key, labels, devices, capacity, address } = self.advertisement.clone();
+        let status = self.gate.status(id);
+        let registration = Registration { name, key, labels, devices, capacity, address, ticket_key, status };
+        let (registration, Pack(Registered { lease_ms, address })) = register.call((Pack(registration),)).await?;
+        *was_registered = true;
+        let lease = Duration::from_millis(lease_ms.max(1));
+        let (tracker, address) = (&self.tracker, address.join(","));
+        tracing::info!(%tracker, key = self.advertisement.key, address, "registered with the tracker");
+        let mut reach = Reach::Untried;
+        loop {
+            tokio::select! {
+                // The gate outlives this task, so the receiver does not close.
+                changed = changes.changed() => if changed.is_ok() { tokio::time::sleep(REPORT_INTERVAL).await },
+                () = tokio::time::sleep(lease / 3) => {}
+                ended = session.ended() => return Err(ended),
+            }
+            changes.mark_unchanged();
+            let status = self.gate.status(id);
+            let spent = status.spent.len();
+            // A tracker that does not answer within the lease has dropped this server.
+            let Pack(renewed) = renew.call((&registration, Pack(status))).timeout(lease).await?;
+            self.gate.acknowledge_spent(id, spent);
+            if renewed.reach != reach {
+                if let Reach::Unreachable { why } = &renewed.reach {
+                    tracing::warn!(
+                        %tracker, address, why,
+                        "the tracker does not find this server at the address that it tells (--advertise)"
+                    );
+                }
+                reach = renewed.reach;
+            }
+        }
+    }
+}
+
+/// Guard that ends a registration at the gate.
+struct Ended {
+    gate: Arc<TicketGate>,
+    id: RegistrationId,
+}
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.gate.end(self.id);
+    }
+}

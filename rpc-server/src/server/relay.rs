@@ -1,0 +1,41 @@
+//! A relay as a server: what `rpc-server relay` runs.
+
+use crate::config::{RelayConfig, ServeError};
+use crate::server::{RpcServer, Running, StopReason};
+
+/// A relay that has not been started.
+#[derive(Debug)]
+pub struct Relay {
+    server: RpcServer,
+}
+
+impl Relay {
+    /// Returns a relay with these settings.
+    ///
+    /// # Errors
+    ///
+    /// Settings contradict each other.
+    pub fn new(config: &RelayConfig) -> Result<Self, ServeError> {
+        config.check()?;
+        Ok(Self { server: RpcServer::default().config(config.serve_config()).relay() })
+    }
+
+    /// Starts the relay. Needs a tokio runtime with I/O and time.
+    ///
+    /// # Errors
+    ///
+    /// As [`RpcServer::start`].
+    pub async fn start(self) -> Result<Running, ServeError> {
+        self.server.start().await
+    }
+
+    /// Runs the relay until a signal, as [`RpcServer::run_until_signal`]. Blocks, on a runtime of
+    /// its own.
+    ///
+    /// # Errors
+    ///
+    /// As [`RpcServer::run_blocking`].
+    pub fn run_blocking(self) -> Result<StopReason, ServeError> {
+        self.server.run_blocking()
+    }
+}

@@ -1,0 +1,206 @@
+//! A server before it runs: its functions, devices and settings.
+
+use std::sync::Arc;
+
+use rpc_core::{Devices, Registry};
+use rpc_transports::DialOptions;
+
+use super::disco_node::Join;
+use super::running::{Running, StopReason};
+use super::signals::Signals;
+use super::{standard_streams, start};
+use crate::config::{ConfigError, ListenAddress, ServeConfig, ServeError};
+use crate::monitor::Gauges;
+
+/// Callback that gets the new options for dialling others.
+pub(super) type OnReload = Box<dyn Fn(DialOptions) + Send + Sync>;
+
+/// A server that has not been started.
+pub struct RpcServer {
+    pub(super) registry: Registry,
+    pub(super) devices: Devices,
+    pub(super) config: ServeConfig,
+    /// Addresses given to [`listen`](Self::listen), not parsed yet.
+    listen: Vec<String>,
+    pub(super) is_relay: bool,
+    pub(super) on_reload: Option<OnReload>,
+    pub(super) gauges: Option<Arc<dyn Gauges>>,
+    /// Lines to be printed after the addresses.
+    extra_announcements: Vec<String>,
+    /// Controller to join.
+    join: Option<Join>,
+}
+
+impl RpcServer {
+    /// Returns a server of these functions and module loaders, to which
+    /// [`builtins`](crate::builtins) are added. It has the device `cpu` and the default settings.
+    pub fn new(registry: Registry) -> Self {
+        Self {
+            registry,
+            devices: Devices::new(),
+            config: ServeConfig::default(),
+            listen: Vec::new(),
+            is_relay: false,
+            on_reload: None,
+            gauges: None,
+            extra_announcements: Vec::new(),
+            join: None,
+        }
+    }
+
+    /// Listens on `address`, such as `tcp://127.0.0.1:9090`; may be repeated. Replaces the
+    /// addresses of the configuration. An address that cannot be used is an error when the server
+    /// starts.
+    #[must_use]
+    pub fn listen(mut self, address: impl Into<String>) -> Self {
+        self.listen.push(address.into());
+        self
+    }
+
+    /// Serves these devices; `cpu` alone without this.
+    #[must_use]
+    pub fn devices(mut self, devices: Devices) -> Self {
+        self.devices = devices;
+        self
+    }
+
+    /// Uses these settings; the defaults without this.
+    #[must_use]
+    pub fn config(mut self, config: ServeConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Makes it a relay, which opens no sessions: see
+    /// [`ServeOptions::relay`](rpc_transports::ServeOptions::relay).
+    #[must_use]
+    pub(crate) fn relay(mut self) -> Self {
+        self.is_relay = true;
+        self
+    }
+
+    /// Calls `callback` with the options for dialling others each time the credentials have been
+    /// read again.
+    #[must_use]
+    pub(crate) fn on_reload(mut self, callback: impl Fn(DialOptions) + Send + Sync + 'static) -> Self {
+        self.on_reload = Some(Box::new(callback));
+        self
+    }
+
+    /// Adds `gauges` to the metrics, if metrics are served.
+    #[must_use]
+    pub(crate) fn gauges(mut self, gauges: Arc<dyn Gauges>) -> Self {
+        self.gauges = Some(gauges);
+        self
+    }
+
+    /// Joins a controller once it serves, and stops when the controller's session ends.
+    pub(crate) fn join(&mut self, join: Join) {
+        self.join = Some(join);
+    }
+
+    /// Prints `line` after the addresses.
+    pub(crate) fn announce_also(&mut self, line: String) {
+        self.extra_announcements.push(line);
+    }
+
+    /// Starts to serve. Needs a tokio runtime with I/O and time, on which asynchronous functions
+    /// run too.
+    ///
+    /// When this returns, all addresses are bound and the ready file is written.
+    ///
+    /// # Errors
+    ///
+    /// The configuration, an address, the folder for workspaces, the address for metrics, or the
+    /// ready file cannot be used.
+    pub async fn start(mut self) -> Result<Running, ServeError> {
+        if !self.listen.is_empty() {
+            let parse = |text: &String| {
+                let address = text.parse::<ListenAddress>();
+                address.map_err(|source| ConfigError::ListenAddress { text: text.clone(), source })
+            };
+            self.config.listen = self.listen.iter().map(parse).collect::<Result<_, _>>()?;
+        }
+        start::start(self).await
+    }
+
+    /// Starts to serve, prints `listening on ADDRESS` for each address on standard output, then
+    /// `metrics on URL` if metrics are served, and serves until SIGTERM or SIGINT. The server then
+    /// tells clients to leave and waits for their sessions to end within the drain timeout; a
+    /// second signal stops at once. SIGHUP reads certificates and tokens again.
+    ///
+    /// With `stdio`, or after joining a controller, it also stops when that session ends; with
+    /// `exit_with_stdin`, when standard input ends.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start).
+    pub async fn run_until_signal(mut self) -> Result<StopReason, ServeError> {
+        let mut signals = Signals::install().map_err(ServeError::Signals)?;
+        let (stdio, exit_with_stdin) = (self.config.stdio, self.config.exit_with_stdin);
+        let (extra_announcements, join) = (std::mem::take(&mut self.extra_announcements), self.join.take());
+        let running = self.start().await?;
+        standard_streams::announce(&running, &extra_announcements);
+        let session_of_controller = async {
+            match &join {
+                Some(join) => join.run(running.server()).await,
+                None => std::future::pending().await,
+            }
+        };
+        let stdin_ended =
+            async { if exit_with_stdin { standard_streams::stdin_end().await } else { std::future::pending().await } };
+        let only_session_ended = async { if stdio { running.idle().await } else { std::future::pending().await } };
+        tokio::select! {
+            signal = signals.next_but_hangup(|| running.reload_and_log()) => {
+                tracing::info!(signal, "draining: no new sessions; a second signal stops at once");
+            }
+            () = stdin_ended => {
+                running.end().await;
+                return Ok(StopReason::StdinEnded);
+            }
+            joined = session_of_controller => {
+                running.end().await;
+                return joined.map(|()| StopReason::SessionEnded);
+            }
+            () = only_session_ended => {
+                running.end().await;
+                return Ok(StopReason::SessionEnded);
+            }
+        }
+        tokio::select! {
+            () = running.drain() => {}
+            signal = signals.next() => {
+                running.end_now().await;
+                return Ok(StopReason::SecondSignal(signal));
+            }
+        }
+        Ok(StopReason::Drained)
+    }
+
+    /// As [`run_until_signal`](Self::run_until_signal), on a runtime of its own. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start); and if the runtime cannot be started.
+    pub fn run_blocking(self) -> Result<StopReason, ServeError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("rpc-server").build();
+        let runtime = runtime.map_err(ServeError::Runtime)?;
+        let reason = runtime.block_on(self.run_until_signal());
+        // Blocking functions that still run may take hours, so the runtime does not wait for them.
+        runtime.shutdown_background();
+        reason
+    }
+}
+
+impl Default for RpcServer {
+    /// Returns a server of [`builtins`](crate::builtins) alone.
+    fn default() -> Self {
+        Self::new(Registry::new())
+    }
+}
+
+impl std::fmt::Debug for RpcServer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RpcServer").field("config", &self.config).finish_non_exhaustive()
+    }
+}

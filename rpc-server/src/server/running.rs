@@ -1,0 +1,206 @@
+//! A server that runs: its addresses and sessions, reload of credentials, and its end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_transports::{Address, Server, ServerTls};
+use tokio::task::JoinHandle;
+
+use super::ready_file::ReadyFile;
+use super::registrar::Registrar;
+use super::rpc_server::OnReload;
+use super::session_state::{Cleaner, ServerState};
+use crate::isolate::{self, Isolation};
+use crate::monitor::{Monitoring, Phase};
+use crate::otel::Spans;
+use crate::pki::trust::{ClientTrust, ServerTrust, TrustError};
+
+/// Longest time to tell clients why their sessions end.
+const NOTIFY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Longest time to remove the files of sessions at the end. Functions that still run keep their
+/// files.
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Reason for which a server has stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StopReason {
+    /// After a signal all sessions have ended, or were ended after the drain timeout.
+    Drained,
+    /// A second signal, with this number, stopped the server at once.
+    SecondSignal(i32),
+    /// The session on standard input and output has ended, or that of the controller.
+    SessionEnded,
+    /// Standard input has ended.
+    StdinEnded,
+}
+
+impl StopReason {
+    /// Returns the exit code for this reason: 128 and the number of the signal after a second
+    /// signal, as in shells, else 0.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::SecondSignal(signal) => u8::try_from(128 + signal).unwrap_or(u8::MAX),
+            Self::Drained | Self::SessionEnded | Self::StdinEnded => 0,
+        }
+    }
+}
+
+/// A server that serves. Dropping it stops it now.
+pub struct Running {
+    pub(super) server: Server,
+    pub(super) trust: ServerTrust,
+    pub(super) onward: ClientTrust,
+    pub(super) tls: Option<ServerTls>,
+    pub(super) isolation: Option<Arc<Isolation>>,
+    pub(super) cleaner: Arc<Cleaner>,
+    pub(super) addresses: Vec<Address>,
+    pub(super) state: Arc<ServerState>,
+    pub(super) drain_timeout: Duration,
+    /// Task that removes expired workspaces.
+    pub(super) housekeeping: JoinHandle<()>,
+    /// Removed from the file system on drop.
+    pub(super) ready_file: Option<ReadyFile>,
+    pub(super) monitoring: Option<Monitoring>,
+    pub(super) spans: Option<Spans>,
+    pub(super) registrar: Option<Registrar>,
+    pub(super) on_reload: Option<OnReload>,
+}
+
+impl Running {
+    /// Returns the addresses that are listened on, with the ports that were chosen, in the order of
+    /// the configuration.
+    pub fn addresses(&self) -> &[Address] {
+        &self.addresses
+    }
+
+    /// Returns the address of metrics and health, with the port that was chosen, if they are
+    /// served.
+    pub fn metrics_address(&self) -> Option<SocketAddr> {
+        self.monitoring.as_ref().map(Monitoring::address)
+    }
+
+    /// Reads certificates and tokens again, and uses them for all later connections. If one cannot
+    /// be used, nothing changes. Blocks shortly.
+    ///
+    /// # Errors
+    ///
+    /// A file cannot be read or used.
+    pub fn reload(&self) -> Result<(), TrustError> {
+        let onward = self.onward.dial_options()?;
+        self.server.set_access(self.trust.reload(self.tls.as_ref())?);
+        if let Some(registrar) = &self.registrar {
+            registrar.set_dial_options(onward.clone());
+        }
+        if let Some(on_reload) = &self.on_reload {
+            on_reload(onward.clone());
+        }
+        self.server.set_onward(onward);
+        Ok(())
+    }
+
+    /// Returns the number of live sessions.
+    pub fn sessions(&self) -> usize {
+        self.server.sessions()
+    }
+
+    /// Returns the state that functions of the server can look at.
+    pub fn state(&self) -> &Arc<ServerState> {
+        &self.state
+    }
+
+    pub(super) fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// Stops in good order: refuses new sessions, tells clients to leave, and waits for sessions to
+    /// end within the drain timeout. Sessions that are left then are stopped. Returns when the
+    /// processes of isolated sessions have ended, too.
+    pub async fn drain(&self) {
+        // Entered first, so that trackers and load balancers send clients elsewhere from now on.
+        self.enter(Phase::Draining);
+        self.server.drain(self.drain_timeout).await;
+        let left = self.server.sessions();
+        if left > 0 {
+            tracing::warn!(sessions = left, limit = ?self.drain_timeout, "not all sessions ended in time; stopping them");
+        }
+        self.end().await;
+    }
+
+    /// Stops now: sessions end, and requests in progress fail. Does not wait until clients have
+    /// been told. The processes of isolated sessions end [soon](isolate::GRACE).
+    pub fn stop(&self) {
+        self.enter(Phase::Draining);
+        self.server.stop();
+    }
+
+    /// Stops, and waits until clients have been told, and for the processes of isolated sessions.
+    pub(super) async fn end(&self) {
+        // A process is killed after the grace, which begins when its session has ended, a moment
+        // after the stop.
+        self.end_within(NOTIFY_TIMEOUT, 2 * isolate::GRACE).await;
+    }
+
+    /// Stops, and kills the processes of isolated sessions.
+    pub(super) async fn end_now(&self) {
+        self.end_within(NOTIFY_TIMEOUT / 2, Duration::ZERO).await;
+    }
+
+    async fn end_within(&self, notify_timeout: Duration, grace: Duration) {
+        self.stop();
+        self.server.stopped(notify_timeout).await;
+        if let Some(isolation) = &self.isolation {
+            isolation.end(grace).await;
+        }
+        if let Some(spans) = &self.spans {
+            spans.end().await;
+        }
+        let cleaner = self.cleaner.clone();
+        let cleaned = tokio::task::spawn_blocking(move || cleaner.flush(CLEANUP_TIMEOUT)).await;
+        if !cleaned.unwrap_or(false) {
+            tracing::warn!("files of sessions are left; the next server with this folder removes them");
+        }
+    }
+
+    /// Resolves when there is no session.
+    pub async fn idle(&self) {
+        self.server.idle().await;
+    }
+
+    pub(super) fn reload_and_log(&self) {
+        match self.reload() {
+            Ok(()) => tracing::info!("certificates and tokens have been read again"),
+            Err(error) => {
+                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+                tracing::error!(%error, cause, "cannot reload certificates and tokens; the old ones stay in use");
+            }
+        }
+    }
+
+    pub(super) fn enter(&self, phase: Phase) {
+        if let (Phase::Draining, Some(registrar)) = (phase, &self.registrar) {
+            registrar.leave();
+        }
+        if let Some(monitoring) = &self.monitoring {
+            monitoring.enter(phase);
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.housekeeping.abort();
+        self.server.stop();
+    }
+}
+
+impl std::fmt::Debug for Running {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Running")
+            .field("addresses", &self.addresses)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,339 @@
+//! State that the sessions of a server share: usage totals, and the workspaces with their removal.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rpc_core::session::InPlaceWrite;
+use rpc_core::value::TensorRef;
+use rpc_core::{
+    ErrorKind, Lane, LocalSession, MemoryQuota, Request, Result, RpcError, RpcSession, SharedSession, Submission,
+    Usage, WorkspaceFiles,
+};
+
+use crate::workspace::{Workspace, WorkspaceRoot};
+
+/// State of a server for its functions: [`Context::extension`](rpc_core::Context::extension)
+/// returns it.
+pub struct ServerState {
+    started: Instant,
+    key: Option<String>,
+    runtime: Option<tokio::runtime::Handle>,
+    memory: Arc<MemoryQuota>,
+    next_id: AtomicU64,
+    live: Mutex<HashMap<u64, Weak<dyn UsageSource>>>,
+    view: SessionView,
+}
+
+/// View of this process on the sessions of the server.
+enum SessionView {
+    /// The sessions are in this process.
+    InProcess,
+    /// Each session has a process of its own, which reports its usage.
+    Reported,
+    /// This is the process of one session. The function asks the server for totals.
+    Single(Box<dyn Fn(Usage) -> Option<ServerTotals> + Send + Sync>),
+}
+
+/// Client of a session, for functions: [`Context::extension`](rpc_core::Context::extension) returns
+/// it, except in sessions with a process of their own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Client {
+    /// Address of the client.
+    pub peer: String,
+    /// Identity that the client has proven; `anonymous` without proof.
+    pub identity: String,
+}
+
+/// Session that is counted in the totals.
+pub(crate) trait UsageSource: Send + Sync {
+    /// Returns the usage that this process knows of.
+    fn usage(&self) -> Usage;
+}
+
+/// Usage of all sessions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ServerTotals {
+    pub(crate) sessions: u64,
+    pub(crate) handles: u64,
+    pub(crate) memory_bytes: u64,
+}
+
+impl ServerState {
+    /// Returns the state of a server. `isolated` is true if each session has a process of its own.
+    pub(crate) fn new(key: Option<String>, max_total_memory: u64, isolated: bool) -> Arc<Self> {
+        let view = if isolated { SessionView::Reported } else { SessionView::InProcess };
+        Arc::new(Self::with(key, max_total_memory, Instant::now(), view))
+    }
+
+    /// Returns the state for a session process. `totals` reports the usage of the session to the
+    /// server and returns the totals.
+    pub(crate) fn for_single_session(
+        key: Option<String>,
+        started: Instant,
+        totals: impl Fn(Usage) -> Option<ServerTotals> + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        // The server has reserved this session's share of the total already.
+        Arc::new(Self::with(key, u64::MAX, started, SessionView::Single(Box::new(totals))))
+    }
+
+    fn with(key: Option<String>, max_total_memory: u64, started: Instant, view: SessionView) -> Self {
+        Self {
+            started,
+            key,
+            runtime: tokio::runtime::Handle::try_current().ok(),
+            memory: MemoryQuota::new("max_total_memory", max_total_memory, None),
+            next_id: AtomicU64::new(0),
+            live: Mutex::default(),
+            view,
+        }
+    }
+
+    /// Returns the time at which the server started.
+    pub fn started(&self) -> Instant {
+        self.started
+    }
+
+    /// Returns the key of the server.
+    pub fn key(&self) -> Option<&str> {
+        self.key.as_deref()
+    }
+
+    /// Returns the runtime of asynchronous functions, if the server was started on one.
+    pub fn runtime(&self) -> Option<&tokio::runtime::Handle> {
+        self.runtime.as_ref()
+    }
+
+    pub(crate) fn totals(&self) -> ServerTotals {
+        let here = self.totals_here();
+        match &self.view {
+            SessionView::Single(ask) => {
+                ask(Usage { handles: here.handles, memory_bytes: here.memory_bytes }).unwrap_or(here)
+            }
+            SessionView::InProcess | SessionView::Reported => here,
+        }
+    }
+
+    /// Returns the totals of the sessions that this process knows of.
+    pub(crate) fn totals_here(&self) -> ServerTotals {
+        // Collected first: dropping the last reference to a session takes the lock.
+        let live: Vec<_> = self.live().values().filter_map(Weak::upgrade).collect();
+        let usages: Vec<_> = live.iter().map(|session| session.usage()).collect();
+        let memory_bytes = match &self.view {
+            SessionView::Reported => usages.iter().map(|usage| usage.memory_bytes).sum(),
+            SessionView::InProcess | SessionView::Single(_) => self.memory.used(),
+        };
+        ServerTotals {
+            sessions: usages.len() as u64,
+            handles: usages.iter().map(|usage| usage.handles).sum(),
+            memory_bytes,
+        }
+    }
+
+    fn live(&self) -> MutexGuard<'_, HashMap<u64, Weak<dyn UsageSource>>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for ServerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerState")
+            .field("key", &self.key)
+            .field("sessions", &self.live().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ServerState {
+    /// Returns the quota that the memory of all sessions counts against.
+    pub(crate) fn memory(&self) -> &Arc<MemoryQuota> {
+        &self.memory
+    }
+
+    /// Counts the session that `make` returns for as long as it keeps its argument.
+    pub(crate) fn count<H: UsageSource + 'static>(self: &Arc<Self>, make: impl FnOnce(SessionCount) -> H) -> Arc<H> {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let holder = Arc::new(make(SessionCount { id, state: self.clone() }));
+        let weak = Arc::downgrade(&holder);
+        self.live().insert(id, weak);
+        holder
+    }
+
+    /// Wraps `inner` in a session that is counted while it lives.
+    pub(crate) fn count_local(self: &Arc<Self>, inner: LocalSession) -> SharedSession {
+        self.count(|counted| ServedSession { inner, _counted: counted })
+    }
+}
+
+/// Entry of a session in the totals, until dropped.
+pub(crate) struct SessionCount {
+    id: u64,
+    state: Arc<ServerState>,
+}
+
+impl Drop for SessionCount {
+    fn drop(&mut self) {
+        self.state.live().remove(&self.id);
+    }
+}
+
+/// Local session that is counted while it lives.
+struct ServedSession {
+    inner: LocalSession,
+    _counted: SessionCount,
+}
+
+impl UsageSource for ServedSession {
+    fn usage(&self) -> Usage {
+        self.inner.usage()
+    }
+}
+
+impl RpcSession for ServedSession {
+    fn submit(&self, request: Request) -> Submission {
+        self.inner.submit(request)
+    }
+
+    fn is_local(&self) -> bool {
+        true
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.inner.write_in_place(lane, to, offset, len)
+    }
+
+    fn ended(&self) -> Submission {
+        self.inner.ended()
+    }
+}
+
+/// Workspace of a served session. A private one is created at its first use, because most sessions
+/// exchange no files.
+pub struct SessionWorkspace {
+    source: Mutex<WorkspaceSource>,
+    cleaner: Arc<Cleaner>,
+}
+
+pub(crate) enum WorkspaceSource {
+    /// To be created in this root.
+    Private(WorkspaceRoot),
+    Opened(Workspace),
+    /// Handed to the cleaner.
+    Released,
+}
+
+impl SessionWorkspace {
+    pub(crate) fn new(source: WorkspaceSource, cleaner: Arc<Cleaner>) -> Self {
+        Self { source: Mutex::new(source), cleaner }
+    }
+
+    /// Returns the workspace, and creates it if needed. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub fn open(&self) -> Result<Workspace> {
+        let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        let workspace = match &*source {
+            WorkspaceSource::Opened(workspace) => return Ok(workspace.clone()),
+            WorkspaceSource::Private(root) => root.private()?,
+            WorkspaceSource::Released => return Err(RpcError::new(ErrorKind::Closed, "the session has ended")),
+        };
+        *source = WorkspaceSource::Opened(workspace.clone());
+        Ok(workspace)
+    }
+}
+
+impl Drop for SessionWorkspace {
+    fn drop(&mut self) {
+        let source = self.source.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let WorkspaceSource::Opened(workspace) = std::mem::replace(source, WorkspaceSource::Released) {
+            self.cleaner.drop_later(workspace);
+        }
+    }
+}
+
+impl WorkspaceFiles for SessionWorkspace {
+    fn resolve(&self, path: &str) -> Result<PathBuf> {
+        WorkspaceFiles::resolve(&self.open()?, path)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl fmt::Debug for SessionWorkspace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SessionWorkspace")
+    }
+}
+
+impl WorkspaceFiles for Workspace {
+    fn resolve(&self, path: &str) -> Result<PathBuf> {
+        Ok(Self::resolve(self, path)?)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A thread that drops workspaces and related values: removing files can take long, and sessions
+/// end on threads that serve others.
+pub(crate) struct Cleaner {
+    /// `None` after the start of the drop, or if there is no thread.
+    queue: Option<Sender<Box<dyn Any + Send>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Cleaner {
+    pub(crate) fn start() -> Arc<Self> {
+        let (queue, value) = mpsc::channel::<Box<dyn Any + Send>>();
+        let run = move || value.into_iter().for_each(drop);
+        let thread = std::thread::Builder::new().name("rpc-cleaner".into()).spawn(run);
+        let thread =
+            thread.map_err(|error| tracing::warn!(%error, "workspaces are removed where their sessions end")).ok();
+        Arc::new(Self { queue: thread.is_some().then_some(queue), thread })
+    }
+
+    /// Returns a cleaner without a thread, for workspaces whose drop is quick.
+    pub(crate) fn none() -> Arc<Self> {
+        Arc::new(Self { queue: None, thread: None })
+    }
+
+    /// Waits until all values queued so far have been dropped, `limit` at most. Returns true if
+    /// they have been. Blocks.
+    pub(crate) fn flush(&self, limit: Duration) -> bool {
+        let (dropped, wait) = mpsc::channel::<()>();
+        self.drop_later(dropped);
+        // The thread drops the sender, which ends the channel; nothing is sent.
+        wait.recv_timeout(limit) != Err(RecvTimeoutError::Timeout)
+    }
+
+    /// Queues a value to be dropped. The queue is not bounded: each entry stands for a session, and
+    /// those are limited.
+    pub(crate) fn drop_later(&self, value: impl Any + Send) {
+        if let Some(queue) = &self.queue {
+            // If the thread is gone, the error returns the value, which is dropped here.
+            let _ = queue.send(Box::new(value));
+        }
+    }
+}
+
+impl Drop for Cleaner {
+    fn drop(&mut self) {
+        self.queue = None;
+        // Waits for the thread, because a process that ends must leave no files. The thread has no
+        // reference to the cleaner.
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The start of a server, in stages: [`Checked`] settings and credentials, [`Prepared`] parts, and
+//! the [`Running`] server with its addresses bound.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rpc_core::{DeviceType, Devices, Registry};
+use rpc_transports::{Channel, Connector, DialOptions, ListenOptions, ParkOptions, Server, SessionFactory, exec};
+
+use super::advertisement::{Advertisement, named_relays, offered_devices};
+use super::local_sessions::LocalSessions;
+use super::options::serve_options;
+use super::ready_file::ReadyFile;
+use super::registrar::Registrar;
+use super::rpc_server::{OnReload, RpcServer};
+use super::running::Running;
+use super::session_state::{Cleaner, ServerState};
+use super::ticket_gate::TicketGate;
+use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
+use crate::isolate::Isolation;
+use crate::modules::{DigestList, ModuleService, Native};
+use crate::monitor::{Gauges, Monitoring, Phase};
+use crate::otel::Spans;
+use crate::pki::trust::ServerCredentials;
+use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
+use crate::{builtins, isolate, modules};
+
+/// Interval at which named workspaces that have expired are looked for.
+const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
+
+/// Starts `server`. An early return stops the parts that have been started.
+pub(super) async fn start(server: RpcServer) -> Result<Running, ServeError> {
+    builtins::register(&server.registry);
+    disco::register(&server.registry);
+    let checked = Checked::new(server).await?;
+    let prepared = checked.prepare().await?;
+    prepared.serve().await
+}
+
+/// A server whose settings go together, and whose credentials have been read.
+struct Checked {
+    registry: Registry,
+    devices: Devices,
+    config: ServeConfig,
+    is_relay: bool,
+    on_reload: Option<OnReload>,
+    gauges: Option<Arc<dyn Gauges>>,
+    ready_file: Option<ReadyFile>,
+    /// Standard input and output, with `stdio`.
+    stdio: Option<Channel>,
+    credentials: ServerCredentials,
+    dial: DialOptions,
+}
+
+impl Checked {
+    async fn new(server: RpcServer) -> Result<Self, ServeError> {
+        let RpcServer { registry, devices, mut config, is_relay, on_reload, gauges, .. } = server;
+        if config.isolate == Isolate::Auto {
+            config.isolate = choose_isolation(&config, &devices);
+        }
+        config.check()?;
+        // Before anything can fail: the ready file of an earlier server must be gone, or it would
+        // be taken for ours.
+        let ready_file = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
+        // Before anything is printed: standard output belongs to the peer.
+        let stdio = if config.stdio { Some(exec::stdio_channel().await?) } else { None };
+        let (credentials, dial) = (config.trust().load()?, config.onward().dial_options()?);
+        Ok(Self { registry, devices, config, is_relay, on_reload, gauges, ready_file, stdio, credentials, dial })
+    }
+
+    /// Opens the workspaces and modules, and makes the factory of sessions.
+    async fn prepare(self) -> Result<Prepared, ServeError> {
+        let Self { registry, devices, config, is_relay, on_reload, gauges, ready_file, stdio, credentials, dial } =
+            self;
+        let workspaces = open_workspaces(&config).await?;
+        let isolated = config.isolate == Isolate::Process;
+        let (digests, modules) = prepare_modules(&config, &registry).await?;
+        let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated);
+        let monitoring = match &config.metrics {
+            Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone(), gauges).await?),
+            None => None,
+        };
+        let gate = (!config.tracker.is_empty()).then(|| TicketGate::new(config.allow_direct));
+        let offered = if gate.is_some() { offered_devices(devices.clone()).await } else { Vec::new() };
+        let cleaner = Cleaner::start();
+        let (mut factory, isolation): (Arc<dyn SessionFactory>, _) = if isolated {
+            let isolation = Isolation::new(&config, digests, workspaces.clone(), cleaner.clone(), state.clone())?;
+            let isolation = Arc::new(isolation);
+            (isolation.clone(), Some(isolation))
+        } else {
+            let (workspaces, cleaner, state) = (workspaces.clone(), cleaner.clone(), state.clone());
+            let sessions = LocalSessions::new(&config, registry, devices, modules, workspaces, cleaner, state);
+            (Arc::new(sessions), None)
+        };
+        if let Some(monitoring) = &monitoring {
+            factory = monitoring.metered(factory);
+        }
+        let spans = config.otlp_endpoint.as_ref().map(Spans::start).transpose()?;
+        if let Some(spans) = &spans {
+            factory = spans.traced(factory);
+        }
+        if let Some(gate) = &gate {
+            factory = gate.guard(factory);
+        }
+        let observer = monitoring.as_ref().map(Monitoring::observer);
+        let options = serve_options(&config, credentials.access, dial.clone(), is_relay, observer);
+        let running = Running {
+            server: Server::new(factory, options),
+            trust: config.trust(),
+            onward: config.onward(),
+            tls: credentials.tls,
+            isolation,
+            cleaner,
+            addresses: Vec::with_capacity(config.listen.len()),
+            state,
+            drain_timeout: config.drain_timeout.0,
+            housekeeping: tokio::spawn(remove_expired(workspaces)),
+            ready_file,
+            monitoring,
+            spans,
+            registrar: None,
+            on_reload,
+        };
+        let registration = gate.map(|gate| {
+            let connector = Connector::new().dial_options(dial).keep_alive(config.keep_alive.0);
+            Registration { gate, offered, connector }
+        });
+        Ok(Prepared { config, stdio, running, registration })
+    }
+}
+
+/// Parts of a server that registers with trackers.
+struct Registration {
+    gate: Arc<TicketGate>,
+    offered: Vec<rpc_transports::tracker::DeviceOffer>,
+    connector: Connector,
+}
+
+/// A server whose parts exist, and which does not listen yet.
+struct Prepared {
+    config: ServeConfig,
+    stdio: Option<Channel>,
+    running: Running,
+    registration: Option<Registration>,
+}
+
+impl Prepared {
+    /// Listens, then waits at the relays and registers with the trackers.
+    async fn serve(self) -> Result<Running, ServeError> {
+        let Self { config, stdio, mut running, registration } = self;
+        let port_range = config.port_range.as_ref().map(|range| range.0.clone());
+        let options = ListenOptions { port_range, tls: running.tls.clone(), ..ListenOptions::default() };
+        for ListenAddress(address) in &config.listen {
+            if !(address.is_loopback() || address.is_encrypted() && running.trust.demands()) {
+                tracing::warn!(%address, "other machines can connect without proof of identity (--insecure)");
+            }
+            let address = running.server.listen(address, &options).await?;
+            tracing::info!(%address, "listening");
+            running.addresses.push(address);
+        }
+        if let Some(channel) = stdio {
+            running.server.serve_channel(channel);
+        }
+        if let Some(ready_file) = &running.ready_file {
+            ready_file.write(&running.addresses)?;
+        }
+        let relays = named_relays(&config);
+        for relay in &relays {
+            let options = ParkOptions {
+                key: relay.key().unwrap_or_default().to_owned(),
+                capacity: config.capacity as usize,
+                handshake_timeout: config.handshake_timeout.0,
+            };
+            tracing::info!(%relay, "waiting at the relay for clients");
+            running.server.park(relay, &options);
+        }
+        if let Some(Registration { gate, offered, connector }) = registration {
+            let trackers: Vec<_> = config.tracker.iter().map(|TrackerAddress(address)| address.clone()).collect();
+            let advertisement = Advertisement::new(&config, &running.addresses, &relays, offered);
+            running.registrar = Some(Registrar::start(&trackers, &connector, &gate, &advertisement));
+        }
+        running.enter(Phase::Ready);
+        Ok(running)
+    }
+}
+
+/// Returns the isolation that `auto` stands for with these settings and devices.
+fn choose_isolation(config: &ServeConfig, devices: &Devices) -> Isolate {
+    // Native code needs a process whatever other settings say: it may share one only if the
+    // operator asks for that.
+    if config.runs_native_code() {
+        return Isolate::Process;
+    }
+    let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
+    match isolate::suits(config) {
+        Ok(()) if has_gpu => Isolate::Process,
+        Err(reason) if has_gpu => {
+            // The settings may be meant for sessions in one process, and the operator has not asked
+            // for processes.
+            tracing::warn!(reason, "sessions share this process, so a fault of a GPU in one session ends all of them");
+            Isolate::None
+        }
+        _ => Isolate::None,
+    }
+}
+
+/// Checks the modules and libraries, so that errors are found at the start and not by the first
+/// client. Returns the list of modules for the processes of sessions, and the module service for
+/// sessions in this process. Libraries are loaded here only if sessions are in this process.
+async fn prepare_modules(
+    config: &ServeConfig,
+    registry: &Registry,
+) -> Result<(Option<DigestList>, Option<Arc<ModuleService>>), ServeError> {
+    let (config, registry) = (config.clone(), registry.clone());
+    let prepare = move || {
+        let digests = config.module_digests.as_deref().map(DigestList::read).transpose()?;
+        let native = Native::new(&config);
+        let service = ModuleService::open(&config, digests.clone(), &native)?;
+        let loaded = match config.isolate {
+            Isolate::Process if !isolate::is_possible() => return Err(ConfigError::NoIsolationHook.into()),
+            Isolate::Process => modules::check_libraries(&native),
+            Isolate::None | Isolate::Auto => native.offer_libraries(&registry),
+        };
+        loaded.map_err(ServeError::Library)?;
+        Ok((digests, service))
+    };
+    let prepared = tokio::task::spawn_blocking(prepare).await;
+    prepared.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+}
+
+async fn open_workspaces(config: &ServeConfig) -> Result<WorkspaceRoot, ServeError> {
+    let mut limits = WorkspaceLimits::with_quota(config.workspace_quota.0);
+    limits.named_expiry = config.workspace_expiry.0;
+    let workdir = config.workdir.clone();
+    let folder = workdir.clone();
+    let opened = tokio::task::spawn_blocking(move || WorkspaceRoot::open(&folder, limits)).await;
+    let opened = opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+    opened.map_err(|source| ServeError::Workdir { workdir, source })
+}
+
+/// Removes expired named workspaces, once an interval.
+async fn remove_expired(workspaces: WorkspaceRoot) {
+    let mut ticks = tokio::time::interval(EXPIRY_INTERVAL);
+    loop {
+        ticks.tick().await;
+        let workspaces = workspaces.clone();
+        match tokio::task::spawn_blocking(move || workspaces.expire(SystemTime::now())).await {
+            Ok(Ok(0)) => {}
+            Ok(Ok(count)) => tracing::info!(count, "removed named workspaces that had expired"),
+            Ok(Err(error)) => tracing::warn!(%error, "cannot remove expired workspaces"),
+            Err(error) => tracing::error!(%error, "removing expired workspaces failed"),
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! The gate of a server that a tracker gives out: it admits clients with a ticket, and records
+//! their sessions.
+//!
+//! The tracker relies on complete reports: each one lists all sessions, and the tickets whose
+//! sessions have ended until the tracker has acknowledged them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use async_trait::async_trait;
+use rpc_core::proto::ANONYMOUS;
+use rpc_core::session::InPlaceWrite;
+use rpc_core::value::TensorRef;
+use rpc_core::{ErrorKind, Lane, Request, Result, RpcError, RpcSession, SharedSession, Submission};
+use rpc_transports::tracker::{ServerStatus, TICKET_REFUSED, TicketError, TicketKey, Use};
+use rpc_transports::{OpenRequest, SessionFactory};
+use tokio::sync::watch;
+
+use crate::tracker::millis;
+
+/// Id of a registration at one tracker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct RegistrationId(u64);
+
+/// Gate of a server: see the [module](self).
+#[derive(Debug)]
+pub(super) struct TicketGate {
+    /// Start of the clock by which tickets expire.
+    started: Instant,
+    allow_direct: bool,
+    state: Mutex<GateState>,
+    changes: watch::Sender<u64>,
+}
+
+#[derive(Debug, Default)]
+struct GateState {
+    next: u64,
+    registrations: BTreeMap<RegistrationId, Registration>,
+    sessions: BTreeMap<u64, SessionEntry>,
+}
+
+#[derive(Debug)]
+struct Registration {
+    key: TicketKey,
+    /// Used tickets and the times at which they expire. Kept until then.
+    used: BTreeMap<u64, u64>,
+    /// Tickets whose sessions have ended, for the next report.
+    spent: Vec<u64>,
+}
+
+/// A session that has been admitted.
+#[derive(Debug)]
+struct SessionEntry {
+    ticket: Option<(RegistrationId, u64)>,
+    direct: bool,
+    client: String,
+    since: Instant,
+}
+
+impl TicketGate {
+    /// Returns a gate. `allow_direct` admits clients without tickets, too.
+    pub(super) fn new(allow_direct: bool) -> Arc<Self> {
+        Arc::new(Self { started: Instant::now(), allow_direct, state: Mutex::default(), changes: watch::channel(0).0 })
+    }
+
+    /// Returns a factory whose clients must pass this gate.
+    pub(super) fn guard(self: &Arc<Self>, factory: Arc<dyn SessionFactory>) -> Arc<dyn SessionFactory> {
+        Arc::new(GuardedFactory { gate: self.clone(), factory })
+    }
+
+    /// Begins a registration. Tickets made with the returned key are valid until the registration
+    /// [ends](Self::end).
+    pub(super) fn begin(&self) -> Result<(RegistrationId, TicketKey)> {
+        let key = TicketKey::generate()?;
+        let mut state = self.lock();
+        let id = RegistrationId(state.number());
+        let registration = Registration { key: key.clone(), used: BTreeMap::new(), spent: Vec::new() };
+        state.registrations.insert(id, registration);
+        Ok((id, key))
+    }
+
+    /// Ends a registration: its tickets are refused from now on. Its sessions go on.
+    pub(super) fn end(&self, id: RegistrationId) {
+        self.lock().registrations.remove(&id);
+    }
+
+    /// Returns the report for the tracker of this registration.
+    pub(super) fn status(&self, id: RegistrationId) -> ServerStatus {
+        let now = Instant::now();
+        let state = self.lock();
+        let describe = |(number, entry): (&u64, &SessionEntry)| Use {
+            id: *number,
+            serial: entry.ticket.filter(|(of, _)| *of == id).map(|(_, serial)| serial),
+            direct: entry.direct,
+            client: entry.client.clone(),
+            for_ms: millis(now.saturating_duration_since(entry.since)),
+        };
+        ServerStatus {
+            now_ms: self.now_ms(),
+            uses: state.sessions.iter().map(describe).collect(),
+            spent: state.registrations.get(&id).map(|registration| registration.spent.clone()).unwrap_or_default(),
+        }
+    }
+
+    /// Forgets the first `spent` ended tickets, which the tracker has acknowledged.
+    pub(super) fn acknowledge_spent(&self, id: RegistrationId, spent: usize) {
+        if let Some(registration) = self.lock().registrations.get_mut(&id) {
+            registration.spent.drain(..spent.min(registration.spent.len()));
+        }
+    }
+
+    /// Returns a receiver that is notified of each change.
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// Admits a client.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`] of the application kind [`TICKET_REFUSED`].
+    pub(super) fn admit(self: &Arc<Self>, request: &OpenRequest) -> Result<SessionPermit> {
+        let known_as = if request.identity == ANONYMOUS { &request.peer } else { &request.identity };
+        let mut state = self.lock();
+        let ticket = match &request.ticket {
+            Some(text) => Some(state.take_ticket(text, self.now_ms())?),
+            None if self.allow_direct => None,
+            None => {
+                return Err(refused(
+                    "this server is given out by a tracker, and the client has no ticket: connect to \
+                     tracker://TRACKER/KEY, or have the operator let others in too (--allow-direct)",
+                ));
+            }
+        };
+        let number = state.number();
+        let direct = ticket.is_none();
+        let entry = SessionEntry { ticket, direct, client: known_as.clone(), since: Instant::now() };
+        state.sessions.insert(number, entry);
+        drop(state);
+        self.changed();
+        Ok(SessionPermit { gate: self.clone(), number })
+    }
+
+    fn now_ms(&self) -> u64 {
+        millis(self.started.elapsed())
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|count| *count += 1);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, GateState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl GateState {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    /// Marks a ticket as used.
+    fn take_ticket(&mut self, text: &str, now_ms: u64) -> Result<(RegistrationId, u64)> {
+        let mut why = TicketError::Foreign;
+        for (id, registration) in &mut self.registrations {
+            let ticket = match registration.key.verify(text) {
+                Ok(ticket) => ticket,
+                Err(error) => {
+                    why = error;
+                    continue;
+                }
+            };
+            if ticket.expires_ms <= now_ms {
+                let late = now_ms - ticket.expires_ms;
+                return Err(refused(format!("the ticket expired {late} ms ago: ask the tracker for another one")));
+            }
+            // Expired tickets are refused by their time, so they need not be remembered.
+            registration.used.retain(|_, expires_ms| *expires_ms > now_ms);
+            if registration.used.insert(ticket.serial, ticket.expires_ms).is_some() {
+                return Err(refused("the ticket has been used before, and is good for one session"));
+            }
+            return Ok((*id, ticket.serial));
+        }
+        Err(refused(format!("the ticket is not good: {why}; ask the tracker for another one")))
+    }
+}
+
+fn refused(why: impl Into<std::borrow::Cow<'static, str>>) -> RpcError {
+    RpcError::new(ErrorKind::Refused, why).with_application_kind(TICKET_REFUSED)
+}
+
+/// Admission of a client, until dropped.
+#[derive(Debug)]
+pub(super) struct SessionPermit {
+    gate: Arc<TicketGate>,
+    number: u64,
+}
+
+impl Drop for SessionPermit {
+    fn drop(&mut self) {
+        let mut state = self.gate.lock();
+        if let Some(SessionEntry { ticket: Some((id, serial)), .. }) = state.sessions.remove(&self.number)
+            && let Some(registration) = state.registrations.get_mut(&id)
+        {
+            registration.spent.push(serial);
+        }
+        drop(state);
+        self.gate.changed();
+    }
+}
+
+struct GuardedFactory {
+    gate: Arc<TicketGate>,
+    factory: Arc<dyn SessionFactory>,
+}
+
+#[async_trait]
+impl SessionFactory for GuardedFactory {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession> {
+        let permit = self.gate.admit(request)?;
+        let session = self.factory.open(request).await?;
+        Ok(Arc::new(GuardedSession { session, _stay: permit }))
+    }
+}
+
+/// A session and the permit of its client.
+struct GuardedSession {
+    /// Declared first, so that the slot is free only after the objects of the session are.
+    session: SharedSession,
+    _stay: SessionPermit,
+}
+
+impl RpcSession for GuardedSession {
+    fn submit(&self, request: Request) -> Submission {
+        self.session.submit(request)
+    }
+
+    fn is_local(&self) -> bool {
+        self.session.is_local()
+    }
+
+    fn is_encrypted(&self) -> bool {
+        self.session.is_encrypted()
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.session.write_in_place(lane, to, offset, len)
+    }
+
+    fn ended(&self) -> Submission {
+        self.session.ended()
+    }
+}

@@ -1,0 +1,109 @@
+//! The plan of the next grants: rules 1 to 4 of the scheduler.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ops::Bound;
+
+use rpc_transports::tracker::ServerRequest;
+
+use super::server::{GrantOrder, usable};
+use super::types::ServerId;
+use super::{PendingRequest, QueueOrder, Scheduler};
+
+impl Scheduler {
+    /// Returns the next grants: rules 1 to 3. Considers only keys with free slots, and skips
+    /// requests equal to one that got nothing, so that a long queue costs little while there is
+    /// nothing for it.
+    pub(super) fn plan(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
+        let mut plan = Vec::new();
+        let mut left = self.totals.free;
+        // Slots granted or reserved by this plan, by server and by key.
+        let mut taken: HashMap<ServerId, u32> = HashMap::new();
+        let mut taken_of: HashMap<&str, u64> = HashMap::new();
+        // Properties for which nothing is left.
+        let mut nothing_for = HashSet::new();
+        let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
+        // Requests of different keys affect each other only through requests for any key.
+        let alone = changed.filter(|key| !key.is_empty() && !self.queues.contains_key(""));
+        let queues: Vec<(&str, &BTreeSet<QueueOrder>)> = match alone {
+            Some(key) => self.queues.get_key_value(key).map(|(key, queue)| (key.as_str(), queue)).into_iter().collect(),
+            None => self.queues.iter().map(|(key, queue)| (key.as_str(), queue)).collect(),
+        };
+        let with_free = queues.into_iter().filter(|(key, _)| key.is_empty() || free_of(key) > 0);
+        // Next request of each queue.
+        let mut next: BTreeSet<(QueueOrder, &str)> =
+            with_free.filter_map(|(key, queue)| Some((*queue.first()?, key))).collect();
+        while let Some((order, key)) = next.pop_first().filter(|_| left > 0) {
+            if let Some(PendingRequest { request, possible, .. }) = self.waiting.get(&order)
+                && *possible >= u64::from(request.count)
+            {
+                let wants = (key, &request.labels, &request.devices, &request.virtual_devices);
+                if !nothing_for.contains(&wants) {
+                    let found = self.find(request, &taken);
+                    let total: u64 = found.iter().map(|(_, slots)| u64::from(*slots)).sum();
+                    let is_served = total >= u64::from(request.count);
+                    let took: Vec<(ServerId, u32)> = if is_served {
+                        let slots = choose(request.count, found);
+                        plan.push((order, slots.clone()));
+                        slots.into_iter().map(|id| (id, 1)).collect()
+                    } else {
+                        if !request.distinct {
+                            nothing_for.insert(wants);
+                        }
+                        found.into_iter().map(|((.., id), slots)| (id, slots)).collect()
+                    };
+                    for (id, slots) in took {
+                        *taken.entry(id).or_default() += slots;
+                        left -= u64::from(slots);
+                        if let Some(server) = self.servers.get(&id) {
+                            *taken_of.entry(&server.offer.key).or_default() += u64::from(slots);
+                        }
+                    }
+                }
+            }
+            let is_over = !key.is_empty() && free_of(key) <= taken_of.get(key).copied().unwrap_or_default();
+            let behind = self.queues.get(key).filter(|_| !is_over);
+            if let Some(order) = behind.and_then(|queue| queue.range((Bound::Excluded(order), Bound::Unbounded)).next())
+            {
+                next.insert((*order, key));
+            }
+        }
+        plan
+    }
+
+    /// Returns the free slots that a request could use and that are not `taken`, by servers in the
+    /// order of rule 4. For a request for one slot the first is enough, unless something is taken.
+    fn find(&self, request: &ServerRequest, taken: &HashMap<ServerId, u32>) -> Vec<(GrantOrder, u32)> {
+        let all = request.key.is_empty().then(|| self.pools.values());
+        let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
+        let suits = |grant_order: &&GrantOrder| {
+            self.servers.get(&grant_order.3).is_some_and(|server| server.offer.suits(request))
+        };
+        let is_simple = request.count == 1 && taken.is_empty();
+        let limit = if is_simple { 1 } else { usize::MAX };
+        let grant_orders = pools.flat_map(|pool| pool.with_free.iter().filter(suits).take(limit));
+        let left = |(unreachable, Reverse(free), last_granted, id): GrantOrder| {
+            let free = free - taken.get(&id).copied().unwrap_or_default();
+            ((unreachable, Reverse(free), last_granted, id), usable(request, free))
+        };
+        let mut found: Vec<_> = grant_orders.copied().map(left).filter(|(_, slots)| *slots > 0).collect();
+        found.sort_unstable();
+        found
+    }
+}
+
+/// Chooses slots among those that were `found`, in their order: rule 4. There are enough.
+fn choose(count: u32, mut found: Vec<(GrantOrder, u32)>) -> Vec<ServerId> {
+    let count = count as usize;
+    let mut chosen = Vec::with_capacity(count);
+    while chosen.len() < count && !found.is_empty() {
+        for ((.., id), free) in &mut found {
+            if chosen.len() < count {
+                chosen.push(*id);
+                *free -= 1;
+            }
+        }
+        found.retain(|(_, free)| *free > 0);
+    }
+    chosen
+}

@@ -1,0 +1,82 @@
+//! The vocabulary of the scheduler: ids, policy, offers, events, slots.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use rpc_transports::tracker::DeviceOffer;
+
+/// Id of a registration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ServerId(pub(crate) u64);
+
+/// Id of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct ClaimId(pub(crate) u64);
+
+/// Durations and limits of the scheduler.
+#[derive(Clone, Debug)]
+pub(crate) struct Policy {
+    /// Time that a registration lasts without a report.
+    pub(crate) lease: Duration,
+    /// Validity of a ticket.
+    pub(crate) ticket: Duration,
+    pub(crate) max_servers: usize,
+    pub(crate) max_servers_per_peer: usize,
+    pub(crate) max_waiting: usize,
+    pub(crate) max_waiting_per_client: usize,
+}
+
+/// Offer of a server.
+#[derive(Clone, Debug)]
+pub(crate) struct Offer {
+    pub(crate) key: String,
+    pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) devices: Vec<DeviceOffer>,
+    pub(crate) capacity: u32,
+}
+
+/// Consequence of an input.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// A request is granted its slots.
+    Granted { claim: ClaimId, slots: Vec<GrantedSlot> },
+    /// A request has timed out. `possible` slots could serve it if they were free.
+    TimedOut { claim: ClaimId, wanted: u32, possible: u64 },
+    /// A server was silent for the length of its lease, and is dropped.
+    LeaseExpired { server: ServerId },
+}
+
+/// A granted slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GrantedSlot {
+    pub(crate) server: ServerId,
+    /// Serial number of the ticket.
+    pub(crate) serial: u64,
+    /// Expiry of the ticket, by the server's clock.
+    pub(crate) expires_ms: u64,
+}
+
+/// Occupancy of a slot.
+#[derive(Clone, Debug)]
+pub(crate) struct Occupancy {
+    pub(crate) client: String,
+    pub(crate) since: Instant,
+    pub(crate) kind: OccupancyKind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OccupancyKind {
+    Granted,
+    InUse,
+    Direct,
+}
+
+/// Sums over all servers and requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SlotTotals {
+    pub(crate) capacity: u64,
+    pub(crate) free: u64,
+    pub(crate) waiting: u64,
+    /// Number of slots granted so far.
+    pub(crate) granted: u64,
+}

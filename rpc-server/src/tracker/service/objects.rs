@@ -1,0 +1,93 @@
+//! The objects that sessions of servers and clients hold: registrations and claims.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rpc_core::{Result, RpcError};
+use rpc_transports::tracker::{LossReason, Reach, Renewed, Returned, ServerStatus};
+use tokio::sync::watch;
+
+use super::super::limits::{check_status, clip, clipped};
+use super::super::scheduler::{ClaimId, ServerId};
+use super::{Answer, Granted, PROBE_INTERVAL, Tracker};
+
+/// A registration. It ends when the session ends that made it, or frees it.
+pub(super) struct ServerObject {
+    pub(super) tracker: Arc<Tracker>,
+    pub(super) id: ServerId,
+}
+
+impl ServerObject {
+    pub(super) fn renew(&self, status: ServerStatus) -> Result<Renewed> {
+        check_status(&status)?;
+        let status = clipped(status);
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        if !state.scheduler.report(now, self.id, &status) {
+            return Err(RpcError::not_found("the registration has expired: register again"));
+        }
+        let Some(entry) = state.servers.get_mut(&self.id) else {
+            return Err(RpcError::internal("a server is registered of which nothing is known"));
+        };
+        let reach = entry.reach.clone();
+        let look_again = matches!(reach, Reach::Unreachable { .. }) && now > entry.probed + PROBE_INTERVAL;
+        let address = look_again.then(|| {
+            entry.probed = now;
+            entry.description.address.clone()
+        });
+        self.tracker.apply_events(state, now);
+        if let Some(address) = address {
+            self.tracker.spawn_probe(self.id, address);
+        }
+        Ok(Renewed { reach })
+    }
+}
+
+impl Drop for ServerObject {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        if state.scheduler.unregister(now, self.id) {
+            state.remove_server(now, self.id, LossReason::Gone);
+            self.tracker.apply_events(state, now);
+        }
+    }
+}
+
+/// A claim. It is cancelled when the session ends that made it, or frees it. Granted slots that
+/// have not been used by then expire.
+pub(super) struct ClaimObject {
+    pub(super) tracker: Arc<Tracker>,
+    pub(super) id: ClaimId,
+    pub(super) answer: watch::Receiver<Answer>,
+}
+
+impl ClaimObject {
+    pub(super) fn give_back(&self, returned: &[Returned]) {
+        let Some(Ok(slots)) = self.answer.borrow().clone() else { return };
+        let reasons: HashMap<u64, &str> =
+            returned.iter().map(|returned| (returned.serial, returned.why.as_str())).collect();
+        let back = slots.iter().filter_map(|Granted { slot, description, .. }| {
+            let why = clip(reasons.get(&slot.serial)?);
+            tracing::info!(name = description.name, why, "a server is given back unused");
+            Some((slot.server, slot.serial))
+        });
+        let back: Vec<_> = back.collect();
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        state.scheduler.give_back(now, self.id, &back);
+        self.tracker.apply_events(state, now);
+    }
+}
+
+impl Drop for ClaimObject {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        let mut state = self.tracker.lock();
+        if state.claims.remove(&self.id).is_some() {
+            state.scheduler.cancel(now, self.id);
+            self.tracker.apply_events(state, now);
+        }
+    }
+}

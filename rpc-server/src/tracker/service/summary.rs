@@ -1,0 +1,107 @@
+//! The summary of a tracker: servers, queue, losses and history.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use rpc_transports::tracker::{
+    Holder, HolderState, Loss, QueueEntry, Reach, Sample, ServerRequest, ServerSummary, Summary,
+};
+
+use super::super::millis;
+use super::super::scheduler::{Occupancy, OccupancyKind, ServerId};
+use super::{ServerDescription, ServerEntry, Tracker, TrackerState};
+
+impl Tracker {
+    /// Returns a summary of the tracker.
+    pub fn summary(&self) -> Summary {
+        let now = Instant::now();
+        let ago = |then: Instant| millis(now.saturating_duration_since(then));
+        let snapshot = self.snapshot(now);
+        let holder = |held: Occupancy| Holder {
+            client: held.client,
+            for_ms: ago(held.since),
+            state: match held.kind {
+                OccupancyKind::Granted => HolderState::Granted,
+                OccupancyKind::InUse => HolderState::InUse,
+                OccupancyKind::Direct => HolderState::Direct,
+            },
+        };
+        let server = |server: ServerSnapshot| ServerSummary {
+            name: server.description.name.clone(),
+            key: server.description.offer.key.clone(),
+            labels: server.description.offer.labels.clone(),
+            devices: server.description.offer.devices.clone(),
+            capacity: server.description.offer.capacity,
+            free: server.free,
+            address: server.description.address.clone(),
+            peer: server.description.peer.clone(),
+            reach: server.reach,
+            registered_for_ms: ago(server.registered),
+            heard_ago_ms: ago(server.heard),
+            holders: server.holders.into_iter().map(holder).collect(),
+        };
+        let mut servers: Vec<_> = snapshot.servers.into_iter().map(server).collect();
+        servers.sort_by(|a, b| (&a.key, &a.name, &a.address).cmp(&(&b.key, &b.name, &b.address)));
+        let entry = |(request, since, possible): (Arc<ServerRequest>, Instant, u64)| QueueEntry {
+            client: request.client.clone(),
+            key: request.key.clone(),
+            count: request.count,
+            labels: request.labels.clone(),
+            devices: request.devices.clone(),
+            virtual_devices: request.virtual_devices.clone(),
+            priority: request.priority,
+            for_ms: ago(since),
+            possible,
+        };
+        Summary {
+            uptime_ms: ago(self.started),
+            lease_ms: millis(self.options.lease),
+            servers,
+            queue: snapshot.queue.into_iter().map(entry).collect(),
+            losses: snapshot.losses.into_iter().map(|(when, loss)| Loss { ago_ms: ago(when), ..loss }).collect(),
+            history: snapshot.history,
+        }
+    }
+
+    /// Copies the data of a summary. No request is served meanwhile, so this does no more than it
+    /// must.
+    fn snapshot(&self, now: Instant) -> Snapshot {
+        let mut state = self.lock();
+        let TrackerState { scheduler, servers, losses, history, .. } = &mut *state;
+        let server = |(id, entry): (&ServerId, &ServerEntry)| {
+            let server = scheduler.server(*id)?;
+            Some(ServerSnapshot {
+                description: entry.description.clone(),
+                reach: entry.reach.clone(),
+                free: server.free(),
+                registered: server.registered,
+                heard: server.heard,
+                holders: server.holders().collect(),
+            })
+        };
+        Snapshot {
+            servers: servers.iter().filter_map(server).collect(),
+            queue: scheduler.waiting().map(|w| (w.request.clone(), w.since, w.possible)).collect(),
+            losses: losses.iter().cloned().collect(),
+            history: history.samples(now),
+        }
+    }
+}
+
+/// Data of a summary.
+struct Snapshot {
+    servers: Vec<ServerSnapshot>,
+    /// Waiting requests with their arrival and the number of possible slots.
+    queue: Vec<(Arc<ServerRequest>, Instant, u64)>,
+    losses: Vec<(Instant, Loss)>,
+    history: Vec<Sample>,
+}
+
+struct ServerSnapshot {
+    description: Arc<ServerDescription>,
+    reach: Reach,
+    free: u32,
+    registered: Instant,
+    heard: Instant,
+    holders: Vec<Occupancy>,
+}
