@@ -1,9 +1,10 @@
-//! Waiting for futures on a plain thread, without a runtime.
+//! Blocking waits for futures on a plain thread, without a runtime.
 //!
-//! Every operation of a session is a future; its blocking form is that future under [`block_on`]. Two things make it
-//! more than a parked thread. A session may leave its input and output to whoever waits for it
-//! ([`ReplyControl::drive`]): then the waiting thread does the work itself, and a call costs no switch to another
-//! thread. And waiting inside an async runtime, which would stop the very thread that has to make progress, is an error.
+//! Every operation of a session is a future; its blocking form runs that future with [`block_on`].
+//! Two things distinguish it from a parked thread. A session may leave its input and output to the
+//! thread that waits for it ([`ReplyControl::drive`]): the waiting thread then does the work
+//! itself, and a call costs no switch to another thread. And waiting inside an async runtime is an
+//! error, because it would stop the very thread that has to make progress.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -18,16 +19,18 @@ use crate::reply::ReplyControl;
 
 static RUNTIME_PROBE: OnceLock<fn() -> bool> = OnceLock::new();
 
-/// Installs the function that tells whether the calling thread is running async code. The first one counts.
+/// Installs the function that returns true if the calling thread is running async code. The first
+/// installed function stays.
 ///
-/// This crate knows no runtime; the crate that brings one installs its probe when a session is made.
+/// This crate depends on no runtime; the crate that uses one installs its probe when it creates a
+/// session.
 pub fn set_runtime_probe(probe: fn() -> bool) {
     let _ = RUNTIME_PROBE.set(probe);
 }
 
-/// What the future that a thread polls in [`block_on`] is waiting for.
-enum Waiting {
-    /// Nothing that has to be driven.
+/// Sessions that the future polled by [`block_on`] on this thread waits for.
+enum WaitTarget {
+    /// No session that this thread has to drive: park it.
     Parked,
     /// One session, which this thread will drive.
     One(Arc<dyn ReplyControl>),
@@ -37,28 +40,28 @@ enum Waiting {
 
 thread_local! {
     /// `None` outside of [`block_on`].
-    static WAITING: RefCell<Option<Waiting>> = const { RefCell::new(None) };
+    static WAITING: RefCell<Option<WaitTarget>> = const { RefCell::new(None) };
 }
 
-/// Notes that the future being polled waits for a session's reply.
+/// Records that the future being polled waits for a reply of `control`'s session.
 pub(crate) fn waiting_for(control: &Arc<dyn ReplyControl>) {
     if !control.must_be_driven() {
         return;
     }
     let attend = WAITING.with_borrow_mut(|waiting| match waiting {
-        None | Some(Waiting::Many) => vec![control.clone()],
-        Some(Waiting::Parked) => {
-            *waiting = Some(Waiting::One(control.clone()));
+        None | Some(WaitTarget::Many) => vec![control.clone()],
+        Some(WaitTarget::Parked) => {
+            *waiting = Some(WaitTarget::One(control.clone()));
             Vec::new()
         }
-        Some(Waiting::One(first)) if Arc::ptr_eq(first, control) => Vec::new(),
-        Some(Waiting::One(first)) => {
+        Some(WaitTarget::One(first)) if Arc::ptr_eq(first, control) => Vec::new(),
+        Some(WaitTarget::One(first)) => {
             let both = vec![first.clone(), control.clone()];
-            *waiting = Some(Waiting::Many);
+            *waiting = Some(WaitTarget::Many);
             both
         }
     });
-    // Outside of the borrow: a session may do anything here.
+    // Outside of the borrow, because a session may run any code here.
     for control in attend {
         control.attend();
     }
@@ -83,14 +86,14 @@ impl Wake for Signal {
 }
 
 thread_local! {
-    /// One signal a thread, so that a call allocates none. Nested waits take a fresh one.
+    /// One signal per thread, so that a call allocates none. A nested wait takes a fresh one.
     static SIGNAL: RefCell<Option<Arc<Signal>>> = const { RefCell::new(None) };
 }
 
-/// Restores what the thread was waiting for before, also when a future panics.
-struct Restore(Option<Waiting>, Option<Arc<Signal>>);
+/// Restores the thread's previous wait state, also when a future panics.
+struct RestoreOnDrop(Option<WaitTarget>, Option<Arc<Signal>>);
 
-impl Drop for Restore {
+impl Drop for RestoreOnDrop {
     fn drop(&mut self) {
         let outer = self.0.take();
         WAITING.with_borrow_mut(|waiting| *waiting = outer);
@@ -99,7 +102,7 @@ impl Drop for Restore {
     }
 }
 
-/// Runs `future` to its end on the calling thread.
+/// Runs `future` to completion on the calling thread.
 ///
 /// # Errors
 ///
@@ -108,26 +111,26 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
     if RUNTIME_PROBE.get().is_some_and(|probe| probe()) {
         return Err(RpcError::new(
             ErrorKind::ApiMisuse,
-            "a blocking form was called from inside an async runtime: use the async form and await it, or move the call \
-             to a thread of its own",
+            "a blocking form was called from inside an async runtime: use the async form and await it, or move \
+             the call to a thread of its own",
         ));
     }
     let signal = SIGNAL
         .with_borrow_mut(Option::take)
         .unwrap_or_else(|| Arc::new(Signal { woken: AtomicBool::new(false), thread: thread::current() }));
-    let _restore = Restore(WAITING.with_borrow_mut(Option::take), Some(signal.clone()));
+    let _restore = RestoreOnDrop(WAITING.with_borrow_mut(Option::take), Some(signal.clone()));
     let waker = Waker::from(signal.clone());
     let mut context = Context::from_waker(&waker);
     let mut future = pin!(future);
     loop {
         signal.woken.store(false, Ordering::Release);
-        WAITING.with_borrow_mut(|waiting| *waiting = Some(Waiting::Parked));
+        WAITING.with_borrow_mut(|waiting| *waiting = Some(WaitTarget::Parked));
         if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
             return Ok(output);
         }
         let woken = || signal.woken.load(Ordering::Acquire);
-        match WAITING.with_borrow_mut(|waiting| waiting.replace(Waiting::Parked)) {
-            Some(Waiting::One(control)) => control.drive(&woken),
+        match WAITING.with_borrow_mut(|waiting| waiting.replace(WaitTarget::Parked)) {
+            Some(WaitTarget::One(control)) => control.drive(&woken),
             _ => {
                 while !woken() {
                     thread::park();

@@ -1,23 +1,23 @@
-//! What can go wrong with a request, as data that crosses hops unchanged.
+//! Errors of requests and sessions, as data that crosses hops unchanged.
 
 use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The result of anything that a session does.
+/// Result of any operation of a session.
 pub type Result<T, E = RpcError> = std::result::Result<T, E>;
 
-/// What happened, in one word that programs can match on.
+/// Kind of an error, for programs to match on.
 ///
-/// Each kind has a number of its own on the wire ([`ErrorKind::code`]); a number that this version does not know
-/// arrives as [`ErrorKind::Unknown`] and keeps its value when it is forwarded.
+/// Each kind has a number of its own on the wire ([`ErrorKind::code`]). A number that this version
+/// does not know arrives as [`ErrorKind::Unknown`] and keeps its value when it is forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// A kind that this version does not know.
     Unknown(u16),
-    /// No function, module or loader of that name.
+    /// No function, module or loader of that name exists.
     NotFound,
     /// A handle that is stale, forged, freed, of another kind, or of another session.
     InvalidHandle,
@@ -25,7 +25,7 @@ pub enum ErrorKind {
     InvalidArgument,
     /// The function ran and returned an error of its own.
     Application,
-    /// The function panicked. Nobody but its caller is affected.
+    /// The function panicked. Other calls are not affected.
     Panic,
     /// The request was cancelled by its caller.
     Cancelled,
@@ -37,17 +37,18 @@ pub enum ErrorKind {
     LimitExceeded,
     /// The device has not enough memory.
     OutOfMemory,
-    /// The device does not exist here; the message says why.
+    /// The device does not exist here; the message gives the reason.
     DeviceUnavailable,
-    /// The device failed for this session and cannot be used by it any more.
+    /// The device failed for this session, which cannot use it any more.
     DeviceLost,
-    /// A tensor is borrowed by the same call in a conflicting way, or is in use where waiting is not possible.
+    /// A tensor is borrowed by the same call in a conflicting way, or is in use where waiting is
+    /// not possible.
     Busy,
-    /// The peer, the device or this build cannot do that.
+    /// The peer, the device or this build does not support the operation.
     Unsupported,
     /// The session was shut down in an orderly way, by either side.
     Closed,
-    /// The peer takes no new requests because it is going away.
+    /// The peer accepts no new requests because it is going away.
     Draining,
     /// The link to the peer broke, or the peer died.
     PeerLost,
@@ -55,33 +56,34 @@ pub enum ErrorKind {
     PeerSilent,
     /// A peer broke the protocol.
     Protocol,
-    /// The peer refused the session: its key, its policy, its capacity, or a hop that may not be used.
+    /// The peer refused the session: for its key, its policy, its capacity, or a hop that may not
+    /// be used.
     Refused,
-    /// One side of the session has not proven who it is, or not in a way that the other accepts.
+    /// One side has not proven its identity, or not by a method that the other side accepts.
     Unauthenticated,
-    /// The peers have no version of the protocol in common.
+    /// The peers have no protocol version in common.
     VersionMismatch,
     /// A file or socket operation failed.
     Io,
-    /// The calling program used the interface wrongly.
+    /// The calling program used the API wrongly.
     ApiMisuse,
-    /// Our own bug.
+    /// A bug in this project.
     Internal,
 }
 
-/// Who has to act on an error.
+/// Party that has to act on an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Fault {
     /// The program that made the request.
     Caller,
-    /// The function, module or device that served it.
+    /// The function, module or device that served the request.
     Callee,
-    /// A peer's implementation.
+    /// The implementation of a peer.
     Peer,
-    /// The network or a process on the way.
+    /// The network, or a process on the way.
     Link,
-    /// Limits set by an operator.
+    /// The operator, who sets limits.
     Limit,
     /// This project.
     Internal,
@@ -90,7 +92,7 @@ pub enum Fault {
 macro_rules! kinds {
     ($($code:literal $kind:ident $name:literal $fault:ident;)*) => {
         impl ErrorKind {
-            /// The number that stands for this kind on the wire.
+            /// Returns the number of this kind on the wire.
             pub const fn code(self) -> u16 {
                 match self {
                     Self::Unknown(code) => code,
@@ -98,7 +100,7 @@ macro_rules! kinds {
                 }
             }
 
-            /// The kind that `code` stands for.
+            /// Returns the kind with this number.
             pub const fn from_code(code: u16) -> Self {
                 match code {
                     $($code => Self::$kind,)*
@@ -106,7 +108,7 @@ macro_rules! kinds {
                 }
             }
 
-            /// A stable lower-case name, as used in JSON output and metrics.
+            /// Returns the stable lower-case name, as used in JSON output and metrics.
             pub const fn name(self) -> &'static str {
                 match self {
                     Self::Unknown(_) => "unknown",
@@ -114,7 +116,7 @@ macro_rules! kinds {
                 }
             }
 
-            /// Who has to act.
+            /// Returns the party that has to act.
             pub const fn fault(self) -> Fault {
                 match self {
                     Self::Unknown(_) => Fault::Callee,
@@ -174,24 +176,25 @@ impl<'de> Deserialize<'de> for ErrorKind {
     }
 }
 
-/// An error of a session, at whichever hop it arose.
+/// An error of a session, from any hop.
 ///
-/// It is one pointer wide and cheap to clone, because the end of a session is reported to every pending call.
+/// One pointer wide and cheap to clone, because the end of a session is reported to every pending
+/// call.
 ///
-/// Its `serde` form is the one on the wire: a map that keeps all facts.
+/// The `serde` form is the one on the wire: a map that keeps all facts.
 #[derive(Clone, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RpcError(Box<Facts>);
 
-/// The facts of an [`RpcError`], and its form on the wire: a map, so that fields can be added.
+/// Facts of an [`RpcError`], and its form on the wire: a map, so that fields can be added.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Facts {
     kind: ErrorKind,
     message: Cow<'static, str>,
-    /// How many links lie between the reader of this error and the place where it arose.
+    /// Number of links between the reader of this error and its origin.
     #[serde(default)]
     hop: u16,
-    /// The address of the peer or link concerned, where one is known.
+    /// Address of the peer or link concerned, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     peer: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -204,7 +207,7 @@ struct Facts {
 }
 
 impl RpcError {
-    /// An error that arose here, for a request that has not run.
+    /// Creates an error that arose in this process, for a request that has not run.
     pub fn new(kind: ErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
         Self(Box::new(Facts {
             kind,
@@ -217,7 +220,7 @@ impl RpcError {
         }))
     }
 
-    /// Says that the request may have had an effect before it failed.
+    /// Sets if the request may have had an effect before it failed.
     #[must_use]
     pub fn may_have_run(mut self, may_have_run: bool) -> Self {
         self.0.may_have_run = may_have_run;
@@ -231,7 +234,7 @@ impl RpcError {
         self
     }
 
-    /// Adds the backtrace of the place where the error arose.
+    /// Adds the backtrace from the origin of the error.
     #[must_use]
     pub fn with_backtrace(mut self, backtrace: impl Into<String>) -> Self {
         self.0.backtrace = Some(backtrace.into());
@@ -252,59 +255,60 @@ impl RpcError {
         self
     }
 
-    /// The same error, seen from one link further away. Called by whoever receives an error from a peer.
+    /// Counts one more link to the error's origin. Called by every receiver of an error from a
+    /// peer.
     #[must_use]
     pub fn from_next_hop(mut self) -> Self {
         self.0.hop = self.0.hop.saturating_add(1);
         self
     }
 
-    /// What happened.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// Who has to act.
+    /// Returns the party that has to act.
     pub fn fault(&self) -> Fault {
         self.0.kind.fault()
     }
 
-    /// What happened, in words.
+    /// Returns the message.
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// How many links lie between here and the place where the error arose: 0 is this process, 1 the peer, and so on.
+    /// Returns the number of links to the error's origin: 0 is this process, 1 the peer, and so on.
     pub fn hop(&self) -> u16 {
         self.0.hop
     }
 
-    /// The address of the peer or link concerned, where one is known.
+    /// Returns the address of the peer or link concerned, if known.
     pub fn peer(&self) -> Option<&str> {
         self.0.peer.as_deref()
     }
 
-    /// The backtrace taken where the error arose, if there is one.
+    /// Returns the backtrace from the error's origin, if there is one.
     pub fn backtrace(&self) -> Option<&str> {
         self.0.backtrace.as_deref()
     }
 
-    /// The function's own name for its error, such as `std::num::ParseIntError`.
+    /// Returns the function's own name for its error, such as `std::num::ParseIntError`.
     pub fn application_kind(&self) -> Option<&str> {
         self.0.application_kind.as_deref()
     }
 
-    /// Whether the request may have had an effect; if not, repeating it is safe.
+    /// Returns true if the request may have had an effect. If not, repeating it is safe.
     pub fn request_may_have_run(&self) -> bool {
         self.0.may_have_run
     }
 
-    /// Whether a time limit ran out.
+    /// Returns true if a time limit ran out.
     pub fn is_timeout(&self) -> bool {
         matches!(self.kind(), ErrorKind::DeadlineExceeded | ErrorKind::SessionTimeout | ErrorKind::PeerSilent)
     }
 
-    /// Whether the session is over, so that nothing else will work on it either.
+    /// Returns true if the session has ended, so that no further request can succeed on it.
     pub fn ends_session(&self) -> bool {
         matches!(
             self.kind(),
@@ -317,45 +321,46 @@ impl RpcError {
         )
     }
 
-    /// Whether the same request may be sent again, on a new session, without running twice.
+    /// Returns true if the same request may be sent again, on a new session, without running twice.
     pub fn is_retryable(&self) -> bool {
         !self.request_may_have_run() && (self.fault() == Fault::Link || self.kind() == ErrorKind::Busy)
     }
 
-    /// The error as a MessagePack map, its form on the wire.
+    /// Encodes the error as a MessagePack map, its form on the wire.
     pub(crate) fn to_wire(&self) -> Vec<u8> {
         rmp_serde::to_vec_named(&*self.0).unwrap_or_default()
     }
 
-    /// Reads what [`to_wire`](Self::to_wire) wrote.
+    /// Decodes the output of [`to_wire`](Self::to_wire).
     pub(crate) fn from_wire(bytes: &[u8]) -> Result<Self, rmp_serde::decode::Error> {
         crate::value::unpack(bytes).map(|facts| Self(Box::new(facts)))
     }
 }
 
-/// Short forms for the errors that many places report.
+/// Short forms for common errors.
 impl RpcError {
-    /// [`ErrorKind::InvalidArgument`].
+    /// Creates an [`ErrorKind::InvalidArgument`].
     pub fn invalid_argument(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::InvalidArgument, message)
     }
 
-    /// [`ErrorKind::NotFound`].
+    /// Creates an [`ErrorKind::NotFound`].
     pub fn not_found(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::NotFound, message)
     }
 
-    /// [`ErrorKind::Unsupported`].
+    /// Creates an [`ErrorKind::Unsupported`].
     pub fn unsupported(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::Unsupported, message)
     }
 
-    /// [`ErrorKind::LimitExceeded`]; `limit` is the name under which it is configured.
+    /// Creates an [`ErrorKind::LimitExceeded`]; `limit` is the name under which the limit is
+    /// configured.
     pub fn limit(limit: &str, allowed: u64, wanted: u64) -> Self {
         Self::new(ErrorKind::LimitExceeded, format!("{limit} is {allowed}, and {wanted} would be needed"))
     }
 
-    /// [`ErrorKind::Internal`].
+    /// Creates an [`ErrorKind::Internal`].
     pub fn internal(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::Internal, message)
     }

@@ -1,4 +1,4 @@
-//! Handles: names for objects that a peer owns, which cannot be forged into somebody else's.
+//! Handles of objects that a peer owns, and the table that creates and resolves them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,21 +8,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorKind, Result, RpcError};
 
-/// The name of one object in the session where it lives: 64 opaque bits, never an address.
+/// Opaque id of one object in the session where it lives: 64 bits, never an address.
 ///
-/// It is minted by the [`HandleTable`] of the object's origin and crosses any number of hops unchanged. Which bits
-/// mean what is the origin's own business; peers compare handles and nothing else.
+/// A handle is created by the [`HandleTable`] of the object's origin and crosses any number of hops
+/// unchanged. Only the origin interprets its bits; peers only compare handles.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Handle(u64);
 
 impl Handle {
-    /// The handle with these bits, as read from the wire. It may name nothing.
+    /// Returns the handle with these bits, as read from the wire. It may name no object.
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// The bits, as written to the wire.
+    /// Returns the bits, as written to the wire.
     pub const fn to_bits(self) -> u64 {
         self.0
     }
@@ -40,27 +40,28 @@ impl fmt::Display for Handle {
     }
 }
 
-/// From the lowest bit: slot, generation, tag.
+/// Layout of a handle, from the lowest bit: slot, generation, tag.
 const SLOT_BITS: u32 = 24;
 const GENERATION_BITS: u32 = 24;
 const TAG_BITS: u32 = 16;
 const SLOT_MASK: u64 = (1 << SLOT_BITS) - 1;
 const GENERATION_MASK: u64 = (1 << GENERATION_BITS) - 1;
 
-/// The objects of one session, by handle.
+/// Table of one session's objects by handle.
 ///
-/// A handle is a slot number, the slot's generation and the table's tag. Freeing an object advances the generation, so
-/// a stale or twice-freed handle finds nothing; a slot whose generations are used up is retired rather than reused.
-/// The tag comes from outside ([`HandleTable::new`]) and differs from table to table, so that a handle of another
-/// session is refused with all but certainty even where slot and generation agree. Whatever bits a peer invents, it can
-/// only ever reach objects of this one table.
+/// A handle consists of a slot number, the slot's generation and the table's tag. Freeing an object
+/// advances the generation, so a stale or twice-freed handle resolves to nothing; a slot whose
+/// generations are used up is retired, not reused. The tag is derived from an outside seed
+/// ([`HandleTable::new`]) and differs from table to table, so that a handle of another session is
+/// refused almost certainly, even if slot and generation match. A peer that makes up bits can only
+/// ever reach objects of this one table.
 #[derive(Debug)]
 pub struct HandleTable<T> {
-    /// What the objects count against beside the table's own limit.
+    /// Quota that the objects count against besides the table's own limit.
     within: Option<Arc<HandleQuota>>,
     tag: u64,
     slots: Vec<Slot<T>>,
-    /// The vacant slots that can be used again.
+    /// Vacant slots that can be reused.
     vacant: Vec<u32>,
     live: usize,
     max_live: usize,
@@ -68,17 +69,17 @@ pub struct HandleTable<T> {
 
 #[derive(Debug)]
 struct Slot<T> {
-    /// Of the object that lives here, or of the next one. Always ≤ `GENERATION_MASK`.
+    /// Generation of the current object or of the next one. Always ≤ `GENERATION_MASK`.
     generation: u32,
     object: Option<T>,
 }
 
 impl<T> HandleTable<T> {
-    /// The most objects that a table can ever hold at one time.
+    /// Largest number of objects that any table can hold at one time.
     pub const MAX_LIVE: usize = 1 << SLOT_BITS;
 
-    /// An empty table that holds at most `max_live` objects. `seed` gives the tag: pass something that an outsider
-    /// cannot guess and that differs from session to session.
+    /// Creates an empty table that holds at most `max_live` objects. The tag is derived from
+    /// `seed`: pass a value that an outsider cannot guess and that differs from session to session.
     pub fn new(seed: u64, max_live: usize) -> Self {
         Self {
             within: None,
@@ -90,19 +91,20 @@ impl<T> HandleTable<T> {
         }
     }
 
-    /// Counts what is [reserved](Self::reserve) from now on against `quota`, too.
+    /// Counts objects that are [reserved](Self::reserve) from now on against `quota`, too.
     #[must_use]
     pub fn within(mut self, quota: Arc<HandleQuota>) -> Self {
         self.within = Some(quota);
         self
     }
 
-    /// Counts `count` objects that are about to be stored against the quota that the table is within. Each counts until it
-    /// is removed.
+    /// Counts `count` objects that are about to be stored against the table's quota. Each counts
+    /// until it is removed.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::LimitExceeded`] if the table or the quota has no room for them: nothing counts then.
+    /// [`ErrorKind::LimitExceeded`] if the table or the quota has no room for all of them; none is
+    /// counted then.
     pub fn reserve(&mut self, count: usize) -> Result<()> {
         self.check_room(count)?;
         self.within.as_ref().map_or(Ok(()), |quota| quota.take(count))
@@ -114,7 +116,8 @@ impl<T> HandleTable<T> {
         }
     }
 
-    /// Whether `count` more objects can be stored: then as many [`insert`](Self::insert)s succeed.
+    /// Checks that `count` more objects can be stored, so that as many [`insert`](Self::insert)s
+    /// succeed.
     ///
     /// # Errors
     ///
@@ -130,11 +133,11 @@ impl<T> HandleTable<T> {
         Ok(())
     }
 
-    /// Stores `object` and names it.
+    /// Stores `object` and returns its handle.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::LimitExceeded`] when the table is full; the object is dropped.
+    /// [`ErrorKind::LimitExceeded`] if the table is full; the object is dropped.
     pub fn insert(&mut self, object: T) -> Result<Handle> {
         self.check_room(1)?;
         let index = match self.vacant.pop() {
@@ -150,7 +153,7 @@ impl<T> HandleTable<T> {
         Ok(Handle(index as u64 | u64::from(slot.generation) << SLOT_BITS | self.tag << (SLOT_BITS + GENERATION_BITS)))
     }
 
-    /// The object that `handle` names.
+    /// Returns the object that `handle` names.
     ///
     /// # Errors
     ///
@@ -159,7 +162,8 @@ impl<T> HandleTable<T> {
         self.find(handle).and_then(|index| self.slots[index].object.as_ref()).ok_or_else(|| invalid(handle))
     }
 
-    /// Takes the object that `handle` names out of the table; the handle names nothing from then on.
+    /// Removes the object that `handle` names and returns it. The handle names nothing from then
+    /// on.
     ///
     /// # Errors
     ///
@@ -179,7 +183,8 @@ impl<T> HandleTable<T> {
         Ok(object)
     }
 
-    /// Empties the table and returns what it held, so that the caller can drop it outside of any lock.
+    /// Empties the table and returns its objects, so that the caller can drop them outside of any
+    /// lock.
     pub fn drain(&mut self) -> Vec<T> {
         let mut objects = Vec::with_capacity(self.live);
         for (index, slot) in self.slots.iter_mut().enumerate() {
@@ -196,12 +201,12 @@ impl<T> HandleTable<T> {
         objects
     }
 
-    /// How many objects the table holds.
+    /// Returns the number of objects in the table.
     pub fn len(&self) -> usize {
         self.live
     }
 
-    /// Whether the table holds nothing.
+    /// Returns true if the table holds no objects.
     pub fn is_empty(&self) -> bool {
         self.live == 0
     }
@@ -221,7 +226,7 @@ impl<T> Drop for HandleTable<T> {
     }
 }
 
-/// A limit on the objects of several tables together.
+/// Limit on the number of objects in several tables together.
 #[derive(Debug)]
 pub struct HandleQuota {
     limit: usize,
@@ -229,12 +234,12 @@ pub struct HandleQuota {
 }
 
 impl HandleQuota {
-    /// A limit of `limit` objects.
+    /// Creates a quota of `limit` objects.
     pub fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self { limit, used: AtomicUsize::new(0) })
     }
 
-    /// The objects that count at present.
+    /// Returns the number of objects that count at present.
     pub fn used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }
@@ -248,7 +253,7 @@ impl HandleQuota {
     }
 }
 
-/// The error of every handle that names nothing, or nothing of the kind that was asked for.
+/// Error for every handle that names no object, or none of the expected kind.
 pub(crate) fn invalid(handle: Handle) -> RpcError {
     RpcError::new(
         ErrorKind::InvalidHandle,
@@ -262,7 +267,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn tables_within_a_quota_share_it_and_give_back_whatever_becomes_of_them() {
+    fn tables_share_a_quota_and_return_it_on_remove_drain_and_drop() {
         let quota = HandleQuota::new(5);
         let mut first = HandleTable::new(1, 4).within(quota.clone());
         let mut second = HandleTable::new(2, 10).within(quota.clone());
@@ -330,32 +335,35 @@ mod tests {
     }
 
     proptest! {
-        /// Random inserts, removes and forgeries against a map of what must be alive.
-        #[test]
-        fn behaves_as_a_map_that_never_reuses_a_key(seed in any::<u64>(), steps in prop::collection::vec((0..4_u8, any::<u64>()), 0..200)) {
-            let mut table = HandleTable::new(seed, 1000);
-            let mut model = std::collections::BTreeMap::new();
-            let mut dead = Vec::new();
-            for (step, bits) in steps {
-                match step {
-                    0 | 1 => {
-                        let handle = table.insert(bits).unwrap();
-                        prop_assert!(!dead.contains(&handle));
-                        prop_assert!(model.insert(handle, bits).is_none());
+            /// Random inserts, removes and forgeries, checked against a map of the live objects.
+            #[test]
+    fn behaves_as_a_map_that_never_reuses_a_key(
+        seed in any::<u64>(),
+        steps in prop::collection::vec((0..4_u8, any::<u64>()), 0..200),
+    ) {
+                let mut table = HandleTable::new(seed, 1000);
+                let mut model = std::collections::BTreeMap::new();
+                let mut dead = Vec::new();
+                for (step, bits) in steps {
+                    match step {
+                        0 | 1 => {
+                            let handle = table.insert(bits).unwrap();
+                            prop_assert!(!dead.contains(&handle));
+                            prop_assert!(model.insert(handle, bits).is_none());
+                        }
+                        2 => if let Some(handle) = model.keys().nth(bits as usize % model.len().max(1)).copied() {
+                            prop_assert_eq!(table.remove(handle).ok(), model.remove(&handle));
+                            dead.push(handle);
+                        },
+                        _ => {
+                            let forged = Handle::from_bits(bits);
+                            prop_assert_eq!(table.get(forged).ok(), model.get(&forged));
+                        }
                     }
-                    2 => if let Some(handle) = model.keys().nth(bits as usize % model.len().max(1)).copied() {
-                        prop_assert_eq!(table.remove(handle).ok(), model.remove(&handle));
-                        dead.push(handle);
-                    },
-                    _ => {
-                        let forged = Handle::from_bits(bits);
-                        prop_assert_eq!(table.get(forged).ok(), model.get(&forged));
-                    }
+                    prop_assert_eq!(table.len(), model.len());
+                    for (handle, value) in &model { prop_assert_eq!(table.get(*handle).unwrap(), value); }
+                    for handle in &dead { prop_assert!(table.get(*handle).is_err()); }
                 }
-                prop_assert_eq!(table.len(), model.len());
-                for (handle, value) in &model { prop_assert_eq!(table.get(*handle).unwrap(), value); }
-                for handle in &dead { prop_assert!(table.get(*handle).is_err()); }
             }
         }
-    }
 }

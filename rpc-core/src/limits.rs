@@ -1,11 +1,12 @@
-//! Bytes, counted against limits: those of one session and those of all.
+//! Memory quotas: byte counts with limits, for one session or for all.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Result, RpcError};
 
-/// A limit on bytes, within another one perhaps. Bytes count from [`reserve`](Self::reserve) until the lease is dropped.
+/// Limit on bytes, possibly inside an outer one. Bytes count from [`reserve`](Self::reserve) until
+/// the lease is dropped.
 #[derive(Debug)]
 pub struct MemoryQuota {
     name: &'static str,
@@ -15,7 +16,8 @@ pub struct MemoryQuota {
 }
 
 impl MemoryQuota {
-    /// A limit of `limit` bytes; `name` is what errors call it. With `within`, every byte counts against that one too.
+    /// Creates a quota of `limit` bytes. Errors call it `name`. With `within`, every byte counts
+    /// against that outer quota, too.
     pub fn new(name: &'static str, limit: u64, within: Option<Arc<Self>>) -> Arc<Self> {
         Arc::new(Self { name, limit, used: AtomicU64::new(0), within })
     }
@@ -24,7 +26,8 @@ impl MemoryQuota {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded), naming the limit that is in the way.
+    /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded), naming the limit that was
+    /// reached.
     pub fn reserve(self: &Arc<Self>, bytes: u64) -> Result<MemoryLease> {
         let outer = self.within.as_ref().map(|outer| outer.reserve(bytes)).transpose()?;
         let reserve = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.limit);
@@ -34,13 +37,13 @@ impl MemoryQuota {
         Ok(MemoryLease { quota: self.clone(), bytes, outer: outer.map(Box::new) })
     }
 
-    /// The bytes that are reserved at present.
+    /// Returns the bytes that are reserved at present.
     pub fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }
 }
 
-/// Reserved bytes, until dropped.
+/// Reserved bytes, returned to the quota when dropped.
 #[derive(Debug)]
 pub struct MemoryLease {
     quota: Arc<MemoryQuota>,
@@ -49,14 +52,14 @@ pub struct MemoryLease {
 }
 
 impl MemoryLease {
-    /// Makes it a lease of `bytes`.
+    /// Resizes the lease to `bytes`.
     ///
     /// # Errors
     ///
-    /// As [`MemoryQuota::reserve`]; it is what it was then.
+    /// As [`MemoryQuota::reserve`]; the lease keeps its size then.
     pub fn resize(&mut self, bytes: u64) -> Result<()> {
         match bytes.checked_sub(self.bytes) {
-            // Leases of the further bytes alone, which go with this one.
+            // Reserves only the additional bytes, and merges them into this lease.
             Some(more) => {
                 let mut further = self.quota.reserve(more)?;
                 if let (Some(outer), Some(more)) = (&mut self.outer, &mut further.outer) {
@@ -89,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_inner_quota_also_counts_against_theouter_one_and_gives_back() {
+    fn bytes_of_an_inner_quota_also_count_against_the_outer_one_until_they_are_returned() {
         let total = MemoryQuota::new("max_total_memory", 100, None);
         let first = MemoryQuota::new("max_memory", 80, Some(total.clone()));
         let second = MemoryQuota::new("max_memory", 80, Some(total.clone()));

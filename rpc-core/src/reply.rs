@@ -1,7 +1,8 @@
-//! Replies that are on their way: the two stages of a submitted request, and how to wait for them.
+//! Pending replies: the two stages of a submitted request, and the means to wait for them.
 //!
-//! A [`Submission`] resolves when the request has been admitted, to a [`PendingReply`], which resolves to the reply.
-//! Both are futures, bound to no runtime. Whoever serves the request holds the other end, a [`Responder`].
+//! A [`Submission`] resolves when the request has been admitted, to a [`PendingReply`], which
+//! resolves to the reply. Both are futures that work with any runtime. The session that serves the
+//! request holds the other end, a [`Responder`].
 
 use std::fmt;
 use std::future::Future;
@@ -14,57 +15,63 @@ use crate::blocking;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::value::Value;
 
-/// What a reply carries: the value, or why there is none.
+/// Content of a reply: the value, or the error.
 pub type Outcome = Result<Value>;
 
-/// What a session does for the requests that it has accepted. One per session; implemented by sessions.
+/// Callbacks of a session for the requests that it has accepted. One per session; implemented by
+/// sessions.
 pub trait ReplyControl: Send + Sync {
-    /// Request `id` is not wanted any more. If it has not begun it must not begin. Must not block.
+    /// Cancels request `id`. If it has not begun it must not begin. Must not block.
     ///
-    /// The responder is still expected to respond; what it responds is discarded.
+    /// The responder must still respond; the response is discarded.
     fn cancel(&self, id: u64);
 
-    /// As [`cancel`](Self::cancel), and the caller is gone: not even the end of the session has to wait for the response.
+    /// Cancels like [`cancel`](Self::cancel), for a caller that is gone: not even the end of the
+    /// session has to wait for the response.
     fn abandon(&self, id: u64) {
         self.cancel(id);
     }
 
-    /// Frees the objects in a reply that nobody will take. Must not block.
+    /// Frees the objects in a reply that no caller takes. Must not block.
     fn discard(&self, reply: Value);
 
-    /// Somebody waits for a reply asynchronously. A session whose callers do its input and output themselves
-    /// (see [`drive`](Self::drive)) must see to it that somebody else does it from now on.
+    /// Tells the session that a caller waits for a reply asynchronously. A session whose callers do
+    /// its input and output themselves (see [`drive`](Self::drive)) must let another thread do it
+    /// from now on.
     fn attend(&self) {}
 
-    /// Whether the session has ended, so that nobody needs the outcome of what still runs.
+    /// Returns true if the session has ended, so that the outcome of running requests is not
+    /// needed.
     fn has_ended(&self) -> bool {
         false
     }
 
-    /// Whether a waiting thread has to do the session's input and output itself, by calling [`drive`](Self::drive).
+    /// Returns true if a waiting thread has to do the session's input and output itself, by calling
+    /// [`drive`](Self::drive).
     fn must_be_driven(&self) -> bool {
         false
     }
 
-    /// Does the session's input and output on the calling thread until `done` says so.
+    /// Does the session's input and output on the calling thread until `done` returns true.
     fn drive(&self, done: &dyn Fn() -> bool) {
         let _ = done;
     }
 }
 
-/// Takes replies as they complete, on the thread that completes them. See [`PendingReply::deliver_to`].
+/// Receiver of replies as they complete, on the thread that completes them. See
+/// [`PendingReply::deliver_to`].
 pub trait ReplySink: Send + Sync {
-    /// The reply to the request that was given `token`. Must not block.
+    /// Delivers the reply to the request that was given `token`. Must not block.
     fn deliver(&self, token: u64, outcome: Outcome);
 }
 
-/// Is shown an outcome. See [`Submission::inspect`].
+/// Function that is shown an outcome. See [`Submission::inspect`].
 type Observer = Box<dyn FnOnce(&Outcome) + Send>;
 
 #[derive(Default)]
-struct State {
+struct SlotState {
     stage: Stage,
-    /// The caller has asked for cancellation, and may still be waiting.
+    /// True once the caller has asked for cancellation. It may still be waiting.
     cancelled: bool,
     waker: Option<Waker>,
     sink: Option<(Arc<dyn ReplySink>, u64)>,
@@ -73,12 +80,12 @@ struct State {
 
 #[derive(Default)]
 enum Stage {
-    /// Waiting for room.
+    /// Waiting for admission.
     #[default]
     Queued,
-    /// Its place in the order is fixed.
+    /// Admitted: the position in the lane is fixed.
     Admitted,
-    /// Completed, and being shown to the observer. Other completions come too late.
+    /// Completed, and being shown to the observer. Further completions are ignored.
     Shown,
     /// Completed, and not yet taken.
     Done(Outcome),
@@ -88,14 +95,14 @@ enum Stage {
 
 struct Slot {
     id: u64,
-    /// How many [`Responder`]s there are, apart from the one who waits.
+    /// Number of [`Responder`]s. The caller's end is not counted.
     responders: AtomicUsize,
     control: Arc<dyn ReplyControl>,
-    state: Mutex<State>,
+    state: Mutex<SlotState>,
 }
 
 impl Slot {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SlotState> {
         // A panic cannot leave the state half changed: each change is one assignment.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -106,10 +113,11 @@ impl Slot {
     }
 }
 
-/// The serving end of one request: says when it is admitted, and completes it.
+/// The serving end of one request: admits and completes it.
 ///
-/// Cheap to clone; the first completion counts and later ones are discarded, which is what lets a deadline and a result
-/// race. Dropping all clones without completing is a bug of the session, and the caller gets an internal error.
+/// Cheap to clone. The first completion counts and later ones are discarded, so that a deadline and
+/// a result may race. Dropping all clones without completing is a bug of the session, and the
+/// caller gets an internal error.
 pub struct Responder(Arc<Slot>);
 
 impl Clone for Responder {
@@ -121,7 +129,8 @@ impl Clone for Responder {
 
 impl Drop for Responder {
     fn drop(&mut self) {
-        // `AcqRel`, as for any reference count: what the others did comes before what the last one finds.
+        // `AcqRel`, as for any reference count: the last responder must see everything that the
+        // others did.
         if self.0.responders.fetch_sub(1, Ordering::AcqRel) == 1 && !self.is_over() {
             complete(
                 &self.0,
@@ -134,7 +143,7 @@ impl Drop for Responder {
 fn complete(slot: &Slot, outcome: Outcome) -> bool {
     let mut state = slot.state();
     let first = matches!(state.stage, Stage::Queued | Stage::Admitted);
-    // Another observer may come while one is being shown the outcome.
+    // A further observer may be added while one is being shown the outcome.
     while let Some(observer) = state.observer.take() {
         if let Stage::Queued | Stage::Admitted = state.stage {
             state.stage = Stage::Shown;
@@ -144,13 +153,13 @@ fn complete(slot: &Slot, outcome: Outcome) -> bool {
             observer(&outcome);
         } else {
             observer(&Err(
-                RpcError::new(ErrorKind::Cancelled, "nobody waits for the reply any more").may_have_run(true)
+                RpcError::new(ErrorKind::Cancelled, "the caller no longer waits for the reply").may_have_run(true)
             ));
         }
         state = slot.state();
     }
     match state.stage {
-        // Its caller may have gone while the outcome was shown.
+        // The caller may have given up while the outcome was shown.
         Stage::Queued | Stage::Admitted | Stage::Shown if first => {
             if let Some((sink, token)) = state.sink.take() {
                 state.stage = Stage::Over;
@@ -177,7 +186,7 @@ fn complete(slot: &Slot, outcome: Outcome) -> bool {
 }
 
 impl Responder {
-    /// Fixes the request's place in the order: resolves the first stage.
+    /// Admits the request: fixes its position in its lane and resolves the first stage.
     pub fn admit(&self) {
         let mut state = self.0.state();
         if let Stage::Queued = state.stage {
@@ -190,40 +199,40 @@ impl Responder {
         }
     }
 
-    /// Completes the request. Returns whether this was the first completion; if not, or if the caller is gone, the
-    /// objects in `outcome` are freed.
+    /// Completes the request. Returns true if this was the first completion. Otherwise, and also if
+    /// the caller is gone, the objects in `outcome` are freed.
     pub fn complete(&self, outcome: Outcome) -> bool {
         complete(&self.0, outcome)
     }
 
-    /// Whether the request has been completed, or its caller is gone.
+    /// Returns true if the request has been completed, or its caller is gone.
     pub fn is_complete(&self) -> bool {
         matches!(self.0.state().stage, Stage::Shown | Stage::Done(_) | Stage::Over)
     }
 
-    /// Whether there is no point in going on: the request is complete, its caller is gone or has asked for cancellation,
-    /// or the session has ended.
+    /// Returns true if further work on the request is pointless: it is complete, its caller is gone
+    /// or has asked for cancellation, or the session has ended.
     pub fn is_over(&self) -> bool {
         let cancelled = self.0.state().cancelled;
         cancelled || self.is_complete() || self.0.control.has_ended()
     }
 
-    /// The request's number in its session.
+    /// Returns the request's id in its session.
     pub fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// For those who may complete the request, and are not the ones that have to.
+    /// Returns a weak responder, for code that may complete the request but does not have to.
     pub(crate) fn downgrade(&self) -> WeakResponder {
         WeakResponder(Arc::downgrade(&self.0))
     }
 }
 
-/// Finds a request's [`Responder`] again for as long as somebody has it. Keeps nothing of a reply alive.
+/// Weak reference to a [`Responder`]. Keeps neither the reply nor its objects alive.
 pub(crate) struct WeakResponder(Weak<Slot>);
 
 impl WeakResponder {
-    /// The responder, unless the request is complete.
+    /// Returns the responder, unless the request is complete.
     pub(crate) fn upgrade(&self) -> Option<Responder> {
         let slot = self.0.upgrade()?;
         slot.responders.fetch_add(1, Ordering::Relaxed);
@@ -231,7 +240,7 @@ impl WeakResponder {
         (!responder.is_complete()).then_some(responder)
     }
 
-    /// Whether the request is not complete yet.
+    /// Returns true if the request is not complete yet.
     pub(crate) fn is_pending(&self) -> bool {
         self.0.upgrade().is_some_and(|slot| matches!(slot.state().stage, Stage::Queued | Stage::Admitted))
     }
@@ -243,7 +252,7 @@ impl fmt::Debug for Responder {
     }
 }
 
-/// A request that has been submitted. As a future it resolves when the request is admitted, or refused.
+/// A submitted request. As a future it resolves when the request is admitted, or refused.
 ///
 /// Dropping it cancels the request.
 #[must_use = "dropping a submission cancels the request"]
@@ -267,35 +276,39 @@ enum Inner {
 }
 
 impl Submission {
-    /// A request that was served while it was submitted. The outcome names no objects, or it is fine to leave them to
-    /// the end of the session if nobody takes it; else see [`ready_with`](Self::ready_with).
+    /// Returns the submission of a request that was served while it was submitted. Use it for
+    /// outcomes without objects, or whose objects may live until the end of the session if no
+    /// caller takes them; otherwise see [`ready_with`](Self::ready_with).
     pub fn ready(outcome: Outcome) -> Self {
         Self(Some(Inner::Ready(outcome, None)))
     }
 
-    /// A request that was served while it was submitted; `control` frees the objects if nobody takes the outcome.
+    /// Returns the submission of a request that was served while it was submitted. `control` frees
+    /// the objects if no caller takes the outcome.
     pub fn ready_with(control: Arc<dyn ReplyControl>, outcome: Outcome) -> Self {
         Self(Some(Inner::Ready(outcome, Some(control))))
     }
 
-    /// A request that is admitted and never answered.
+    /// Returns the submission of a request that is admitted and never answered.
     pub fn never() -> Self {
         Self(Some(Inner::Pending(PendingReply { source: Source::Never })))
     }
 
-    /// A request to be served later: the two ends of it. `id` is what [`ReplyControl::cancel`] will be given.
+    /// Returns both ends of a request to be served later. `id` is passed to
+    /// [`ReplyControl::cancel`].
     pub fn pending(control: Arc<dyn ReplyControl>, id: u64) -> (Self, Responder) {
         let slot = Arc::new(Slot { id, responders: AtomicUsize::new(1), control, state: Mutex::default() });
         let responder = Responder(slot.clone());
         (Self(Some(Inner::Pending(PendingReply { source: Source::Slot(slot) }))), responder)
     }
 
-    /// Shows the outcome to `observer` as it completes, before the caller gets it, and changes nothing else: for wrappers
-    /// that count and measure.
+    /// Shows the outcome to `observer` as it completes, before the caller gets it, and changes
+    /// nothing else. For wrappers that count and measure.
     ///
-    /// `observer` is called on the thread that completes the request, and must not block or panic. If the caller has given
-    /// the request up by then it is shown a [cancellation](ErrorKind::Cancelled). It is dropped without having been called
-    /// if nobody completes the request: when the session has ended, or for [`never`](Self::never).
+    /// `observer` is called on the thread that completes the request, and must not block or panic.
+    /// If the caller has given up the request by then, it is shown a
+    /// [cancellation](ErrorKind::Cancelled). It is dropped without having been called if the
+    /// request is never completed: when the session has ended, or for [`never`](Self::never).
     pub fn inspect(self, observer: impl FnOnce(&Outcome) + Send + 'static) -> Self {
         match &self.0 {
             Some(Inner::Ready(outcome, _)) => observer(outcome),
@@ -324,12 +337,12 @@ impl Submission {
         self
     }
 
-    /// Both stages in one: resolves to the reply.
+    /// Returns a future for the reply, without waiting for admission first.
     pub fn reply(mut self) -> PendingReply {
         self.take_reply()
     }
 
-    /// The outcome, if it was there at once; else the submission again.
+    /// Returns the outcome if it was there at once, or else the submission.
     pub fn try_ready(mut self) -> Result<Outcome, Self> {
         match self.0.take() {
             Some(Inner::Ready(outcome, _)) => Ok(outcome),
@@ -337,7 +350,7 @@ impl Submission {
         }
     }
 
-    /// Whether the request has been admitted, or is over.
+    /// Returns true if the request has been admitted, or has ended.
     pub fn is_admitted(&self) -> bool {
         match &self.0 {
             Some(Inner::Pending(PendingReply { source: Source::Slot(slot) })) => {
@@ -355,7 +368,7 @@ impl Submission {
         }
     }
 
-    /// Asks for cancellation and keeps waiting, as [`PendingReply::cancel`].
+    /// Asks for cancellation and keeps waiting, like [`PendingReply::cancel`].
     pub fn cancel(&self) {
         if let Some(Inner::Pending(pending)) = &self.0 {
             pending.cancel();
@@ -366,7 +379,7 @@ impl Submission {
     ///
     /// # Errors
     ///
-    /// As the future; and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    /// Those of the future, and [`ErrorKind::ApiMisuse`] inside an async runtime.
     pub fn wait(self) -> Result<PendingReply> {
         blocking::block_on(self)?
     }
@@ -389,9 +402,9 @@ impl Future for Submission {
     }
 }
 
-/// A request that has been admitted. As a future it resolves to the reply.
+/// An admitted request. As a future it resolves to the reply.
 ///
-/// Dropping it cancels the request; objects in a reply that nobody takes are freed.
+/// Dropping it cancels the request; objects in a reply that is not taken are freed.
 #[must_use = "dropping a pending reply cancels the request"]
 pub struct PendingReply {
     source: Source,
@@ -405,7 +418,7 @@ enum Source {
 }
 
 impl PendingReply {
-    /// Whether polling would resolve at once.
+    /// Returns true if polling would resolve at once.
     pub fn is_done(&self) -> bool {
         match &self.source {
             Source::Slot(slot) => matches!(slot.state().stage, Stage::Done(_)),
@@ -414,16 +427,16 @@ impl PendingReply {
         }
     }
 
-    /// Asks for cancellation and keeps waiting: the terminal reply is [`ErrorKind::Cancelled`] if the request had not
-    /// begun, and otherwise whatever it ends with.
+    /// Asks for cancellation and keeps waiting. The terminal reply is [`ErrorKind::Cancelled`] if
+    /// the request had not begun, and otherwise the request's own outcome.
     pub fn cancel(&self) {
         if let Source::Slot(slot) = &self.source {
             slot.cancel();
         }
     }
 
-    /// Hands the reply to `sink` as soon as it is there, on the thread that completes it, instead of to a future. If it
-    /// is there already, `sink` is called before this returns.
+    /// Delivers the reply to `sink` as soon as it is complete, on the thread that completes it,
+    /// instead of to a future. If it is complete already, `sink` is called before this returns.
     pub fn deliver_to(mut self, sink: Arc<dyn ReplySink>, token: u64) -> Canceller {
         match std::mem::replace(&mut self.source, Source::Taken) {
             Source::Ready(outcome, _) => {
@@ -451,11 +464,11 @@ impl PendingReply {
         }
     }
 
-    /// Gives up the reply without cancelling the request: it runs, and what it returns is freed.
+    /// Gives up the reply without cancelling the request: it runs, and its result is freed.
     pub fn detach(mut self) {
         match std::mem::replace(&mut self.source, Source::Taken) {
             Source::Slot(slot) => abandon(&slot, false),
-            // What is there already is freed by the drop.
+            // A reply that is there already is freed by the drop.
             other => self.source = other,
         }
     }
@@ -464,7 +477,7 @@ impl PendingReply {
     ///
     /// # Errors
     ///
-    /// The request's own; and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    /// Those of the request, and [`ErrorKind::ApiMisuse`] inside an async runtime.
     pub fn wait(self) -> Outcome {
         blocking::block_on(self)?
     }
@@ -521,19 +534,19 @@ impl fmt::Debug for PendingReply {
     }
 }
 
-/// Cancels a request whose reply goes to a [`ReplySink`].
+/// Handle to cancel a request whose reply goes to a [`ReplySink`].
 #[derive(Clone)]
 pub struct Canceller(Option<Arc<Slot>>);
 
 impl Canceller {
-    /// Asks for cancellation; the sink still gets the one reply.
+    /// Asks for cancellation. The sink still gets the one reply.
     pub fn cancel(&self) {
         if let Some(slot) = &self.0 {
             slot.cancel();
         }
     }
 
-    /// Gives the request up: it is cancelled, the sink hears no more of it, and what it returns is freed.
+    /// Gives up the request: it is cancelled, the sink gets no reply, and the result is freed.
     pub fn abandon(self) {
         if let Some(slot) = self.0 {
             abandon(&slot, true);
@@ -572,7 +585,7 @@ fn set_waker(current: &mut Option<Waker>, waker: &Waker) {
 mod tests {
     use super::*;
 
-    /// Notes what it is asked to do.
+    /// Counts cancellations and discarded replies.
     #[derive(Default)]
     struct Control {
         cancelled: AtomicUsize,
@@ -611,12 +624,12 @@ mod tests {
     }
 
     #[test]
-    fn an_outcome_is_shown_once_whenever_it_comes_and_arrives_all_the_same() {
+    fn an_observer_sees_the_outcome_once_and_the_caller_still_gets_it() {
         let (_, seen, submission, responder) = pending();
         responder.admit();
         assert!(submission.is_admitted() && seen.kinds().is_empty());
         assert!(responder.complete(Ok(Value::Int(1))) && !responder.complete(Ok(Value::Int(2))));
-        // One that comes later sees it, too.
+        // An observer added later sees the outcome, too.
         let submission = submission.inspect(seen.observer());
         assert_eq!(seen.kinds(), [None, None]);
         assert_eq!(submission.reply().wait().unwrap(), Value::Int(1));
@@ -628,7 +641,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sink_gets_what_the_observer_was_shown() {
+    fn sink_and_observer_get_the_same_outcome() {
         struct Sink(Mutex<Option<Outcome>>);
         impl ReplySink for Sink {
             fn deliver(&self, _: u64, outcome: Outcome) {
@@ -644,7 +657,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_that_nobody_takes_is_shown_as_a_cancellation() {
+    fn an_observer_sees_a_cancellation_when_the_caller_has_given_up() {
         let (control, seen, submission, responder) = pending();
         drop(submission);
         assert_eq!(control.cancelled.load(Ordering::Relaxed), 1);
@@ -653,7 +666,7 @@ mod tests {
     }
 
     #[test]
-    fn a_caller_may_go_while_the_outcome_is_shown() {
+    fn a_caller_may_give_up_while_the_observer_runs() {
         let control = Arc::new(Control::default());
         let (submission, responder) = Submission::pending(control.clone(), 7);
         let reply = Arc::new(Mutex::new(None::<PendingReply>));
@@ -666,7 +679,7 @@ mod tests {
     }
 
     #[test]
-    fn an_observer_of_what_is_never_completed_is_dropped() {
+    fn the_observer_of_a_request_that_never_completes_is_dropped() {
         let held = Arc::new(());
         let observed = held.clone();
         drop(Submission::never().inspect(move |_| drop(observed)));

@@ -1,4 +1,4 @@
-//! Values: what crosses a session as argument, return or error.
+//! Values: arguments, return values and object references that cross a session.
 
 use std::fmt;
 
@@ -9,14 +9,15 @@ use crate::dlpack::{DataType, Device};
 use crate::error::{Result, RpcError};
 use crate::handle::Handle;
 
-/// An argument or a return.
+/// An argument or a return value.
 ///
-/// `O` is what stands for an object that lives in a session: a [`Reference`], by handle, on the wire and at the client;
-/// an [`Object`](crate::function::object::Object) itself at the origin. Everything else is the same at both ends.
+/// `O` represents an object that lives in a session: a [`Reference`], by handle, on the wire and at
+/// the client; the [`Object`](crate::function::object::Object) itself at the origin. All other
+/// variants are the same at both ends.
 #[derive(Clone, Debug, PartialEq, Default)]
 #[non_exhaustive]
 pub enum Value<O = Reference> {
-    /// Nothing.
+    /// No value.
     #[default]
     Null,
     /// A truth value.
@@ -27,7 +28,7 @@ pub enum Value<O = Reference> {
     Float(f64),
     /// Text. It may contain NUL.
     Str(String),
-    /// Bytes, shared and never copied on their way.
+    /// Bytes, shared and never copied on the way.
     Bytes(Bytes),
     /// Dimensions of a tensor.
     Shape(Vec<i64>),
@@ -35,18 +36,18 @@ pub enum Value<O = Reference> {
     DataType(DataType),
     /// A device.
     Device(Device),
-    /// Several values. They may be objects.
+    /// A list of values, which may contain objects.
     List(Vec<Self>),
-    /// Pairs of a key and its value, in an order that is kept. Both may be anything, objects included; whether a key is
-    /// there twice nobody looks at on the way.
+    /// Pairs of a key and its value, in an order that is kept. Keys and values may be of any type,
+    /// objects included. Duplicate keys are passed on unchecked.
     Map(Vec<(Self, Self)>),
-    /// Any `serde` type, as MessagePack. It holds no objects.
+    /// Any `serde` type, as MessagePack. It cannot contain objects.
     Packed(Packed),
-    /// Something that lives in the session.
+    /// An object that lives in the session.
     Object(O),
 }
 
-/// An object by its handle: how the wire and the client name it.
+/// Reference to an object by its handle, as used on the wire and by the client.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Reference {
@@ -54,14 +55,14 @@ pub enum Reference {
     Function(Handle),
     /// A module.
     Module(Handle),
-    /// An object of the application's own.
+    /// An object of a type that the application defines.
     Object(Handle),
     /// A tensor, or a view of one.
     Tensor(TensorRef),
 }
 
 impl Reference {
-    /// The handle that keeps the object alive.
+    /// Returns the handle that keeps the object alive.
     pub fn handle(&self) -> Handle {
         match self {
             Self::Function(handle) | Self::Module(handle) | Self::Object(handle) => *handle,
@@ -70,42 +71,45 @@ impl Reference {
     }
 }
 
-/// A tensor by the handle of its storage, with the layout of the view: the counterpart of DLPack's `DLTensor`.
+/// Reference to a tensor: the handle of its storage and the layout of the view. The counterpart of
+/// DLPack's `DLTensor`.
 ///
-/// The layout is the sender's claim; the origin checks it against the storage before anything is touched.
+/// The layout is the sender's claim; the origin checks it against the storage before any access.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorRef {
-    /// The storage that the view looks into.
+    /// Storage that the view is a part of.
     pub storage: Handle,
-    /// Where the first element lies, in bytes from the start of the storage.
+    /// Offset of the first element, in bytes from the start of the storage.
     pub byte_offset: u64,
-    /// The dimensions, outermost first; none for a scalar.
+    /// Dimensions, outermost first; empty for a scalar.
     pub shape: Vec<i64>,
-    /// Elements to the next entry of each dimension; `None` is densely packed, row-major.
+    /// Distance between neighbours in each dimension, in elements; `None` is densely packed,
+    /// row-major.
     pub strides: Option<Vec<i64>>,
-    /// The type of the elements.
+    /// Type of the elements.
     pub dtype: DataType,
-    /// Where the storage lies.
+    /// Device that holds the storage.
     pub device: Device,
 }
 
 impl TensorRef {
-    /// The size in bytes of the elements when densely packed: what copies in and out count.
+    /// Returns the size in bytes of the elements when densely packed, which is the size of a copy.
     ///
     /// # Errors
     ///
-    /// A shape that is negative or overflows.
+    /// A dimension is negative, or the size overflows.
     pub fn size_bytes(&self) -> Result<u64> {
         crate::dlpack::dense_size(&self.shape, self.dtype)
     }
 
-    /// What the reference occupies outside of itself.
+    /// Returns the heap memory of the reference in bytes.
     pub(crate) fn heap_bytes(&self) -> usize {
         size_of::<i64>() * (self.shape.capacity() + self.strides.as_ref().map_or(0, Vec::capacity))
     }
 }
 
-/// A `serde` value as MessagePack: Rust structs as arguments and returns. Fields are written by name.
+/// A `serde` value as MessagePack, for Rust structs as arguments and returns. Fields are written by
+/// name.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Packed(Bytes);
 
@@ -114,7 +118,7 @@ impl Packed {
     ///
     /// # Errors
     ///
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `value` refuses to be serialized.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if `value` cannot be serialized.
     pub fn encode<T: Serialize + ?Sized>(value: &T) -> Result<Self> {
         rmp_serde::to_vec_named(value)
             .map(|bytes| Self(bytes.into()))
@@ -125,17 +129,18 @@ impl Packed {
     ///
     /// # Errors
     ///
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the bytes are not a `T`.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the bytes do not decode to a `T`.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T> {
         unpack(&self.0).map_err(|error| RpcError::invalid_argument(format!("cannot unpack the value: {error}")))
     }
 
-    /// Takes bytes as they came from a peer; [`decode`](Self::decode) will tell whether they are well-formed.
+    /// Wraps bytes from a peer without checking them; [`decode`](Self::decode) fails if they are
+    /// malformed.
     pub fn from_bytes(bytes: Bytes) -> Self {
         Self(bytes)
     }
 
-    /// The MessagePack bytes.
+    /// Returns the MessagePack bytes.
     pub fn as_bytes(&self) -> &Bytes {
         &self.0
     }
@@ -147,18 +152,19 @@ impl fmt::Debug for Packed {
     }
 }
 
-/// Reads MessagePack that a peer wrote, which must not nest so deep that reading it overflows the stack.
+/// Decodes MessagePack from a peer, with a limit on nesting, so that decoding cannot overflow the
+/// stack.
 pub(crate) fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
     let mut deserializer = rmp_serde::Deserializer::from_read_ref(bytes);
     deserializer.set_max_depth(MAX_DEPTH);
     T::deserialize(&mut deserializer)
 }
 
-/// How deep lists, maps and packed values may nest: deeper ones are refused rather than recursed into.
+/// Largest nesting depth of lists, maps and packed values. Deeper ones are refused.
 pub const MAX_DEPTH: usize = 64;
 
 impl<O> Value<O> {
-    /// The name of the value's type, as error messages use it.
+    /// Returns the name of the value's type, as error messages use it.
     pub fn type_name(&self) -> &'static str {
         match self {
             Self::Null => "null",
@@ -177,7 +183,7 @@ impl<O> Value<O> {
         }
     }
 
-    /// Replaces every object, leaving the rest as it is.
+    /// Replaces every object with the result of `replace`, and leaves the rest as it is.
     ///
     /// # Errors
     ///
@@ -205,7 +211,7 @@ impl<O> Value<O> {
         })
     }
 
-    /// Whether the value can hold objects, by its type alone: what can not needs no look for them.
+    /// Returns true if a value of this type can contain objects; other values need no search.
     pub fn may_hold_objects(&self) -> bool {
         matches!(self, Self::Object(_) | Self::List(_) | Self::Map(_))
     }
@@ -223,12 +229,13 @@ impl<O> Value<O> {
         }
     }
 
-    /// As [`Value::size_hint`], where `of_object` says what an object holds outside of the value.
+    /// Returns the size like [`Value::size_hint`]. `of_object` returns the heap memory of an object
+    /// in bytes.
     pub fn size_with(&self, of_object: &impl Fn(&O) -> usize) -> usize {
         size_of::<Self>() + self.heap_bytes(of_object)
     }
 
-    /// What the value occupies outside of itself.
+    /// Returns the heap memory of the value in bytes.
     fn heap_bytes(&self, of_object: &impl Fn(&O) -> usize) -> usize {
         match self {
             Self::Str(text) => text.capacity(),
@@ -250,10 +257,11 @@ impl<O> Value<O> {
 }
 
 impl Value {
-    /// The bytes of memory that the value occupies, with all that it holds: what queues count. It has little to do with
-    /// the length of the encoded value: a list of nulls takes eighty times as much.
+    /// Returns the memory in bytes that the value occupies, including its content: the size that
+    /// queues count. It differs much from the length of the encoded value: a list of nulls takes
+    /// eighty times as much.
     ///
-    /// Shared bytes count in full, whoever else may hold them.
+    /// Shared bytes count in full, even if others share them.
     pub fn size_hint(&self) -> usize {
         self.size_with(&|reference| match reference {
             Reference::Tensor(tensor) => tensor.heap_bytes(),
@@ -261,7 +269,7 @@ impl Value {
         })
     }
 
-    /// The handles of all objects in the value: what has to be freed if nobody takes it.
+    /// Returns the handles of all objects in the value, which must be freed if no caller takes it.
     pub fn handles(&self) -> Vec<Handle> {
         let mut handles = Vec::new();
         self.for_each_object(&mut |object| handles.push(object.handle()));
@@ -330,7 +338,8 @@ impl From<TensorRef> for Value {
 mod tests {
     use super::*;
 
-    /// A list of a million nulls is a megabyte on the wire, and 80 in memory. It used to count as nine.
+    /// A list of a million nulls is 1 MB on the wire and 80 MB in memory. An earlier version
+    /// counted it as 9 MB.
     #[test]
     fn sizes_are_those_of_memory() {
         let element = size_of::<Value>();
@@ -342,7 +351,7 @@ mod tests {
         assert_eq!(nested.size_hint(), 3 * element + 100);
         let map = |pairs| Value::Map(vec![(Value::from("key"), Value::List(vec![Value::Null])); pairs]);
         assert_eq!(map(1000).size_hint(), 1000 * (3 * element + 3) + element);
-        // A list may have been given more room than it needs.
+        // A list may have more capacity than elements.
         let mut roomy = Vec::with_capacity(100);
         roomy.push(Value::Null);
         assert_eq!(Value::List(roomy).size_hint(), 101 * element);

@@ -1,4 +1,4 @@
-//! The client's side of a session: requests out, replies in, each matched by its number.
+//! The client's endpoint of a session: sends requests and matches replies to them by id.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashSet, VecDeque};
@@ -10,7 +10,7 @@ use bytes::{Buf, BytesMut};
 use super::frame::{FrameHeader, Kind};
 use super::handshake::Negotiated;
 use super::ids::IdMap;
-use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, Target, VALUE_SIZE, cost};
+use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, PayloadTarget, VALUE_SIZE, cost};
 use super::message::{is_bytes_reply, read_reply, write_request};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -19,52 +19,53 @@ use crate::reply::Outcome;
 use crate::session::{Lane, Operation, ReadBuffer, Request};
 use crate::value::Value;
 
-/// Handles that fit into one frame that frees them.
+/// Largest number of handles in one `Free` frame.
 const FREES_PER_FRAME: usize = 8000;
 
-/// What became of a request that was submitted.
+/// Outcome of submitting a request.
 #[derive(Debug)]
 pub enum Admission<T> {
-    /// It has its place in the order.
+    /// The request is admitted: its position in its lane is fixed.
     Now,
-    /// It waits for credit; [`ClientEvent::Admitted`] will tell.
+    /// The request waits for credit. [`ClientEvent::Admitted`] follows.
     Later,
-    /// It will not be sent.
+    /// The request will not be sent.
     Refused(T, RpcError),
 }
 
-/// What the driver is told. `T` is what it gave with the request.
+/// Event for the driver. `T` is the token that the driver passed with the request.
 #[derive(Debug)]
 pub enum ClientEvent<T> {
-    /// The request has its place in the order.
+    /// The request is admitted: its position in its lane is fixed.
     Admitted(T),
-    /// The request is over.
+    /// The request has ended with this outcome.
     Reply(T, Outcome),
-    /// The server takes no new requests.
+    /// The server accepts no new requests.
     GoingAway(RpcError),
-    /// The session has ended: nothing else follows. All replies have been reported before.
+    /// The session has ended. This is the last event; all replies have been reported before.
     Ended(RpcError),
 }
 
 struct InFlight<T> {
-    /// Gone if the caller has been answered already.
+    /// The driver's token. `None` once the driver has been told the outcome.
     token: Option<T>,
-    /// Bytes of credit that come back with the reply.
+    /// Bytes of credit that return with the reply.
     cost: u64,
     into: Option<ReadBuffer>,
     order: u64,
-    cancel: Cancel,
+    cancel: CancelState,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Cancel {
-    No,
-    /// As soon as the request has left whole, so that the cancellation does not arrive before it.
-    Wanted,
+enum CancelState {
+    None,
+    /// To be sent when the request has been sent whole, so that the cancellation does not overtake
+    /// it.
+    Requested,
     Sent,
 }
 
-struct Waiting<T> {
+struct QueuedRequest<T> {
     id: u64,
     submission: u64,
     token: T,
@@ -73,67 +74,70 @@ struct Waiting<T> {
     into: Option<ReadBuffer>,
 }
 
-enum State<T> {
+enum SessionState<T> {
     Open,
-    /// The server goes away: nothing new.
+    /// The server has sent `GoAway`: no new requests.
     Draining(RpcError),
-    /// We want to close as soon as all is answered.
+    /// Shut down by the driver: closes once every request is answered.
     Closing(Vec<T>),
-    /// We have said that we close.
+    /// `Close` has been sent.
     CloseSent(Vec<T>),
     Ended(RpcError),
 }
 
-/// The client's side of one session. `T` is what the driver wants back with each event, such as a
-/// [`Responder`](crate::Responder).
+/// The client's endpoint of one session. `T` is a token that the driver gets back with each event,
+/// such as a [`Responder`](crate::Responder).
 pub struct ClientEndpoint<T> {
     link: Link,
-    state: State<T>,
-    /// Of the peer.
+    state: SessionState<T>,
+    /// Limit of the peer, in bytes.
     max_message: u64,
     max_requests: usize,
     window: u64,
     in_flight: IdMap<InFlight<T>>,
-    waiting: VecDeque<Waiting<T>>,
+    queued: VecDeque<QueuedRequest<T>>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
-    /// Objects let go, each with the number of submissions before it: it must not overtake those, sent or not.
+    /// Released objects, each with the number of submissions before it, sent or not: a free must
+    /// not overtake those.
     frees: VecDeque<(u64, Handle)>,
     submissions: u64,
-    /// Admitted requests that have not left whole: number of the submission, and id.
+    /// Admitted requests that have not been sent whole: number of the submission, and request id.
     unsent: VecDeque<(u64, u64)>,
-    /// The answer to a numbered ping. It must not overtake requests either.
+    /// Number of the numbered ping to answer. The answer must not overtake requests either.
     pong: Option<u64>,
-    /// Received bytes for which credit has not been given back.
+    /// Bytes received whose credit has not been returned to the server.
     consumed: u64,
     grant_at: u64,
     events: VecDeque<ClientEvent<T>>,
 }
 
 impl<T: Clone> ClientEndpoint<T> {
-    /// The endpoint behind a handshake in which this side became the client.
+    /// Creates the endpoint after a handshake in which this side became the client.
     pub fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
         Self {
             link: Link::new(negotiated, config, now),
-            state: State::Open,
+            state: SessionState::Open,
             max_message: negotiated.theirs.max_message,
             max_requests: negotiated.theirs.max_requests as usize,
             window: negotiated.theirs.window,
             in_flight: IdMap::default(),
-            waiting: VecDeque::new(),
+            queued: VecDeque::new(),
             deadlines: BinaryHeap::new(),
             frees: VecDeque::new(),
             submissions: 0,
             unsent: VecDeque::new(),
             pong: None,
             consumed: 0,
-            // What is held back must leave room for the largest reply, or the server would wait for ever.
+            // The credit held back must leave room for the largest reply, or the server would wait
+            // for ever.
             grant_at: (negotiated.ours.window / 4)
                 .min(negotiated.ours.window.saturating_sub(negotiated.ours.max_message)),
             events: VecDeque::new(),
         }
     }
 
-    /// Takes what was read. What is left in `input` is the beginning of a frame: keep it, and append to it.
+    /// Handles received bytes. The rest that stays in `input` is the beginning of a frame: append
+    /// the next bytes to it.
     ///
     /// # Errors
     ///
@@ -142,32 +146,32 @@ impl<T: Clone> ClientEndpoint<T> {
         self.link.alive(now);
         let mut used = 0;
         let outcome = self.handle_messages(input, &mut used);
-        // Of a session that is over nothing more is understood.
-        let used = if let State::Ended(_) = self.state { input.len() } else { used };
+        // A session that has ended drops all further input.
+        let used = if let SessionState::Ended(_) = self.state { input.len() } else { used };
         input.advance(used);
         outcome
     }
 
     fn handle_messages(&mut self, input: &[u8], used: &mut usize) -> Result<()> {
-        while !matches!(self.state, State::Ended(_)) {
+        while !matches!(self.state, SessionState::Ended(_)) {
             let in_flight = &self.in_flight;
             let mut target = |header: &FrameHeader, body: &[u8]| match in_flight.get(&header.id) {
                 Some(InFlight { into, .. }) if is_bytes_reply(body, header.payload_len.into()) => {
                     match into.as_ref().and_then(ReadBuffer::take) {
-                        Some(buffer) if buffer.len() == header.payload_len as usize => Target::Read(buffer),
+                        Some(buffer) if buffer.len() == header.payload_len as usize => PayloadTarget::Read(buffer),
                         Some(buffer) => {
                             into.as_ref().inspect(|into| into.put_back(buffer));
-                            Target::Pool
+                            PayloadTarget::Pool
                         }
-                        None => Target::Pool,
+                        None => PayloadTarget::Pool,
                     }
                 }
-                _ => Target::Pool,
+                _ => PayloadTarget::Pool,
             };
-            let begins = |header: &FrameHeader, _| {
-                if in_flight.contains_key(&header.id) { Ok(()) } else { Err(unasked(header.id)) }
+            let may_begin = |header: &FrameHeader, _| {
+                if in_flight.contains_key(&header.id) { Ok(()) } else { Err(unexpected_reply(header.id)) }
             };
-            match self.link.next(input, used, &mut target, &begins, &mut |_| Ok(()))? {
+            match self.link.next(input, used, &mut target, &may_begin, &mut |_| Ok(()))? {
                 Some(incoming) => self.handle(incoming)?,
                 None => break,
             }
@@ -175,12 +179,12 @@ impl<T: Clone> ClientEndpoint<T> {
         Ok(())
     }
 
-    /// Memory to read into directly, while a large payload is under way.
+    /// Returns memory to read into directly, while a large payload is being received.
     pub fn bulk_target(&mut self) -> Option<&mut [u8]> {
         self.link.bulk_target()
     }
 
-    /// Says that the first `count` bytes of the bulk target were read.
+    /// Records that the first `count` bytes of the bulk target were read.
     ///
     /// # Errors
     ///
@@ -192,12 +196,13 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
-    /// Takes the large payload out that is being received, to be filled without holding the endpoint.
+    /// Takes out the large payload that is being received, so that it can be filled without locking
+    /// the endpoint.
     pub fn take_bulk(&mut self) -> Option<BulkRead> {
         self.link.take_bulk()
     }
 
-    /// Puts back what [`take_bulk`](Self::take_bulk) gave.
+    /// Puts back the payload that [`take_bulk`](Self::take_bulk) returned.
     ///
     /// # Errors
     ///
@@ -209,21 +214,23 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
-    /// As [`put_bulk`](Self::put_bulk), when nothing was read in the meantime.
+    /// Puts the payload back like [`put_bulk`](Self::put_bulk), when no bytes were read in the
+    /// meantime.
     pub fn put_idle_bulk(&mut self, bulk: BulkRead) {
         self.link.put_idle_bulk(bulk);
     }
 
-    /// The peer has closed its side. `input_left` is the length of what could not be used.
+    /// Handles the peer's end of stream. `input_left` is the number of received bytes that could
+    /// not be used.
     pub fn handle_end_of_stream(&mut self, input_left: usize) {
         let error = match &self.state {
-            State::CloseSent(_) => closed(),
+            SessionState::CloseSent(_) => closed(),
             _ => self.link.end_of_stream(input_left),
         };
         self.end(error);
     }
 
-    /// Time has passed.
+    /// Handles the passage of time: deadlines and keep-alive.
     ///
     /// # Errors
     ///
@@ -241,12 +248,12 @@ impl<T: Clone> ClientEndpoint<T> {
 
     fn expire(&mut self, id: u64) {
         let error = deadline_exceeded();
-        if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
-            if let Some(waiting) = self.waiting.remove(at) {
-                self.events.push_back(ClientEvent::Reply(waiting.token, Err(error)));
+        if let Some(at) = self.queued.iter().position(|request| request.id == id) {
+            if let Some(request) = self.queued.remove(at) {
+                self.events.push_back(ClientEvent::Reply(request.token, Err(error)));
             }
-            // What was behind it in its lane may need less.
-            self.admit_waiting();
+            // Requests behind it in its lane may need less credit.
+            self.admit_queued();
             return;
         }
         let sent = !self.is_unsent(id);
@@ -258,15 +265,15 @@ impl<T: Clone> ClientEndpoint<T> {
         self.close_if_quiet();
     }
 
-    /// Submits a request under a number of the driver's choosing that it has not used before. Releases and shutdowns have
-    /// methods of their own.
+    /// Submits a request. `id` is chosen by the driver and must not have been used before. Releases
+    /// and shutdowns have methods of their own.
     pub fn submit(&mut self, id: u64, request: Request, token: T, now: Instant) -> Admission<T> {
         match &self.state {
-            State::Open => {}
-            State::Draining(error) | State::Ended(error) => {
+            SessionState::Open => {}
+            SessionState::Draining(error) | SessionState::Ended(error) => {
                 return Admission::Refused(token, error.clone().may_have_run(false));
             }
-            State::Closing(_) | State::CloseSent(_) => return Admission::Refused(token, closed()),
+            SessionState::Closing(_) | SessionState::CloseSent(_) => return Admission::Refused(token, closed()),
         }
         if request.deadline.is_some_and(|deadline| deadline <= now) {
             return Admission::Refused(token, deadline_exceeded());
@@ -290,33 +297,33 @@ impl<T: Clone> ClientEndpoint<T> {
             self.deadlines.push(Reverse((deadline, id)));
         }
         self.submissions += 1;
-        let waiting = Waiting { id, submission: self.submissions, token, lane, message, into };
-        let behind = self.waiting.iter().any(|other| other.lane == lane && lane != Lane::CONCURRENT);
-        if behind || !self.has_credit(&waiting.message) {
-            self.waiting.push_back(waiting);
+        let request = QueuedRequest { id, submission: self.submissions, token, lane, message, into };
+        let behind = self.queued.iter().any(|other| other.lane == lane && lane != Lane::CONCURRENT);
+        if behind || !self.has_credit(&request.message) {
+            self.queued.push_back(request);
             return Admission::Later;
         }
-        self.admit(waiting);
+        self.admit(request);
         Admission::Now
     }
 
-    /// Lets objects go. They are freed behind all requests that were submitted before.
+    /// Releases objects. They are freed after all requests that were submitted before.
     pub fn release(&mut self, handles: impl IntoIterator<Item = Handle>) {
-        // Nothing follows our word that we close, and the end of a session frees what it held.
-        if !matches!(self.state, State::CloseSent(_) | State::Ended(_)) {
+        // Nothing may follow `Close`, and the end of a session frees everything that it held.
+        if !matches!(self.state, SessionState::CloseSent(_) | SessionState::Ended(_)) {
             let submissions = self.submissions;
             self.frees.extend(handles.into_iter().map(|handle| (submissions, handle)));
         }
     }
 
-    /// Nobody waits for the request any more. It still ends with [`ClientEvent::Reply`].
+    /// Cancels a request. It still ends with [`ClientEvent::Reply`].
     pub fn cancel(&mut self, id: u64) {
         let cancelled = || RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it was sent");
-        if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
-            if let Some(waiting) = self.waiting.remove(at) {
-                self.events.push_back(ClientEvent::Reply(waiting.token, Err(cancelled())));
+        if let Some(at) = self.queued.iter().position(|request| request.id == id) {
+            if let Some(request) = self.queued.remove(at) {
+                self.events.push_back(ClientEvent::Reply(request.token, Err(cancelled())));
             }
-            self.admit_waiting();
+            self.admit_queued();
             return;
         }
         let unsent = self.is_unsent(id);
@@ -326,21 +333,22 @@ impl<T: Clone> ClientEndpoint<T> {
                 self.unsent.retain(|(_, other)| *other != id);
                 self.finish(id, Err(cancelled()));
             } else {
-                request.cancel = Cancel::Wanted;
+                request.cancel = CancelState::Requested;
             }
-        } else if request.cancel != Cancel::Sent {
-            request.cancel = Cancel::Sent;
+        } else if request.cancel != CancelState::Sent {
+            request.cancel = CancelState::Sent;
             self.link.control(Kind::Cancel, id, &[]);
         }
     }
 
-    /// As [`cancel`](Self::cancel), and its caller is gone. It is [over](ClientEvent::Reply) at once, and the end of the session does
-    /// not wait for an answer to it.
+    /// Cancels a request like [`cancel`](Self::cancel), for a caller that is gone. It
+    /// [ends](ClientEvent::Reply) at once, and the end of the session does not wait for its reply.
     pub fn abandon(&mut self, id: u64) {
-        if !self.waiting.iter().any(|waiting| waiting.id == id) {
+        if !self.queued.iter().any(|request| request.id == id) {
             let Some(request) = self.in_flight.get_mut(&id) else { return };
             if let Some(token) = request.token.take() {
-                let error = RpcError::new(ErrorKind::Cancelled, "nobody waits for the reply").may_have_run(true);
+                let error =
+                    RpcError::new(ErrorKind::Cancelled, "the caller no longer waits for the reply").may_have_run(true);
                 self.events.push_back(ClientEvent::Reply(token, Err(error)));
             }
         }
@@ -348,32 +356,35 @@ impl<T: Clone> ClientEndpoint<T> {
         self.close_if_quiet();
     }
 
-    /// Ends the session in good order: as soon as all is answered that somebody waits for. `token` comes back with the end.
+    /// Closes the session once all requests that were not abandoned have ended. `token` is returned
+    /// with the end.
     pub fn shutdown(&mut self, token: Option<T>) {
         match &mut self.state {
-            State::Open | State::Draining(_) => self.state = State::Closing(token.into_iter().collect()),
-            State::Closing(tokens) | State::CloseSent(tokens) => tokens.extend(token),
-            State::Ended(_) => {
+            SessionState::Open | SessionState::Draining(_) => {
+                self.state = SessionState::Closing(token.into_iter().collect())
+            }
+            SessionState::Closing(tokens) | SessionState::CloseSent(tokens) => tokens.extend(token),
+            SessionState::Ended(_) => {
                 self.events.extend(token.map(|token| ClientEvent::Reply(token, Ok(Value::Null))));
             }
         }
         self.close_if_quiet();
     }
 
-    /// Ends the session at once, because of `error`. The peer is told if it broke the protocol.
+    /// Ends the session at once with `error`. The peer is told if it broke the protocol.
     pub fn fail(&mut self, error: RpcError) {
-        if error.kind() == ErrorKind::Protocol && !matches!(self.state, State::Ended(_)) {
+        if error.kind() == ErrorKind::Protocol && !matches!(self.state, SessionState::Ended(_)) {
             self.link.control(Kind::Close, 0, &error.to_wire());
         }
         self.end(error);
     }
 
-    /// The next thing to know.
+    /// Returns the next event.
     pub fn poll_event(&mut self) -> Option<ClientEvent<T>> {
         self.events.pop_front()
     }
 
-    /// Moves what is queued to where [`slices`](Self::slices) shows it.
+    /// Moves queued frames to where [`slices`](Self::slices) shows them.
     pub fn stage(&mut self) {
         self.link.output.stage();
         self.note_sent();
@@ -389,81 +400,82 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
-    /// What is to be written, for a vectored write. Returns how many slices were filled.
+    /// Fills `slices` with the bytes to write, for a vectored write. Returns the number of slices
+    /// filled.
     pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
         self.link.output.slices(slices)
     }
 
-    /// Says that the first `count` bytes of the slices were written.
+    /// Records that the first `count` bytes of the slices were written.
     pub fn advance(&mut self, count: usize, now: Instant) {
         self.link.advance(count, now);
     }
 
-    /// Whether nothing is left to write.
+    /// Returns true if nothing is left to write.
     pub fn is_flushed(&self) -> bool {
         self.link.output.is_empty() && self.frees.is_empty() && self.pong.is_none()
     }
 
-    /// When to call [`handle_timeout`](Self::handle_timeout).
+    /// Returns the time when [`handle_timeout`](Self::handle_timeout) must be called next.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        if let State::Ended(_) = self.state {
+        if let SessionState::Ended(_) = self.state {
             return None;
         }
         let link = self.link.poll_timeout();
         Some(self.deadlines.peek().map_or(link, |Reverse((deadline, _))| link.min(*deadline)))
     }
 
-    /// Why the session has ended, if it has.
+    /// Returns the error with which the session ended, if it has ended.
     pub fn ended(&self) -> Option<&RpcError> {
-        if let State::Ended(error) = &self.state { Some(error) } else { None }
+        if let SessionState::Ended(error) = &self.state { Some(error) } else { None }
     }
 
-    /// Whether any request is admitted or waits.
+    /// Returns true if no request is in flight or waits for credit.
     pub fn is_quiet(&self) -> bool {
-        self.in_flight.is_empty() && self.waiting.is_empty()
+        self.in_flight.is_empty() && self.queued.is_empty()
     }
 
     fn has_credit(&self, message: &Message) -> bool {
         self.in_flight.len() < self.max_requests && cost(message.size) <= self.window
     }
 
-    fn admit(&mut self, waiting: Waiting<T>) {
-        let Waiting { id, submission, token, lane, message, into } = waiting;
+    fn admit(&mut self, request: QueuedRequest<T>) {
+        let QueuedRequest { id, submission, token, lane, message, into } = request;
         let cost = cost(message.size);
         self.window -= cost;
-        // Concurrent requests are lanes of their own.
+        // Each concurrent request is a lane of its own.
         let order = if lane == Lane::CONCURRENT { id | 1 << 63 } else { lane.0.into() };
-        self.in_flight.insert(id, InFlight { token: Some(token), cost, into, order, cancel: Cancel::No });
+        self.in_flight.insert(id, InFlight { token: Some(token), cost, into, order, cancel: CancelState::None });
         self.unsent.push_back((submission, id));
         self.link.output.message(order, message);
         self.note_sent();
     }
 
-    fn admit_waiting(&mut self) {
+    fn admit_queued(&mut self) {
         let mut blocked: Vec<Lane> = Vec::new();
         let mut at = 0;
-        while let Some(waiting) = self.waiting.get(at) {
+        while let Some(request) = self.queued.get(at) {
             if self.in_flight.len() >= self.max_requests {
                 return;
             }
-            if blocked.contains(&waiting.lane) || !self.has_credit(&waiting.message) {
-                if waiting.lane != Lane::CONCURRENT {
-                    blocked.push(waiting.lane);
+            if blocked.contains(&request.lane) || !self.has_credit(&request.message) {
+                if request.lane != Lane::CONCURRENT {
+                    blocked.push(request.lane);
                 }
                 at += 1;
-            } else if let Some(waiting) = self.waiting.remove(at) {
-                self.events.push_back(ClientEvent::Admitted(waiting.token.clone()));
-                self.admit(waiting);
+            } else if let Some(request) = self.queued.remove(at) {
+                self.events.push_back(ClientEvent::Admitted(request.token.clone()));
+                self.admit(request);
             }
         }
     }
 
-    /// Forgets the deadlines of requests that are over, once they are the most.
+    /// Removes the deadlines of ended requests, once they outnumber those of the others.
     fn forget_deadlines(&mut self) {
-        if self.deadlines.len() >= 64 + 2 * (self.in_flight.len() + self.waiting.len()) {
-            let waiting: HashSet<_> = self.waiting.iter().map(|waiting| waiting.id).collect();
+        if self.deadlines.len() >= 64 + 2 * (self.in_flight.len() + self.queued.len()) {
+            let queued: HashSet<_> = self.queued.iter().map(|request| request.id).collect();
             let in_flight = &self.in_flight;
-            self.deadlines.retain(|Reverse((_, id))| in_flight.contains_key(id) || waiting.contains(id));
+            self.deadlines.retain(|Reverse((_, id))| in_flight.contains_key(id) || queued.contains(id));
         }
     }
 
@@ -471,7 +483,7 @@ impl<T: Clone> ClientEndpoint<T> {
         self.unsent.iter().any(|(_, unsent)| *unsent == id)
     }
 
-    /// Takes note of the requests whose last frame has been staged.
+    /// Processes the ids of requests whose last frame has been staged.
     fn note_sent(&mut self) {
         let mut cancelled = false;
         while let Some(id) = self.link.output.sent.pop() {
@@ -481,9 +493,9 @@ impl<T: Clone> ClientEndpoint<T> {
                 self.unsent.retain(|(_, other)| *other != id);
             }
             if let Some(request) = self.in_flight.get_mut(&id)
-                && request.cancel == Cancel::Wanted
+                && request.cancel == CancelState::Requested
             {
-                request.cancel = Cancel::Sent;
+                request.cancel = CancelState::Sent;
                 self.link.control(Kind::Cancel, id, &[]);
                 cancelled = true;
             }
@@ -493,15 +505,15 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
-    /// Queues the frees that nothing holds back. Whether there were any.
+    /// Queues the frees that no request holds back. Returns true if there were any.
     fn stage_frees(&mut self) -> bool {
         if self.frees.is_empty() {
             return false;
         }
-        // Requests are admitted lane by lane, so those that have not left are in no order; those that wait are.
+        // Requests are admitted lane by lane, so `unsent` is not sorted by submission; `queued` is.
         let unsent = self.unsent.iter().map(|(submission, _)| *submission).min();
-        let waiting = self.waiting.front().map(|waiting| waiting.submission);
-        let limit = unsent.into_iter().chain(waiting).min().unwrap_or(u64::MAX);
+        let queued = self.queued.front().map(|request| request.submission);
+        let limit = unsent.into_iter().chain(queued).min().unwrap_or(u64::MAX);
         let count = self.frees.iter().take_while(|(submissions, _)| *submissions < limit).count();
         let mut body = Vec::with_capacity(8 * count.min(FREES_PER_FRAME));
         for (at, (_, handle)) in self.frees.drain(..count).enumerate() {
@@ -526,39 +538,42 @@ impl<T: Clone> ClientEndpoint<T> {
                 let (requests, bytes) = parse_credit(&incoming.body)?;
                 self.max_requests = self.max_requests.saturating_add(requests as usize);
                 self.window = self.window.saturating_add(bytes);
-                self.admit_waiting();
+                self.admit_queued();
                 Ok(())
             }
             Kind::GoAway => {
                 let error = RpcError::from_wire(&incoming.body).map(RpcError::from_next_hop).unwrap_or_else(|_| {
                     RpcError::new(ErrorKind::Draining, "the server is going away and takes no new requests")
                 });
-                if let State::Open = self.state {
-                    self.state = State::Draining(error.clone());
+                if let SessionState::Open = self.state {
+                    self.state = SessionState::Draining(error.clone());
                 }
-                for waiting in std::mem::take(&mut self.waiting) {
-                    self.events.push_back(ClientEvent::Reply(waiting.token, Err(error.clone())));
+                for request in std::mem::take(&mut self.queued) {
+                    self.events.push_back(ClientEvent::Reply(request.token, Err(error.clone())));
                 }
                 self.events.push_back(ClientEvent::GoingAway(error));
                 Ok(())
             }
             Kind::Close => {
                 let error = match &self.state {
-                    State::CloseSent(_) => closed(),
+                    SessionState::CloseSent(_) => closed(),
                     _ if incoming.body.is_empty() => RpcError::new(ErrorKind::Closed, "the server closed the session"),
                     _ => RpcError::from_wire(&incoming.body).map_or_else(|_| closed(), RpcError::from_next_hop),
                 };
                 self.end(error);
                 Ok(())
             }
-            kind => Err(RpcError::new(ErrorKind::Protocol, format!("a server does not send {kind:?}"))),
+            kind => Err(RpcError::new(
+                ErrorKind::Protocol,
+                format!("the peer sent a {kind:?} frame, which a server must not send"),
+            )),
         }
     }
 
     fn handle_reply(&mut self, incoming: Incoming<'_>) -> Result<()> {
         let Incoming { kind, id, body, payload, .. } = incoming;
         if !self.in_flight.contains_key(&id) {
-            return Err(unasked(id));
+            return Err(unexpected_reply(id));
         }
         let (outcome, size) = match payload {
             Payload::Bytes(payload) => {
@@ -573,7 +588,7 @@ impl<T: Clone> ClientEndpoint<T> {
                 }
                 (Ok(Value::Null), len)
             }
-            Payload::Written(_) => return Err(RpcError::internal("a reply was received as a write")),
+            Payload::Written(_) => return Err(RpcError::internal("the payload of a reply was received as a write")),
             Payload::Refused(error) => return Err(error),
         };
         self.consumed += cost(size);
@@ -593,23 +608,23 @@ impl<T: Clone> ClientEndpoint<T> {
             (None, Ok(value)) => self.release(value.handles()),
             (None, Err(_)) => {}
         }
-        self.admit_waiting();
+        self.admit_queued();
         self.close_if_quiet();
     }
 
     fn close_if_quiet(&mut self) {
-        if let State::Closing(tokens) = &mut self.state
-            && self.waiting.is_empty()
-            && self.in_flight.values().all(|request| request.token.is_none() && request.cancel == Cancel::Sent)
+        if let SessionState::Closing(tokens) = &mut self.state
+            && self.queued.is_empty()
+            && self.in_flight.values().all(|request| request.token.is_none() && request.cancel == CancelState::Sent)
         {
-            self.state = State::CloseSent(std::mem::take(tokens));
+            self.state = SessionState::CloseSent(std::mem::take(tokens));
             self.stage_frees();
             self.link.control(Kind::Close, 0, &[]);
         }
     }
 
     fn end(&mut self, error: RpcError) {
-        if let State::Ended(_) = self.state {
+        if let SessionState::Ended(_) = self.state {
             return;
         }
         let unsent: Vec<_> = std::mem::take(&mut self.unsent).into_iter().map(|(_, id)| id).collect();
@@ -619,11 +634,11 @@ impl<T: Clone> ClientEndpoint<T> {
                 self.events.push_back(ClientEvent::Reply(token, Err(error)));
             }
         }
-        for waiting in std::mem::take(&mut self.waiting) {
-            self.events.push_back(ClientEvent::Reply(waiting.token, Err(error.clone().may_have_run(false))));
+        for request in std::mem::take(&mut self.queued) {
+            self.events.push_back(ClientEvent::Reply(request.token, Err(error.clone().may_have_run(false))));
         }
-        if let State::Closing(tokens) | State::CloseSent(tokens) =
-            std::mem::replace(&mut self.state, State::Ended(error.clone()))
+        if let SessionState::Closing(tokens) | SessionState::CloseSent(tokens) =
+            std::mem::replace(&mut self.state, SessionState::Ended(error.clone()))
         {
             for token in tokens {
                 self.events.push_back(ClientEvent::Reply(token, Ok(Value::Null)));
@@ -640,7 +655,7 @@ impl<T> std::fmt::Debug for ClientEndpoint<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ClientEndpoint")
             .field("in_flight", &self.in_flight.len())
-            .field("waiting", &self.waiting.len())
+            .field("queued", &self.queued.len())
             .finish_non_exhaustive()
     }
 }
@@ -653,11 +668,11 @@ fn closed() -> RpcError {
     RpcError::new(ErrorKind::Closed, "the session was shut down")
 }
 
-fn unasked(id: u64) -> RpcError {
-    RpcError::new(ErrorKind::Protocol, format!("a reply to request {id}, which was not made"))
+fn unexpected_reply(id: u64) -> RpcError {
+    RpcError::new(ErrorKind::Protocol, format!("the peer sent a reply to request {id}, which was not made"))
 }
 
-/// The body of a credit frame: u32 requests, u64 bytes.
+/// Encodes the body of a credit frame: u32 requests, u64 bytes.
 pub(super) fn encode_credit(requests: u32, bytes: u64) -> [u8; 12] {
     let mut body = [0; 12];
     body[..4].copy_from_slice(&requests.to_le_bytes());

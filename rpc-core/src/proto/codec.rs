@@ -1,7 +1,9 @@
-//! Values as bytes: MessagePack, with extension types for what MessagePack has no word for.
+//! Encoding of values: MessagePack, with extension types for the kinds of value that MessagePack
+//! lacks.
 //!
-//! Bulk bytes are not in the MessagePack at all. A bytes value is written as its length; the bytes themselves follow in
-//! the frame's payload, in the order of the values, so that they are never copied into a body.
+//! Bulk bytes are not part of the MessagePack. A bytes value is written as its length; the bytes
+//! themselves follow in the frame's payload, in the order of the values, so that they are never
+//! copied into a body.
 //!
 //! | extension | value | content, little-endian |
 //! | --- | --- | --- |
@@ -13,7 +15,10 @@
 //! | 6 | function | u64 handle |
 //! | 7 | module | u64 handle |
 //! | 8 | object | u64 handle |
-//! | 9 | tensor | u64 handle, u64 byte offset, dtype, device, u8 dimensions, u8 1 if strides follow, i64 each of shape and strides |
+//! | 9 | tensor | u64 handle, u64 byte offset, dtype, device, u8 dimensions, u8 strided, i64 each |
+//!
+//! The i64 numbers of a tensor are one for each dimension of the shape and, if `strided` is 1, one
+//! stride for each dimension; otherwise `strided` is 0.
 
 use bytes::Bytes;
 
@@ -23,32 +28,33 @@ use crate::handle::Handle;
 use crate::tensor::MAX_DIMENSIONS;
 use crate::value::{MAX_DEPTH, Packed, Reference, TensorRef, Value};
 
-/// What is wrong with a body.
+/// Error in the encoding of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodecError {
-    /// The body ends inside of a value.
+    /// The body ends inside a value.
     #[error("the body ends inside of a value")]
     Truncated,
-    /// The body goes on behind its last value, or the payload is longer than its values.
+    /// The body continues after its last value, or the payload is longer than its values.
     #[error("{0} bytes are left over")]
     Trailing(usize),
-    /// A marker or an extension type that has no meaning here.
+    /// A marker or an extension type that is not allowed at this position.
     #[error("unexpected marker {0:#04x}")]
     Unexpected(u8),
     /// A string that is not UTF-8.
     #[error("a string is not UTF-8")]
     NotUtf8,
-    /// Lists and maps within lists and maps within lists.
+    /// Lists and maps are nested deeper than [`MAX_DEPTH`].
     #[error("values are nested deeper than {MAX_DEPTH}")]
     TooDeep,
-    /// Many small values, which take far more memory than bytes on the wire.
+    /// The message has too many values; small values take far more memory than bytes on the wire.
     #[error("a message has more than {MAX_VALUES} values")]
     TooMany,
-    /// A number out of its range.
+    /// A number is outside its range.
     #[error("a number is out of range")]
     OutOfRange,
-    /// An operation that this version does not know. The request can be refused, and the session goes on.
+    /// An operation that this version does not know. Only the request is refused; the session
+    /// continues.
     #[error("unknown operation {0}")]
     UnknownOperation(u64),
 }
@@ -63,8 +69,8 @@ impl From<CodecError> for RpcError {
 
 type Result<T> = std::result::Result<T, CodecError>;
 
-/// The most values in one message, those in lists and the keys and values of maps included: numbers in such numbers belong into a tensor, bytes or a packed
-/// value.
+/// Largest number of values in one message, counting list elements and the keys and values of maps.
+/// More numbers than that belong in a tensor, bytes or a packed value.
 pub(crate) const MAX_VALUES: usize = 1 << 20;
 
 const EXT_BYTES: u8 = 1;
@@ -77,12 +83,12 @@ const EXT_MODULE: u8 = 7;
 const EXT_OBJECT: u8 = 8;
 const EXT_TENSOR: u8 = 9;
 
-/// Writes a message: the body, and what goes into the payload.
+/// Writer of one message: its body and the pieces of its payload.
 #[derive(Debug, Default)]
 pub(crate) struct Writer {
     pub(crate) body: Vec<u8>,
     pub(crate) payload: Vec<Bytes>,
-    /// Set when something was written that no receiver would take: the message must not be sent.
+    /// Reason why the message must not be sent: a part of it would be refused by every receiver.
     pub(crate) invalid: Option<&'static str>,
     pub(super) depth: usize,
     pub(super) values: usize,
@@ -168,7 +174,7 @@ impl Writer {
         }
     }
 
-    /// MessagePack's own bytes, which are no value: for what belongs into a body.
+    /// Writes MessagePack's own `bin` type, which is no [`Value`]: only for fixed fields of a body.
     pub(crate) fn bin<const N: usize>(&mut self, bytes: [u8; N]) {
         const { assert!(N <= u8::MAX as usize) }
         self.body.extend_from_slice(&[0xc4, N as u8]);
@@ -228,9 +234,9 @@ impl Writer {
         if tensor.shape.len() > MAX_DIMENSIONS {
             self.invalid = Some("a tensor has more dimensions than a session takes");
         } else if tensor.strides.is_some() && strides.len() != tensor.shape.len() {
-            self.invalid = Some("a tensor has not as many strides as dimensions");
+            self.invalid = Some("a tensor has a different number of strides than dimensions");
         }
-        // Whatever is written must not wrap, although it will not be sent.
+        // The written lengths must not wrap, although the message will not be sent.
         let shape = &tensor.shape[..tensor.shape.len().min(u8::MAX.into())];
         let strides = &strides[..strides.len().min(shape.len())];
         self.ext(EXT_TENSOR, 30 + 8 * (shape.len() + strides.len()));
@@ -243,7 +249,7 @@ impl Writer {
         self.dimensions(strides);
     }
 
-    /// The arguments of a call: a list, one level deep.
+    /// Writes the arguments of a call as a list, one level deep.
     pub(crate) fn args(&mut self, args: &[Value]) {
         self.array(args.len());
         self.depth += 1;
@@ -292,7 +298,7 @@ impl Writer {
         }
     }
 
-    /// What is in a list or a map, one level further down.
+    /// Writes the content of a list or a map, one level deeper.
     fn nested(&mut self, write: impl FnOnce(&mut Self)) {
         if self.depth >= MAX_DEPTH {
             self.invalid = Some("values are nested too deeply");
@@ -304,12 +310,12 @@ impl Writer {
     }
 }
 
-/// Reads a message.
+/// Reader of one message.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
     body: &'a [u8],
     payload: Bytes,
-    /// The values read so far.
+    /// Number of values read so far.
     pub(super) values: usize,
 }
 
@@ -318,7 +324,7 @@ impl<'a> Reader<'a> {
         Self { body, payload, values: 0 }
     }
 
-    /// Checks that nothing is left over.
+    /// Checks that neither body nor payload has bytes left over.
     pub(crate) fn finish(self) -> Result<()> {
         match self.body.len() + self.payload.len() {
             0 => Ok(()),
@@ -344,7 +350,7 @@ impl<'a> Reader<'a> {
         self.body.first().copied().ok_or(CodecError::Truncated)
     }
 
-    /// A big-endian number of `width` bytes.
+    /// Reads a big-endian number of `width` bytes.
     fn number(&mut self, width: usize) -> Result<u64> {
         Ok(self.take(width)?.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
     }
@@ -353,7 +359,7 @@ impl<'a> Reader<'a> {
         usize::try_from(self.number(width)?).map_err(|_| CodecError::OutOfRange)
     }
 
-    /// Whether the next value is nil; it is consumed then.
+    /// Returns true if the next value is nil, and consumes it in that case.
     pub(crate) fn nil(&mut self) -> Result<bool> {
         let nil = self.peek()? == 0xc0;
         if nil {
@@ -370,7 +376,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Exactly `N` bytes of MessagePack's own.
+    /// Reads exactly `N` bytes of MessagePack's own `bin` type.
     pub(crate) fn bin<const N: usize>(&mut self) -> Result<[u8; N]> {
         let len = match self.byte()? {
             marker @ 0xc4..=0xc6 => self.number_len(1 << (marker - 0xc4))?,
@@ -418,7 +424,7 @@ impl<'a> Reader<'a> {
         Ok(text.to_owned())
     }
 
-    /// The type and content of an extension.
+    /// Reads an extension and returns its type and content.
     fn ext_after(&mut self, marker: u8) -> Result<(u8, Self)> {
         let len = match marker {
             0xd4..=0xd8 => 1 << (marker - 0xd4),
@@ -444,7 +450,7 @@ impl<'a> Reader<'a> {
         self.bytes_content(content)
     }
 
-    /// The length of a bytes value whose payload is not here.
+    /// Reads the length of a bytes value whose payload has not been received.
     pub(crate) fn bytes_len(&mut self) -> Result<u64> {
         let mut content = self.ext(EXT_BYTES)?;
         let len = content.le64()?;
@@ -602,7 +608,8 @@ impl<'a> Reader<'a> {
     }
 
     fn list(&mut self, len: usize, depth: usize) -> Result<Value> {
-        // Every element takes at least a byte, so a length beyond the body is a lie that must not reserve memory.
+        // Every element takes at least one byte, so a count beyond the body's length is wrong and
+        // must not reserve memory.
         if len > self.body.len() {
             return Err(CodecError::Truncated);
         }
@@ -610,7 +617,7 @@ impl<'a> Reader<'a> {
     }
 
     fn pairs(&mut self, len: usize, depth: usize) -> Result<Value> {
-        // As for a list, with two bytes for each pair.
+        // Every pair takes at least two bytes; see `list`.
         if len > self.body.len() / 2 {
             return Err(CodecError::Truncated);
         }
@@ -619,18 +626,18 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A value as body and payload.
+/// Encodes a value as body and payload.
 pub fn encode_value(value: &Value) -> (Vec<u8>, Vec<Bytes>) {
     let mut writer = Writer::default();
     writer.value(value);
     (writer.body, writer.payload)
 }
 
-/// Reads what [`encode_value`] wrote.
+/// Decodes the output of [`encode_value`].
 ///
 /// # Errors
 ///
-/// Anything malformed. Nothing larger than the input is ever reserved.
+/// Malformed input. Never reserves more memory than the input's own size.
 pub fn decode_value(body: &[u8], payload: Bytes) -> Result<Value> {
     let mut reader = Reader::new(body, payload);
     let value = reader.value(0)?;

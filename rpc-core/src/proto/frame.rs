@@ -1,4 +1,4 @@
-//! Frames: the fixed header in front of every piece of a message.
+//! Frames: the fixed header in front of every piece of a message, and its encoding.
 //!
 //! All numbers are little-endian.
 //!
@@ -6,36 +6,37 @@
 //! | --- | --- | --- | --- |
 //! | 0 | 4 | bytes of body that follow | ≤ [`MAX_BODY_PART`] |
 //! | 4 | 4 | bytes of payload behind the body | ≤ the receiver's chunk |
-//! | 8 | 8 | request id; 0 where there is none | |
+//! | 8 | 8 | request id, or 0 | |
 //! | 16 | 4 | lane | |
 //! | 20 | 1 | kind | [`Kind`] |
-//! | 21 | 1 | flags: bit 0, the message goes on in another frame | others are 0 |
+//! | 21 | 1 | flags: bit 0, the message continues in another frame | others are 0 |
 //! | 22 | 2 | reserved | 0 |
 
 use crate::error::{ErrorKind, RpcError};
 
-/// The bytes of a header.
+/// Length of a header in bytes.
 pub const HEADER_LEN: usize = 24;
 
-/// The most body that one frame carries; a longer body goes on in further frames.
+/// Largest part of a body in one frame; the rest of a longer body continues in further frames.
 pub const MAX_BODY_PART: usize = 64 << 10;
 
 const FLAG_MORE: u8 = 1;
 
-/// What a frame is. The numbers are those on the wire; 48 and above are left to later versions.
+/// Type of a frame. The numbers are those on the wire; 48 and above are reserved for later
+/// versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Kind {
-    /// Handshake: what a side offers.
+    /// Handshake: the versions, features and limits that a side offers.
     Hello = 1,
-    /// Handshake: a side is content.
+    /// Handshake: a side accepts the session.
     Accept = 2,
-    /// Handshake: a side refuses, and closes.
+    /// Handshake: a side refuses the session and closes.
     Reject = 3,
     /// Handshake: one round of the proof of identity.
     Proof = 4,
-    /// A request of the client.
+    /// A request from the client.
     Request = 16,
     /// The terminal reply to a request that succeeded.
     Reply = 17,
@@ -45,15 +46,15 @@ pub enum Kind {
     Ping = 32,
     /// Answers a [`Kind::Ping`].
     Pong = 33,
-    /// Nobody waits for a request any more.
+    /// The client no longer waits for a request.
     Cancel = 34,
-    /// Objects that the client has let go.
+    /// Handles of objects that the client has released.
     Free = 35,
-    /// The receiver may send this much more.
+    /// Credit: the receiver may send this many more requests and bytes.
     Credit = 36,
-    /// The server takes no new requests.
+    /// The server accepts no new requests.
     GoAway = 37,
-    /// The session ends; nothing follows from this side.
+    /// The session ends; nothing follows from the side that sends it.
     Close = 38,
 }
 
@@ -79,7 +80,7 @@ impl Kind {
         Self::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
 
-    /// Whether frames of this kind carry parts of a message that may be long.
+    /// Returns true if frames of this kind carry parts of a message, which may be long.
     pub(crate) fn is_data(self) -> bool {
         matches!(self, Self::Request | Self::Reply | Self::Error)
     }
@@ -92,48 +93,48 @@ pub struct FrameHeader {
     pub body_len: u32,
     /// Bytes of payload that follow the body.
     pub payload_len: u32,
-    /// The request's number.
+    /// Id of the request, or 0.
     pub id: u64,
-    /// The request's lane.
+    /// Lane of the request.
     pub lane: u32,
-    /// What the frame is.
+    /// Type of the frame.
     pub kind: Kind,
-    /// Whether the message goes on in another frame.
+    /// True if the message continues in another frame.
     pub more: bool,
 }
 
-/// What is wrong with a header.
+/// Error in a frame header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
     /// A kind that this version does not know.
     #[error("unknown frame kind {0}")]
     UnknownKind(u8),
-    /// A flag that this version does not know, or one that does not fit the kind.
+    /// A flag that this version does not know, or that does not fit the kind.
     #[error("flags {flags:#04x} do not fit a frame of kind {kind:?}")]
     BadFlags {
-        /// The kind.
+        /// Kind of the frame.
         kind: Kind,
-        /// The flags.
+        /// All flags of the frame.
         flags: u8,
     },
-    /// Something other than 0 in the reserved field.
+    /// A value other than 0 in the reserved field.
     #[error("the reserved field holds {0:#06x}")]
     Reserved(u16),
     /// A body above the limit.
     #[error("a frame body of {got} bytes is above the limit of {limit}")]
     BodyTooLong {
-        /// The limit.
+        /// The limit in bytes.
         limit: usize,
-        /// The length that the header claims.
+        /// Length that the header claims, in bytes.
         got: u32,
     },
     /// A payload above the limit.
     #[error("a frame payload of {got} bytes is above the limit of {limit}")]
     PayloadTooLong {
-        /// The limit.
+        /// The limit in bytes.
         limit: usize,
-        /// The length that the header claims.
+        /// Length that the header claims, in bytes.
         got: u32,
     },
 }
@@ -145,12 +146,12 @@ impl From<FrameError> for RpcError {
 }
 
 impl FrameHeader {
-    /// A header without id and lane.
+    /// Returns a header without payload, id and lane.
     pub fn control(kind: Kind, body_len: u32) -> Self {
         Self { body_len, payload_len: 0, id: 0, lane: 0, kind, more: false }
     }
 
-    /// The header's bytes.
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let mut bytes = [0; HEADER_LEN];
         bytes[0..4].copy_from_slice(&self.body_len.to_le_bytes());
@@ -162,11 +163,11 @@ impl FrameHeader {
         bytes
     }
 
-    /// Reads a header, and checks its lengths before anybody reserves memory for them.
+    /// Decodes a header and checks its lengths, before the caller reserves memory for them.
     ///
     /// # Errors
     ///
-    /// Everything that [`FrameError`] lists.
+    /// Any [`FrameError`].
     pub fn decode(bytes: &[u8; HEADER_LEN], max_body: usize, max_payload: usize) -> Result<Self, FrameError> {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let kind = Kind::from_code(bytes[20]).ok_or(FrameError::UnknownKind(bytes[20]))?;
@@ -225,7 +226,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_decode_to_an_error_or_to_what_encodes_to_them(bytes: [u8; HEADER_LEN]) {
+        fn decoded_header_encodes_to_the_same_bytes(bytes: [u8; HEADER_LEN]) {
             if let Ok(header) = FrameHeader::decode(&bytes, MAX_BODY_PART, 1 << 20) {
                 prop_assert_eq!(header.encode(), bytes);
             }

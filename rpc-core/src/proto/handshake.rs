@@ -1,9 +1,10 @@
-//! The handshake: who we are to each other, which version we speak, and how much each side takes.
+//! The handshake: identities, version, features and limits are agreed before a session begins.
 //!
-//! Whoever dialled speaks first: magic and [`Hello`]. The other side answers with its own magic and `Hello`. Then proofs of
-//! identity go to and fro for as many rounds as the method needs, which also says who begins, until both sides have sent `Accept`.
-//! Either side may send `Reject` with an error instead, and close. Who serves is part of the `Hello`, and independent of
-//! who dialled.
+//! The side that dialled speaks first: magic and [`Hello`]. The other side answers with its own
+//! magic and `Hello`. Then the sides exchange proofs of identity for as many rounds as the method
+//! needs, which also defines the side that begins, until both sides have sent `Accept`. Either side
+//! may send `Reject` with an error instead, and close. The role of each side is part of its `Hello`
+//! and does not depend on the side that dialled.
 
 use std::time::{Duration, Instant};
 
@@ -13,31 +14,33 @@ use serde::{Deserialize, Serialize};
 use super::frame::{FrameHeader, HEADER_LEN, Kind};
 use crate::error::{ErrorKind, Result, RpcError};
 
-/// The first bytes of both sides: a byte that is no text, a name, and line ends that a text-mode channel would change.
+/// First bytes from both sides: a byte that is no text, a name, and line ends that a text-mode
+/// channel would change.
 pub const MAGIC: [u8; 8] = *b"\x93rpc\r\n\x1a\n";
 
-/// The oldest version of the protocol that this crate speaks.
+/// Oldest version of the protocol that this crate speaks.
 pub const VERSION_MIN: u16 = 1;
 
-/// The newest version of the protocol that this crate speaks.
+/// Newest version of the protocol that this crate speaks.
 pub const VERSION_MAX: u16 = 1;
 
-/// The longest body of a frame during the handshake.
+/// Longest body of a frame during the handshake, in bytes.
 const MAX_BODY: usize = 64 << 10;
 
-/// How many elements the lists of a hello may have: empty texts take little on the wire and much in memory.
+/// Largest number of elements in a list of a hello: empty strings take little on the wire and much
+/// in memory.
 const MAX_LIST: usize = 64;
 
-/// How many rounds of proofs a method may take.
+/// Largest number of rounds of proofs.
 const MAX_ROUNDS: u32 = 16;
 
-/// Which part a side plays in the session.
+/// Role of a side in the session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// It makes requests.
+    /// Makes requests.
     Client,
-    /// It serves them.
+    /// Serves requests.
     Server,
 }
 
@@ -50,112 +53,117 @@ impl Role {
     }
 }
 
-/// What a side offers. On the wire a MessagePack map by field names; unknown fields are skipped.
+/// Offer of one side. On the wire a MessagePack map keyed by field names; unknown fields are
+/// skipped.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Hello {
-    /// The oldest version that the side speaks.
+    /// Oldest version that the side speaks.
     pub version_min: u16,
-    /// The newest version that the side speaks. The highest common one is used.
+    /// Newest version that the side speaks. The highest common version is used.
     pub version_max: u16,
-    /// Optional abilities by name. One is used if both sides have it.
+    /// Optional features by name. A feature is used if both sides have it.
     #[serde(default)]
     pub features: Vec<String>,
-    /// The part that the side wants to play.
+    /// Role that the side wants.
     pub role: Role,
-    /// The methods by which the side can prove its identity and take proof, the preferred one first. The answer to a hello
-    /// has exactly one, which both sides use.
+    /// Methods by which the side can prove its identity and check the peer's, the preferred one
+    /// first. The answer to a hello has exactly one, which both sides use.
     pub identities: Vec<String>,
-    /// Client: the kind of server it looks for. Server: what it is. Empty for any.
+    /// Client: the kind of server that it looks for. Server: its own kind. Empty for any.
     #[serde(default)]
     pub key: String,
-    /// Client: the named workspace that it wants; empty for a private one.
+    /// Client: the named workspace to use; empty for a private one.
     #[serde(default)]
     pub workspace: String,
-    /// Client: the text that a tracker gave it for this server; empty without one. Good for one session.
+    /// Client: the ticket for this server from a tracker, valid for one session; empty without one.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub ticket: String,
-    /// Client: the addresses to forward to, the next one first; empty to be served here.
+    /// Client: addresses to forward to, the next one first; empty if this server is to serve the
+    /// session.
     #[serde(default)]
     pub forward: Vec<String>,
-    /// Client: not a session is wanted, but a way: after the handshake the bytes of the channel pass to and from the one
-    /// address of `forward`, and the handshake with whoever is there follows.
+    /// Client: asks for a tunnel instead of a session. After the handshake the bytes of the channel
+    /// are forwarded to and from the one address in `forward`, and a handshake with the peer at
+    /// that address follows.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub tunnel: bool,
-    /// Client that is a hop itself: the servers that the chain has passed, by names that each has made up, the first one in
-    /// front. Who finds itself among them refuses.
+    /// Client that is itself a hop: ids of the servers that the chain has passed, in order. Each
+    /// server makes up its own id, and refuses a path that contains it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub path: Vec<String>,
-    /// Client that is a hop itself: whom its own client has proven to be, or is said to be. Believed only of hops that the
-    /// server knows. Empty if it is no hop.
+    /// Client that is itself a hop: the identity of its own client, proven to it or asserted to it.
+    /// Honoured only from hops that the server trusts. Empty for a client that is no hop.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub on_behalf: String,
-    /// Dialled side: it only brings its clients and servers together. After the handshake the bytes of the channel pass to and
-    /// from a server with the client's `key`, and the handshake with that one follows.
+    /// Side that was dialled: it is a relay. After the handshake the bytes of the channel are
+    /// forwarded to and from a server with the client's `key`, and a handshake with that server
+    /// follows.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub relay: bool,
-    /// The program and its version, for people.
+    /// Program and version, for display only.
     #[serde(default)]
     pub agent: String,
-    /// The largest message that the side takes, body and payload, in bytes.
+    /// Largest message that the side accepts, body and payload, in bytes.
     pub max_message: u64,
-    /// The largest payload of one frame that the side takes, in bytes.
+    /// Largest payload of one frame that the side accepts, in bytes.
     pub chunk: u32,
-    /// The requests that may be unanswered at one time: a server's word.
+    /// Server: largest number of unanswered requests at one time.
     pub max_requests: u32,
-    /// The bytes of large messages that may be under way to the side at one time. At least `max_message`.
+    /// Bytes of large messages that may be in flight to the side at one time. At least
+    /// `max_message`.
     pub window: u64,
-    /// How long the side may be idle before it sends a ping, in milliseconds.
+    /// Time without received bytes after which the side sends a ping, in milliseconds.
     pub keep_alive_ms: u64,
 }
 
-/// What both sides have said before the proofs: proofs that cover it cannot be moved to another conversation, and nobody in
-/// between can have changed a word of it.
+/// Both hellos. A proof that covers them cannot be replayed in another handshake, and proves that
+/// no one changed them on the way.
 #[derive(Clone, Copy, Debug)]
 pub struct Transcript<'a> {
-    /// Whether this side dialled.
+    /// True if this side dialled.
     pub dialler: bool,
-    /// The body of the hello of the side that dialled, as it was sent.
+    /// Body of the hello of the side that dialled, as it was sent.
     pub dialler_hello: &'a [u8],
-    /// The body of the answer.
+    /// Body of the hello that answered it.
     pub acceptor_hello: &'a [u8],
 }
 
-/// A method by which a side proves who it is, and makes sure of the peer. One per handshake.
+/// Method by which a side proves its identity and checks the peer's. One per handshake.
 pub trait Identity: Send {
-    /// The method's name. Both sides must use the same.
+    /// Returns the method's name. Both sides must use the same method.
     fn method(&self) -> &str;
 
-    /// Called once, before the first step, when both sides have agreed on this method.
+    /// Starts the method. Called once, before the first step, when both sides have agreed on it.
     fn begin(&mut self, _transcript: Transcript<'_>) {}
 
-    /// Takes the peer's last proof, if there is one yet, and gives the next step.
+    /// Handles the peer's last proof, if there is one yet, and returns the next step.
     ///
     /// # Errors
     ///
-    /// Why the peer is refused. The peer is told.
+    /// The reason to refuse the peer. The peer is told.
     fn step(&mut self, received: Option<&[u8]>) -> Result<IdentityStep>;
 }
 
-/// What comes next in a proof of identity.
+/// Next step in a proof of identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IdentityStep {
-    /// Send this and wait for the answer.
+    /// Send these bytes and wait for the answer.
     Send(Vec<u8>),
     /// Wait for the peer.
     Wait,
-    /// The peer is who it says; the name is what it will be known by. With bytes, they are sent as the last proof.
+    /// The peer's identity is proven.
     Proven {
-        /// What the peer is known by.
+        /// Name of the peer from here on.
         peer: String,
-        /// The last proof that the peer needs, if any.
+        /// Last proof to send, if the peer needs one.
         last: Option<Vec<u8>>,
     },
 }
 
-/// Whom peers are known as who have proven nothing.
+/// Name of every peer that has proven no identity.
 pub const ANONYMOUS: &str = "anonymous";
 
-/// No proof at all: every peer is [`ANONYMOUS`].
+/// Method without any proof: every peer is [`ANONYMOUS`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Anonymous;
 
@@ -169,22 +177,22 @@ impl Identity for Anonymous {
     }
 }
 
-/// What a side brings to a handshake.
+/// Configuration of one side of a handshake.
 pub struct HandshakeConfig {
-    /// What it offers. Version and identity are filled in.
+    /// Offer of this side. Versions and identities are filled in.
     pub hello: Hello,
-    /// The methods by which it can prove its identity, the preferred one first. Those of the side that dialled are tried in
-    /// its order.
+    /// Methods by which this side can prove its identity, the preferred one first. The order of the
+    /// side that dialled decides.
     pub identities: Vec<Box<dyn Identity>>,
-    /// Whether our `Accept` waits for [`Handshake::approve`]: a server that opens the session first, so that a failure
-    /// is an answer to the connection attempt.
+    /// True if our `Accept` waits for [`Handshake::approve`]. A server that opens the session first
+    /// uses this, so that a failure answers the connection attempt.
     pub hold: bool,
-    /// How long the handshake may take.
+    /// Time limit for the whole handshake.
     pub timeout: Duration,
 }
 
 impl Hello {
-    /// An offer with this crate's versions and default limits.
+    /// Returns an offer with this crate's versions and default limits.
     pub fn new(role: Role) -> Self {
         Self {
             version_min: VERSION_MIN,
@@ -210,23 +218,23 @@ impl Hello {
     }
 }
 
-/// What both sides agreed on.
+/// Result of a handshake.
 #[derive(Clone, Debug)]
 pub struct Negotiated {
-    /// The version spoken from here on.
+    /// Protocol version of the session.
     pub version: u16,
-    /// The part that this side plays.
+    /// Role of this side.
     pub role: Role,
-    /// What this side offered.
+    /// Offer of this side.
     pub ours: Hello,
-    /// What the peer offered.
+    /// Offer of the peer.
     pub theirs: Hello,
-    /// Whom the peer has proven to be.
+    /// Proven identity of the peer.
     pub identity: String,
 }
 
 impl Negotiated {
-    /// Whether both sides have the optional ability.
+    /// Returns true if both sides have the optional feature.
     pub fn has_feature(&self, feature: &str) -> bool {
         let has = |hello: &Hello| hello.features.iter().any(|name| name == feature);
         has(&self.ours) && has(&self.theirs)
@@ -234,7 +242,7 @@ impl Negotiated {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum HandshakeStage {
     Magic,
     Hello,
     Proof,
@@ -245,15 +253,15 @@ enum Stage {
 pub struct Handshake {
     config: HandshakeConfig,
     dialler: bool,
-    /// Whether the dialler may be a server, too.
+    /// True if the side that dialled may also be a server.
     takes_servers: bool,
-    /// Whether our magic is in the output, or was.
+    /// True once our magic has been put into the output.
     greeted: bool,
-    stage: Stage,
+    stage: HandshakeStage,
     theirs: Option<Hello>,
-    /// The body of our hello, once it is sent.
+    /// Body of our hello, once it has been sent.
     our_hello: Vec<u8>,
-    /// The peer's name, once it has proven it.
+    /// Name of the peer, once it has been proven.
     proven: Option<String>,
     accepted_by_peer: bool,
     rounds: u32,
@@ -262,19 +270,20 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// The side that dialled. It has output at once.
+    /// Creates the side that dialled. It has output at once.
     pub fn dial(config: HandshakeConfig, now: Instant) -> Self {
         let mut this = Self::new(config, true, now);
         this.send_hello();
         this
     }
 
-    /// The side that was dialled.
+    /// Creates the side that was dialled.
     pub fn accept(config: HandshakeConfig, now: Instant) -> Self {
         Self::new(config, false, now)
     }
 
-    /// Whoever dials may be a server as well: this side plays the client then. Only of the side that was dialled.
+    /// Lets the side that dialled be a server as well; this side is then the client. No effect on a
+    /// side that dialled.
     #[must_use]
     pub fn take_servers(mut self) -> Self {
         self.takes_servers = !self.dialler;
@@ -290,7 +299,7 @@ impl Handshake {
             dialler,
             takes_servers: false,
             greeted: false,
-            stage: Stage::Magic,
+            stage: HandshakeStage::Magic,
             theirs: None,
             our_hello: Vec::new(),
             proven: None,
@@ -301,36 +310,39 @@ impl Handshake {
         }
     }
 
-    /// Takes what was read, and leaves in `input` what belongs to the session behind the handshake. `Some` when the
-    /// handshake is done; output that is left then must still be written.
+    /// Handles received bytes, and leaves those that belong to the session in `input`. Returns
+    /// `Some` once the handshake is complete; output that is left then must still be written.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Refused`] and whatever else either side objects to. Our objection is in the output, for the peer.
+    /// [`ErrorKind::Refused`], or any other objection of either side. An objection of this side is
+    /// in the output, for the peer.
     pub fn handle_input(&mut self, input: &mut BytesMut) -> Result<Option<Negotiated>> {
         match self.advance(input) {
-            Err(error) if self.stage != Stage::Over => {
-                // Nothing is said to a peer that does not speak our language.
-                if self.stage != Stage::Magic || self.dialler {
+            Err(error) if self.stage != HandshakeStage::Over => {
+                // A peer that does not speak this protocol gets no answer.
+                if self.stage != HandshakeStage::Magic || self.dialler {
                     self.send(Kind::Reject, &error.to_wire());
                 }
-                self.stage = Stage::Over;
+                self.stage = HandshakeStage::Over;
                 Err(error)
             }
             outcome => outcome,
         }
     }
 
-    /// The peer's offer and name, when all that is missing is our approval.
+    /// Returns the peer's offer and name, when only [`approve`](Self::approve) is missing.
     pub fn awaits_approval(&self) -> Option<(&Hello, &str)> {
         match (&self.theirs, &self.proven) {
-            (Some(theirs), Some(peer)) if self.config.hold && self.stage != Stage::Over => Some((theirs, peer)),
+            (Some(theirs), Some(peer)) if self.config.hold && self.stage != HandshakeStage::Over => {
+                Some((theirs, peer))
+            }
             _ => None,
         }
     }
 
-    /// Accepts the peer, after [`awaits_approval`](Self::awaits_approval). Input that came before may have been enough to
-    /// finish the handshake now.
+    /// Accepts the peer, after [`awaits_approval`](Self::awaits_approval). Returns `Some` if the
+    /// peer's own `Accept` has already arrived, which completes the handshake.
     pub fn approve(&mut self) -> Option<Negotiated> {
         self.awaits_approval()?;
         self.config.hold = false;
@@ -338,73 +350,76 @@ impl Handshake {
         self.finished()
     }
 
-    /// Asks the peer whether it is still there, while one of the sides holds its `Accept` back. Any input is an answer.
+    /// Sends a ping, to check that the peer is alive while one of the sides holds back its
+    /// `Accept`. Any input is an answer.
     pub fn ping(&mut self) {
-        if self.proven.is_some() && self.stage != Stage::Over {
+        if self.proven.is_some() && self.stage != HandshakeStage::Over {
             self.send(Kind::Ping, &[]);
         }
     }
 
-    /// What the peer has offered, once it has proven who it is.
+    /// Returns the peer's offer, once its identity is proven.
     pub fn proven(&self) -> Option<&Hello> {
         self.proven.as_ref().and(self.theirs.as_ref())
     }
 
-    /// Refuses the peer, with the reason in the output.
+    /// Refuses the peer. The reason is put into the output.
     pub fn refuse(&mut self, error: &RpcError) {
-        self.stage = Stage::Over;
+        self.stage = HandshakeStage::Over;
         self.send(Kind::Reject, &error.to_wire());
     }
 
     fn finished(&mut self) -> Option<Negotiated> {
-        if self.config.hold || !self.accepted_by_peer || self.stage == Stage::Over {
+        if self.config.hold || !self.accepted_by_peer || self.stage == HandshakeStage::Over {
             return None;
         }
         let (peer, theirs) = (self.proven.clone()?, self.theirs.clone()?);
-        self.stage = Stage::Over;
+        self.stage = HandshakeStage::Over;
         let ours = self.config.hello.clone();
         let version = ours.version_max.min(theirs.version_max);
         Some(Negotiated { version, role: ours.role, ours, theirs, identity: peer })
     }
 
-    /// What is to be written.
+    /// Takes the bytes to write.
     pub fn take_output(&mut self) -> Bytes {
         self.output.split().freeze()
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) has to be called.
+    /// Returns the time when [`handle_timeout`](Self::handle_timeout) must be called.
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// The time is up.
+    /// Handles the passage of time.
     ///
     /// # Errors
     ///
-    /// If it really is.
+    /// The handshake's time limit has passed.
     pub fn handle_timeout(&mut self, now: Instant) -> Result<()> {
         if now < self.deadline {
             return Ok(());
         }
-        let waiting = match self.stage {
-            Stage::Magic => "the peer has not said which protocol it speaks",
+        let missing = match self.stage {
+            HandshakeStage::Magic => "the peer has not said which protocol it speaks",
             _ => "the peer has not finished the handshake",
         };
-        let text = format!("the time for a handshake is over (handshake_timeout), and {waiting}");
+        let text = format!("the time for a handshake is over (handshake_timeout), and {missing}");
         Err(RpcError::new(ErrorKind::Refused, text))
     }
 
-    /// What the end of the stream means here.
+    /// Returns the error for an end of the stream during the handshake.
     pub fn end_of_stream(&self) -> RpcError {
         let when = match self.stage {
-            Stage::Magic => "before it said which protocol it speaks: is it a server of another kind, or at its limit?",
+            HandshakeStage::Magic => {
+                "before it said which protocol it speaks: is it a server of another kind, or at its limit?"
+            }
             _ => "in the middle of the handshake",
         };
         RpcError::new(ErrorKind::Refused, format!("the peer closed the connection {when}"))
     }
 
     fn advance(&mut self, input: &mut BytesMut) -> Result<Option<Negotiated>> {
-        if self.stage == Stage::Magic {
+        if self.stage == HandshakeStage::Magic {
             let len = input.len().min(MAGIC.len());
             if input[..len] != MAGIC[..len] {
                 let shown: String =
@@ -418,9 +433,9 @@ impl Handshake {
                 return Ok(None);
             }
             input.advance(MAGIC.len());
-            self.stage = Stage::Hello;
+            self.stage = HandshakeStage::Hello;
         }
-        while self.stage != Stage::Over {
+        while self.stage != HandshakeStage::Over {
             let Some(header) = input.first_chunk::<HEADER_LEN>() else { return Ok(None) };
             let header = FrameHeader::decode(header, MAX_BODY, 0)?;
             let len = HEADER_LEN + header.body_len as usize;
@@ -439,31 +454,34 @@ impl Handshake {
     fn handle_frame(&mut self, kind: Kind, body: &[u8]) -> Result<()> {
         match (self.stage, kind) {
             (_, Kind::Reject) => {
-                self.stage = Stage::Over;
+                self.stage = HandshakeStage::Over;
                 let malformed = || RpcError::new(ErrorKind::Refused, "the peer refused the session");
                 Err(RpcError::from_wire(body).map_or_else(|_| malformed(), RpcError::from_next_hop))
             }
-            (Stage::Hello, Kind::Hello) => self.handle_hello(body),
-            (Stage::Proof, Kind::Proof) => {
+            (HandshakeStage::Hello, Kind::Hello) => self.handle_hello(body),
+            (HandshakeStage::Proof, Kind::Proof) => {
                 self.rounds += 1;
                 if self.proven.is_some() || self.rounds > MAX_ROUNDS {
                     return Err(RpcError::new(ErrorKind::Protocol, "the peer sent more proofs than its method has"));
                 }
                 self.step(Some(body))
             }
-            (Stage::Proof, Kind::Accept) if !self.accepted_by_peer => {
+            (HandshakeStage::Proof, Kind::Accept) if !self.accepted_by_peer => {
                 self.accepted_by_peer = true;
                 Ok(())
             }
-            // Whoever holds its `Accept` back for long makes sure that the other side is there.
-            (Stage::Proof, Kind::Ping) if self.proven.is_some() => {
+            // A side that holds back its `Accept` for long checks that the peer is alive.
+            (HandshakeStage::Proof, Kind::Ping) if self.proven.is_some() => {
                 if self.output.len() < MAX_BODY {
                     self.send(Kind::Pong, &[]);
                 }
                 Ok(())
             }
-            (Stage::Proof, Kind::Pong) if self.proven.is_some() => Ok(()),
-            (_, kind) => Err(RpcError::new(ErrorKind::Protocol, format!("unexpected {kind:?} in the handshake"))),
+            (HandshakeStage::Proof, Kind::Pong) if self.proven.is_some() => Ok(()),
+            (_, kind) => Err(RpcError::new(
+                ErrorKind::Protocol,
+                format!("the peer sent an unexpected {kind:?} frame in the handshake"),
+            )),
         }
     }
 
@@ -501,7 +519,7 @@ impl Handshake {
             let (ours, theirs) = (clip(&ours.identities.join(", ")), clip(&theirs.identities.join(", ")));
             return Err(RpcError::new(
                 ErrorKind::Unauthenticated,
-                format!("no common way to prove identity: one side has '{ours}', the other '{theirs}'"),
+                format!("no common method to prove identity: one side has '{ours}', the other '{theirs}'"),
             ));
         };
         let (client, server) = if ours.role == Role::Client { (ours, &theirs) } else { (&theirs, ours) };
@@ -519,8 +537,8 @@ impl Handshake {
         {
             return Err(RpcError::new(ErrorKind::Protocol, "the peer offers limits that let nothing pass"));
         }
-        self.stage = Stage::Proof;
-        // From here on there is one method.
+        self.stage = HandshakeStage::Proof;
+        // From here on only the chosen method is left.
         let method = self.config.identities.swap_remove(method);
         self.config.hello.identities = vec![method.method().to_owned()];
         self.config.identities = vec![method];
@@ -531,18 +549,20 @@ impl Handshake {
         let (dialler_hello, acceptor_hello) = if self.dialler { (&*ours, body) } else { (body, &*ours) };
         let transcript = Transcript { dialler: self.dialler, dialler_hello, acceptor_hello };
         self.config.identities[0].begin(transcript);
-        // Methods in which the dialler speaks first wait here; one without proofs is done at once.
+        // A method in which the dialler speaks first waits here; one without proofs is done at
+        // once.
         self.step(None)
     }
 
-    /// The place of the method to use: the first one of the dialler's that the acceptor has, too.
+    /// Returns the position of the method to use: the dialler's first one that the acceptor has,
+    /// too.
     fn common_method(&self, theirs: &Hello) -> Option<usize> {
-        let place = |name: &String| self.config.identities.iter().position(|ours| ours.method() == name);
+        let position = |name: &String| self.config.identities.iter().position(|ours| ours.method() == name);
         match &theirs.identities[..] {
-            // The answer is a decision, not another offer.
-            [chosen] if self.dialler => place(chosen),
+            // The answer to our hello is a decision, so it must name exactly one method.
+            [chosen] if self.dialler => position(chosen),
             _ if self.dialler => None,
-            offered => offered.iter().find_map(place),
+            offered => offered.iter().find_map(position),
         }
     }
 
@@ -584,7 +604,7 @@ impl std::fmt::Debug for Handshake {
     }
 }
 
-/// The beginning of something that a peer chose.
+/// Returns the beginning of a text that a peer chose.
 fn clip(text: &str) -> String {
     text.chars().take(64).collect()
 }

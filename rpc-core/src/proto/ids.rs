@@ -1,15 +1,15 @@
-//! Maps by request id.
+//! Hash maps keyed by request id.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map from request ids, at the cost of a multiplication a look-up.
+/// Map keyed by request id. A look-up costs one multiplication for the hash.
 ///
-/// A peer that chooses its ids so that they collide slows down its own session, and not by much: the maps hold no more
-/// than the requests that it may have under way.
+/// A peer that chooses colliding ids slows down only its own session, and only a little: the maps
+/// hold no more entries than the requests that it may have in flight.
 pub(super) type IdMap<V> = HashMap<u64, V, BuildHasherDefault<IdHasher>>;
 
-/// Spreads ids, which mostly count up, over all bits.
+/// Hasher that spreads ids, which mostly count up, over all bits.
 #[derive(Debug, Default)]
 pub(super) struct IdHasher(u64);
 

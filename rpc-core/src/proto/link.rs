@@ -1,4 +1,4 @@
-//! What client and server have in common: frames in and out, long messages, keep-alive.
+//! State that both endpoints share: received frames, partial messages, output and keep-alive.
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
@@ -13,32 +13,33 @@ use super::pool::{BufferPool, PooledBuffer};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::InPlaceWrite;
 
-/// Payloads from this size on are received straight into the memory where they belong.
+/// Smallest payload, in bytes, that is received directly into its destination.
 const BULK: usize = 16 << 10;
 
-/// Messages up to this size, body and payload, need no credit in bytes: their number is limited already.
+/// Largest message, body and payload in bytes, that needs no credit in bytes: the number of
+/// messages is limited already.
 const SMALL: usize = 4 << 10;
 
-/// What each value of a message counts at least: about what it takes once it is decoded, which may be a hundred times its
-/// bytes on the wire.
+/// Bytes that each value of a message counts at least. Roughly its decoded size, which may be a
+/// hundred times its size on the wire.
 pub(super) const VALUE_SIZE: usize = 64;
 
-/// What a message takes of the window, by its size.
+/// Returns the bytes of the window that a message of this size takes.
 pub(super) fn cost(size: usize) -> u64 {
     if size > SMALL { size as u64 } else { 0 }
 }
 
-/// How many silent keep-alive intervals mean that the peer is gone.
+/// Silent keep-alive intervals after which the peer is considered gone.
 const SILENT_INTERVALS: u32 = 3;
 
-/// The longest interval: longer than any session, and short enough to add to a time.
+/// Longest keep-alive interval: longer than any session, and short enough to be added to a time.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(1 << 30);
 
-/// How a channel is watched.
+/// Keep-alive settings of a channel.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkConfig {
-    /// A channel on which nothing was received for this long is tested with a ping, and is given up after three times as
-    /// long. 5 seconds.
+    /// Time without received bytes after which a ping is sent. The channel fails after three such
+    /// intervals. 5 seconds by default.
     pub keep_alive: Duration,
 }
 
@@ -48,41 +49,42 @@ impl Default for LinkConfig {
     }
 }
 
-/// A message, or a frame without payload, that has arrived whole.
+/// A complete message, or a complete control frame.
 #[derive(Debug)]
 pub(super) struct Incoming<'a> {
     pub(super) kind: Kind,
     pub(super) id: u64,
     pub(super) lane: u32,
-    /// Where it was read, for most messages.
+    /// The message's body; borrowed from the input buffer for most messages.
     pub(super) body: Cow<'a, [u8]>,
     pub(super) payload: Payload,
 }
 
-/// Where a payload is now.
+/// Payload of a message, by where it was received.
 #[derive(Debug)]
 pub(super) enum Payload {
     Bytes(Bytes),
     /// In the tensor.
     Written(InPlaceWrite),
-    /// In the buffer that the caller of a read gave.
+    /// In the buffer that the caller of a read passed.
     Read(BytesMut),
-    /// Dropped as it came: there was no room for it.
+    /// Dropped while it arrived, because there was no room for it.
     Refused(RpcError),
 }
 
-/// Where a large payload should go, as the side decides that knows its requests.
-pub(super) enum Target {
-    /// Nowhere in particular.
+/// Destination of a large payload, chosen by the endpoint, which knows its requests.
+pub(super) enum PayloadTarget {
+    /// A pooled buffer.
     Pool,
     Write(InPlaceWrite),
     /// A buffer of exactly the payload's length.
     Read(BytesMut),
 }
 
-/// A large payload that is being received into the place where it belongs.
+/// A large payload that is being received directly into its destination.
 ///
-/// A driver that must not hold the endpoint while it reads takes it out, fills it, and puts it back.
+/// A driver that must not lock the endpoint while it reads takes this value out, fills it, and puts
+/// it back.
 #[derive(Debug)]
 pub struct BulkRead {
     header: FrameHeader,
@@ -96,12 +98,12 @@ enum BulkTarget {
     Pool(PooledBuffer),
     Write(InPlaceWrite),
     Read(BytesMut),
-    /// Over and over, until the payload has passed.
+    /// One small buffer, overwritten until the whole payload has been read and dropped.
     Scrap(Box<[u8; BULK]>, RpcError),
 }
 
 impl BulkRead {
-    /// The part that has not been filled yet.
+    /// Returns the part that has not been filled yet.
     pub fn unfilled(&mut self) -> &mut [u8] {
         match &mut self.target {
             BulkTarget::Pool(buffer) => &mut buffer.as_mut()[self.filled..],
@@ -114,7 +116,7 @@ impl BulkRead {
         }
     }
 
-    /// The memory that was reserved for it.
+    /// Returns the memory in bytes that was reserved for this payload.
     fn reserved(&self) -> usize {
         match self.target {
             BulkTarget::Pool(_) => self.header.payload_len as usize,
@@ -122,7 +124,7 @@ impl BulkRead {
         }
     }
 
-    /// Says that the first `count` bytes of [`unfilled`](Self::unfilled) were read.
+    /// Records that the first `count` bytes of [`unfilled`](Self::unfilled) were read.
     pub fn advance(&mut self, count: usize) {
         self.filled += count;
         if let BulkTarget::Write(write) = &mut self.target {
@@ -135,21 +137,22 @@ impl BulkRead {
     }
 }
 
-/// A message of which more frames are to come.
+/// A message with frames still to come.
 #[derive(Debug, Default)]
-struct Partial {
+struct PartialMessage {
     kind: Option<Kind>,
     lane: u32,
     body: Vec<u8>,
     payload: BytesMut,
-    /// Of what has come so far, also of what was dropped.
+    /// Length received so far in bytes, including dropped bytes.
     len: usize,
-    /// Why what comes is dropped, if it is.
+    /// Reason why the message is dropped as it arrives, if it is.
     refused: Option<RpcError>,
 }
 
-impl Partial {
-    /// Drops what has come, and what will. Gives how much memory that was.
+impl PartialMessage {
+    /// Drops everything received so far and everything that still arrives. Returns the memory freed
+    /// in bytes.
     fn refuse(&mut self, error: RpcError) -> usize {
         let freed = self.held();
         (self.body, self.payload) = (Vec::new(), BytesMut::new());
@@ -162,28 +165,28 @@ impl Partial {
     }
 }
 
-/// The state that both sides keep.
+/// State that the client's and the server's endpoint share.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) output: Output,
     max_message: u64,
     chunk: usize,
     bulk: Option<BulkRead>,
-    partials: IdMap<Partial>,
-    /// What the partial messages take of the window.
+    partials: IdMap<PartialMessage>,
+    /// Bytes of the window that the partial messages take.
     partial_cost: u64,
     max_partial_cost: u64,
-    /// The memory that they take.
+    /// Memory in bytes that the partial messages take.
     partial_held: usize,
     pool: BufferPool,
     keep_alive: Duration,
-    /// When something was last received, or data of ours last moved.
+    /// Last time when bytes were received, or when data of this side moved out.
     last_life: Instant,
-    /// When the next ping is due, if nothing is received until then.
+    /// Time of the next ping, if nothing is received before.
     next_ping: Instant,
-    /// The pings that were sent since something was last received.
+    /// Number of pings sent since bytes were last received.
     pings: u32,
-    /// The highest number of a ping that was answered; those of the keep-alive have 0.
+    /// Highest number of a ping that was answered. The pings of the keep-alive have number 0.
     pub(super) last_pong: u64,
 }
 
@@ -208,12 +211,12 @@ impl Link {
         }
     }
 
-    /// Memory to read into directly, while a large payload is under way.
+    /// Returns memory to read into directly, while a large payload is being received.
     pub(super) fn bulk_target(&mut self) -> Option<&mut [u8]> {
         self.bulk.as_mut().map(BulkRead::unfilled)
     }
 
-    /// Says that the first `count` bytes of the bulk target were read.
+    /// Records that the first `count` bytes of the bulk target were read.
     pub(super) fn bulk_filled(&mut self, count: usize, now: Instant) -> Option<Result<Incoming<'static>>> {
         self.alive(now);
         let bulk = self.bulk.as_mut()?;
@@ -225,7 +228,7 @@ impl Link {
         self.bulk.take()
     }
 
-    /// Takes back what [`take_bulk`](Self::take_bulk) gave.
+    /// Takes back the payload that [`take_bulk`](Self::take_bulk) returned.
     pub(super) fn put_bulk(&mut self, bulk: BulkRead, now: Instant) -> Option<Result<Incoming<'static>>> {
         self.alive(now);
         self.bulk = Some(bulk);
@@ -247,23 +250,24 @@ impl Link {
         self.part(bulk.header, Cow::Owned(bulk.body), payload).transpose()
     }
 
-    /// Says that bytes were received.
+    /// Records that bytes were received.
     pub(super) fn alive(&mut self, now: Instant) {
         self.last_life = now;
         self.next_ping = now + self.keep_alive;
         self.pings = 0;
     }
 
-    /// Takes the next whole message from `input` behind the first `used` bytes, if there is one, and counts what it took
-    /// as used. `target` is asked where a large payload should go, `begins` whether a message of several frames may begin
-    /// beside that many others, and `room` whether the messages that are incomplete may take that many bytes together. Without
-    /// room a message is dropped as it comes.
+    /// Takes the next complete message from `input` behind the first `used` bytes, if there is one,
+    /// and adds the length consumed to `used`. `target` chooses the destination of a large payload.
+    /// `may_begin` decides if a message of several frames may begin beside that many other partial
+    /// messages. `room` decides if the incomplete messages may take that many bytes together.
+    /// Without room a message is dropped as it arrives.
     pub(super) fn next<'a>(
         &mut self,
         input: &'a [u8],
         used: &mut usize,
-        target: &mut dyn FnMut(&FrameHeader, &[u8]) -> Target,
-        begins: &dyn Fn(&FrameHeader, usize) -> Result<()>,
+        target: &mut dyn FnMut(&FrameHeader, &[u8]) -> PayloadTarget,
+        may_begin: &dyn Fn(&FrameHeader, usize) -> Result<()>,
         room: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<Option<Incoming<'a>>> {
         loop {
@@ -277,7 +281,7 @@ impl Link {
                 match self.finish_bulk() {
                     Some(message) => return message.map(Some),
                     None if self.bulk.is_some() => return Ok(None),
-                    // It was one part of a message.
+                    // The payload belonged to one frame of a message of several.
                     None => continue,
                 }
             }
@@ -290,18 +294,18 @@ impl Link {
             }
             self.check_size(&header)?;
             if header.more && !self.is_partial(&header) {
-                begins(&header, self.partials.len())?;
+                may_begin(&header, self.partials.len())?;
             }
             let body = &input[HEADER_LEN..HEADER_LEN + body_len];
             let whole = !header.more && !self.is_partial(&header);
             if is_bulk {
-                let target = match if whole { target(&header, body) } else { Target::Pool } {
-                    Target::Pool => match self.refusal(&header, room) {
+                let target = match if whole { target(&header, body) } else { PayloadTarget::Pool } {
+                    PayloadTarget::Pool => match self.refusal(&header, room) {
                         None => BulkTarget::Pool(self.pool.take(payload_len)),
                         Some(error) => BulkTarget::Scrap(Box::new([0; BULK]), error),
                     },
-                    Target::Write(write) => BulkTarget::Write(write),
-                    Target::Read(buffer) => BulkTarget::Read(buffer),
+                    PayloadTarget::Write(write) => BulkTarget::Write(write),
+                    PayloadTarget::Read(buffer) => BulkTarget::Read(buffer),
                 };
                 let body = body.to_vec();
                 *used += HEADER_LEN + body_len;
@@ -322,7 +326,8 @@ impl Link {
         }
     }
 
-    /// Why the payload of a frame is not kept: there is no room for it, or there was none for what came before.
+    /// Returns the reason to drop a frame's payload: no room for it, or for an earlier frame of its
+    /// message.
     fn refusal(&self, header: &FrameHeader, room: &mut dyn FnMut(u64) -> Result<()>) -> Option<RpcError> {
         let before = self.partials.get(&header.id).filter(|_| header.kind.is_data());
         let refused = before.and_then(|partial| partial.refused.clone());
@@ -330,17 +335,18 @@ impl Link {
         refused.or_else(|| room(held).err())
     }
 
-    /// Whether a frame goes on with a message that has begun. Control frames between its frames may bear the same number.
+    /// Returns true if a frame continues a partial message. Control frames between its frames may
+    /// have the same id.
     fn is_partial(&self, header: &FrameHeader) -> bool {
         header.kind.is_data() && self.partials.contains_key(&header.id)
     }
 
-    /// Checks the size of a message with its next frame, before anything is reserved for it.
+    /// Checks a message's size including its next frame, before memory is reserved for the frame.
     fn check_size(&self, header: &FrameHeader) -> Result<()> {
         let partial = self.partials.get(&header.id).filter(|_| header.kind.is_data());
         let before = partial.map_or(0, |partial| partial.len);
         let len = before as u64 + u64::from(header.body_len) + u64::from(header.payload_len);
-        // A little more than the limit is let through, because the sender may not count the body.
+        // Slightly more than the limit is accepted, because the sender may not count the body.
         if len > self.max_message.saturating_add(MAX_BODY_PART as u64) {
             let limit = self.max_message;
             return Err(RpcError::new(
@@ -354,14 +360,14 @@ impl Link {
                 let limit = self.max_partial_cost;
                 return Err(RpcError::new(
                     ErrorKind::Protocol,
-                    format!("{all} bytes under way, and credit for {limit}"),
+                    format!("{all} bytes of messages are in flight, above the credit of {limit}"),
                 ));
             }
         }
         Ok(())
     }
 
-    /// Takes a whole frame, and gives the message if this was its last.
+    /// Adds a frame to its message. Returns the message if this was its last frame.
     fn part<'a>(&mut self, header: FrameHeader, body: Cow<'a, [u8]>, payload: Payload) -> Result<Option<Incoming<'a>>> {
         let FrameHeader { kind, id, lane, more, .. } = header;
         if !more && !self.is_partial(&header) {
@@ -398,22 +404,22 @@ impl Link {
         Ok(Some(Incoming { kind, id, lane, body: Cow::Owned(partial.body), payload }))
     }
 
-    /// What the messages that have begun to arrive take of the window so far.
+    /// Returns the bytes of the window that the partial messages take so far.
     pub(super) fn partial_cost(&self) -> u64 {
         self.partial_cost
     }
 
-    /// The memory that messages take which have begun to arrive.
+    /// Returns the memory in bytes that partial messages and the bulk payload take.
     pub(super) fn held(&self) -> u64 {
         (self.partial_held + self.bulk.as_ref().map_or(0, BulkRead::reserved)) as u64
     }
 
-    /// How many messages have begun to arrive.
+    /// Returns the number of messages that have begun to arrive.
     pub(super) fn partial_count(&self) -> usize {
         self.partials.len()
     }
 
-    /// Whether a message has begun to arrive, as far as its head was seen.
+    /// Returns true if a message has begun to arrive, as far as its header was seen.
     pub(super) fn is_receiving(&self) -> bool {
         self.bulk.is_some() || !self.partials.is_empty()
     }
@@ -423,11 +429,12 @@ impl Link {
         self.output.control(header, body);
     }
 
-    /// Answers what needs no knowledge of requests. Gives the rest back.
+    /// Handles pings and pongs, which concern no request. Returns every other message.
     pub(super) fn handle_control<'a>(&mut self, incoming: Incoming<'a>) -> Option<Incoming<'a>> {
         match incoming.kind {
             Kind::Ping => {
-                // A peer that sends pings and reads nothing is not owed an answer to each: memory is bounded.
+                // A peer that sends pings and reads nothing does not get a pong for each: memory
+                // stays bounded.
                 if !self.output.is_full() {
                     self.control(Kind::Pong, incoming.id, &[]);
                 }
@@ -444,8 +451,8 @@ impl Link {
     pub(super) fn advance(&mut self, count: usize, now: Instant) {
         let data = self.output.data_pending;
         self.output.advance(count);
-        // While data of ours moves out the peer is at least reading. Pings and the like do not count, nor does the last
-        // of the data, because those only fill buffers on this side.
+        // While data of this side moves out, the peer is at least reading. Control frames do not
+        // count, nor does the last of the data, because those only fill buffers on this side.
         if data && self.output.data_pending {
             self.last_life = now;
         }
@@ -460,7 +467,8 @@ impl Link {
     }
 
     pub(super) fn handle_timeout(&mut self, now: Instant) -> Result<()> {
-        // Without the pings it was this side that was asleep, and what the peer has sent may not have been read yet.
+        // If the pings were not sent, this side was asleep, and bytes from the peer may be waiting
+        // unread.
         if now >= self.silent_at() && self.pings + 1 >= SILENT_INTERVALS {
             let limit = self.keep_alive * SILENT_INTERVALS;
             return Err(RpcError::new(ErrorKind::PeerSilent, format!("nothing was heard from the peer for {limit:?}")));
@@ -473,10 +481,10 @@ impl Link {
         Ok(())
     }
 
-    /// What an end of the stream means, where no orderly end was agreed.
+    /// Returns the error for an end of the stream without an orderly close.
     pub(super) fn end_of_stream(&self, input_left: usize) -> RpcError {
         let inside = input_left > 0 || self.is_receiving();
-        let when = if inside { "in the middle of a message" } else { "without a word" };
+        let when = if inside { "in the middle of a message" } else { "without closing the session" };
         RpcError::new(ErrorKind::PeerLost, format!("the peer closed the connection {when}"))
     }
 }

@@ -1,9 +1,10 @@
-//! Messages: requests and replies as body and payload.
+//! Messages: the encoding of requests and replies as body and payload.
 //!
-//! A request's body is an array of three: the operation's number, nil or a map of extras, and an array of the
-//! operation's fields in the order below. Extras that a receiver does not know are skipped: `d` is the time that is left
-//! until the deadline, in microseconds. A request that is made in a span has a fourth element: bin of 25 bytes, which are
-//! the trace id (16), the span id (8) and the flags (1) of W3C Trace Context; the ids are not all zero.
+//! A request's body is an array of three: the operation's number, nil or a map of extras, and an
+//! array of the operation's fields in the order below. A receiver skips extras that it does not
+//! know. Extra `d` is the time left until the deadline, in microseconds. A request made in a span
+//! has a fourth element, a `bin` of 25 bytes: trace id (16), span id (8) and flags (1) of W3C Trace
+//! Context. The ids are not all zero.
 //!
 //! | number | operation | fields |
 //! | --- | --- | --- |
@@ -21,7 +22,7 @@
 //! | 12 | load module | path, loader or nil |
 //! | 13 | module function | module, name |
 //!
-//! A reply's body is one value. An error's is a map, see [`RpcError`].
+//! A reply's body is one value. An error's body is a map, see [`RpcError`].
 
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,8 @@ use crate::session::{Lane, Operation, Request};
 use crate::trace::TraceContext;
 use crate::value::Value;
 
-/// A request as body and payload. Operations that are not requests on the wire (release, shutdown) give nothing.
+/// Encodes a request as body and payload. Operations that are no requests on the wire (release,
+/// shutdown) give empty ones.
 pub fn encode_request(request: &Request, now: Instant) -> (Vec<u8>, Vec<Bytes>) {
     let writer = write_request(request, now);
     (writer.body, writer.payload)
@@ -145,16 +147,16 @@ fn optionally<'a, T>(
     if reader.nil()? { Ok(None) } else { read(reader).map(Some) }
 }
 
-/// Reads what [`encode_request`] wrote.
+/// Decodes the output of [`encode_request`].
 ///
 /// # Errors
 ///
-/// Anything malformed. Nothing larger than the input is ever reserved.
+/// Malformed input. Never reserves more memory than the input's own size.
 pub fn decode_request(lane: Lane, body: &[u8], payload: Bytes, now: Instant) -> Result<Request, CodecError> {
     read_request(lane, body, payload, now).map(|(request, _)| request)
 }
 
-/// As [`decode_request`]; the number is that of the values in the request.
+/// Decodes a request like [`decode_request`], and also returns the number of values in it.
 pub(super) fn read_request(
     lane: Lane,
     body: &[u8],
@@ -175,7 +177,8 @@ pub(super) fn read_request(
             expect(2)?;
             let function = reader.handle()?;
             let count = reader.array()?;
-            // Not `with_capacity(count)`, which a peer chose: the vector grows with what is really there.
+            // Not `with_capacity(count)`, because the peer chose `count`: the vector grows with the
+            // values that are there.
             let args = (0..count).map(|_| reader.value(1)).collect::<Result<_, _>>()?;
             Operation::Call { function, args }
         }
@@ -235,12 +238,12 @@ pub(super) fn read_request(
     Ok((Request { lane, deadline, trace, operation }, values))
 }
 
-/// What stands in front of the fields.
+/// The part of a request in front of the operation's fields.
 struct Head {
-    /// The operation's.
+    /// Number of the operation.
     number: u64,
     deadline: Option<Instant>,
-    /// Whether a trace context follows the fields.
+    /// True if a trace context follows the fields.
     traced: bool,
 }
 
@@ -256,7 +259,7 @@ fn read_head(reader: &mut Reader<'_>, now: Instant) -> Result<Head, CodecError> 
         for _ in 0..reader.map()? {
             let key = reader.str()?;
             if key == "d" {
-                // A deadline beyond what the clock can hold is none.
+                // A deadline beyond the clock's range counts as none.
                 deadline = now.checked_add(Duration::from_micros(reader.uint()?));
             } else {
                 reader.value(0)?;
@@ -270,32 +273,33 @@ fn read_trace(reader: &mut Reader<'_>) -> Result<TraceContext, CodecError> {
     TraceContext::from_bytes(reader.bin()?).ok_or(CodecError::OutOfRange)
 }
 
-/// The body of a write whose payload has not been read: the tensor, the offset and the length of the bytes. `None` if the
-/// request is anything else.
+/// Reads the body of a write whose payload has not been received: the tensor, the offset and the
+/// length in bytes. Returns `None` for any other request.
 pub(super) fn peek_write(body: &[u8], now: Instant) -> Option<(crate::value::TensorRef, u64, u64)> {
     let mut reader = Reader::new(body, Bytes::new());
     let Head { number, deadline, traced } = read_head(&mut reader, now).ok()?;
-    // A write with a deadline goes the ordinary way, where deadlines are watched.
+    // A write with a deadline takes the ordinary path, where deadlines are watched.
     if number != 4 || deadline.is_some() || reader.array().ok()? != 3 {
         return None;
     }
     let (tensor, offset) = (reader.tensor().ok()?, reader.uint().ok()?);
     let len = reader.bytes_len().ok()?;
     if traced {
-        // Nothing that runs would see it.
+        // Checked and dropped: a write in place runs no function that could see the trace.
         read_trace(&mut reader).ok()?;
     }
     reader.finish().ok()?;
     Some((tensor, offset, len))
 }
 
-/// Whether the body of a reply is one bytes value of `len` bytes and nothing else.
+/// Returns true if the body of a reply is exactly one bytes value of `len` bytes.
 pub(super) fn is_bytes_reply(body: &[u8], len: u64) -> bool {
     let mut reader = Reader::new(body, Bytes::new());
     reader.bytes_len() == Ok(len) && reader.finish().is_ok()
 }
 
-/// A reply as body and payload; whether it is an error. A value that cannot cross becomes one.
+/// Encodes a reply as body, payload and a flag that is true for an error. A value that cannot be
+/// encoded becomes an error.
 pub fn encode_reply(outcome: &Result<Value, RpcError>) -> (Vec<u8>, Vec<Bytes>, bool) {
     let (writer, is_error) = write_reply(outcome);
     (writer.body, writer.payload, is_error)
@@ -316,16 +320,16 @@ pub(super) fn write_reply(outcome: &Result<Value, RpcError>) -> (Writer, bool) {
     (Writer { body: error, ..Writer::default() }, true)
 }
 
-/// Reads what [`encode_reply`] wrote.
+/// Decodes the output of [`encode_reply`].
 ///
 /// # Errors
 ///
-/// Anything malformed, as an error of the protocol; the inner result is the reply.
+/// A protocol error for malformed input. The inner result is the reply.
 pub fn decode_reply(is_error: bool, body: &[u8], payload: Bytes) -> Result<Result<Value, RpcError>, RpcError> {
     read_reply(is_error, body, payload).map(|(outcome, _)| outcome)
 }
 
-/// As [`decode_reply`]; the number is that of the values in the reply.
+/// Decodes a reply like [`decode_reply`], and also returns the number of values in it.
 pub(super) fn read_reply(
     is_error: bool,
     body: &[u8],

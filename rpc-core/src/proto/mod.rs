@@ -1,14 +1,17 @@
-//! The native protocol as state machines: bytes, calls and the time go in; bytes, events and the next timeout come out.
+//! The native protocol as state machines: bytes, calls and the current time go in; bytes, events
+//! and the next timeout come out.
 //!
-//! There is no socket, thread or clock in here. A driver owns one [`Handshake`] and then one [`ClientEndpoint`] or
-//! [`ServerEndpoint`] for each channel, and does this, in this order, whenever something has happened:
+//! This module has no sockets, threads or clock. A driver owns one [`Handshake`] and then one
+//! [`ClientEndpoint`] or [`ServerEndpoint`] for each channel. Whenever something has happened, it
+//! does these steps in this order:
 //!
-//! 1. **Input.** Bytes that were read go to `handle_input`, or, while `bulk_target` offers memory, straight into that
-//!    memory, followed by `bulk_filled`. Passed time goes to `handle_timeout`.
-//! 2. **Events.** `poll_event` until it is empty. Acting on one may add commands.
-//! 3. **Output.** `stage` moves what is queued to where `slices` shows it; what the channel takes is reported with
-//!    `advance`.
-//! 4. **Time.** `poll_timeout` says when to call `handle_timeout` next.
+//! 1. **Input.** Passes received bytes to `handle_input`, or, while `bulk_target` offers memory,
+//!    reads straight into that memory and calls `bulk_filled`. Passes the current time to
+//!    `handle_timeout`.
+//! 2. **Events.** Calls `poll_event` until it returns `None`. Handling an event may add commands.
+//! 3. **Output.** Calls `stage`, which moves queued frames to where `slices` shows them, and
+//!    reports the bytes that the channel took with `advance`.
+//! 4. **Time.** Calls `handle_timeout` no later than `poll_timeout` says.
 //!
 //! `PROTOCOL.md` at the root of the repository specifies the bytes.
 
@@ -32,4 +35,4 @@ pub use handshake::{
 };
 pub use link::{BulkRead, LinkConfig};
 pub use message::{decode_reply, decode_request, encode_reply, encode_request};
-pub use server::{Place, ServerEndpoint, ServerEvent};
+pub use server::{InPlaceWriter, ServerEndpoint, ServerEvent};

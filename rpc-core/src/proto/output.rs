@@ -1,4 +1,5 @@
-//! What is to be written: control frames first, then messages, frame by frame and lane by lane in turn.
+//! Queue of bytes to write: control frames first, then messages, frame by frame, with lanes taking
+//! turns.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -9,27 +10,29 @@ use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::ids::IdMap;
 use super::link::VALUE_SIZE;
 
-/// Staging stops at this many bytes, so that a control frame never waits behind much data.
+/// Bytes at which staging stops, so that a control frame never waits behind much data.
 const STAGE: usize = 512 << 10;
 
-/// A larger buffer for headers and bodies is not kept while there is nothing to write: an idle session should be small.
+/// Largest capacity of the buffer for headers and bodies that is kept while there is nothing to
+/// write, so that an idle session stays small.
 const TAIL_KEPT: usize = 16 << 10;
 
-/// Payloads from this size on are written from where they are; smaller ones are copied beside their header.
+/// Smallest payload in bytes that is written from where it is; smaller ones are copied behind their
+/// header.
 const BY_REFERENCE: usize = 4 << 10;
 
-/// A message on its way out.
+/// A message that is being sent.
 #[derive(Debug)]
 pub(super) struct Message {
     pub(super) kind: Kind,
     pub(super) id: u64,
     pub(super) lane: u32,
     body: Vec<u8>,
-    /// How much of the body has left.
+    /// Bytes of the body that were split off into frames already.
     body_sent: usize,
     payload: VecDeque<Bytes>,
     payload_len: usize,
-    /// Of the whole message: its length, or more if it has many values.
+    /// Size of the whole message: its length, or more if it has many values.
     pub(super) size: usize,
 }
 
@@ -49,28 +52,29 @@ impl Message {
     }
 }
 
-/// Messages with the same key leave in order, each whole before the next; those with different keys take turns.
+/// Key of a queue. Messages with the same key are sent in order, each whole before the next;
+/// different keys take turns.
 type OrderKey = u64;
 
-/// The outgoing side of a channel.
+/// Output queue of a channel.
 #[derive(Debug)]
 pub(super) struct Output {
     control: VecDeque<Vec<u8>>,
     queues: IdMap<VecDeque<Message>>,
-    /// The keys that have something to send, in turn.
+    /// Keys with messages to send, in turn.
     turns: VecDeque<OrderKey>,
-    /// Ready to be written, oldest first.
+    /// Bytes that are ready to be written, oldest first.
     staged: VecDeque<Bytes>,
-    /// The end of what is staged, still growing.
+    /// Last staged bytes, still growing.
     tail: Vec<u8>,
-    /// How much of the tail has been written.
+    /// Bytes of `tail` that have been written.
     tail_sent: usize,
     staged_len: usize,
-    /// The largest payload of a frame that the peer takes.
+    /// Largest payload of one frame that the peer accepts.
     chunk: usize,
-    /// Whether data, rather than control frames alone, is staged or waits.
+    /// True if messages, and not only control frames, are staged or queued.
     pub(super) data_pending: bool,
-    /// Messages of which a frame was staged in the last call of `stage` that was their last one.
+    /// Ids of messages whose last frame has been staged since the caller last drained this list.
     pub(super) sent: Vec<u64>,
 }
 
@@ -95,10 +99,10 @@ impl Output {
         self.control.push_back([&header.encode(), body].concat());
     }
 
-    /// Queues a message behind others of the same key.
+    /// Queues a message behind others with the same key.
     pub(super) fn message(&mut self, key: OrderKey, message: Message) {
         self.data_pending = true;
-        // Most messages are small, and nothing else waits: they need no queue.
+        // Fast path: most messages are small and find empty queues, so they are staged at once.
         if self.turns.is_empty() && self.control.is_empty() && self.staged_len < STAGE && self.is_one_frame(&message) {
             self.sent.push(message.id);
             self.stage_frame(message, false);
@@ -111,25 +115,25 @@ impl Output {
         queue.push_back(message);
     }
 
-    /// Takes a message that has not begun to leave out of its queue.
+    /// Removes a message from its queue, unless a part of it may have been sent.
     pub(super) fn remove(&mut self, key: OrderKey, id: u64) -> Option<Message> {
         let queue = self.queues.get_mut(&key)?;
-        // The first one may have left in part: it has to be finished.
+        // The first message may have been sent in part, so it has to be finished.
         let at = queue.iter().skip(1).position(|message| message.id == id)? + 1;
         queue.remove(at)
     }
 
-    /// Whether as much is staged as will be.
+    /// Returns true if no more is staged until bytes are written.
     pub(super) fn is_full(&self) -> bool {
         self.staged_len >= STAGE || self.control.len() >= STAGE / HEADER_LEN
     }
 
-    /// Whether messages wait that have not been staged whole.
+    /// Returns true if messages wait that have not been staged whole.
     pub(super) fn has_queued(&self) -> bool {
         !self.turns.is_empty()
     }
 
-    /// Whether nothing is left to write.
+    /// Returns true if nothing is left to write.
     pub(super) fn is_empty(&self) -> bool {
         self.staged_len == 0 && self.turns.is_empty() && self.control.is_empty()
     }
@@ -168,7 +172,7 @@ impl Output {
         message.body_left().len() <= MAX_BODY_PART && message.payload_len <= self.chunk
     }
 
-    /// The next frame's worth of a message that needs several.
+    /// Splits off the next frame of a message that needs several.
     fn split(&self, message: &mut Message) -> Message {
         let body = message.body_left();
         let body = body[..body.len().min(MAX_BODY_PART)].to_vec();
@@ -176,7 +180,7 @@ impl Output {
         let Message { kind, id, lane, .. } = *message;
         let mut part =
             Message { kind, id, lane, body, body_sent: 0, payload: VecDeque::new(), payload_len: 0, size: 0 };
-        // The body goes first, whole, so that a receiver knows what the payload belongs to.
+        // The whole body goes first, so that a receiver knows the request before its payload.
         while message.body_left().is_empty() && part.payload_len < self.chunk {
             let Some(piece) = message.payload.front_mut() else { break };
             let taken = piece.split_to(piece.len().min(self.chunk - part.payload_len));
@@ -213,7 +217,7 @@ impl Output {
         }
     }
 
-    /// Moves the tail behind the rest, because something follows that is not copied.
+    /// Moves the tail behind the staged bytes, because a piece follows that is not copied.
     fn stage_tail(&mut self) {
         if self.tail_sent < self.tail.len() {
             let mut tail = Bytes::from(std::mem::take(&mut self.tail));
@@ -222,7 +226,8 @@ impl Output {
         }
     }
 
-    /// What is staged, for a vectored write. Returns how many slices were filled.
+    /// Fills `slices` with the staged bytes, for a vectored write. Returns the number of slices
+    /// filled.
     pub(super) fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
         let tail = (self.tail_sent < self.tail.len()).then_some(&self.tail[self.tail_sent..]);
         let mut count = 0;
@@ -233,7 +238,7 @@ impl Output {
         count
     }
 
-    /// Says that the first `count` staged bytes were written.
+    /// Records that the first `count` staged bytes were written.
     pub(super) fn advance(&mut self, mut count: usize) {
         self.staged_len -= count.min(self.staged_len);
         while count > 0 {

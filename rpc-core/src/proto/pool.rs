@@ -1,29 +1,30 @@
-//! Buffers for received payloads, used again and again: memory that has been touched is several times faster than fresh.
+//! Pool of buffers for received payloads: reused memory is several times faster than fresh memory.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 
-/// How many idle buffers are kept: what one copy has under way.
+/// Idle buffers that are kept: as many as one copy has in flight.
 const KEPT: usize = 8;
 
-/// Buffers below this are not worth keeping.
+/// Smallest capacity in bytes of a buffer that is kept.
 const MIN: usize = 64 << 10;
 
-/// Keeps buffers that were given back. Cheap to clone; clones are the same pool.
+/// Pool of idle buffers. Clones share the same pool.
 #[derive(Clone, Debug, Default)]
 pub(super) struct BufferPool(Arc<Mutex<Vec<Vec<u8>>>>);
 
 impl BufferPool {
-    /// An initialised buffer of `len` bytes with whatever content.
+    /// Returns an initialised buffer of `len` bytes. Its content is unspecified.
     pub(super) fn take(&self, len: usize) -> PooledBuffer {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = kept.iter().position(|buffer| buffer.capacity() >= len && buffer.capacity() <= 2 * len.max(MIN));
-        let found = place.map(|place| kept.swap_remove(place));
+        let position = kept.iter().position(|buffer| buffer.capacity() >= len && buffer.capacity() <= 2 * len.max(MIN));
+        let found = position.map(|position| kept.swap_remove(position));
         drop(kept);
         let buffer = match found {
             Some(mut buffer) => {
-                // Shrinking is free, and growing only writes what has not been written before.
+                // Shrinking is free, and growing only writes bytes that have not been written
+                // before.
                 buffer.resize(len, 0);
                 buffer
             }
@@ -33,7 +34,7 @@ impl BufferPool {
     }
 }
 
-/// A buffer that goes back to its pool when it is dropped.
+/// A buffer that returns to its pool when it is dropped.
 #[derive(Debug)]
 pub(super) struct PooledBuffer {
     buffer: Vec<u8>,
@@ -41,7 +42,7 @@ pub(super) struct PooledBuffer {
 }
 
 impl PooledBuffer {
-    /// The buffer as shared bytes; it goes back when the last clone is dropped.
+    /// Converts the buffer to shared bytes. It returns to the pool when the last clone is dropped.
     pub(super) fn into_bytes(self) -> Bytes {
         Bytes::from_owner(self)
     }

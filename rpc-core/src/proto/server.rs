@@ -1,4 +1,5 @@
-//! The server's side of a session: requests in, one terminal reply out for each.
+//! The server's endpoint of a session: receives requests and sends exactly one terminal reply for
+//! each.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -12,7 +13,7 @@ use super::codec::CodecError;
 use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
 use super::ids::IdMap;
-use super::link::{Incoming, Link, LinkConfig, Payload, Target, VALUE_SIZE, cost};
+use super::link::{Incoming, Link, LinkConfig, Payload, PayloadTarget, VALUE_SIZE, cost};
 use super::message::{peek_write, read_request, write_reply};
 use super::output::Message;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -22,93 +23,99 @@ use crate::reply::Outcome;
 use crate::session::{InPlaceWrite, Lane, Request};
 use crate::value::{TensorRef, Value};
 
-/// How many of the client's windows replies may fill that have not left. From one on no further requests are begun; those
-/// that run then may still reply, and fail beyond this.
+/// Largest number of client windows that unsent replies may fill. From one window on, no further
+/// requests are begun; the replies of requests that run already fail beyond this number.
 const BACKLOG_WINDOWS: u64 = 8;
 
-/// How many chunks a session may have queued that do not count against what all sessions may: what one copy has under way.
+/// Chunks that a session may queue without counting against the limit of all sessions: as many as
+/// one copy has in flight.
 const FREE_CHUNKS: u64 = 8;
 
-/// Of what all sessions may have queued, each takes in such steps.
+/// Step in bytes by which a session reserves from the limit of all sessions.
 const LEASE_STEP: u64 = 256 << 10;
 
-/// The number of the ping that follows a `GoAway`.
+/// Number of the ping that follows a `GoAway`.
 const DRAIN_PING: u64 = 1;
 
-/// What the driver is told.
+/// Event for the driver.
 #[derive(Debug)]
 pub enum ServerEvent {
-    /// A request: submit it, in the order of these events, and answer it with [`ServerEndpoint::reply`].
+    /// A request: submit it, in the order of these events, and answer it with
+    /// [`ServerEndpoint::reply`].
     Request {
-        /// The request's number.
+        /// Id of the request.
         id: u64,
         /// The request.
         request: Request,
     },
     /// A write that was received in place: drop it, and answer it.
     Written {
-        /// The request's number.
+        /// Id of the request.
         id: u64,
-        /// The write, filled.
+        /// The filled write.
         write: InPlaceWrite,
     },
-    /// The caller does not wait for the request any more; it is still to be answered.
+    /// The caller no longer waits for the request. It must still be answered.
     Cancel {
-        /// The request's number.
+        /// Id of the request.
         id: u64,
     },
-    /// Objects that the client has let go.
+    /// Objects that the client has released.
     Release {
-        /// Their handles.
+        /// Handles of the objects.
         handles: Vec<Handle>,
     },
-    /// The client has finished: end the session, and close with [`ServerEndpoint::close`].
+    /// The client has closed the session: end it, and call [`ServerEndpoint::close`].
     Close,
 }
 
-/// Offers memory for a write that is about to arrive; see [`RpcSession::write_in_place`](crate::RpcSession::write_in_place).
-pub type Place<'a> = &'a mut dyn FnMut(Lane, &TensorRef, u64, u64) -> Option<InPlaceWrite>;
+/// Function that offers memory for a write that is about to arrive; see
+/// [`RpcSession::write_in_place`](crate::RpcSession::write_in_place).
+pub type InPlaceWriter<'a> = &'a mut dyn FnMut(Lane, &TensorRef, u64, u64) -> Option<InPlaceWrite>;
 
-/// The server's side of one session.
+/// The server's endpoint of one session.
 pub struct ServerEndpoint {
     link: Link,
     max_requests: usize,
-    /// What the client may have under way in large requests, and has.
+    /// Bytes of large requests that the client may have in flight.
     window: u64,
+    /// Bytes of `window` that are in use.
     used: u64,
-    /// What those of them take that are not answered.
-    asked: u64,
-    /// What the requests and replies that are queued here take in memory, counted against a limit of all sessions.
-    queued: Queued,
-    /// What we may still send in large replies.
+    /// Part of `used` that belongs to unanswered requests.
+    unanswered: u64,
+    /// Memory of the requests and replies queued here, counted against the limit of all sessions.
+    queued: QueuedMemory,
+    /// Bytes of large replies that may still be sent.
     reply_window: u64,
     max_reply: u64,
     in_flight: IdMap<u64>,
-    /// Replies that have not left whole. A client that keeps to its credit has not seen them.
+    /// Number of replies that have not been sent whole. A client that keeps to its credit has not
+    /// seen them.
     unsent: usize,
-    /// What large requests and their replies, which have not left whole, still take: of the window, and of memory.
+    /// Costs of large requests and their replies, until the reply has been sent whole: bytes of the
+    /// window, bytes of memory.
     unsent_costs: IdMap<(u64, u64)>,
-    /// The sum of the latter.
+    /// Sum of the bytes of memory in `unsent_costs`.
     backlog: u64,
-    /// From which backlog on requests wait.
+    /// Backlog above which requests wait, in bytes.
     max_backlog: u64,
     large_replies: VecDeque<Message>,
     events: VecDeque<ServerEvent>,
     closed: bool,
-    /// Our last word, while it waits for replies to leave.
-    last_word: Option<Vec<u8>>,
+    /// Body of the final `Close` frame, while it waits for replies to be sent.
+    close_body: Option<Vec<u8>>,
 }
 
 impl ServerEndpoint {
-    /// The endpoint behind a handshake in which this side became the server.
+    /// Creates the endpoint after a handshake in which this side became the server.
     pub fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
         Self {
             link: Link::new(negotiated, config, now),
             max_requests: negotiated.ours.max_requests as usize,
             window: negotiated.ours.window,
             used: 0,
-            asked: 0,
-            queued: Queued { free: FREE_CHUNKS * u64::from(negotiated.ours.chunk), ..Queued::default() },
+            unanswered: 0,
+            queued: QueuedMemory { free: FREE_CHUNKS * u64::from(negotiated.ours.chunk), ..QueuedMemory::default() },
             reply_window: negotiated.theirs.window,
             max_reply: negotiated.theirs.max_message,
             in_flight: IdMap::default(),
@@ -119,48 +126,51 @@ impl ServerEndpoint {
             large_replies: VecDeque::new(),
             events: VecDeque::new(),
             closed: false,
-            last_word: None,
+            close_body: None,
         }
     }
 
-    /// Counts what is queued here against `quota`, too, beyond what one copy has under way: eight chunks. Requests and replies
-    /// that find no room fail with [`LimitExceeded`](ErrorKind::LimitExceeded), and the session goes on.
+    /// Counts queued memory against `quota`, too, beyond the eight chunks that one copy has in
+    /// flight. Requests and replies that find no room fail with
+    /// [`LimitExceeded`](ErrorKind::LimitExceeded), and the session continues.
     #[must_use]
     pub fn with_quota(mut self, quota: Arc<MemoryQuota>) -> Self {
         self.queued.quota = Some(quota);
         self
     }
 
-    /// Takes what was read, and at most one message of it, so that the driver can act on each in turn: call it until it
-    /// says `false`. What is left in `input` then is the beginning of a frame: keep it, and append to it. `place` is asked
-    /// for memory when a large write arrives.
+    /// Handles at most one message of the received bytes, so that the driver can act on each in
+    /// turn: call it until it returns `false`. The rest that stays in `input` then is the beginning
+    /// of a frame: append the next bytes to it. `in_place` is asked for memory when a large write
+    /// arrives.
     ///
     /// # Errors
     ///
     /// The peer broke the protocol: call [`close`](Self::close) with the error.
-    pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant, place: Place<'_>) -> Result<bool> {
+    pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant, in_place: InPlaceWriter<'_>) -> Result<bool> {
         self.link.alive(now);
         self.note_sent();
         let in_flight = &self.in_flight;
-        let holds_back = !self.events.is_empty();
+        let holds_events_back = !self.events.is_empty();
         let mut target = |header: &FrameHeader, body: &[u8]| {
-            // What is held back is not known to whoever offers the place, and goes before it.
-            if header.kind != Kind::Request || in_flight.contains_key(&header.id) || holds_back {
-                return Target::Pool;
+            // Requests held back here are not known to the session yet, and must run before an
+            // in-place write.
+            if header.kind != Kind::Request || in_flight.contains_key(&header.id) || holds_events_back {
+                return PayloadTarget::Pool;
             }
             let write = peek_write(body, now).filter(|(_, _, len)| *len == u64::from(header.payload_len));
-            let write = write.and_then(|(to, offset, len)| place(Lane(header.lane), &to, offset, len));
-            write.map_or(Target::Pool, Target::Write)
+            let write = write.and_then(|(to, offset, len)| in_place(Lane(header.lane), &to, offset, len));
+            write.map_or(PayloadTarget::Pool, PayloadTarget::Write)
         };
         let begun = self.in_flight.len() + self.unsent;
         let max_requests = self.max_requests;
-        let begins = |_: &FrameHeader, partial: usize| {
+        let may_begin = |_: &FrameHeader, partial: usize| {
             if begun + partial < max_requests { Ok(()) } else { Err(too_many(max_requests)) }
         };
         let mut used = 0;
-        let (queued, here) = (&mut self.queued, self.asked + self.backlog);
+        let (queued, here) = (&mut self.queued, self.unanswered + self.backlog);
         let mut room = |arriving: u64| queued.cover(here + arriving);
-        let handled = match self.link.next(input, &mut used, &mut target, &begins, &mut room)? {
+        let handled = match self.link.next(input, &mut used, &mut target, &may_begin, &mut room)? {
             Some(incoming) => self.handle(incoming, now).map(|()| true),
             None => Ok(false),
         };
@@ -168,12 +178,12 @@ impl ServerEndpoint {
         handled
     }
 
-    /// Memory to read into directly, while a large payload is under way.
+    /// Returns memory to read into directly, while a large payload is being received.
     pub fn bulk_target(&mut self) -> Option<&mut [u8]> {
         self.link.bulk_target()
     }
 
-    /// Says that the first `count` bytes of the bulk target were read.
+    /// Records that the first `count` bytes of the bulk target were read.
     ///
     /// # Errors
     ///
@@ -185,12 +195,13 @@ impl ServerEndpoint {
         }
     }
 
-    /// What it means that the peer has closed its side. `input_left` is the length of what could not be used.
+    /// Returns the error for an end of the peer's stream. `input_left` is the number of received
+    /// bytes that could not be used.
     pub fn end_of_stream(&self, input_left: usize) -> RpcError {
         self.link.end_of_stream(input_left)
     }
 
-    /// Time has passed.
+    /// Handles the passage of time: the keep-alive.
     ///
     /// # Errors
     ///
@@ -199,11 +210,11 @@ impl ServerEndpoint {
         self.link.handle_timeout(now)
     }
 
-    /// Answers a request. If the answer cannot be sent the caller gets an error instead, and the value comes back, for its
-    /// objects to be freed.
+    /// Answers a request. If the outcome cannot be sent, the caller gets an error instead, and the
+    /// value is returned, so that its objects can be freed.
     pub fn reply(&mut self, id: u64, outcome: Outcome) -> Option<Value> {
         let Some(cost_of_request) = self.in_flight.remove(&id) else { return outcome.ok() };
-        self.asked -= cost_of_request;
+        self.unanswered -= cost_of_request;
         if self.closed {
             self.used -= cost_of_request;
             return outcome.ok();
@@ -245,49 +256,52 @@ impl ServerEndpoint {
         if rejected { outcome.ok() } else { None }
     }
 
-    /// Tells the client to make no new requests. Those that it made before it hears of this are still served: see
-    /// [`is_drained`](Self::is_drained).
+    /// Tells the client to make no new requests. Requests that it made before it received this are
+    /// still served: see [`is_drained`](Self::is_drained).
     pub fn go_away(&mut self, reason: &RpcError) {
         self.link.control(Kind::GoAway, 0, &reason.to_wire());
-        // The answer to this ping comes behind everything that the client sent before it read the above.
+        // The pong to this ping arrives behind everything that the client sent before it read the
+        // `GoAway`.
         self.link.control(Kind::Ping, DRAIN_PING, &[]);
     }
 
-    /// Whether the client has heard of [`go_away`](Self::go_away), and all that it asked before is answered and written.
+    /// Returns true once the client has received [`go_away`](Self::go_away) and every request made
+    /// before is answered and written.
     pub fn is_drained(&self) -> bool {
         self.link.last_pong == DRAIN_PING && self.is_idle()
     }
 
-    /// The request whose reply waits for the client's credit alone: all that is ahead of it has been written.
+    /// Returns the request whose reply waits only for the client's credit: everything ahead of it
+    /// has been written.
     pub fn held_back(&self) -> Option<u64> {
         self.large_replies.front().filter(|_| self.is_flushed()).map(|message| message.id)
     }
 
-    /// Whether everything that the client has asked so far is answered and written.
+    /// Returns true if every request received so far is answered and written.
     pub fn is_idle(&self) -> bool {
         self.in_flight.is_empty() && self.large_replies.is_empty() && !self.link.is_receiving() && self.is_flushed()
     }
 
-    /// Whether a message has begun to arrive, as far as its head was seen.
+    /// Returns true if a message has begun to arrive, as far as its header was seen.
     pub fn is_receiving(&self) -> bool {
         self.link.is_receiving()
     }
 
-    /// Ends the session. With an `error`, the client is told why. Replies that were given are still sent before, unless
-    /// the client broke the protocol.
+    /// Ends the session. With an `error`, the client is told the reason. Replies that were given
+    /// are still sent before, unless the client broke the protocol.
     pub fn close(&mut self, error: Option<&RpcError>) {
         if !std::mem::replace(&mut self.closed, true) {
             let body = error.map(RpcError::to_wire).unwrap_or_default();
             if error.is_some_and(|error| error.kind() == ErrorKind::Protocol) {
                 self.link.control(Kind::Close, 0, &body);
             } else {
-                self.last_word = Some(body);
+                self.close_body = Some(body);
             }
         }
     }
 
-    /// The next thing to know. While much of what was replied has not left, requests wait, and what follows them: call again
-    /// when more has been written.
+    /// Returns the next event. While the backlog of unsent replies is too large, requests are held
+    /// back, and releases behind them: call again when more has been written.
     pub fn poll_event(&mut self) -> Option<ServerEvent> {
         if self.backlog > self.max_backlog
             && let Some(ServerEvent::Request { .. } | ServerEvent::Release { .. }) = self.events.front()
@@ -297,39 +311,40 @@ impl ServerEndpoint {
         self.events.pop_front()
     }
 
-    /// Moves what is queued to where [`slices`](Self::slices) shows it.
+    /// Moves queued frames to where [`slices`](Self::slices) shows them.
     pub fn stage(&mut self) {
         self.link.output.stage();
         self.note_sent();
         if !self.link.output.has_queued()
-            && let Some(body) = self.last_word.take()
+            && let Some(body) = self.close_body.take()
         {
             self.link.control(Kind::Close, 0, &body);
             self.link.output.stage();
         }
     }
 
-    /// What is to be written, for a vectored write. Returns how many slices were filled.
+    /// Fills `slices` with the bytes to write, for a vectored write. Returns the number of slices
+    /// filled.
     pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
         self.link.output.slices(slices)
     }
 
-    /// Says that the first `count` bytes of the slices were written.
+    /// Records that the first `count` bytes of the slices were written.
     pub fn advance(&mut self, count: usize, now: Instant) {
         self.link.advance(count, now);
     }
 
-    /// Whether nothing is left to write.
+    /// Returns true if nothing is left to write.
     pub fn is_flushed(&self) -> bool {
-        self.link.output.is_empty() && self.last_word.is_none()
+        self.link.output.is_empty() && self.close_body.is_none()
     }
 
-    /// When to call [`handle_timeout`](Self::handle_timeout).
+    /// Returns the time when [`handle_timeout`](Self::handle_timeout) must be called next.
     pub fn poll_timeout(&self) -> Instant {
         self.link.poll_timeout()
     }
 
-    /// How many requests have not been answered.
+    /// Returns the number of requests that have not been answered.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
     }
@@ -347,7 +362,7 @@ impl ServerEndpoint {
                     let error = RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began");
                     self.reply(id, Err(error));
                 } else {
-                    // Past what is held back.
+                    // In front, so that it passes the events that are held back.
                     self.events.push_front(ServerEvent::Cancel { id });
                 }
             }
@@ -378,14 +393,17 @@ impl ServerEndpoint {
                 }
                 self.events.push_back(ServerEvent::Close);
             }
-            kind => return Err(RpcError::new(ErrorKind::Protocol, format!("a client does not send {kind:?}"))),
+            kind => {
+                let text = format!("the peer sent a {kind:?} frame, which a client must not send");
+                return Err(RpcError::new(ErrorKind::Protocol, text));
+            }
         }
         self.check_window()
     }
 
-    /// The memory that requests and replies take which are queued here.
+    /// Returns the memory in bytes of the requests and replies that are queued here.
     fn queued_bytes(&self) -> u64 {
-        self.asked + self.backlog + self.link.held()
+        self.unanswered + self.backlog + self.link.held()
     }
 
     fn note_sent(&mut self) {
@@ -400,7 +418,7 @@ impl ServerEndpoint {
                 self.backlog -= reply;
             }
         }
-        self.queued.settle(self.asked + self.backlog + self.link.held());
+        self.queued.settle(self.unanswered + self.backlog + self.link.held());
     }
 
     fn check_window(&mut self) -> Result<()> {
@@ -410,7 +428,7 @@ impl ServerEndpoint {
         if used > self.window.saturating_add(MAX_BODY_PART as u64) {
             return Err(RpcError::new(
                 ErrorKind::Protocol,
-                format!("{used} bytes under way, and credit for {}", self.window),
+                format!("{used} bytes of requests are in flight, above the credit of {}", self.window),
             ));
         }
         if requests > self.max_requests { Err(too_many(self.max_requests)) } else { Ok(()) }
@@ -430,7 +448,7 @@ impl ServerEndpoint {
                     Err(error) => (len, Err(error)),
                 }
             }
-            Payload::Read(_) => return Err(RpcError::internal("a request was received as a read")),
+            Payload::Read(_) => return Err(RpcError::internal("the payload of a request was received as a read")),
             Payload::Refused(error) => {
                 self.in_flight.insert(id, 0);
                 drop(self.reply(id, Err(error.context("the request found no room"))));
@@ -439,7 +457,7 @@ impl ServerEndpoint {
         };
         let cost = cost(size);
         self.used += cost;
-        self.asked += cost;
+        self.unanswered += cost;
         self.in_flight.insert(id, cost);
         if cost > 0
             && let Err(error) = self.queued.cover(self.queued_bytes())
@@ -449,7 +467,7 @@ impl ServerEndpoint {
         }
         match event {
             Ok(event) => self.events.push_back(event),
-            // Something that a later version may know concerns nobody but its caller.
+            // An operation of a later version is an error of that request alone.
             Err(error @ CodecError::UnknownOperation(_)) => drop(self.reply(id, Err(error.into()))),
             Err(error) => return Err(error.into()),
         }
@@ -457,25 +475,25 @@ impl ServerEndpoint {
     }
 }
 
-/// What a session has queued, counted against what all sessions may.
+/// Memory that one session has queued, counted against the limit of all sessions.
 #[derive(Debug, Default)]
-struct Queued {
+struct QueuedMemory {
     quota: Option<Arc<MemoryQuota>>,
-    /// What does not count.
+    /// Bytes that are not counted.
     free: u64,
     lease: Option<MemoryLease>,
     leased: u64,
 }
 
-impl Queued {
-    /// Makes sure that `bytes` may be queued.
+impl QueuedMemory {
+    /// Reserves memory for `bytes` queued bytes in total.
     fn cover(&mut self, bytes: u64) -> Result<()> {
         let Some(quota) = &self.quota else { return Ok(()) };
         let wanted = bytes.saturating_sub(self.free);
         if wanted <= self.leased {
             return Ok(());
         }
-        // In steps, because each is seen by all sessions.
+        // In steps, because every change is seen by all sessions.
         let wanted = wanted.next_multiple_of(LEASE_STEP);
         match &mut self.lease {
             Some(lease) => lease.resize(wanted)?,
@@ -485,7 +503,7 @@ impl Queued {
         Ok(())
     }
 
-    /// Gives back what is not needed for `bytes`.
+    /// Returns the memory that is not needed for `bytes` queued bytes in total.
     fn settle(&mut self, bytes: u64) {
         let wanted = bytes.saturating_sub(self.free).next_multiple_of(LEASE_STEP);
         if wanted >= self.leased {
@@ -501,7 +519,8 @@ impl Queued {
 }
 
 fn too_many(limit: usize) -> RpcError {
-    RpcError::new(ErrorKind::Protocol, format!("more requests under way than the {limit} that there is credit for"))
+    let text = format!("more requests are in flight than the credit of {limit} allows");
+    RpcError::new(ErrorKind::Protocol, text)
 }
 
 impl std::fmt::Debug for ServerEndpoint {

@@ -575,8 +575,8 @@ fn the_end_of_the_stream_means_three_things() {
         pair
     };
     let between = lost(|_| ());
-    assert!(between.ended.as_ref().unwrap().message().contains("without a word"));
-    assert!(between.server_error.as_ref().unwrap().message().contains("without a word"));
+    assert!(between.ended.as_ref().unwrap().message().contains("without closing the session"));
+    assert!(between.server_error.as_ref().unwrap().message().contains("without closing the session"));
     // Those that were sent may have run, and the one that waited has not.
     assert!((1..=2).all(|id| between.error(id).request_may_have_run()));
     assert!(between.error(3).is_retryable());

@@ -1,4 +1,4 @@
-//! Golden bytes and round trips of messages.
+//! Tests of the message encoding: golden bytes and round trips.
 
 use super::*;
 use crate::dlpack::{DataType, Device};
@@ -36,7 +36,7 @@ fn check(operation: Operation, golden: &str, payload_len: usize) {
     assert_eq!(format!("{back:?}"), format!("{request:?}"));
 }
 
-/// Each message's bytes, frozen: whoever wrote a peer from the specification relies on them.
+/// Golden bytes of each message: peers written from the specification rely on them.
 #[test]
 fn golden_requests() {
     let function = Handle::from_bits(0xfeed);
@@ -208,7 +208,7 @@ fn nesting_beyond_the_limit_is_refused() {
     assert_eq!(decode_value(&body, Bytes::new()), Err(CodecError::TooDeep));
     assert!(decode_value(&body[1..], Bytes::new()).is_ok());
     assert!(decode_value(&vec![0x91; 10_000_000], Bytes::new()).is_err());
-    // Keys nest as values do.
+    // Keys count towards the nesting depth, as values do.
     for (deeper, behind) in [(&[0x81, 0xc0][..], 0), (&[0x81], crate::value::MAX_DEPTH + 1)] {
         let mut body = deeper.repeat(crate::value::MAX_DEPTH + 1);
         body.extend(vec![0xc0; 1 + behind]);
@@ -219,7 +219,7 @@ fn nesting_beyond_the_limit_is_refused() {
 }
 
 #[test]
-fn what_is_too_deep_is_not_sent() {
+fn values_nested_too_deeply_are_not_sent() {
     let nest = |depth, wrap: fn(Value) -> Value| (0..depth).fold(Value::Null, |inner, _| wrap(inner));
     let wraps: [fn(Value) -> Value; 3] = [
         |inner| Value::List(vec![inner]),
@@ -237,7 +237,7 @@ fn what_is_too_deep_is_not_sent() {
 }
 
 #[test]
-fn maps_of_any_length_come_back_and_a_length_that_lies_is_found_out() {
+fn maps_of_any_length_round_trip_and_a_length_beyond_the_body_is_refused() {
     for (len, marker) in [(15, 0x8f), (16, 0xde), (0xffff, 0xde), (0x1_0000, 0xdf)] {
         let map = Value::Map((0..len).map(|n| (Value::Int(n), Value::Bool(n % 2 == 0))).collect());
         let (body, _) = encode_value(&map);
