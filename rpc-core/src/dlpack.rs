@@ -1,7 +1,7 @@
-//! Devices and data types by DLPack's numbers, and the arithmetic of tensor layouts.
+//! DLPack's devices and data types, by its numbers, and the arithmetic of tensor layouts.
 //!
-//! The numbers are those of `dlpack.h` (`DLDeviceType`, `DLDataTypeCode`), so that a tensor's description can be
-//! handed to any DLPack consumer unchanged.
+//! The numbers are those of `dlpack.h` (`DLDeviceType`, `DLDataTypeCode`), so that a tensor's
+//! description can be passed to any DLPack consumer unchanged.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, RpcError};
 
-/// The kind of a device: DLPack's `DLDeviceType`. Any number is carried; the known ones have names.
+/// Kind of a device: DLPack's `DLDeviceType`. Any number is carried; the known ones have names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DeviceType(pub i32);
@@ -20,10 +20,10 @@ macro_rules! device_types {
         impl DeviceType {
             $($(#[$doc])* pub const $constant: Self = Self($code);)*
 
-            /// Those that have a name, by number.
+            /// Kinds that have a name, by number.
             pub const KNOWN: &[Self] = &[$(Self::$constant,)*];
 
-            /// The usual name, if the number is a known one.
+            /// Returns the usual name, if the number is a known one.
             pub const fn name(self) -> Option<&'static str> {
                 match self.0 {
                     $($code => Some($name),)*
@@ -96,27 +96,27 @@ impl FromStr for DeviceType {
     }
 }
 
-/// One device of a session: DLPack's `DLDevice`. Written `cpu:0`, or `cuda` for `cuda:0`.
+/// A device of a session: DLPack's `DLDevice`. Written `cpu:0`, or `cuda` for `cuda:0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Device {
-    /// What kind of device.
+    /// Kind of the device.
     pub kind: DeviceType,
-    /// Which one of that kind, from 0.
+    /// Index among the devices of that kind, from 0.
     pub index: i32,
 }
 
 impl Device {
-    /// The device `index` of `kind`.
+    /// Returns the device `index` of `kind`.
     pub const fn new(kind: DeviceType, index: i32) -> Self {
         Self { kind, index }
     }
 
-    /// Host memory of the session, `cpu:0`.
+    /// Returns the session's host memory, `cpu:0`.
     pub const fn cpu() -> Self {
         Self::new(DeviceType::CPU, 0)
     }
 
-    /// The NVIDIA GPU number `index`.
+    /// Returns the NVIDIA GPU number `index`.
     pub const fn cuda(index: i32) -> Self {
         Self::new(DeviceType::CUDA, index)
     }
@@ -139,7 +139,7 @@ impl FromStr for Device {
     }
 }
 
-/// The class of a data type: DLPack's `DLDataTypeCode`.
+/// Class of a data type: DLPack's `DLDataTypeCode`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DataTypeCode(pub u8);
@@ -183,7 +183,7 @@ impl DataTypeCode {
     pub const FLOAT4_E2M1FN: Self = Self(17);
 }
 
-/// The floating-point formats whose names carry their width, with the usual spelling.
+/// Floating-point formats whose names contain their width, in the usual spelling.
 const NAMED_FLOATS: [(&str, DataTypeCode, u8); 11] = [
     ("float8_e3m4", DataTypeCode::FLOAT8_E3M4, 8),
     ("float8_e4m3", DataTypeCode::FLOAT8_E4M3, 8),
@@ -198,10 +198,11 @@ const NAMED_FLOATS: [(&str, DataTypeCode, u8); 11] = [
     ("float4_e2m1fn", DataTypeCode::FLOAT4_E2M1FN, 4),
 ];
 
-/// The type of a tensor's elements: DLPack's `DLDataType`. Written `float32`, `int8`, `bfloat16`, `float16x4`.
+/// Type of a tensor's elements: DLPack's `DLDataType`. Written `float32`, `int8`, `bfloat16`,
+/// `float16x4`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DataType {
-    /// Integer, float, …
+    /// Class: integer, float and so on.
     pub code: DataTypeCode,
     /// Bits of one lane.
     pub bits: u8,
@@ -247,17 +248,18 @@ data_types! {
 }
 
 impl DataType {
-    /// A scalar type.
+    /// Returns a scalar type.
     pub const fn new(code: DataTypeCode, bits: u8) -> Self {
         Self { code, bits, lanes: 1 }
     }
 
-    /// The bits of one element, all lanes together.
+    /// Returns the bits of one element, all lanes together.
     pub const fn bits_per_element(self) -> u64 {
         self.bits as u64 * self.lanes as u64
     }
 
-    /// The bytes that `elements` elements occupy when packed; types below 8 bits share bytes. `None` on overflow.
+    /// Returns the bytes that `elements` elements occupy when packed; types below 8 bits share
+    /// bytes. `None` on overflow.
     pub fn size_bytes(self, elements: u64) -> Option<u64> {
         Some(elements.checked_mul(self.bits_per_element())?.div_ceil(8))
     }
@@ -289,7 +291,7 @@ impl FromStr for DataType {
     fn from_str(text: &str) -> Result<Self> {
         let unknown = || RpcError::invalid_argument(format!("unknown data type '{text}'"));
         let (scalar, lanes) = match text.rsplit_once('x') {
-            // Not the x of `complex64`.
+            // The `x` of `complex64` separates no lanes.
             Some((scalar, lanes))
                 if scalar != "comple" && !lanes.is_empty() && lanes.bytes().all(|digit| digit.is_ascii_digit()) =>
             {
@@ -320,14 +322,14 @@ impl FromStr for DataType {
     }
 }
 
-/// A Rust type that is the element of a tensor.
+/// A Rust type that can be the element of a tensor.
 ///
 /// # Safety
 ///
-/// Every bit pattern must be a value of the type, and it must have no padding, so that a tensor's bytes can be seen
-/// as a slice of it; `DATA_TYPE` must describe its size.
+/// Every bit pattern must be a value of the type, and it must have no padding, so that a tensor's
+/// bytes can be seen as a slice of it; `DATA_TYPE` must describe its size.
 pub unsafe trait Element: Copy + Send + Sync + 'static {
-    /// The DLPack type of the element.
+    /// DLPack type of the element.
     const DATA_TYPE: DataType;
 }
 
@@ -348,7 +350,7 @@ elements! {
     half::f16 => F16, half::bf16 => BF16, f32 => F32, f64 => F64,
 }
 
-/// The elements as bytes in the machine's order, copied once.
+/// Copies the elements to bytes in the machine's byte order.
 pub fn to_bytes<T: Element>(elements: &[T]) -> bytes::Bytes {
     let len = size_of_val(elements);
     // SAFETY: `Element` promises that its types have no padding, so that all bytes are initialised.
@@ -356,12 +358,13 @@ pub fn to_bytes<T: Element>(elements: &[T]) -> bytes::Bytes {
     bytes::Bytes::copy_from_slice(bytes)
 }
 
-/// Bytes in the machine's order as elements, copied once. A rest that is no whole element is left out.
+/// Copies bytes in the machine's byte order to elements. Bytes at the end that form no whole
+/// element are ignored.
 pub fn from_bytes<T: Element>(bytes: &[u8]) -> Vec<T> {
     let len = bytes.len() / size_of::<T>().max(1);
     let mut elements = Vec::<T>::with_capacity(len);
-    // SAFETY: the vector has room for `len` elements, which are at most `bytes.len()` bytes; the two do not overlap; and
-    // `Element` promises that every bit pattern is a value.
+    // SAFETY: the vector has room for `len` elements, which are at most `bytes.len()` bytes; the
+    // two do not overlap; and `Element` promises that every bit pattern is a value.
     unsafe {
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), elements.as_mut_ptr().cast::<u8>(), len * size_of::<T>());
         elements.set_len(len);
@@ -369,7 +372,7 @@ pub fn from_bytes<T: Element>(bytes: &[u8]) -> Vec<T> {
     elements
 }
 
-/// The number of elements of `shape`.
+/// Returns the number of elements of `shape`.
 ///
 /// # Errors
 ///
@@ -387,7 +390,7 @@ pub fn element_count(shape: &[i64]) -> Result<u64> {
         .ok_or_else(|| RpcError::invalid_argument(format!("shape {shape:?} has too many elements")))
 }
 
-/// The bytes of the densely packed tensor of `shape` and `dtype`.
+/// Returns the size in bytes of the densely packed tensor of `shape` and `dtype`.
 ///
 /// # Errors
 ///
@@ -398,7 +401,7 @@ pub fn dense_size(shape: &[i64], dtype: DataType) -> Result<u64> {
         .ok_or_else(|| RpcError::invalid_argument(format!("a {dtype} tensor of shape {shape:?} is too large")))
 }
 
-/// The strides, in elements, of the densely packed row-major tensor of `shape`.
+/// Returns the strides, in elements, of the densely packed row-major tensor of `shape`.
 pub fn dense_strides(shape: &[i64]) -> Vec<i64> {
     let mut strides = vec![1_i64; shape.len()];
     for axis in (0..shape.len().saturating_sub(1)).rev() {
@@ -407,12 +410,13 @@ pub fn dense_strides(shape: &[i64]) -> Vec<i64> {
     strides
 }
 
-/// The end, in bytes from the tensor's first element, of what the strided layout can touch.
+/// Returns the end, in bytes from the tensor's first element, of the bytes that the strided layout
+/// can access.
 ///
 /// # Errors
 ///
-/// Negative dimensions or strides, as many strides as there are not dimensions, elements below 8 bits with strides,
-/// and anything that overflows.
+/// Negative dimensions or strides, a number of strides that differs from that of dimensions,
+/// strides for elements below 8 bits, and overflow.
 pub fn strided_extent(shape: &[i64], strides: &[i64], dtype: DataType) -> Result<u64> {
     if shape.len() != strides.len() {
         return Err(RpcError::invalid_argument(format!("{} strides for {} dimensions", strides.len(), shape.len())));

@@ -1,15 +1,16 @@
-//! Trace context: which span of a distributed trace a request belongs to.
+//! Trace context: the span of a distributed trace that a request belongs to.
 //!
-//! A request carries the context of whoever made it over every hop, unchanged, and the function that it calls finds it in
-//! [`Context::trace`](crate::Context::trace). This crate makes no spans. It takes the context of requests from, in this
-//! order:
+//! A request carries the caller's context over every hop, unchanged, and the function that it calls
+//! gets it from [`Context::trace`](crate::Context::trace). This crate creates no spans. It takes
+//! the context of a request from the first of these that has one:
 //!
-//! 1. [`Action::trace`](crate::Action::trace), where the caller names one;
-//! 2. the [source](set_source) of the program, which asks whatever library the program traces with;
-//! 3. the request that is being served, if it is a function that calls: on the thread of the function, or where its future
-//!    is polled. Threads and tasks that the function starts do not count, and name the context themselves.
+//! 1. [`Action::trace`](crate::Action::trace), set by the caller;
+//! 2. the program's [source](set_source), which asks the program's tracing library;
+//! 3. the request that is being served, if a served function makes the call: on the thread of the
+//!    function, or where its future is polled. Threads and tasks that the function starts do not
+//!    inherit it, and must name the context themselves.
 //!
-//! A program that uses none of these pays for one load of an atomic variable with each request.
+//! A program that uses none of these pays for one load of an atomic variable per request.
 //!
 //! ```
 //! use rpc_core::trace::TraceContext;
@@ -31,7 +32,8 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A span of a trace, as W3C Trace Context names it. Its text is that of a `traceparent` header.
+/// A span of a trace, in W3C Trace Context's terms. Its text form is that of a `traceparent`
+/// header.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TraceContext {
     /// Not all zero.
@@ -41,19 +43,20 @@ pub struct TraceContext {
     flags: u8,
 }
 
-/// The flag that says that the span is recorded.
+/// Flag of a span that is recorded.
 const SAMPLED: u8 = 1;
 
 impl TraceContext {
-    /// How many bytes [`to_bytes`](Self::to_bytes) gives.
+    /// Length of the output of [`to_bytes`](Self::to_bytes).
     pub const LEN: usize = 25;
 
-    /// The span `span_id` of the trace `trace_id`. `None` if one of them is all zero, which stands for no id.
+    /// Returns the span `span_id` of the trace `trace_id`. `None` if one of them is all zero, which
+    /// means no id.
     pub fn new(trace_id: [u8; 16], span_id: [u8; 8], flags: u8) -> Option<Self> {
         (trace_id != [0; 16] && span_id != [0; 8]).then_some(Self { trace_id, span_id, flags })
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote; `None` if an id is all zero.
+    /// Decodes the output of [`to_bytes`](Self::to_bytes). `None` if an id is all zero.
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Option<Self> {
         let (mut trace_id, mut span_id) = ([0; 16], [0; 8]);
         trace_id.copy_from_slice(&bytes[..16]);
@@ -61,7 +64,7 @@ impl TraceContext {
         Self::new(trace_id, span_id, bytes[24])
     }
 
-    /// The trace id, the span id and the flags, one behind the other: the form on the wire.
+    /// Encodes the trace id, the span id and the flags, in this order: the form on the wire.
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         bytes[..16].copy_from_slice(&self.trace_id);
@@ -70,22 +73,23 @@ impl TraceContext {
         bytes
     }
 
-    /// What all spans of the trace have in common.
+    /// Returns the id that all spans of the trace share.
     pub fn trace_id(self) -> [u8; 16] {
         self.trace_id
     }
 
-    /// The span.
+    /// Returns the id of the span.
     pub fn span_id(self) -> [u8; 8] {
         self.span_id
     }
 
-    /// All flags. Those that are not known pass as they are.
+    /// Returns all flags. Unknown flags are passed on unchanged.
     pub fn flags(self) -> u8 {
         self.flags
     }
 
-    /// Whether whoever made the span records it, so that those behind it should, too.
+    /// Returns true if the caller records the span, so that the spans below it should be recorded,
+    /// too.
     pub fn is_sampled(self) -> bool {
         self.flags & SAMPLED != 0
     }
@@ -104,17 +108,19 @@ impl fmt::Debug for TraceContext {
     }
 }
 
-/// A text that is no `traceparent`.
+/// Error for a text that is no `traceparent`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "not a trace context: expected 00-TRACE-SPAN-FLAGS with 32, 16 and 2 lower-case hexadecimal digits, and ids not all zero"
+    "not a trace context: expected 00-TRACE-SPAN-FLAGS with 32, 16 and 2 lower-case hexadecimal digits, \
+     and ids not all zero"
 )]
 pub struct TraceContextError;
 
 impl FromStr for TraceContext {
     type Err = TraceContextError;
 
-    /// Reads a `traceparent`. Of a version that is not known the fields of version 00 are read, as W3C Trace Context asks.
+    /// Parses a `traceparent`. Unknown versions are parsed like version 00, as W3C Trace Context
+    /// asks.
     fn from_str(text: &str) -> Result<Self, TraceContextError> {
         let mut fields = text.split('-');
         let mut field = || fields.next().ok_or(TraceContextError);
@@ -146,15 +152,16 @@ fn hex<const N: usize>(text: &str) -> Result<[u8; N], TraceContextError> {
     Ok(bytes)
 }
 
-/// Gives this process's requests a trace context where they name none: `source` is asked on the thread that makes a
-/// request, and should be quick. What is set first stays; whether it was this.
+/// Sets the source of this process's trace context, for requests that name none. `source` is called
+/// on the thread that makes a request, and should be fast. The first source stays; returns true if
+/// this call set it.
 pub fn set_source(source: fn() -> Option<TraceContext>) -> bool {
     let set = SOURCE.set(source).is_ok();
     ON.store(true, Ordering::Release);
     set
 }
 
-/// The context that a request made here and now would have.
+/// Returns the context that a request made on this thread would get now.
 pub fn current() -> Option<TraceContext> {
     if !ON.load(Ordering::Acquire) {
         return None;
@@ -164,31 +171,32 @@ pub fn current() -> Option<TraceContext> {
 
 static SOURCE: OnceLock<fn() -> Option<TraceContext>> = OnceLock::new();
 
-/// Whether there is anything to ask: a source, or a traced request that this process has served.
+/// True if there is a source, or this process has served a traced request.
 static ON: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// The context of the request whose function runs on this thread.
+    /// Context of the request whose function runs on this thread.
     static SERVED: Cell<Option<TraceContext>> = const { Cell::new(None) };
 }
 
-/// Says that a function runs on this thread for a request with this context, until the guard is dropped.
-pub(crate) fn serve(trace: Option<TraceContext>) -> Served {
+/// Records that a function runs on this thread for a request with this context, until the guard is
+/// dropped.
+pub(crate) fn serve(trace: Option<TraceContext>) -> ServedGuard {
     if trace.is_some() {
         ON.store(true, Ordering::Release);
     } else if !ON.load(Ordering::Relaxed) {
-        // Then no function on this thread has a context.
-        return Served { outer: None };
+        // In this case no function on this thread has a context.
+        return ServedGuard { outer: None };
     }
-    Served { outer: SERVED.replace(trace) }
+    ServedGuard { outer: SERVED.replace(trace) }
 }
 
-/// Puts back the context of the function further out, which called this one.
-pub(crate) struct Served {
+/// Guard that restores the context of the outer function, which called this one.
+pub(crate) struct ServedGuard {
     outer: Option<TraceContext>,
 }
 
-impl Drop for Served {
+impl Drop for ServedGuard {
     fn drop(&mut self) {
         if ON.load(Ordering::Relaxed) {
             SERVED.set(self.outer);
@@ -215,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_trace_context_is_refused() {
+    fn malformed_trace_contexts_are_refused() {
         let zero_trace = format!("00-{:032}-b7ad6b7169203331-01", 0);
         let zero_span = format!("00-0af7651916cd43dd8448eb211c80319c-{:016}-01", 0);
         let upper = TEXT.to_uppercase();
@@ -229,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_that_calls_another_hides_its_context_for_that_time() {
+    fn a_nested_function_has_its_own_context_until_it_returns() {
         let (outer, inner) = (TraceContext::new([1; 16], [1; 8], 0), TraceContext::new([1; 16], [2; 8], 0));
         let serving = serve(outer);
         assert_eq!(current(), outer);

@@ -1,4 +1,5 @@
-//! The device that is always there: the processor, with host memory from an allocator that can be replaced.
+//! The device `cpu`, which always exists: the processor, with host memory from a replaceable
+//! allocator.
 
 use std::any::Any;
 use std::fmt;
@@ -10,14 +11,16 @@ use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::value::Value;
 
-/// The processor as a device. There is one, `cpu:0`; its work is done when the call that asked for it returns.
+/// The processor as a device. There is one, `cpu:0`; its work is done when the call that submits it
+/// returns.
 #[derive(Clone)]
 pub struct CpuDevice {
     allocator: Arc<dyn CpuAllocator>,
 }
 
 impl CpuDevice {
-    /// The device with memory from `allocator`: an arena shared with other processes, pinned memory, a pool.
+    /// Creates the device with memory from `allocator`: an arena shared with other processes,
+    /// pinned memory, or a pool.
     pub fn with_allocator(allocator: Arc<dyn CpuAllocator>) -> Self {
         Self { allocator }
     }
@@ -98,7 +101,8 @@ impl DeviceApi for CpuDevice {
     }
 }
 
-/// Work on the processor is done when it has been submitted, so that there is nothing to keep in order.
+/// Stream of the processor. Work is done when it has been submitted, so that there is no order to
+/// keep.
 #[derive(Debug)]
 struct CpuStream;
 
@@ -112,7 +116,7 @@ impl Stream for CpuStream {
     }
 
     fn wait_for(&self, other: &dyn Stream) -> Result<()> {
-        // Our next work runs on the calling thread, which therefore has to wait itself.
+        // The next work runs on the calling thread, which therefore has to wait itself.
         other.synchronize()
     }
 
@@ -121,32 +125,33 @@ impl Stream for CpuStream {
     }
 }
 
-/// Where the host memory of a session comes from.
+/// Allocator of a session's host memory.
 ///
-/// It is called from any thread, and may block. What it owes is what [`DeviceApi::allocate`] promises: zeroed memory,
-/// aligned as asked for (by 64 at least where nothing is asked for, so that vector code and `as_slice` work), an error
-/// whenever there is none. It decides which memory scopes there are. [`HostMemory`] saves it from implementing
-/// [`Memory`].
+/// It is called from any thread, and may block. It must keep the promises of
+/// [`DeviceApi::allocate`]: zeroed memory, aligned as requested (by default to at least 64 bytes,
+/// so that vector code and `as_slice` work), and an error if there is none. It defines the memory
+/// scopes. With [`HostMemory`] it does not have to implement [`Memory`].
 pub trait CpuAllocator: Send + Sync {
-    /// Fresh memory that reads as zeros and has a [`Memory::host`] pointer.
+    /// Allocates memory that reads as zeros and has a [`Memory::host`] pointer.
     ///
     /// # Errors
     ///
     /// As [`DeviceApi::allocate`].
     fn allocate(&self, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>>;
 
-    /// The memory scopes besides `global`, for who looks for a device that has them. None.
+    /// Returns the memory scopes besides `global`, for constraints on devices. None by default.
     fn memory_scopes(&self) -> Vec<String> {
         Vec::new()
     }
 }
 
-/// Memory from the operating system.
+/// Allocator of memory from the operating system.
 ///
-/// Alignment is 64 at least. From 1 MiB on (on Linux) the memory is mapped for itself: its pages come zeroed when they
-/// are first touched, and go back when it is dropped. From 4 MiB on it begins on a 2 MiB boundary and asks for huge
-/// pages, because the first touch of small ones costs several times the copy that touches them. Scopes: none, `""` and
-/// `"global"`, or `"host"`, all the same.
+/// Alignment is at least 64 bytes. From 1 MiB (on Linux) each allocation is a mapping of its own:
+/// its pages are zeroed when they are first touched, and are returned when it is dropped. From 4
+/// MiB it begins on a 2 MiB boundary and asks for huge pages, because the first touch of small
+/// pages costs several times the copy that touches them. The scopes none, `""`, `"global"` and
+/// `"host"` are all the same.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemAllocator;
 
@@ -164,7 +169,8 @@ impl CpuAllocator for SystemAllocator {
         let too_large = || RpcError::new(ErrorKind::OutOfMemory, format!("cpu cannot allocate {} bytes", request.size));
         let size = usize::try_from(request.size).ok().filter(|size| *size <= isize::MAX as usize);
         let size = size.ok_or_else(too_large)?;
-        // Where memory is overcommitted, reserving more than there is would succeed, and touching it would kill us.
+        // With overcommit, reserving more than all memory would succeed, and touching it would kill
+        // the process.
         if size >= CERTAIN_BYTES && memory_bytes(&["MemTotal", "SwapTotal"]).is_some_and(|all| size as u64 > all as u64)
         {
             return Err(too_large());
@@ -177,7 +183,7 @@ impl CpuAllocator for SystemAllocator {
     }
 }
 
-/// Host memory that belongs to an owner of any kind: what [`CpuAllocator`]s return.
+/// Host memory with an owner of any type: the return value of [`CpuAllocator`]s.
 pub struct HostMemory {
     start: NonNull<u8>,
     len: usize,
@@ -186,17 +192,19 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// The `len` bytes at `start`, which live until `owner` is dropped.
+    /// Wraps the `len` bytes at `start`, which live until `owner` is dropped.
     ///
     /// # Safety
     ///
-    /// They are what [`Memory`] requires of host memory: valid for reads and writes from any thread until `owner` is
-    /// dropped, initialised, no more than `isize::MAX`, and touched by nobody else.
+    /// The bytes are what [`Memory`] requires of host memory: valid for reads and writes from any
+    /// thread until `owner` is dropped, initialised, at most `isize::MAX`, and accessed by nothing
+    /// else.
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
         Self { start, len, owner }
     }
 
-    /// What keeps the memory alive, for the allocator that made it: where in an arena it lies, for example.
+    /// Returns the value that keeps the memory alive, for the allocator that created it, for
+    /// example with the position in an arena.
     pub fn owner(&self) -> &(dyn Any + Send + Sync) {
         &*self.owner
     }
@@ -208,13 +216,14 @@ impl fmt::Debug for HostMemory {
     }
 }
 
-// SAFETY: `new` had it promised that the bytes may be used from any thread, and the owner is `Send`.
+// SAFETY: callers of `new` promise that the bytes may be used from any thread, and the owner is
+// `Send`.
 unsafe impl Send for HostMemory {}
 
-// SAFETY: all that a shared reference does without `unsafe` is to tell where the bytes are.
+// SAFETY: a shared reference only gives out the address, without `unsafe`.
 unsafe impl Sync for HostMemory {}
 
-// SAFETY: `new` had all of it promised, and the fields never change.
+// SAFETY: callers of `new` promise all of it, and the fields never change.
 unsafe impl Memory for HostMemory {
     fn len(&self) -> u64 {
         self.len as u64
@@ -225,13 +234,15 @@ unsafe impl Memory for HostMemory {
     }
 
     unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
-        // SAFETY: the caller has checked the range and lets nobody else touch it, so that `data` cannot overlap it.
+        // SAFETY: the caller has checked the range and has exclusive access to it, so that `data`
+        // cannot overlap it.
         unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.start.as_ptr().add(offset as usize), data.len()) };
         Ok(())
     }
 
     unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller has checked the range and lets nobody write to it, so that `out` cannot overlap it.
+        // SAFETY: the caller has checked the range and excludes writers, so that `out` cannot
+        // overlap it.
         unsafe { ptr::copy_nonoverlapping(self.start.as_ptr().add(offset as usize), out.as_mut_ptr(), out.len()) };
         Ok(())
     }
@@ -241,7 +252,7 @@ unsafe impl Memory for HostMemory {
     }
 }
 
-/// The alignment to use for what was asked for.
+/// Returns the alignment to use for a requested one.
 fn check_alignment(asked: u64) -> Result<usize> {
     if asked != 0 && !asked.is_power_of_two() {
         return Err(RpcError::invalid_argument(format!("an alignment of {asked} is not a power of two")));
@@ -271,7 +282,7 @@ fn on_heap(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
 
     if size == 0 {
         let start = NonNull::new(ptr::without_provenance_mut(alignment))?;
-        // SAFETY: no bytes at an aligned address that is not null.
+        // SAFETY: no bytes, at an aligned address that is not null.
         return Some(Box::new(unsafe { HostMemory::new(start, 0, Box::new(())) }));
     }
     let layout = Layout::from_size_align(size, alignment).ok()?;
@@ -282,7 +293,8 @@ fn on_heap(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
     Some(Box::new(unsafe { HostMemory::new(start, size, Box::new(block)) }))
 }
 
-/// A mapping of its own, on a huge page's boundary if it is large. `None` when there is no room for it.
+/// Allocates a mapping of its own, on a huge page's boundary if it is large. Returns `None` if it
+/// fails.
 #[cfg(target_os = "linux")]
 fn mapped(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
     use std::ffi::c_void;
@@ -291,16 +303,17 @@ fn mapped(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
 
     struct Mapping(*mut c_void, usize);
 
-    // SAFETY: it may be unmapped from any thread, and nothing else is done with the pointer.
+    // SAFETY: the mapping may be unmapped from any thread, and nothing else is done with the
+    // pointer.
     unsafe impl Send for Mapping {}
     // SAFETY: shared references do nothing.
     unsafe impl Sync for Mapping {}
 
     impl Drop for Mapping {
         fn drop(&mut self) {
-            // SAFETY: these pages are ours alone, and are unmapped once.
+            // SAFETY: these pages belong to this mapping alone, and are unmapped once.
             if let Err(error) = unsafe { munmap(self.0, self.1) } {
-                tracing::error!(%error, bytes = self.1, "cannot unmap");
+                tracing::error!(%error, bytes = self.1, "cannot unmap memory of a tensor");
             }
         }
     }
@@ -309,17 +322,18 @@ fn mapped(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
     let huge = size >= HUGE_BYTES;
     let alignment = alignment.max(if huge { HUGE_PAGE_BYTES } else { page });
     let len = size.checked_next_multiple_of(page)?;
-    // The kernel aligns to pages; for more, reserve enough to find the boundary within, and give back the rest.
+    // The kernel aligns to pages. For a larger alignment, reserve enough to contain the boundary,
+    // and return the rest.
     let reserved = len.checked_add(alignment - page).filter(|reserved| *reserved <= isize::MAX as usize)?;
-    // SAFETY: a new private mapping at an address of the kernel's choice disturbs nobody.
+    // SAFETY: a new private mapping at an address of the kernel's choice affects no other memory.
     let base = unsafe {
         mmap_anonymous(ptr::null_mut(), reserved, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE).ok()?
     };
     let before = base.addr().next_multiple_of(alignment) - base.addr();
     let start = base.wrapping_byte_add(before);
     let after = reserved - before - len;
-    // SAFETY: whole pages at both ends of the mapping that was just made, which nobody has seen yet. A failure only
-    // leaves them reserved and untouched.
+    // SAFETY: whole pages at both ends of the mapping that was just created, which no other code
+    // has seen yet. A failure only leaves them reserved and untouched.
     unsafe {
         if before > 0 {
             _ = munmap(base, before);
@@ -337,7 +351,8 @@ fn mapped(size: usize, alignment: usize) -> Option<Box<dyn Memory>> {
     Some(Box::new(unsafe { HostMemory::new(NonNull::new(start.cast())?, size, Box::new(mapping)) }))
 }
 
-/// The processor's name as the kernel tells it, or else its architecture. Read once: it takes long where there are many.
+/// Returns the processor's name from the kernel, or else its architecture. Read once, because it
+/// takes long with many cores.
 fn processor_name() -> &'static str {
     static NAME: OnceLock<String> = OnceLock::new();
     NAME.get_or_init(|| {
@@ -354,13 +369,13 @@ fn processor_name() -> &'static str {
     })
 }
 
-/// The size of host memory. Read once.
+/// Returns the size of host memory in bytes. Read once.
 fn total_memory() -> Option<i64> {
     static BYTES: OnceLock<Option<i64>> = OnceLock::new();
     *BYTES.get_or_init(|| memory_bytes(&["MemTotal"]))
 }
 
-/// The sum of these lines of `/proc/meminfo`; `None` where there is no such file or line.
+/// Returns the sum of these lines of `/proc/meminfo` in bytes; `None` without such a file or line.
 fn memory_bytes(keys: &[&str]) -> Option<i64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     keys.iter().try_fold(0_i64, |sum, wanted| {
@@ -372,25 +387,27 @@ fn memory_bytes(keys: &[&str]) -> Option<i64> {
     })
 }
 
-/// A cache line, and the widest vector registers.
+/// Smallest alignment: a cache line, and the widest vector registers.
 const MIN_ALIGNMENT: usize = 64;
 
-/// The largest huge pages; nobody has a use for more.
+/// Largest alignment: that of the largest huge pages.
 const MAX_ALIGNMENT: usize = 1 << 30;
 
-/// From here on a mapping of its own costs less than clearing memory before it is written.
+/// Size in bytes from which a mapping of its own costs less than clearing memory before it is
+/// written.
 #[cfg(target_os = "linux")]
 const MAPPED_BYTES: usize = 1 << 20;
 
-/// From here on what is lost to alignment is no more than half of what is asked for, and it is address space only.
+/// Size in bytes from which huge pages are used: alignment wastes at most half of it, and only
+/// address space.
 #[cfg(target_os = "linux")]
 const HUGE_BYTES: usize = 4 << 20;
 
-/// The usual size of a huge page, on x86-64 and on arm64 with 4 KiB pages.
+/// Usual size of a huge page, on x86-64 and on arm64 with 4 KiB pages.
 #[cfg(target_os = "linux")]
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// From here on reading `/proc/meminfo` costs nothing beside the pages.
+/// Size in bytes from which the cost of reading `/proc/meminfo` is negligible.
 const CERTAIN_BYTES: usize = 1 << 30;
 
 #[cfg(test)]
@@ -408,7 +425,7 @@ mod tests {
 
     fn contents(memory: &dyn Memory) -> Vec<u8> {
         let mut out = vec![1; memory.len() as usize];
-        // SAFETY: the whole memory, which nobody else uses.
+        // SAFETY: the whole memory, which nothing else uses.
         unsafe { memory.copy_to_host(0, &mut out).unwrap() };
         out
     }
@@ -423,7 +440,7 @@ mod tests {
                 assert_eq!(address % alignment.max(64), 0, "{size} {alignment}");
                 assert!(contents(&*memory).iter().all(|byte| *byte == 0), "{size} {alignment}");
                 if size > 0 {
-                    // SAFETY: the last byte, which nobody else uses.
+                    // SAFETY: the last byte, which nothing else uses.
                     unsafe { memory.copy_from_host(size - 1, &[7]).unwrap() };
                     assert_eq!(contents(&*memory).last(), Some(&7));
                 }
@@ -441,14 +458,14 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn large_memory_goes_back_when_it_is_dropped() {
-        // More address space than there is, if any of it stayed.
+        // More address space in total than there is, unless each allocation is returned.
         for _ in 0..1 << 12 {
             drop(allocate(1 << 29, 1 << 30));
         }
     }
 
     #[test]
-    fn too_much_is_an_error_and_not_the_end() {
+    fn too_large_allocations_are_an_error_and_do_not_abort() {
         for size in [u64::MAX, i64::MAX as u64 + 1, i64::MAX as u64, i64::MAX as u64 - 4096, 1 << 62, 1 << 47, 1 << 45]
         {
             for alignment in [0, 1 << 30] {
@@ -478,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn another_allocator_takes_the_place_of_the_system() {
+    fn another_allocator_can_replace_the_system_allocator() {
         #[derive(Default)]
         struct Counting(AtomicU64, Arc<AtomicU64>);
 
@@ -527,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_tell_what_is_known_and_null_otherwise() {
+    fn unknown_attributes_are_null() {
         let cpu = CpuDevice::default();
         let of = |attribute| cpu.attribute(0, attribute).unwrap();
         assert!(matches!(of(DeviceAttribute::Name), Value::Str(name) if !name.is_empty()));

@@ -1,7 +1,8 @@
-//! Devices: the contract between a session and whatever can hold memory for it.
+//! Devices: the traits that sessions use to allocate memory, copy and synchronise on a device.
 //!
-//! A [`DeviceApi`] serves all devices of one kind, hands out [`Memory`] and [`Stream`]s, and answers questions
-//! ([`DeviceAttribute`]). [`Devices`] is the set of them that a session offers; [`cpu`] is always in it.
+//! A [`DeviceApi`] serves all devices of one kind, creates [`Memory`] and [`Stream`]s, and answers
+//! [`DeviceAttribute`] queries. [`Devices`] is the set that a session offers; it always contains
+//! [`cpu`].
 
 pub mod cpu;
 pub(crate) mod target;
@@ -25,11 +26,12 @@ pub use virtual_device::{DeviceDescription, GLOBAL, VirtualDevice, VirtualDevice
 
 macro_rules! attributes {
     ($($(#[$doc:meta])* $attribute:ident = $code:literal $name:literal;)*) => {
-        /// A question that a device can be asked.
+        /// Attribute of a device.
         ///
-        /// The numbers up to 16 are those of TVM's `DeviceAttrKind` (`include/tvm/runtime/device_api.h`), so that they
-        /// mean the same in its dialect; ours begin at 1000. An attribute that a device does not have is
-        /// [`Value::Null`], never an error.
+        /// The numbers up to 16 are those of TVM's `DeviceAttrKind`
+        /// (`include/tvm/runtime/device_api.h`), so that they mean the same in its dialect; ours
+        /// begin at 1000. An attribute that a device does not have is [`Value::Null`], never an
+        /// error.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         #[repr(u16)]
@@ -38,10 +40,10 @@ macro_rules! attributes {
         }
 
         impl DeviceAttribute {
-            /// Every attribute that this version knows, by number.
+            /// All attributes that this version knows, by number.
             pub const ALL: &[Self] = &[$(Self::$attribute,)*];
 
-            /// The attribute that `code` stands for on the wire, if this version knows it.
+            /// Returns the attribute with this number, if this version knows it.
             pub const fn from_code(code: u16) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$attribute),)*
@@ -49,7 +51,7 @@ macro_rules! attributes {
                 }
             }
 
-            /// A stable lower-case name, as used on command lines and in JSON output.
+            /// Returns the stable lower-case name, as used on command lines and in JSON output.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$attribute => $name,)*
@@ -60,50 +62,50 @@ macro_rules! attributes {
 }
 
 attributes! {
-    /// Whether the device is there: a bool, and never null.
+    /// True if the device exists: a bool, never null.
     Exists = 0 "exists";
-    /// The most threads of one block: an int.
+    /// Largest number of threads of one block: an int.
     MaxThreadsPerBlock = 1 "max_threads_per_block";
-    /// How many threads run in lockstep: an int.
+    /// Threads that run in lockstep: an int.
     WarpSize = 2 "warp_size";
-    /// The most shared memory of one block, in bytes: an int.
+    /// Largest shared memory of one block, in bytes: an int.
     MaxSharedMemoryPerBlock = 3 "max_shared_memory_per_block";
-    /// The compute capability, such as `9.0`: a str.
+    /// Compute capability, such as `9.0`: a str.
     ComputeVersion = 4 "compute_version";
-    /// The maker's name for the device: a str.
+    /// Vendor's name of the device: a str.
     Name = 5 "name";
-    /// The highest clock rate in kHz: an int.
+    /// Highest clock rate in kHz: an int.
     MaxClockRate = 6 "max_clock_rate";
-    /// The processors that run independently, CPU cores or multiprocessors: an int.
+    /// Processors that run independently, CPU cores or multiprocessors: an int.
     ComputeUnits = 7 "compute_units";
-    /// The most threads of one block in each dimension: a shape.
+    /// Largest number of threads of one block in each dimension: a shape.
     MaxThreadDimensions = 8 "max_thread_dimensions";
-    /// The registers of one block: an int.
+    /// Registers of one block: an int.
     MaxRegistersPerBlock = 9 "max_registers_per_block";
-    /// The architecture of an AMD GPU, such as `gfx90a`: a str.
+    /// Architecture of an AMD GPU, such as `gfx90a`: a str.
     GcnArch = 10 "gcn_arch";
-    /// The version of the interface that drives the device, as its maker counts them: an int.
+    /// Version of the API that drives the device, in the vendor's counting: an int.
     ApiVersion = 11 "api_version";
-    /// The version of the driver: a str.
+    /// Version of the driver: a str.
     DriverVersion = 12 "driver_version";
-    /// The size of the L2 cache in bytes: an int.
+    /// Size of the L2 cache in bytes: an int.
     L2CacheSize = 13 "l2_cache_size";
-    /// The size of the memory in bytes: an int.
+    /// Size of the memory in bytes: an int.
     TotalMemory = 14 "total_memory";
-    /// The bytes of memory that could be allocated now: an int.
+    /// Memory in bytes that can be allocated now: an int.
     AvailableMemory = 15 "available_memory";
-    /// The alignment of the rows of an image in bytes: an int.
+    /// Alignment of the rows of an image in bytes: an int.
     ImagePitchAlignment = 16 "image_pitch_alignment";
-    /// The largest alignment that an allocation may ask for, in bytes: an int.
+    /// Largest alignment of an allocation, in bytes: an int.
     MaxAlignment = 1000 "max_alignment";
-    /// What code for the device is compiled for, as [`Target`]s are written: a str.
+    /// Target of code for the device, in the text form of [`Target`]: a str.
     Target = 1001 "target";
-    /// The memories that an allocation may name besides `global`: a list of strs.
+    /// Memory scopes of allocations besides `global`: a list of strs.
     MemoryScopes = 1002 "memory_scopes";
 }
 
 impl DeviceAttribute {
-    /// The number that stands for the attribute on the wire.
+    /// Returns the attribute's number on the wire.
     pub const fn code(self) -> u16 {
         self as u16
     }
@@ -126,74 +128,81 @@ impl FromStr for DeviceAttribute {
     }
 }
 
-/// What an allocation has to be like.
+/// Properties of an allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AllocRequest<'a> {
-    /// In bytes; zero is allowed.
+    /// Size in bytes; zero is allowed.
     pub size: u64,
-    /// In bytes, a power of two; zero leaves it to the device. The device may align more strictly.
+    /// Alignment in bytes, a power of two; zero leaves it to the device. The device may align more
+    /// strictly.
     pub alignment: u64,
-    /// In which of the device's memories; `None` is its ordinary one, as is `"global"`.
+    /// Memory scope of the device; `None` and `"global"` are its ordinary memory.
     pub scope: Option<&'a str>,
 }
 
 impl AllocRequest<'_> {
-    /// A request for `size` bytes of ordinary memory in the device's own alignment.
+    /// Returns a request for `size` bytes of ordinary memory with the device's default alignment.
     pub const fn new(size: u64) -> Self {
         Self { size, alignment: 0, scope: None }
     }
 }
 
-/// All devices of one kind.
+/// Interface to all devices of one kind.
 ///
-/// A session calls it from any thread, and from several at once. Every call may block for as long as the device takes,
-/// so it is never made where a frame is being read. An index out of range is [`ErrorKind::DeviceUnavailable`], except
-/// to [`DeviceAttribute::Exists`]. A failure after which the device cannot be used is [`ErrorKind::DeviceLost`].
+/// A session calls it from any thread, and from several at once. Every call may block for as long
+/// as the device takes, so it is never made on a thread that reads frames. An index out of range is
+/// [`ErrorKind::DeviceUnavailable`], except for [`DeviceAttribute::Exists`]. A failure after which
+/// the device cannot be used is [`ErrorKind::DeviceLost`].
 ///
-/// There is no `free`: memory goes when its [`Memory`] is dropped, after all that streams still do with it.
+/// There is no `free`: memory is freed when its [`Memory`] is dropped, after all work of streams
+/// that uses it.
 pub trait DeviceApi: Send + Sync {
-    /// The kind that it serves; always the same.
+    /// Returns the device kind; always the same.
     fn kind(&self) -> DeviceType;
 
-    /// How many devices there are; their indices are `0..count`.
+    /// Returns the number of devices; their indices are `0..count`.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`] when the kind cannot be used here; the message says why.
+    /// [`ErrorKind::DeviceUnavailable`] if the kind cannot be used here; the message gives the
+    /// reason.
     fn count(&self) -> Result<i32>;
 
-    /// The device's answer to `attribute`, of the type that the attribute documents, or null where it has none.
-    /// Holds no objects. [`DeviceAttribute::Exists`] of an index out of range is false, not an error.
+    /// Returns the value of `attribute`, of its documented type, or null if the device does not
+    /// have it. The value contains no objects. [`DeviceAttribute::Exists`] of an index out of range
+    /// is false, not an error.
     ///
     /// # Errors
     ///
-    /// Another attribute of an index out of range.
+    /// The index is out of range, for any other attribute.
     fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value>;
 
-    /// Fresh memory that reads as zeros.
+    /// Allocates memory that reads as zeros.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::OutOfMemory`], whatever the size asked for; [`ErrorKind::InvalidArgument`] for an alignment that is
-    /// no power of two or too large; [`ErrorKind::Unsupported`] for a scope that the device lacks.
+    /// [`ErrorKind::OutOfMemory`], for every size that is too large; [`ErrorKind::InvalidArgument`]
+    /// for an alignment that is not a power of two or too large; [`ErrorKind::Unsupported`] for a
+    /// scope that the device lacks.
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>>;
 
-    /// A new stream of its own order.
+    /// Creates a stream, whose work has an order of its own.
     ///
     /// # Errors
     ///
-    /// When the device has no more, or is lost.
+    /// The device has no more streams, or is lost.
     fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>>;
 
-    /// The stream for work that names none; the same one at each call.
+    /// Returns the stream for work that names none; the same one at each call.
     ///
     /// # Errors
     ///
-    /// When the device is lost.
+    /// The device is lost.
     fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>>;
 
-    /// Memory of the device `index` that somebody else has allocated: the `len` bytes at `address`, which live until `owner`
-    /// is dropped. That happens when the memory is, behind all work that was submitted to the device by then.
+    /// Wraps memory of the device `index` that other code has allocated: the `len` bytes at
+    /// `address`, which live until `owner` is dropped. `owner` is dropped after the returned
+    /// memory, behind all work that was submitted to the device by then.
     ///
     /// # Errors
     ///
@@ -201,8 +210,9 @@ pub trait DeviceApi: Send + Sync {
     ///
     /// # Safety
     ///
-    /// Until `owner` is dropped the bytes can be read and written, by the device and if that is host memory from any
-    /// thread; they are initialised, no more than `isize::MAX`, and touched by nobody who has not borrowed them.
+    /// Until `owner` is dropped the bytes can be read and written by the device, and, if they are
+    /// host memory, from any thread. They are initialised, at most `isize::MAX`, and accessed only
+    /// under a borrow.
     unsafe fn adopt(
         &self,
         index: i32,
@@ -212,23 +222,24 @@ pub trait DeviceApi: Send + Sync {
     ) -> Result<Box<dyn Memory>> {
         let _ = (address, len, owner);
         let device = Device::new(self.kind(), index);
-        Err(RpcError::unsupported(format!("{device} takes no memory that it has not allocated")))
+        Err(RpcError::unsupported(format!("{device} cannot use memory that it has not allocated")))
     }
 
-    /// Copies `len` bytes between two memories of this kind, or between one of this kind and host memory, behind all
-    /// work that was submitted to the default stream; returns when the bytes are there. Within one memory the ranges
-    /// may overlap, and the destination then holds what the source held before.
+    /// Copies `len` bytes between two memories of this kind, or between one of this kind and host
+    /// memory, behind all work that was submitted to the default stream. Returns when the bytes are
+    /// there. Within one memory the ranges may overlap; the destination then holds the source's
+    /// former content.
     ///
-    /// The safe way to call it is [`Borrow::copy_from`](crate::tensor::Borrow::copy_from).
+    /// [`Borrow::copy_from`](crate::tensor::Borrow::copy_from) is the safe way to call it.
     ///
     /// # Errors
     ///
-    /// When the device fails. The destination is unspecified then.
+    /// The device failed. The destination is unspecified then.
     ///
     /// # Safety
     ///
-    /// Both ranges lie within their memories. Until it returns nobody else writes to the source or touches the
-    /// destination.
+    /// Both ranges lie within their memories. Until this returns, nothing else writes to the source
+    /// or accesses the destination.
     unsafe fn copy(
         &self,
         from: &dyn Memory,
@@ -242,150 +253,158 @@ pub trait DeviceApi: Send + Sync {
     }
 }
 
-/// Called once, with how the work of a [stream](Stream::when_done) ended. It must not block, and must not panic.
+/// Callback that is called once with the result of a [stream's](Stream::when_done) work. It must
+/// not block or panic.
 pub type WhenDone = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// A queue of work on one device: what is submitted to it runs in that order, at some later time.
+/// Queue of work on one device: submitted work runs in order, at some later time.
 pub trait Stream: Send + Sync {
-    /// The device that the stream belongs to.
+    /// Returns the device of the stream.
     fn device(&self) -> Device;
 
-    /// Returns when all work submitted so far is done.
+    /// Waits until all work submitted so far is done.
     ///
     /// # Errors
     ///
-    /// What that work failed with, or [`ErrorKind::DeviceLost`].
+    /// The error of that work, or [`ErrorKind::DeviceLost`].
     fn synchronize(&self) -> Result<()>;
 
-    /// Has `done` called when all work submitted so far is done, with what [`synchronize`](Self::synchronize) would have
-    /// returned, and holds no thread until then. It may be called before this returns, and otherwise from a thread that
-    /// the device needs for others.
+    /// Calls `done` when all work submitted so far is done, with the result that
+    /// [`synchronize`](Self::synchronize) would return, without occupying a thread until then.
+    /// `done` may be called before this returns, and otherwise on a thread that the device needs
+    /// for other callbacks, too.
     ///
     /// # Errors
     ///
-    /// `done` itself, uncalled: the device has no such way, which is the default, and `synchronize` is the one there is.
+    /// `done` itself, uncalled, if the device does not support this, which is the default. Use
+    /// `synchronize` then.
     fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
         Err(done)
     }
 
-    /// Makes work submitted to this stream from now on begin after what has been submitted to `other` so far. It may
-    /// block until then, if the device knows no better way. `other` may belong to another device.
+    /// Lets work submitted to this stream from now on begin after the work submitted to `other` so
+    /// far. It may block until then, if the device has no better way. `other` may belong to another
+    /// device.
     ///
     /// # Errors
     ///
-    /// When either device is lost.
+    /// Either device is lost.
     fn wait_for(&self, other: &dyn Stream) -> Result<()>;
 
-    /// The stream as the device's libraries know it, such as a `CUstream`; its device is the calling thread's current one
-    /// from then on, where there is such a notion. It is good until the stream is dropped. `None`, the default, if its
-    /// work needs no stream.
+    /// Returns the stream's handle for the device's libraries, such as a `CUstream`, and makes its
+    /// device the calling thread's current one, if there is such a notion. The handle is valid
+    /// until the stream is dropped. `None`, the default, if work on the device needs no stream.
     ///
     /// # Errors
     ///
-    /// When the device is lost.
+    /// The device is lost.
     fn library_handle(&self) -> Result<Option<NonNull<c_void>>> {
         Ok(None)
     }
 
-    /// For the device's own functions, which know the concrete type.
+    /// Returns the concrete type, for the device's own functions.
     fn as_any(&self) -> &dyn Any;
 }
 
 /// A piece of a device's memory, freed on drop.
 ///
-/// It knows nothing of who uses it: that is [`Storage`](crate::tensor::Storage)'s business, which is why reading and
-/// writing are unsafe here and safe there.
+/// It does not track its users; [`Storage`](crate::tensor::Storage) does. So reading and writing
+/// are unsafe here and safe there.
 ///
 /// # Safety
 ///
-/// `len` and `host` never change. If `host` is a pointer, then `len` is at most `isize::MAX`, and until the memory is
-/// dropped the pointer is valid for reads and writes of `len` bytes, all initialised, aligned as was asked for, and
-/// nothing but its users (through this trait, or that pointer) touches them. It may be used from any thread.
+/// `len` and `host` never change. If `host` is a pointer, then `len` is at most `isize::MAX`, and
+/// until the memory is dropped the pointer is valid for reads and writes of `len` bytes, all
+/// initialised and aligned as requested, and only its users (through this trait, or that pointer)
+/// access them. It may be used from any thread.
 pub unsafe trait Memory: Send + Sync {
-    /// The size in bytes.
+    /// Returns the size in bytes.
     fn len(&self) -> u64;
 
-    /// Whether there are no bytes at all.
+    /// Returns true if the memory has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where the bytes lie, if the processor can reach them.
+    /// Returns the address of the bytes, if the processor can access them.
     fn host(&self) -> Option<NonNull<u8>>;
 
-    /// Where the bytes lie on the device, for its own functions and libraries; for host memory that is [`host`](Self::host). It is good until the memory
-    /// is dropped, and never changes.
+    /// Returns the address of the bytes on the device, for its own functions and libraries; for
+    /// host memory that is [`host`](Self::host). It is valid until the memory is dropped, and never
+    /// changes.
     fn device_address(&self) -> Option<NonNull<u8>> {
         self.host()
     }
 
-    /// Writes `data` at `offset`, and returns when `data` is no longer needed and readers will see it.
+    /// Writes `data` at `offset`. Returns when `data` is no longer needed and readers will see it.
     ///
     /// # Errors
     ///
-    /// When the device fails. The range is unspecified then.
+    /// The device failed. The range is unspecified then.
     ///
     /// # Safety
     ///
-    /// The range lies within the memory, and nobody else touches it until this returns.
+    /// The range lies within the memory, and nothing else accesses it until this returns.
     unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()>;
 
-    /// Reads into all of `out` from `offset` on.
+    /// Fills `out` from `offset`.
     ///
     /// # Errors
     ///
-    /// When the device fails. `out` is unspecified then.
+    /// The device failed. `out` is unspecified then.
     ///
     /// # Safety
     ///
-    /// The range lies within the memory, and nobody writes to it until this returns.
+    /// The range lies within the memory, and nothing writes to it until this returns.
     unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// For the device's own functions, which know the concrete type.
+    /// Returns the concrete type, for the device's own functions.
     fn as_any(&self) -> &dyn Any;
 }
 
-/// The devices that a session offers, by kind.
+/// Devices that a session offers, by kind.
 ///
-/// A kind that is missing can carry the reason, so that whoever asks for `cuda` learns that the driver was not found
-/// rather than only that there is none.
+/// A missing kind can carry the reason, so that the error for `cuda` says that the driver was not
+/// found, and not only that there is no such device.
 #[derive(Clone)]
 pub struct Devices {
     kinds: BTreeMap<DeviceType, Result<Arc<dyn DeviceApi>, String>>,
 }
 
 impl Devices {
-    /// Only `cpu`, with the [`SystemAllocator`].
+    /// Returns a set with only `cpu`, with the [`SystemAllocator`].
     pub fn new() -> Self {
         Self { kinds: BTreeMap::new() }.with(Arc::new(CpuDevice::default()))
     }
 
-    /// Offers `api` too, in place of what there was of that kind: this is how `cpu` gets another allocator.
+    /// Adds `api`, replacing any other of its kind. For example, this gives `cpu` another
+    /// allocator.
     #[must_use]
     pub fn with(mut self, api: Arc<dyn DeviceApi>) -> Self {
         self.kinds.insert(api.kind(), Ok(api));
         self
     }
 
-    /// Records why `kind` is not offered.
+    /// Records the reason why `kind` is not offered.
     #[must_use]
     pub fn absent(mut self, kind: DeviceType, reason: impl Into<String>) -> Self {
         self.kinds.insert(kind, Err(reason.into()));
         self
     }
 
-    /// What serves `device`.
+    /// Returns the API that serves `device`.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`] with the reason, if the kind is not offered or the index out of range.
+    /// [`ErrorKind::DeviceUnavailable`] with the reason, if the kind is not offered or the index is
+    /// out of range.
     pub fn get(&self, device: Device) -> Result<&Arc<dyn DeviceApi>> {
         let api = self.kind(device.kind)?;
         let count = api.count()?;
         if (0..count).contains(&device.index) { Ok(api) } else { Err(out_of_range(device, count)) }
     }
 
-    /// What serves the devices of `kind`, though there may be none.
+    /// Returns the API for the devices of `kind`, even if there are none.
     ///
     /// # Errors
     ///
@@ -399,11 +418,12 @@ impl Devices {
         }
     }
 
-    /// The answer of `device` to `attribute`; [`DeviceAttribute::Exists`] is answered for every device imaginable.
+    /// Returns the value of `attribute` of `device`. [`DeviceAttribute::Exists`] is answered for
+    /// every device, existing or not.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`] for any other attribute of a device that is not there.
+    /// [`ErrorKind::DeviceUnavailable`] for any other attribute of a device that does not exist.
     pub fn attribute(&self, device: Device, attribute: DeviceAttribute) -> Result<Value> {
         match self.get(device) {
             Ok(api) => api.attribute(device.index, attribute),
@@ -412,7 +432,9 @@ impl Devices {
         }
     }
 
-    /// The devices of all kinds, as constraints see them: one that cannot say what it is is one of its type without more. Drivers may take their time.
+    /// Returns descriptions of the devices of all kinds, for matching constraints. A device that
+    /// fails to describe itself counts as one of its type without further properties. Drivers may
+    /// take long.
     pub fn describe(&self) -> impl Iterator<Item = DeviceDescription> {
         let of_kind = move |(kind, api): (DeviceType, Result<&Arc<dyn DeviceApi>, &str>)| {
             let count = api.map_or(0, |api| api.count().unwrap_or(0));
@@ -423,22 +445,23 @@ impl Devices {
 
     fn describe_one(&self, device: Device) -> DeviceDescription {
         let attribute = |attribute| self.attribute(device, attribute);
-        let told = attribute(DeviceAttribute::Target)
+        let described = attribute(DeviceAttribute::Target)
             .and_then(|target| Ok((target, attribute(DeviceAttribute::MemoryScopes)?)))
             .and_then(|(target, scopes)| DeviceDescription::from_attributes(device, target, scopes));
-        told.unwrap_or_else(|error| {
-            tracing::warn!(%device, %error, "a device cannot say what it is");
+        described.unwrap_or_else(|error| {
+            tracing::warn!(%device, %error, "a device did not report its target and memory scopes");
             DeviceDescription { device, target: Target::of_device(device.kind), memory_scopes: Vec::new() }
         })
     }
 
-    /// The device that satisfies a constraint: `preferred` if it does, else the first one.
+    /// Returns a device that satisfies a constraint: `preferred` if it does, otherwise the first
+    /// one.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`], with the devices that there are.
+    /// [`ErrorKind::DeviceUnavailable`], with a list of the devices.
     pub fn choose(&self, wanted: &VirtualDevice, preferred: Device) -> Result<Device> {
-        // Without asking the driver.
+        // An empty constraint needs no question to the driver.
         if wanted.is_fully_unconstrained()
             || (self.get(preferred).is_ok() && self.describe_one(preferred).satisfies(wanted))
         {
@@ -451,7 +474,8 @@ impl Devices {
         })
     }
 
-    /// Every kind that is offered or known to be absent, with what serves it or the reason, by number.
+    /// Returns every kind that is offered or known to be absent, by number, with its API or the
+    /// reason.
     pub fn iter(&self) -> impl Iterator<Item = (DeviceType, Result<&Arc<dyn DeviceApi>, &str>)> {
         self.kinds.iter().map(|(kind, api)| (*kind, api.as_ref().map_err(String::as_str)))
     }
@@ -493,22 +517,24 @@ pub unsafe fn copy_by_host(
 ) -> Result<()> {
     match (from.host(), to.host()) {
         (Some(source), Some(target)) => {
-            // SAFETY: `Memory` promises valid pointers, the caller that the ranges lie within them and that nobody else
-            // interferes; offsets of host memory fit `usize`. `copy` allows overlap.
+            // SAFETY: `Memory` promises valid pointers; the caller promises that the ranges lie
+            // within them and that nothing else interferes; offsets of host memory fit `usize`.
+            // `copy` allows overlap.
             unsafe {
                 source.add(from_offset as usize).copy_to(target.add(to_offset as usize), len as usize);
             }
             Ok(())
         }
         (Some(source), None) => {
-            // SAFETY: as above. The slice is only read, and nobody writes to it: `to` is another memory.
+            // SAFETY: as above. The slice is only read, and not written: `to` is another memory.
             unsafe {
                 let data = std::slice::from_raw_parts(source.add(from_offset as usize).as_ptr(), len as usize);
                 to.copy_from_host(to_offset, data)
             }
         }
         (None, Some(target)) => {
-            // SAFETY: as above. Nobody else touches the destination, so that the slice is exclusive.
+            // SAFETY: as above. Nothing else accesses the destination, so that the slice is
+            // exclusive.
             unsafe {
                 let out = std::slice::from_raw_parts_mut(target.add(to_offset as usize).as_ptr(), len as usize);
                 from.copy_to_host(from_offset, out)
@@ -516,7 +542,7 @@ pub unsafe fn copy_by_host(
         }
         (None, None) => {
             let mut bounce = vec![0; len.min(BOUNCE_BYTES) as usize];
-            // Where the destination overlaps the source from behind, the end has to go first.
+            // If the destination overlaps the source's end, the end has to be copied first.
             let backwards = std::ptr::addr_eq(from, to) && to_offset > from_offset;
             let mut done = 0;
             while done < len {
@@ -535,7 +561,7 @@ pub unsafe fn copy_by_host(
     }
 }
 
-/// Large enough to keep a bus busy, small enough to have.
+/// Bytes of the bounce buffer: large enough to keep a bus busy, small enough to allocate.
 const BOUNCE_BYTES: u64 = 1 << 20;
 
 #[cfg(test)]
@@ -543,7 +569,7 @@ pub(crate) mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    /// Memory that the processor cannot reach, as that of a GPU.
+    /// Memory that the processor cannot access, like that of a GPU.
     pub(crate) struct Remote(Mutex<Vec<u8>>);
 
     impl Remote {
@@ -579,7 +605,7 @@ pub(crate) mod tests {
 
     fn contents(memory: &dyn Memory) -> Vec<u8> {
         let mut out = vec![0; memory.len() as usize];
-        // SAFETY: the whole memory, which nobody else uses.
+        // SAFETY: the whole memory, which nothing else uses.
         unsafe { memory.copy_to_host(0, &mut out).unwrap() };
         out
     }
@@ -597,7 +623,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_absent_kind_says_why() {
+    fn the_error_for_an_absent_kind_gives_the_reason() {
         let devices = Devices::new().absent(DeviceType::CUDA, "libcuda.so.1 was not found");
         assert!(devices.get(Device::cpu()).is_ok());
         let error = devices.get(Device::cuda(0)).err().unwrap();
@@ -630,7 +656,7 @@ pub(crate) mod tests {
         let other = cpu.allocate(0, &AllocRequest::new(8)).unwrap();
         let device = Remote::new([1, 2, 3, 4, 5, 6, 7, 8]);
         let second = Remote::new([0; 8]);
-        // SAFETY: all ranges lie within 8 bytes, and nobody else uses the memories.
+        // SAFETY: all ranges lie within 8 bytes, and nothing else uses the memories.
         unsafe {
             cpu.copy(&device, 2, &*host, 1, 4).unwrap();
             cpu.copy(&*host, 0, &*other, 2, 6).unwrap();
@@ -649,18 +675,18 @@ pub(crate) mod tests {
         let shift = 1000;
         for (from, to) in [(0, shift), (shift, 0)] {
             let memory = Remote::new(pattern.clone());
-            // SAFETY: both ranges end within the memory, which nobody else uses.
+            // SAFETY: both ranges end within the memory, which nothing else uses.
             unsafe { copy_by_host(&memory, from as u64, &memory, to as u64, (len - shift) as u64).unwrap() };
             assert_eq!(contents(&memory)[to..][..len - shift], pattern[from..][..len - shift]);
         }
     }
 
     #[test]
-    fn the_preferred_device_is_chosen_if_it_does_and_else_the_first() {
+    fn the_preferred_device_is_chosen_if_it_satisfies_the_constraint_and_else_the_first() {
         let devices = Devices::new().absent(DeviceType::CUDA, "no driver");
         assert_eq!(devices.describe().map(|device| device.device).collect::<Vec<_>>(), [Device::cpu()]);
         let choose = |wanted: &str, preferred| devices.choose(&wanted.parse().unwrap(), preferred);
-        // Without a constraint the preferred one is not even looked at.
+        // Without a constraint the preferred device is not examined.
         assert_eq!(choose("*", Device::cuda(3)).unwrap(), Device::cuda(3));
         assert_eq!(choose("cpu,target=llvm", Device::cuda(3)).unwrap(), Device::cpu());
         let error = choose("cuda", Device::cpu()).unwrap_err();

@@ -1,4 +1,4 @@
-//! What code for a device is compiled for: a kind and its attributes.
+//! Targets: the platform that code for a device is compiled for, as a kind and its attributes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,15 +9,17 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
 
-/// The kinds that are not named like the device they are for, as TVM names them.
+/// Kinds that are not named like their device type, with TVM's names.
 const KINDS: [(&str, DeviceType); 4] =
     [("llvm", DeviceType::CPU), ("c", DeviceType::CPU), ("nvptx", DeviceType::CUDA), ("gpu", DeviceType::CUDA)];
 
-/// What code is compiled for: a kind, which decides the kind of device that it runs on, and attributes such as the architecture.
+/// Platform that code is compiled for: a kind, which determines the type of device that it runs on,
+/// and attributes such as the architecture.
 ///
-/// It is written as TVM writes its targets, `cuda -arch=sm_90 -max_threads_per_block=1024`: the kind, and attributes in the order of their names. A
-/// kind that is neither TVM's nor a kind of device says what it runs on, as in `npu@ext_dev -rev=2`. Neither kind nor attributes hold white
-/// space. Targets are equal if all of this is.
+/// Written like TVM's targets, `cuda -arch=sm_90 -max_threads_per_block=1024`: the kind, then
+/// attributes in the order of their names. A kind that is neither one of TVM's nor a device type
+/// names its device type, as in `npu@ext_dev -rev=2`. Kind and attributes contain no white space.
+/// Two targets are equal if kind, device type and attributes are.
 ///
 /// ```
 /// use rpc_core::{DeviceType, Target};
@@ -35,11 +37,11 @@ pub struct Target {
 }
 
 impl Target {
-    /// A target of a kind that is known: `llvm`, `c`, `nvptx`, or the name of a [`DeviceType`].
+    /// Creates a target of a known kind: `llvm`, `c`, `nvptx`, or the name of a [`DeviceType`].
     ///
     /// # Errors
     ///
-    /// Another kind.
+    /// The kind is not known.
     pub fn new(kind: &str) -> Result<Self> {
         let device_type = device_type_of(kind).ok_or_else(|| {
             RpcError::invalid_argument(format!("unknown kind of target '{kind}'; write {kind}@cpu if it runs on cpu"))
@@ -47,11 +49,12 @@ impl Target {
         Self::on(kind, device_type)
     }
 
-    /// A target of any kind that runs on devices of this type.
+    /// Creates a target of any kind that runs on devices of this type.
     ///
     /// # Errors
     ///
-    /// A kind that is empty, or has white space, control characters, `@` or `-` at its beginning; a known kind that runs on another type of device.
+    /// The kind is empty, contains white space, control characters or `@`, or begins with `-`; or a
+    /// known kind that runs on another type of device.
     pub fn on(kind: &str, device_type: DeviceType) -> Result<Self> {
         if !is_word(kind) || kind.starts_with('-') || kind.contains('@') {
             return Err(RpcError::invalid_argument(format!("'{}' cannot be a kind of target", kind.escape_debug())));
@@ -64,17 +67,19 @@ impl Target {
         }
     }
 
-    /// The target of devices that tell of none: `llvm` for processors, else of a kind named like the type; without attributes.
+    /// Returns the target of devices that report none: `llvm` for processors, otherwise a kind
+    /// named like the type; without attributes.
     pub fn of_device(device_type: DeviceType) -> Self {
         let kind = if device_type == DeviceType::CPU { "llvm".to_owned() } else { device_type.to_string() };
         Self { kind, device_type, attributes: BTreeMap::new() }
     }
 
-    /// Sets an attribute, in place of what it was.
+    /// Sets an attribute, replacing an earlier value.
     ///
     /// # Errors
     ///
-    /// A name or value that is empty or has white space or control characters; a name with `=`.
+    /// A name or value that is empty or contains white space or control characters; a name with
+    /// `=`.
     pub fn with(mut self, name: &str, value: &str) -> Result<Self> {
         if !is_word(name) || name.contains('=') || !is_word(value) {
             let (name, value) = (name.escape_debug(), value.escape_debug());
@@ -84,27 +89,28 @@ impl Target {
         Ok(self)
     }
 
-    /// The kind, such as `cuda` or `llvm`.
+    /// Returns the kind, such as `cuda` or `llvm`.
     pub fn kind(&self) -> &str {
         &self.kind
     }
 
-    /// The type of devices that its code runs on.
+    /// Returns the type of devices that the code runs on.
     pub fn device_type(&self) -> DeviceType {
         self.device_type
     }
 
-    /// The value of an attribute.
+    /// Returns the value of an attribute.
     pub fn attribute(&self, name: &str) -> Option<&str> {
         self.attributes.get(name).map(String::as_str)
     }
 
-    /// All attributes, in the order of their names.
+    /// Returns all attributes, in the order of their names.
     pub fn attributes(&self) -> impl Iterator<Item = (&str, &str)> {
         self.attributes.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// Whether this is what `wanted` asks for: of the same kind, with at least the same attributes.
+    /// Returns true if this target is of the same kind as `wanted`, with at least the same
+    /// attributes.
     pub fn provides(&self, wanted: &Self) -> bool {
         (&self.kind, self.device_type) == (&wanted.kind, wanted.device_type)
             && wanted.attributes().all(|(name, value)| self.attribute(name) == Some(value))
@@ -113,7 +119,7 @@ impl Target {
 
 fn device_type_of(kind: &str) -> Option<DeviceType> {
     let special = KINDS.iter().find(|(name, _)| *name == kind).map(|(_, device_type)| *device_type);
-    // A name, and not only a number that can be written: `device77` is no kind of target.
+    // Only names count: `device77` parses as a device type and is no kind of target.
     special.or_else(|| kind.parse::<DeviceType>().ok().filter(|device_type| device_type.name() == Some(kind)))
 }
 
@@ -192,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_target_says_why() {
+    fn malformed_targets_are_refused_with_a_reason() {
         for (text, part) in [
             ("", "without a kind"),
             (" ", "without a kind"),

@@ -1,7 +1,7 @@
-//! Where data may live and code may run, as a constraint that programs carry around until a device is chosen: [`VirtualDevice`]; and the
-//! devices to choose from, as servers describe them: [`DeviceDescription`].
+//! Device constraints and descriptions: [`VirtualDevice`], which programs pass around until a
+//! device is chosen, and [`DeviceDescription`], by which servers describe their devices.
 //!
-//! The meaning is that of TVM's class of the same name.
+//! The semantics are those of TVM's class of the same name.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,16 +13,19 @@ use crate::dlpack::{Device, DeviceType};
 use crate::error::{Result, RpcError};
 use crate::value::Value;
 
-/// The memory scope that every device has: its ordinary memory.
+/// Memory scope that every device has: its ordinary memory.
 pub const GLOBAL: &str = "global";
 
-/// Constraints on where data lives or code runs: the type of device, which one of that type, the target of its code, and the memory scope. Each may be
-/// unconstrained. Of a target the type of device follows, so that the two always agree.
+/// Constraint on the location of data or code: the type of device, its number among those of that
+/// type, the target of its code, and the memory scope. Each may be unconstrained. A target
+/// determines the type of device, so that the two always agree.
 ///
-/// The number is virtual: what it stands for is decided where the constraint is met. A tracker, [`placement`](crate::placement) and workers take it as the device's index.
+/// The number is virtual: the user of the constraint decides its meaning. A tracker,
+/// [`placement`](crate::placement) and workers take it as the device's index.
 ///
-/// It is written `cuda:0,scope=global,target=cuda -arch=sm_90`: type and number, of which `*` is unconstrained (`cuda`, `*:1` and `*`), then the
-/// scope, then the target, which takes the rest of the text.
+/// Written `cuda:0,scope=global,target=cuda -arch=sm_90`: type and number, of which `*` is
+/// unconstrained (`cuda`, `*:1` and `*`), then the scope, then the target, which takes the rest of
+/// the text.
 ///
 /// ```
 /// use rpc_core::VirtualDevice;
@@ -44,17 +47,17 @@ pub struct VirtualDevice {
 }
 
 impl VirtualDevice {
-    /// No constraint at all, as by [`Default`].
+    /// Returns a value without any constraint, like [`Default`].
     pub fn unconstrained() -> Self {
         Self::default()
     }
 
-    /// Sets fields one by one.
+    /// Returns a builder that sets fields one by one.
     pub fn builder() -> VirtualDeviceBuilder {
         VirtualDeviceBuilder::default()
     }
 
-    /// From fields that are known to be good: those of joined devices, say.
+    /// Creates a value from fields that are known to be valid, such as those of joined devices.
     pub(crate) fn of_agreeing(
         device_type: Option<DeviceType>,
         virtual_device_id: Option<i32>,
@@ -64,54 +67,58 @@ impl VirtualDevice {
         Self { device_type, virtual_device_id, target, memory_scope }
     }
 
-    /// The type of device; that of the target, where there is one.
+    /// Returns the type of device; with a target, that of the target.
     pub fn device_type(&self) -> Option<DeviceType> {
         self.device_type
     }
 
-    /// Which device of its type, from 0.
+    /// Returns the number among the devices of its type, from 0.
     pub fn virtual_device_id(&self) -> Option<i32> {
         self.virtual_device_id
     }
 
-    /// What code there is compiled for.
+    /// Returns the target that code is compiled for.
     pub fn target(&self) -> Option<&Target> {
         self.target.as_ref()
     }
 
-    /// In which of the device's memories data lies.
+    /// Returns the memory scope of data on the device.
     pub fn memory_scope(&self) -> Option<&str> {
         self.memory_scope.as_deref()
     }
 
-    /// Whether nothing is constrained.
+    /// Returns true if no field is constrained.
     pub fn is_fully_unconstrained(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Whether target, and with it the type of device, number and memory scope are all constrained.
+    /// Returns true if target (and with it the type of device), number and memory scope are all
+    /// constrained.
     pub fn is_fully_constrained(&self) -> bool {
         self.target.is_some() && self.virtual_device_id.is_some() && self.memory_scope.is_some()
     }
 
-    /// The device that is meant, which need not exist; `None` unless type and number are constrained.
+    /// Returns the device that is meant, which need not exist; `None` unless type and number are
+    /// constrained.
     pub fn to_device(&self) -> Option<Device> {
         Some(Device::new(self.device_type?, self.virtual_device_id?))
     }
 
-    /// All constraints of both; `None` if they disagree. The order of joins does not matter.
+    /// Returns all constraints of both; `None` if they disagree. The order of joins does not
+    /// matter.
     pub fn join(&self, other: &Self) -> Option<Self> {
         Some(Self {
             device_type: agree(&self.device_type, &other.device_type)?,
             virtual_device_id: agree(&self.virtual_device_id, &other.virtual_device_id)?,
-            // With the types, which therefore agree with either.
+            // The device types are derived from the targets, so they agree if the targets do.
             target: agree(&self.target, &other.target)?,
             memory_scope: agree(&self.memory_scope, &other.memory_scope)?,
         })
     }
 
-    /// Whether a device that is known by these parts is what is wanted, as [`DeviceDescription::satisfies`] has it. Without a target it has that
-    /// [of its type](Target::of_device).
+    /// Returns true if a device with these properties satisfies the constraint, see
+    /// [`DeviceDescription::satisfies`]. A device without a target has that [of its
+    /// type](Target::of_device).
     pub fn is_satisfied_by(&self, device: Device, target: Option<&Target>, memory_scopes: &[String]) -> bool {
         let is_provided = |wanted: &Target| match target {
             Some(target) => target.provides(wanted),
@@ -123,8 +130,9 @@ impl VirtualDevice {
             && self.target.as_ref().is_none_or(is_provided)
     }
 
-    /// These constraints, and of `other` those on what is unconstrained here. Nothing is overridden: where a type of device is constrained, `other`'s target
-    /// is dropped unless it is for that type.
+    /// Returns these constraints, with unconstrained fields taken from `other`. No constraint is
+    /// overridden: if the type of device is constrained, `other`'s target is dropped unless it is
+    /// for that type.
     #[must_use]
     pub fn default_to(&self, other: &Self) -> Self {
         let device_type = self.device_type.or(other.device_type);
@@ -138,7 +146,7 @@ impl VirtualDevice {
     }
 }
 
-/// What two agree on; `None` if they do not.
+/// Merges two optional values. Returns `None` if both are set and differ.
 fn agree<T: Clone + PartialEq>(a: &Option<T>, b: &Option<T>) -> Option<Option<T>> {
     match (a, b) {
         (Some(a), Some(b)) if a != b => None,
@@ -148,7 +156,8 @@ fn agree<T: Clone + PartialEq>(a: &Option<T>, b: &Option<T>) -> Option<Option<T>
 }
 
 impl From<Device> for VirtualDevice {
-    /// The device, with any target and in any memory; any of its type if its index is negative.
+    /// Returns the device, with any target and in any memory; any device of its type if its index
+    /// is negative.
     fn from(device: Device) -> Self {
         let virtual_device_id = (device.index >= 0).then_some(device.index);
         Self { device_type: Some(device.kind), virtual_device_id, ..Self::default() }
@@ -156,21 +165,21 @@ impl From<Device> for VirtualDevice {
 }
 
 impl From<Option<Device>> for VirtualDevice {
-    /// The device; unconstrained without one.
+    /// Returns the device's constraint; unconstrained for `None`.
     fn from(device: Option<Device>) -> Self {
         device.map_or_else(Self::default, Self::from)
     }
 }
 
 impl From<DeviceType> for VirtualDevice {
-    /// Any device of this type.
+    /// Returns any device of this type.
     fn from(device_type: DeviceType) -> Self {
         Self { device_type: Some(device_type), ..Self::default() }
     }
 }
 
 impl From<Target> for VirtualDevice {
-    /// Any device that runs code of this target.
+    /// Returns any device that runs code of this target.
     fn from(target: Target) -> Self {
         Self { device_type: Some(target.device_type()), target: Some(target), ..Self::default() }
     }
@@ -224,41 +233,42 @@ impl FromStr for VirtualDevice {
     }
 }
 
-/// What stands before the first comma, and behind it.
+/// Splits a text at its first comma.
 fn split(text: &str) -> (&str, Option<&str>) {
     text.split_once(',').map_or((text, None), |(first, rest)| (first, Some(rest)))
 }
 
-/// A [`VirtualDevice`] in the making. What its methods set they set anew; [`field`](Self::field) alone refuses what is set already.
+/// Builder of a [`VirtualDevice`]. Its setters replace earlier values; only [`field`](Self::field)
+/// refuses a field that is set already.
 #[derive(Clone, Debug, Default)]
 pub struct VirtualDeviceBuilder(Fields);
 
 impl VirtualDeviceBuilder {
-    /// The names of the fields, as [`field`](Self::field) and serde take them.
+    /// Names of the fields, as [`field`](Self::field) and serde take them.
     pub const FIELDS: [&str; 4] = ["device_type", "virtual_device_id", "target", "memory_scope"];
 
-    /// The type of device.
+    /// Sets the type of device.
     #[must_use]
     pub fn device_type(mut self, device_type: DeviceType) -> Self {
         self.0.device_type = Some(device_type);
         self
     }
 
-    /// Which device of its type, from 0.
+    /// Sets the number among the devices of its type, from 0.
     #[must_use]
     pub fn virtual_device_id(mut self, id: i32) -> Self {
         self.0.virtual_device_id = Some(id);
         self
     }
 
-    /// What code there is compiled for.
+    /// Sets the target that code is compiled for.
     #[must_use]
     pub fn target(mut self, target: Target) -> Self {
         self.0.target = Some(target);
         self
     }
 
-    /// In which of the device's memories data lies.
+    /// Sets the memory scope of data on the device.
     #[must_use]
     pub fn memory_scope(mut self, scope: impl Into<String>) -> Self {
         self.0.memory_scope = Some(scope.into());
@@ -269,14 +279,14 @@ impl VirtualDeviceBuilder {
     ///
     /// # Errors
     ///
-    /// There is no such field, it was set before, or the text is no value of it.
+    /// The field does not exist, it was set before, or the text is no value of it.
     pub fn field(mut self, name: &str, value: &str) -> Result<Self> {
         let Fields { device_type, virtual_device_id, target, memory_scope } = &mut self.0;
         match name {
             "device_type" => once(name, device_type, value.parse()?)?,
             "virtual_device_id" => {
                 let number = value.parse();
-                let no_number = |_| RpcError::invalid_argument(format!("'{value}' is no number of a device"));
+                let no_number = |_| RpcError::invalid_argument(format!("'{value}' is not a device number"));
                 once(name, virtual_device_id, number.map_err(no_number)?)?;
             }
             "target" => once(name, target, value.parse()?)?,
@@ -292,11 +302,12 @@ impl VirtualDeviceBuilder {
         Ok(self)
     }
 
-    /// The virtual device.
+    /// Builds the virtual device.
     ///
     /// # Errors
     ///
-    /// The target is for another type of device; a negative number; a memory scope that is empty, or has white space, control characters or commas.
+    /// The target is for another type of device; the number is negative; or the memory scope is
+    /// empty or contains white space, control characters or commas.
     pub fn build(self) -> Result<VirtualDevice> {
         self.0.try_into()
     }
@@ -309,7 +320,7 @@ fn once<T>(name: &str, field: &mut Option<T>, value: T) -> Result<()> {
     }
 }
 
-/// As it is serialised, and before it is checked.
+/// Serialized form, which is not checked yet.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, rename = "VirtualDevice")]
 struct Fields {
@@ -327,11 +338,12 @@ impl TryFrom<Fields> for VirtualDevice {
         if let (Some(device_type), Some(target)) = (device_type, &target)
             && device_type != target.device_type()
         {
-            let text = format!("target '{target}' is for {}, and the device is {device_type}", target.device_type());
+            let text =
+                format!("target '{target}' is for {}, but the device type is {device_type}", target.device_type());
             return Err(RpcError::invalid_argument(text));
         }
         if let Some(id) = virtual_device_id.filter(|id| *id < 0) {
-            return Err(RpcError::invalid_argument(format!("{id} is no number of a device")));
+            return Err(RpcError::invalid_argument(format!("{id} is not a device number")));
         }
         let is_bad = |c: char| c.is_whitespace() || c.is_control() || c == ',';
         if let Some(scope) = memory_scope.as_deref().filter(|scope| scope.is_empty() || scope.contains(is_bad)) {
@@ -349,24 +361,26 @@ impl From<VirtualDevice> for Fields {
     }
 }
 
-/// A device that there is: what it takes to see whether it meets a constraint.
+/// An existing device, with the properties that constraints ask for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DeviceDescription {
-    /// Which it is, for its session.
+    /// The device, as its session names it.
     pub device: Device,
-    /// What code for it is compiled for.
+    /// Target of the device's code.
     pub target: Target,
-    /// The memories it has besides [`GLOBAL`].
+    /// Memory scopes besides [`GLOBAL`].
     #[serde(default)]
     pub memory_scopes: Vec<String>,
 }
 
 impl DeviceDescription {
-    /// From the device's answers to [`Target`](crate::DeviceAttribute::Target) and [`MemoryScopes`](crate::DeviceAttribute::MemoryScopes).
+    /// Creates a description from the device's answers to
+    /// [`Target`](crate::DeviceAttribute::Target) and
+    /// [`MemoryScopes`](crate::DeviceAttribute::MemoryScopes).
     ///
     /// # Errors
     ///
-    /// A text that is no target.
+    /// A target that cannot be parsed.
     pub fn from_attributes(device: Device, target: Value, memory_scopes: Value) -> Result<Self> {
         let target = match target {
             Value::Str(text) => text.parse()?,
@@ -377,8 +391,8 @@ impl DeviceDescription {
         Ok(Self { device, target, memory_scopes: scopes.into_iter().filter_map(text).collect() })
     }
 
-    /// Whether the device is of the type, has the number and the memory, and runs code of the target that `wanted` asks for; of a target's
-    /// attributes it may [have more](Target::provides).
+    /// Returns true if the device has the type, number and memory scope of `wanted`, and runs code
+    /// of its target. The device's target may [have more attributes](Target::provides).
     pub fn satisfies(&self, wanted: &VirtualDevice) -> bool {
         wanted.is_satisfied_by(self.device, Some(&self.target), &self.memory_scopes)
     }

@@ -1,7 +1,8 @@
-//! Tensors at their origin: a layout over a storage, and views through which functions reach the elements.
+//! Tensors at their origin: a layout over a storage, and views that give functions access to the
+//! elements.
 //!
-//! A [`Tensor`] describes; it can be cloned and passed on freely. A [`TensorView`] or [`TensorViewMut`] is a tensor
-//! together with a [`Borrow`] of its storage, and gives out slices.
+//! A [`Tensor`] is only a description; it can be cloned and passed on freely. A [`TensorView`] or
+//! [`TensorViewMut`] is a tensor together with a [`Borrow`] of its storage, and gives out slices.
 
 mod storage;
 
@@ -13,45 +14,47 @@ use crate::device::{AllocRequest, CpuDevice, DeviceApi};
 use crate::dlpack::{DataType, Device, Element, dense_size, dense_strides, element_count, strided_extent};
 use crate::error::{ErrorKind, Result, RpcError};
 
-pub use storage::{Access, Borrow, Resume, Storage, Waiting, borrow_all};
+pub use storage::{Access, Borrow, PendingBorrow, Resume, Storage, borrow_all};
 
-/// The most dimensions that a tensor may have.
+/// Largest number of dimensions of a tensor.
 pub const MAX_DIMENSIONS: usize = 32;
 
-/// A view of a storage: where the elements of an array lie in it. Clones share the storage.
+/// An array in a storage: offset, shape, strides and element type. Clones share the storage.
 #[derive(Clone)]
 pub struct Tensor {
     storage: Arc<Storage>,
-    /// With `extent`, lies within the storage.
+    /// Offset of the first element in bytes. `byte_offset + extent` lies within the storage.
     byte_offset: u64,
     shape: Vec<i64>,
     /// `None` whenever the elements are densely packed in row-major order.
     strides: Option<Vec<i64>>,
     dtype: DataType,
-    /// The bytes from the first element to the end of the last one.
+    /// Bytes from the first element to the end of the last one.
     extent: u64,
 }
 
-/// How the elements of a tensor lie in its storage: the fields of a [`Tensor`], borrowed.
+/// Layout of a tensor in its storage: the fields of a [`Tensor`], borrowed.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout<'a> {
-    /// Where the first element lies, in bytes from the start of the storage.
+    /// Offset of the first element, in bytes from the start of the storage.
     pub byte_offset: u64,
-    /// The dimensions, outermost first; none for a scalar.
+    /// Dimensions, outermost first; empty for a scalar.
     pub shape: &'a [i64],
-    /// Elements to the next entry of each dimension; `None` is densely packed, row-major.
+    /// Distance between neighbours in each dimension, in elements; `None` is densely packed,
+    /// row-major.
     pub strides: Option<&'a [i64]>,
-    /// The type of the elements.
+    /// Type of the elements.
     pub dtype: DataType,
 }
 
 impl Tensor {
-    /// The tensor of this layout in `storage`; `byte_offset` is that of the first element, `strides` count elements, and
-    /// `None` is densely packed, row-major.
+    /// Creates a tensor in `storage`. `byte_offset` is the offset of the first element, `strides`
+    /// count elements, and `None` is densely packed, row-major.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`] if the layout is malformed, overflows, or reaches beyond the storage.
+    /// [`ErrorKind::InvalidArgument`] if the layout is malformed, overflows, or reaches beyond the
+    /// storage.
     pub fn new(
         storage: Arc<Storage>,
         byte_offset: u64,
@@ -86,7 +89,7 @@ impl Tensor {
         Ok(Self { storage, byte_offset, shape, strides, dtype, extent })
     }
 
-    /// A tensor of zeros in host memory, outside of any session's quota.
+    /// Creates a tensor of zeros in host memory, outside of any session's quota.
     ///
     /// # Errors
     ///
@@ -97,11 +100,12 @@ impl Tensor {
         Self::new(Storage::new(Device::cpu(), memory, None), 0, shape, None, dtype)
     }
 
-    /// A tensor with a copy of `elements` in host memory, outside of any session's quota.
+    /// Creates a tensor with a copy of `elements` in host memory, outside of any session's quota.
     ///
     /// # Errors
     ///
-    /// As [`zeros`](Self::zeros), and [`ErrorKind::InvalidArgument`] if the shape has not as many elements.
+    /// As [`zeros`](Self::zeros), and [`ErrorKind::InvalidArgument`] if the shape has a different
+    /// number of elements.
     pub fn from_slice<T: Element>(shape: impl Into<Vec<i64>>, elements: &[T]) -> Result<Self> {
         let shape = shape.into();
         if element_count(&shape)? != elements.len() as u64 {
@@ -113,79 +117,83 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Where the elements lie.
+    /// Returns the storage that holds the elements.
     pub fn storage(&self) -> &Arc<Storage> {
         &self.storage
     }
 
-    /// The device of the storage.
+    /// Returns the device of the storage.
     pub fn device(&self) -> Device {
         self.storage.device()
     }
 
-    /// Where the first element lies, in bytes from the start of the storage.
+    /// Returns the offset of the first element, in bytes from the start of the storage.
     pub fn byte_offset(&self) -> u64 {
         self.byte_offset
     }
 
-    /// The dimensions, outermost first; none for a scalar.
+    /// Returns the dimensions, outermost first; empty for a scalar.
     pub fn shape(&self) -> &[i64] {
         &self.shape
     }
 
-    /// Elements to the next entry of each dimension; `None` if the tensor [is dense](Self::is_dense).
+    /// Returns the distance between neighbours in each dimension, in elements; `None` if the tensor
+    /// [is dense](Self::is_dense).
     pub fn strides(&self) -> Option<&[i64]> {
         self.strides.as_deref()
     }
 
-    /// The type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DataType {
         self.dtype
     }
 
-    /// How many elements there are.
+    /// Returns the number of elements.
     pub fn element_count(&self) -> u64 {
         // `new` has computed the same without overflow.
         element_count(&self.shape).unwrap_or(u64::MAX)
     }
 
-    /// Whether the elements are densely packed in row-major order.
+    /// Returns true if the elements are densely packed in row-major order.
     pub fn is_dense(&self) -> bool {
         self.strides.is_none()
     }
 
-    /// The bytes of the elements when densely packed, which is what copies count.
+    /// Returns the size in bytes of the elements when densely packed, which is the size of a copy.
     pub fn size_bytes(&self) -> u64 {
         // `new` has computed the same without overflow.
         dense_size(&self.shape, self.dtype).unwrap_or(u64::MAX)
     }
 
-    /// Borrows the storage for reading; never waits, and overtakes writers that do ([`Storage::try_read`]), so that a
-    /// function can read twice what it reads already.
+    /// Borrows the storage for reading. Never waits, and overtakes writers that wait
+    /// ([`Storage::try_read`]), so that a function can read a tensor again that it is reading
+    /// already.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Busy`] if it is borrowed for writing.
+    /// [`ErrorKind::Busy`] if the storage is borrowed for writing.
     pub fn read(&self) -> Result<TensorView> {
         let borrow = self.storage.try_read().ok_or_else(busy)?;
         TensorView::new(self.clone(), borrow)
     }
 
-    /// Borrows the storage for writing; never waits.
+    /// Borrows the storage for writing. Never waits.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Busy`] if it is borrowed.
+    /// [`ErrorKind::Busy`] if the storage is borrowed.
     pub fn write(&self) -> Result<TensorViewMut> {
         let borrow = self.storage.try_borrow(Access::Write).ok_or_else(busy)?;
         TensorViewMut::new(self.clone(), borrow)
     }
 
-    /// A tensor of another layout within this one; `byte_offset` counts from this one's first element.
+    /// Returns a tensor of another layout within this one. `byte_offset` counts from this tensor's
+    /// first element.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new); and [`ErrorKind::InvalidArgument`] if it reaches beyond this tensor's last element.
+    /// As [`new`](Self::new), and [`ErrorKind::InvalidArgument`] if the view reaches beyond this
+    /// tensor's last element.
     pub fn view(
         &self,
         byte_offset: u64,
@@ -201,11 +209,12 @@ impl Tensor {
         if byte_offset + view.extent > self.extent { Err(outside()) } else { Ok(view) }
     }
 
-    /// Where in the storage the bytes `offset..offset + len` of the densely packed contents lie.
+    /// Returns the range in the storage of the bytes `offset..offset + len` of the densely packed
+    /// content.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`] if the tensor is not dense, or smaller.
+    /// [`ErrorKind::InvalidArgument`] if the tensor is not dense, or too small.
     pub fn byte_range(&self, offset: u64, len: u64) -> Result<Range<u64>> {
         self.check_dense()?;
         match offset.checked_add(len) {
@@ -227,14 +236,14 @@ impl Tensor {
         )))
     }
 
-    /// The elements' bytes in those of the whole storage.
+    /// Returns the range of the elements' bytes in the whole storage.
     fn range_in_host(&self) -> Result<Range<usize>> {
         self.check_dense()?;
-        // Only called for host memory, of which every offset fits `usize`.
+        // Only called for host memory, in which every offset fits `usize`.
         Ok(self.byte_offset as usize..(self.byte_offset + self.extent) as usize)
     }
 
-    /// Whether the elements of the tensor are `T`s, and dense.
+    /// Checks that the elements of the tensor are `T`s, and dense.
     fn check_elements<T: Element>(&self) -> Result<()> {
         if self.dtype != T::DATA_TYPE {
             let (expected, got) = (T::DATA_TYPE, self.dtype);
@@ -260,7 +269,7 @@ impl Tensor {
         if Arc::ptr_eq(&self.storage, borrow.storage()) {
             return Ok(());
         }
-        Err(RpcError::new(ErrorKind::ApiMisuse, "the borrow is of another storage than the tensor's"))
+        Err(RpcError::new(ErrorKind::ApiMisuse, "the borrow belongs to another storage than the tensor's"))
     }
 }
 
@@ -277,68 +286,68 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// A tensor that is borrowed for reading (or more).
+/// A tensor that is borrowed for reading or writing, with read access.
 #[derive(Debug)]
 pub struct TensorView {
     tensor: Tensor,
-    /// Of the tensor's storage.
+    /// Borrow of the tensor's storage.
     borrow: Borrow,
 }
 
 impl TensorView {
-    /// The view of `tensor` under `borrow`.
+    /// Creates the view of `tensor` under `borrow`.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::ApiMisuse`] if the borrow is of another storage.
+    /// [`ErrorKind::ApiMisuse`] if the borrow belongs to another storage.
     pub fn new(tensor: Tensor, borrow: Borrow) -> Result<Self> {
         tensor.check_borrow(&borrow)?;
         Ok(Self { tensor, borrow })
     }
 
-    /// The elements, in row-major order.
+    /// Returns the elements, in row-major order.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`] if they are of another type, not densely packed, or not aligned for `T`;
-    /// [`ErrorKind::Unsupported`] if they are not in host memory.
+    /// [`ErrorKind::InvalidArgument`] if the elements are of another type, not densely packed, or
+    /// not aligned for `T`; [`ErrorKind::Unsupported`] if they are not in host memory.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
         self.tensor.check_elements::<T>()?;
         cast(self.bytes()?).ok_or_else(|| self.tensor.misaligned::<T>())
     }
 
-    /// The elements' bytes.
+    /// Returns the elements' bytes.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`] if they are not densely packed; [`ErrorKind::Unsupported`] if they are not in host
-    /// memory.
+    /// [`ErrorKind::InvalidArgument`] if the elements are not densely packed;
+    /// [`ErrorKind::Unsupported`] if they are not in host memory.
     pub fn bytes(&self) -> Result<&[u8]> {
         let bytes = self.borrow.bytes().ok_or_else(|| self.tensor.not_on_host())?;
         Ok(&bytes[self.tensor.range_in_host()?])
     }
 
-    /// The dimensions, outermost first; none for a scalar.
+    /// Returns the dimensions, outermost first; empty for a scalar.
     pub fn shape(&self) -> &[i64] {
         self.tensor.shape()
     }
 
-    /// The type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DataType {
         self.tensor.dtype()
     }
 
-    /// The tensor.
+    /// Returns the tensor.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// The borrow that the view stands on.
+    /// Returns the borrow of the view.
     pub fn guard(&self) -> &Borrow {
         &self.borrow
     }
 
-    /// Takes the view apart.
+    /// Takes the view apart into tensor and borrow.
     pub fn into_parts(self) -> (Tensor, Borrow) {
         (self.tensor, self.borrow)
     }
@@ -348,16 +357,16 @@ impl TensorView {
 #[derive(Debug)]
 pub struct TensorViewMut {
     tensor: Tensor,
-    /// Of the tensor's storage, and for writing.
+    /// Write borrow of the tensor's storage.
     borrow: Borrow,
 }
 
 impl TensorViewMut {
-    /// The view of `tensor` under `borrow`.
+    /// Creates the view of `tensor` under `borrow`.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::ApiMisuse`] if the borrow is of another storage, or for reading only.
+    /// [`ErrorKind::ApiMisuse`] if the borrow belongs to another storage, or is for reading only.
     pub fn new(tensor: Tensor, borrow: Borrow) -> Result<Self> {
         tensor.check_borrow(&borrow)?;
         if borrow.access() != Access::Write {
@@ -366,7 +375,7 @@ impl TensorViewMut {
         Ok(Self { tensor, borrow })
     }
 
-    /// The elements, in row-major order.
+    /// Returns the elements, in row-major order, for writing.
     ///
     /// # Errors
     ///
@@ -378,7 +387,7 @@ impl TensorViewMut {
         cast_mut(&mut bytes[range]).ok_or_else(|| self.tensor.misaligned::<T>())
     }
 
-    /// The elements' bytes.
+    /// Returns the elements' bytes, for writing.
     ///
     /// # Errors
     ///
@@ -389,12 +398,12 @@ impl TensorViewMut {
         Ok(&mut bytes[range])
     }
 
-    /// The borrow that the view stands on.
+    /// Returns the borrow of the view.
     pub fn guard_mut(&mut self) -> &mut Borrow {
         &mut self.borrow
     }
 
-    /// The elements, in row-major order, for reading.
+    /// Returns the elements, in row-major order, for reading.
     ///
     /// # Errors
     ///
@@ -404,7 +413,7 @@ impl TensorViewMut {
         cast(self.bytes()?).ok_or_else(|| self.tensor.misaligned::<T>())
     }
 
-    /// The elements' bytes, for reading.
+    /// Returns the elements' bytes, for reading.
     ///
     /// # Errors
     ///
@@ -414,49 +423,51 @@ impl TensorViewMut {
         Ok(&bytes[self.tensor.range_in_host()?])
     }
 
-    /// The dimensions, outermost first; none for a scalar.
+    /// Returns the dimensions, outermost first; empty for a scalar.
     pub fn shape(&self) -> &[i64] {
         self.tensor.shape()
     }
 
-    /// The type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DataType {
         self.tensor.dtype()
     }
 
-    /// The tensor.
+    /// Returns the tensor.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// Takes the view apart.
+    /// Takes the view apart into tensor and borrow.
     pub fn into_parts(self) -> (Tensor, Borrow) {
         (self.tensor, self.borrow)
     }
 }
 
-/// `bytes` as elements; `None` if they are not aligned for that.
+/// Casts `bytes` to elements. Returns `None` if they are not aligned for `T`.
 fn cast<T: Element>(bytes: &[u8]) -> Option<&[T]> {
     if bytes.is_empty() {
         return Some(&[]);
     }
     let start = bytes.as_ptr().cast::<T>();
-    // SAFETY: aligned; as many whole elements as fit; `Element` promises that any bytes are values of it, and the slice
-    // lives as long as the borrow of `bytes`.
+    // SAFETY: aligned; as many whole elements as fit; `Element` promises that any bytes are values
+    // of it, and the slice lives as long as the borrow of `bytes`.
     start.is_aligned().then(|| unsafe { std::slice::from_raw_parts(start, bytes.len() / size_of::<T>()) })
 }
 
-/// As [`cast`], for writing.
+/// Casts like [`cast`], for writing.
 fn cast_mut<T: Element>(bytes: &mut [u8]) -> Option<&mut [T]> {
     if bytes.is_empty() {
         return Some(&mut []);
     }
     let start = bytes.as_mut_ptr().cast::<T>();
-    // SAFETY: as in `cast`; besides, `Element` has no padding, so that the bytes stay initialised whatever is written.
+    // SAFETY: as in `cast`; besides, `Element` has no padding, so that the bytes stay initialised
+    // after any write.
     start.is_aligned().then(|| unsafe { std::slice::from_raw_parts_mut(start, bytes.len() / size_of::<T>()) })
 }
 
-/// Whether `strides` are those of a densely packed tensor; those of dimensions with one entry mean nothing.
+/// Returns true if `strides` are those of a densely packed tensor. Strides of dimensions with one
+/// entry are ignored.
 fn is_row_major(shape: &[i64], strides: &[i64]) -> bool {
     shape.len() == strides.len()
         && (shape.iter().zip(strides).zip(dense_strides(shape)))
@@ -464,7 +475,7 @@ fn is_row_major(shape: &[i64], strides: &[i64]) -> bool {
 }
 
 fn busy() -> RpcError {
-    RpcError::new(ErrorKind::Busy, "the tensor is borrowed: one writer excludes all others")
+    RpcError::new(ErrorKind::Busy, "the tensor is in use: a writer excludes all other borrows")
 }
 
 #[cfg(test)]

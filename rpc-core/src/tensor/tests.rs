@@ -26,7 +26,7 @@ fn sends() -> (Resume, Receiver<Borrow>) {
     (Box::new(move |borrow| _ = sender.send(borrow)), receiver)
 }
 
-fn wait(storage: &Arc<Storage>, access: Access) -> (Waiting, Receiver<Borrow>) {
+fn wait(storage: &Arc<Storage>, access: Access) -> (PendingBorrow, Receiver<Borrow>) {
     let (resume, receiver) = sends();
     (storage.borrow_or_wait(access, resume).expect_err("the storage is borrowed"), receiver)
 }
@@ -127,7 +127,8 @@ mod layout {
     }
 
     proptest! {
-        /// Whatever a peer claims, an accepted dense tensor can be read to its last byte, and nothing panics.
+        /// Whatever a peer claims, an accepted dense tensor can be read to its last byte, and
+        /// nothing panics.
         #[test]
         fn accepted_layouts_lie_within_the_storage(
             offset in prop_oneof![0..40_u64, any::<u64>()],
@@ -575,7 +576,7 @@ mod waiting {
         ]
     }
 
-    /// What must be so, said as plainly as possible: who holds, who waits.
+    /// Reference model of the rules: the holders and the queue of waiters.
     #[derive(Default)]
     struct Model {
         holders: Vec<(usize, Access)>,
@@ -603,7 +604,7 @@ mod waiting {
             let storage = storage(1);
             let handed = Arc::new(Mutex::new(Vec::new()));
             let mut held: Vec<(usize, Borrow)> = Vec::new();
-            let mut tickets: Vec<(usize, Waiting)> = Vec::new();
+            let mut tickets: Vec<(usize, PendingBorrow)> = Vec::new();
             let mut model = Model::default();
             for (name, step) in steps.into_iter().enumerate() {
                 match step {

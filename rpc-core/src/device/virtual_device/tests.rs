@@ -33,7 +33,7 @@ fn join(a: Option<&VirtualDevice>, b: Option<&VirtualDevice>) -> Option<VirtualD
     a?.join(b?)
 }
 
-/// Whether all that `a` constrains is the same in `b`.
+/// Returns true if `b` has all constraints of `a`.
 fn is_kept(a: &VirtualDevice, b: &VirtualDevice) -> bool {
     a.join(b).as_ref() == Some(b)
 }
@@ -51,7 +51,8 @@ proptest! {
     fn a_join_has_the_constraints_of_both_and_no_others(a in devices(), b in devices()) {
         if let Some(joined) = a.join(&b) {
             prop_assert!(is_kept(&a, &joined) && is_kept(&b, &joined));
-            prop_assert!(joined.device_type.is_none() || joined.device_type == a.device_type || joined.device_type == b.device_type);
+            let either = [None, a.device_type, b.device_type];
+            prop_assert!(either.contains(&joined.device_type));
             prop_assert_eq!(joined.virtual_device_id, a.virtual_device_id.or(b.virtual_device_id));
             prop_assert_eq!(joined.target.clone(), a.target.clone().or(b.target.clone()));
             prop_assert_eq!(joined.memory_scope, a.memory_scope.or(b.memory_scope));
@@ -157,7 +158,7 @@ fn the_builder_takes_known_fields_once() {
     let error = |name: &str, value: &str| VirtualDevice::builder().field(name, value).unwrap_err().to_string();
     assert!(error("device_id", "0").contains("no field 'device_id'; there are device_type, virtual_device_id"));
     assert!(error("device_type", "cudda").contains("unknown device kind 'cudda'"));
-    assert!(error("virtual_device_id", "one").contains("'one' is no number"));
+    assert!(error("virtual_device_id", "one").contains("'one' is not a device number"));
     let twice = VirtualDevice::builder().field("memory_scope", "a").unwrap().field("memory_scope", "a");
     assert!(twice.unwrap_err().to_string().contains("given twice"));
 }
@@ -165,8 +166,8 @@ fn the_builder_takes_known_fields_once() {
 #[test]
 fn what_cannot_be_is_refused_however_it_comes() {
     for (text, part) in [
-        ("cuda,target=llvm", "target 'llvm' is for cpu, and the device is cuda"),
-        ("cuda:-1", "-1 is no number of a device"),
+        ("cuda,target=llvm", "target 'llvm' is for cpu, but the device type is cuda"),
+        ("cuda:-1", "-1 is not a device number"),
         ("cuda:99999999999", "no number"),
         ("cuda,scope=", "cannot be a memory scope"),
         ("cuda,scope=a b", "cannot be a memory scope"),
