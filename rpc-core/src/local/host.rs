@@ -1,10 +1,10 @@
-//! What functions see of their session.
+//! `Host` for local sessions: the part of a session that its functions can use.
 
 use std::any::{Any, TypeId};
 use std::sync::{Arc, Weak};
 
 use super::lanes::LaneKey;
-use super::{SessionLimits, Shared, lock};
+use super::{LocalInner, SessionLimits, lock};
 use crate::device::{AllocRequest, Devices, Memory, Stream};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -13,7 +13,7 @@ use crate::function::object::{Function, Host, Module, Signature, ThreadPlace, Us
 use crate::session::Lane;
 use crate::tensor::{Layout, Storage, Tensor};
 
-impl Host for Shared {
+impl Host for LocalInner {
     fn devices(&self) -> &Devices {
         &self.devices
     }
@@ -81,15 +81,15 @@ impl Host for Shared {
     }
 }
 
-/// A thread of a function's own, which counts until this is dropped.
-struct TakenThread(Weak<Shared>);
+/// A thread that a function runs for itself, counted until this is dropped.
+struct TakenThread(Weak<LocalInner>);
 
 impl Drop for TakenThread {
     fn drop(&mut self) {
         let Some(shared) = self.0.upgrade() else { return };
         let lease = lock(&shared.lanes).threads.left();
         drop(lease);
-        // Jobs of this session may have waited for its own limit, of which no quota tells.
+        // Jobs of this session may have waited for its own limit, for which no quota calls back.
         shared.start_parked();
     }
 }

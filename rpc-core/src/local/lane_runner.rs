@@ -1,4 +1,5 @@
-//! Running what was admitted: lanes one job after the other, on whichever thread there is for it.
+//! Execution of admitted requests: runs lanes one job after the other, on any thread that is
+//! available.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -7,10 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::lanes::{Job, LaneKey, Removed, Turn};
-use super::resolve::{self, Place, Work};
+use super::resolve::{self, RunsOn, Work};
 use super::thread_quota::WantsThreads;
-use super::threads::{Claim, Employer, LaneThread, Parked};
-use super::{Shared, deadline_exceeded, lock};
+use super::threads::{Claim, LaneThread, Parked, WorkerPool};
+use super::{LocalInner, deadline_exceeded, lock};
 use crate::blocking;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::object::{Context, Host, Invocation, LocalValue, Started};
@@ -20,25 +21,32 @@ use crate::session::{InPlaceWrite, Lane};
 use crate::tensor::{Access, Borrow, borrow_all};
 use crate::value::TensorRef;
 
-/// What became of the first job of [`Shared::run_lane`], if its submitter waits for it in place.
-pub(super) enum Ran {
+/// Result of the first job of [`LocalInner::run_lane`], if its submitter waits for it in place.
+pub(super) enum FirstOutcome {
     Done(Outcome),
-    /// It has to wait for a tensor after all.
+    /// The job has to wait for a tensor after all.
     Later(Submission),
 }
 
-/// Whether the caller still has the duty to run the lane.
+/// State of the caller's responsibility for the lane after a job.
 pub(super) enum Duty {
-    /// The job is over; this much of the session's capacity is to be given back.
+    /// The job has ended. The caller keeps the lane, and must return this many bytes of the
+    /// session's capacity.
     Stays(usize),
-    /// Another thread, a future, or the release of a tensor will take it up.
+    /// Another thread, a future, or the release of a tensor will continue the lane.
     Passed,
 }
 
-impl Shared {
-    /// Runs `first`, and then the lane until it is empty or somebody else has taken it up. The outcome of `first` is
-    /// returned if it has no responder. `thread` is the session's thread that this is, if it is one.
-    pub(super) fn run_lane(self: &Arc<Self>, key: LaneKey, first: Job<Work>, mut thread: Option<&Own>) -> Option<Ran> {
+impl LocalInner {
+    /// Runs `first`, and then the lane until it is empty or has been taken over. Returns the
+    /// outcome of `first` if it has no responder. `thread` is the session's own thread, if this is
+    /// one.
+    pub(super) fn run_lane(
+        self: &Arc<Self>,
+        key: LaneKey,
+        first: Job<Work>,
+        mut thread: Option<&CurrentThread>,
+    ) -> Option<FirstOutcome> {
         let mut ran = None;
         let mut job = first;
         loop {
@@ -58,17 +66,24 @@ impl Shared {
         }
     }
 
-    /// Counts a job as complete, and takes the lane's next one. With it comes whether others wait for a thread.
-    fn proceed(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&Own>) -> Option<(Job<Work>, bool)> {
+    /// Counts a job as complete, and takes the lane's next one. The flag is true if others wait for
+    /// a thread.
+    fn proceed(
+        self: &Arc<Self>,
+        key: LaneKey,
+        bytes: usize,
+        thread: Option<&CurrentThread>,
+    ) -> Option<(Job<Work>, bool)> {
         let mut lanes = lock(&self.lanes);
         lanes.complete(bytes);
         let next = lanes.next(key);
         let more = lanes.has_waiting() || lanes.ended.is_some();
         if let (None, false, Some(own)) = (&next, more, thread) {
-            // Together with its lane, so that a call that comes now finds the thread, and starts no other.
-            own.found.set(match lanes.threads.free(key, &own.thread) {
-                Some(parked) => Found::Job(Box::new(parked)),
-                None => Found::Idle,
+            // Together with its lane, under one lock, so that a call that arrives now finds the
+            // thread and starts no other.
+            own.next.set(match lanes.threads.free(key, &own.thread) {
+                Some(parked) => NextJob::Job(Box::new(parked)),
+                None => NextJob::Idle,
             });
         }
         let crowded = lanes.threads.has_parked();
@@ -79,38 +94,43 @@ impl Shared {
         next.map(|job| (job, crowded))
     }
 
-    fn run_job(self: &Arc<Self>, key: LaneKey, mut job: Job<Work>, thread: Option<&Own>) -> (Option<Ran>, Duty) {
+    fn run_job(
+        self: &Arc<Self>,
+        key: LaneKey,
+        mut job: Job<Work>,
+        thread: Option<&CurrentThread>,
+    ) -> (Option<FirstOutcome>, Duty) {
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
         if job.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
             return self.finish(job.responder, job.bytes, Err(deadline_exceeded()));
         }
-        let wanted = job.work.wanted();
-        if wanted.is_empty() {
+        let required = job.work.required_borrows();
+        if required.is_empty() {
             return self.run_borrowed(key, job, Vec::new(), thread);
         }
-        // Nearly always they are free, and then nothing has to be set up for being called back.
-        let free: Option<Vec<_>> = match &wanted[..] {
+        // Nearly always they are free, and then no callback has to be set up.
+        let free: Option<Vec<_>> = match &required[..] {
             [(storage, access)] => storage.try_borrow(*access).map(|borrow| vec![borrow]),
             _ => None,
         };
         if let Some(borrows) = free {
             return self.run_borrowed(key, job, borrows, thread);
         }
-        let place = Arc::new(Mutex::new(Meeting::Nobody));
-        let (this, meeting) = (self.clone(), place.clone());
+        let rendezvous = Arc::new(Mutex::new(Rendezvous::Empty));
+        let (this, resumed) = (self.clone(), rendezvous.clone());
         let resume = Box::new(move |borrows| {
-            let mut meeting = lock(&meeting);
-            match std::mem::replace(&mut *meeting, Meeting::Nobody) {
-                Meeting::Job(job) => {
-                    drop(meeting);
+            let mut rendezvous = lock(&resumed);
+            match std::mem::replace(&mut *rendezvous, Rendezvous::Empty) {
+                Rendezvous::Job(job) => {
+                    drop(rendezvous);
                     this.resume_lane(key, *job, borrows);
                 }
-                _ => *meeting = Meeting::Borrows(borrows),
+                _ => *rendezvous = Rendezvous::Borrows(borrows),
             }
         });
-        match borrow_all(wanted, resume) {
+        match borrow_all(required, resume) {
             Err(error) => self.finish(job.responder, job.bytes, Err(error)),
             Ok(Some(borrows)) => self.run_borrowed(key, job, borrows, thread),
             Ok(None) => {
@@ -119,17 +139,17 @@ impl Shared {
                     responder.admit();
                     self.watch_deadline(job.deadline, &responder);
                     job.responder = Some(responder);
-                    Ran::Later(submission)
+                    FirstOutcome::Later(submission)
                 });
-                let mut meeting = lock(&place);
-                match std::mem::replace(&mut *meeting, Meeting::Nobody) {
-                    Meeting::Borrows(borrows) => {
-                        drop(meeting);
+                let mut rendezvous = lock(&rendezvous);
+                match std::mem::replace(&mut *rendezvous, Rendezvous::Empty) {
+                    Rendezvous::Borrows(borrows) => {
+                        drop(rendezvous);
                         let (_, duty) = self.run_borrowed(key, job, borrows, thread);
                         (submission, duty)
                     }
                     _ => {
-                        *meeting = Meeting::Job(Box::new(job));
+                        *rendezvous = Rendezvous::Job(Box::new(job));
                         (submission, Duty::Passed)
                     }
                 }
@@ -137,15 +157,15 @@ impl Shared {
         }
     }
 
-    /// Goes on with a lane whose job waited for tensors.
+    /// Continues a lane whose job waited for tensors.
     fn resume_lane(self: &Arc<Self>, key: LaneKey, job: Job<Work>, borrows: Vec<Borrow>) {
         if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, None) {
             self.go_on(key, bytes, None);
         }
     }
 
-    /// Runs what is left of a lane, after a job of `bytes`.
-    pub(super) fn go_on(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&Own>) {
+    /// Runs the rest of a lane, after a job of `bytes`.
+    pub(super) fn go_on(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&CurrentThread>) {
         if let Some((next, crowded)) = self.proceed(key, bytes, thread) {
             self.run_lane(key, next, thread.filter(|_| !crowded));
         }
@@ -156,9 +176,9 @@ impl Shared {
         key: LaneKey,
         job: Job<Work>,
         borrows: Vec<Borrow>,
-        thread: Option<&Own>,
-    ) -> (Option<Ran>, Duty) {
-        // It may have waited for its tensors, or for its thread.
+        thread: Option<&CurrentThread>,
+    ) -> (Option<FirstOutcome>, Duty) {
+        // The job may have waited for its tensors, or for its thread.
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             drop(borrows);
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
@@ -199,11 +219,11 @@ impl Shared {
     }
 
     fn needs_thread(&self, work: &Work) -> bool {
-        work.place() == Place::Thread || (work.is_async() && self.spawner.is_none())
+        work.runs_on() == RunsOn::LaneThread || (work.is_async() && self.spawner.is_none())
     }
 
-    /// Gives a job to a thread, at once or when there is one for it.
-    fn hand_over(self: &Arc<Self>, parked: Parked<Work>) -> (Option<Ran>, Duty) {
+    /// Gives a job to a thread, at once or when one becomes available.
+    fn hand_over(self: &Arc<Self>, parked: Parked<Work>) -> (Option<FirstOutcome>, Duty) {
         let mut lanes = lock(&self.lanes);
         match lanes.threads.claim(parked.key, || self.this.clone()) {
             Claim::Idle(thread) => {
@@ -213,7 +233,8 @@ impl Shared {
             Claim::New => {
                 drop(lanes);
                 if let Err((error, mut stranded)) = self.start_thread(parked) {
-                    // The first is ours, and its lane's next may well fare the same: that is for the caller's loop.
+                    // The first is this job. The lane's next job may well fail in the same way; the
+                    // caller's loop handles it.
                     let own = stranded.pop_front();
                     self.strand(stranded, &error);
                     if let Some(Parked { job, borrows, .. }) = own {
@@ -225,7 +246,7 @@ impl Shared {
             Claim::Wait => {
                 lanes.threads.park(parked);
                 drop(lanes);
-                // For the first that waits, if the system had none to spare before.
+                // For the first waiting job, if the system had no thread to spare before.
                 self.start_parked();
             }
         }
@@ -233,22 +254,23 @@ impl Shared {
     }
 
     fn give(self: &Arc<Self>, thread: LaneThread, parked: Parked<Work>) {
-        let (this, own) = (self.clone(), Own { thread: thread.clone(), found: Cell::default() });
+        let (this, own) = (self.clone(), CurrentThread { thread: thread.clone(), next: Cell::default() });
         thread.give(Box::new(move || this.work(&own, parked)));
     }
 
-    /// Runs a job on a thread of the session, then its lane, and then whatever waits for a thread.
-    fn work(self: &Arc<Self>, own: &Own, first: Parked<Work>) {
+    /// Runs a job on a thread of the session, then its lane, and then other jobs that wait for a
+    /// thread.
+    fn work(self: &Arc<Self>, own: &CurrentThread, first: Parked<Work>) {
         let mut parked = first;
         loop {
             let Parked { key, job, borrows } = parked;
             if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, Some(own)) {
                 self.go_on(key, bytes, Some(own));
             }
-            let next = match own.found.take() {
-                Found::Nothing => lock(&self.lanes).threads.free(key, &own.thread),
-                Found::Job(next) => Some(*next),
-                Found::Idle => None,
+            let next = match own.next.take() {
+                NextJob::Undecided => lock(&self.lanes).threads.free(key, &own.thread),
+                NextJob::Job(next) => Some(*next),
+                NextJob::Idle => None,
             };
             match next {
                 Some(next) => parked = next,
@@ -257,7 +279,8 @@ impl Shared {
         }
     }
 
-    /// Starts a thread, for which there is room, with a job for it. Returns the jobs that will never have one.
+    /// Starts a thread, for which there is room, with a job for it. Returns the jobs that will
+    /// never have one.
     fn start_thread(self: &Arc<Self>, parked: Parked<Work>) -> Result<(), (RpcError, VecDeque<Parked<Work>>)> {
         match LaneThread::spawn(self.this.clone()) {
             Ok(thread) => {
@@ -275,14 +298,15 @@ impl Shared {
         }
     }
 
-    /// Ends jobs for which there will be no thread.
+    /// Fails jobs that will never have a thread.
     fn strand(self: &Arc<Self>, jobs: VecDeque<Parked<Work>>, error: &RpcError) {
         for parked in jobs {
             self.drop_removed(Removed::Parked(parked), error.clone());
         }
     }
 
-    /// Starts a thread for the first job that waits for one, if there is such a job and room for a thread.
+    /// Starts a thread for the first job that waits for one, if there is such a job and room for a
+    /// thread.
     pub(super) fn start_parked(self: &Arc<Self>) -> bool {
         let next = lock(&self.lanes).threads.next_parked(|| self.this.clone());
         let Some(parked) = next else { return false };
@@ -292,34 +316,40 @@ impl Shared {
         true
     }
 
-    /// Why a request that is over never began.
+    /// Returns the error of a request that ended before it began.
     fn not_begun(&self) -> RpcError {
         let ended = self.gone.load(Ordering::Acquire).then(|| lock(&self.lanes).ended.clone()).flatten();
         ended.unwrap_or_else(|| RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"))
     }
 
-    /// Hands the outcome of a job to whoever waits for it.
-    pub(super) fn finish(&self, responder: Option<Responder>, bytes: usize, outcome: Outcome) -> (Option<Ran>, Duty) {
+    /// Gives the outcome of a job to its responder, or returns it.
+    pub(super) fn finish(
+        &self,
+        responder: Option<Responder>,
+        bytes: usize,
+        outcome: Outcome,
+    ) -> (Option<FirstOutcome>, Duty) {
         let ran = match responder {
             Some(responder) => {
                 responder.complete(outcome);
                 None
             }
-            None => Some(Ran::Done(outcome)),
+            None => Some(FirstOutcome::Done(outcome)),
         };
         (ran, Duty::Stays(bytes))
     }
 
-    /// Stores the objects of a return and names them. If one cannot be stored, none is.
+    /// Stores the objects of a return value and replaces them by references. If one cannot be
+    /// stored, none is.
     pub(super) fn name_objects(&self, value: LocalValue) -> Outcome {
         if !value.may_hold_objects() {
-            // The usual returns need no look at the table.
+            // Ordinary return values need no access to the table.
             return value.try_map(&mut |_| Err(RpcError::internal("a plain value held an object")));
         }
         let mut count = 0;
         value.for_each_object(&mut |_| count += 1);
         let mut table = lock(&self.table);
-        // Asked under the lock: an object stored after the end would never be freed.
+        // Checked under the lock: an object stored after the end would never be freed.
         let refused = if self.gone.load(Ordering::Acquire) {
             Some(RpcError::new(ErrorKind::Closed, "the session ended while the function ran"))
         } else {
@@ -362,32 +392,32 @@ impl Shared {
     }
 }
 
-/// A thread of the session, as the one who runs on it sees it.
-pub(super) struct Own {
+/// The session's thread that is running, as seen by the code on it.
+pub(super) struct CurrentThread {
     thread: LaneThread,
-    /// What came of it when its lane became empty.
-    found: Cell<Found>,
+    /// Decision about the thread, made when its lane became empty.
+    next: Cell<NextJob>,
 }
 
 #[derive(Default)]
-enum Found {
-    /// It has yet to be asked.
+enum NextJob {
+    /// Not decided yet.
     #[default]
-    Nothing,
-    /// There is another job for it.
+    Undecided,
+    /// The thread takes this job.
     Job(Box<Parked<Work>>),
-    /// It is idle, and may be given work as soon as it waits.
+    /// The thread is idle, and may be given work as soon as it waits.
     Idle,
 }
 
-/// Where a job and the borrows it waits for find each other, whichever comes first.
-enum Meeting {
-    Nobody,
+/// Rendezvous of a job with the borrows that it waits for; either may arrive first.
+enum Rendezvous {
+    Empty,
     Job(Box<Job<Work>>),
     Borrows(Vec<Borrow>),
 }
 
-impl Employer for Shared {
+impl WorkerPool for LocalInner {
     fn may_leave(&self, thread: &LaneThread) -> bool {
         lock(&self.lanes).threads.dismiss(thread)
     }
@@ -399,9 +429,9 @@ impl Employer for Shared {
     }
 }
 
-impl WantsThreads for Shared {
+impl WantsThreads for LocalInner {
     fn room_for_thread(self: Arc<Self>) -> bool {
-        lock(&self.lanes).threads.told_of_room();
+        lock(&self.lanes).threads.quota_has_room();
         self.start_parked()
     }
 }

@@ -1,7 +1,7 @@
-//! The order of a local session's requests: lanes, and the queue in front of them.
+//! Lanes of a local session: the order of its requests, and the queue in front of them.
 //!
-//! This file knows nothing of what a request does. A job is admitted, waits for its lane, and is then given to
-//! whoever called with the duty to run the lane on.
+//! This file does not know the work of a request. A job is admitted, waits for its lane, and is
+//! then returned to the caller, which must then keep running the lane.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -13,43 +13,43 @@ use crate::reply::Responder;
 use crate::session::Lane;
 use crate::trace::TraceContext;
 
-/// A lane of the session: one that clients name, or one that was made for a single request.
+/// A lane of the session: one that clients name, or one that was created for a single request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct LaneKey(u64);
 
 impl LaneKey {
-    /// Whether the lane was made for one request.
+    /// Returns true if the lane was created for one request.
     pub(super) fn is_single_use(self) -> bool {
         self.0 > u64::from(u32::MAX)
     }
 
-    /// The lane that clients name so; one for a single request has no name.
+    /// Returns the lane with the client's number; a lane for a single request has no number.
     pub(super) fn shared(lane: Lane) -> Option<Self> {
         (lane != Lane::CONCURRENT).then_some(Self(u64::from(lane.0)))
     }
 
-    /// What functions see as their lane.
+    /// Returns the lane as functions see it.
     pub(super) fn lane(self) -> Lane {
         u32::try_from(self.0).map_or(Lane::CONCURRENT, Lane)
     }
 }
 
-/// How much a session takes before admission has to wait.
+/// Limits above which requests wait for admission.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Capacity {
     pub(super) requests: usize,
     pub(super) bytes: usize,
 }
 
-/// A request that has been admitted; `W` is what it does.
+/// An admitted request. `W` is its work.
 #[derive(Debug)]
 pub(super) struct Job<W> {
     pub(super) work: W,
-    /// Absent while the submitter waits for the job to run where it stands.
+    /// `None` while the submitter waits on its own thread for the job to run.
     pub(super) responder: Option<Responder>,
     pub(super) deadline: Option<std::time::Instant>,
     pub(super) trace: Option<TraceContext>,
-    /// What it counts against the session's capacity.
+    /// Bytes that it counts against the session's capacity.
     pub(super) bytes: usize,
 }
 
@@ -60,7 +60,7 @@ impl<W> Job<W> {
 }
 
 struct LaneState<W> {
-    /// Somebody has the duty to run the lane.
+    /// True while a caller is responsible for running the lane.
     busy: bool,
     queue: VecDeque<Job<W>>,
 }
@@ -71,41 +71,43 @@ impl<W> Default for LaneState<W> {
     }
 }
 
-/// A request that waits for room, as it was submitted.
-pub(super) struct Waiting<R> {
+/// A submitted request that waits for admission.
+pub(super) struct WaitingRequest<R> {
     pub(super) request: R,
     pub(super) responder: Responder,
     pub(super) bytes: usize,
 }
 
-/// What waits in front of the lanes.
-pub(super) enum Front<R> {
-    Request(Waiting<R>),
-    /// Objects to be freed behind the requests in front, which may use them.
+/// Entry of the queue in front of the lanes.
+pub(super) enum QueueEntry<R> {
+    Request(WaitingRequest<R>),
+    /// Objects to be freed after the requests before it, which may use them.
     Release(Vec<Handle>),
 }
 
-/// What to do with a job that was just admitted.
+/// Instruction for a job that was just admitted.
 pub(super) enum Turn<W> {
     /// The caller runs it, and then the lane.
     Run(LaneKey, Job<W>),
-    /// It waits for others of its lane.
+    /// The job waits for others of its lane.
     Queued,
 }
 
-/// All lanes of a session. `R` is a request as submitted, `W` one that has been admitted.
+/// All lanes of a session. `R` is a request as submitted, `W` the work of an admitted one.
 pub(super) struct Lanes<R, W> {
     capacity: Capacity,
     requests: usize,
     bytes: usize,
-    /// In the order of submission. Not empty only while there is no room.
-    waiting: VecDeque<Front<R>>,
-    /// The requests among them, and their bytes.
+    /// Requests that wait for admission, in the order of submission. Empty as long as there is
+    /// room.
+    waiting: VecDeque<QueueEntry<R>>,
+    /// Number of requests in `waiting`; their bytes follow.
     waiting_requests: usize,
     waiting_bytes: usize,
-    /// The handles of all releases that wait: each waits once, so that there are no more of them than objects.
+    /// Handles of all queued releases. Each is queued once, so that there are no more of them than
+    /// objects.
     releasing: HashSet<Handle>,
-    /// Lane 0, which nearly everything uses, is not worth a look into the map.
+    /// Lane 0, which nearly all requests use, kept out of the map.
     default: LaneState<W>,
     others: HashMap<LaneKey, LaneState<W>>,
     next_single_use: u64,
@@ -131,7 +133,8 @@ impl<R, W> Lanes<R, W> {
         }
     }
 
-    /// Whether a request of `bytes` can be admitted now. One that is larger than the whole capacity is admitted alone.
+    /// Returns true if a request of `bytes` can be admitted now. One that is larger than the whole
+    /// capacity is admitted alone.
     pub(super) fn has_room(&self, bytes: usize) -> bool {
         self.waiting.is_empty() && self.fits(bytes)
     }
@@ -141,42 +144,42 @@ impl<R, W> Lanes<R, W> {
             && (self.bytes == 0 || self.bytes.saturating_add(bytes) <= self.capacity.bytes)
     }
 
-    /// Whether requests wait for room.
+    /// Returns true if requests wait for admission.
     pub(super) fn has_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
     /// Queues a request for which there is no room.
-    pub(super) fn wait(&mut self, waiting: Waiting<R>) {
+    pub(super) fn wait(&mut self, waiting: WaitingRequest<R>) {
         self.waiting_requests += 1;
         self.waiting_bytes += waiting.bytes;
-        self.waiting.push_back(Front::Request(waiting));
+        self.waiting.push_back(QueueEntry::Request(waiting));
     }
 
-    /// Queues a release behind the requests that wait. `handles` name objects of the session.
+    /// Queues a release behind the waiting requests. `handles` name objects of the session.
     pub(super) fn release_later(&mut self, handles: impl Iterator<Item = Handle>) {
         let handles = handles.filter(|handle| self.releasing.insert(*handle));
-        if let Some(Front::Release(last)) = self.waiting.back_mut() {
+        if let Some(QueueEntry::Release(last)) = self.waiting.back_mut() {
             last.extend(handles);
         } else {
-            self.waiting.push_back(Front::Release(handles.collect()));
+            self.waiting.push_back(QueueEntry::Release(handles.collect()));
         }
     }
 
-    /// What is next of what waits, if there is room for it now. The caller admits or frees it.
-    pub(super) fn next_waiting(&mut self) -> Option<Front<R>> {
-        if let Front::Request(waiting) = self.waiting.front()?
+    /// Removes the next queue entry, if there is room for it now. The caller admits or frees it.
+    pub(super) fn next_waiting(&mut self) -> Option<QueueEntry<R>> {
+        if let QueueEntry::Request(waiting) = self.waiting.front()?
             && !self.fits(waiting.bytes)
         {
             return None;
         }
         let next = self.waiting.pop_front();
         match &next {
-            Some(Front::Request(waiting)) => {
+            Some(QueueEntry::Request(waiting)) => {
                 self.waiting_requests -= 1;
                 self.waiting_bytes -= waiting.bytes;
             }
-            Some(Front::Release(handles)) => handles.iter().for_each(|handle| {
+            Some(QueueEntry::Release(handles)) => handles.iter().for_each(|handle| {
                 self.releasing.remove(handle);
             }),
             None => {}
@@ -184,7 +187,7 @@ impl<R, W> Lanes<R, W> {
         next
     }
 
-    /// Whether a job of `lane` would run at once.
+    /// Returns true if a job of `lane` would run at once.
     pub(super) fn is_idle(&self, lane: Lane) -> bool {
         match lane {
             Lane::DEFAULT => !self.default.busy,
@@ -193,7 +196,7 @@ impl<R, W> Lanes<R, W> {
         }
     }
 
-    /// Gives `job` its place in `lane`.
+    /// Admits `job` to `lane`.
     pub(super) fn admit(&mut self, lane: Lane, job: Job<W>) -> Turn<W> {
         self.requests += 1;
         self.bytes += job.bytes;
@@ -220,25 +223,27 @@ impl<R, W> Lanes<R, W> {
         self.bytes -= bytes;
     }
 
-    /// The next job of a lane whose last one is complete, or the end of the caller's duty.
+    /// Returns the next job of a lane whose last one is complete. `None` ends the caller's
+    /// responsibility for the lane.
     pub(super) fn next(&mut self, key: LaneKey) -> Option<Job<W>> {
         let state = self.state(key);
         if let Some(job) = state.queue.pop_front() {
             return Some(job);
         }
         state.busy = false;
-        // A lane that nobody uses is not remembered, so that a client cannot fill the map.
+        // An unused lane is removed from the map, so that a client cannot fill it.
         if key != LaneKey(0) {
             self.others.remove(&key);
         }
         None
     }
 
-    /// Takes a request that has not begun out of the queues.
+    /// Removes a request that has not begun from the queues.
     pub(super) fn remove(&mut self, id: u64) -> Option<Removed<R, W>> {
-        let is_it = |front: &Front<R>| matches!(front, Front::Request(waiting) if waiting.responder.id() == id);
+        let is_it =
+            |front: &QueueEntry<R>| matches!(front, QueueEntry::Request(waiting) if waiting.responder.id() == id);
         if let Some(at) = self.waiting.iter().position(is_it) {
-            let Some(Front::Request(waiting)) = self.waiting.remove(at) else { return None };
+            let Some(QueueEntry::Request(waiting)) = self.waiting.remove(at) else { return None };
             self.waiting_requests -= 1;
             self.waiting_bytes -= waiting.bytes;
             return Some(Removed::Waiting(waiting));
@@ -252,13 +257,14 @@ impl<R, W> Lanes<R, W> {
         self.threads.remove(id).map(Removed::Parked)
     }
 
-    /// Ends everything that has not begun; what runs goes on. The caller completes the requests returned.
+    /// Ends every request that has not begun; running ones continue. The caller completes the
+    /// requests returned.
     pub(super) fn end(&mut self, error: RpcError) -> Vec<Removed<R, W>> {
         self.ended.get_or_insert(error);
         let waiting = self.waiting.drain(..).filter_map(|front| match front {
-            Front::Request(waiting) => Some(Removed::Waiting(waiting)),
-            // All objects are freed.
-            Front::Release(_) => None,
+            QueueEntry::Request(waiting) => Some(Removed::Waiting(waiting)),
+            // The end of the session frees all objects.
+            QueueEntry::Release(_) => None,
         });
         let mut removed: Vec<_> = waiting.collect();
         (self.waiting_requests, self.waiting_bytes) = (0, 0);
@@ -270,12 +276,12 @@ impl<R, W> Lanes<R, W> {
         removed
     }
 
-    /// Whether no request is admitted or waiting.
+    /// Returns true if no request is admitted or waiting.
     pub(super) fn is_quiet(&self) -> bool {
         self.requests == 0 && self.waiting.is_empty()
     }
 
-    /// What is admitted and what waits.
+    /// Returns the numbers of admitted and waiting requests, and their bytes.
     pub(super) fn backlog(&self) -> Backlog {
         Backlog {
             admitted_requests: self.requests,
@@ -285,10 +291,10 @@ impl<R, W> Lanes<R, W> {
         }
     }
 
-    /// How many objects wait to be freed, and in how many pieces.
+    /// Returns the number of objects that wait to be freed, and of their queue entries.
     #[cfg(test)]
     pub(super) fn releasing_len(&self) -> (usize, usize) {
-        (self.releasing.len(), self.waiting.iter().filter(|front| matches!(front, Front::Release(_))).count())
+        (self.releasing.len(), self.waiting.iter().filter(|front| matches!(front, QueueEntry::Release(_))).count())
     }
 
     fn state(&mut self, key: LaneKey) -> &mut LaneState<W> {
@@ -298,9 +304,9 @@ impl<R, W> Lanes<R, W> {
 
 /// A request that will not run.
 pub(super) enum Removed<R, W> {
-    Waiting(Waiting<R>),
+    Waiting(WaitingRequest<R>),
     Queued(Job<W>),
-    /// Its lane is to be gone on with.
+    /// Its lane must be continued by the caller.
     Parked(Parked<W>),
 }
 
@@ -309,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lanes_that_were_used_once_are_not_remembered() {
+    fn unused_lanes_are_removed_from_the_map() {
         let mut lanes: Lanes<(), ()> = Lanes::new(Capacity { requests: 8, bytes: 0 }, Threads::new(8, None));
         for number in 1..1000 {
             let job = Job { work: (), responder: None, deadline: None, trace: None, bytes: 0 };

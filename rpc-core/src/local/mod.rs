@@ -1,4 +1,5 @@
-//! The local session: this process's functions and devices. Every other kind of session ends at one of these.
+//! `LocalSession`: this process's functions and devices as a session. Every chain of sessions ends
+//! at one.
 
 mod async_jobs;
 mod host;
@@ -25,9 +26,9 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use self::lane_runner::Ran;
-use self::lanes::{Capacity, Front, Job, LaneKey, Lanes, Removed, Turn, Waiting};
-use self::resolve::{Place, Work};
+use self::lane_runner::FirstOutcome;
+use self::lanes::{Capacity, Job, LaneKey, Lanes, QueueEntry, Removed, Turn, WaitingRequest};
+use self::resolve::{RunsOn, Work};
 use self::threads::{Parked, Threads};
 use self::timer::{Deadlines, Expire};
 use crate::device::Devices;
@@ -44,35 +45,40 @@ use crate::value::{TensorRef, Value};
 
 pub use self::thread_quota::ThreadQuota;
 
-/// Runs the futures of asynchronous functions. A crate that brings a runtime implements it.
+/// Executor for the futures of asynchronous functions, implemented by crates that use a runtime.
 pub trait Spawner: Send + Sync {
-    /// Runs `future` to its end. Must not block.
+    /// Runs `future` to completion. Must not block.
     fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>);
 }
 
-/// What a session may hold and queue. The defaults suit one client of a server that has several.
+/// Limits on the objects, requests, bytes and threads of a session. The defaults suit one of
+/// several clients of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionLimits {
-    /// Requests that are admitted and not complete; more wait for admission. 1,024.
+    /// Requests that are admitted and not complete; more wait for admission. 1,024 by default.
     pub max_requests: usize,
-    /// Bytes of arguments in those requests, as they lie in memory ([`Value::size_hint`]); more wait for admission, and
-    /// one request that is larger is admitted alone. 128 MiB.
+    /// Bytes of arguments in those requests, as they lie in memory ([`Value::size_hint`]); more
+    /// wait for admission, and a single request that is larger is admitted alone. 128 MiB by
+    /// default.
     ///
-    /// What waits for admission is in memory, too. It is for whoever submits to bound that: a program by waiting for
-    /// admission, a server by what it lets its clients have under way. [`LocalSession::backlog`] tells how much it is.
+    /// Requests that wait for admission are in memory, too. Their submitter must bound them: a
+    /// program by waiting for admission, a server by the credit that it grants its clients.
+    /// [`LocalSession::backlog`] returns their size.
     pub max_queued_bytes: usize,
-    /// Objects that the session holds; more are an error. 1,048,576.
+    /// Objects that the session holds; more are an error. 1,048,576 by default.
     pub max_handles: usize,
-    /// Bytes of device memory that the session holds; more are an error. No limit.
+    /// Bytes of device memory that the session holds; more are an error. No limit by default.
     pub max_memory: u64,
-    /// Threads of the session, one at least: so many blocking functions run at one time, and without a
-    /// [spawner](LocalSessionBuilder::spawner) asynchronous ones. Jobs for which there is no thread wait their turn, in the
-    /// order in which they came to need one, and their lanes with them. 64.
+    /// Threads of the session, at least one: the number of blocking functions that run at one time,
+    /// and of asynchronous ones without a [spawner](LocalSessionBuilder::spawner). Jobs for which
+    /// there is no thread wait in the order in which they came to need one, and their lanes with
+    /// them. 64 by default.
     ///
-    /// Waiting needs no thread: for a lane, for a tensor, for admission. Nor do inline functions and copies of ordinary
-    /// size, so that they go on while all threads are busy. A nested call runs on its caller's thread. So the limit stops
-    /// nobody for ever, unless functions wait for others of their own accord, as at a barrier: where more of them meet than
-    /// there are threads, those that run wait for those that cannot.
+    /// Waiting for a lane, a tensor or admission needs no thread. Inline functions and copies of
+    /// ordinary size need none either, so that they continue while all threads are busy. A nested
+    /// call runs on its caller's thread. So the limit blocks no job for ever, unless functions wait
+    /// for each other, as at a barrier: if more functions meet there than there are threads, the
+    /// running ones wait for those that cannot start.
     pub max_threads: usize,
 }
 
@@ -88,20 +94,20 @@ impl Default for SessionLimits {
     }
 }
 
-/// What a session has been asked for and has not done.
+/// Requests of a session that are not complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Backlog {
     /// Requests that are admitted and not complete.
     pub admitted_requests: usize,
-    /// Bytes of arguments in those.
+    /// Bytes of arguments in the admitted requests.
     pub admitted_bytes: usize,
     /// Requests that wait for admission.
     pub waiting_requests: usize,
-    /// Bytes of arguments in those.
+    /// Bytes of arguments in the waiting requests.
     pub waiting_bytes: usize,
 }
 
-/// Makes a [`LocalSession`].
+/// Builder of a [`LocalSession`].
 pub struct LocalSessionBuilder {
     registry: Registry,
     devices: Devices,
@@ -116,71 +122,73 @@ pub struct LocalSessionBuilder {
 }
 
 impl LocalSessionBuilder {
-    /// The devices of the session; `cpu` alone without this.
+    /// Sets the devices of the session; only `cpu` by default.
     #[must_use]
     pub fn devices(mut self, devices: Devices) -> Self {
         self.devices = devices;
         self
     }
 
-    /// What the session may hold and queue.
+    /// Sets the session's limits.
     #[must_use]
     pub fn limits(mut self, limits: SessionLimits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// A limit on memory that several sessions share, beside the session's own.
+    /// Sets a limit on memory that several sessions share, besides the session's own.
     #[must_use]
     pub fn total_memory(mut self, quota: Arc<MemoryQuota>) -> Self {
         self.total_memory = Some(quota);
         self
     }
 
-    /// A limit on threads that several sessions share, beside the session's own.
+    /// Sets a limit on threads that several sessions share, besides the session's own.
     #[must_use]
     pub fn total_threads(mut self, quota: Arc<ThreadQuota>) -> Self {
         self.total_threads = Some(quota);
         self
     }
 
-    /// A limit on objects that several sessions share, beside the session's own.
+    /// Sets a limit on objects that several sessions share, besides the session's own.
     #[must_use]
     pub fn total_handles(mut self, quota: Arc<HandleQuota>) -> Self {
         self.total_handles = Some(quota);
         self
     }
 
-    /// The session's folder; none without this.
+    /// Sets the session's folder; none by default.
     #[must_use]
     pub fn workspace(mut self, workspace: Arc<dyn WorkspaceFiles>) -> Self {
         self.workspace = Some(workspace);
         self
     }
 
-    /// Gives functions something to find by its type ([`Context::extension`](crate::Context::extension)).
+    /// Adds a value that functions find by its type
+    /// ([`Context::extension`](crate::Context::extension)).
     #[must_use]
     pub fn extension<T: Any + Send + Sync>(mut self, extension: Arc<T>) -> Self {
         self.extensions.insert(TypeId::of::<T>(), extension);
         self
     }
 
-    /// Where the futures of asynchronous functions run; without this each has a thread while it runs, as blocking
-    /// functions do.
+    /// Sets the executor for the futures of asynchronous functions. By default each occupies a
+    /// thread while it runs, as blocking functions do.
     #[must_use]
     pub fn spawner(mut self, spawner: Arc<dyn Spawner>) -> Self {
         self.spawner = Some(spawner);
         self
     }
 
-    /// What tells this session's handles from those of others; random without this. For tests that need repetition.
+    /// Sets the seed of the tag that distinguishes this session's handles from others'; random by
+    /// default. For reproducible tests.
     #[must_use]
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
     }
 
-    /// Makes the session.
+    /// Builds the session.
     pub fn build(self) -> LocalSession {
         crate::panics::install_hook();
         let limits = self.limits;
@@ -193,7 +201,7 @@ impl LocalSessionBuilder {
             table = table.within(quota);
         }
         let memory = MemoryQuota::new("max_memory", limits.max_memory, self.total_memory);
-        let shared = Arc::new_cyclic(|this| Shared {
+        let shared = Arc::new_cyclic(|this| LocalInner {
             this: this.clone(),
             limits,
             registry: self.registry,
@@ -210,7 +218,7 @@ impl LocalSessionBuilder {
             gone: AtomicBool::new(false),
             next_id: AtomicU64::new(1),
         });
-        LocalSession(Arc::new(Owner(shared)))
+        LocalSession(Arc::new(EndOnDrop(shared)))
     }
 }
 
@@ -222,27 +230,28 @@ impl fmt::Debug for LocalSessionBuilder {
 
 /// This process's functions and devices as a session. Cheap to clone; clones are the same session.
 ///
-/// Dropping the last clone ends the session and frees all that it held; what a function that is still running uses stays
-/// until it returns.
+/// Dropping the last clone ends the session and frees all that it held. Objects that a running
+/// function uses stay until it returns.
 #[derive(Clone)]
-pub struct LocalSession(Arc<Owner>);
+pub struct LocalSession(Arc<EndOnDrop>);
 
-/// Ends the session when the last [`LocalSession`] is dropped. Running jobs hold the inner part only.
-struct Owner(Arc<Shared>);
+/// Ends the session when the last [`LocalSession`] is dropped. Running jobs hold only the inner
+/// part.
+struct EndOnDrop(Arc<LocalInner>);
 
-impl Drop for Owner {
+impl Drop for EndOnDrop {
     fn drop(&mut self) {
         self.0.end(RpcError::new(ErrorKind::Closed, "the session was dropped"));
     }
 }
 
 impl LocalSession {
-    /// A session with the functions of `registry`, the device `cpu`, and default limits.
+    /// Creates a session with the functions of `registry`, the device `cpu`, and default limits.
     pub fn new(registry: Registry) -> Self {
         Self::builder(registry).build()
     }
 
-    /// A session to be configured.
+    /// Returns a builder for a session with the functions of `registry`.
     pub fn builder(registry: Registry) -> LocalSessionBuilder {
         LocalSessionBuilder {
             registry,
@@ -258,18 +267,18 @@ impl LocalSession {
         }
     }
 
-    /// Ends the session now: what has not begun fails with `error`, and all objects are freed. Whoever waits for a
-    /// function that is running goes on waiting for it.
+    /// Ends the session now: requests that have not begun fail with `error`, and all objects are
+    /// freed. Callers of a running function continue to wait for it.
     pub fn close(&self, error: RpcError) {
         self.0.0.end(error);
     }
 
-    /// What the session holds at present.
+    /// Returns the session's current use of handles and memory.
     pub fn usage(&self) -> Usage {
         self.0.0.usage()
     }
 
-    /// What the session has yet to do.
+    /// Returns the numbers and sizes of the requests that are not complete.
     pub fn backlog(&self) -> Backlog {
         lock(&self.0.0.lanes).backlog()
     }
@@ -305,7 +314,8 @@ impl RpcSession for LocalSession {
         let (submission, responder) = self.0.0.pending();
         responder.admit();
         lock(&self.0.0.closing).watchers.push(responder);
-        // Whoever ends the session says so first and looks for watchers then, so that one of the two sees the other.
+        // `end` sets the flag first and takes the watchers then, so that one of the two sees the
+        // other.
         if self.0.0.gone.load(Ordering::SeqCst)
             && let Some(error) = lock(&self.0.0.lanes).ended.clone()
         {
@@ -318,17 +328,17 @@ impl RpcSession for LocalSession {
     }
 }
 
-/// Who waits for the end.
+/// Requests that wait for the end of the session.
 #[derive(Default)]
 struct Closing {
-    /// Set once a shutdown has been asked for.
+    /// True once a shutdown has been requested.
     requested: bool,
-    /// The shutdowns that wait for the last request.
+    /// Shutdowns that wait for the last request.
     shutdowns: Vec<Responder>,
     watchers: Vec<Responder>,
 }
 
-struct Shared {
+struct LocalInner {
     this: Weak<Self>,
     limits: SessionLimits,
     registry: Registry,
@@ -337,28 +347,29 @@ struct Shared {
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
-    /// Taken alone, or inside of `lanes`.
+    /// Locked alone, or inside of `lanes`.
     table: Mutex<HandleTable<Object>>,
     lanes: Mutex<Lanes<Request, Work>>,
-    /// Taken alone, or inside of `lanes`.
+    /// Locked alone, or inside of `lanes`.
     deadlines: Mutex<Deadlines>,
-    /// The current streams that lanes have set, by lane and device. A lane for one request has none.
+    /// Current streams that lanes have set, by lane and device. A lane for one request has none.
     streams: Mutex<HashMap<(LaneKey, Device), Arc<resolve::StreamObject>>>,
     closing: Mutex<Closing>,
-    /// Set at the end, before the table is emptied: nothing is stored in it from then on.
+    /// Set at the end, before the table is emptied: nothing is stored in the table from then on.
     gone: AtomicBool,
     next_id: AtomicU64,
 }
 
-/// None of the data behind these locks is left half changed by a panic: functions run outside of them.
+/// Locks a mutex, ignoring poison: functions run outside of these locks, so a panic cannot leave
+/// their data half changed.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Shared {
+impl LocalInner {
     fn pending(&self) -> (Submission, Responder) {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let control: Arc<dyn ReplyControl> = Arc::new(Control(self.this.clone()));
+        let control: Arc<dyn ReplyControl> = Arc::new(LocalReplyControl(self.this.clone()));
         Submission::pending(control, id)
     }
 
@@ -377,7 +388,7 @@ impl Shared {
         if !lanes.has_room(bytes) {
             let (submission, responder) = self.pending();
             self.watch_deadline(request.deadline, &responder);
-            lanes.wait(Waiting { request, responder, bytes });
+            lanes.wait(WaitingRequest { request, responder, bytes });
             return submission;
         }
         let Request { lane, deadline, trace, operation } = request;
@@ -390,8 +401,9 @@ impl Shared {
                 return Submission::ready(Err(error));
             }
         };
-        // A future outlives the submission: its function needs a responder from the start, to learn of cancellation by.
-        let here = work.place() == Place::Here && !work.is_async() && lanes.is_idle(lane);
+        // A future outlives the submission: its function needs a responder from the start, to see
+        // cancellation.
+        let here = work.runs_on() == RunsOn::AnyThread && !work.is_async() && lanes.is_idle(lane);
         let (submission, responder) = if here { (None, None) } else { unzip(self.pending()) };
         let turn = lanes.admit(lane, Job { work, responder: responder.clone(), deadline, trace, bytes });
         drop(lanes);
@@ -406,8 +418,8 @@ impl Shared {
         };
         match (submission, outcome) {
             (Some(submission), _) => submission,
-            (None, Some(Ran::Done(outcome))) => self.ready(outcome),
-            (None, Some(Ran::Later(submission))) => submission,
+            (None, Some(FirstOutcome::Done(outcome))) => self.ready(outcome),
+            (None, Some(FirstOutcome::Later(submission))) => submission,
             (None, None) => Submission::ready(Err(RpcError::internal("a job that ran in place left no outcome"))),
         }
     }
@@ -415,22 +427,23 @@ impl Shared {
     fn ready(&self, outcome: Outcome) -> Submission {
         match &outcome {
             Ok(value) if value.may_hold_objects() => {
-                Submission::ready_with(Arc::new(Control(self.this.clone())), outcome)
+                Submission::ready_with(Arc::new(LocalReplyControl(self.this.clone())), outcome)
             }
             _ => Submission::ready(outcome),
         }
     }
 
-    /// Admits requests that waited, now that one is complete.
+    /// Admits waiting requests, after one has completed.
     ///
-    /// Requests that run at once complete in here, and come here again: those calls return, and leave the next request
-    /// to the loop further out, so that a long queue does not exhaust the stack.
+    /// Requests that run at once complete inside this function and call it again. Those calls
+    /// return, and leave the next request to the outer loop, so that a long queue does not exhaust
+    /// the stack.
     fn admit_waiting(self: &Arc<Self>) {
         thread_local! {
-            /// The sessions whose loops are on this thread's stack.
-            static ADMITTING: RefCell<Vec<*const Shared>> = const { RefCell::new(Vec::new()) };
+            /// Sessions whose loops are on this thread's stack.
+            static ADMITTING: RefCell<Vec<*const LocalInner>> = const { RefCell::new(Vec::new()) };
         }
-        /// Takes the innermost session out again, also when something panics.
+        /// Removes the innermost session again, also after a panic.
         struct Leave;
         impl Drop for Leave {
             fn drop(&mut self) {
@@ -455,9 +468,9 @@ impl Shared {
         let _leave = Leave;
         loop {
             let mut lanes = lock(&self.lanes);
-            let Waiting { request, responder, bytes } = match lanes.next_waiting() {
-                Some(Front::Request(waiting)) => waiting,
-                Some(Front::Release(handles)) => {
+            let WaitingRequest { request, responder, bytes } = match lanes.next_waiting() {
+                Some(QueueEntry::Request(waiting)) => waiting,
+                Some(QueueEntry::Release(handles)) => {
                     drop(lanes);
                     self.free(handles);
                     continue;
@@ -490,12 +503,13 @@ impl Shared {
         }
     }
 
-    /// Lets objects go, behind the requests that wait for admission: they may use them.
+    /// Releases objects, behind the requests that wait for admission and may use them.
     fn release(&self, handles: Vec<Handle>) {
         let mut lanes = lock(&self.lanes);
         if lanes.has_waiting() {
             let table = lock(&self.table);
-            // Only what there is, so that nobody can fill the queue with handles that name nothing.
+            // Only live handles, so that a client cannot fill the queue with handles that name
+            // nothing.
             lanes.release_later(handles.into_iter().filter(|handle| table.get(*handle).is_ok()));
             return;
         }
@@ -511,7 +525,8 @@ impl Shared {
         drop_each(freed);
     }
 
-    /// Takes a request out of the queues and completes it with `error`. Whether it was there.
+    /// Removes a request from the queues and completes it with `error`. Returns true if it was
+    /// queued.
     fn remove(self: &Arc<Self>, id: u64, error: RpcError) -> bool {
         let removed = lock(&self.lanes).remove(id);
         let found = removed.is_some();
@@ -534,7 +549,7 @@ impl Shared {
         if let Some(responder) = responder {
             responder.complete(Err(error));
         }
-        // Behind the reply, as in `finish`.
+        // After the reply, as in `finish`.
         match admitted {
             None => {}
             Some((bytes, None)) => lock(&self.lanes).complete(bytes),
@@ -552,7 +567,7 @@ impl Shared {
         let streams = std::mem::take(&mut *lock(&self.streams));
         drop_each(objects);
         drop_each(streams);
-        // What still runs keeps its deadline.
+        // Running requests keep their deadlines.
         lock(&self.deadlines).compact();
         let closing = std::mem::take(&mut *lock(&self.closing));
         for watcher in closing.watchers {
@@ -571,13 +586,14 @@ impl Shared {
         closing.shutdowns.push(responder);
         drop(closing);
         let closed = RpcError::new(ErrorKind::Closed, "the session was shut down");
-        // New requests are refused from now on; those that were admitted or wait go on.
+        // New requests are refused from now on; admitted and waiting ones continue.
         lock(&self.lanes).ended.get_or_insert(closed);
         self.after_completion();
         submission
     }
 
-    /// Things to do whenever there is one request less.
+    /// Admits waiting requests and ends a session that is shutting down. Called after every
+    /// completion.
     fn after_completion(self: &Arc<Self>) {
         self.admit_waiting();
         let closing = lock(&self.closing).requested;
@@ -595,7 +611,8 @@ fn deadline_exceeded() -> RpcError {
     RpcError::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
 }
 
-/// What a request counts against the capacity: what it keeps in memory while it waits, beyond the same few bytes for each.
+/// Returns the bytes that a request counts against the capacity: the memory that it keeps while it
+/// waits, apart from a small constant.
 fn request_bytes(operation: &Operation) -> usize {
     match operation {
         Operation::Call { args, .. } => args.iter().map(Value::size_hint).sum(),
@@ -611,7 +628,7 @@ fn request_bytes(operation: &Operation) -> usize {
     }
 }
 
-impl Expire for Shared {
+impl Expire for LocalInner {
     fn expire(self: Arc<Self>) {
         let due = lock(&self.deadlines).take_due(Instant::now(), || self.this.clone());
         for responder in due {
@@ -622,10 +639,10 @@ impl Expire for Shared {
     }
 }
 
-/// What replies hold of their session: nothing that keeps it alive.
-struct Control(Weak<Shared>);
+/// Callbacks of the session's replies. Does not keep the session alive.
+struct LocalReplyControl(Weak<LocalInner>);
 
-impl ReplyControl for Control {
+impl ReplyControl for LocalReplyControl {
     fn cancel(&self, id: u64) {
         if let Some(shared) = self.0.upgrade() {
             shared.remove(id, RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"));

@@ -1,10 +1,10 @@
-//! Whatever is not a call.
+//! Execution of all operations other than calls.
 
 use bytes::Bytes;
 
 use super::lanes::LaneKey;
 use super::resolve::{self, Work};
-use super::{Shared, lock};
+use super::{LocalInner, lock};
 use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
 use crate::function::loader::LoadRequest;
@@ -12,11 +12,11 @@ use crate::function::object::{Context, Host, LocalValue, Object};
 use crate::tensor::{Borrow, Tensor};
 use crate::value::Value;
 
-/// How many pairs of lane and device a session may set a stream for.
+/// Largest number of pairs of lane and device with a stream set, per session.
 const MAX_SET_STREAMS: usize = 4096;
 
-impl Shared {
-    /// Does it, and gives what the request returns.
+impl LocalInner {
+    /// Performs the work, and returns the value for the reply.
     pub(super) fn perform(
         &self,
         work: Work,
@@ -66,14 +66,14 @@ impl Shared {
             Work::Attribute { device, attribute } => self
                 .devices
                 .attribute(device, attribute)?
-                .try_map(&mut |_| Err(RpcError::internal("an attribute is no object"))),
+                .try_map(&mut |_| Err(RpcError::internal("the value of an attribute contains an object"))),
             Work::CreateStream { device } => {
                 self.devices.get(device)?.create_stream(device.index).map(resolve::stream_object)
             }
             Work::SetStream { device, stream } => {
                 self.devices.get(device)?;
                 if lane.is_single_use() {
-                    // No later request will ever see it.
+                    // No later request runs on this lane.
                     return Ok(Value::Null);
                 }
                 let mut streams = lock(&self.streams);
@@ -101,7 +101,7 @@ impl Shared {
                 module.function(&name).map(|function| Value::Object(Object::Function(function)))
             }
             Work::Call { .. } | Work::StreamWait { .. } => {
-                Err(RpcError::internal("what may go on later is not performed here"))
+                Err(RpcError::internal("calls and stream waits are not performed here"))
             }
         }
     }
@@ -109,7 +109,7 @@ impl Shared {
     fn copy(&self, from: &Tensor, to: &Tensor, borrows: Vec<Borrow>) -> Result<()> {
         let len = from.size_bytes();
         let (source, destination) = (from.byte_range(0, len)?.start, to.byte_range(0, len)?.start);
-        // The device that is not the host knows how to reach host memory, not the other way round.
+        // The device that is not the host can access host memory, but not the other way round.
         let device = if from.device().kind == DeviceType::CPU { to.device() } else { from.device() };
         let api = self.devices.get(device)?;
         let mut borrows = borrows.into_iter();

@@ -1,4 +1,4 @@
-//! What an admitted request does: operations with their handles resolved to objects.
+//! Resolution of requests: operations with their handles resolved to objects.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ pub(super) enum Work {
         from: Tensor,
         to: Tensor,
     },
-    /// An object that has been unlinked already.
+    /// An object that has been removed from the table already.
     Freed,
     Attribute {
         device: Device,
@@ -73,24 +73,25 @@ pub(super) enum Work {
     },
 }
 
-/// Copies larger than this leave the thread that reads requests alone.
+/// Size in bytes above which copies run on a thread of their own, not on the thread that reads
+/// requests.
 const LARGE_COPY: u64 = 4 << 20;
 
-/// Where a piece of work runs.
+/// Thread on which a piece of work runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
-    /// Wherever the lane is being run: it does not block.
-    Here,
-    /// On the lane's thread.
-    Thread,
+pub(super) enum RunsOn {
+    /// Any thread that runs the lane: the work does not block.
+    AnyThread,
+    /// The lane's own thread.
+    LaneThread,
 }
 
 impl Work {
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn runs_on(&self) -> RunsOn {
         match self {
-            // Only the processor's own memory never keeps anybody waiting.
+            // Only host memory never blocks.
             Self::Write { storage, .. } | Self::Read { storage, .. } if storage.device().kind != DeviceType::CPU => {
-                Place::Thread
+                RunsOn::LaneThread
             }
             Self::Alloc { device, .. }
             | Self::Attribute { device, .. }
@@ -98,26 +99,26 @@ impl Work {
             | Self::SetStream { device, .. }
                 if device.kind != DeviceType::CPU =>
             {
-                Place::Thread
+                RunsOn::LaneThread
             }
             Self::Copy { from, to } if [from, to].iter().any(|tensor| tensor.device().kind != DeviceType::CPU) => {
-                Place::Thread
+                RunsOn::LaneThread
             }
-            Self::Call { function, .. } if function.kind() == FunctionKind::Blocking => Place::Thread,
-            Self::Copy { from, .. } if from.size_bytes() > LARGE_COPY => Place::Thread,
-            // A module may load what a function needs when that is looked up.
-            Self::StreamWait { .. } | Self::LoadModule { .. } | Self::ModuleFunction { .. } => Place::Thread,
-            _ => Place::Here,
+            Self::Call { function, .. } if function.kind() == FunctionKind::Blocking => RunsOn::LaneThread,
+            Self::Copy { from, .. } if from.size_bytes() > LARGE_COPY => RunsOn::LaneThread,
+            // Looking up a function may make its module load something.
+            Self::StreamWait { .. } | Self::LoadModule { .. } | Self::ModuleFunction { .. } => RunsOn::LaneThread,
+            _ => RunsOn::AnyThread,
         }
     }
 
-    /// Whether the work goes on as a future.
+    /// Returns true if the work continues as a future.
     pub(super) fn is_async(&self) -> bool {
         matches!(self, Self::Call { function, .. } if function.kind() == FunctionKind::Async)
     }
 
-    /// The storages that must be borrowed while the work is done.
-    pub(super) fn wanted(&self) -> Vec<(Arc<Storage>, Access)> {
+    /// Returns the storages that must be borrowed while the work is done.
+    pub(super) fn required_borrows(&self) -> Vec<(Arc<Storage>, Access)> {
         match self {
             Self::Write { storage, .. } => vec![(storage.clone(), Access::Write)],
             Self::Read { storage, .. } => vec![(storage.clone(), Access::Read)],
@@ -136,9 +137,9 @@ impl Work {
     }
 }
 
-/// Resolves and pins what `operation` names, and unlinks what it frees.
+/// Resolves and pins the objects that `operation` names, and removes those that it frees.
 ///
-/// The second value is whatever was let go: to be dropped by the caller outside of its locks.
+/// The second value holds released values, to be dropped by the caller outside of its locks.
 pub(super) fn resolve(table: &mut HandleTable<Object>, operation: Operation) -> (Result<Work>, Vec<LocalValue>) {
     let mut garbage = Vec::new();
     let work = try_resolve(table, operation, &mut garbage);
@@ -210,12 +211,12 @@ fn object(table: &HandleTable<Object>, reference: Reference) -> Result<Object> {
     }
 }
 
-/// The view that `reference` describes, checked against the storage.
+/// Returns the view that `reference` describes, checked against the storage.
 pub(super) fn tensor(table: &HandleTable<Object>, reference: &TensorRef) -> Result<Tensor> {
     let Object::Tensor(owner) = table.get(reference.storage)? else { return Err(invalid(reference.storage)) };
     if owner.device() != reference.device {
         let (is, said) = (owner.device(), reference.device);
-        return Err(RpcError::invalid_argument(format!("the tensor lies on {is}, and the request says {said}")));
+        return Err(RpcError::invalid_argument(format!("the tensor is on {is}, but the request names {said}")));
     }
     let (shape, strides) = (reference.shape.clone(), reference.strides.clone());
     Tensor::new(owner.storage().clone(), reference.byte_offset, shape, strides, reference.dtype)
@@ -227,7 +228,7 @@ fn stream(table: &HandleTable<Object>, device: Device, handle: Option<Handle>) -
     let stream = object.downcast::<StreamObject>().ok_or_else(|| invalid(handle))?;
     if stream.0.device() != device {
         let is = stream.0.device();
-        return Err(RpcError::invalid_argument(format!("the stream belongs to {is}, and the request says {device}")));
+        return Err(RpcError::invalid_argument(format!("the stream belongs to {is}, but the request names {device}")));
     }
     Ok(Some(stream))
 }
@@ -250,7 +251,7 @@ fn check_copy(from: &Tensor, to: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Stores an object that is being returned, and names it.
+/// Stores a returned object, and returns a reference to it.
 pub(super) fn reference(table: &mut HandleTable<Object>, object: Object) -> Result<Reference> {
     Ok(match &object {
         Object::Function(_) => Reference::Function(table.insert(object)?),
@@ -264,7 +265,7 @@ pub(super) fn reference(table: &mut HandleTable<Object>, object: Object) -> Resu
     })
 }
 
-/// The session object that stands for a stream.
+/// Returns the session object for a stream.
 pub(super) fn stream_object(stream: Arc<dyn Stream>) -> LocalValue {
     Value::Object(Object::Opaque(Opaque::new(Arc::new(StreamObject(stream)))))
 }

@@ -1,4 +1,5 @@
-//! What a local session promises beyond the conformance suite: what it keeps, and for how long.
+//! Tests of local sessions beyond the conformance suite: threads, queues, and the time for which
+//! objects are kept.
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicUsize;
@@ -19,7 +20,7 @@ use crate::value::Reference;
 
 const YEAR: Duration = Duration::from_secs(365 * 86400);
 
-/// Long enough for anything that is going to happen.
+/// Time limit of each wait; long enough for every expected event.
 const LIMIT: Duration = Duration::from_secs(20);
 
 fn eventually(what: &str, mut is: impl FnMut() -> bool) {
@@ -30,7 +31,7 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// Holds calls until it is opened.
+/// Gate that holds calls until it is opened.
 #[derive(Default)]
 struct Gate {
     state: Mutex<(usize, usize)>,
@@ -38,7 +39,7 @@ struct Gate {
 }
 
 impl Gate {
-    /// Waits until one more is let through.
+    /// Waits until one more call is let through.
     fn pass(&self) {
         let mut state = lock(&self.state);
         state.0 += 1;
@@ -79,7 +80,7 @@ fn wait_all(replies: impl IntoIterator<Item = PendingReply>) {
 }
 
 #[test]
-fn deadlines_of_requests_that_are_complete_are_forgotten() {
+fn deadlines_of_completed_requests_are_dropped() {
     let registry = Registry::new();
     registry.add("nothing", || ());
     let session = LocalSession::new(registry);
@@ -99,7 +100,7 @@ fn deadlines_of_requests_that_are_complete_are_forgotten() {
 }
 
 #[test]
-fn a_deadline_fires_whatever_other_deadlines_there_are() {
+fn a_deadline_fires_independently_of_other_deadlines() {
     let gate = Arc::new(Gate::default());
     let registry = Registry::new();
     let waits = gate.clone();
@@ -117,7 +118,7 @@ fn a_deadline_fires_whatever_other_deadlines_there_are() {
         let error = session.submit(request).reply().wait().unwrap_err();
         assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::DeadlineExceeded, true));
     }
-    // What runs when the session ends keeps its deadline.
+    // Requests that run when the session ends keep their deadlines.
     let last = session.submit(Request { deadline: within(Duration::from_millis(50)), ..concurrent(wait) }).reply();
     eventually("all run", || gate.waiting() == 5);
     session.close(RpcError::new(ErrorKind::Closed, "over"));
@@ -135,7 +136,7 @@ fn capacity_is_counted_in_bytes_of_memory() {
     let limits = SessionLimits { max_queued_bytes: 1 << 20, ..SessionLimits::default() };
     let session = LocalSession::builder(registry).limits(limits).build();
     let wait = handle(&session, "wait");
-    // As long as 4 KiB on the wire.
+    // 4 KiB on the wire.
     let nulls = || Value::List(vec![Value::Null; 4096]);
     let replies: Vec<_> = (0..6).map(|_| session.submit(call(wait, vec![nulls()]).on(Lane::CONCURRENT))).collect();
     let each = nulls().size_hint();
@@ -149,7 +150,7 @@ fn capacity_is_counted_in_bytes_of_memory() {
     };
     assert_eq!(session.backlog(), backlog);
     assert_eq!(replies.iter().filter(|reply| reply.is_admitted()).count(), fit);
-    // One that gives up waits no longer.
+    // A request that is given up leaves the queue.
     let mut replies = replies;
     drop(replies.pop());
     assert_eq!(session.backlog().waiting_bytes, (5 - fit) * each);
@@ -158,7 +159,7 @@ fn capacity_is_counted_in_bytes_of_memory() {
     eventually("nothing is left", || session.backlog() == Backlog::default());
 }
 
-/// Counts those who are inside at one time.
+/// Counter of the calls that are inside at one time.
 #[derive(Default)]
 struct Crowd {
     now: AtomicUsize,
@@ -194,7 +195,7 @@ fn a_session_has_no_more_threads_than_its_limit() {
     let session = with_threads(registry, 4);
     let functions = [handle(&session, "visit"), handle(&session, "visit.async")];
     let calls = (0..300_u32).map(|n| {
-        // Several of a lane, too: each waits for its turn with the rest.
+        // Several on one lane, too: each waits for its turn with the others.
         let lane = if n % 3 == 0 { Lane(n % 7) } else { Lane::CONCURRENT };
         session.submit(call(functions[n as usize % 2], Vec::new()).on(lane)).reply()
     });
@@ -216,11 +217,11 @@ fn jobs_without_a_thread_run_in_the_order_in_which_they_came() {
         .add_inline("note.inline", move |n: i64| lock(&inline).push(n));
     let session = with_threads(registry, 1);
     let [wait, note, inline] = ["wait", "note", "note.inline"].map(|name| handle(&session, name));
-    // A lane that always has something to do does not keep the thread to itself.
+    // A lane that always has work does not keep the thread for itself.
     let mut replies: Vec<_> = vec![session.submit(call(wait, vec![])).reply()];
     replies.extend((10..13).map(|n| session.submit(call(note, vec![n.into()])).reply()));
     replies.extend((0..3_u32).map(|n| session.submit(call(note, vec![n.into()]).on(Lane(n + 1))).reply()));
-    // Nor does anything inline need one.
+    // Inline functions need no thread.
     session.submit(call(inline, vec![99.into()]).on(Lane(9))).reply().wait().unwrap();
     assert_eq!(*lock(&order), [99]);
     gate.open(1);
@@ -254,13 +255,13 @@ fn a_job_that_waits_for_a_thread_can_be_cancelled_and_ends_with_the_session() {
     gate.open(1);
     first.wait().unwrap();
     eventually("the thread ends", || live_threads(&session) == 0);
-    // What is removed gets its reply first; the timer may still be about to count what it removed.
+    // A removed request is answered first; the timer may not have counted the removal yet.
     eventually("nothing is left", || session.backlog() == Backlog::default());
     assert_eq!(gate.waiting(), 1);
 }
 
 #[test]
-fn sessions_share_a_quota_of_threads_and_have_one_each_beside_it() {
+fn sessions_share_a_thread_quota_and_have_one_thread_each_besides_it() {
     let (gate, quota) = (Arc::new(Gate::default()), ThreadQuota::new(2));
     let session = || {
         let registry = Registry::new();
@@ -279,9 +280,9 @@ fn sessions_share_a_quota_of_threads_and_have_one_each_beside_it() {
     let last = calls(&third, 2);
     eventually("each has one", || gate.waiting() == 5);
     assert_eq!((live_threads(&first), live_threads(&second), live_threads(&third), quota.used()), (3, 1, 1, 2));
-    // Those that wait hold nothing of a session that is gone.
+    // Waiting sessions keep nothing of a session that is gone.
     drop((third, last));
-    // For all, as nobody says whose calls pass first.
+    // For all of them, because the order of the calls is not defined.
     gate.open(14);
     wait_all(greedy);
     wait_all(modest);
@@ -304,13 +305,14 @@ fn threads_that_functions_start_count_until_they_end() {
     let session = LocalSession::builder(registry).limits(limits).total_threads(quota.clone()).build();
     let reserve = handle(&session, "reserve");
     let idle = || lock(&session.0.0.lanes).threads.idle();
-    // The reply comes before the thread is idle again: without the wait, the next call would start another.
+    // The reply comes before the thread is idle again: without the wait, the next call would start
+    // another.
     let call = || {
         let outcome = session.submit(concurrent(reserve)).reply().wait();
         eventually("its thread is idle", || idle() == 1);
         outcome
     };
-    // One is the function's own thread.
+    // One of them is the thread that runs the function.
     call().unwrap();
     call().unwrap();
     assert_eq!(call().unwrap_err().kind(), ErrorKind::LimitExceeded);
@@ -352,7 +354,7 @@ fn an_idle_thread_makes_room_for_one_that_a_function_starts() {
 }
 
 #[test]
-fn a_session_that_waits_for_the_quota_is_told_of_a_thread_that_ends() {
+fn a_session_that_waits_for_the_quota_gets_the_thread_that_another_returns() {
     let (gate, quota) = (Arc::new(Gate::default()), ThreadQuota::new(1));
     let session = || {
         let registry = Registry::new();
@@ -373,7 +375,7 @@ fn a_session_that_waits_for_the_quota_is_told_of_a_thread_that_ends() {
     let calls: Vec<_> = (0..2).map(|_| first.submit(concurrent(wait[0])).reply()).collect();
     eventually("one runs and one waits", || gate.waiting() == 1);
     assert_eq!(live_threads(&first), 1);
-    // Its own thread is as busy as ever.
+    // The session's own thread is still busy.
     other.open(2);
     wait_all(held);
     eventually("both run", || gate.waiting() == 2);
@@ -383,7 +385,7 @@ fn a_session_that_waits_for_the_quota_is_told_of_a_thread_that_ends() {
 }
 
 #[test]
-fn when_the_system_refuses_threads_jobs_wait_for_those_there_are_or_fail() {
+fn when_the_system_refuses_threads_jobs_wait_for_existing_ones_or_fail() {
     let gate = Arc::new(Gate::default());
     let waits = gate.clone();
     let registry = Registry::new();
@@ -391,7 +393,7 @@ fn when_the_system_refuses_threads_jobs_wait_for_those_there_are_or_fail() {
     let session = LocalSession::new(registry);
     let [wait, future, one] = ["wait", "async", "one"].map(|name| handle(&session, name));
     threads::REFUSE.set(true);
-    // More than the stack would hold, were each to go on with the next.
+    // More than the stack would hold if each continued the next one.
     let hold = session.submit(call(one, vec![])).reply();
     let calls: Vec<_> = (0..500).map(|n| session.submit(call([wait, future][n % 2], vec![])).reply()).collect();
     for reply in calls {
@@ -427,7 +429,7 @@ fn threads_of_one_session_can_meet_as_many_as_its_limit() {
 
 type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// A runtime that is shutting down, at once or a little later.
+/// Runtime that is shutting down, at once or a little later.
 #[derive(Default)]
 struct Dropping {
     later: Option<Mutex<mpsc::Sender<Task>>>,
@@ -452,11 +454,11 @@ fn a_future_that_its_runtime_drops_gets_a_reply_and_leaves_its_lane() {
         let waits = spawner.later.is_some();
         let session = LocalSession::builder(registry.clone()).spawner(Arc::new(spawner)).build();
         let (future, one) = (handle(&session, "async"), handle(&session, "one"));
-        // More than the stack would hold, were each to go on with the next.
+        // More than the stack would hold if each continued the next one.
         let calls: Vec<_> = (0..1000).map(|_| session.submit(call(future, vec![])).reply()).collect();
         let behind = session.submit(call(one, vec![])).reply();
         if waits {
-            // Each comes when the one before is gone.
+            // Each arrives when the previous one has ended.
             (0..1000).for_each(|_| drop(dropped.recv_timeout(LIMIT).unwrap()));
         }
         for reply in calls {
@@ -468,7 +470,7 @@ fn a_future_that_its_runtime_drops_gets_a_reply_and_leaves_its_lane() {
     }
 }
 
-/// Counts those that live.
+/// Counter of live values.
 struct Counted(Arc<AtomicUsize>);
 
 impl Drop for Counted {
@@ -497,7 +499,8 @@ fn a_release_stays_behind_requests_that_wait_for_admission() {
     let held = session.submit(call(wait, vec![]).on(Lane(1))).reply();
     let used = session.submit(call(uses, vec![object.clone()])).reply();
     let release = |handles| session.submit(Request::new(Operation::Release { handles })).reply().wait().unwrap();
-    // Many times, and with others that name nothing: no more is queued than there is to free.
+    // Repeated, and with handles that name nothing: no more is queued than there are objects to
+    // free.
     for forged in 0..1000 {
         release(vec![named, Handle::from_bits(forged)]);
     }
@@ -512,11 +515,11 @@ fn a_release_stays_behind_requests_that_wait_for_admission() {
     assert_eq!(used.wait().unwrap(), Value::Int(7));
     assert_eq!(late.wait().unwrap_err().kind(), ErrorKind::InvalidHandle);
     assert_eq!((alive.load(Ordering::SeqCst), session.usage().handles), (0, 3));
-    // With nothing in front, at once.
+    // Without waiting requests, at once.
     let object = session.submit(call(new, vec![])).reply().wait().unwrap();
     release(object.handles());
     assert_eq!(alive.load(Ordering::SeqCst), 0);
-    // Behind one that is given up, as soon as that is.
+    // Behind a request that is given up, as soon as it is.
     let object = session.submit(call(new, vec![])).reply().wait().unwrap();
     let held = session.submit(call(wait, vec![]).on(Lane(1))).reply();
     let given_up = session.submit(call(uses, vec![object.clone()])).reply();
@@ -528,7 +531,7 @@ fn a_release_stays_behind_requests_that_wait_for_admission() {
     held.wait().unwrap();
 }
 
-/// A device that has streams and nothing else, from whoever makes them by their names.
+/// Device that only has streams, made by a function of their names.
 struct StreamsAlone<F>(F);
 
 const NOTING: DeviceType = DeviceType::EXT_DEV;
@@ -607,7 +610,8 @@ fn a_stream_set_by_a_concurrent_request_is_seen_by_no_other() {
     let (wait, device) = (handle(&session, "wait"), Device::new(NOTING, 0));
     let stream = session.submit(Request::new(Operation::CreateStream { device })).reply().wait().unwrap().handles()[0];
     let set = |lane| Request::new(Operation::SetStream { device, stream: Some(stream) }).on(lane);
-    // It waits for admission, behind the second of these, so that its reply is delivered while it is being run.
+    // It waits for admission, behind the second of these, so that its reply is delivered while it
+    // is being run.
     let large = || call(wait, vec![Bytes::from(vec![0; 600]).into()]).on(Lane::CONCURRENT);
     let held = [session.submit(large()).reply(), session.submit(large()).reply()];
     let (sender, outcomes) = mpsc::channel();
@@ -618,18 +622,18 @@ fn a_stream_set_by_a_concurrent_request_is_seen_by_no_other() {
     outcomes.recv_timeout(LIMIT).unwrap().unwrap();
     assert_eq!(*lock(&noted), HashSet::from(["default"]));
     assert!(lock(&session.0.0.streams).is_empty());
-    // A lane that has a name remembers.
+    // A named lane keeps its stream.
     session.submit(set(Lane(1))).reply().wait().unwrap();
     wait_for_stream(&session, Lane(1)).unwrap();
     assert_eq!(*lock(&noted), HashSet::from(["default", "created"]));
 }
 
-/// A stream that is done when the test says so.
+/// Stream whose work is done when the test says so.
 #[derive(Clone, Default)]
 struct Telling(Arc<Mutex<Vec<WhenDone>>>);
 
 impl Telling {
-    /// Ends the wait that began first.
+    /// Ends the oldest wait.
     fn tell(&self, outcome: Result<()>) {
         let done = lock(&self.0).remove(0);
         done(outcome);
@@ -682,10 +686,10 @@ fn waits_for_streams_hold_their_lanes_and_no_thread() {
         session.submit(call(function, vec![]).on(Lane(lane))).reply()
     });
     eventually("all three wait", || device.waits() == 3);
-    // The one thread is free, and the lanes are not.
+    // The only thread is free, and the lanes are busy.
     let other = session.submit(call(blocking, vec![]).on(Lane(4))).reply();
     assert_eq!(other.wait().unwrap(), Value::Int(7));
-    // A reply goes before its request is counted as complete.
+    // A reply is sent before its request is counted as complete.
     eventually("the lanes alone are left", || session.backlog().admitted_requests == 6);
     device.tell(Ok(()));
     device.tell(Ok(()));
@@ -696,7 +700,8 @@ fn waits_for_streams_hold_their_lanes_and_no_thread() {
     assert_eq!(behind.map(|reply| reply.wait().unwrap()), [8, 7, 8].map(Value::Int));
     eventually("nothing is left", || session.backlog() == Backlog::default());
 
-    // Its time may be up before the stream is done, and the session may be gone; whoever tells later finds nobody.
+    // Its time may be up before the stream is done, and the session may be gone; whoever tells
+    // later finds nobody.
     let deadline = Some(Instant::now() + Duration::from_millis(1));
     let late = session.submit(Request { deadline, ..wait() }).reply();
     assert_eq!(late.wait().unwrap_err().kind(), ErrorKind::DeadlineExceeded);
@@ -707,7 +712,7 @@ fn waits_for_streams_hold_their_lanes_and_no_thread() {
         device.tell(Ok(()));
     }
     _ = last.wait();
-    // A device that lets go of a wait without a word is not waited for any longer.
+    // A device that drops a wait without calling back ends it with an error.
     let session = LocalSession::builder(Registry::new()).devices(devices()).build();
     let forgotten = session.submit(wait()).reply();
     eventually("it waits", || device.waits() == 1);

@@ -1,13 +1,14 @@
-//! Threads, as sessions count them together.
+//! Thread quota: a limit on the threads of several sessions together.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// A limit on the threads of several sessions together.
+/// Limit on the threads of several sessions together.
 ///
-/// The first thread of each session does not count, so that every session can always run one blocking function at a time.
-/// While the limit is reached, sessions use the threads that they have, and new ones begin as others end; idle ones end at
-/// once then, those that were idle already within ten seconds.
+/// The first thread of each session does not count, so that every session can always run one
+/// blocking function at a time. While the limit is reached, sessions use the threads that they
+/// have, and new ones start as others end. In that state idle threads end at once, and those that
+/// were idle before within ten seconds.
 #[derive(Debug)]
 pub struct ThreadQuota {
     limit: usize,
@@ -17,13 +18,13 @@ pub struct ThreadQuota {
 #[derive(Debug, Default)]
 struct ThreadState {
     used: usize,
-    /// The sessions that want a thread, each once, in the order in which they asked.
+    /// Sessions that want a thread, each once, in the order in which they asked.
     waiting: VecDeque<Weak<dyn WantsThreads>>,
 }
 
 /// A session whose jobs wait for a thread.
 pub(super) trait WantsThreads: Send + Sync {
-    /// There is room for a thread. Whether the session has taken it.
+    /// Offers room for a thread. Returns true if the session has taken it.
     fn room_for_thread(self: Arc<Self>) -> bool;
 }
 
@@ -34,12 +35,12 @@ impl std::fmt::Debug for dyn WantsThreads {
 }
 
 impl ThreadQuota {
-    /// A limit of `limit` threads, beside one for each session.
+    /// Creates a quota of `limit` threads, besides one for each session.
     pub fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self { limit, state: Mutex::default() })
     }
 
-    /// The threads that count at present.
+    /// Returns the number of threads that count at present.
     pub fn used(&self) -> usize {
         self.state().used
     }
@@ -48,7 +49,7 @@ impl ThreadQuota {
         self.reserve(&mut self.state())
     }
 
-    /// Reserves a thread, or has `session` told when there is room for one.
+    /// Reserves a thread, or calls `session` back when there is room for one.
     pub(super) fn reserve_or_wait(
         self: &Arc<Self>,
         session: impl FnOnce() -> Weak<dyn WantsThreads>,
@@ -62,7 +63,7 @@ impl ThreadQuota {
         lease
     }
 
-    /// Whether sessions wait for threads to end.
+    /// Returns true if sessions wait for threads to end.
     pub(super) fn is_awaited(&self) -> bool {
         !self.state().waiting.is_empty()
     }
@@ -79,12 +80,14 @@ impl ThreadQuota {
     }
 }
 
-/// A thread that counts, until dropped. Not to be dropped under a session's lock: sessions are told.
+/// A counted thread, until dropped. Must not be dropped under a session's lock, because sessions
+/// are called.
 #[derive(Debug)]
 pub(super) struct ThreadLease(Option<Arc<ThreadQuota>>);
 
 impl ThreadLease {
-    /// Gives the thread back without telling anybody: the system has no thread for them either. They are told of the next.
+    /// Returns the thread without calling any session: the system has no thread for them either.
+    /// They are called for the next one.
     pub(super) fn give_back_quietly(mut self) {
         if let Some(quota) = self.0.take() {
             quota.state().used -= 1;
@@ -98,7 +101,8 @@ impl Drop for ThreadLease {
         quota.state().used -= 1;
         loop {
             let Some(session) = quota.state().waiting.pop_front() else { return };
-            // Outside of the lock. Those that are gone, or want no more, leave the room to the next.
+            // Outside of the lock. Sessions that are gone or need no thread leave the room to the
+            // next.
             if session.upgrade().is_some_and(WantsThreads::room_for_thread) {
                 return;
             }

@@ -1,4 +1,4 @@
-//! The threads on which blocking functions run, and the jobs that wait for one.
+//! Threads on which a session's blocking functions run, and the jobs that wait for a thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,35 +9,37 @@ use super::lanes::{Job, LaneKey};
 use super::thread_quota::{ThreadLease, ThreadQuota, WantsThreads};
 use crate::tensor::Borrow;
 
-/// How long an idle thread waits for more work before it ends.
+/// Time that an idle thread waits for more work before it ends.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// A piece of work for a thread.
 pub(super) type Work = Box<dyn FnOnce() + Send>;
 
-/// Whom a thread works for.
-pub(super) trait Employer: Send + Sync {
-    /// The thread has been idle for long. Whether it may end; if not, it is about to be given work.
+/// Pool that a thread works for.
+pub(super) trait WorkerPool: Send + Sync {
+    /// Decides if a thread that has been idle for long may end. If not, it is about to be given
+    /// work.
     fn may_leave(&self, thread: &LaneThread) -> bool;
 
-    /// The thread has ended.
+    /// Records that a thread has ended.
     fn left(self: Arc<Self>);
 }
 
 #[derive(Default)]
-struct Slot {
+struct ThreadSlot {
     work: Option<Work>,
     retired: bool,
 }
 
-/// A thread that runs one piece of work at a time and ends when it has been idle for long, or is told to.
+/// A thread that runs one piece of work at a time and ends when it has been idle for long, or is
+/// told to.
 ///
-/// Only one may give it work: whoever started it, or has taken it out of [`Threads`].
+/// Only one owner may give it work: its creator, or the code that has taken it out of [`Threads`].
 #[derive(Clone)]
-pub(super) struct LaneThread(Arc<Shared>);
+pub(super) struct LaneThread(Arc<ThreadInner>);
 
-struct Shared {
-    slot: Mutex<Slot>,
+struct ThreadInner {
+    slot: Mutex<ThreadSlot>,
     changed: Condvar,
 }
 
@@ -49,13 +51,13 @@ impl PartialEq for LaneThread {
 
 impl LaneThread {
     /// Starts a thread.
-    pub(super) fn spawn<E: Employer + 'static>(employer: Weak<E>) -> io::Result<Self> {
-        /// Says that the thread has ended, also when it does so by a panic.
-        struct Leave<E: Employer>(Weak<E>);
-        impl<E: Employer> Drop for Leave<E> {
+    pub(super) fn spawn<E: WorkerPool + 'static>(pool: Weak<E>) -> io::Result<Self> {
+        /// Reports the end of the thread, also when it ends by a panic.
+        struct Leave<E: WorkerPool>(Weak<E>);
+        impl<E: WorkerPool> Drop for Leave<E> {
             fn drop(&mut self) {
-                if let Some(employer) = self.0.upgrade() {
-                    employer.left();
+                if let Some(pool) = self.0.upgrade() {
+                    pool.left();
                 }
             }
         }
@@ -64,11 +66,11 @@ impl LaneThread {
         if REFUSE.get() {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        let shared = Arc::new(Shared { slot: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(ThreadInner { slot: Mutex::default(), changed: Condvar::new() });
         let own = Self(shared.clone());
         let run = move || {
-            let leave = Leave(employer);
-            own.run(|thread| leave.0.upgrade().is_none_or(|employer| employer.may_leave(thread)));
+            let leave = Leave(pool);
+            own.run(|thread| leave.0.upgrade().is_none_or(|pool| pool.may_leave(thread)));
         };
         std::thread::Builder::new().name("rpc-lane".into()).stack_size(STACK_BYTES).spawn(run)?;
         Ok(Self(shared))
@@ -80,7 +82,7 @@ impl LaneThread {
         self.0.changed.notify_one();
     }
 
-    /// Lets the thread end as soon as it has nothing to do.
+    /// Lets the thread end as soon as it is idle.
     pub(super) fn retire(&self) {
         self.0.slot().retired = true;
         self.0.changed.notify_one();
@@ -102,8 +104,8 @@ impl LaneThread {
     }
 }
 
-impl Shared {
-    fn slot(&self) -> MutexGuard<'_, Slot> {
+impl ThreadInner {
+    fn slot(&self) -> MutexGuard<'_, ThreadSlot> {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -112,42 +114,43 @@ impl Shared {
 pub(super) struct Parked<W> {
     pub(super) key: LaneKey,
     pub(super) job: Job<W>,
-    /// The tensors that it uses.
+    /// Borrows of the tensors that it uses.
     pub(super) borrows: Vec<Borrow>,
 }
 
-/// Where a job may run.
+/// Thread for a job.
 pub(super) enum Claim {
-    /// On this thread, which is idle.
+    /// This thread, which is idle.
     Idle(LaneThread),
-    /// On a thread that the caller starts, and that [`Threads::start_failed`] hears of if it cannot.
+    /// A new thread, which the caller starts; if that fails, it calls [`Threads::start_failed`].
     New,
-    /// On the next thread that is free.
+    /// The next thread that becomes free.
     Wait,
 }
 
-/// An idle thread is kept for the lane that it served last while there are no more of them than this; beyond, any lane
-/// may have it.
+/// Number of idle threads that are kept for the lane that they served last. Further ones serve any
+/// lane.
 pub(super) const KEPT_THREADS: usize = 64;
 
 /// The threads of a session.
 pub(super) struct Threads<W> {
     max: usize,
-    /// What all but the first count against.
+    /// Quota that all threads but the first count against.
     quota: Option<Arc<ThreadQuota>>,
-    /// All that there are, those that are being started included.
+    /// Number of threads, including those that are being started.
     live: usize,
-    /// Those that are ending and whose place another has already; they are not among `live`.
+    /// Number of threads that are ending and whose slot another thread has taken. Not included in
+    /// `live`.
     passed_on: usize,
-    /// What they count as: one less than there are threads, if there is a quota.
+    /// Leases of the quota: one less than there are threads, if there is a quota.
     leases: Vec<ThreadLease>,
-    /// Idle, and kept for the lane that they served last; the latest at the end.
+    /// Idle threads that are kept for the lane that they served last; the most recent at the end.
     kept: Vec<(LaneKey, LaneThread)>,
-    /// Idle, and for any lane.
+    /// Idle threads for any lane.
     spare: Vec<LaneThread>,
-    /// In the order of arrival. Not empty only while no thread is idle.
+    /// Jobs that wait for a thread, in the order of arrival. Empty as long as a thread is idle.
     parked: VecDeque<Parked<W>>,
-    /// The quota will tell when there is room.
+    /// True while the quota is to call back when there is room.
     awaits_quota: bool,
     ended: bool,
 }
@@ -168,7 +171,8 @@ impl<W> Threads<W> {
         }
     }
 
-    /// Where a job of lane `key` runs. `session` is whom the quota is to tell if there is no room.
+    /// Chooses a thread for a job of lane `key`. The quota calls `session` back if there is no
+    /// room.
     pub(super) fn claim(&mut self, key: LaneKey, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> Claim {
         if !self.parked.is_empty() {
             return Claim::Wait;
@@ -183,7 +187,7 @@ impl<W> Threads<W> {
             return Claim::New;
         }
         if !self.kept.is_empty() {
-            // That of the lane that has been idle for longest.
+            // The thread of the lane that has been idle for longest.
             return Claim::Idle(self.kept.remove(0).1);
         }
         if self.reserve_or_wait(session) { Claim::New } else { Claim::Wait }
@@ -194,7 +198,7 @@ impl<W> Threads<W> {
         if self.live >= self.max {
             return false;
         }
-        // Each session has one thread at least, so that it comes forward whatever the others do.
+        // Each session has at least one thread, so that it makes progress whatever the others do.
         if let Some(quota) = &self.quota
             && self.live > 0
         {
@@ -205,12 +209,13 @@ impl<W> Threads<W> {
         true
     }
 
-    /// Counts one more thread, which a function starts for itself, if there is room for it or an idle thread can go for it.
+    /// Counts one more thread, which a function starts for itself, if there is room for it or an
+    /// idle thread can end instead.
     pub(super) fn reserve_for_function(&mut self) -> bool {
         !self.ended && (self.reserve() || self.pass_on_idle())
     }
 
-    /// Lets an idle thread go, for another that counts as what it did. Whether there was one.
+    /// Ends an idle thread and passes its slot on to another. Returns true if there was one.
     fn pass_on_idle(&mut self) -> bool {
         let idle = match self.spare.pop() {
             Some(spare) => spare,
@@ -222,7 +227,8 @@ impl<W> Threads<W> {
         true
     }
 
-    /// Counts one more thread, or has the quota tell when there is room, if that is what is in the way.
+    /// Counts one more thread, or has the quota call back when there is room, if the quota is the
+    /// obstacle.
     fn reserve_or_wait(&mut self, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> bool {
         let Some(quota) = self.quota.as_ref().filter(|_| self.live < self.max && !self.awaits_quota) else {
             return false;
@@ -245,12 +251,13 @@ impl<W> Threads<W> {
         self.parked.push_back(parked);
     }
 
-    /// Whether jobs wait for a thread.
+    /// Returns true if jobs wait for a thread.
     pub(super) fn has_parked(&self) -> bool {
         !self.parked.is_empty()
     }
 
-    /// The first job that waits, if there is room for a thread for it. The caller starts one, as with [`Claim::New`].
+    /// Removes the first waiting job, if there is room for a thread for it. The caller starts one,
+    /// as with [`Claim::New`].
     pub(super) fn next_parked(&mut self, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> Option<Parked<W>> {
         if self.parked.is_empty() || !(self.reserve() || self.reserve_or_wait(session)) {
             return None;
@@ -258,13 +265,14 @@ impl<W> Threads<W> {
         self.parked.pop_front()
     }
 
-    /// The quota has told that there is room.
-    pub(super) fn told_of_room(&mut self) {
+    /// Records that the quota has called back.
+    pub(super) fn quota_has_room(&mut self) {
         self.awaits_quota = false;
     }
 
-    /// A thread that was reserved for `parked` cannot be started. The jobs that will never have one are returned, in
-    /// their order: none as long as there are other threads, whose turn they wait for.
+    /// Handles a failure to start the thread that was reserved for `parked`. Returns the jobs that
+    /// will never have a thread, in their order: none as long as there are other threads, for which
+    /// they wait.
     pub(super) fn start_failed(&mut self, parked: Parked<W>) -> VecDeque<Parked<W>> {
         if let Some(lease) = self.left() {
             lease.give_back_quietly();
@@ -273,7 +281,8 @@ impl<W> Threads<W> {
         if self.live == 0 { std::mem::take(&mut self.parked) } else { VecDeque::new() }
     }
 
-    /// A thread has nothing left to do in lane `key`: the next job for it, or it is idle from now on.
+    /// Takes a thread that has no more work in lane `key`. Returns the next job for it, or `None`
+    /// if it is idle from now on.
     pub(super) fn free(&mut self, key: LaneKey, thread: &LaneThread) -> Option<Parked<W>> {
         if let Some(parked) = self.parked.pop_front() {
             return Some(parked);
@@ -288,7 +297,7 @@ impl<W> Threads<W> {
         None
     }
 
-    /// Takes an idle thread out for good. Whether it was idle.
+    /// Removes an idle thread for good. Returns true if it was idle.
     pub(super) fn dismiss(&mut self, thread: &LaneThread) -> bool {
         if let Some(at) = self.spare.iter().position(|spare| spare == thread) {
             self.spare.remove(at);
@@ -298,7 +307,7 @@ impl<W> Threads<W> {
         at.map(|at| self.kept.remove(at)).is_some()
     }
 
-    /// A thread has ended. What it counted as is to be dropped outside of locks.
+    /// Records that a thread has ended. The caller drops the returned lease outside of locks.
     pub(super) fn left(&mut self) -> Option<ThreadLease> {
         if self.passed_on > 0 {
             self.passed_on -= 1;
@@ -308,13 +317,13 @@ impl<W> Threads<W> {
         if self.leases.len() >= self.live.max(1) { self.leases.pop() } else { None }
     }
 
-    /// Takes out a job that waits.
+    /// Removes a waiting job.
     pub(super) fn remove(&mut self, id: u64) -> Option<Parked<W>> {
         let at = self.parked.iter().position(|parked| parked.job.has_id(id))?;
         self.parked.remove(at)
     }
 
-    /// Lets all threads go, and returns the jobs that wait.
+    /// Ends all idle threads, and returns the waiting jobs.
     pub(super) fn end(&mut self) -> impl Iterator<Item = Parked<W>> {
         self.ended = true;
         self.kept.drain(..).for_each(|(_, thread)| thread.retire());
@@ -335,9 +344,10 @@ impl<W> Threads<W> {
 
 #[cfg(test)]
 thread_local! {
-    /// Starting threads from this one fails, as if the system had no more.
+    /// True makes starting threads from this thread fail, as if the system had no more.
     pub(super) static REFUSE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// What the main thread of a program has on most systems, which native code expects. It is only reserved.
+/// Stack size of a thread: that of a program's main thread on most systems, which native code
+/// expects. It is only reserved.
 const STACK_BYTES: usize = 8 << 20;

@@ -1,8 +1,10 @@
-//! Deadlines of local requests. Each session keeps its own; one thread for the whole process, started by the first
-//! deadline, knows of each session when to look at them next.
+//! Deadlines of local requests. Each session keeps its own. One thread for the whole process,
+//! started by the first deadline, knows the time at which each session must check its deadlines
+//! next.
 //!
-//! A deadline costs a push into the session's heap. Nobody is told when a request completes in time: the entry is dropped
-//! when it comes to the top, or when the entries have become twice as many as the requests that they are for.
+//! A deadline costs a push into the session's heap. A request that completes in time does nothing:
+//! its entry is dropped when it comes to the top, or when there are twice as many entries as
+//! pending requests.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -15,19 +17,19 @@ use crate::reply::{Responder, WeakResponder};
 
 /// A session with deadlines.
 pub(super) trait Expire: Send + Sync {
-    /// Looks at the deadlines, on the timer's thread. Must not block.
+    /// Checks the deadlines, on the timer's thread. Must not block.
     fn expire(self: Arc<Self>);
 }
 
 /// The deadlines of one session.
 pub(super) struct Deadlines {
-    /// The earliest on top. Entries of requests that are complete are dropped some time.
+    /// Entries, the earliest on top. Entries of completed requests are dropped later.
     entries: BinaryHeap<Reverse<Entry>>,
-    /// How many entries are worth looking through for requests that are complete.
+    /// Number of entries from which it is worth removing those of completed requests.
     compact_at: usize,
-    /// What tells the session from others at the timer.
+    /// Id of the session in the timer.
     session: u64,
-    /// When the timer will call. Never later than the first entry.
+    /// Time at which the timer will call. Never later than the first entry.
     alarm: Option<Instant>,
 }
 
@@ -67,7 +69,8 @@ impl Deadlines {
         }
     }
 
-    /// Watches the deadline of a request. `session` is asked for only if it has to be called earlier than it knows.
+    /// Watches the deadline of a request. `session` is called only if the timer must call earlier
+    /// than it knows.
     pub(super) fn watch(&mut self, at: Instant, responder: &Responder, session: impl FnOnce() -> Weak<dyn Expire>) {
         if self.entries.len() >= self.compact_at {
             self.compact();
@@ -78,7 +81,7 @@ impl Deadlines {
         }
     }
 
-    /// Takes the requests whose deadline has passed, and sees to it that the timer calls for the next one.
+    /// Takes the requests whose deadline has passed, and sets the timer for the next one.
     pub(super) fn take_due(&mut self, now: Instant, session: impl FnOnce() -> Weak<dyn Expire>) -> Vec<Responder> {
         let mut due = Vec::new();
         while let Some(Reverse(entry)) = self.entries.peek() {
@@ -95,7 +98,7 @@ impl Deadlines {
         due
     }
 
-    /// Drops the entries of requests that are complete.
+    /// Drops the entries of completed requests.
     pub(super) fn compact(&mut self) {
         self.entries.retain(|Reverse(entry)| entry.responder.is_pending());
         self.compact_at = SPARE_ENTRIES + 2 * self.entries.len();
@@ -107,7 +110,7 @@ impl Deadlines {
         self.entries.len()
     }
 
-    /// What finds the session's calls at the timer.
+    /// Returns the id of the session in the timer.
     #[cfg(test)]
     pub(super) fn session(&self) -> u64 {
         self.session
@@ -122,27 +125,27 @@ impl Drop for Deadlines {
     }
 }
 
-/// So few entries are not worth looking through.
+/// Number of entries below which none are removed early.
 const SPARE_ENTRIES: usize = 64;
 
 static TIMER: Timer =
-    Timer { state: Mutex::new(State { calls: BTreeMap::new(), running: false }), changed: Condvar::new() };
+    Timer { state: Mutex::new(TimerState { calls: BTreeMap::new(), running: false }), changed: Condvar::new() };
 
 struct Timer {
-    /// Taken inside of sessions' locks, and holds none while it calls them.
-    state: Mutex<State>,
+    /// Locked inside of sessions' locks; released while sessions are called.
+    state: Mutex<TimerState>,
     changed: Condvar,
 }
 
-struct State {
-    /// One entry for each session that has deadlines: when to call it, and which it is.
+struct TimerState {
+    /// Next call of each session with deadlines, by time and session id.
     calls: BTreeMap<(Instant, u64), Weak<dyn Expire>>,
-    /// Whether there is a thread.
+    /// True while the timer's thread runs.
     running: bool,
 }
 
 impl Timer {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, TimerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -153,14 +156,18 @@ impl Timer {
         let mut earlier = false;
         if let Some((at, called)) = next {
             state.calls.insert((at, session), called);
-            // The thread sleeps until the first call that it knows of. To sleep too short does no harm.
+            // The thread sleeps until the first call that it knows of. Waking too early does no
+            // harm.
             earlier = state.calls.first_key_value().is_some_and(|(first, _)| *first == (at, session));
             if !state.running {
                 let spawned = std::thread::Builder::new().name("rpc-deadlines".into()).spawn(|| self.run());
                 match spawned {
                     Ok(_) => state.running = true,
                     Err(error) => {
-                        tracing::error!(%error, "no thread to watch deadlines: they do not fire until a later call with one gets it")
+                        tracing::error!(
+                            %error,
+                            "cannot start the deadline thread: deadlines do not fire until a later call starts it"
+                        )
                     }
                 }
             }
@@ -180,9 +187,10 @@ impl Timer {
                 Some(first) if first.key().0 <= now => {
                     let session = first.remove();
                     drop(state);
-                    // Whoever waits for a reply is told right here, and one that panics must not stop the clock.
+                    // Callers are woken on this thread, and a panic in one of them must not stop
+                    // the timer.
                     if catch_unwind(AssertUnwindSafe(|| session.upgrade().map(Expire::expire))).is_err() {
-                        tracing::error!("somebody panicked when told that a deadline has passed");
+                        tracing::error!("a session panicked while it handled a deadline");
                     }
                     state = self.state();
                 }
@@ -196,7 +204,7 @@ impl Timer {
     }
 }
 
-/// How many calls the timer has noted for a session.
+/// Returns the number of calls that the timer has recorded for a session.
 #[cfg(test)]
 pub(super) fn calls(session: u64) -> usize {
     TIMER.state().calls.keys().filter(|(_, of)| *of == session).count()

@@ -1,17 +1,17 @@
-//! Why a graph cannot be placed.
+//! Errors of planning: the reasons why a graph cannot be placed.
 
 use std::fmt;
 
 use crate::error::{ErrorKind, RpcError};
 
-/// A constraint, and where it comes from.
+/// A constraint together with its source, for error messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// What was asked for, such as `cuda:0`.
+    /// The constraint, such as `cuda:0`.
     pub constraint: String,
-    /// What it was asked for, such as `call #1 'matmul'`.
+    /// The edge that has the constraint, such as `call #1 'matmul'`.
     pub edge: String,
-    /// In the words of whoever put it there.
+    /// Reason given by the code that added the constraint.
     pub reason: String,
 }
 
@@ -22,40 +22,41 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Why a graph cannot be placed.
+/// Error of planning: the graph cannot be placed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlacementError {
-    /// Two constraints on one place disagree.
+    /// Two constraints on one location disagree.
     #[error("{edge} cannot be placed: {} and {} disagree on the {field}", .origins.0, .origins.1)]
     Conflict {
-        /// What has both.
+        /// The edge that has both constraints.
         edge: String,
-        /// What they disagree on: `session`, `device type`, `device number`, `target` or `memory scope`.
+        /// The field on which they disagree: `session`, `device type`, `device number`, `target` or
+        /// `memory scope`.
         field: &'static str,
-        /// The one that was there first, and the other one.
+        /// The earlier constraint and the later one.
         origins: Box<(Origin, Origin)>,
     },
-    /// No site has a device that satisfies all constraints on a place.
-    #[error("{edge} cannot be placed: no device is {wanted}, as {} asked; there are {there_are}", list(.origins))]
+    /// No site has a device that satisfies all constraints on an edge.
+    #[error("{edge} cannot be placed: no device is {wanted}, as required by {}; there are {available}", list(.origins))]
     NoDevice {
-        /// What has to be placed.
+        /// The edge to be placed.
         edge: String,
-        /// What the device would have to be.
+        /// Constraint that the device has to satisfy.
         wanted: String,
-        /// Who wants it to be so.
+        /// The constraints that contribute to it.
         origins: Vec<Origin>,
         /// The devices of all sites.
-        there_are: String,
+        available: String,
     },
-    /// The graph is wrong in itself.
+    /// The graph itself is invalid.
     #[error("{0}")]
     Graph(String),
 }
 
 fn list(origins: &[Origin]) -> String {
     match origins {
-        [] => "nobody".to_owned(),
+        [] => "no constraint".to_owned(),
         origins => origins.iter().map(Origin::to_string).collect::<Vec<_>>().join(" and "),
     }
 }

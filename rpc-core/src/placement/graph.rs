@@ -1,4 +1,4 @@
-//! The graph: what is computed from what, and what is asked of where.
+//! The call graph: inputs, calls, outputs, and the constraints on their locations.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use crate::device::virtual_device::VirtualDevice;
 use crate::dlpack::{DataType, dense_size};
 use crate::value::Value;
 
-/// Where something has to be: in a session, on a device, or both.
+/// Constraint on a location: a session, a device, or both.
 ///
 /// A virtual device converts to a constraint; [`in_session`](Self::in_session) adds the session.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,12 +17,12 @@ pub struct Constraint {
 }
 
 impl Constraint {
-    /// Any device of the session of that name.
+    /// Allows any device of the session of that name.
     pub fn session(name: &str) -> Self {
         Self::default().in_session(name)
     }
 
-    /// The same, in the session of that name.
+    /// Restricts the constraint to the session of that name.
     #[must_use]
     pub fn in_session(mut self, name: &str) -> Self {
         self.session = Some(name.to_owned());
@@ -46,15 +46,15 @@ impl fmt::Display for Constraint {
     }
 }
 
-/// An input of a graph.
+/// Id of an input in a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct InputId(pub(super) usize);
 
-/// A call of a graph.
+/// Id of a call in a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CallId(pub(super) usize);
 
-/// An output of a graph.
+/// Id of an output in a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OutputId(pub(super) usize);
 
@@ -63,17 +63,17 @@ pub struct OutputId(pub(super) usize);
 pub enum ValueId {
     /// An input.
     Input(InputId),
-    /// A call's result of that number, from 0.
+    /// A result of a call, by its index from 0.
     Result(CallId, usize),
 }
 
 impl CallId {
-    /// Its result of that number, from 0.
+    /// Returns the call's result with this index, from 0.
     pub fn result(self, index: usize) -> ValueId {
         ValueId::Result(self, index)
     }
 
-    /// Its argument of that number, from 0, to put a constraint on.
+    /// Returns the call's argument with this index, from 0, to put a constraint on it.
     pub fn argument(self, index: usize) -> Edge {
         Edge::Argument(self, index)
     }
@@ -85,12 +85,12 @@ impl From<InputId> for ValueId {
     }
 }
 
-/// What a call takes.
+/// An argument of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Argument {
     /// A tensor.
     Tensor(ValueId),
-    /// A value that travels with the call, and holds no objects.
+    /// A value that travels with the call and contains no objects.
     Value(Value),
 }
 
@@ -112,16 +112,16 @@ impl From<Value> for Argument {
     }
 }
 
-/// What a constraint can be put on.
+/// A part of a graph that has a location and can be constrained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Edge {
-    /// Where an input lies.
+    /// The location of an input.
     Input(InputId),
-    /// Where a call runs, and its results lie.
+    /// The location where a call runs and its results lie.
     Call(CallId),
-    /// Where a call takes an argument, if that is not where it runs.
+    /// The location of an argument, if that is not where the call runs.
     Argument(CallId, usize),
-    /// Where an output is delivered.
+    /// The location where an output is delivered.
     Output(OutputId),
 }
 
@@ -144,7 +144,7 @@ impl From<OutputId> for Edge {
 }
 
 impl From<ValueId> for Edge {
-    /// Of a result, where its call runs.
+    /// Returns the edge of the input, or that of the call that makes the result.
     fn from(value: ValueId) -> Self {
         match value {
             ValueId::Input(input) => Self::Input(input),
@@ -180,38 +180,41 @@ pub(super) struct Output {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Asked {
+pub(super) struct RequiredConstraint {
     pub(super) edge: Edge,
     pub(super) constraint: Constraint,
     pub(super) reason: String,
 }
 
-/// Inputs, calls and outputs, and constraints on where they are.
+/// A graph of inputs, calls and outputs, with constraints on their locations.
 ///
-/// What was made by one graph means nothing to another; [`plan`](Self::plan) says so where it can tell.
+/// Ids belong to the graph that created them; [`plan`](Self::plan) rejects those of another graph
+/// if it can tell.
 #[derive(Clone, Debug, Default)]
 pub struct CallGraph {
     pub(super) inputs: Vec<Input>,
     pub(super) calls: Vec<Call>,
     pub(super) outputs: Vec<Output>,
-    pub(super) asked: Vec<Asked>,
+    pub(super) required: Vec<RequiredConstraint>,
     pub(super) default: Constraint,
 }
 
 impl CallGraph {
-    /// An empty graph.
+    /// Creates an empty graph.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A tensor that is there before the graph runs.
+    /// Adds a tensor that exists before the graph runs.
     pub fn input(&mut self, name: &str, dtype: DataType, shape: &[i64]) -> InputId {
         self.inputs.push(Input { name: name.to_owned(), layout: Layout { dtype, shape: shape.to_vec() } });
         InputId(self.inputs.len() - 1)
     }
 
-    /// A call of the function of that name, which takes `arguments` and then a tensor for each of its `results`, to write to: fresh ones that read as zeros. What it
-    /// returns is not looked at. It must write to nothing else: what it writes to its arguments others may see or not.
+    /// Adds a call of the function of that name. It takes `arguments` and then a tensor for each of
+    /// its `results`, to write to: fresh ones that read as zeros. Its return value is ignored. The
+    /// function must write to nothing else: it is unspecified if other calls see what it writes to
+    /// its arguments.
     pub fn call(&mut self, function: &str, arguments: Vec<Argument>, results: &[(DataType, &[i64])]) -> CallId {
         let layout = |(dtype, shape): &(DataType, &[i64])| Layout { dtype: *dtype, shape: shape.to_vec() };
         let results = results.iter().map(layout).collect();
@@ -219,23 +222,28 @@ impl CallGraph {
         CallId(self.calls.len() - 1)
     }
 
-    /// A tensor that whoever runs the graph gets.
+    /// Adds a tensor that the caller of the run gets back.
     pub fn output(&mut self, name: &str, value: impl Into<ValueId>) -> OutputId {
         self.outputs.push(Output { name: name.to_owned(), value: value.into() });
         OutputId(self.outputs.len() - 1)
     }
 
-    /// Puts a constraint on `edge`, besides those that are there. Conflicts name it with `reason`.
+    /// Adds a constraint to `edge`, besides earlier ones. Errors about conflicts include `reason`.
     pub fn constrain(&mut self, edge: impl Into<Edge>, constraint: impl Into<Constraint>, reason: &str) {
-        self.asked.push(Asked { edge: edge.into(), constraint: constraint.into(), reason: reason.to_owned() });
+        self.required.push(RequiredConstraint {
+            edge: edge.into(),
+            constraint: constraint.into(),
+            reason: reason.to_owned(),
+        });
     }
 
-    /// Where all is to be that no constraint says anything else of. It gives way where no device would satisfy it.
-    pub fn default_place(&mut self, place: impl Into<Constraint>) {
-        self.default = place.into();
+    /// Sets the location of everything that no constraint decides. It is ignored where no device
+    /// satisfies it.
+    pub fn default_location(&mut self, location: impl Into<Constraint>) {
+        self.default = location.into();
     }
 
-    /// What the graph refers to that it does not have, and tensors that are impossible.
+    /// Checks that everything the graph refers to exists, and that its tensors are possible.
     pub(super) fn check(&self) -> Result<(), PlacementError> {
         let wrong = |text: String| Err(PlacementError::Graph(text));
         let names = |names: Vec<&String>, what: &str| {
@@ -254,10 +262,10 @@ impl CallGraph {
         for (number, call) in self.calls.iter().enumerate() {
             for argument in &call.arguments {
                 match argument {
-                    // Calls take what was made before them, so that there are no circles.
+                    // A call takes only results of earlier calls, so that there are no cycles.
                     Argument::Tensor(value) if !self.has(*value, number) => {
                         let what = self.name(Edge::Call(CallId(number)));
-                        return wrong(format!("{what} takes a tensor that is not made before it"));
+                        return wrong(format!("{what} takes a tensor that no earlier call makes"));
                     }
                     Argument::Value(value) if !value.handles().is_empty() => {
                         let what = self.name(Edge::Call(CallId(number)));
@@ -272,8 +280,8 @@ impl CallGraph {
                 return wrong(format!("output '{}' is of a tensor that the graph does not have", output.name));
             }
         }
-        for asked in &self.asked {
-            let exists = match asked.edge {
+        for required in &self.required {
+            let exists = match required.edge {
                 Edge::Input(InputId(input)) => input < self.inputs.len(),
                 Edge::Call(CallId(call)) => call < self.calls.len(),
                 Edge::Argument(CallId(call), index) => self
@@ -284,14 +292,14 @@ impl CallGraph {
                 Edge::Output(OutputId(output)) => output < self.outputs.len(),
             };
             if !exists {
-                let Asked { edge, constraint, .. } = asked;
-                return wrong(format!("{constraint} is asked of {edge:?}, which is no tensor of the graph"));
+                let RequiredConstraint { edge, constraint, .. } = required;
+                return wrong(format!("{constraint} is required of {edge:?}, which is not a tensor of the graph"));
             }
         }
         Ok(())
     }
 
-    /// Whether the graph has `value` before its call of number `call`.
+    /// Returns true if the graph has `value` before its call with this index.
     fn has(&self, value: ValueId, call: usize) -> bool {
         match value {
             ValueId::Input(InputId(input)) => input < self.inputs.len(),
@@ -299,7 +307,7 @@ impl CallGraph {
         }
     }
 
-    /// What people call it.
+    /// Returns the name of an edge for messages.
     pub(super) fn name(&self, edge: Edge) -> String {
         match edge {
             Edge::Input(InputId(input)) => format!("input '{}'", self.inputs[input].name),
@@ -323,7 +331,11 @@ impl CallGraph {
         }
     }
 
-    pub(super) fn origin(&self, asked: &Asked) -> Origin {
-        Origin { constraint: asked.constraint.to_string(), edge: self.name(asked.edge), reason: asked.reason.clone() }
+    pub(super) fn origin(&self, required: &RequiredConstraint) -> Origin {
+        Origin {
+            constraint: required.constraint.to_string(),
+            edge: self.name(required.edge),
+            reason: required.reason.clone(),
+        }
     }
 }

@@ -1,19 +1,27 @@
-//! Where the calls of a small graph run and its data lives, decided from constraints: over several sessions at once.
+//! Placement: decides from constraints where the calls of a small graph run and its data lies, over
+//! several sessions.
 //!
-//! A [`CallGraph`] has inputs, calls of functions, and outputs. Constraints ([`Constraint`]: a session, a [`VirtualDevice`], or both) can be put
-//! on any of them, and on single arguments. [`CallGraph::plan`] decides the rest for the [`Site`]s that there are, and inserts the copies that it takes;
-//! [`Plan::run`] then runs calls and copies as soon as what they need is there, on all sessions at once.
+//! A [`CallGraph`] has inputs, calls of functions, and outputs. Constraints ([`Constraint`]: a
+//! session, a [`VirtualDevice`], or both) can be put on any of them, and on single arguments.
+//! [`CallGraph::plan`] decides the rest for the given [`Site`]s, and inserts the copies that are
+//! needed; [`Plan::run`] then runs calls and copies as soon as their inputs are there, on all
+//! sessions at once.
 //!
 //! The rules:
 //!
-//! * A call runs on the device that its results lie on, and takes its arguments there. This is one place, and the constraints on all of it have to agree.
-//! * An argument that has a constraint of its own lies where that says, in the session of the call: the shapes that a kernel takes in host memory, say. What it
-//!   leaves open is as for the call, as far as there is such a device.
-//! * An input or a result that is used elsewhere is copied there: once, however many calls use it there. What is not constrained moves to
-//!   where it is used, in the order in which the graph was made, so that it takes no copy.
-//! * What is open after that is the graph's [default](CallGraph::default_place), and then the first device of the first site that does.
+//! * A call runs on the device that its results lie on, and takes its arguments there. This is one
+//!   location, and all constraints on it have to agree.
+//! * An argument with a constraint of its own lies where that says, in the session of the call: for
+//!   example, shapes that a kernel takes in host memory. Fields that it leaves open are those of
+//!   the call, as far as there is such a device.
+//! * An input or a result that is used elsewhere is copied there: once, however many calls use it
+//!   there. Unconstrained data is placed where it is used, in the order in which the graph was
+//!   built, so that it needs no copy.
+//! * Everything still open gets the graph's [default](CallGraph::default_location), and otherwise
+//!   the first device of the first site that satisfies the constraints.
 //!
-//! Places differ if session, device or memory scope do, as in TVM's planning of devices, which this follows as far as the graph is alike.
+//! Locations differ if session, device or memory scope do, as in TVM's device planning, which this
+//! follows as far as the graphs are alike.
 //!
 //! ```
 //! use rpc_core::placement::{CallGraph, Constraint, Site};
@@ -65,7 +73,7 @@ mod solve;
 
 pub use error::{Origin, PlacementError};
 pub use graph::{Argument, CallGraph, CallId, Constraint, Edge, InputId, OutputId, ValueId};
-pub use plan::{Place, Plan, Step};
+pub use plan::{Location, Plan, Step};
 pub use run::{InputData, Run};
 pub use site::Site;
 

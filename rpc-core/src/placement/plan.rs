@@ -1,4 +1,4 @@
-//! What was decided: where each thing is, and in which order what has to happen.
+//! The plan: the location of each part of a graph, and the steps in an order in which they can run.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,33 +8,33 @@ use crate::device::target::Target;
 use crate::device::virtual_device::VirtualDevice;
 use crate::dlpack::Device;
 
-/// Where something is, for good.
+/// The location that was decided for a part of a graph.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Place {
-    /// The name of the session.
+pub struct Location {
+    /// Name of the session.
     pub session: String,
-    /// The device, as that session counts.
+    /// Device, in the numbering of that session.
     pub device: Device,
-    /// The memory of the device.
+    /// Memory scope of the device.
     pub memory_scope: String,
-    /// What code for the device is compiled for.
+    /// Target of code for the device.
     pub target: Target,
 }
 
-impl Place {
-    /// The device as a virtual one, fully constrained.
+impl Location {
+    /// Returns the device as a virtual one, fully constrained.
     pub fn virtual_device(&self) -> VirtualDevice {
         let scope = VirtualDevice::builder().memory_scope(&*self.memory_scope).build().unwrap_or_default();
         VirtualDevice::from(self.device).default_to(&self.target.clone().into()).default_to(&scope)
     }
 
-    /// Whether data there is there too.
+    /// Returns true if data at one location is also at the other: the same memory.
     pub(super) fn is_memory_of(&self, other: &Self) -> bool {
         (&self.session, self.device, &self.memory_scope) == (&other.session, other.device, &other.memory_scope)
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} {}", self.session, self.device, self.memory_scope)
     }
@@ -44,114 +44,120 @@ impl fmt::Display for Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
-    /// An input is brought there, unless it is there already.
+    /// Provides an input, writing it to a fresh tensor if needed.
     Input {
-        /// Its name.
+        /// Name of the input.
         name: String,
-        /// Where it lies.
-        place: Place,
+        /// Location of the input.
+        location: Location,
     },
-    /// A tensor is copied.
+    /// Copies a tensor.
     Copy {
-        /// What it is, such as `result #0 of call #1 'matmul'`.
+        /// The tensor, such as `result #0 of call #1 'matmul'`.
         value: String,
-        /// From there.
-        from: Place,
-        /// To there.
-        to: Place,
+        /// Source.
+        from: Location,
+        /// Destination.
+        to: Location,
     },
-    /// A function is called.
+    /// Calls a function.
     Call {
-        /// Which call of the graph.
+        /// Id of the call in the graph.
         call: CallId,
-        /// The function.
+        /// Name of the function.
         function: String,
-        /// Where it runs.
-        place: Place,
+        /// Location where it runs.
+        location: Location,
     },
 }
 
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Input { name, place } => write!(f, "input '{name}' on {place}"),
+            Self::Input { name, location } => write!(f, "input '{name}' on {location}"),
             Self::Copy { value, from, to } => write!(f, "copy {value} from {from} to {to}"),
-            Self::Call { call, function, place } => write!(f, "call #{} '{function}' on {place}", call.0),
+            Self::Call { call, function, location } => write!(f, "call #{} '{function}' on {location}", call.0),
         }
     }
 }
 
-/// A tensor of a plan, by its number: an input, a result, or a copy.
-pub(super) type Slot = usize;
+/// Index of a tensor in a plan: an input, a result, or a copy.
+pub(super) type TensorIndex = usize;
 
 /// A tensor of a plan.
 #[derive(Clone, Debug)]
 pub(super) struct Tensor {
     pub(super) value: ValueId,
     pub(super) layout: Layout,
-    pub(super) place: Place,
+    pub(super) location: Location,
 }
 
-/// A step, by numbers.
+/// A step, by indices.
 #[derive(Clone, Debug)]
-pub(super) enum Work {
+pub(super) enum PlannedStep {
     Input {
         input: InputId,
-        to: Slot,
+        to: TensorIndex,
     },
     Copy {
-        from: Slot,
-        to: Slot,
+        from: TensorIndex,
+        to: TensorIndex,
     },
     /// `tensors` are for those arguments that are tensors, in their order.
     Call {
         call: CallId,
-        place: Place,
-        tensors: Vec<Slot>,
-        results: Vec<Slot>,
+        location: Location,
+        tensors: Vec<TensorIndex>,
+        results: Vec<TensorIndex>,
     },
 }
 
-/// Where everything of a graph is, and the copies that this takes. Shown as text it has a line for each step.
+/// Locations of all parts of a graph, and the copies that they need. Its text form has a line for
+/// each step.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub(super) graph: CallGraph,
-    pub(super) places: BTreeMap<Edge, Place>,
+    pub(super) locations: BTreeMap<Edge, Location>,
     pub(super) tensors: Vec<Tensor>,
-    pub(super) work: Vec<Work>,
+    pub(super) planned: Vec<PlannedStep>,
     /// The tensors of the outputs, in their order.
-    pub(super) outputs: Vec<Slot>,
+    pub(super) outputs: Vec<TensorIndex>,
 }
 
 impl Plan {
-    /// Where an input lies, a call runs, an argument is taken, or an output is delivered. `None` of what the graph does not have, and of arguments that are no tensors.
-    pub fn place(&self, edge: impl Into<Edge>) -> Option<&Place> {
-        self.places.get(&edge.into())
+    /// Returns the location of an edge. `None` for edges that the graph does not have, and for
+    /// arguments that are no tensors.
+    pub fn location(&self, edge: impl Into<Edge>) -> Option<&Location> {
+        self.locations.get(&edge.into())
     }
 
-    /// What happens, in an order in which it can. Steps that do not need each other happen at the same time.
+    /// Returns the steps, in an order in which they can run. Independent steps run at the same
+    /// time.
     pub fn steps(&self) -> impl Iterator<Item = Step> {
-        self.work.iter().map(|work| match work {
-            Work::Input { input, to } => {
-                Step::Input { name: self.graph.inputs[input.0].name.clone(), place: self.tensors[*to].place.clone() }
-            }
-            Work::Copy { from, to } => Step::Copy {
-                value: self.graph.value_name(self.tensors[*from].value),
-                from: self.tensors[*from].place.clone(),
-                to: self.tensors[*to].place.clone(),
+        self.planned.iter().map(|step| match step {
+            PlannedStep::Input { input, to } => Step::Input {
+                name: self.graph.inputs[input.0].name.clone(),
+                location: self.tensors[*to].location.clone(),
             },
-            Work::Call { call, place, .. } => {
-                Step::Call { call: *call, function: self.graph.calls[call.0].function.clone(), place: place.clone() }
-            }
+            PlannedStep::Copy { from, to } => Step::Copy {
+                value: self.graph.value_name(self.tensors[*from].value),
+                from: self.tensors[*from].location.clone(),
+                to: self.tensors[*to].location.clone(),
+            },
+            PlannedStep::Call { call, location, .. } => Step::Call {
+                call: *call,
+                function: self.graph.calls[call.0].function.clone(),
+                location: location.clone(),
+            },
         })
     }
 
-    /// How many copies there are.
+    /// Returns the number of copies.
     pub fn copies(&self) -> usize {
-        self.work.iter().filter(|work| matches!(work, Work::Copy { .. })).count()
+        self.planned.iter().filter(|step| matches!(step, PlannedStep::Copy { .. })).count()
     }
 
-    pub(super) fn output_names(&self) -> impl Iterator<Item = (&str, Slot)> {
+    pub(super) fn output_names(&self) -> impl Iterator<Item = (&str, TensorIndex)> {
         self.graph.outputs.iter().map(|output| output.name.as_str()).zip(self.outputs.iter().copied())
     }
 }
@@ -160,8 +166,8 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.steps().try_for_each(|step| writeln!(f, "{step}"))?;
         (0..self.graph.outputs.len()).map(|output| Edge::Output(OutputId(output))).try_for_each(|edge| {
-            let place = self.places.get(&edge);
-            place.map_or(Ok(()), |place| writeln!(f, "{} on {place}", self.graph.name(edge)))
+            let location = self.locations.get(&edge);
+            location.map_or(Ok(()), |location| writeln!(f, "{} on {location}", self.graph.name(edge)))
         })
     }
 }

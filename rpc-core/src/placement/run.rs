@@ -1,4 +1,4 @@
-//! Running a plan: every step as soon as what it needs is there.
+//! Runs a plan: starts every step as soon as its inputs are there.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use std::task::Poll;
 use bytes::{Bytes, BytesMut};
 
 use super::graph::{Argument, CallId, InputId, ValueId};
-use super::plan::{Place, Plan, Slot, Tensor, Work};
+use super::plan::{Location, Plan, PlannedStep, Tensor, TensorIndex};
 use crate::blocking;
 use crate::client::session::{RemoteFunction, RemoteTensor, Session};
 use crate::dlpack::dense_size;
@@ -19,22 +19,24 @@ use crate::function::convert::{ArgScope, IntoArg, IntoArgs};
 use crate::session::Lane;
 use crate::value::Value;
 
-/// How much of a copy between sessions is read while as much is written, in bytes.
+/// Size in bytes of the pieces of a copy between sessions: one is read while another is written.
 const PIECE: u64 = 4 << 20;
 
-/// The copies of runs have lanes of their own, from here on, so that none waits for another, nor for what the session's user has under way.
+/// First lane for the copies of runs. They have lanes of their own, so that none waits for another,
+/// nor for the requests of the session's user.
 const FIRST_LANE: u32 = 1 << 30;
 
-/// The lanes that runs of this process have taken so far.
+/// Number of lanes that runs of this process have taken so far.
 static LANES_TAKEN: AtomicU32 = AtomicU32::new(0);
 
-/// What a graph is run on.
+/// Data of an input.
 #[derive(Clone, Debug)]
 pub enum InputData {
     /// The elements, densely packed, little-endian. They are written to a fresh tensor.
     Bytes(Bytes),
-    /// A tensor that lies where the plan has the input: constrain the input to that place. The graph only reads it. Of its memory scope nothing is known here: where
-    /// the plan has the input in another one than `global`, it is for the caller to give a tensor that is there.
+    /// A tensor at the location that the plan has for the input: constrain the input to it. The
+    /// graph only reads the tensor. Its memory scope is not checked: if the plan has the input in
+    /// another one than `global`, the caller must pass a tensor in that scope.
     Tensor(RemoteTensor),
 }
 
@@ -57,31 +59,34 @@ impl From<RemoteTensor> for InputData {
 }
 
 impl Plan {
-    /// Runs the plan on these sessions, by the names of their sites, and these inputs, by theirs. The outputs are tensors, by name; what else the run
-    /// made is freed as soon as nothing needs it.
+    /// Runs the plan on these sessions, by the names of their sites, and these inputs, by their
+    /// names. The outputs are tensors, by name; all other tensors of the run are freed as soon as
+    /// no step needs them.
     ///
-    /// Calls run concurrently, also those of one session: what does not need each other may run at the same time. A failure ends the run: what has not begun is cancelled.
+    /// Calls run concurrently, also those of one session: independent steps may run at the same
+    /// time. A failure ends the run and cancels steps that have not begun.
     ///
     /// # Errors
     ///
-    /// A session or an input that is missing, unknown, or does not fit; what a step failed with, which is named.
+    /// A session or an input that is missing, unknown, or does not fit; or the error of a step,
+    /// with the step's name.
     pub fn run<'a>(&'a self, sessions: &'a [(&'a str, Session)], inputs: Vec<(&'a str, InputData)>) -> Run<'a> {
         Run(Box::pin(run(self, sessions, inputs)))
     }
 }
 
-/// A run that has not been started: await it, or [`wait`](Self::wait) for it.
+/// A run that has not been started: await it, or call [`wait`](Self::wait).
 #[must_use = "a run does nothing until it is awaited or waited for"]
 pub struct Run<'a>(Running<'a, BTreeMap<String, RemoteTensor>>);
 
 type Running<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
 
 impl Run<'_> {
-    /// Runs on the calling thread.
+    /// Runs the plan on the calling thread.
     ///
     /// # Errors
     ///
-    /// The run's own; and [`ApiMisuse`](crate::ErrorKind::ApiMisuse) inside an async runtime.
+    /// Those of the run, and [`ApiMisuse`](crate::ErrorKind::ApiMisuse) inside an async runtime.
     pub fn wait(self) -> Result<BTreeMap<String, RemoteTensor>> {
         blocking::block_on(self.0)?
     }
@@ -114,12 +119,12 @@ async fn run(
     let mut tensors: Vec<Option<RemoteTensor>> = vec![None; plan.tensors.len()];
     // Outputs are needed to the end.
     let mut uses = vec![0_usize; plan.tensors.len()];
-    plan.work.iter().flat_map(needed).chain(plan.outputs.iter().copied()).for_each(|slot| uses[slot] += 1);
-    let mut waiting: Vec<usize> = (0..plan.work.len()).collect();
+    plan.planned.iter().flat_map(needed).chain(plan.outputs.iter().copied()).for_each(|slot| uses[slot] += 1);
+    let mut waiting: Vec<usize> = (0..plan.planned.len()).collect();
     let mut running: Vec<(usize, Running<'_, Vec<RemoteTensor>>)> = Vec::new();
     loop {
         waiting.retain(|step| {
-            let needed = needed(&plan.work[*step]).map(|slot| tensors[slot].clone());
+            let needed = needed(&plan.planned[*step]).map(|slot| tensors[slot].clone());
             let Some(needed) = needed.collect::<Option<Vec<_>>>() else { return true };
             running.push((*step, Box::pin(runner.step(*step, needed))));
             false
@@ -131,10 +136,10 @@ async fn run(
         let (step, _) = running.swap_remove(at);
         let made = made
             .map_err(|error| error.context(plan.steps().nth(step).map_or_else(String::new, |step| step.to_string())))?;
-        made_by(&plan.work[step])
+        made_by(&plan.planned[step])
             .zip(made)
             .for_each(|(slot, tensor)| tensors[slot] = (uses[slot] > 0).then_some(tensor));
-        for slot in needed(&plan.work[step]) {
+        for slot in needed(&plan.planned[step]) {
             uses[slot] -= 1;
             if uses[slot] == 0 {
                 tensors[slot] = None;
@@ -145,26 +150,26 @@ async fn run(
     outputs.collect::<Option<_>>().ok_or_else(|| RpcError::internal("a plan ended without its outputs"))
 }
 
-/// The tensors that a step needs.
-fn needed(work: &Work) -> impl Iterator<Item = Slot> {
-    let slots = match work {
-        Work::Input { .. } => &[][..],
-        Work::Copy { from, .. } => std::slice::from_ref(from),
-        Work::Call { tensors, .. } => tensors,
+/// Returns the tensors that a step needs.
+fn needed(step: &PlannedStep) -> impl Iterator<Item = TensorIndex> {
+    let slots = match step {
+        PlannedStep::Input { .. } => &[][..],
+        PlannedStep::Copy { from, .. } => std::slice::from_ref(from),
+        PlannedStep::Call { tensors, .. } => tensors,
     };
     slots.iter().copied()
 }
 
-/// Those that it makes.
-fn made_by(work: &Work) -> impl Iterator<Item = Slot> {
-    let slots = match work {
-        Work::Input { to, .. } | Work::Copy { to, .. } => std::slice::from_ref(to),
-        Work::Call { results, .. } => results,
+/// Returns the tensors that a step makes.
+fn made_by(step: &PlannedStep) -> impl Iterator<Item = TensorIndex> {
+    let slots = match step {
+        PlannedStep::Input { to, .. } | PlannedStep::Copy { to, .. } => std::slice::from_ref(to),
+        PlannedStep::Call { results, .. } => results,
     };
     slots.iter().copied()
 }
 
-/// Waits until one of several has come to its end.
+/// Waits until one of several futures has completed. Returns its position and result.
 async fn first_of<T>(running: &mut [(usize, Running<'_, T>)]) -> (usize, Result<T>) {
     poll_fn(|cx| {
         for (at, (_, one)) in running.iter_mut().enumerate() {
@@ -177,7 +182,7 @@ async fn first_of<T>(running: &mut [(usize, Running<'_, T>)]) -> (usize, Result<
     .await
 }
 
-/// The inputs, in the order of the graph.
+/// Returns the inputs, in the order of the graph.
 fn named_inputs(plan: &Plan, given: Vec<(&str, InputData)>) -> Result<Vec<InputData>> {
     let count = given.len();
     let mut given: BTreeMap<&str, InputData> = given.into_iter().collect();
@@ -196,16 +201,16 @@ fn named_inputs(plan: &Plan, given: Vec<(&str, InputData)>) -> Result<Vec<InputD
     }
 }
 
-/// The sessions that the plan uses.
+/// Returns the sessions that the plan uses.
 fn used_sessions<'a>(plan: &Plan, given: &'a [(&str, Session)]) -> Result<BTreeMap<String, &'a Session>> {
     for (number, (name, _)) in given.iter().enumerate() {
         if given[..number].iter().any(|(other, _)| other == name) {
             return Err(RpcError::invalid_argument(format!("session '{name}' is given twice")));
         }
     }
-    let used = plan.tensors.iter().map(|tensor| &tensor.place);
-    let used = used.chain(plan.work.iter().filter_map(|work| match work {
-        Work::Call { place, .. } => Some(place),
+    let used = plan.tensors.iter().map(|tensor| &tensor.location);
+    let used = used.chain(plan.planned.iter().filter_map(|step| match step {
+        PlannedStep::Call { location, .. } => Some(location),
         _ => None,
     }));
     let session = |name: &String| {
@@ -214,27 +219,27 @@ fn used_sessions<'a>(plan: &Plan, given: &'a [(&str, Session)]) -> Result<BTreeM
             RpcError::invalid_argument(format!("the plan uses session '{name}', which it was not given"))
         })
     };
-    used.map(|place| Ok((place.session.clone(), session(&place.session)?))).collect()
+    used.map(|location| Ok((location.session.clone(), session(&location.session)?))).collect()
 }
 
 struct Runner<'a> {
     plan: &'a Plan,
     sessions: BTreeMap<String, &'a Session>,
-    /// By session and name.
+    /// Functions by session and name.
     functions: BTreeMap<(String, String), RemoteFunction>,
     inputs: Vec<InputData>,
-    /// From where on the lanes are this run's.
+    /// First lane of this run, relative to `FIRST_LANE`.
     lanes: u32,
 }
 
 impl Runner<'_> {
     async fn find_functions(&self) -> Result<BTreeMap<(String, String), RemoteFunction>> {
         let mut pending = BTreeMap::new();
-        for work in &self.plan.work {
-            if let Work::Call { call, place, .. } = work {
+        for step in &self.plan.planned {
+            if let PlannedStep::Call { call, location, .. } = step {
                 let name = &self.plan.graph.calls[call.0].function;
-                let find = || self.sessions[&place.session].get_function(name).concurrent().start();
-                pending.entry((place.session.clone(), name.clone())).or_insert_with(find);
+                let find = || self.sessions[&location.session].get_function(name).concurrent().start();
+                pending.entry((location.session.clone(), name.clone())).or_insert_with(find);
             }
         }
         let mut functions = BTreeMap::new();
@@ -245,27 +250,27 @@ impl Runner<'_> {
         Ok(functions)
     }
 
-    /// The tensors that a step makes, from those that it needs.
+    /// Runs a step with the tensors that it needs, and returns those that it makes.
     async fn step(&self, step: usize, needed: Vec<RemoteTensor>) -> Result<Vec<RemoteTensor>> {
-        match &self.plan.work[step] {
-            Work::Input { input, to } => Ok(vec![self.input(*input, *to).await?]),
-            Work::Copy { to, .. } => Ok(vec![self.copy(&needed, *to).await?]),
-            Work::Call { call, place, results, .. } => self.call(*call, place, needed, results).await,
+        match &self.plan.planned[step] {
+            PlannedStep::Input { input, to } => Ok(vec![self.input(*input, *to).await?]),
+            PlannedStep::Copy { to, .. } => Ok(vec![self.copy(&needed, *to).await?]),
+            PlannedStep::Call { call, location, results, .. } => self.call(*call, location, needed, results).await,
         }
     }
 
-    async fn input(&self, input: InputId, to: Slot) -> Result<RemoteTensor> {
+    async fn input(&self, input: InputId, to: TensorIndex) -> Result<RemoteTensor> {
         match &self.inputs[input.0] {
             InputData::Bytes(bytes) => self.written(bytes, to).await,
             InputData::Tensor(given) => {
-                let Tensor { layout, place, .. } = &self.plan.tensors[to];
-                given.reference_in(self.sessions[&place.session].shared())?;
+                let Tensor { layout, location, .. } = &self.plan.tensors[to];
+                given.reference_in(self.sessions[&location.session].shared())?;
                 let fits = given.dtype() == layout.dtype && given.shape() == layout.shape && given.strides().is_none();
-                if !fits || given.device() != place.device {
+                if !fits || given.device() != location.device {
                     let (dtype, shape) = (layout.dtype, &layout.shape);
                     return Err(RpcError::invalid_argument(format!(
-                        "a densely packed tensor of {dtype} {shape:?} on {} is needed, and {given:?} was given",
-                        place.device
+                        "a densely packed tensor of {dtype} {shape:?} on {} is needed, but {given:?} was given",
+                        location.device
                     )));
                 }
                 Ok(given.clone())
@@ -273,45 +278,45 @@ impl Runner<'_> {
         }
     }
 
-    /// A fresh tensor with these bytes.
-    async fn written(&self, bytes: &Bytes, to: Slot) -> Result<RemoteTensor> {
+    /// Allocates a tensor and writes these bytes to it.
+    async fn written(&self, bytes: &Bytes, to: TensorIndex) -> Result<RemoteTensor> {
         let tensor = &self.plan.tensors[to];
         let wanted = dense_size(&tensor.layout.shape, tensor.layout.dtype)?;
         if bytes.len() as u64 != wanted {
             return Err(RpcError::invalid_argument(format!(
-                "{wanted} bytes are needed, and {} were given",
+                "{wanted} bytes are needed, but {} were given",
                 bytes.len()
             )));
         }
         let fresh = self.fresh(tensor).await?;
-        self.sessions[&tensor.place.session].copy_to_remote(&fresh, bytes.clone()).lane(self.lane_of(to)).await?;
+        self.sessions[&tensor.location.session].copy_to_remote(&fresh, bytes.clone()).lane(self.lane_of(to)).await?;
         Ok(fresh)
     }
 
-    /// For the copy that makes this tensor.
-    fn lane_of(&self, slot: Slot) -> Lane {
+    /// Returns the lane of the copy that makes this tensor.
+    fn lane_of(&self, slot: TensorIndex) -> Lane {
         let taken = self.lanes.wrapping_add(slot as u32);
         Lane(FIRST_LANE + taken % (Lane::CONCURRENT.0 - FIRST_LANE))
     }
 
     async fn fresh(&self, tensor: &Tensor) -> Result<RemoteTensor> {
-        let Tensor { layout, place, .. } = tensor;
-        let session = self.sessions[&place.session];
-        let alloc = session.alloc_in_scope(place.device, layout.dtype, &layout.shape, Some(&place.memory_scope));
+        let Tensor { layout, location, .. } = tensor;
+        let session = self.sessions[&location.session];
+        let alloc = session.alloc_in_scope(location.device, layout.dtype, &layout.shape, Some(&location.memory_scope));
         alloc.concurrent().await
     }
 
-    async fn copy(&self, from: &[RemoteTensor], slot: Slot) -> Result<RemoteTensor> {
+    async fn copy(&self, from: &[RemoteTensor], slot: TensorIndex) -> Result<RemoteTensor> {
         let tensor = &self.plan.tensors[slot];
-        // What came from here need not be fetched.
+        // Bytes that this process sent need not be fetched again.
         if let ValueId::Input(input) = tensor.value
             && let InputData::Bytes(bytes) = &self.inputs[input.0]
         {
             return self.written(bytes, slot).await;
         }
-        let [from] = from else { return Err(RpcError::internal("a copy of nothing")) };
+        let [from] = from else { return Err(RpcError::internal("a copy has no source")) };
         let to = self.fresh(tensor).await?;
-        let session = self.sessions[&tensor.place.session];
+        let session = self.sessions[&tensor.location.session];
         if from.reference_in(session.shared()).is_ok() {
             session.copy_among_remote(from, &to).concurrent().await?;
         } else {
@@ -323,16 +328,16 @@ impl Runner<'_> {
     async fn call(
         &self,
         call: CallId,
-        place: &Place,
+        location: &Location,
         tensors: Vec<RemoteTensor>,
-        results: &[Slot],
+        results: &[TensorIndex],
     ) -> Result<Vec<RemoteTensor>> {
         let what = &self.plan.graph.calls[call.0];
         let mut made = Vec::with_capacity(results.len());
         for slot in results {
             made.push(self.fresh(&self.plan.tensors[*slot]).await?);
         }
-        let function = &self.functions[&(place.session.clone(), what.function.clone())];
+        let function = &self.functions[&(location.session.clone(), what.function.clone())];
         let arguments = Arguments { arguments: &what.arguments, tensors: &tensors, results: &made };
         let returned = function.call::<Value>(arguments).concurrent().await?;
         function.session().release(&returned);
@@ -340,7 +345,7 @@ impl Runner<'_> {
     }
 }
 
-/// The arguments of a call, and behind them its results.
+/// The arguments of a call, followed by its results.
 struct Arguments<'a> {
     arguments: &'a [Argument],
     tensors: &'a [RemoteTensor],
@@ -365,7 +370,8 @@ impl IntoArgs for Arguments<'_> {
     }
 }
 
-/// Copies from one session to another, through this process: a piece is read while the one before is written.
+/// Copies from one session to another, through this process: a piece is read while the previous one
+/// is written.
 async fn copy_between(from: &RemoteTensor, to: &RemoteTensor, lane: Lane) -> Result<()> {
     let (source, target, len) = (from.session(), to.session(), from.size_bytes());
     let read = |at: u64| source.copy_from_remote(from).range(at..len.min(at + PIECE)).lane(lane);
@@ -385,7 +391,7 @@ async fn copy_between(from: &RemoteTensor, to: &RemoteTensor, lane: Lane) -> Res
     Ok(())
 }
 
-/// What the second gives, once the first is done too.
+/// Waits for both futures and returns the result of the second.
 async fn both<T>(
     first: impl IntoFuture<Output = Result<()>>,
     second: impl IntoFuture<Output = Result<T>>,

@@ -1,4 +1,4 @@
-//! What there is to place things on.
+//! Sites: the sessions and devices that a graph can be placed on.
 
 use crate::client::session::Session;
 use crate::device::DeviceAttribute;
@@ -7,29 +7,29 @@ use crate::dlpack::{Device, DeviceType};
 use crate::error::Result;
 use crate::value::Value;
 
-/// The most devices of one kind that a session is asked for.
+/// Largest number of devices of one kind that are queried.
 const MAX_DEVICES: i32 = 1024;
 
-/// A session, by the name that constraints have for it, and its devices. Those that are preferred come first.
+/// A session, by its name in constraints, and its devices in order of preference.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Site {
-    /// The name.
+    /// Name of the session.
     pub name: String,
-    /// The devices.
+    /// Devices of the session, the preferred ones first.
     pub devices: Vec<DeviceDescription>,
 }
 
 impl Site {
-    /// A site with these devices.
+    /// Creates a site with these devices.
     pub fn new(name: &str, devices: Vec<DeviceDescription>) -> Self {
         Self { name: name.to_owned(), devices }
     }
 
-    /// A site with all devices that the session has, of the kinds that have a name.
+    /// Creates a site with all devices of the session whose kinds have a name.
     ///
     /// # Errors
     ///
-    /// Whatever ends the session; a device that describes itself by what is no target.
+    /// Errors of the session, and a device whose target cannot be parsed.
     pub async fn of(name: &str, session: &Session) -> Result<Self> {
         let mut devices = Vec::new();
         for kind in DeviceType::KNOWN {

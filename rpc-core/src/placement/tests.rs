@@ -44,12 +44,12 @@ fn call(graph: &mut CallGraph, name: &str, arguments: &[ValueId]) -> CallId {
     graph.call(name, arguments.iter().map(|value| (*value).into()).collect(), &[(F32, &[2])])
 }
 
-fn place(plan: &Plan, edge: impl Into<Edge>) -> String {
-    plan.place(edge).unwrap().to_string()
+fn location(plan: &Plan, edge: impl Into<Edge>) -> String {
+    plan.location(edge).unwrap().to_string()
 }
 
 #[test]
-fn what_is_not_constrained_moves_to_where_it_is_used() {
+fn unconstrained_tensors_are_placed_where_they_are_used() {
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     let a = call(&mut graph, "a", &[x.into()]);
@@ -59,22 +59,22 @@ fn what_is_not_constrained_moves_to_where_it_is_used() {
     let plan = graph.plan(&sites()).unwrap();
     assert_eq!(plan.copies(), 0);
     for edge in [x.into(), a.into(), b.into(), y.into(), b.argument(1)] {
-        assert_eq!(place(&plan, edge), "gpus cuda:1 global");
+        assert_eq!(location(&plan, edge), "gpus cuda:1 global");
     }
-    assert_eq!(plan.place(b).unwrap().virtual_device(), on("cuda:1,scope=global,target=cuda -arch=sm_90"));
-    assert!(plan.place(b.argument(2)).is_none());
+    assert_eq!(plan.location(b).unwrap().virtual_device(), on("cuda:1,scope=global,target=cuda -arch=sm_90"));
+    assert!(plan.location(b.argument(2)).is_none());
 }
 
 #[test]
-fn one_copy_for_each_value_and_place() {
+fn there_is_one_copy_for_each_value_and_location() {
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     graph.constrain(x, Constraint::session("board"), "camera");
     let calls: Vec<_> = ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
         .into_iter()
-        .map(|place| {
+        .map(|location| {
             let made = call(&mut graph, "f", &[x.into(), x.into()]);
-            graph.constrain(made, on(place), "");
+            graph.constrain(made, on(location), "");
             made
         })
         .collect();
@@ -110,12 +110,12 @@ fn an_argument_can_lie_elsewhere_than_its_call() {
     graph.constrain(g, on("cuda:1"), "");
     graph.constrain(f, on("*,scope=global"), "");
     let plan = graph.plan(&sites()).unwrap();
-    // The input lies where it is taken, so that only the result is copied.
-    assert_eq!(place(&plan, shape), "gpus cpu:0 global");
-    assert_eq!(place(&plan, g.argument(0)), "gpus cuda:1 host");
+    // The input lies where it is used, so that only the result is copied.
+    assert_eq!(location(&plan, shape), "gpus cpu:0 global");
+    assert_eq!(location(&plan, g.argument(0)), "gpus cuda:1 host");
     assert_eq!(plan.copies(), 1, "{plan}");
 
-    // Only one session has both.
+    // Only one session has both devices.
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     let f = call(&mut graph, "f", &[x.into()]);
@@ -123,17 +123,18 @@ fn an_argument_can_lie_elsewhere_than_its_call() {
     graph.constrain(f, on("cpu"), "it starts kernels");
     let plan = graph.plan(&sites()).unwrap();
     assert_eq!(
-        (place(&plan, f), place(&plan, f.argument(0))),
+        (location(&plan, f), location(&plan, f.argument(0))),
         ("gpus cpu:0 global".into(), "gpus cuda:0 global".into())
     );
     let error = graph.plan(&sites()[..1]).unwrap_err().to_string();
-    let expected = "no device is cpu beside cuda, as cuda of argument #0 of call #0 'f' (it computes) and cpu of call #0 'f' (it starts kernels) asked";
+    let expected = "no device is cpu beside cuda, as required by cuda of argument #0 of call #0 'f' (it computes) \
+                    and cpu of call #0 'f' (it starts kernels)";
     assert!(error.contains(expected), "{error}");
 }
 
 #[test]
-fn a_constrained_argument_takes_what_makes_it_along() {
-    // A constraint that says what the call's own says already changes nothing.
+fn a_constrained_argument_places_the_call_that_makes_it() {
+    // A constraint that repeats the call's own changes nothing.
     for (own, of_call, expected) in [
         ("cuda:1", "cuda:1", "gpus cuda:1 global"),
         ("*", "cuda:1", "gpus cuda:1 global"),
@@ -147,8 +148,8 @@ fn a_constrained_argument_takes_what_makes_it_along() {
         graph.constrain(f.argument(0), on(own), "");
         graph.constrain(f, Constraint::from(on(of_call)).in_session("gpus"), "");
         let plan = graph.plan(&sites()).unwrap();
-        assert_eq!(place(&plan, a), expected, "{own}");
-        assert_eq!(place(&plan, x), expected, "{own}");
+        assert_eq!(location(&plan, a), expected, "{own}");
+        assert_eq!(location(&plan, x), expected, "{own}");
     }
 }
 
@@ -162,7 +163,8 @@ fn an_argument_lies_in_the_session_of_its_call() {
     let error = graph.plan(&sites()).unwrap_err().to_string();
     assert_eq!(
         error,
-        "argument #1 of call #0 'f' cannot be placed: session 'gpus' of call #0 'f' (they are fast) and session 'board' of argument #1 of call #0 'f' \
+        "argument #1 of call #0 'f' cannot be placed: session 'gpus' of call #0 'f' \
+         (they are fast) and session 'board' of argument #1 of call #0 'f' \
          (it is made there) disagree on the session"
     );
 }
@@ -191,7 +193,7 @@ fn a_conflict_names_both_constraints_and_where_they_come_from() {
 }
 
 #[test]
-fn what_no_device_satisfies_says_who_asked_and_what_there_is() {
+fn an_unsatisfiable_constraint_is_reported_with_its_origins_and_the_devices() {
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     graph.constrain(x, on("vulkan"), "shaders");
@@ -199,7 +201,8 @@ fn what_no_device_satisfies_says_who_asked_and_what_there_is() {
     let error = graph.plan(&sites()[..1]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "input 'x' cannot be placed: no device is vulkan in session 'board', as vulkan of input 'x' (shaders) and session 'board' of input 'x' asked; \
+        "input 'x' cannot be placed: no device is vulkan in session 'board', as required by \
+         vulkan of input 'x' (shaders) and session 'board' of input 'x'; \
          there are cpu:0 'llvm -mtriple=aarch64' with memory global in session 'board'"
     );
     assert_eq!(RpcError::from(error).kind(), ErrorKind::DeviceUnavailable);
@@ -209,7 +212,7 @@ fn what_no_device_satisfies_says_who_asked_and_what_there_is() {
 
 /// Two constraints that agree, but that no device satisfies together, are a copy and no error.
 #[test]
-fn what_agrees_but_does_not_exist_is_a_copy() {
+fn constraints_that_no_single_device_satisfies_cause_a_copy() {
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     let f = call(&mut graph, "f", &[x.into()]);
@@ -219,25 +222,25 @@ fn what_agrees_but_does_not_exist_is_a_copy() {
 }
 
 #[test]
-fn the_default_is_for_what_is_open_and_gives_way() {
+fn the_default_applies_to_unconstrained_edges_and_gives_way() {
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     let f = call(&mut graph, "f", &[x.into()]);
     let y = graph.input("y", F32, &[2]);
     let g = call(&mut graph, "g", &[y.into()]);
     graph.constrain(g, on("cpu"), "");
-    assert_eq!(place(&graph.plan(&sites()).unwrap(), f), "board cpu:0 global");
-    graph.default_place(Constraint::from(on("cuda:1,scope=host")).in_session("gpus"));
+    assert_eq!(location(&graph.plan(&sites()).unwrap(), f), "board cpu:0 global");
+    graph.default_location(Constraint::from(on("cuda:1,scope=host")).in_session("gpus"));
     let plan = graph.plan(&sites()).unwrap();
-    assert_eq!(place(&plan, f), "gpus cuda:1 host");
+    assert_eq!(location(&plan, f), "gpus cuda:1 host");
     // There is no cpu:1, nor a cpu with such memory.
-    assert_eq!(place(&plan, g), "gpus cpu:0 global");
-    graph.default_place(Constraint::session("nowhere"));
-    assert_eq!(place(&graph.plan(&sites()).unwrap(), f), "board cpu:0 global");
+    assert_eq!(location(&plan, g), "gpus cpu:0 global");
+    graph.default_location(Constraint::session("nowhere"));
+    assert_eq!(location(&graph.plan(&sites()).unwrap(), f), "board cpu:0 global");
 }
 
 #[test]
-fn an_output_is_delivered_where_it_is_asked_for() {
+fn an_output_is_delivered_where_it_is_constrained_to() {
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     let f = call(&mut graph, "f", &[x.into()]);
@@ -245,10 +248,13 @@ fn an_output_is_delivered_where_it_is_asked_for() {
     graph.constrain(f, on("cuda:0"), "");
     graph.constrain(there, Constraint::session("board"), "people look at it");
     let plan = graph.plan(&sites()).unwrap();
-    assert_eq!((place(&plan, here), place(&plan, there)), ("gpus cuda:0 global".into(), "board cpu:0 global".into()));
+    assert_eq!(
+        (location(&plan, here), location(&plan, there)),
+        ("gpus cuda:0 global".into(), "board cpu:0 global".into())
+    );
     assert_eq!(plan.copies(), 1);
 
-    // Where it is copied to anyway will do.
+    // A location that it is copied to anyway is used.
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
     let f = call(&mut graph, "f", &[x.into()]);
@@ -257,11 +263,11 @@ fn an_output_is_delivered_where_it_is_asked_for() {
     graph.constrain(f, on("cuda:1"), "");
     graph.constrain(out, Constraint::session("gpus"), "");
     let plan = graph.plan(&sites()).unwrap();
-    assert_eq!((place(&plan, out), plan.copies()), ("gpus cuda:1 global".into(), 1));
+    assert_eq!((location(&plan, out), plan.copies()), ("gpus cuda:1 global".into(), 1));
 }
 
 #[test]
-fn graphs_that_are_wrong_in_themselves_are_refused() {
+fn invalid_graphs_are_refused() {
     let wrong = |graph: &CallGraph, part: &str| {
         let error = graph.plan(&sites()).unwrap_err();
         assert!(matches!(error, PlacementError::Graph(_)), "{error}");
@@ -278,16 +284,16 @@ fn graphs_that_are_wrong_in_themselves_are_refused() {
     wrong(&graph, "two inputs called 'x'");
     graph = sound.clone();
     call(&mut graph, "g", &[strangers.into()]);
-    wrong(&graph, "call #1 'g' takes a tensor that is not made before it");
+    wrong(&graph, "call #1 'g' takes a tensor that no earlier call makes");
     graph = sound.clone();
     call(&mut graph, "g", &[f.result(1)]);
-    wrong(&graph, "not made before it");
+    wrong(&graph, "no earlier call makes");
     graph = sound.clone();
     graph.output("y", strangers);
     wrong(&graph, "output 'y' is of a tensor that the graph does not have");
     graph = sound.clone();
     graph.constrain(f.argument(1), on("cpu"), "");
-    wrong(&graph, "cpu is asked of Argument(CallId(0), 1), which is no tensor of the graph");
+    wrong(&graph, "cpu is required of Argument(CallId(0), 1), which is not a tensor of the graph");
     graph = sound.clone();
     graph.input("huge", F32, &[i64::MAX, i64::MAX]);
     wrong(&graph, "is impossible");
@@ -295,13 +301,17 @@ fn graphs_that_are_wrong_in_themselves_are_refused() {
     assert!(sound.plan(&twice).unwrap_err().to_string().contains("two sites called 'board'"));
 }
 
-/// Random graphs over random constraints: the plan keeps every constraint, or says which two it cannot keep.
+/// Random graphs with random constraints: the plan satisfies every constraint, or names two that
+/// conflict.
 fn graphs() -> impl Strategy<Value = (CallGraph, Vec<(Edge, Constraint)>)> {
-    let places = ["cpu", "cuda", "cuda:1", "*:0", "*,scope=host", "*,target=cuda -arch=sm_90", "*"];
+    let locations = ["cpu", "cuda", "cuda:1", "*:0", "*,scope=host", "*,target=cuda -arch=sm_90", "*"];
     let sessions = [None, None, Some("board"), Some("gpus")];
     let calls = prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 1..4), 1..8);
-    let constraint =
-        (any::<prop::sample::Index>(), prop::sample::select(places.to_vec()), prop::sample::select(sessions.to_vec()));
+    let constraint = (
+        any::<prop::sample::Index>(),
+        prop::sample::select(locations.to_vec()),
+        prop::sample::select(sessions.to_vec()),
+    );
     (calls, prop::collection::vec(constraint, 0..8)).prop_map(|(calls, constraints)| {
         let mut graph = CallGraph::new();
         let mut values: Vec<ValueId> = ["x", "y"].map(|name| graph.input(name, F32, &[2]).into()).into();
@@ -327,7 +337,7 @@ fn graphs() -> impl Strategy<Value = (CallGraph, Vec<(Edge, Constraint)>)> {
     })
 }
 
-/// Whether the constraints on every single thing can be kept: all that is between things can be copied.
+/// Returns true if the constraints on every single edge can be satisfied; copies join the edges.
 fn has_plan(graph: &CallGraph, constraints: &[(Edge, Constraint)], sites: &[Site]) -> bool {
     let devices =
         |edge: Edge| constraints.iter().filter(move |(of, _)| *of == edge).map(|(_, constraint)| &constraint.device);
@@ -357,30 +367,32 @@ proptest! {
             (outcome, has_plan) => return Err(TestCaseError::fail(format!("{outcome:?}, and a plan: {has_plan}"))),
         };
         for (edge, constraint) in &constraints {
-            let place = plan.place(*edge).unwrap();
-            prop_assert!(constraint.session.as_ref().is_none_or(|session| *session == place.session));
-            prop_assert!(constraint.device.memory_scope().is_none_or(|scope| scope == place.memory_scope));
-            let site = sites.iter().find(|site| site.name == place.session).unwrap();
-            let device = site.devices.iter().find(|device| device.device == place.device).unwrap();
+            let location = plan.location(*edge).unwrap();
+            prop_assert!(constraint.session.as_ref().is_none_or(|session| *session == location.session));
+            prop_assert!(constraint.device.memory_scope().is_none_or(|scope| scope == location.memory_scope));
+            let site = sites.iter().find(|site| site.name == location.session).unwrap();
+            let device = site.devices.iter().find(|device| device.device == location.device).unwrap();
             prop_assert!(device.satisfies(&constraint.device));
         }
-        // What a step needs is made before it, at the place where it is needed, and nothing is made twice in one place.
-        let mut made: Vec<(ValueId, &Place)> = Vec::new();
-        for work in &plan.work {
-            let (needs, makes) = match work {
-                plan::Work::Input { to, .. } => (&[][..], std::slice::from_ref(to)),
-                plan::Work::Copy { from, to } => (std::slice::from_ref(from), std::slice::from_ref(to)),
-                plan::Work::Call { tensors, results, .. } => (&tensors[..], &results[..]),
+        // The tensors of a step are made before it, where they are needed, and none is made twice in
+        // one location.
+        let mut made: Vec<(ValueId, &Location)> = Vec::new();
+        for step in &plan.planned {
+            let (needs, makes) = match step {
+                plan::PlannedStep::Input { to, .. } => (&[][..], std::slice::from_ref(to)),
+                plan::PlannedStep::Copy { from, to } => (std::slice::from_ref(from), std::slice::from_ref(to)),
+                plan::PlannedStep::Call { tensors, results, .. } => (&tensors[..], &results[..]),
             };
-            let tensor = |slot: &usize| (plan.tensors[*slot].value, &plan.tensors[*slot].place);
+            let tensor = |slot: &usize| (plan.tensors[*slot].value, &plan.tensors[*slot].location);
             prop_assert!(needs.iter().map(tensor).all(|need| made.contains(&need)));
-            if let plan::Work::Call { call, tensors, .. } = work {
+            if let plan::PlannedStep::Call { call, tensors, .. } = step {
                 for (index, slot) in tensors.iter().enumerate() {
-                    prop_assert!(plan.tensors[*slot].place.is_memory_of(plan.place(call.argument(index)).unwrap()));
+                    let taken = plan.location(call.argument(index)).unwrap();
+                    prop_assert!(plan.tensors[*slot].location.is_memory_of(taken));
                 }
             }
             for make in makes.iter().map(tensor) {
-                prop_assert!(!made.iter().any(|(value, place)| *value == make.0 && place.is_memory_of(make.1)));
+                prop_assert!(!made.iter().any(|(value, location)| *value == make.0 && location.is_memory_of(make.1)));
                 made.push(make);
             }
         }
@@ -485,7 +497,7 @@ fn a_plan_runs_over_sessions_and_devices() {
 
 /// Two calls that only return together, on two sessions and on one.
 #[test]
-fn what_does_not_need_each_other_runs_at_once() {
+fn independent_steps_run_at_the_same_time() {
     let both = Arc::new(Barrier::new(2));
     let meeting = |both: &Arc<Barrier>| {
         let (registry, both) = (Registry::new(), both.clone());
@@ -507,7 +519,7 @@ fn what_does_not_need_each_other_runs_at_once() {
     }
 }
 
-/// Adds up its arguments, and one.
+/// Adds its arguments and one.
 fn summing_session(with_cuda: bool) -> Session {
     fn sum(arguments: &[TensorView], mut y: TensorViewMut) -> Result<()> {
         let y = y.as_mut_slice::<f32>()?;
@@ -548,7 +560,8 @@ proptest! {
             let sums = vec![sum(0), sum(1)];
             expected.push(sums);
         }
-        let inputs = vec![("x", dlpack::to_bytes(&[1.0_f32, 2.0]).into()), ("y", dlpack::to_bytes(&[10.0_f32, 20.0]).into())];
+        let (x, y) = (dlpack::to_bytes(&[1.0_f32, 2.0]), dlpack::to_bytes(&[10.0_f32, 20.0]));
+        let inputs = vec![("x", x.into()), ("y", y.into())];
         let outputs = plan.run(&sessions, inputs).wait().unwrap();
         prop_assert_eq!(&downloaded(&outputs["out"]), expected.last().unwrap());
     }
@@ -558,7 +571,8 @@ fn downloaded(tensor: &crate::RemoteTensor) -> Vec<f32> {
     crate::blocking::block_on(tensor.session().download::<f32>(tensor)).unwrap().unwrap()
 }
 
-/// Each of the two runs stops in the middle until the other one is there too; and the session's default lane is busy meanwhile.
+/// Each of the two runs stops in the middle until the other one is there too; and the session's
+/// default lane is busy meanwhile.
 #[test]
 fn runs_wait_neither_for_each_other_nor_for_the_default_lane() {
     let all = Arc::new(Barrier::new(3));
@@ -587,7 +601,7 @@ fn runs_wait_neither_for_each_other_nor_for_the_default_lane() {
 }
 
 #[test]
-fn what_nothing_needs_any_more_is_freed() {
+fn tensors_are_freed_after_their_last_use() {
     let (registry, most) = (Registry::new(), Arc::new(AtomicUsize::new(0)));
     let peak = most.clone();
     registry.add("step", move |context: crate::Context, _: TensorView, _: TensorViewMut| {
@@ -611,7 +625,7 @@ fn what_nothing_needs_any_more_is_freed() {
     drop(outputs);
     assert_eq!(used(), 0);
 
-    // Also by a run that fails.
+    // A failed run frees them, too.
     let failed = graph.call("fail", vec![last.into()], &[(F32, &[LEN])]);
     graph.output("z", failed.result(0));
     graph.plan(&both_sites(&sessions)).unwrap().run(&sessions, input()).wait().unwrap_err();
@@ -668,7 +682,7 @@ fn inputs_are_checked_and_may_be_tensors() {
     fails(
         &sessions,
         vec![("x", there.clone().into()), ("y", vec![0; 7].into())],
-        "8 bytes are needed, and 7 were given",
+        "8 bytes are needed, but 7 were given",
     );
     let elsewhere = upload(&sessions[1].1);
     fails(&sessions, vec![("x", elsewhere.into()), ("y", y_bytes().into())], "another session");
