@@ -2,12 +2,10 @@
 
 #![no_main]
 
-use libfuzzer_sys::fuzz_target;
-use rpc_core::proto::{FrameHeader, HEADER_LEN, MAX_BODY_PART};
+#[allow(dead_code, reason = "the tests use more of it")]
+#[path = "../../rpc-core/tests/protocol/pair/mod.rs"]
+mod pair;
+#[path = "../../rpc-core/tests/protocol/targets/mod.rs"]
+mod targets;
 
-fuzz_target!(|bytes: [u8; HEADER_LEN]| {
-    if let Ok(header) = FrameHeader::decode(&bytes, MAX_BODY_PART, 1 << 20) {
-        assert!(header.body_len as usize <= MAX_BODY_PART && header.payload_len <= 1 << 20);
-        assert_eq!(header.encode(), bytes);
-    }
-});
+libfuzzer_sys::fuzz_target!(|input: &[u8]| targets::frame_decoder::run(input));

@@ -1,5 +1,5 @@
-//! How a client and a server behave towards each other: order, credit, cancellation, deadlines and ends, on a channel in
-//! memory and under virtual time.
+//! How a client and a server behave towards each other: order, credit, cancellation, deadlines and
+//! ends, on a channel in memory and under virtual time.
 
 use std::time::Duration;
 
@@ -134,8 +134,9 @@ fn large_replies_wait_for_the_client_to_take_the_ones_before() {
     assert_eq!(pair.answered.len(), 8);
 }
 
-/// The client gave credit back only when a quarter of the window was used up. Held back beside a reply of the largest
-/// size, what was left of the window was too little for it, and both sides waited for ever.
+/// The client gave credit back only when a quarter of the window was used up. Held back beside a
+/// reply of the largest size, what was left of the window was too little for it, and both sides
+/// waited for ever.
 #[test]
 fn the_largest_reply_finds_room_whatever_came_before_it() {
     for (max_message, window) in [(256, 256), (256, 300), (256, 1000), (64, 256)] {
@@ -264,8 +265,8 @@ fn frees_do_not_overtake_requests_that_use_the_handle() {
     assert_eq!(pair.released(), [1, 2]);
 }
 
-/// A request that waited for credit was not counted among those that a free must not overtake: an object whose last
-/// reference was dropped while it waited was gone when it was served.
+/// A request that waited for credit was not counted among those that a free must not overtake: an
+/// object whose last reference was dropped while it waited was gone when it was served.
 #[test]
 fn frees_do_not_overtake_requests_that_wait_for_credit() {
     let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 16, 1).build();
@@ -461,8 +462,8 @@ fn going_away_serves_what_was_asked_and_refuses_the_rest() {
     assert_eq!(pair.answered, [3, 4, 1, 2]);
 }
 
-/// The answer to the ping behind `GoAway` passed requests that had been admitted and were still on their way out: the
-/// server took itself for drained and closed upon them.
+/// The answer to the ping behind `GoAway` passed requests that had been admitted and were still on
+/// their way out: the server took itself for drained and closed upon them.
 #[test]
 fn a_server_is_not_drained_while_requests_are_on_their_way() {
     let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
@@ -686,8 +687,8 @@ fn data_that_moves_out_is_life_and_pings_are_not() {
     assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
 }
 
-/// A process that was stopped for a while, or kept from running, found its time run out before it looked at what had
-/// arrived meanwhile, and gave up a peer that was well.
+/// A process that was stopped for a while, or kept from running, found its time run out before it
+/// looked at what had arrived meanwhile, and gave up a peer that was well.
 #[test]
 fn a_side_that_slept_does_not_blame_its_peer() {
     let mut pair = Pair::new(Setup::default());

@@ -1,4 +1,5 @@
-//! Random bytes and random histories, in bounded time and from fixed seeds. `fuzz/` goes on where this stops.
+//! Random bytes and random histories, in bounded time and from fixed seeds. `fuzz/` goes on where
+//! this stops.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -19,7 +20,7 @@ use rpc_core::{
 const SEEDS: &[u64] = &[];
 
 /// Bounds one test's time; a slow machine tries fewer seeds.
-fn for_seeds(explicit: &[u64], count: u64, limit: Duration, mut run: impl FnMut(u64)) {
+pub(crate) fn for_seeds(explicit: &[u64], count: u64, limit: Duration, mut run: impl FnMut(u64)) {
     let start = Instant::now();
     for seed in explicit.iter().copied().chain(1..=count) {
         if start.elapsed() > limit {
@@ -102,7 +103,7 @@ fn random_trace(rng: &mut Rng) -> Option<TraceContext> {
 }
 
 /// Changes a few bytes, or drops, repeats or inserts some.
-fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>) {
+pub(crate) fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>) {
     for _ in 0..=rng.below(4) {
         if bytes.is_empty() {
             return;
@@ -340,7 +341,8 @@ struct Model {
     acted: usize,
 }
 
-/// The outcome of one request at the server: sometimes with objects, sometimes too large, sometimes an error.
+/// The outcome of one request at the server: sometimes with objects, sometimes too large, sometimes
+/// an error.
 fn answer(pair: &mut Pair, model: &mut Model, rng: &mut Rng, id: u64) {
     let outcome = match rng.below(8) {
         0 => Err(RpcError::new(ErrorKind::Application, "no")),
@@ -523,7 +525,8 @@ fn check_order(pair: &Pair, model: &Model) {
             assert!(before < id, "{id} came behind {before} in lane {lane}");
         }
     }
-    // A request is at the server before the cancellation that concerns it, and before anything that frees what it uses.
+    // A request is at the server before the cancellation that concerns it, and before anything that
+    // frees what it uses.
     let mut seen = BTreeSet::new();
     for arrived in &pair.arrived {
         match arrived {

@@ -168,8 +168,8 @@ fn raw_hello(body: &[u8]) -> BytesMut {
     bytes
 }
 
-/// Challenge and response over a shared secret: the dialler's challenge, the acceptor's answer and challenge, the
-/// dialler's answer. No cryptography, only its shape.
+/// Challenge and response over a shared secret: the dialler's challenge, the acceptor's answer and
+/// challenge, the dialler's answer. No cryptography, only its shape.
 struct Toy {
     secret: u8,
     dialler: bool,

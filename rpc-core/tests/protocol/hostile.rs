@@ -1,4 +1,5 @@
-//! Peers that break the protocol: each gets an error that says so, nobody panics, and memory stays within limits.
+//! Peers that break the protocol: each gets an error that says so, nobody panics, and memory stays
+//! within limits.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -330,8 +331,8 @@ fn a_message_does_not_go_on_for_ever() {
     }
 }
 
-/// Messages that never become whole were counted only when another one did: as many of them as a peer liked took memory,
-/// each up to the largest message.
+/// Messages that never become whole were counted only when another one did: as many of them as a
+/// peer liked took memory, each up to the largest message.
 #[test]
 fn messages_that_never_become_whole_are_counted() {
     // Many bytes in few messages: above the window.
@@ -354,7 +355,8 @@ fn messages_that_never_become_whole_are_counted() {
         assert_eq!(error.kind(), ErrorKind::Protocol);
     });
     assert!(peak < 64 << 10, "{peak}");
-    // The same from a server: replies to more than was asked are none of ours, and what was asked is within the window.
+    // The same from a server: replies to more than was asked are none of ours, and what was asked
+    // is within the window.
     let mut pair = setup().build();
     (1..=8).for_each(|id| drop(pair.submit(id, call(id as u32, 1))));
     pair.run();
@@ -386,8 +388,8 @@ fn more_requests_than_there_is_credit_for_end_the_session() {
     assert!(pair.requests.len() < 13);
 }
 
-/// A client that asks and never reads: what it asked was answered, so it was not counted any more, and the answers took
-/// ever more memory.
+/// A client that asks and never reads: what it asked was answered, so it was not counted any more,
+/// and the answers took ever more memory.
 #[test]
 fn a_client_that_does_not_read_its_replies_is_limited() {
     let mut pair = Setup { capacity: 4 << 10, ..setup() }.build();
@@ -655,8 +657,8 @@ fn a_server_told_of_a_broken_protocol_says_so_before_data_that_waits() {
     assert_eq!(pair.error(1).message(), "broken");
 }
 
-/// The deadlines of requests that were over stayed until they had passed: an hour's worth of them, for calls that may take
-/// an hour.
+/// The deadlines of requests that were over stayed until they had passed: an hour's worth of them,
+/// for calls that may take an hour.
 #[test]
 fn deadlines_do_not_outlive_their_requests() {
     let mut pair = Pair::new(setup());
@@ -696,7 +698,8 @@ fn small_values_do_not_add_up() {
     assert_eq!((pair.error(1).kind(), pair.error(2).kind()), (ErrorKind::InvalidArgument, ErrorKind::InvalidArgument));
 }
 
-/// A pair whose server has room for eight chunks of 16 KiB, and for what all sessions may have beside.
+/// A pair whose server has room for eight chunks of 16 KiB, and for what all sessions may have
+/// beside.
 fn crowded(quota: &Arc<MemoryQuota>, chunk: u32) -> Pair {
     Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build().within(quota)
 }
@@ -719,7 +722,8 @@ fn what_finds_no_room_is_refused_without_being_kept_and_the_session_goes_on() {
         };
         let kept = held_by(&mut Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build());
         let dropped = held_by(&mut pair);
-        // Beside the request itself there are the buffers of this test's channel, and those that are kept for what comes next.
+        // Beside the request itself there are the buffers of this test's channel, and those that
+        // are kept for what comes next.
         assert!(kept - dropped > 500 << 10, "{kept} and {dropped}");
         let error = pair.error(2);
         assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::LimitExceeded, false), "{error}");
@@ -751,7 +755,8 @@ fn sessions_share_what_they_may_queue_and_give_it_back() {
     second.submit(2, call(0, 900 << 10));
     second.run();
     assert_eq!(second.requests.len(), 1);
-    // Replies count until they have left. One that finds no room is an error, and what it held comes back.
+    // Replies count until they have left. One that finds no room is an error, and what it held
+    // comes back.
     let large = || Value::List(vec![Value::Bytes(vec![1; 900 << 10].into()), object(7)]);
     second.client_reads = false;
     second.setup.capacity = 1000;

@@ -1,10 +1,13 @@
-//! Tests of the protocol on a channel in memory and under virtual time: one binary, since each one links for a second or two.
+//! Tests of the protocol on a channel in memory and under virtual time: one binary, since each one
+//! links for a second or two.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod client_and_server;
+mod corpus;
 mod fuzz;
 mod handshake;
 mod hostile;
 mod pair;
+mod targets;
 mod trace;

@@ -1,5 +1,5 @@
-//! A client and a server joined by byte pipes in memory, under virtual time: nothing here waits, and nothing is random that
-//! does not come from a seed.
+//! A client and a server joined by byte pipes in memory, under virtual time: nothing here waits,
+//! and nothing is random that does not come from a seed.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::IoSlice;
@@ -147,7 +147,8 @@ impl Setup {
     }
 }
 
-/// A handshake between two offers, as far as it goes: what each side makes of it, the one that dials first.
+/// A handshake between two offers, as far as it goes: what each side makes of it, the one that
+/// dials first.
 pub(crate) fn negotiate(client: Hello, server: Hello) -> (Negotiated, Negotiated) {
     let now = Instant::now();
     let config = |hello| HandshakeConfig {
