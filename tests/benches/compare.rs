@@ -1,11 +1,11 @@
-//! Small calls beside other frameworks, measured in one run: everything pinned to one core, client and server in
-//! processes of their own, each on a current-thread runtime.
+//! Small calls beside other frameworks, measured in one run: everything pinned to one core, client
+//! and server in processes of their own, each on a current-thread runtime.
 //!
 //!     cargo bench -p rpc-tests --features compare --bench compare
 //!
-//! Prints calls per second with one and with 64 in flight, for this project, for tarpc and for tonic (gRPC over HTTP/2
-//! without TLS). Each round measures the three in turn. A rate is the median over the rounds; a ratio is the median over
-//! the rounds of our rate divided by theirs.
+//! Prints calls per second with one and with 64 in flight, for this project, for tarpc and for
+//! tonic (gRPC over HTTP/2 without TLS). Each round measures the three in turn. A rate is the
+//! median over the rounds; a ratio is the median over the rounds of our rate divided by theirs.
 
 use std::future::Future;
 use std::io::{BufRead, BufReader};
@@ -215,8 +215,8 @@ mod tarpc_side {
     }
 }
 
-/// The same service in tonic, over TCP with no delay and protobuf. What `tonic-build` would generate is written by hand,
-/// so that no `protoc` is needed.
+/// The same service in tonic, over TCP with no delay and protobuf. What `tonic-build` would
+/// generate is written by hand, so that no `protoc` is needed.
 mod tonic_side {
     use std::convert::Infallible;
     use std::future::{self, Ready};

@@ -1,19 +1,23 @@
-//! What copies between the host and a GPU cost, beside the driver's own and beside bare sockets:
+//! Costs of copies between the host and a GPU, beside the driver's own and beside bare sockets:
 //!
 //!     cargo bench -p rpc-tests --bench cuda      (--json for a line of JSON for each result, --bytes N for one size)
 //!
-//! Two sessions copy: over `tcp` on loopback, where this program is the server and the session has a process of its own, as those
-//! that use GPUs have; and `local`, in this process. Each takes turns with
+//! Two sessions copy: over `tcp` on loopback, where this program is the server and the session has
+//! a process of its own, as those that use GPUs have; and `local`, in this process. Each takes
+//! turns with
 //!
-//! * the driver's own blocking copies, `cuMemcpyHtoD` and `cuMemcpyDtoH`, of pageable and of pinned memory of this process;
-//! * bare TCP over loopback: as many bytes to or from a thread of this process, with one byte the other way, to say that they
-//!   have come or that they are wanted.
+//! * the driver's own blocking copies, `cuMemcpyHtoD` and `cuMemcpyDtoH`, of pageable and of pinned
+//!   memory of this process;
+//! * bare TCP over loopback: as many bytes to or from a thread of this process, with one byte the
+//!   other way, to say that they have come or that they are wanted.
 //!
-//! All buffers have been used before. The limit is the slower one of the pageable copy and, for `tcp`, bare TCP. Rates are
-//! medians over the rounds, and the ratio of ours to the limit is the median of the rounds' ratios.
+//! All buffers have been used before. The limit is the slower one of the pageable copy and, for
+//! `tcp`, bare TCP. Rates are medians over the rounds, and the ratio of ours to the limit is the
+//! median of the rounds' ratios.
 //!
-//! A copy to the device is over when its source may be written to again, as the driver's own from pageable memory is, too: the
-//! last bytes may be on their way still. A turn ends, off the clock, when they are there.
+//! A copy to the device is over when its source may be written to again, as the driver's own from
+//! pageable memory is, too: the last bytes may be on their way still. A turn ends, off the clock,
+//! when they are there.
 //!
 //! Without a GPU it says so and ends well.
 
@@ -37,7 +41,8 @@ use rpc_transports::Connector;
 
 const SIZES: [usize; 6] = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
 
-/// What one turn copies at least, unless that takes too many copies: so much that looking at the clock does not show.
+/// Bytes that one turn copies at least, unless that takes too many copies: so much that looking at
+/// the clock does not show.
 const TURN_BYTES: usize = 16 << 20;
 const MOST_COPIES: usize = 256;
 
@@ -82,7 +87,7 @@ fn main() {
     runtime.shutdown_background();
 }
 
-/// Whether to print JSON, and the one size that is asked for.
+/// Flag for JSON output, and the one size that is asked for.
 fn arguments() -> (bool, Option<usize>) {
     let (mut json, mut only) = (false, None);
     let mut words = std::env::args().skip(1);
@@ -213,7 +218,8 @@ struct Compared {
     ratio: f64,
 }
 
-/// Lets the ways to copy take turns: ours, pageable, pinned and sockets, which only what goes over sockets is compared with.
+/// Lets the ways to copy take turns: ours, pageable, pinned and sockets, which only what goes over
+/// sockets is compared with.
 fn compare(len: usize, has_sockets: bool, settle: &dyn Fn(), mut ways: [&mut dyn FnMut(); 4]) -> Compared {
     let copies = (TURN_BYTES / len).clamp(1, MOST_COPIES);
     let rounds = if len <= SMALL { 21 } else { 11 };
@@ -263,7 +269,8 @@ fn sockets_from(data: Bytes) -> TcpStream {
     })
 }
 
-/// One end of a connection over the loopback device; a thread serves the other until this one is closed.
+/// One end of a connection over the loopback device; a thread serves the other until this one is
+/// closed.
 fn sockets(serve: impl FnOnce(TcpStream) + Send + 'static) -> TcpStream {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -275,8 +282,8 @@ fn sockets(serve: impl FnOnce(TcpStream) + Send + 'static) -> TcpStream {
     stream
 }
 
-/// The driver's functions, as a program without us would call them. Results are plain numbers: a newer driver has codes that an
-/// `enum` would not.
+/// The driver's functions, as a program without us would call them. Results are plain numbers: a
+/// newer driver has codes that an `enum` would not.
 struct Driver {
     allocate: unsafe extern "C" fn(*mut u64, usize) -> u32,
     free: unsafe extern "C" fn(u64) -> u32,
@@ -289,7 +296,8 @@ struct Driver {
 impl Driver {
     /// The one that this process has opened.
     fn new() -> Self {
-        // SAFETY: the driver is loaded already, and the types are those of its functions, which it keeps under these names.
+        // SAFETY: the driver is loaded already, and the types are those of its functions, which it
+        // keeps under these names.
         unsafe {
             let library = sys::culib();
             Self {
@@ -314,7 +322,8 @@ impl Driver {
         let mut start = std::ptr::null_mut();
         // SAFETY: as above.
         succeed(unsafe { (self.allocate_pinned)(&raw mut start, len, 0) });
-        // SAFETY: the driver gave that many bytes, which are ours; zeros, so that all of them have a value.
+        // SAFETY: the driver gave that many bytes, which are ours; zeros, so that all of them have
+        // a value.
         unsafe { start.write_bytes(0, len) };
         Pinned { driver: self, start, len }
     }
@@ -357,7 +366,8 @@ struct Pinned<'a> {
 
 impl Pinned<'_> {
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: as many bytes as were allocated, all of which have a value, and `&mut` is for this alone.
+        // SAFETY: as many bytes as were allocated, all of which have a value, and `&mut` is for
+        // this alone.
         unsafe { std::slice::from_raw_parts_mut(self.start.cast(), self.len) }
     }
 }

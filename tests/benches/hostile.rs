@@ -1,17 +1,19 @@
-//! What a good client pays beside hostile ones, and how many can come anew:
+//! Costs of a good client beside hostile ones, and the rate of new clients:
 //!
 //!     cargo bench -p rpc-tests --bench hostile            (--json for a line of JSON for each result)
 //!
-//! A good client calls, one call after the other, over TCP, TLS and QUIC: alone, and then beside peers that
+//! A good client calls, one call after the other, over TCP, TLS and QUIC: alone, and then beside
+//! peers that
 //!
 //! * open connections and never go on,
 //! * begin handshakes with something wrong in them,
 //! * ask for a lot and read nothing.
 //!
-//! Server, client and hostile peers are processes of their own; where there are cores for it the server has one to itself,
-//! and the hostile peers yield to the client on the others, so that what is seen is the server's doing. They come at a
-//! fixed rate. Alone and beside are measured in turn; a figure is the median over the rounds, and a ratio the median of the
-//! rounds' ratios. Cold handshakes are new connections, each with a session, by clients that the server has never seen.
+//! Server, client and hostile peers are processes of their own; where there are cores for it the
+//! server has one to itself, and the hostile peers yield to the client on the others, so that what
+//! is seen is the server's doing. They come at a fixed rate. Alone and beside are measured in turn;
+//! a figure is the median over the rounds, and a ratio the median of the rounds' ratios. Cold
+//! handshakes are new connections, each with a session, by clients that the server has never seen.
 
 // The program is the control: what it does not expect ends it.
 #![allow(clippy::unwrap_used)]
@@ -43,7 +45,7 @@ use peers::{ServerPeer, Transport};
 const ROUNDS: usize = 5;
 const ROUND: Duration = Duration::from_millis(300);
 
-/// How long the server may take to be rid of hostile peers that have gone.
+/// Time limit within which the server is rid of hostile peers that have gone.
 const PAUSE: Duration = Duration::from_millis(150);
 
 /// Cold handshakes of one round.
@@ -235,7 +237,7 @@ impl Attackers {
         line.trim().to_owned()
     }
 
-    /// How many attacks there were in a second.
+    /// Number of attacks in a second.
     fn stop(mut self) -> f64 {
         drop(self.child.stdin.take());
         let rate = self.line().parse().expect("hostile peers say how many they were");
@@ -283,7 +285,7 @@ fn socket_address(address: &str) -> SocketAddr {
 /// Does it so many times in a millisecond, and waits for the next one.
 async fn at_rate(per_millisecond: usize, mut attack: impl AsyncFnMut()) {
     let mut clock = tokio::time::interval(Duration::from_millis(1));
-    // What was missed is not made up for.
+    // Missed turns are not made up for.
     clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Skip);
     loop {
         clock.tick().await;
@@ -332,7 +334,7 @@ async fn dial(address: &Address) {
     let _ = rpc_transports::dial(address, &options).await;
 }
 
-/// What a client of this kind of server says first.
+/// First bytes of a client of this kind of server.
 async fn beginning(scheme: &str) -> Vec<u8> {
     let mut first = vec![0; 2000];
     let len = match scheme {

@@ -1,13 +1,14 @@
-//! What native modules cost, over TCP on this machine:
+//! Costs of native modules, over TCP on this machine:
 //!
 //!     cargo bench -p rpc-tests --bench modules            (--json for a line of JSON for each result)
 //!
-//! Needs TVM-FFI: tests/modules/prepare.sh brings it. The server is this program, once with all sessions in its process and
-//! once with a process for each, as servers that allow modules have them.
+//! Needs TVM-FFI: tests/modules/prepare.sh brings it. The server is this program, once with all
+//! sessions in its process and once with a process for each, as servers that allow modules have
+//! them.
 //!
-//! * `call`: an empty function of a module beside `rpc.echo` without an argument, both of the inline kind, and one of the
-//!   default kind beside `rpc.noop`. The two of a pair take turns in rounds of calls; of each the median round, and the median
-//!   of the differences.
+//! * `call`: an empty function of a module beside `rpc.echo` without an argument, both of the
+//!   inline kind, and one of the default kind beside `rpc.noop`. The two of a pair take turns in
+//!   rounds of calls; of each the median round, and the median of the differences.
 //! * `tensor`: the same function with a tensor of 64 MiB beside one of 4 bytes.
 //! * `load`: a module that the server has, in a session that has not loaded it yet, and again.
 

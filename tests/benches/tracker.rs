@@ -2,16 +2,19 @@
 //!
 //!     cargo bench -p rpc-tests --bench tracker            (--json for a line of JSON for each result)
 //!
-//! Registers 2,000 servers, each over a session of its own, and then makes 500 requests a second, whether or not those
-//! before them have been answered. Each place that is granted is taken, held for a while and given back, as servers report it;
-//! meanwhile all leases are renewed. The tracker is a process of its own, with the settings of `rpc-server tracker`.
+//! Registers 2,000 servers, each over a session of its own, and then makes 500 requests a second,
+//! whether or not those before them have been answered. Each place that is granted is taken, held
+//! for a while and given back, as servers report it; meanwhile all leases are renewed. The tracker
+//! is a process of its own, with the settings of `rpc-server tracker`.
 //!
-//! A grant is the time from the request to the ticket, seen by the client: `kept` over sessions that stay, as programs have
-//! them that ask again and again, and `new` over a session of its own for each, the opening included, as commands have it.
-//! The peak of the tracker's memory is over all of it.
+//! A grant is the time from the request to the ticket, seen by the client: `kept` over sessions
+//! that stay, as programs have them that ask again and again, and `new` over a session of its own
+//! for each, the opening included, as commands have it. The peak of the tracker's memory is over
+//! all of it.
 //!
-//! `tracker_vs_tvm.py` runs this program, too, as the client of a tracker that is there already: `grants TRACKER COUNT` with
-//! one server that it registers itself, and `cycles TRACKER COUNT` with a server that is registered as `board`.
+//! `tracker_vs_tvm.py` runs this program, too, as the client of a tracker that is there already:
+//! `grants TRACKER COUNT` with one server that it registers itself, and `cycles TRACKER COUNT` with
+//! a server that is registered as `board`.
 
 // The program is the control: what it does not expect ends it.
 #![allow(clippy::unwrap_used)]
@@ -43,16 +46,16 @@ const KEYS: usize = 20;
 
 const REQUESTS_PER_SECOND: u64 = 500;
 
-/// How long there are requests over kept sessions, and over new ones.
+/// Duration of requests over kept sessions, and over new ones.
 const DURATIONS: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(5)];
 
-/// How long a server is used.
+/// Time for which a server is used.
 const HOLD: Duration = Duration::from_millis(100);
 
 /// Sessions that are kept.
 const CLIENTS: usize = 50;
 
-/// What is aimed at.
+/// Target figures.
 const P99_AIM: Duration = Duration::from_millis(20);
 const MEMORY_AIM: u64 = 64 << 20;
 
@@ -109,7 +112,7 @@ async fn bench(json: bool) {
     }
 }
 
-/// What a load came to.
+/// Results of a load.
 struct Outcome {
     took: Duration,
     grants: Vec<f64>,
@@ -245,7 +248,7 @@ fn key(number: usize) -> String {
     format!("board-{}", number % KEYS)
 }
 
-/// Where all of the servers are, so that the tracker finds them.
+/// Address of all servers, at which the tracker finds them.
 struct Site {
     server: Server,
     address: String,
@@ -308,7 +311,7 @@ struct Member {
     renew: RemoteFunction,
     lease: Duration,
     began: Instant,
-    /// What is reported, one report after the other.
+    /// Reports, one after the other.
     uses: Mutex<Vec<Use>>,
 }
 
@@ -344,7 +347,8 @@ impl Member {
         }
     }
 
-    /// Renews the lease, at this share of the time between two renewals: real servers did not start at the same moment.
+    /// Renews the lease, at this share of the time between two renewals: real servers did not start
+    /// at the same moment.
     async fn renew(&self, share: f64) {
         let interval = self.lease / 3;
         tokio::time::sleep(interval.mul_f64(share)).await;
@@ -352,7 +356,8 @@ impl Member {
             tokio::time::sleep(interval).await;
             let uses = self.uses.lock().await;
             if self.report(&uses, Vec::new()).await.is_err() {
-                // The tracker has ended with the bench. Before that no server may be missing, which is looked at.
+                // The tracker has ended with the bench. Before that no server may be missing, which
+                // is looked at.
                 return;
             }
         }
@@ -388,8 +393,9 @@ impl Member {
     }
 }
 
-/// One server and one client, which ask, use and give back in turn: the tracker's part alone. Prints microseconds, one line
-/// for each: from the request to the grant, and until it is given back.
+/// One server and one client, which ask, use and give back in turn: the tracker's part alone.
+/// Prints microseconds, one line for each: from the request to the grant, and until it is given
+/// back.
 async fn grants(tracker: &str, count: usize) {
     let site = Site::start().await;
     let member = Member::register(tracker, "server", &key(0), site.address.clone()).await;
@@ -403,9 +409,9 @@ async fn grants(tracker: &str, count: usize) {
     }
 }
 
-/// A real server that is registered already: asks for it, connects, calls it once, and leaves; then the same again, so that
-/// each waits for the one before it to be given back. Prints microseconds, one line for each: from the request to the session,
-/// and for the whole.
+/// A real server that is registered already: asks for it, connects, calls it once, and leaves; then
+/// the same again, so that each waits for the one before it to be given back. Prints microseconds,
+/// one line for each: from the request to the session, and for the whole.
 async fn cycles(tracker: &str, count: usize) {
     let client = TrackerClient::connect(tracker).await.unwrap();
     for _ in 0..count {

@@ -1,4 +1,5 @@
-//! A device for tests whose memory the processor cannot reach, as that of a GPU: two of them, each with a second memory.
+//! A device for tests whose memory the processor cannot reach, as that of a GPU: two of them, each
+//! with a second memory.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -24,12 +25,13 @@ type BeforeCopy = Arc<dyn Fn(u64, usize) -> Result<()> + Send + Sync>;
 const COUNT: i32 = 2;
 
 impl Accelerator {
-    /// One that calls `before_copy` before each copy from the host, with where that goes in a piece of memory and how long it is. An error of that is the copy's.
+    /// One that calls `before_copy` before each copy from the host, with where that goes in a piece
+    /// of memory and how long it is. An error of that is the copy's.
     pub fn watched(before_copy: impl Fn(u64, usize) -> Result<()> + Send + Sync + 'static) -> Self {
         Self { before_copy: Some(Arc::new(before_copy)) }
     }
 
-    /// What code for the devices is compiled for.
+    /// Target that code for the devices is compiled for.
     ///
     /// # Panics
     ///
@@ -116,7 +118,7 @@ pub fn take_waits(handle: usize) -> Vec<(usize, usize)> {
     taken
 }
 
-/// What libraries of the devices know the default streams by.
+/// Pointers by which libraries of the devices know the default streams.
 pub const DEFAULT_STREAMS: [usize; COUNT as usize] = [0x100, 0x200];
 
 impl Stream for InOrder {

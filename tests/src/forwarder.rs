@@ -1,7 +1,9 @@
-//! A bad network in user space: forwarders that lose, delay, reorder, cut into pieces and swallow what passes through them.
+//! A bad network in user space: forwarders that lose, delay, reorder, cut into pieces and swallow
+//! what passes through them.
 //!
-//! The seed decides what happens to the n-th datagram of a direction, and where the n-th piece of a stream ends. When they
-//! arrive, and so what the n-th datagram is, remains a matter of the machine.
+//! The seed decides what happens to the n-th datagram of a direction, and where the n-th piece of a
+//! stream ends. When they arrive, and so what the n-th datagram is, remains a matter of the
+//! machine.
 
 use std::collections::{BinaryHeap, HashMap};
 use std::io;
@@ -71,23 +73,23 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What happens to datagrams on their way, in both directions alike. By default, nothing.
+/// Conditions for datagrams on their way, the same in both directions. By default, none.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Weather {
     /// Decides which are lost, and which are late.
     pub seed: u64,
-    /// How many of a thousand are lost.
+    /// Datagrams of a thousand that are lost.
     pub lost: usize,
-    /// How long each is under way.
+    /// Delay of each datagram.
     pub delay: Duration,
-    /// How many of a thousand are late, and so overtaken by others.
+    /// Datagrams of a thousand that are late, and so overtaken by others.
     pub late: usize,
     /// By how much they are late.
     pub late_by: Duration,
 }
 
-/// Forwards datagrams between clients and one server, as a NAT does: the server sees each client at a port of the
-/// forwarder. It ends when it is dropped.
+/// Forwards datagrams between clients and one server, as a NAT does: the server sees each client at
+/// a port of the forwarder. It ends when it is dropped.
 pub struct UdpForwarder {
     shared: Arc<UdpShared>,
     address: SocketAddr,
@@ -157,12 +159,13 @@ impl UdpForwarder {
         Ok(Self { shared, address, _tasks: tasks })
     }
 
-    /// What clients dial.
+    /// Returns the address that clients dial.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The server sees all clients at new ports from now on, and what it sends to the old ones is lost.
+    /// The server sees all clients at new ports from now on, and what it sends to the old ones is
+    /// lost.
     pub fn rebind(&self) {
         lock(&self.shared.routes).clear();
     }
@@ -173,18 +176,19 @@ impl UdpForwarder {
         self.rebind();
     }
 
-    /// Whether datagrams pass from now on: those to the server, and those to clients.
+    /// Lets datagrams pass from now on, or holds them up: those to the server, and those to
+    /// clients.
     pub fn pass(&self, to_server: bool, to_clients: bool) {
         self.shared.silent_to_server.store(!to_server, Ordering::Release);
         self.shared.silent_to_clients.store(!to_clients, Ordering::Release);
     }
 
-    /// How many datagrams have passed so far, to the server and to clients.
+    /// Returns the number of datagrams that have passed so far, to the server and to clients.
     pub fn passed(&self) -> (u64, u64) {
         (self.shared.to_server.passed.load(Ordering::Acquire), self.shared.to_clients.passed.load(Ordering::Acquire))
     }
 
-    /// How many datagrams of either direction the weather has taken so far.
+    /// Returns the number of datagrams of either direction that have been lost so far.
     pub fn lost(&self) -> u64 {
         self.shared.to_server.lost.load(Ordering::Acquire) + self.shared.to_clients.lost.load(Ordering::Acquire)
     }
@@ -309,12 +313,12 @@ async fn forward_to_client(shared: Arc<UdpShared>, far: Arc<UdpSocket>, client: 
     }
 }
 
-/// What happens to bytes on their way, in both directions alike. By default, nothing.
+/// Conditions for bytes on their way, the same in both directions. By default, none.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pipe {
     /// Decides where pieces end.
     pub seed: u64,
-    /// How long each byte is under way.
+    /// Delay of each byte.
     pub delay: Duration,
     /// The most bytes that are written at a time; 0 for no limit.
     pub longest_piece: usize,
@@ -366,12 +370,12 @@ impl ByteForwarder {
         *lock(&self.server) = server;
     }
 
-    /// What clients dial.
+    /// Returns the address that clients dial.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Whether bytes pass from now on. Connections stay in any case.
+    /// Lets bytes pass from now on, or holds them up. Connections stay in any case.
     pub fn pass(&self, passes: bool) {
         self.silence.silent.store(!passes, Ordering::Release);
         self.silence.ended.notify_waiters();
@@ -405,7 +409,7 @@ async fn accept_streams(listener: TcpListener, server: Arc<Mutex<SocketAddr>>, p
     }
 }
 
-/// How many reads may be under way: with a delay this limits the rate.
+/// Limit of reads that have not been written yet: with a delay this limits the rate.
 const READS_UNDER_WAY: usize = 256;
 
 async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, pipe: Pipe, silence: &Silence) -> io::Result<()> {

@@ -1,19 +1,19 @@
-//! Tests that cross crates. The centre is [`mod@conformance`]: one suite over everything that implements
-//! [`RpcSession`](rpc_core::RpcSession), instantiated with one line for each transport.
+//! Tools of the tests that cross crates: workers of Disco, native modules, networks that lose and
+//! delay, accelerators.
 //!
-//! Read first [`fixture`] (where a session comes from), then [`scene`] (what a clause works with) and [`functions`] (what
-//! the origin serves).
+//! The suite of a session's contract is a crate of its own, [`rpc_conformance`]; `tests/sessions`
+//! runs it over every kind of session.
 
 // A helper that panics has found what it was looking for.
 #![allow(clippy::unwrap_used)]
 
 pub mod accelerator;
-pub mod conformance;
 #[path = "../../disco/examples/digits/model.rs"]
 pub mod digits;
-pub mod fixture;
+mod documents;
 pub mod forwarder;
-pub mod functions;
-pub mod scene;
+pub mod native;
 pub mod spmd;
 pub mod tvm_ffi;
+
+pub use rpc_conformance::{functions, harness};

@@ -1,4 +1,5 @@
-//! Disco sessions under test: the functions of their workers, and the ways in which workers are launched.
+//! Disco sessions under test: the functions of their workers, and the ways in which workers are
+//! launched.
 
 use std::io::{BufRead, BufReader};
 use std::net::Ipv4Addr;
@@ -73,7 +74,8 @@ pub fn registry() -> Registry {
                 std::thread::sleep(std::time::Duration::from_millis(ms));
             }
         })
-        // Says that it is there by making the file `path-ID`, and stays on these workers until there is a file `path`.
+        // Says that it is there by making the file `path-ID`, and stays on these workers until
+        // there is a file `path`.
         .add("hold_on", |worker: WorkerContext, ids: Vec<u32>, path: String| -> Result<()> {
             if ids.contains(&worker.worker_id().0) {
                 std::fs::write(format!("{path}-{}", worker.worker_id()), "")?;
@@ -142,14 +144,15 @@ pub fn registry() -> Registry {
     registry
 }
 
-/// From where the workers of servers and of nodes that dial in read weights. The threads and child processes of a test read them anywhere.
+/// From where the workers of servers and of nodes that dial in read weights. The threads and child
+/// processes of a test read them anywhere.
 pub fn readable_folder() -> PathBuf {
     let folder = std::env::temp_dir().join("rpc-tests-weights");
     std::fs::create_dir_all(&folder).expect("a folder");
     folder
 }
 
-/// How workers are launched.
+/// Launch kind of the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launch {
     /// Threads of this process.
@@ -160,7 +163,7 @@ pub enum Launch {
     Tcp {
         /// Workers of each server.
         per_node: u32,
-        /// How their data goes.
+        /// Data path between the workers.
         data: Data,
     },
     /// As `Tcp`, behind a server that forwards.
@@ -173,19 +176,19 @@ pub enum Launch {
     Nodes {
         /// The program.
         program: &'static str,
-        /// How their data goes.
+        /// Data path between the workers.
         data: Data,
-        /// How the controller gets there.
+        /// Connection of the controller.
         way: Way,
     },
     /// Servers of this process behind TCP, each with one worker, of which each opens the next.
     Line {
-        /// How their data goes.
+        /// Data path between the workers.
         data: Data,
     },
 }
 
-/// How the data of collectives gets from one node to another.
+/// Path of the collectives' data from one node to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data {
     /// Through shared memory.
@@ -210,7 +213,7 @@ impl Data {
     }
 }
 
-/// How a controller gets to its nodes.
+/// Path from a controller to its nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// Straight to each.
@@ -242,8 +245,9 @@ impl Node {
         Self::spawn(Command::new(program).arg("serve")).expect("the program says where it listens")
     }
 
-    /// Starts one that takes itself for a machine of its own, because it sees other processes than this one does. Its workers listen for data there, if that is
-    /// said. `None` where the system does not let us.
+    /// Starts one that takes itself for a machine of its own, because it sees other processes than
+    /// this one does. Its workers listen for data there, if that is said. `None` where the system
+    /// does not let us.
     pub fn apart(program: &str, data: Option<&str>) -> Option<Self> {
         let mut command = Command::new("unshare");
         Self::spawn(command.args(["--pid", "--fork", "--kill-child", program, "serve"]).args(data))
@@ -258,7 +262,7 @@ impl Node {
         (!this.address.is_empty()).then_some(this)
     }
 
-    /// Where it listens.
+    /// Address at which the node listens.
     pub fn address(&self) -> &str {
         &self.address
     }
@@ -272,8 +276,8 @@ impl Drop for Node {
     }
 }
 
-/// What the program of a [`Node`] does: serves the functions of workers, says where, and ends with its standard input. A second argument is where its workers
-/// listen for data.
+/// Runs the program of a [`Node`]: serves the functions of workers, says where, and ends with
+/// its standard input. A second argument is where its workers listen for data.
 pub fn serve_node() {
     let runtime = runtime();
     let data = std::env::args().nth(2).map(|text| DataAddress(text.parse().expect("an IP address")));
@@ -284,7 +288,7 @@ pub fn serve_node() {
 }
 
 impl Fixture {
-    /// How many sessions the servers have that the workers are at.
+    /// Returns the number of sessions of the servers that host the workers.
     pub fn sessions(&self) -> usize {
         self.servers.iter().flat_map(|(servers, _)| servers).map(Server::sessions).sum()
     }
@@ -311,7 +315,7 @@ pub fn launches(program: &'static str) -> [Launch; 11] {
 ///
 /// # Panics
 ///
-/// Where a session cannot be started, fails by itself, or does not end.
+/// The session cannot be started, fails by itself, or does not end.
 pub fn everywhere(program: &'static str, shapes: &[(u32, u32)], test: impl Fn(&DiscoSession)) {
     for launch in launches(program) {
         for (workers, groups) in shapes {
@@ -433,8 +437,8 @@ impl Launch {
     }
 }
 
-/// For tests of what is stopped or cut off, which shows by its silence alone. For others it is too short: a busy machine may keep a program waiting for three
-/// times as long.
+/// For tests of what is stopped or cut off, which shows by its silence alone. For others it is too
+/// short: a busy machine may keep a program waiting for three times as long.
 pub const ATTENTIVE: Duration = Duration::from_millis(200);
 
 fn forwarding(keep_alive: Duration) -> ServeOptions {

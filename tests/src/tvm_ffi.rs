@@ -1,5 +1,5 @@
-//! What tests of modules need: TVM-FFI, as `tests/modules/prepare.sh` brings it, and small modules that are compiled
-//! against it.
+//! Environment of the tests of modules: TVM-FFI, as `tests/modules/prepare.sh` brings it, and small
+//! modules that are compiled against it.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
@@ -16,8 +16,8 @@ pub struct Environment {
     packages: PathBuf,
 }
 
-/// The environment, for a test that needs it. `None` where there is none, which is said; or a panic where
-/// `RPC_TESTS_REQUIRE_TVM_FFI` is set.
+/// The environment, for a test that needs it. `None` where there is none, which is said; or a panic
+/// where `RPC_TESTS_REQUIRE_TVM_FFI` is set.
 ///
 /// # Panics
 ///
@@ -42,7 +42,7 @@ pub(crate) fn find() -> Option<&'static Environment> {
     found.as_ref()
 }
 
-/// What is brought and what is compiled.
+/// Returns the folder of what is fetched and of what is compiled.
 fn folder() -> PathBuf {
     workspace().join("target/tvm-ffi")
 }
@@ -67,8 +67,9 @@ impl Environment {
         Some(self.packages.join("tvm/lib/libtvm_runtime.so")).filter(|runtime| runtime.is_file())
     }
 
-    /// The model of `tests/modules/model.py`, compiled by TVM, with its inputs and its output: the folder that they are in. `None` where there is no TVM,
-    /// which is said; or a panic where `RPC_TESTS_REQUIRE_TVM` is set.
+    /// The model of `tests/modules/model.py`, compiled by TVM, with its inputs and its output: the
+    /// folder that they are in. `None` where there is no TVM, which is said; or a panic where
+    /// `RPC_TESTS_REQUIRE_TVM` is set.
     ///
     /// # Panics
     ///

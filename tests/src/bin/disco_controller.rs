@@ -1,7 +1,8 @@
 //! A controller of Disco in a process of its own, to be killed.
 //!
-//! Its arguments: where its two workers run (`processes PROGRAM`, or `nodes` and an address for each), what they are doing (`idle`, `call` or
-//! `collective`), and the file by which they are let go. It says what processes the workers are in, and waits.
+//! Its arguments: where its two workers run (`processes PROGRAM`, or `nodes` and an address for
+//! each), what they are doing (`idle`, `call` or `collective`), and the file by which they are let
+//! go. It says what processes the workers are in, and waits.
 
 // It serves tests: whatever goes wrong is a reason to panic.
 #![allow(clippy::unwrap_used)]

@@ -1,5 +1,5 @@
-//! The other process of tests that kill and stop processes, and of those that measure one: a server, a relay, a
-//! tracker, or a client that holds things.
+//! The other process of tests that kill and stop processes, and of those that measure one: a
+//! server, a relay, a tracker, or a client that holds things.
 
 // It serves tests: whatever goes wrong is a reason to panic.
 #![allow(clippy::unwrap_used)]
@@ -87,8 +87,8 @@ fn relay(program: Program<RelaySettings>) {
     std::process::exit(relay.run_blocking().unwrap().exit_code().into());
 }
 
-/// Connects, takes hold of so much, says what the server's process is, and waits for a line; then says how the session has
-/// ended.
+/// Connects, takes hold of so much, says what the server's process is, and waits for a line; then
+/// says how the session has ended.
 fn client(args: Client) {
     let connector = Connector::new().tls(ClientTls::new(args.certificate.as_bytes(), None).unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();

@@ -43,7 +43,8 @@ fn training_is_the_same_wherever_the_workers_are() {
     ];
     for launch in others {
         let (losses, other) = losses_and_accuracy(launch, &digits, 3);
-        // The order in which the workers' gradients are added may differ, and with it the last bits.
+        // The order in which the workers' gradients are added may differ, and with it the last
+        // bits.
         let close = |(a, b): (&f64, &f64)| (a - b).abs() <= a.abs() * 1e-5;
         assert!(losses.iter().zip(&expected).all(close), "{launch:?}: {losses:?} instead of {expected:?}");
         assert!((other - accuracy).abs() < 0.01, "{launch:?}: {other}");

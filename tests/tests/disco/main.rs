@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod digits;
-mod logs;
 mod model;
 mod operations;
 mod weights;

@@ -1,4 +1,5 @@
-//! One suite for Disco sessions over every kind of launch: operations against what a sequential program would compute, failures, and ends.
+//! One suite for Disco sessions over every kind of launch: operations against what a sequential
+//! program would compute, failures, and ends.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -569,7 +570,8 @@ fn failures_poison_and_are_told_once() {
         session.allreduce(&healthy, None, ReduceOp::Sum, Scope::World).unwrap();
         session.sync_all().wait().unwrap();
 
-        // All at once, by a panic on one, by a name that nobody knows, and by tensors that do not fit.
+        // All at once, by a panic on one, by a name that nobody knows, and by tensors that do not
+        // fit.
         session.get_global_func("panic_on").unwrap().call((0,)).unwrap();
         let error = session.sync_all().wait().unwrap_err();
         assert_eq!(error.cause().kind(), ErrorKind::Panic);
@@ -777,7 +779,8 @@ fn workers_without_a_way_to_each_other_do_all_else() {
     session.shutdown().wait().unwrap();
 }
 
-/// Without leave for the controller to relay, the pairs that have no way are named; with it there is one.
+/// Without leave for the controller to relay, the pairs that have no way are named; with it there
+/// is one.
 #[test]
 fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
     let network = runtime();
@@ -807,7 +810,8 @@ fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
     session.shutdown().wait().unwrap();
 }
 
-/// Where nothing is said of data addresses the nodes of several machines say them themselves, or the controller relays, or there are no collectives.
+/// Where nothing is said of data addresses the nodes of several machines say them themselves, or
+/// the controller relays, or there are no collectives.
 #[test]
 fn nodes_of_several_machines_meet_where_they_say_or_by_way_of_the_controller() {
     let start = |data: Option<&str>, may_relay: bool| {
@@ -855,7 +859,8 @@ fn launches_that_cannot_be_are_refused() {
     assert!(error.to_string().contains("a keep_alive below 1 ms"), "{error}");
 }
 
-/// Nodes open each other only where the operator of each allows it, and where they are at addresses.
+/// Nodes open each other only where the operator of each allows it, and where they are at
+/// addresses.
 #[test]
 fn a_tree_of_nodes_needs_leave_and_addresses() {
     let runtime = runtime();

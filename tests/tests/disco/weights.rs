@@ -1,4 +1,5 @@
-//! Weights of safetensors files, loaded over every kind of launch, by workers that can read the files and by such as cannot.
+//! Weights of safetensors files, loaded over every kind of launch, by workers that can read the
+//! files and by such as cannot.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -65,7 +66,7 @@ fn fetch(session: &DiscoSession, register: &DRef, worker: u32) -> Tensor {
     }
 }
 
-/// Whether the worker has this part of the tensor.
+/// Asserts that the worker has this part of the tensor.
 fn assert_part(session: &DiscoSession, register: &DRef, worker: u32, shape: &[usize], dim: usize, range: Range<usize>) {
     let tensor = fetch(session, register, worker);
     let mut part = shape.to_vec();
@@ -245,8 +246,9 @@ fn what_cannot_be_loaded_is_refused_at_once() {
     session.shutdown().wait().unwrap();
 }
 
-/// A failure on a worker poisons what should have been loaded there, says which worker, tensor and file, and harms nothing else: those that wait for
-/// the worker hear of it, and the collectives go on.
+/// A failure on a worker poisons what should have been loaded there, says which worker, tensor and
+/// file, and harms nothing else: those that wait for the worker hear of it, and the collectives go
+/// on.
 #[test]
 fn a_file_that_is_gone_or_changed_is_told_by_those_that_read_it() {
     for data in [Data::Shared, Data::Tcp] {
@@ -283,7 +285,7 @@ fn a_file_that_is_gone_or_changed_is_told_by_those_that_read_it() {
     }
 }
 
-/// Whether the collectives run.
+/// Returns true if the collectives run.
 fn check_broadcast(session: &DiscoSession) {
     let x = session.broadcast(&Tensor::from_slice([1], &[7.0_f32]).unwrap(), None, Scope::World).unwrap();
     assert_eq!(fetch(session, &x, session.num_workers() - 1).read().unwrap().as_slice::<f32>().unwrap(), [7.0]);
@@ -310,7 +312,8 @@ fn a_function_that_fails_or_is_not_there_fails_on_its_worker() {
     session.shutdown().wait().unwrap();
 }
 
-/// Bytes of all workers together: they grow, and in the end all are there. It is so wherever they come from.
+/// Bytes of all workers together: they grow, and in the end all are there. It is so wherever they
+/// come from.
 #[test]
 fn progress_comes_to_all_that_was_asked_for() {
     let folder = readable();
@@ -382,7 +385,8 @@ fn parts_come_to_devices_that_satisfy_a_constraint() {
                 assert!(told.ends_with(device), "{told}");
             }
         }
-        // Where no worker has such a device, all say so, and those that wait for others do not wait for ever.
+        // Where no worker has such a device, all say so, and those that wait for others do not wait
+        // for ever.
         loader.load("odd", Part::Whole, "cuda".parse().ok()).unwrap();
         let error = session.sync_all().wait().unwrap_err();
         assert_eq!(error.failures().len(), 2);
@@ -393,7 +397,8 @@ fn parts_come_to_devices_that_satisfy_a_constraint() {
     session.shutdown().wait().unwrap();
 }
 
-/// A tensor of bytes that is larger than what is copied to a device at once, with rows that do not divide that.
+/// A tensor of bytes that is larger than what is copied to a device at once, with rows that do not
+/// divide that.
 const LARGE: [usize; 2] = [40_000, 1000];
 
 /// The bytes of the tensor `large`, which the file at the path now holds.
@@ -451,7 +456,8 @@ fn large_parts_come_to_devices_piece_by_piece() {
     session.shutdown().wait().unwrap();
 }
 
-/// Where reading or copying fails in the middle, both end: the error says which tensor it was, and nobody reads on.
+/// Where reading or copying fails in the middle, both end: the error says which tensor it was, and
+/// nobody reads on.
 #[test]
 fn what_fails_midway_to_a_device_is_told_and_ends_the_reading() {
     type Fault = fn(&Path) -> rpc_core::Result<()>;
@@ -522,7 +528,7 @@ fn a_small_window_holds_opening_back_and_nothing_fails() {
     session.shutdown().wait().unwrap();
 }
 
-/// What a server lets its workers read holds for those in processes of their own, too.
+/// The folders that a server lets its workers read hold for those in processes of their own, too.
 #[test]
 fn processes_of_a_node_read_what_the_node_may() {
     let (inside, outside) = (readable(), tempfile::tempdir().unwrap());

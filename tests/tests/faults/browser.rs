@@ -1,7 +1,9 @@
-//! The tracker's page in a browser: Chromium without a window, told what to do over its DevTools protocol.
+//! The tracker's page in a browser: Chromium without a window, told what to do over its DevTools
+//! protocol.
 //!
-//! Where there is no Chromium the test says that it is skipped; with `RPC_TESTS_REQUIRE_BROWSER` set it fails instead. `CHROMIUM`
-//! names another program. Screenshots are left in cargo's folder for temporary files of tests.
+//! Where there is no Chromium the test says that it is skipped; with `RPC_TESTS_REQUIRE_BROWSER`
+//! set it fails instead. `CHROMIUM` names another program. Screenshots are left in cargo's folder
+//! for temporary files of tests.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -19,7 +21,7 @@ use crate::peers::{ServerPeer, TrackerPeer, Transport};
 /// Longer than anything here takes; what needs more hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What would run if it were taken for more than text.
+/// Text that would run if a page took it for markup.
 const EVIL: &str = "<img src=x onerror=\"window.evil=1\"><script>window.evil=1</script>";
 
 #[test]
@@ -55,7 +57,7 @@ fn the_page_shows_the_pool_as_it_changes() {
     browser.until("document.querySelector('#queue-table').textContent.includes('h100')", true);
     browser.until("document.title", "0 free · tracker");
     assert_eq!(browser.evaluate("window.before.isConnected"), true, "rows stay where they are");
-    // What peers wrote is there, as text.
+    // The page shows the peers' words, as text.
     for table in ["servers", "queue"] {
         let shows = format!("document.querySelector('#{table}-table').textContent.includes({})", json!(EVIL));
         assert_eq!(browser.evaluate(&shows), true, "{table}");

@@ -1,5 +1,5 @@
-//! Every operation as a future, polled any number of times and then dropped: no reply is lost, no object leaks, nothing
-//! hangs.
+//! Every operation as a future, polled any number of times and then dropped: no reply is lost, no
+//! object leaks, nothing hangs.
 #![allow(clippy::async_yields_async, reason = "each case makes the future that is then polled and dropped")]
 use std::future::{Future, IntoFuture, poll_fn};
 use std::pin::Pin;
@@ -20,7 +20,7 @@ use crate::peers::{self, Calls, within};
 /// More polls than any operation here takes.
 const MAX_POLLS: usize = 400;
 
-/// How long a lost wake-up may go unnoticed.
+/// Time limit within which a lost wake-up is noticed.
 const LONG: Duration = Duration::from_secs(10);
 
 /// When an operation is dropped.
@@ -32,7 +32,8 @@ enum Drops {
     WhenWoken,
 }
 
-/// The runtimes: where everything happens on one thread, and where driver, server and caller run beside each other.
+/// The runtimes: where everything happens on one thread, and where driver, server and caller run
+/// beside each other.
 const RUNTIMES: [usize; 2] = [0, 2];
 
 type BoxedFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -49,7 +50,8 @@ impl Wake for Woken {
     }
 }
 
-/// Polls `future` so often, each time when it has been woken, and drops it. Whether it came to its end before.
+/// Polls `future` so often, each time when it has been woken, and drops it. Whether it came to its
+/// end before.
 async fn poll_times(mut future: BoxedFuture, polls: usize, drops: Drops) -> bool {
     let woken =
         poll_fn(|cx| Poll::Ready(Arc::new(Woken { woken: AtomicBool::new(true), task: cx.waker().clone() }))).await;
@@ -101,7 +103,8 @@ impl Origin {
     }
 }
 
-/// A session, and what operations on it need. The functions are fetched once: they count as objects too.
+/// A session, and what operations on it need. The functions are fetched once: they count as objects
+/// too.
 #[derive(Clone)]
 struct Kit {
     session: Session,
@@ -142,7 +145,8 @@ impl Kit {
     }
 }
 
-/// Does `make` for every number of polls, until it comes to its end; then the session works, and holds what it held.
+/// Does `make` for every number of polls, until it comes to its end; then the session works, and
+/// holds what it held.
 async fn sweep(what: &str, address: &str, make: impl AsyncFn(&Kit) -> BoxedFuture) {
     let origin = Origin::start(address).await;
     let kit = Kit::new(Connector::new().connect(&origin.address).await.unwrap()).await;

@@ -1,5 +1,6 @@
-//! What becomes of a Disco session when functions fail, workers die or stop, networks part and controllers are killed, over every kind of
-//! launch: nothing hangs, errors name worker and cause, `shutdown` returns, and no process is left.
+//! Disco sessions whose functions fail, workers die or stop, networks part and
+//! controllers are killed, over every kind of launch: nothing hangs, errors name worker and cause,
+//! `shutdown` returns, and no process is left.
 
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -67,7 +68,8 @@ struct Site {
     folder: tempfile::TempDir,
 }
 
-/// Runs `test` over each launch, each time with a session of its own; then the session has to end, and its processes.
+/// Runs `test` over each launch, each time with a session of its own; then the session has to end,
+/// and its processes.
 fn over(launches: &[Launch], options: &Options, test: impl Fn(&Site) + Send + Sync + 'static) {
     let test = Arc::new(test);
     for launch in launches.iter().copied() {
@@ -110,7 +112,8 @@ fn eventually(what: &str, condition: impl Fn() -> bool) {
 }
 
 impl Site {
-    /// Holds these workers in a call until the file is there that this names; returns when they are in it.
+    /// Holds these workers in a call until the file is there that this names; returns when they are
+    /// in it.
     fn hold(&self, workers: &[u32]) -> PathBuf {
         let path = self.folder.path().join("go");
         let hold = self.session.get_global_func("hold_on").unwrap();
@@ -212,7 +215,7 @@ fn a_panic_is_an_error_of_its_worker() {
     });
 }
 
-/// What the workers do when something happens to one of them.
+/// Activity of the workers when something happens to one of them.
 #[derive(Clone, Copy, Debug)]
 enum State {
     Idle,
@@ -221,7 +224,8 @@ enum State {
     InCopy,
 }
 
-/// Brings the workers into a state: gives the one that something is to happen to, and a copy that is under way.
+/// Brings the workers into a state: gives the one that something is to happen to, and a copy that
+/// is under way.
 fn enter(site: &Site, state: State) -> (u32, Option<Completion<Tensor>>) {
     match state {
         State::Idle => (1, None),
@@ -247,7 +251,8 @@ fn enter(site: &Site, state: State) -> (u32, Option<Completion<Tensor>>) {
     }
 }
 
-/// That everybody who waits, and every later operation, hears that a worker was lost; then `shutdown` returns.
+/// That everybody who waits, and every later operation, hears that a worker was lost; then
+/// `shutdown` returns.
 fn all_hear(site: &Site, worker: u32, kind: &[ErrorKind], copy: Option<Completion<Tensor>>) {
     let session = &site.session;
     let error = session.sync_all().wait().unwrap_err();
@@ -311,7 +316,8 @@ fn stopped(state: State) {
         let (victim, copy) = enter(site, state);
         signal(site.pids[victim as usize], Signal::STOP);
         all_hear(site, victim, &[ErrorKind::PeerSilent], copy);
-        // Whoever was next to it, controller, node or gateway, has tested it as often as the session says.
+        // Whoever was next to it, controller, node or gateway, has tested it as often as the
+        // session says.
         let told = site.session.sync_all().wait().unwrap_err().to_string();
         assert!(told.contains(&format!("{:?}", 3 * ATTENTIVE)), "{told}");
     });
@@ -570,7 +576,7 @@ impl Drop for Controller {
 
 const DOINGS: [&str; 3] = ["idle", "call", "collective"];
 
-/// How long children may live after their controller.
+/// Time limit within which children end after their controller.
 const ORPHANED: Duration = Duration::from_secs(2);
 
 #[test]

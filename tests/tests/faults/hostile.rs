@@ -1,5 +1,5 @@
-//! Peers that mean harm: who lie about who they are, get in between, stall, flood, forge and send rubbish. None gets in, none
-//! makes the server grow, and no good client notices.
+//! Peers that mean harm: who lie about who they are, get in between, stall, flood, forge and send
+//! rubbish. None gets in, none makes the server grow, and no good client notices.
 
 use std::collections::HashSet;
 use std::io;
@@ -22,7 +22,7 @@ use rpc_server::server::RpcServer;
 use rpc_server::server::SessionWorkspace;
 use rpc_tests::forwarder::{Random, UdpForwarder, Weather};
 use rpc_tests::functions;
-use rpc_tests::scene::on_thread;
+use rpc_tests::harness::on_thread;
 use rpc_transports::{
     Access, Address, Certificate, ClientCertificates, ClientTls, ConnectError, Connector, DialOptions, ListenOptions,
     ServeOptions, ServerTls, Tokens, TransportError, WireLimits,
@@ -39,7 +39,7 @@ use crate::peers::raw::{
 use crate::peers::site::{Authority, GoodClient, PATIENCE, SECRET, Site, soon, tokens, works};
 use crate::peers::{self, Transport, within};
 
-/// How long a handshake may take where one is drawn out.
+/// Time limit of handshakes where one is drawn out.
 const HANDSHAKE: Duration = Duration::from_secs(1);
 
 fn by_token() -> Access {
@@ -80,7 +80,8 @@ impl<I: AsyncWrite + Unpin> AsyncWrite for Recorder<I> {
     }
 }
 
-/// What a client with the token writes, inside of any encryption, until it has called a function.
+/// Bytes that a client with the token writes, inside of any encryption, until it has called a
+/// function.
 async fn recorded(site: &Site) -> Vec<u8> {
     let raw = Raw::dial(site).await;
     let written = Arc::new(Mutex::new(Vec::new()));
@@ -91,7 +92,7 @@ async fn recorded(site: &Site) -> Vec<u8> {
     written.clone()
 }
 
-// Who one is.
+// Identities.
 
 async fn a_client_with_an_unfit_certificate_gets_in_nowhere(transport: Transport) {
     let (authority, stranger) = (Authority::new(), Authority::new());
@@ -158,7 +159,7 @@ async fn a_server_with_an_unfit_certificate_is_refused(transport: Transport) {
     }
 }
 
-/// Whoever has listened to a client learns nothing that opens a session.
+/// A listener on the wire learns nothing that opens a session.
 async fn a_recorded_handshake_opens_no_session(transport: Transport) {
     let site = Site::new(transport, with_token()).await;
     let recorded = recorded(&site).await;
@@ -177,7 +178,7 @@ async fn a_recorded_handshake_opens_no_session(transport: Transport) {
     assert_eq!(replayed.frame().await.unwrap().0.kind, Kind::Proof);
     replayed.write(&recorded[hello_len..]).await;
     assert_eq!(last_word(&replayed.rest().await).unwrap().kind(), ErrorKind::Unauthenticated);
-    // Whoever leaves the proof out has none.
+    // A client that leaves the proof out has no identity.
     let accept = frame(Kind::Accept, 0, &[]);
     let mut silent = Raw::dial(&site).await;
     silent.write(&[&recorded[..hello_len], &accept].concat()).await;
@@ -193,7 +194,7 @@ async fn a_recorded_handshake_opens_no_session(transport: Transport) {
     site.is_empty().await;
 }
 
-/// What a server without the token can answer to a client that has one.
+/// Answers that a server without the token can give to a client that has one.
 async fn a_server_without_the_token_convinces_no_client(transport: Transport) {
     const CHALLENGE: [u8; 32] = [5; 32];
     type Answer = fn(&[u8]) -> Vec<u8>;
@@ -254,10 +255,11 @@ async fn a_server_without_the_token_convinces_no_client(transport: Transport) {
     }
 }
 
-/// What somebody in between does to a hello.
+/// Change of a hello by a peer in between.
 type Change = fn(&mut Hello);
 
-/// Over TCP somebody in between can change a word; then the proofs do not match, whichever word it was.
+/// Over TCP somebody in between can change a word; then the proofs do not match, whichever word it
+/// was.
 async fn a_hello_changed_on_the_way_breaks_the_proof() {
     let changes: [(&str, Change); 8] = [
         ("the identities", |hello| hello.identities = vec!["none".to_owned()]),
@@ -356,7 +358,7 @@ async fn nobody_talks_the_server_out_of_tls_1_3() {
     let said = answer_to(site.socket_address(), &tls12_client_hello()).await;
     // A fatal alert: protocol_version.
     assert_eq!(said, [21, 3, 3, 0, 2, 2, 70], "{}", said.escape_ascii());
-    // Whoever does without TLS hears nothing of our protocol.
+    // A client without TLS hears nothing of the protocol.
     for plain in [&peers::hello(&Hello::new(Role::Client))[..], b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"] {
         let said = answer_to(site.socket_address(), plain).await;
         assert!(!said.windows(MAGIC.len()).any(|bytes| bytes == MAGIC), "{}", said.escape_ascii());
@@ -424,7 +426,8 @@ async fn a_tls_handshake_cannot_be_drawn_out() {
     tokio::time::timeout(OVER, site.server.idle()).await.expect("nothing is left of them");
 }
 
-/// A QUIC connection is there before any channel is: until its client has introduced itself it has no more time than others.
+/// A QUIC connection is there before any channel is: until its client has introduced itself it has
+/// no more time than others.
 async fn a_connection_without_a_channel_is_given_up() {
     let options = ServeOptions { handshake_timeout: HANDSHAKE, ..with_token() };
     let site = Site::new(Transport::Quic, options).await;
@@ -433,7 +436,8 @@ async fn a_connection_without_a_channel_is_given_up() {
     cut_off(raw.channel.io_mut(), &[]).await;
 }
 
-/// When a server says that it is idle nothing happens any more: whoever waits for it may end the process.
+/// When a server says that it is idle nothing happens any more: whoever waits for it may end the
+/// process.
 async fn an_idle_server_has_no_session() {
     let site = Site::new(Transport::Tcp, ServeOptions::default()).await;
     let mut raw = Raw::greeted(&site, &Hello::new(Role::Client)).await;
@@ -664,7 +668,8 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
     }
 }
 
-/// Connections that begin and never go on: their clients hear nothing of the server, which has no place for so many.
+/// Connections that begin and never go on: their clients hear nothing of the server, which has no
+/// place for so many.
 async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
     let options = ServeOptions { max_handshakes: 64, ..ServeOptions::default() };
     let site = Site::new(Transport::Quic, options).await;
@@ -721,7 +726,8 @@ async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
         header(FrameHeader { id: 1, payload_len: u32::MAX, ..FrameHeader::control(Kind::Request, 0) }),
         header(FrameHeader { id: 1, payload_len: u32::MAX, more: true, ..FrameHeader::control(Kind::Request, 9) }),
         header(FrameHeader::control(Kind::Free, u32::MAX)),
-        // Arguments: a list, a text, bytes, packed bytes, a shape, each of four billion; a tensor of 255 dimensions.
+        // Arguments: a list, a text, bytes, packed bytes, a shape, each of four billion; a tensor
+        // of 255 dimensions.
         request(b"\x92\x01\xdd\xff\xff\xff\xff"),
         request(b"\x92\x01\x91\xdb\xff\xff\xff\xff"),
         request(b"\x92\x01\x91\xd7\x01\xff\xff\xff\xff\xff\xff\xff\xff"),
@@ -927,7 +933,8 @@ fn names_in(folder: &Path) -> Vec<String> {
 
 // Rubbish.
 
-/// Rubbish inside of the encryption, where there is any, beside good clients. None of it is a proof.
+/// Rubbish inside of the encryption, where there is any, beside good clients. None of it is a
+/// proof.
 async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {
     const PEERS: usize = 300;
     let site = Site::new(transport, with_token()).await;

@@ -1,6 +1,7 @@
-//! Peers that mean harm, before servers that do not serve sessions themselves: each session in a process of its own
-//! (`--isolate process`), or behind a gateway (`--allow-forward`). What harms nobody at a plain server (`hostile.rs`) is to
-//! harm nobody there, and to leave no process and no session behind.
+//! Peers that mean harm, before servers that do not serve sessions themselves: each session in a
+//! process of its own (`--isolate process`), or behind a gateway (`--allow-forward`). What harms
+//! nobody at a plain server (`hostile.rs`) is to harm nobody there, and to leave no process and no
+//! session behind.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +16,7 @@ use crate::peers::raw::{Raw, cut_off, frame, function_in, request, trickle};
 use crate::peers::site::{GoodClient, PATIENCE, soon, works};
 use crate::peers::{self, Calls, ServerPeer, Transport, children, forge, memory, reset_peak, within};
 
-/// Where the sessions of a server are.
+/// Location of the sessions of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Where {
     /// In processes of their own.
@@ -52,7 +53,7 @@ impl Front {
         }
     }
 
-    /// What clients connect to with that.
+    /// Returns the address that clients connect to.
     fn target(&self) -> &str {
         self.origin.as_ref().unwrap_or(&self.server).address()
     }
@@ -61,7 +62,7 @@ impl Front {
         soon("connect", self.connector().connect(self.target())).await.unwrap()
     }
 
-    /// What a client says that wants a session here.
+    /// Returns the hello of a client that wants a session here.
     fn hello(&self) -> Hello {
         let forward = self.origin.iter().map(|origin| origin.address().to_owned()).collect();
         Hello { forward, ..Hello::new(Role::Client) }
@@ -77,8 +78,8 @@ impl Front {
         self.origin.iter().chain([&self.server]).map(ServerPeer::pid).collect()
     }
 
-    /// That there are sessions for these clients, and for nobody else: at a server in front of processes, one for each and
-    /// a spare one; at the origin of a gateway, one for each.
+    /// That there are sessions for these clients, and for nobody else: at a server in front of
+    /// processes, one for each and a spare one; at the origin of a gateway, one for each.
     async fn is_left_with(&self, clients: &[&Session]) {
         let what = "all that the others had is gone";
         match &self.origin {
@@ -134,7 +135,7 @@ async fn a_handshake_cannot_be_drawn_out(place: Where, transport: Transport) {
     front.is_left_with(&[&early]).await;
 }
 
-/// Whoever says nothing costs no process and no session elsewhere.
+/// A silent peer costs no process and no session elsewhere.
 async fn half_open_connections_take_nothing_but_their_place(place: Where, transport: Transport) {
     let front = Front::start(place, transport, &["--max-handshakes", "32"]);
     let early = front.connect().await;
@@ -192,8 +193,8 @@ async fn slow_requests_hold_nobody_up(place: Where, transport: Transport) {
     front.is_left_with(&[&session]).await;
 }
 
-/// Peers that ask for 300 MiB each and read nothing: what is kept for them has a limit at every station, and they are cut
-/// off in the end.
+/// Peers that ask for 300 MiB each and read nothing: what is kept for them has a limit at every
+/// station, and they are cut off in the end.
 async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport) {
     const PEERS: usize = 4;
     const CALLS: u64 = 300;
@@ -228,8 +229,8 @@ async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport)
     drop(held);
 }
 
-/// What four peers may have kept for them by one process: ten windows each, as at a plain server, and what is in sockets and
-/// buffers. However much they ask for.
+/// Bytes that one process may keep for four peers: ten windows each, as at a plain server,
+/// and what is in sockets and buffers. However much they ask for.
 const LIMIT: u64 = (4 * 10 * 4 + 48) << 20;
 
 /// Nonsense behind the handshake ends the session it is in, wherever that is.

@@ -1,5 +1,6 @@
-//! Sessions over bad networks: loss, delay, reordering, streams in small pieces, addresses that change, and peers that fall
-//! silent. The network is made by forwarders in this process, or in network namespaces where the system lets us make them.
+//! Sessions over bad networks: loss, delay, reordering, streams in small pieces, addresses that
+//! change, and peers that fall silent. The network is made by forwarders in this process, or in
+//! network namespaces where the system lets us make them.
 
 use std::fs::File;
 use std::net::SocketAddr;
@@ -14,7 +15,7 @@ use std::time::Duration;
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Session};
 use rpc_tests::forwarder::{ByteForwarder, Pipe, Random, UdpForwarder, Weather};
 use rpc_tests::functions;
-use rpc_tests::scene::{Form, on_thread};
+use rpc_tests::harness::{Form, on_thread};
 use rpc_transports::ServeOptions;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use tokio::runtime::Handle;
@@ -29,8 +30,8 @@ const COPY: usize = 4 << 20;
 /// A keep-alive by which a peer is dead after [`DEAD`].
 const QUICK: Duration = KEEP_ALIVE;
 
-/// How soon a peer that fell silent is known to have done so, with [`QUICK`], as [`pace`] has it: late by a part of an
-/// interval, at most, for what was under way may still have moved.
+/// Time within which a peer that fell silent is known to have done so, with [`QUICK`], as [`pace`]
+/// has it: late by a part of an interval, at most, for what was under way may still have moved.
 const NOTICED: Duration = DEAD.saturating_add(Duration::from_millis(100));
 
 /// A keep-alive that sends no ping in the time of a test.
@@ -167,8 +168,9 @@ async fn over_streams(transport: Transport, form: Form) {
     }
 }
 
-/// What TLS has taken and the socket has not stays behind in between. It once left only with what was written next, which may
-/// be a ping seconds later: the socket has to be so full, and so slow, that it happens.
+/// What TLS has taken and the socket has not stays behind in between. It once left only with what
+/// was written next, which may be a ping seconds later: the socket has to be so full, and so slow,
+/// that it happens.
 async fn the_last_bytes_leave_a_channel_that_was_full(transport: Transport, form: Form) {
     let site = site(NEVER, transport).await;
     let target = site.socket_address();
@@ -180,7 +182,8 @@ async fn the_last_bytes_leave_a_channel_that_was_full(transport: Transport, form
     }
 }
 
-/// The client's address, as the server sees it, changes in the middle of a copy, as when a NAT forgets it.
+/// The client's address, as the server sees it, changes in the middle of a copy, as when a NAT
+/// forgets it.
 async fn a_copy_goes_on_when_the_address_changes(form: Form) {
     let site = site(Duration::from_secs(1), Transport::Quic).await;
     let target = site.socket_address();
@@ -331,8 +334,8 @@ async fn a_short_silence_is_nothing(transport: Transport, form: Form) {
     assert_eq!(site.server.sessions(), 1);
 }
 
-/// The server dies without a word, and another one begins at its address. The old connection would be tried in vain until
-/// it is given up, which takes much longer than the session's own silence.
+/// The server dies without a word, and another one begins at its address. The old connection would
+/// be tried in vain until it is given up, which takes much longer than the session's own silence.
 #[test]
 fn a_client_reaches_a_quic_server_that_began_anew() {
     peers::run(|| async {
@@ -378,7 +381,8 @@ impl Drop for Names {
     }
 }
 
-/// The variable of the environment by which the tests that need network namespaces fail where these cannot be made.
+/// The variable of the environment by which the tests that need network namespaces fail where these
+/// cannot be made.
 const REQUIRE: &str = "RPC_TESTS_REQUIRE_NETNS";
 
 fn is_required() -> bool {
@@ -401,7 +405,8 @@ fn ip(args: &str) -> Result<(), String> {
 }
 
 impl Wire {
-    /// `None`, and a word about it, where namespaces cannot be made; with [`REQUIRE`] that is a failure.
+    /// `None`, and a word about it, where namespaces cannot be made; with [`REQUIRE`] that is a
+    /// failure.
     fn new() -> Option<Self> {
         match Self::try_new() {
             Ok(wire) => Some(wire),
@@ -486,7 +491,7 @@ impl Place {
     }
 }
 
-/// How long the wire is out.
+/// Duration of the outage.
 const OUTAGE: Duration = Duration::from_secs(3);
 
 async fn a_session_outlives_a_short_outage(transport: Transport, _: Form) {

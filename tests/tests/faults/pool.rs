@@ -1,8 +1,8 @@
-//! A pool whose members are killed: client, server, relay, proxy hop and tracker, each at every moment that matters, over
-//! TCP, QUIC and Unix sockets.
+//! A pool whose members are killed: client, server, relay, proxy hop and tracker, each at every
+//! moment that matters, over TCP, QUIC and Unix sockets.
 //!
-//! Whatever dies: nothing hangs, an error names the hop that was lost, what the dead one held is free again at the tracker and at the servers,
-//! and the pool serves the next client.
+//! Whatever dies: nothing hangs, an error names the hop that was lost, what the dead one held is
+//! free again at the tracker and at the servers, and the pool serves the next client.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -233,7 +233,8 @@ fn board(pool: &Pool) -> String {
     format!("{}/board", pool.tracker.address().replace("tcp://", "tracker://"))
 }
 
-/// The client is not answered any more, and then the other one is dead. It goes on asking, and gets what there is then.
+/// The client is not answered any more, and then the other one is dead. It goes on asking, and gets
+/// what there is then.
 async fn dies_while_a_client_connects(pool: &mut Pool) {
     match pool.victim {
         Victim::Tracker => peers::signal(pool.tracker.pid(), Signal::STOP),

@@ -1,4 +1,5 @@
-//! What happens when processes die or stop, links are cut, and peers misbehave: with real processes and real sockets.
+//! Processes that die or stop, links that are cut, and peers that misbehave: with real processes
+//! and real sockets.
 
 use std::future::Future;
 use std::io::{Read as _, Write as _};
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use rpc_core::proto::{FrameHeader, Hello, Kind, Role};
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Result, RpcError, Session};
 use rpc_server::builtins::ServerInfo;
-use rpc_tests::scene::{BothForms, Form, on_thread, poll_once};
+use rpc_tests::harness::{BothForms, Form, on_thread, poll_once};
 use rpc_transports::{BlockingIo, ConnectError, Connector};
 use rustix::process::Signal;
 use tokio::task::JoinHandle;
@@ -96,7 +97,8 @@ fn quick() -> Connector {
     peers::connector().keep_alive(KEEP_ALIVE)
 }
 
-/// A client that notices that its peer was killed: where the system does not say so, by the silence.
+/// A client that notices that its peer was killed: where the system does not say so, by the
+/// silence.
 fn client(transport: Transport) -> Connector {
     if transport == Transport::Quic { quick() } else { peers::connector() }
 }
@@ -158,8 +160,8 @@ fn watch_copies(form: Form, session: &Session, tensor: RemoteTensor, copied: Arc
     Watched { what: ENDLESS, outcome: tokio::spawn(async move { (run.await, pace::now()) }) }
 }
 
-/// A session with all kinds of requests under way: running and queued calls on several lanes, copies that wait behind
-/// calls, and copies that move.
+/// A session with all kinds of requests under way: running and queued calls on several lanes,
+/// copies that wait behind calls, and copies that move.
 struct Busy {
     session: Session,
     pending: Vec<Watched>,
@@ -309,7 +311,8 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
     server.kill();
     let (outcome, at) = attempt.await.unwrap();
     let error = outcome.expect_err("no session").into_rpc_error();
-    // Of a server that dies before it has said anything no more is known than that there is no session.
+    // Of a server that dies before it has said anything no more is known than that there is no
+    // session.
     assert!([ErrorKind::PeerLost, ErrorKind::Refused].contains(&error.kind()), "{error}");
     let took = at.saturating_sub(since);
     assert!(took <= LIMIT, "given up after {took:?}");
@@ -449,10 +452,10 @@ mod a_child_process {
     }
 }
 
-/// How long a handshake may take in the tests of bad peers.
+/// Time limit of handshakes in the tests of bad peers.
 const HANDSHAKE: Duration = Duration::from_millis(500);
 
-/// What clocks and timers of different make may differ by.
+/// Difference between clocks and timers of different make.
 const SLACK: Duration = Duration::from_millis(10);
 
 /// A client that calls without end, and must never be disturbed.
@@ -533,7 +536,7 @@ fn misbehave(address: &str) {
         assert!(said.is_empty(), "{}", said.escape_ascii());
         assert!(took < HANDSHAKE, "noise was cut after {took:?}");
     }
-    // Whoever does not finish the handshake is cut when its time is up.
+    // A peer that does not finish the handshake is cut off when its time is up.
     let whole = peers::hello(&Hello::new(Role::Client));
     for part in [0, 3, 8, 20, whole.len() - 1] {
         let mut peer = RawPeer::connect(address);
@@ -543,7 +546,7 @@ fn misbehave(address: &str) {
         assert!(begun.elapsed() > HANDSHAKE - SLACK, "after {part} bytes it was cut after {:?}", begun.elapsed());
         assert!(took < HANDSHAKE + LIMIT, "after {part} bytes it was cut after {took:?}");
     }
-    // Whoever ends in the middle of it leaves nothing behind.
+    // A peer that ends in the middle of the handshake leaves nothing behind.
     for part in [0, 3, 20, whole.len()] {
         let mut peer = RawPeer::connect(address);
         peer.write(&whole[..part]);
@@ -616,7 +619,7 @@ fn sleep_request() -> Vec<u8> {
     [&[0x93, 0x01, 0xc0, 0x91, 0xa9][..], b"rpc.sleep"].concat()
 }
 
-/// What a server does to a client.
+/// Misbehaviour of a server towards a client.
 #[derive(Clone, Copy, Debug)]
 enum BadServer {
     SaysNothing,
@@ -712,7 +715,8 @@ async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
         let outcome = connect(form, quick().handshake_timeout(HANDSHAKE), &address).await;
         let error = outcome.expect_err("no session").into_rpc_error();
         let (took, waited) = (pace::since(since), begun.elapsed());
-        // A peer that closes with unread bytes resets the connection, which then looks like a broken link.
+        // A peer that closes with unread bytes resets the connection, which then looks like a
+        // broken link.
         let lost = error.kind() == ErrorKind::PeerLost && patience.is_zero() && !matches!(bad, BadServer::SpeaksHttp);
         assert!(error.kind() == kind || lost, "{bad:?}: {error}");
         assert!(error.peer().is_some(), "{bad:?}: {error}");
@@ -793,7 +797,8 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
     assert!(matches!(refused, ConnectError::Transport(_)), "{refused}");
 }
 
-/// Once, the next session waited for as long as a handshake may take, over a connection that led nowhere any more.
+/// Once, the next session waited for as long as a handshake may take, over a connection that led
+/// nowhere any more.
 #[test]
 fn a_quic_server_that_has_begun_anew_is_reached_over_a_new_connection() {
     peers::run(|| async {

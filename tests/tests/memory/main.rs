@@ -1,5 +1,6 @@
-//! What sessions and copies cost a server in memory and threads. The server is a process of its own, so the figures are its
-//! alone. They are printed: `cargo test -p rpc-tests --test memory -- --nocapture`.
+//! Memory and threads of a server for sessions and copies. The server is a process of its
+//! own, so the figures are its alone. They are printed: `cargo test -p rpc-tests --test memory --
+//! --nocapture`.
 
 // Failures are what tests are for.
 #![allow(clippy::unwrap_used)]
@@ -12,7 +13,7 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{FrameHeader, Hello, Kind, MAGIC, Role};
 use rpc_core::{DataType, Device, ErrorKind, RemoteTensor, Session};
-use rpc_tests::scene::on_thread;
+use rpc_tests::harness::on_thread;
 use rpc_transports::Connector;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

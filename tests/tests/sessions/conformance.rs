@@ -1,38 +1,59 @@
-//! The conformance suite over every kind of session. A new transport is one more line for each way to it.
+//! The conformance suite over every kind of session. A new transport is one more line for each way
+//! to it.
 
-use rpc_tests::conformance;
-use rpc_tests::fixture::Transport::{Quic, Tcp, Tls, Unix};
-use rpc_tests::fixture::{Local, Remote, Transport};
+use rpc_conformance::fixture::{Link, Local, Remote};
+use rpc_conformance::{clauses, conformance};
 
 /// The program that `exec:` addresses start.
-const ORIGIN: Transport = Transport::Exec(env!("CARGO_BIN_EXE_origin"));
+fn program() -> Link {
+    Link::program(env!("CARGO_BIN_EXE_origin"))
+}
 
-conformance!(local = Local::new());
-conformance!(local_with_a_runtime = Local::spawning());
-conformance!(memory = Remote::direct(Transport::Memory));
-conformance!(memory_through_a_hop = Remote::through(1, Transport::Memory));
-conformance!(tcp = Remote::direct(Transport::Tcp));
-conformance!(tcp_through_a_hop = Remote::through(1, Transport::Tcp));
-conformance!(tls = Remote::direct(Transport::Tls));
-conformance!(quic = Remote::direct(Transport::Quic));
-conformance!(quic_through_a_hop = Remote::through(1, Transport::Quic));
-conformance!(unix = Remote::direct(Transport::Unix));
-conformance!(unix_through_a_hop = Remote::through(1, Transport::Unix));
-conformance!(exec = Remote::direct(super::ORIGIN));
-conformance!(exec_through_a_hop = Remote::through(1, super::ORIGIN));
+/// Makes tests of the suite's clauses and of those about native modules.
+macro_rules! every_clause {
+    ($($name:ident = $fixture:expr;)*) => {$(
+        mod $name {
+            use super::*;
 
-// Two hops, and each transport behind each other one, and behind itself.
-conformance!(tcp_tcp_tls = Remote::along(&[Tcp, Tcp, Tls]));
-conformance!(tls_tcp_quic = Remote::along(&[Tls, Tcp, Quic]));
-conformance!(quic_tcp_unix = Remote::along(&[Quic, Tcp, Unix]));
-conformance!(unix_tls_tls = Remote::along(&[Unix, Tls, Tls]));
-conformance!(tls_quic_tls = Remote::along(&[Tls, Quic, Tls]));
-conformance!(tls_unix_quic = Remote::along(&[Tls, Unix, Quic]));
-conformance!(quic_quic_unix = Remote::along(&[Quic, Quic, Unix]));
-conformance!(unix_unix_tcp = Remote::along(&[Unix, Unix, Tcp]));
+            conformance!(contract = $fixture);
+            clauses! { modules = $fixture.registry(rpc_tests::native::registry), in rpc_tests;
+                native {
+                    functions_of_native_modules_are_functions
+                    native_code_calls_closures_of_the_client
+                }
+            }
+        }
+    )*};
+}
 
-// Four hops, likewise.
-conformance!(tcp_tcp_tls_tcp_quic = Remote::along(&[Tcp, Tcp, Tls, Tcp, Quic]));
-conformance!(quic_tcp_unix_tls_tls = Remote::along(&[Quic, Tcp, Unix, Tls, Tls]));
-conformance!(tls_quic_tls_unix_quic = Remote::along(&[Tls, Quic, Tls, Unix, Quic]));
-conformance!(quic_quic_unix_unix_tcp = Remote::along(&[Quic, Quic, Unix, Unix, Tcp]));
+every_clause! {
+    local = Local::new();
+    local_with_a_runtime = Local::spawning();
+    memory = Remote::direct(Link::memory());
+    memory_through_a_hop = Remote::through(1, Link::memory());
+    tcp = Remote::direct(Link::tcp());
+    tcp_through_a_hop = Remote::through(1, Link::tcp());
+    tls = Remote::direct(Link::tls());
+    quic = Remote::direct(Link::quic());
+    quic_through_a_hop = Remote::through(1, Link::quic());
+    unix = Remote::direct(Link::unix());
+    unix_through_a_hop = Remote::through(1, Link::unix());
+    exec = Remote::direct(program());
+    exec_through_a_hop = Remote::through(1, program());
+
+    // Two hops, and each transport behind each other one, and behind itself.
+    tcp_tcp_tls = Remote::along([Link::tcp(), Link::tcp(), Link::tls()]);
+    tls_tcp_quic = Remote::along([Link::tls(), Link::tcp(), Link::quic()]);
+    quic_tcp_unix = Remote::along([Link::quic(), Link::tcp(), Link::unix()]);
+    unix_tls_tls = Remote::along([Link::unix(), Link::tls(), Link::tls()]);
+    tls_quic_tls = Remote::along([Link::tls(), Link::quic(), Link::tls()]);
+    tls_unix_quic = Remote::along([Link::tls(), Link::unix(), Link::quic()]);
+    quic_quic_unix = Remote::along([Link::quic(), Link::quic(), Link::unix()]);
+    unix_unix_tcp = Remote::along([Link::unix(), Link::unix(), Link::tcp()]);
+
+    // Four hops, likewise.
+    tcp_tcp_tls_tcp_quic = Remote::along([Link::tcp(), Link::tcp(), Link::tls(), Link::tcp(), Link::quic()]);
+    quic_tcp_unix_tls_tls = Remote::along([Link::quic(), Link::tcp(), Link::unix(), Link::tls(), Link::tls()]);
+    tls_quic_tls_unix_quic = Remote::along([Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()]);
+    quic_quic_unix_unix_tcp = Remote::along([Link::quic(), Link::quic(), Link::unix(), Link::unix(), Link::tcp()]);
+}

@@ -1,4 +1,5 @@
-//! Tests of sessions: the conformance suite over every kind of session, placed graphs, and modules of TVM-FFI.
+//! Tests of sessions: the conformance suite over every kind of session, placed graphs, and modules
+//! of TVM-FFI.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 

@@ -1,4 +1,5 @@
-//! Modules of TVM-FFI, in a session of this process: which values cross, and what tensors, functions and errors become.
+//! Modules of TVM-FFI, in a session of this process: which values cross, and what tensors,
+//! functions and errors become.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -527,9 +528,11 @@ fn functions_see_the_streams_of_their_lane() {
     session.set_stream(first, Some(&own)).lane(Lane(3)).wait().unwrap();
     let handle = seen(first, Lane(3));
     assert!(!DEFAULT_STREAMS.contains(&handle) && handle != 0);
-    // What the function submits there comes behind what the session has done, and in front of what it does later.
+    // What the function submits there comes behind what the session has done, and in front of what
+    // it does later.
     assert_eq!(take_waits(handle), [(handle, DEFAULT_STREAMS[0]), (DEFAULT_STREAMS[0], handle)]);
-    // A function that is called back comes behind what was submitted before, and in front of what is later.
+    // A function that is called back comes behind what was submitted before, and in front of what
+    // is later.
     let apply = module.function("apply").wait().unwrap();
     let called_back = session.get_function("called_back").wait().unwrap();
     assert_eq!(apply.call::<i64>((&called_back, first)).lane(Lane(3)).wait().unwrap(), 7);

@@ -5,7 +5,8 @@ use super::program::Kind;
 use super::session::Fault;
 use super::slot::{ModelTensor, Slot, Trouble, WRONG};
 
-/// A collective among the members of one scope: what the output holds on each, or why it is poisoned.
+/// A collective among the members of one scope: what the output holds on each, or why it is
+/// poisoned.
 pub(crate) fn collective(
     kind: Kind,
     members: &[u32],

@@ -81,7 +81,7 @@ impl Data {
         .unwrap()
     }
 
-    /// What can be compared: one NaN is like another.
+    /// Returns a form that can be compared: one NaN is like another.
     pub(crate) fn bits(&self) -> Vec<u64> {
         match self {
             Self::F32(data) => {

@@ -1,4 +1,4 @@
-//! What should happen: a program step by step, one worker after the other.
+//! The interpreter: a program step by step, one worker after the other.
 
 use std::collections::HashMap;
 
@@ -29,7 +29,7 @@ pub(crate) struct Model {
     pub(crate) vars: Vec<Vec<Slot>>,
     pub(crate) untold: Vec<Fault>,
     pub(crate) trace: Vec<Seen>,
-    /// How often each collective among several workers has moved data, and has failed.
+    /// Number of times that each collective among several workers has moved data, and has failed.
     pub(crate) collectives: HashMap<&'static str, [u32; 2]>,
 }
 
@@ -157,7 +157,7 @@ impl Model {
         self.trace.push(Seen::Failures(told));
     }
 
-    /// What a look at a variable on a worker gives, which fails as this command.
+    /// Returns the value of a variable on a worker, or the failure of this command.
     pub(crate) fn look(&mut self, var: usize, worker: u32, tensor_only: Option<&'static str>) {
         let slot = &self.vars[var][worker as usize];
         let seen = match (slot, tensor_only) {

@@ -1,9 +1,11 @@
-//! Random programs against a plain interpreter: what a session's workers hold and what fails on them is what a program says that goes through
-//! the workers one after the other, whatever the launch.
+//! Random programs against a plain interpreter: what a session's workers hold and what fails on
+//! them is what a program says that goes through the workers one after the other, whatever the
+//! launch.
 //!
-//! The interpreter knows the rules of the documentation and no others: values follow from commands in their order, a failure poisons what should
-//! have been set and is told once, and a collective with an input that failed gives nobody an output. Reductions fold in the order of ranks, so
-//! that floats agree to the bit; only NaNs count as equal to each other.
+//! The interpreter knows the rules of the documentation and no others: values follow from commands
+//! in their order, a failure poisons what should have been set and is told once, and a collective
+//! with an input that failed gives nobody an output. Reductions fold in the order of ranks, so that
+//! floats agree to the bit; only NaNs count as equal to each other.
 //!
 //! `PROPTEST_CASES` says how many programs are tried.
 

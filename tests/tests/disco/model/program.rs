@@ -254,7 +254,8 @@ pub(crate) fn program() -> impl Strategy<Value = Program> {
     let step = (step(), proptest::option::weighted(0.9, scope()));
     (shape, proptest::collection::vec(step, 1..30)).prop_map(|(shape, steps)| {
         let steps = steps.into_iter().map(|(step, scope)| match (step, scope) {
-            // As many parts as workers: what a reduce_scatter needs, and few layouts have by chance.
+            // As many parts as workers: what a reduce_scatter needs, and few layouts have by
+            // chance.
             (Step::Fill { layout, seed }, Some(scope)) if layout.len() < 100 => {
                 Step::Fill { layout: scattered(&layout, shape, scope), seed }
             }

@@ -1,4 +1,4 @@
-//! What really happens: a program on a session, and what can be seen of it.
+//! A program on a real session, and what can be observed of it.
 
 use disco::{Content, DRef, DiscoError, DiscoSession, Failure, WorkerId};
 use rpc_core::{DataType, ErrorKind, Tensor, Value};
@@ -6,7 +6,7 @@ use rpc_core::{DataType, ErrorKind, Tensor, Value};
 use super::data::Data;
 use super::program::{Kind, Program, Step, between, scattered, uses_variable};
 
-/// What can be seen of a session.
+/// Observations of a session.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Seen {
     Null,

@@ -1,4 +1,4 @@
-//! What a worker's variable holds in the interpreter, and why it may hold nothing.
+//! A worker's variable in the interpreter: its value, or the reason why it has none.
 
 use std::cell::RefCell;
 use std::rc::Rc;

@@ -60,8 +60,9 @@ pub fn run_on<F: Future<Output = ()>>(workers: usize, body: impl FnOnce() -> F +
     }
 }
 
-/// As [`run`], for what has peers that soon take others for dead. On a machine where a call of a server that is well takes half of [`DEAD`] or
-/// more, others are silent for no fault of theirs: that somebody was lost there says nothing, and the test is run again.
+/// As [`run`], for what has peers that soon take others for dead. On a machine where a call of a
+/// server that is well takes half of [`DEAD`] or more, others are silent for no fault of theirs:
+/// that somebody was lost there says nothing, and the test is run again.
 pub fn run_where_silence_counts<F: Future<Output = ()>>(body: impl Fn() -> F + Send + Sync + 'static) {
     const ATTEMPTS: usize = 4;
     let body = Arc::new(body);
@@ -80,7 +81,7 @@ pub fn run_where_silence_counts<F: Future<Output = ()>>(body: impl Fn() -> F + S
     }
 }
 
-/// What is listened on.
+/// Transport that is listened on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
     Tcp,
@@ -99,7 +100,8 @@ impl Transport {
         }
     }
 
-    /// What a peer is that was killed: the system says so over a stream, and nobody does over QUIC.
+    /// Returns the error for a peer that was killed: the system reports it over a stream, and
+    /// nothing does over QUIC.
     pub fn end_of_the_killed(self) -> ErrorKind {
         if self == Self::Quic { ErrorKind::PeerSilent } else { ErrorKind::PeerLost }
     }
@@ -131,8 +133,8 @@ pub struct ServerPeer {
 }
 
 impl ServerPeer {
-    /// A server with the default settings of the project, which forwards to anywhere. Over QUIC, where nobody says that a
-    /// client was killed, it is as quick as [`KEEP_ALIVE`].
+    /// A server with the default settings of the project, which forwards to anywhere. Over QUIC,
+    /// where nobody says that a client was killed, it is as quick as [`KEEP_ALIVE`].
     pub fn start(transport: Transport) -> Self {
         match transport {
             Transport::Quic => Self::quick(transport),
@@ -201,7 +203,8 @@ impl ServerPeer {
         self.child.kill().unwrap();
     }
 
-    /// Returns when the system has taken back everything of a process that was killed, its port too.
+    /// Returns when the system has taken back everything of a process that was killed, its port
+    /// too.
     pub fn exit(&mut self) {
         self.child.wait().unwrap();
     }
@@ -210,7 +213,7 @@ impl ServerPeer {
         signal(self.pid(), with);
     }
 
-    /// How the process ended, as it does within [`LIMIT`].
+    /// Returns the exit status of the process, which ends within [`LIMIT`].
     pub fn exit_code(&mut self) -> Option<i32> {
         let since = pace::now();
         loop {
@@ -264,7 +267,7 @@ impl TrackerPeer {
         &self.address
     }
 
-    /// Where its page is, if it has one.
+    /// Address of its page, if it has one.
     pub fn page(&self) -> Option<&str> {
         self.page.as_deref()
     }
@@ -286,8 +289,8 @@ impl Drop for TrackerPeer {
     }
 }
 
-/// A client in a process of its own, which holds so many objects and a tensor of so many bytes. It is killed when this is
-/// dropped.
+/// A client in a process of its own, which holds so many objects and a tensor of so many bytes. It
+/// is killed when this is dropped.
 pub struct ClientPeer {
     child: Child,
     stdin: ChildStdin,
@@ -311,7 +314,8 @@ impl ClientPeer {
         Self::spawn("async", address, 0, 0, &[])
     }
 
-    /// On a machine that is very busy its server may give it up before it has begun, which is not what is tested.
+    /// On a machine that is very busy its server may give it up before it has begun, which is not
+    /// what is tested.
     fn with(form: &str, address: &str, objects: u64, bytes: u64, flags: &[&str]) -> Self {
         let mut attempts = (0..5).map(|_| Self::try_with(form, address, objects, bytes, flags));
         attempts.find_map(|attempt| attempt).expect("the client says who serves it")
@@ -345,7 +349,7 @@ impl ClientPeer {
         signal(self.child.id(), with);
     }
 
-    /// How its session has ended, in its own view. Returns when it has.
+    /// Waits for the end of its session, and returns the cause as the peer sees it.
     pub fn reason(&mut self) -> String {
         self.stdin.write_all(b"\n").unwrap();
         self.line()
@@ -371,7 +375,7 @@ pub fn signal(pid: u32, signal: Signal) {
     }
 }
 
-/// Whether a process runs; one that is dead and not yet reaped does not.
+/// Returns true if a process runs; one that is dead and not yet reaped does not.
 pub fn is_running(pid: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     let state = stat.rsplit(')').next().unwrap().trim_start();
@@ -419,7 +423,7 @@ impl Calls {
         function.call(args).concurrent().await.unwrap()
     }
 
-    /// What all sessions of the server hold.
+    /// Returns what all sessions of the server hold.
     pub async fn info(&self) -> ServerInfo {
         let Pack(info) = self.run("rpc.info", ()).await;
         info
@@ -515,7 +519,7 @@ impl RawPeer {
 
 /// Magic and hello.
 pub fn hello(hello: &Hello) -> Vec<u8> {
-    // What a side that proves nothing says of itself.
+    // Identity message of a side that proves nothing.
     let hello = Hello { identities: vec!["none".into()], ..hello.clone() };
     let body = Packed::encode(&hello).unwrap().as_bytes().to_vec();
     let mut bytes = MAGIC.to_vec();

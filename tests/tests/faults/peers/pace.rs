@@ -1,10 +1,12 @@
 //! Time as those see it who are well: a control beside what is measured.
 //!
-//! That a peer's end is known within a second is a promise of machines that are not busy with something else. On those that
-//! are, everything takes longer: timers fire late, processes wait for their turn. So a limit is measured in beats: each is a
-//! pause and then a call of a server in a process of its own, which is well all the time. What slows the measured slows the
-//! beats, and a limit that holds in beats is one that a machine which is not busy keeps by the clock. The pace is never ahead of
-//! the clock, and behind it by the time of the calls alone, a twentieth or so, when there is nothing else to do.
+//! That a peer's end is known within a second is a promise of machines that are not busy with
+//! something else. On those that are, everything takes longer: timers fire late, processes wait for
+//! their turn. So a limit is measured in beats: each is a pause and then a call of a server in a
+//! process of its own, which is well all the time. What slows the measured slows the beats, and a
+//! limit that holds in beats is one that a machine which is not busy keeps by the clock. The pace
+//! is never ahead of the clock, and behind it by the time of the calls alone, a twentieth or so,
+//! when there is nothing else to do.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{LazyLock, Mutex};
@@ -62,7 +64,7 @@ pub fn worst_since(begun: Instant) -> Duration {
     slow.iter().filter(|(ended, _)| *ended > begun).map(|(_, took)| *took).max().unwrap_or_default()
 }
 
-/// How long ago `then` was, which is what [`now`] gave.
+/// Returns the time since `then`, which [`now`] gave.
 pub fn since(then: Duration) -> Duration {
     now().saturating_sub(then)
 }

@@ -1,4 +1,5 @@
-//! Peers that write whatever they like, asynchronously and over any transport; and what is said to them.
+//! Peers that write whatever they like, asynchronously and over any transport; and what is said to
+//! them.
 
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::site::{Site, soon};
 
-/// How soon something is over that may take a second, with room for a slow machine.
+/// Time limit of what may take a second, with room for a slow machine.
 pub const OVER: Duration = Duration::from_secs(6);
 
 /// A peer that writes whatever it likes.
@@ -107,7 +108,7 @@ pub fn error_in(body: &[u8]) -> RpcError {
     decode_reply(true, body, Bytes::new()).unwrap().unwrap_err()
 }
 
-/// What the server said last: the error of a `Reject` or a `Close`.
+/// Returns the server's last error: that of a `Reject` or a `Close`.
 pub fn last_word(said: &[u8]) -> Option<RpcError> {
     let last = frames(said).into_iter().rfind(|(header, _)| matches!(header.kind, Kind::Reject | Kind::Close));
     last.filter(|(_, body)| !body.is_empty()).map(|(_, body)| error_in(body))
@@ -129,7 +130,8 @@ pub fn function_in(body: &[u8]) -> Handle {
     reply.handles()[0]
 }
 
-/// Writes a byte now and then, often enough never to seem dead; or nothing, and stays. Ends when all was written.
+/// Writes a byte now and then, often enough never to seem dead; or nothing, and stays. Ends when
+/// all was written.
 pub async fn trickle(io: &mut (impl AsyncWrite + Unpin + ?Sized), bytes: &[u8]) {
     for byte in bytes {
         if io.write_all(&[*byte]).await.is_err() || io.flush().await.is_err() {

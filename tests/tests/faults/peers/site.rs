@@ -1,4 +1,5 @@
-//! Servers in the test's own process, each with an authority of its own, and the good clients that they serve.
+//! Servers in the test's own process, each with an authority of its own, and the good clients that
+//! they serve.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -8,13 +8,14 @@ use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::value::Reference;
 use rpc_core::{DataType, Device, Lane, Operation, Pending, Request, Value};
 
-use crate::scene::{Counter, Kit, Scene, poll_once};
+use crate::harness::{Counter, Harness, TestClient, poll_once};
 
-/// Calls that fill places of the queue until they are dropped, each on a lane of its own. All of them are running.
-async fn fill(kit: &Kit<'_>, places: i64, started: &Counter<'_>, ended: &Counter<'_>) -> Vec<Pending<i64>> {
+/// Calls that fill places of the queue until they are dropped, each on a lane of its own. All of
+/// them are running.
+async fn fill(client: &TestClient<'_>, places: i64, started: &Counter<'_>, ended: &Counter<'_>) -> Vec<Pending<i64>> {
     let mut held = Vec::new();
     for place in 0..places {
-        held.push(kit.call("hold", (&started.object, &ended.object)).lane(Lane(100 + place as u32)).start());
+        held.push(client.call("hold", (&started.object, &ended.object)).lane(Lane(100 + place as u32)).start());
         // There must be room for one that asks.
         started.reach(place + 1).await;
     }
@@ -22,12 +23,12 @@ async fn fill(kit: &Kit<'_>, places: i64, started: &Counter<'_>, ended: &Counter
 }
 
 /// Ten thousand calls through a queue of sixteen: each completes exactly once, and in order.
-pub async fn ten_thousand_calls_pass_a_small_queue_once_each(scene: &Scene) {
-    let kit = scene.kit_with(scene.narrow(16)).await;
-    let journal = kit.journal().await;
+pub async fn ten_thousand_calls_pass_a_small_queue_once_each(harness: &Harness) {
+    let client = harness.client_with(harness.narrow(16)).await;
+    let journal = client.journal().await;
     let pushes = ["journal.push", "journal.push.blocking", "journal.push.async"];
     let calls: Vec<_> = (0..10_000_i64)
-        .map(|entry| kit.call::<()>(pushes[(entry / 500 % 3) as usize], (&journal.object, entry)).start())
+        .map(|entry| client.call::<()>(pushes[(entry / 500 % 3) as usize], (&journal.object, entry)).start())
         .collect();
     for call in calls {
         call.await.unwrap();
@@ -36,12 +37,12 @@ pub async fn ten_thousand_calls_pass_a_small_queue_once_each(scene: &Scene) {
 }
 
 /// Each reply goes to the request that it answers, whatever the order in which they complete.
-pub async fn each_reply_goes_to_its_request(scene: &Scene) {
-    let kit = scene.kit().await;
+pub async fn each_reply_goes_to_its_request(harness: &Harness) {
+    let client = harness.client().await;
     let echoes = ["echo", "echo.blocking", "echo.async"];
     let calls: Vec<_> = (0..600_i64)
         .map(|n| {
-            let call = kit
+            let call = client
                 .call::<(i64, String)>(echoes[(n % 3) as usize], (Value::List(vec![n.into(), n.to_string().into()]),));
             call.lane(if n % 4 == 0 { Lane::CONCURRENT } else { Lane(n as u32 % 5) }).start()
         })
@@ -52,13 +53,13 @@ pub async fn each_reply_goes_to_its_request(scene: &Scene) {
 }
 
 /// A full queue delays admission; it loses nothing, and admits again as soon as there is room.
-pub async fn a_full_queue_delays_admission_and_resumes(scene: &Scene) {
-    let kit = scene.kit_with(scene.narrow(8)).await;
-    let (started, ended, count) = (kit.counter().await, kit.counter().await, kit.counter().await);
-    let held = fill(&kit, 7, &started, &ended).await;
-    let last = kit.call::<i64>("hold", (&started.object, &ended.object)).start();
+pub async fn a_full_queue_delays_admission_and_resumes(harness: &Harness) {
+    let client = harness.client_with(harness.narrow(8)).await;
+    let (started, ended, count) = (client.counter().await, client.counter().await, client.counter().await);
+    let held = fill(&client, 7, &started, &ended).await;
+    let last = client.call::<i64>("hold", (&started.object, &ended.object)).start();
     let mut calls: Vec<_> =
-        (0..2000).map(|_| kit.call::<i64>("counter.add.blocking", (&count.object, 1)).start()).collect();
+        (0..2000).map(|_| client.call::<i64>("counter.add.blocking", (&count.object, 1)).start()).collect();
     // Hops have room of their own, but not for so many.
     let late = calls.last_mut().unwrap();
     assert!(
@@ -78,14 +79,15 @@ pub async fn a_full_queue_delays_admission_and_resumes(scene: &Scene) {
 
 /// A long queue of calls on lanes of their own, all of which find room one after the other.
 ///
-/// The local session once admitted each from within the completion of the one before, and ran out of stack.
-pub async fn a_long_queue_of_concurrent_calls_is_admitted(scene: &Scene) {
-    let kit = scene.kit_with(scene.narrow(8)).await;
-    let (started, ended, count) = (kit.counter().await, kit.counter().await, kit.counter().await);
-    let held = fill(&kit, 7, &started, &ended).await;
-    let last = kit.call::<i64>("hold", (&started.object, &ended.object)).start();
+/// The local session once admitted each from within the completion of the one before, and ran out
+/// of stack.
+pub async fn a_long_queue_of_concurrent_calls_is_admitted(harness: &Harness) {
+    let client = harness.client_with(harness.narrow(8)).await;
+    let (started, ended, count) = (client.counter().await, client.counter().await, client.counter().await);
+    let held = fill(&client, 7, &started, &ended).await;
+    let last = client.call::<i64>("hold", (&started.object, &ended.object)).start();
     let calls: Vec<_> =
-        (0..10_000).map(|_| kit.call::<i64>("counter.add", (&count.object, 1)).concurrent().start()).collect();
+        (0..10_000).map(|_| client.call::<i64>("counter.add", (&count.object, 1)).concurrent().start()).collect();
     drop((held, last));
     for call in calls {
         call.await.unwrap();
@@ -94,48 +96,50 @@ pub async fn a_long_queue_of_concurrent_calls_is_admitted(scene: &Scene) {
 }
 
 /// The queue is bounded in bytes, too.
-pub async fn a_queue_that_is_full_of_bytes_delays_admission(scene: &Scene) {
-    let mut limits = scene.narrow(10_000);
+pub async fn a_queue_that_is_full_of_bytes_delays_admission(harness: &Harness) {
+    let mut limits = harness.narrow(10_000);
     limits.max_queued_bytes = 1 << 20;
-    let kit = scene.kit_with(limits).await;
-    let gate = kit.gate().await;
+    let client = harness.client_with(limits).await;
+    let gate = client.gate().await;
     let held = gate.wait(Lane::DEFAULT);
     gate.reach(1).await;
     let large = Bytes::from(vec![7; 256 << 10]);
-    let mut calls: Vec<_> = (0..256).map(|_| kit.call::<Bytes>("echo", (large.clone(),)).start()).collect();
+    let mut calls: Vec<_> = (0..256).map(|_| client.call::<Bytes>("echo", (large.clone(),)).start()).collect();
     let late = calls.last_mut().unwrap();
     assert!(poll_once(&mut Box::pin(late.admitted())).is_none(), "64 MiB were admitted to a queue of one");
-    // What needs no room among the bytes still gets through, unless it waits behind those that do.
+    // A request that needs no room among the bytes still gets through, unless it waits behind those
+    // that do.
     drop(calls.split_off(2));
     gate.open().await;
-    kit.get(held).await;
+    client.get(held).await;
     for call in calls {
         assert_eq!(call.await.unwrap(), large);
     }
-    kit.works().await;
+    client.works().await;
 }
 
 /// A request that is larger than the whole queue is admitted by itself.
-pub async fn a_request_larger_than_the_queue_is_admitted_alone(scene: &Scene) {
-    let mut limits = scene.narrow(100);
+pub async fn a_request_larger_than_the_queue_is_admitted_alone(harness: &Harness) {
+    let mut limits = harness.narrow(100);
     limits.max_queued_bytes = 64 << 10;
-    let kit = scene.kit_with(limits).await;
+    let client = harness.client_with(limits).await;
     let large = Bytes::from(vec![9; 3 << 20]);
-    let calls: Vec<_> = (0..4).map(|_| kit.call::<Bytes>("echo.blocking", (large.clone(),)).start()).collect();
+    let calls: Vec<_> = (0..4).map(|_| client.call::<Bytes>("echo.blocking", (large.clone(),)).start()).collect();
     for call in calls {
         assert_eq!(call.await.unwrap(), large);
     }
-    kit.works().await;
+    client.works().await;
 }
 
 /// Requests that are dropped while they wait for room never run, and those behind them move up.
-pub async fn requests_dropped_while_they_wait_for_room_never_run(scene: &Scene) {
-    let kit = scene.kit_with(scene.narrow(8)).await;
-    let (started, ended, journal) = (kit.counter().await, kit.counter().await, kit.journal().await);
-    let held = fill(&kit, 7, &started, &ended).await;
-    let last = kit.call::<i64>("hold", (&started.object, &ended.object)).start();
-    let mut calls: Vec<_> =
-        (0..1000_i64).map(|entry| (entry, kit.call::<()>("journal.push", (&journal.object, entry)).start())).collect();
+pub async fn requests_dropped_while_they_wait_for_room_never_run(harness: &Harness) {
+    let client = harness.client_with(harness.narrow(8)).await;
+    let (started, ended, journal) = (client.counter().await, client.counter().await, client.journal().await);
+    let held = fill(&client, 7, &started, &ended).await;
+    let last = client.call::<i64>("hold", (&started.object, &ended.object)).start();
+    let mut calls: Vec<_> = (0..1000_i64)
+        .map(|entry| (entry, client.call::<()>("journal.push", (&journal.object, entry)).start()))
+        .collect();
     calls.retain(|(entry, _)| entry % 10 == 3);
     drop((held, last));
     let mut kept = Vec::new();
@@ -145,7 +149,7 @@ pub async fn requests_dropped_while_they_wait_for_room_never_run(scene: &Scene) 
     }
     let entries = journal.entries().await;
     // A request that was on its way to a remote origin may have begun there.
-    match scene.hops() {
+    match harness.hops() {
         0 => assert_eq!(entries, kept),
         _ => assert!(kept.iter().all(|entry| entries.contains(entry)) && entries.len() < 500, "{} ran", entries.len()),
     }
@@ -162,14 +166,14 @@ impl ReplySink for Replies {
     }
 }
 
-/// Every request gets exactly one terminal reply: those that succeed, those that fail, and those that are cancelled
-/// before they begin, while they run, and after they are done.
-pub async fn every_request_gets_exactly_one_reply(scene: &Scene) {
-    let kit = scene.kit().await;
-    let (gate, replies) = (kit.gate().await, Arc::<Replies>::default());
+/// Every request gets exactly one terminal reply: those that succeed, those that fail, and those
+/// that are cancelled before they begin, while they run, and after they are done.
+pub async fn every_request_gets_exactly_one_reply(harness: &Harness) {
+    let client = harness.client().await;
+    let (gate, replies) = (client.gate().await, Arc::<Replies>::default());
     let submit = |name: &str, args: Vec<Value>, lane| {
-        let call = Operation::Call { function: kit.function(name).handle(), args };
-        kit.session.shared().submit(Request::new(call).on(lane)).reply()
+        let call = Operation::Call { function: client.function(name).handle(), args };
+        client.session.shared().submit(Request::new(call).on(lane)).reply()
     };
     let gate_arg = vec![Value::Object(Reference::Object(gate.object.handle()))];
     let mut cancellers = Vec::new();
@@ -191,22 +195,23 @@ pub async fn every_request_gets_exactly_one_reply(scene: &Scene) {
     }
     gate.open().await;
     let complete = || async { replies.by_token.lock().unwrap().len() == 300 };
-    crate::scene::eventually("a reply to each request", complete).await;
-    kit.works().await;
+    crate::harness::eventually("a reply to each request", complete).await;
+    client.works().await;
     cancellers.iter().for_each(rpc_core::reply::Canceller::cancel);
-    kit.works().await;
+    client.works().await;
     for (token, outcomes) in &*replies.by_token.lock().unwrap() {
         assert_eq!(outcomes.len(), 1, "request {token} got {outcomes:?}");
     }
 }
 
-/// Reads and writes count as requests like any other: many tensors can be filled at once through a small queue.
-pub async fn copies_pass_a_small_queue(scene: &Scene) {
-    let mut limits = scene.narrow(4);
+/// Reads and writes count as requests like any other: many tensors can be filled at once through a
+/// small queue.
+pub async fn copies_pass_a_small_queue(harness: &Harness) {
+    let mut limits = harness.narrow(4);
     limits.max_queued_bytes = 1 << 20;
-    let kit = scene.kit_with(limits).await;
-    let tensor = kit.get(kit.session.alloc(Device::cpu(), DataType::U8, &[12 << 20])).await;
+    let client = harness.client_with(limits).await;
+    let tensor = client.get(client.session.alloc(Device::cpu(), DataType::U8, &[12 << 20])).await;
     let data: Bytes = (0..12_u32 << 20).map(|at| (at % 253) as u8).collect::<Vec<_>>().into();
-    kit.get(kit.session.copy_to_remote(&tensor, data.clone())).await;
-    assert!(kit.get(kit.session.copy_from_remote(&tensor)).await == data);
+    client.get(client.session.copy_to_remote(&tensor, data.clone())).await;
+    assert!(client.get(client.session.copy_from_remote(&tensor)).await == data);
 }

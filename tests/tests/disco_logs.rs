@@ -1,4 +1,7 @@
-//! What workers log comes to the controller.
+//! Log lines of workers, which come to the controller. The subscriber is the process's, so that this
+//! test has a process of its own.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
@@ -41,11 +44,10 @@ impl MakeWriter<'_> for Lines {
 
 fn say(session: &DiscoSession, by: &str, what: &str) {
     session.get_global_func(by).unwrap().call((what,)).unwrap();
-    // What was logged before comes before.
+    // Earlier lines come earlier.
     session.sync_all().wait().unwrap();
 }
 
-/// The only test of the program, because the subscriber is the program's.
 #[test]
 fn lines_of_workers_come_with_their_numbers_unless_they_are_turned_off() {
     let lines = Lines::default();

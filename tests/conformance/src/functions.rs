@@ -1,7 +1,8 @@
 //! The functions that the origin of a session under test serves.
 //!
-//! Whatever a test needs to control at the origin (gates, counters, journals) is an object of the session and is worked
-//! through functions, because the origin may be another process, several hops away.
+//! Each thing that a test controls at the origin (gates, counters, journals) is an object of the
+//! session and is worked through functions, because the origin may be another process, several hops
+//! away.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -18,8 +19,6 @@ use rpc_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::tvm_ffi;
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -27,9 +26,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A struct that travels packed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Point {
-    /// Where it is.
+    /// Coordinates.
     pub at: (f64, f64),
-    /// What it is called.
+    /// Name.
     pub label: String,
     /// Anything else.
     pub tags: Vec<Option<u8>>,
@@ -126,7 +125,7 @@ impl Counter {
     }
 }
 
-/// What happened, in order.
+/// Events, in order.
 #[derive(Debug, Default)]
 pub struct Journal(Mutex<Vec<i64>>);
 
@@ -149,8 +148,8 @@ impl Drop for Probe {
     }
 }
 
-/// How many [`Tagged`] objects of each tag this process holds: seen by all its sessions, so that one can tell what is
-/// left of another that has ended.
+/// Number of [`Tagged`] objects of each tag that this process holds: seen by all its sessions, so
+/// that one can tell what is left of another that has ended.
 static ALIVE: LazyLock<Mutex<HashMap<String, i64>>> = LazyLock::new(Mutex::default);
 
 /// An object that other sessions of the process can count.
@@ -180,8 +179,8 @@ impl Drop for Grenade {
     }
 }
 
-/// Runs until nobody waits for the call any more: a call that fills a place in a queue and can be ended while the queue
-/// is full, when no other call could be admitted to end it.
+/// Runs until nobody waits for the call any more: a call that fills a place in a queue and can be
+/// ended while the queue is full, when no other call could be admitted to end it.
 fn hold(context: &Context) {
     while !context.is_cancelled() {
         std::thread::sleep(Duration::from_millis(1));
@@ -207,9 +206,6 @@ pub fn registry() -> Registry {
         .add_inline("negate", |x: i64| -x)
         .add_async("half", |x: f64| async move { x / 2.0 });
     registry.add_module(Arc::new(module));
-    if let Some(environment) = tvm_ffi::find() {
-        registry.add_loader(Arc::new(environment.tvm_ffi()));
-    }
     registry
 }
 
@@ -250,7 +246,7 @@ fn control(registry: &Registry) {
     registry.add_async("gate.wait_async", |Shared(gate): Shared<Gate>| async move { gate.wait_async().await });
     registry.add_inline("gate.open", |Shared(gate): Shared<Gate>| gate.open());
     registry.add("gate.reach", |Shared(gate): Shared<Gate>, calls: i64| gate.reach(calls));
-    // What comes after the gate shows whether a discarded result is freed.
+    // The objects made after the gate show whether a discarded result is freed.
     registry.add("gate.probes", |Shared(gate): Shared<Gate>, Shared(dropped): Shared<Counter>, count: i64| {
         gate.wait();
         probes(&dropped, count)

@@ -1,27 +1,11 @@
-//! The contract of [`RpcSession`](rpc_core::RpcSession), clause by clause.
-//!
-//! Each clause is a function over a [`Scene`](crate::scene::Scene) and is named after the behaviour that it asks for.
-//! [`conformance!`](macro@crate::conformance) makes tests of all of them for one fixture, in both forms.
+//! The list of all clauses, and the macros that make tests of them.
 
-pub mod callbacks;
-pub mod copies;
-pub mod deadlines;
-pub mod ends;
-pub mod errors;
-pub mod functions;
-pub mod handles;
-pub mod modules;
-pub mod native;
-pub mod order;
-pub mod pipelining;
-pub mod tensors;
-pub mod threads;
-
-/// All clauses as tests, for the fixture that an expression makes: `conformance!(local = Local::new())`.
+/// Makes a module of tests, two for each clause, over the fixture that an expression makes. See the
+/// [crate](crate#examples).
 #[macro_export]
 macro_rules! conformance {
     ($name:ident = $fixture:expr) => {
-        $crate::clauses! { $name = $fixture;
+        $crate::clauses! { $name = $fixture, in $crate::clauses;
             functions {
                 a_function_is_found_by_its_name_and_called
                 an_unknown_function_is_not_found_at_the_origin
@@ -153,11 +137,6 @@ macro_rules! conformance {
                 a_function_outlives_the_reference_to_its_module
                 what_there_is_not_is_not_found
             }
-            native {
-                functions_of_native_modules_are_functions
-                native_code_calls_closures_of_the_client
-                a_compiled_model_gives_the_numbers_that_it_gives_at_home
-            }
             threads {
                 a_blocking_form_inside_a_runtime_is_misuse
                 several_threads_share_one_session
@@ -178,13 +157,16 @@ macro_rules! conformance {
     };
 }
 
-/// One module of tests for each clause.
-#[doc(hidden)]
+/// Makes tests of the listed clauses, which are functions in modules of `in PATH`: for clauses of
+/// your own.
+///
+/// A clause is an `async fn(&Harness)`. The module of tests bears the name before `=`.
 #[macro_export]
 macro_rules! clauses {
-    ($name:ident = $fixture:expr; $($module:ident { $($clause:ident)* })*) => {
+    ($name:ident = $fixture:expr, in $clauses:path; $($module:ident { $($clause:ident)* })*) => {
         mod $name {
             use super::*;
+            use $clauses as listed;
 
             fn fixture() -> std::sync::Arc<dyn $crate::fixture::Fixture> {
                 std::sync::Arc::new($fixture)
@@ -192,22 +174,22 @@ macro_rules! clauses {
 
             $(mod $module {
                 $(mod $clause {
-                    fn run(form: $crate::scene::Form) {
+                    fn run(form: $crate::harness::Form) {
                         let name = concat!(stringify!($name), "::", stringify!($module), "::", stringify!($clause));
                         let fixture = super::super::fixture;
-                        $crate::scene::run(name, fixture, form, |scene| {
-                            Box::pin($crate::conformance::$module::$clause(scene))
+                        $crate::harness::run(name, fixture, form, |harness| {
+                            Box::pin(super::super::listed::$module::$clause(harness))
                         });
                     }
 
                     #[test]
                     fn asynchronous() {
-                        run($crate::scene::Form::Async);
+                        run($crate::harness::Form::Async);
                     }
 
                     #[test]
                     fn blocking() {
-                        run($crate::scene::Form::Blocking);
+                        run($crate::harness::Form::Blocking);
                     }
                 })*
             })*
@@ -220,20 +202,20 @@ mod tests {
     /// A clause that is in no list is checked nowhere.
     #[test]
     fn every_clause_is_listed() {
-        let list = include_str!("mod.rs");
+        let list = include_str!("suite.rs");
         let sources = [
-            include_str!("callbacks.rs"),
-            include_str!("copies.rs"),
-            include_str!("deadlines.rs"),
-            include_str!("ends.rs"),
-            include_str!("errors.rs"),
-            include_str!("functions.rs"),
-            include_str!("handles.rs"),
-            include_str!("modules.rs"),
-            include_str!("order.rs"),
-            include_str!("pipelining.rs"),
-            include_str!("tensors.rs"),
-            include_str!("threads.rs"),
+            include_str!("clauses/callbacks.rs"),
+            include_str!("clauses/copies.rs"),
+            include_str!("clauses/deadlines.rs"),
+            include_str!("clauses/ends.rs"),
+            include_str!("clauses/errors.rs"),
+            include_str!("clauses/functions.rs"),
+            include_str!("clauses/handles.rs"),
+            include_str!("clauses/modules.rs"),
+            include_str!("clauses/order.rs"),
+            include_str!("clauses/pipelining.rs"),
+            include_str!("clauses/tensors.rs"),
+            include_str!("clauses/threads.rs"),
         ];
         for source in sources {
             for line in source.lines() {

@@ -1,4 +1,5 @@
-//! What a clause of the suite works with: sessions of one fixture, and operations in one of their two forms.
+//! Tools of a clause: sessions of one fixture, and operations in one of their
+//! two forms.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,13 +21,13 @@ use rpc_core::{
 use crate::fixture::Fixture;
 use crate::functions;
 
-/// Longer than any clause takes on a slow machine; a test that needs more hangs.
+/// Time limit of a clause: longer than any takes on a slow machine. A test that needs more hangs.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
-/// How long something that has to happen by itself, such as a free on its way, may take.
+/// Time limit of what happens by itself, such as a free on its way.
 const SOON: Duration = Duration::from_secs(10);
 
-/// How a test connects and waits.
+/// Form in which a test connects and waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// Everything is awaited.
@@ -35,13 +36,14 @@ pub enum Form {
     Blocking,
 }
 
-/// A fixture and a form: what a clause is given.
-pub struct Scene {
+/// A fixture and a form, as each clause is given them.
+pub struct Harness {
     fixture: Arc<dyn Fixture>,
     form: Form,
 }
 
-/// Runs one clause as a test: on a runtime of its own, and under a watchdog that turns a hang into a failure.
+/// Runs one clause as a test: on a runtime of its own, and under a watchdog that turns a hang into
+/// a failure.
 pub fn run(name: &str, fixture: impl FnOnce() -> Arc<dyn Fixture> + Send + 'static, form: Form, clause: Clause) {
     let (done, outcome) = mpsc::channel::<()>();
     let body = move || {
@@ -51,10 +53,10 @@ pub fn run(name: &str, fixture: impl FnOnce() -> Arc<dyn Fixture> + Send + 'stat
             .build()
             .expect("a runtime starts");
         let entered = runtime.enter();
-        let scene = Scene { fixture: fixture(), form };
+        let harness = Harness { fixture: fixture(), form };
         drop(entered);
-        runtime.block_on(clause(&scene));
-        drop(scene);
+        runtime.block_on(clause(&harness));
+        drop(harness);
         runtime.shutdown_background();
         drop(done);
     };
@@ -69,16 +71,16 @@ pub fn run(name: &str, fixture: impl FnOnce() -> Arc<dyn Fixture> + Send + 'stat
     }
 }
 
-/// A clause of the contract, to be checked in a scene.
-pub type Clause = for<'a> fn(&'a Scene) -> Pin<Box<dyn Future<Output = ()> + 'a>>;
+/// A clause of the contract, to be checked in a harness.
+pub type Clause = for<'a> fn(&'a Harness) -> Pin<Box<dyn Future<Output = ()> + 'a>>;
 
-impl Scene {
-    /// A new session with default limits.
+impl Harness {
+    /// Returns a new session with default limits.
     pub async fn session(&self) -> Session {
         self.session_with(SessionLimits::default()).await
     }
 
-    /// A new session with these limits.
+    /// Returns a new session with these limits.
     pub async fn session_with(&self, limits: SessionLimits) -> Session {
         match self.form {
             Form::Async => self.fixture.session(limits).await,
@@ -89,17 +91,17 @@ impl Scene {
         }
     }
 
-    /// A new session and all functions of the origin.
-    pub async fn kit(&self) -> Kit<'_> {
-        Kit::new(self, self.session().await).await
+    /// Returns a new session and all functions of the origin.
+    pub async fn client(&self) -> TestClient<'_> {
+        TestClient::new(self, self.session().await).await
     }
 
-    /// As [`kit`](Self::kit), with these limits.
-    pub async fn kit_with(&self, limits: SessionLimits) -> Kit<'_> {
-        Kit::new(self, self.session_with(limits).await).await
+    /// As [`client`](Self::client), with these limits.
+    pub async fn client_with(&self, limits: SessionLimits) -> TestClient<'_> {
+        TestClient::new(self, self.session_with(limits).await).await
     }
 
-    /// Performs `operation` in the form of the scene.
+    /// Performs `operation` in the form of the harness.
     pub async fn get<O: BothForms>(&self, operation: O) -> Result<O::Value> {
         match self.form {
             Form::Async => operation.into_future().await,
@@ -107,40 +109,40 @@ impl Scene {
         }
     }
 
-    /// The form of the scene.
+    /// Returns the form in which operations are performed.
     pub fn form(&self) -> Form {
         self.form
     }
 
-    /// How many links lie between the client and the origin.
+    /// Returns the number of links between the client and the origin.
     pub fn hops(&self) -> u16 {
         self.fixture.hops()
     }
 
-    /// Limits with room for few requests.
+    /// Returns limits with room for this many requests.
     pub fn narrow(&self, max_requests: usize) -> SessionLimits {
         SessionLimits { max_requests, ..SessionLimits::default() }
     }
 
-    /// A tag that no other test of any process uses.
+    /// Returns a tag that no other test of any process uses.
     pub fn tag(&self) -> String {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-impl fmt::Debug for Scene {
+impl fmt::Debug for Harness {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Scene").field("form", &self.form).field("hops", &self.hops()).finish()
+        f.debug_struct("Harness").field("form", &self.form).field("hops", &self.hops()).finish()
     }
 }
 
 /// An operation in both its forms.
 pub trait BothForms: IntoFuture<Output = Result<Self::Value>> + Send + 'static {
-    /// What it yields.
+    /// Type of the result.
     type Value: Send + 'static;
 
-    /// Performs it on the calling thread.
+    /// Performs the operation on the calling thread.
     ///
     /// # Errors
     ///
@@ -169,7 +171,8 @@ both_forms! {
     [] rpc_core::NewCallback => rpc_core::RemoteCallback;
 }
 
-/// Runs `body` on a thread that knows no runtime, from now on; the future resolves to what it returns.
+/// Runs `body` on a thread that knows no runtime, from now on; the future resolves to what it
+/// returns.
 pub fn on_thread<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> impl Future<Output = T> + Send {
     let (sender, receiver) = tokio::sync::oneshot::channel();
     let thread = thread::Builder::new().name("plain".to_owned());
@@ -191,31 +194,31 @@ pub fn poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
 }
 
 /// A session and all functions of its origin.
-pub struct Kit<'a> {
-    /// Where the kit belongs.
-    pub scene: &'a Scene,
+pub struct TestClient<'a> {
+    /// Harness that the client belongs to.
+    pub harness: &'a Harness,
     /// The session.
     pub session: Session,
     functions: HashMap<String, RemoteFunction>,
 }
 
-impl<'a> Kit<'a> {
-    /// Fetches the functions.
-    pub async fn new(scene: &'a Scene, session: Session) -> Self {
+impl<'a> TestClient<'a> {
+    /// Fetches the functions of the origin.
+    pub async fn new(harness: &'a Harness, session: Session) -> Self {
         let mut functions = HashMap::new();
         for name in functions::names() {
-            let function = scene.get(session.get_function(&name)).await.unwrap();
+            let function = harness.get(session.get_function(&name)).await.unwrap();
             functions.insert(name, function);
         }
-        Self { scene, session, functions }
+        Self { harness, session, functions }
     }
 
-    /// The function of that name.
+    /// Returns the function of that name.
     pub fn function(&self, name: &str) -> &RemoteFunction {
         self.functions.get(name).unwrap_or_else(|| panic!("the origin has a function '{name}'"))
     }
 
-    /// A call, not started.
+    /// Returns a call that has not been started.
     pub fn call<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> Action<R> {
         self.function(name).call(args)
     }
@@ -226,7 +229,7 @@ impl<'a> Kit<'a> {
     ///
     /// The call's.
     pub async fn try_run<R: FromReply + Send + 'static>(&self, name: &str, args: impl IntoArgs) -> Result<R> {
-        self.scene.get(self.call::<R>(name, args)).await
+        self.harness.get(self.call::<R>(name, args)).await
     }
 
     /// Performs a call on the default lane, which must succeed.
@@ -236,31 +239,31 @@ impl<'a> Kit<'a> {
 
     /// Performs a call beside all others, which must succeed.
     pub async fn aside<R: FromReply + Send + 'static>(&self, name: &str, args: impl IntoArgs) -> R {
-        let outcome = self.scene.get(self.call::<R>(name, args).concurrent()).await;
+        let outcome = self.harness.get(self.call::<R>(name, args).concurrent()).await;
         outcome.unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
     /// Performs an operation, which must succeed.
     pub async fn get<O: BothForms>(&self, operation: O) -> O::Value {
-        self.scene.get(operation).await.unwrap()
+        self.harness.get(operation).await.unwrap()
     }
 
-    /// A closed gate at the origin.
+    /// Makes a closed gate at the origin.
     pub async fn gate(&self) -> Gate<'_> {
-        Gate { kit: self, object: self.aside("gate.new", ()).await }
+        Gate { client: self, object: self.aside("gate.new", ()).await }
     }
 
-    /// A counter at the origin.
+    /// Makes a counter at the origin.
     pub async fn counter(&self) -> Counter<'_> {
-        Counter { kit: self, object: self.aside("counter.new", ()).await }
+        Counter { client: self, object: self.aside("counter.new", ()).await }
     }
 
-    /// A journal at the origin.
+    /// Makes a journal at the origin.
     pub async fn journal(&self) -> Journal<'_> {
-        Journal { kit: self, object: self.aside("journal.new", ()).await }
+        Journal { client: self, object: self.aside("journal.new", ()).await }
     }
 
-    /// What the session holds at the origin.
+    /// Returns what the session holds at the origin.
     pub async fn usage(&self) -> Usage {
         let (handles, memory_bytes) = self.aside::<(u64, u64)>("usage", ()).await;
         Usage { handles, memory_bytes }
@@ -279,16 +282,16 @@ impl<'a> Kit<'a> {
         }
     }
 
-    /// That the session works.
+    /// Asserts that the session works.
     pub async fn works(&self) {
         assert_eq!(self.aside::<i64>("add", (20, 22)).await, 42);
         assert_eq!(self.run::<i64>("add", (20, 22)).await, 42);
     }
 }
 
-impl fmt::Debug for Kit<'_> {
+impl fmt::Debug for TestClient<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Kit").field("scene", self.scene).finish_non_exhaustive()
+        f.debug_struct("TestClient").field("harness", self.harness).finish_non_exhaustive()
     }
 }
 
@@ -297,7 +300,7 @@ macro_rules! tools {
         $($(#[$doc])*
         #[derive(Debug)]
         pub struct $tool<'a> {
-            kit: &'a Kit<'a>,
+            client: &'a TestClient<'a>,
             /// The object itself, to be passed to functions.
             pub object: RemoteObject,
         })*
@@ -316,36 +319,36 @@ tools! {
 impl Gate<'_> {
     /// Starts a call that waits at the gate.
     pub fn wait(&self, lane: Lane) -> Pending<()> {
-        self.kit.call("gate.wait", (&self.object,)).lane(lane).start()
+        self.client.call("gate.wait", (&self.object,)).lane(lane).start()
     }
 
-    /// Lets everybody through.
+    /// Lets all waiting calls through, and those to come.
     pub async fn open(&self) {
-        self.kit.aside::<()>("gate.open", (&self.object,)).await;
+        self.client.aside::<()>("gate.open", (&self.object,)).await;
     }
 
     /// Returns when so many calls have come to the gate.
     pub async fn reach(&self, calls: i64) {
-        self.kit.aside::<()>("gate.reach", (&self.object, calls)).await;
+        self.client.aside::<()>("gate.reach", (&self.object, calls)).await;
     }
 }
 
 impl Counter<'_> {
-    /// The count.
+    /// Returns the count.
     pub async fn value(&self) -> i64 {
-        self.kit.aside("counter.value", (&self.object,)).await
+        self.client.aside("counter.value", (&self.object,)).await
     }
 
     /// Returns when the count is at least `least`.
     pub async fn reach(&self, least: i64) -> i64 {
-        self.kit.aside("counter.reach", (&self.object, least)).await
+        self.client.aside("counter.reach", (&self.object, least)).await
     }
 }
 
 impl Journal<'_> {
-    /// What has been written so far.
+    /// Returns the entries so far.
     pub async fn entries(&self) -> Vec<i64> {
-        self.kit.aside("journal.entries", (&self.object,)).await
+        self.client.aside("journal.entries", (&self.object,)).await
     }
 }
 

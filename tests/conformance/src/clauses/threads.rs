@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rpc_core::{DataType, Device, ErrorKind, Lane, Result};
 
-use crate::scene::{Scene, on_thread};
+use crate::harness::{Harness, on_thread};
 
 fn misuse<T: std::fmt::Debug>(outcome: Result<T>) {
     let error = outcome.unwrap_err();
@@ -12,30 +12,30 @@ fn misuse<T: std::fmt::Debug>(outcome: Result<T>) {
 }
 
 /// A blocking form inside of an async runtime is an error, and not a deadlock.
-pub async fn a_blocking_form_inside_a_runtime_is_misuse(scene: &Scene) {
-    let kit = scene.kit().await;
-    let session = &kit.session;
-    let tensor = kit.get(session.alloc(Device::cpu(), DataType::U8, &[4])).await;
-    let baseline = kit.usage().await;
+pub async fn a_blocking_form_inside_a_runtime_is_misuse(harness: &Harness) {
+    let client = harness.client().await;
+    let session = &client.session;
+    let tensor = client.get(session.alloc(Device::cpu(), DataType::U8, &[4])).await;
+    let baseline = client.usage().await;
     misuse(session.get_function("add").wait());
-    misuse(kit.call::<i64>("add", (1, 2)).wait());
-    misuse(kit.call::<i64>("add", (1, 2)).start().wait());
+    misuse(client.call::<i64>("add", (1, 2)).wait());
+    misuse(client.call::<i64>("add", (1, 2)).start().wait());
     misuse(session.alloc(Device::cpu(), DataType::U8, &[4]).wait());
     misuse(session.copy_to_remote(&tensor, vec![1; 4]).wait());
     misuse(session.copy_from_remote(&tensor).wait());
     misuse(session.copy_from_remote(&tensor).wait_into(&mut [0; 4]));
-    kit.settles_at(baseline).await;
-    kit.works().await;
+    client.settles_at(baseline).await;
+    client.works().await;
 }
 
 /// Several threads call one session at once, each with the blocking forms.
-pub async fn several_threads_share_one_session(scene: &Scene) {
-    let kit = scene.kit().await;
-    let counter = kit.counter().await;
+pub async fn several_threads_share_one_session(harness: &Harness) {
+    let client = harness.client().await;
+    let counter = client.counter().await;
     let threads: Vec<_> = (0..8_u32)
         .map(|thread| {
-            let (session, add) = (kit.session.clone(), kit.function("counter.add").clone());
-            let (object, echo) = (counter.object.clone(), kit.function("echo.blocking").clone());
+            let (session, add) = (client.session.clone(), client.function("counter.add").clone());
+            let (object, echo) = (counter.object.clone(), client.function("echo.blocking").clone());
             on_thread(move || {
                 let tensor = session.alloc(Device::cpu(), DataType::U8, &[1000]).wait().unwrap();
                 for round in 0..100_i64 {
@@ -64,12 +64,12 @@ pub async fn several_threads_share_one_session(scene: &Scene) {
 }
 
 /// Threads and tasks share one session.
-pub async fn threads_and_tasks_share_one_session(scene: &Scene) {
-    let kit = scene.kit().await;
-    let counter = kit.counter().await;
+pub async fn threads_and_tasks_share_one_session(harness: &Harness) {
+    let client = harness.client().await;
+    let counter = client.counter().await;
     let tasks: Vec<_> = (0..4)
         .map(|_| {
-            let (add, object) = (kit.function("counter.add.blocking").clone(), counter.object.clone());
+            let (add, object) = (client.function("counter.add.blocking").clone(), counter.object.clone());
             tokio::spawn(async move {
                 for _ in 0..100 {
                     add.call::<i64>((&object, 1)).concurrent().await.unwrap();
@@ -77,7 +77,7 @@ pub async fn threads_and_tasks_share_one_session(scene: &Scene) {
             })
         })
         .collect();
-    let (add, object) = (kit.function("counter.add.async").clone(), Arc::new(counter.object.clone()));
+    let (add, object) = (client.function("counter.add.async").clone(), Arc::new(counter.object.clone()));
     on_thread(move || {
         for _ in 0..100 {
             add.call::<i64>((&*object, 1)).wait().unwrap();
@@ -91,14 +91,14 @@ pub async fn threads_and_tasks_share_one_session(scene: &Scene) {
 }
 
 /// A reply that one thread waits for may be that of a call which another has started.
-pub async fn a_call_may_be_started_here_and_waited_for_there(scene: &Scene) {
-    let kit = scene.kit().await;
-    let gate = kit.gate().await;
+pub async fn a_call_may_be_started_here_and_waited_for_there(harness: &Harness) {
+    let client = harness.client().await;
+    let gate = client.gate().await;
     let held = gate.wait(Lane(1));
     gate.reach(1).await;
     let waiting = tokio::task::spawn_blocking(move || std::thread::spawn(move || held.wait()).join());
     gate.open().await;
     waiting.await.unwrap().unwrap().unwrap();
-    let waiting = kit.call::<i64>("add", (1, 2)).start();
+    let waiting = client.call::<i64>("add", (1, 2)).start();
     assert_eq!(on_thread(move || waiting.wait()).await.unwrap(), 3);
 }

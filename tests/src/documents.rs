@@ -1,0 +1,23 @@
+//! The Rust blocks of the documents as documentation tests. `tests/documents.rs` runs the shell
+//! blocks.
+
+#![cfg(doctest)]
+
+macro_rules! documents {
+    ($($name:ident: $path:literal;)*) => {$(
+        #[doc = include_str!(concat!("../../", $path))]
+        pub struct $name;
+    )*};
+}
+
+documents! {
+    Readme: "README.md";
+    Architecture: "ARCHITECTURE.md";
+    Contributing: "CONTRIBUTING.md";
+    Devices: "docs/devices.md";
+    Disco: "docs/disco.md";
+    Modules: "docs/modules.md";
+    Operations: "docs/operations.md";
+    Security: "docs/security.md";
+    Weights: "docs/weights.md";
+}
