@@ -1,0 +1,191 @@
+//! Runs the shell blocks of the documents with the programs of this checkout, as a reader would in
+//! one folder, and parses those that need other machines. The Rust blocks are documentation tests
+//! of `rpc_tests::documents`.
+//!
+//! A block that begins with "```sh" is run after those before it in its document; one with "```sh
+//! no_run" is parsed, and the flags of its `rpc-*` commands are looked for in their help texts. So
+//! is the block of the two commands in README.md.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::Read as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+/// Longer than the blocks of any document take on a slow machine.
+const LIMIT: Duration = Duration::from_secs(120);
+
+fn workspace() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+}
+
+/// Returns the folder of the programs, beside which the tests are built.
+fn programs() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    test.ancestors().nth(2).unwrap().to_owned()
+}
+
+/// Returns all documents: those of the workspace, of `docs/`, and of the crates.
+fn documents() -> Vec<PathBuf> {
+    let folders = fs::read_dir(workspace()).unwrap().map(|entry| entry.unwrap().path());
+    let folders = folders.filter(|path| path.join("Cargo.toml").is_file() || path.ends_with("docs"));
+    let mut documents: Vec<_> = folders
+        .chain([workspace().to_owned()])
+        .flat_map(|folder| fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
+        .collect();
+    documents.sort();
+    documents
+}
+
+/// A fenced block of shell commands.
+struct Block {
+    line: usize,
+    runs: bool,
+    commands: String,
+}
+
+fn blocks(document: &Path) -> Vec<Block> {
+    let text = fs::read_to_string(document).unwrap();
+    let (mut blocks, mut open, mut marked) = (Vec::new(), None, false);
+    for (number, line) in text.lines().enumerate() {
+        match &mut open {
+            None => {
+                marked = (marked || line == "<!-- ci:begin -->") && line != "<!-- ci:end -->";
+                if let Some(fence) = line.strip_prefix("```") {
+                    let words: Vec<_> = fence.split([' ', ',']).collect();
+                    let runs = words == ["sh"] && !marked;
+                    let block = Block { line: number + 1, runs, commands: String::new() };
+                    open = Some((words[0] == "sh", block));
+                }
+            }
+            Some((_, block)) if line != "```" => block.commands.extend([line, "\n"]),
+            Some(_) => blocks.extend(open.take().and_then(|(is_shell, block)| is_shell.then_some(block))),
+        }
+    }
+    assert!(open.is_none(), "{}: a block is not closed", document.display());
+    blocks
+}
+
+fn bash(script: &str) -> Command {
+    let mut command = Command::new("bash");
+    command.args(["-euo", "pipefail", "-c", script]).stdin(Stdio::null());
+    command
+}
+
+#[test]
+fn every_block_of_shell_commands_can_be_parsed() {
+    for document in documents() {
+        for block in blocks(&document) {
+            let output = Command::new("bash").args(["-n", "-c", &block.commands]).output().unwrap();
+            let error = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{}:{}: {error}", document.display(), block.line);
+        }
+    }
+}
+
+/// Help texts by command, without those of commands that there are not.
+#[derive(Default)]
+struct Help(HashMap<Vec<String>, Option<String>>);
+
+impl Help {
+    fn of(&mut self, command: &[String]) -> Option<&str> {
+        let text = self.0.entry(command.to_vec()).or_insert_with(|| {
+            let mut program = Command::new(programs().join(&command[0]));
+            let output = program.args(&command[1..]).arg("--help").output().unwrap();
+            output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+        });
+        text.as_deref()
+    }
+}
+
+/// Returns the commands of a block that begin with one of our programs, as words.
+fn our_commands(block: &Block) -> Vec<Vec<String>> {
+    let text = block.commands.replace("\\\n", " ");
+    let parts =
+        text.lines().flat_map(|line| line.split(" #").next().unwrap_or_default().split(['|', ';', '&', '(', ')']));
+    let words = parts.map(|part| part.split_whitespace().map(|word| word.trim_matches(['\'', '"']).to_owned()));
+    let words = words.map(|words| words.skip_while(|word| !word.starts_with("rpc-")).collect::<Vec<_>>());
+    words.filter(|words| words.first().is_some_and(|program| programs().join(program).is_file())).collect()
+}
+
+#[test]
+fn every_flag_of_our_programs_is_in_their_help() {
+    let (mut help, mut seen) = (Help::default(), 0);
+    for document in documents() {
+        for block in blocks(&document) {
+            for words in our_commands(&block) {
+                let is_name = |word: &&String| word.chars().all(|c| c.is_ascii_lowercase() || c == '-');
+                let names: Vec<_> =
+                    words.iter().filter(is_name).filter(|word| !word.starts_with('-')).cloned().collect();
+                // The texts of the program, and of its command and of a command within it,
+                // whichever there are.
+                let mut texts = vec![help.of(&names[..1]).unwrap_or_default().to_owned()];
+                for len in 2..=names.len().min(3) {
+                    texts.extend(help.of(&names[..len]).map(str::to_owned));
+                }
+                for flag in words.iter().filter(|word| word.starts_with("--") && word.len() > 2) {
+                    let flag = flag.split('=').next().unwrap();
+                    let known =
+                        texts.iter().any(|text| text.split([' ', ',', '[', ']', '\n', '=']).any(|word| word == flag));
+                    let place = format!("{}:{}", document.display(), block.line);
+                    assert!(known, "{place}: {} has no flag {flag}", names.join(" "));
+                    seen += 1;
+                }
+            }
+        }
+    }
+    assert!(seen > 0, "no document shows a flag, or the programs are not built");
+}
+
+#[test]
+fn every_document_runs_from_its_first_block_to_its_last() {
+    for document in documents() {
+        let blocks: Vec<_> = blocks(&document).into_iter().filter(|block| block.runs).collect();
+        if blocks.is_empty() {
+            continue;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let script: String = blocks
+            .iter()
+            .map(|block| format!("echo '{}:{}' >&2\n{}", document.display(), block.line, block.commands))
+            .collect();
+        run(&script, folder.path());
+    }
+}
+
+/// Runs a script in a folder, and then ends what it has left running.
+fn run(script: &str, folder: &Path) {
+    let path = std::env::join_paths(
+        [programs()].into_iter().chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),
+    );
+    let log = folder.join("log");
+    let written = fs::File::create(&log).unwrap();
+    let mut command = bash(script);
+    command.current_dir(folder).env("PATH", path.unwrap()).env("HOME", folder).process_group(0);
+    command.env("XDG_STATE_HOME", folder).env("XDG_CONFIG_HOME", folder).env("XDG_RUNTIME_DIR", folder);
+    command.stdout(written.try_clone().unwrap()).stderr(written);
+    let mut child = command.spawn().unwrap();
+    let group = Pid::from_child(&child);
+    let began = Instant::now();
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break Some(status),
+            None if began.elapsed() > LIMIT => break None,
+            None => thread::sleep(Duration::from_millis(20)),
+        }
+    };
+    // The servers that the blocks have started in the background.
+    let _ = kill_process_group(group, Signal::KILL);
+    let _ = child.wait();
+    let mut said = String::new();
+    fs::File::open(log).unwrap().read_to_string(&mut said).unwrap();
+    assert!(status.is_some_and(|status| status.success()), "{status:?} after\n{said}");
+}
