@@ -1,6 +1,8 @@
 //! Costs of copies between the host and a GPU, beside the driver's own and beside bare sockets:
 //!
-//!     cargo bench -p rpc-tests --bench cuda      (--json for a line of JSON for each result, --bytes N for one size)
+//!     cargo bench -p rpc-tests --bench cuda
+//!
+//! `--json` prints a line of JSON for each result, and `--bytes N` measures one size.
 //!
 //! Two sessions copy: over `tcp` on loopback, where this program is the server and the session has
 //! a process of its own, as those that use GPUs have; and `local`, in this process. Each takes
@@ -145,12 +147,14 @@ impl Line {
             let sockets = sockets.map_or("null".to_owned(), |rate| format!("{rate:.4}"));
             println!(
                 "{{\"over\":\"{over}\",\"direction\":\"{direction}\",\"bytes\":{len},\"ours_gb_s\":{ours:.4},\
-                 \"pageable_gb_s\":{pageable:.4},\"pinned_gb_s\":{pinned:.4},\"tcp_gb_s\":{sockets},\"ratio\":{ratio:.3}}}"
+                 \"pageable_gb_s\":{pageable:.4},\"pinned_gb_s\":{pinned:.4},\
+                  \"tcp_gb_s\":{sockets},\"ratio\":{ratio:.3}}}"
             );
         } else {
             let sockets = sockets.map_or("-".to_owned(), |rate| format!("{rate:.3}"));
             println!(
-                "{over:<6} {direction:<9} {len:>10} {ours:>9.3} {pageable:>9.3} {pinned:>9.3} {sockets:>9} {ratio:>12.2}"
+                "{over:<6} {direction:<9} {len:>10} {ours:>9.3} {pageable:>9.3} \
+                 {pinned:>9.3} {sockets:>9} {ratio:>12.2}"
             );
         }
     }

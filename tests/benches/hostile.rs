@@ -1,6 +1,6 @@
 //! Costs of a good client beside hostile ones, and the rate of new clients:
 //!
-//!     cargo bench -p rpc-tests --bench hostile            (--json for a line of JSON for each result)
+//!     cargo bench -p rpc-tests --bench hostile   (--json for a line of JSON for each result)
 //!
 //! A good client calls, one call after the other, over TCP, TLS and QUIC: alone, and then beside
 //! peers that

@@ -1,6 +1,6 @@
 //! Costs of native modules, over TCP on this machine:
 //!
-//!     cargo bench -p rpc-tests --bench modules            (--json for a line of JSON for each result)
+//!     cargo bench -p rpc-tests --bench modules   (--json for a line of JSON for each result)
 //!
 //! Needs TVM-FFI: tests/modules/prepare.sh brings it. The server is this program, once with all
 //! sessions in its process and once with a process for each, as servers that allow modules have

@@ -1,6 +1,6 @@
 //! A tracker under load:
 //!
-//!     cargo bench -p rpc-tests --bench tracker            (--json for a line of JSON for each result)
+//!     cargo bench -p rpc-tests --bench tracker   (--json for a line of JSON for each result)
 //!
 //! Registers 2,000 servers, each over a session of its own, and then makes 500 requests a second,
 //! whether or not those before them have been answered. Each place that is granted is taken, held
@@ -104,7 +104,8 @@ async fn bench(json: bool) {
     let peak = peers::memory(tracker.pid(), "VmHWM");
     if json {
         let line = serde_json::json!({
-            "suite": "tracker", "case": "memory", "peak_bytes": peak, "aim_bytes": MEMORY_AIM, "met": peak <= MEMORY_AIM,
+            "suite": "tracker", "case": "memory", "peak_bytes": peak,
+            "aim_bytes": MEMORY_AIM, "met": peak <= MEMORY_AIM,
         });
         println!("{line}");
     } else {
@@ -133,7 +134,8 @@ fn report(json: bool, case: &str, outcome: Outcome) {
     } else {
         let [p50, p99, worst] = [p50, p99, worst].map(|seconds| seconds * 1e3);
         println!(
-            "{case:5} {n} grants, {rate:.0}/s: p50 {p50:.2} ms, p99 {p99:.2} ms, max {worst:.2} ms, {} errors (aim: p99 {P99_AIM:?} \
+            "{case:5} {n} grants, {rate:.0}/s: p50 {p50:.2} ms, p99 {p99:.2} ms, max {worst:.2} ms, {} errors \
+             (aim: p99 {P99_AIM:?} \
              and none, {})",
             errors.len(),
             verdict(met),

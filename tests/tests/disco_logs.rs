@@ -1,5 +1,5 @@
-//! Log lines of workers, which come to the controller. The subscriber is the process's, so that this
-//! test has a process of its own.
+//! Log lines of workers, which come to the controller. The subscriber is the process's, so that
+//! this test has a process of its own.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 

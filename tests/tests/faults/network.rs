@@ -569,7 +569,8 @@ each! {
     over_streams: tcp_async(Tcp, Async) tcp_blocking(Tcp, Blocking) tls(Tls, Async) tls_blocking(Tls, Blocking);
     the_last_bytes_leave_a_channel_that_was_full: tcp(Tcp, Async) tls(Tls, Async);
     silence_is_noticed_on_both_sides:
-        tcp_async(Tcp, Async) tcp_blocking(Tcp, Blocking) tls(Tls, Async) quic(Quic, Async) quic_blocking(Quic, Blocking);
+        tcp_async(Tcp, Async) tcp_blocking(Tcp, Blocking) tls(Tls, Async)
+        quic(Quic, Async) quic_blocking(Quic, Blocking);
     a_short_silence_is_nothing:
         tcp_async(Tcp, Async) tcp_blocking(Tcp, Blocking) tls(Tls, Async) quic(Quic, Async);
     a_session_outlives_a_short_outage: tcp(Tcp, Async) tls(Tls, Async) quic(Quic, Async);

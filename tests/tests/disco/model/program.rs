@@ -237,7 +237,8 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         1 => worker.clone().prop_map(|worker| Step::PanicOn { worker }),
         1 => (0..5_u32).prop_map(|worker| Step::TensorUnless { worker }),
         1 => (0..3_u32).prop_map(|rounds| Step::SumOfIds { rounds }),
-        9 => (kind(), scope(), var.clone(), to).prop_map(|(kind, scope, from, to)| Step::Collective { kind, scope, from, to }),
+        9 => (kind(), scope(), var.clone(), to)
+            .prop_map(|(kind, scope, from, to)| Step::Collective { kind, scope, from, to }),
         1 => scope().prop_map(|scope| Step::Barrier { scope }),
         2 => (var.clone(), var.clone(), pairs).prop_map(|(from, to, pairs)| Step::SendRecv { from, to, pairs }),
         1 => (var.clone(), worker.clone(), any::<i64>())
