@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::slice;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::reply::Outcome;
 use rpc_core::{Handle, Operation, Reference, Value};
 
@@ -52,7 +52,7 @@ impl<T> Functions<T> {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Handle, T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

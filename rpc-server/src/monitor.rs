@@ -31,12 +31,13 @@ mod metered;
 use std::collections::HashMap;
 use std::fmt;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
 use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use parking_lot::RwLock;
 use rpc_core::{ErrorKind, Registry};
 use rpc_transports::{Address, ServeObserver, SessionFactory};
 use tokio::task::JoinSet;
@@ -263,14 +264,14 @@ impl Monitor {
 
     /// Returns the metrics of the function `name`.
     fn function(&self, name: &str) -> Arc<FunctionMetrics> {
-        if let Some(known) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(name) {
+        if let Some(known) = self.functions.read().get(name) {
             return known.clone();
         }
         // A session may know any number of functions that this server does not have.
         if self.registry.get(name).is_err() {
             return self.other.clone();
         }
-        let mut functions = self.functions.write().unwrap_or_else(PoisonError::into_inner);
+        let mut functions = self.functions.write();
         if functions.len() >= MAX_FUNCTIONS && !functions.contains_key(name) {
             return self.other.clone();
         }

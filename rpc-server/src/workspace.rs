@@ -26,10 +26,11 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use cap_std::fs::{Dir, DirBuilder, DirBuilderExt, Metadata, OpenOptions, OpenOptionsExt};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use serde::{Deserialize, Serialize};
 
@@ -356,7 +357,7 @@ impl Workspace {
 
     fn account(&self) -> MutexGuard<'_, Account> {
         // Plain numbers, which a panic elsewhere leaves consistent.
-        self.0.account.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.account.lock()
     }
 }
 

@@ -1,8 +1,9 @@
 //! `rpc.file.*`: files of the session's workspace, in pieces.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::FileEntry;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 
@@ -19,7 +20,7 @@ struct Writer(Mutex<Option<FileWriter>>);
 impl Writer {
     /// A write that panicked leaves a file that is merely incomplete.
     fn lock(&self) -> MutexGuard<'_, Option<FileWriter>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     fn take(&self) -> Result<FileWriter> {

@@ -1,8 +1,9 @@
 //! `rpc.module.*`: native modules, uploaded in pieces.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::Digest;
 use rpc_core::{Context, Module, Registry, Result, Shared, TensorView};
 
@@ -14,7 +15,7 @@ struct Upload(Mutex<Option<ModuleUpload>>);
 impl Upload {
     /// A write that panicked leaves an upload that is merely incomplete.
     fn lock(&self) -> MutexGuard<'_, Option<ModuleUpload>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -1,10 +1,11 @@
 //! Isolated sessions, as the server sees them: a proxy to the session process.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use rpc_core::limits::MemoryLease;
 use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SharedSession, Submission, Usage};
 use rpc_transports::{Channel, Connector, OpenRequest, SessionFactory};
@@ -116,7 +117,7 @@ impl Isolation {
             match start(state, &processes).await {
                 Ok(started) => {
                     let Some(spare) = spare.upgrade() else { return };
-                    let mut spare = spare.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut spare = spare.lock();
                     if let Spare::Missing = *spare {
                         *spare = Spare::Ready(started);
                     }
@@ -128,7 +129,7 @@ impl Isolation {
     }
 
     fn replace_spare(&self, spare: Spare) -> Spare {
-        std::mem::replace(&mut *self.spare.lock().unwrap_or_else(PoisonError::into_inner), spare)
+        std::mem::replace(&mut *self.spare.lock(), spare)
     }
 }
 

@@ -1,11 +1,12 @@
 //! The main function of a session process: it serves one session and exits.
 
 use std::os::unix::net::{UnixDatagram, UnixStream};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use std::{io, process, thread};
 
 use disco::{DataAddress, WeightFolders};
+use parking_lot::Mutex;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{
@@ -136,7 +137,7 @@ async fn serve_session(connection: UnixStream, session: SharedSession, config: &
     };
     let session = Mutex::new(Some(session));
     let factory = move |_: &OpenRequest| {
-        let session = session.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let session = session.lock().take();
         session.ok_or_else(|| RpcError::new(ErrorKind::Refused, "this process serves one session"))
     };
     let server = Server::new(Arc::new(factory), options);
@@ -242,7 +243,7 @@ impl ControlLink {
 
     /// Reports the usage and asks for the totals of the server; `None` without an answer.
     fn totals(&self, usage: Usage) -> Option<ServerTotals> {
-        let _asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        let _asking = self.asking.lock();
         self.socket.send(&Report { usage, asks: true }.to_bytes()).ok()?;
         let mut answer = [0; ServerTotals::LEN + 1];
         let len = self.socket.recv(&mut answer).ok()?;
@@ -251,7 +252,7 @@ impl ControlLink {
 
     /// Reports the usage if it has changed. Returns true if it had.
     fn report(&self, usage: Usage) -> bool {
-        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reported = self.reported.lock();
         let changed = *reported != usage;
         if changed && self.socket.send(&Report { usage, asks: false }.to_bytes()).is_ok() {
             *reported = usage;

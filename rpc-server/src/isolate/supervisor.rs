@@ -11,13 +11,14 @@ use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 use std::{env, process, thread};
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::Usage;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
@@ -88,7 +89,7 @@ impl Process {
     }
 
     fn end(&self) -> MutexGuard<'_, End> {
-        self.end.lock().unwrap_or_else(PoisonError::into_inner)
+        self.end.lock()
     }
 }
 
@@ -162,7 +163,7 @@ struct SupervisorHandle {
 /// dropped, and no processes can be had.
 fn submit(job: Job) {
     static HANDLE: Mutex<Option<SupervisorHandle>> = Mutex::new(None);
-    let mut handle = HANDLE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut handle = HANDLE.lock();
     if handle.is_none() {
         match SupervisorHandle::open() {
             Ok(opened) => *handle = Some(opened),

@@ -4,9 +4,10 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::Digest;
 use rpc_core::{Context, Module, Result, RpcError};
 use rustix::fs::OFlags;
@@ -200,7 +201,7 @@ fn clip(text: &str) -> String {
 
 /// A panic of a loader leaves an empty slot, which is consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 #[cfg(test)]

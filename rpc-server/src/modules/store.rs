@@ -18,9 +18,10 @@ use std::io::{self, Read, Seek};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::Digest;
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
@@ -254,7 +255,7 @@ impl ModuleStore {
 
     /// Runs `work` while the lock excludes all other processes.
     fn locked<T>(&self, work: impl FnOnce(&Inner) -> Result<T, ModuleError>) -> Result<T, ModuleError> {
-        let guard: MutexGuard<'_, File> = self.0.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard: MutexGuard<'_, File> = self.0.lock.lock();
         let _held = Held::exclusive(&guard)?;
         work(&self.0)
     }

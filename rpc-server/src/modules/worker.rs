@@ -2,9 +2,10 @@
 //! ([`Hosting::Processes`](disco::Hosting::Processes)). Workers are this program again, and the
 //! session hands its settings down to them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use disco::NodeSettings;
+use parking_lot::Mutex;
 use rpc_core::Registry;
 
 use super::{DigestList, ModuleError, ModuleService, Native};
@@ -54,7 +55,7 @@ pub(crate) fn offer_libraries(registry: &Registry) {
 /// Opens it at the first call.
 pub(super) fn service() -> Result<Option<Arc<ModuleService>>, ModuleError> {
     static SERVICE: Mutex<Option<Arc<ModuleService>>> = Mutex::new(None);
-    let mut service = SERVICE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut service = SERVICE.lock();
     if service.is_none()
         && let Some(config) = config()
     {

@@ -4,9 +4,10 @@
 //! tracker is away it tries again, with growing pauses, until the server stops. Sessions of the
 //! server are not affected.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rpc_core::{Fault, Pack, RemoteObject, Result, RpcError, Session};
 use rpc_transports::tracker::{Reach, Registered, Registration, Renewed, ServerStatus, functions};
 use rpc_transports::{Address, Backoff, Connector, DialOptions};
@@ -51,7 +52,7 @@ impl Registrar {
 
     /// Uses these credentials from the next connection on.
     pub(super) fn set_dial_options(&self, options: DialOptions) {
-        let mut connector = self.connector.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut connector = self.connector.lock();
         *connector = connector.clone().dial_options(options);
     }
 
@@ -104,7 +105,7 @@ impl Attachment {
     /// Registers, and renews until an error. Returns the error, and true if the registration had
     /// succeeded.
     async fn attend(&self) -> (RpcError, bool) {
-        let connector = self.connector.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let connector = self.connector.lock().clone();
         let session = match connector.connect(&self.tracker).await {
             Ok(session) => session,
             Err(error) => return (error.into_rpc_error(), false),

@@ -6,10 +6,11 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{
@@ -137,7 +138,7 @@ impl ServerState {
     }
 
     fn live(&self) -> MutexGuard<'_, HashMap<u64, Weak<dyn UsageSource>>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+        self.live.lock()
     }
 }
 
@@ -239,7 +240,7 @@ impl SessionWorkspace {
     ///
     /// The file system failed.
     pub fn open(&self) -> Result<Workspace> {
-        let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut source = self.source.lock();
         let workspace = match &*source {
             WorkspaceSource::Opened(workspace) => return Ok(workspace.clone()),
             WorkspaceSource::Private(root) => root.private()?,
@@ -252,7 +253,7 @@ impl SessionWorkspace {
 
 impl Drop for SessionWorkspace {
     fn drop(&mut self) {
-        let source = self.source.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let source = self.source.get_mut();
         if let WorkspaceSource::Opened(workspace) = std::mem::replace(source, WorkspaceSource::Released) {
             self.cleaner.drop_later(workspace);
         }

@@ -5,10 +5,11 @@
 //! sessions have ended until the tracker has acknowledged them.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use async_trait::async_trait;
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::proto::ANONYMOUS;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
@@ -151,7 +152,7 @@ impl TicketGate {
     }
 
     fn lock(&self) -> MutexGuard<'_, GateState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -17,7 +17,7 @@ mod html;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -26,6 +26,7 @@ use hyper::body::Incoming;
 use hyper::header::{CONTENT_SECURITY_POLICY, HOST, HeaderValue, REFERRER_POLICY, X_FRAME_OPTIONS};
 use hyper::http::uri::Authority;
 use hyper::{Request, Response, StatusCode};
+use parking_lot::Mutex;
 
 use super::service::Tracker;
 use crate::http::{HttpServer, Site, plain, response};
@@ -95,7 +96,7 @@ impl Page {
         make: impl FnOnce(&Tracker) -> String,
     ) -> Response<Full<Bytes>> {
         // Held while it is made: whoever asks meanwhile gets the same.
-        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = last.lock();
         if let Some((_, body)) = last.as_ref().filter(|(made, _)| made.elapsed() < FRESH) {
             return response(StatusCode::OK, content_type, body.clone());
         }

@@ -5,9 +5,10 @@
 //! server ends its registration, and the end of the session of a client cancels its claim.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::proto::ANONYMOUS;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
@@ -211,7 +212,7 @@ impl Tracker {
 
     /// Replaces the options for probing servers.
     pub fn set_onward(&self, onward: DialOptions) {
-        *self.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
+        *self.onward.lock() = onward;
     }
 
     /// Returns the number of servers and the sums over their slots.
@@ -306,7 +307,7 @@ impl Tracker {
             // The tracker has been dropped.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
-            let onward = tracker.onward.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let onward = tracker.onward.lock().clone();
             let connector = Connector::new().dial_options(onward);
             // The server has left in the meantime.
             if !tracker.lock().servers.contains_key(&id) {
@@ -332,7 +333,7 @@ impl Tracker {
 
     fn lock(&self) -> MutexGuard<'_, TrackerState> {
         // A panic in the scheduler is a bug of ours; each of its steps leaves it consistent.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

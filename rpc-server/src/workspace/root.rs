@@ -11,11 +11,12 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
 use cap_std::ambient_authority;
 use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt, Permissions, PermissionsExt};
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::tree::{move_entry, purge};
@@ -308,11 +309,11 @@ impl RootInner {
     }
 
     fn lock(&self) -> MutexGuard<'_, File> {
-        self.lock.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lock.lock()
     }
 
     fn open_named(&self) -> MutexGuard<'_, HashMap<(String, String), Weak<Inner>>> {
-        self.open_named.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open_named.lock()
     }
 }
 

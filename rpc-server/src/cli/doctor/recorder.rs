@@ -2,9 +2,10 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// First bytes received from a peer.
@@ -16,13 +17,13 @@ const FIRST_BYTES: usize = 64;
 
 impl Received {
     fn add(&self, bytes: &[u8]) {
-        let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = self.0.lock();
         let room = FIRST_BYTES - first.len();
         first.extend_from_slice(&bytes[..bytes.len().min(room)]);
     }
 
     pub(super) fn bytes(&self) -> Vec<u8> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 }
 
