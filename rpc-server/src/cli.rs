@@ -36,22 +36,21 @@ pub use self::output::{Output, digits, size};
 
 const EXIT_CODES: &str = "\
 Exit codes:
-  0     all went well
+  0     success
   1     the request failed: at the server, in the function, or with a file here
-  2     the command line is not right
-  69    the server, or one on the way to it, cannot be reached, or was lost
-  76    what answers there does not speak this protocol
-  77    the server refused: key, version, identity, capacity, or a hop that may not be used so
-  124   the time limit passed
+  2     the command line is wrong
+  69    the server or a hop cannot be reached, or was lost
+  76    the peer speaks another protocol
+  77    the server refused the key, version, identity, session or forwarding
+  124   the time limit has passed
 
 Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_FLAG.";
 
 const ABOUT: &str = "\
 Calls functions, moves files and tensors, and measures round trips, on servers that speak this protocol.
 
-An ADDRESS is tcp://HOST:PORT[/KEY], unix:PATH[?key=KEY], 'exec:COMMAND LINE', or tracker://HOST:PORT/KEY for whichever server a \
-tracker gives out. Data goes to standard output, all else to \
-standard error.";
+An ADDRESS is tcp://HOST:PORT[/KEY], tls://…, quic://…, unix:PATH[?key=KEY], 'exec:COMMAND LINE', or \
+tracker://HOST:PORT/KEY for a server of a tracker. Data goes to standard output, everything else to standard error.";
 
 #[derive(Parser)]
 #[command(name = "rpc-cli", version, about = "Servers from the shell", long_about = ABOUT, after_help = EXIT_CODES)]

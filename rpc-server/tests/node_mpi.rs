@@ -112,7 +112,7 @@ fn what_does_not_go_with_mpi_is_refused() {
     // Nobody is there: all leave MPI in order, and say what was wrong.
     let (code, text) = outcome(job(&folder, 2, "tcp://127.0.0.1:9", &["--join-timeout", "0s"]));
     assert_eq!(code, Some(69), "{text}");
-    assert!(text.contains("error: no session with the controller"), "{text}");
+    assert!(text.contains("error: cannot join the controller"), "{text}");
 }
 
 /// A controller that wants a token, and shows one; the file that it is in.

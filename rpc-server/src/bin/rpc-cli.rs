@@ -1,4 +1,4 @@
-//! The tool for the shell.
+//! The program `rpc-cli`.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! The daemon.
+//! The program `rpc-server`: serve, tracker, relay and worker.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -16,15 +16,15 @@ use rpc_server::{builtins, logging};
 
 const EXIT_CODES: &str = "\
 Exit codes:
-  0     stopped as it was told to, or there was nothing to do but print
+  0     stopped by a signal or at the end of its session, or printed what was asked for
   1     failed
-  2     the command line is not right
-  69    an address, the folder for the files of sessions, or a controller cannot be had
-  78    the configuration cannot be used
-  130   stopped at once by a second signal, the last one being SIGINT
-  143   the same, the last one being SIGTERM";
+  2     the command line is wrong
+  69    an address, the folder for files of sessions, or a controller is not available
+  78    the configuration is wrong
+  130   stopped at once by SIGINT as a second signal
+  143   stopped at once by SIGTERM as a second signal";
 
-/// Serves this machine's functions, memory and files to other programs.
+/// Serves the functions, devices and files of this machine to other programs.
 #[derive(Parser)]
 #[command(name = "rpc-server", version, after_help = EXIT_CODES)]
 struct Cli {
@@ -36,32 +36,31 @@ struct Cli {
 enum Command {
     /// Serve until SIGTERM or SIGINT.
     ///
-    /// Prints "listening on ADDRESS" for each address on standard output; all else goes to standard
-    /// error. On SIGTERM or SIGINT no session begins any more, clients are told to go, and their
-    /// sessions may end within --drain-timeout; a second signal stops at once.
+    /// Prints "listening on ADDRESS" for each address on standard output; everything else goes to
+    /// standard error. After SIGTERM or SIGINT the server refuses new sessions, tells clients to
+    /// leave, and gives their sessions --drain-timeout to end; a second signal stops at once.
     #[command(after_help = EXIT_CODES)]
     Serve(#[command(flatten)] Box<ServeSettings>),
-    /// Hand out servers until SIGTERM or SIGINT.
+    /// Give servers to clients until SIGTERM or SIGINT.
     ///
-    /// Servers come by themselves ("serve --tracker ADDRESS"), and clients ask for them as
+    /// Servers register with "serve --tracker ADDRESS", and clients ask for them as
     /// tracker://HOST:PORT/KEY. Prints "listening on ADDRESS" for each address on standard output;
-    /// all else goes to standard error. What it knows it learns again after a restart, from the
-    /// servers and from the clients that wait; sessions that run are not touched.
+    /// everything else goes to standard error. After a restart the tracker learns its state again
+    /// from servers and waiting clients; running sessions are not affected.
     #[command(after_help = EXIT_CODES)]
     Tracker(#[command(flatten)] Box<TrackerSettings>),
-    /// Bring servers that nobody can dial together with their clients, until SIGTERM or SIGINT.
+    /// Connect clients with servers that cannot be dialled until SIGTERM or SIGINT.
     ///
-    /// Servers come by themselves ("serve --relay ADDRESS/NAME") and wait, and clients reach them
-    /// as ADDRESS/NAME. The relay passes bytes; who is who is settled between client and server.
-    /// Prints "listening on ADDRESS" for each address on standard output; all else goes to standard
-    /// error.
+    /// Servers wait here with "serve --relay ADDRESS/NAME", and clients reach them as ADDRESS/NAME.
+    /// The relay forwards bytes; client and server authenticate each other. Prints "listening on
+    /// ADDRESS" for each address on standard output; everything else goes to standard error.
     #[command(after_help = EXIT_CODES)]
     Relay(#[command(flatten)] Box<RelaySettings>),
-    /// Be a node of a Disco session, whose controller is dialled, until the session ends.
+    /// Run a node of a Disco session, which dials the controller, until the session ends.
     ///
-    /// For nodes that the controller cannot dial, and for launchers: started by mpirun, srun or
-    /// torchrun each process is the node that the launcher says. All else is as with "serve", and
-    /// with --listen other clients are served, too.
+    /// For nodes that the controller cannot dial, and for launchers: mpirun, srun and torchrun set
+    /// the number of the node of each process. Everything else is as with "serve"; with --listen
+    /// other clients are served, too.
     #[command(after_help = EXIT_CODES)]
     Worker(#[command(flatten)] Box<WorkerSettings>),
     /// Print the configuration that "relay" would use with these flags, this environment and this
@@ -75,12 +74,12 @@ enum Command {
     Config(#[command(flatten)] Box<ServeSettings>),
     /// Print a completion script for a shell.
     Completions {
-        /// Which shell.
+        /// The shell.
         shell: clap_complete::Shell,
     },
     /// Print the manual page; or with a folder, write the pages of all commands into it.
     Man {
-        /// Where to write the pages.
+        /// The folder.
         folder: Option<PathBuf>,
     },
 }
@@ -89,7 +88,7 @@ fn main() -> ExitCode {
     gpu::answer_if_asked();
     let registry = Registry::new();
     builtins::register(&registry);
-    // First, so that sessions in processes of their own can have workers in others.
+    // First, so that session processes can have worker processes.
     disco::serve_if_worker_with(&registry, || disco_node::worker_devices(&registry));
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
@@ -150,7 +149,7 @@ fn print_config(config: Result<String, ConfigError>) -> ExitCode {
 fn print(bytes: &[u8]) -> ExitCode {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
-        // Whoever reads has seen enough.
+        // The reader has closed the pipe.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         outcome => done(outcome),
     }

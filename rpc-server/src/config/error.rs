@@ -19,14 +19,15 @@ use crate::pki::trust::TrustError;
 pub enum ConfigError {
     /// The identity of the controller is not proven, so another machine could take its place.
     #[error(
-        "whoever answers at {address} drives this node: use tls:// or quic:// with --forward-ca or --forward-token-file, or say --insecure"
+        "the controller at {address} would drive this node without proof of identity: use tls:// or quic:// with \
+         --forward-ca or --forward-token-file, or --insecure"
     )]
     InsecureController {
         /// Address of the controller.
         address: Address,
     },
     /// The sessions of an MPI process would be in other processes.
-    #[error("with --mpi the session is in this process, which is one of the job: leave out --isolate")]
+    #[error("with --mpi the session runs in this process, which is part of the job: leave out --isolate")]
     MpiIsolated,
     /// The address for data is unspecified or multicast.
     #[error("{address} is no address at which other machines find this one: give --data-address one of its own")]
@@ -58,9 +59,8 @@ pub enum ConfigError {
     },
     /// Other machines could connect without proof of identity.
     #[error(
-        "{address} can be reached from other machines, and whoever connects may run code here; serve quic:// or tls:// with \
-         --token-file or --client-ca, listen on tcp://127.0.0.1:PORT or on unix:PATH, or say --insecure if the network is \
-         trusted"
+        "{address} can be reached from other machines, which could run code here: serve quic:// or tls:// with \
+         --token-file or --client-ca, listen on tcp://127.0.0.1:PORT or unix:PATH, or give --insecure on a trusted network"
     )]
     Insecure {
         /// The address to be listened on.
@@ -68,8 +68,8 @@ pub enum ConfigError {
     },
     /// Other machines could read the metrics, which need no authentication.
     #[error(
-        "metrics on {address} could be read from other machines; serve them on 127.0.0.1:PORT, or say --insecure if the \
-         network is trusted"
+        "metrics on {address} could be read from other machines: serve them on 127.0.0.1:PORT, or give --insecure on a \
+         trusted network"
     )]
     InsecureMetrics {
         /// The address of the metrics.
@@ -77,8 +77,8 @@ pub enum ConfigError {
     },
     /// Other machines could read the status page, which needs no authentication.
     #[error(
-        "the status page on {address} could be seen from other machines; serve it on 127.0.0.1:PORT, or say --insecure if \
-         the network is trusted"
+        "the status page on {address} could be read from other machines: serve it on 127.0.0.1:PORT, or give --insecure \
+         on a trusted network"
     )]
     InsecurePage {
         /// The address of the page.
@@ -91,7 +91,7 @@ pub enum ConfigError {
         address: Address,
     },
     /// A limit of zero would let nothing pass.
-    #[error("{setting} is zero, with which nothing could be served")]
+    #[error("{setting} is zero, so nothing could be served")]
     Zero {
         /// The setting.
         setting: &'static str,
@@ -106,7 +106,7 @@ pub enum ConfigError {
     },
     /// The address is not one to listen on.
     #[error(
-        "cannot listen on {address}: write tcp://HOST:PORT, tls://HOST:PORT, quic://HOST:PORT or unix:PATH; a key is given \
+        "cannot listen on {address}: write tcp://HOST:PORT, tls://HOST:PORT, quic://HOST:PORT or unix:PATH; give a key \
          with --key"
     )]
     NotListenable {
@@ -121,17 +121,15 @@ pub enum ConfigError {
     NothingToAdvertise,
     /// Other machines could use the server through the relay without proof of identity.
     #[error(
-        "{address} is a relay that other machines may reach, and they would not have to prove who they are: use tls:// or quic:// and \
-         --token-file, or --insecure"
+        "{address} is a relay through which other machines could use this server without proof of identity: use tls:// \
+         or quic:// and --token-file, or --insecure"
     )]
     InsecureRelay {
         /// The relay.
         address: Address,
     },
     /// The server has no name at the relay.
-    #[error(
-        "{address} is a relay, where clients ask for a name: write it behind the address, as in {address}/NAME, or give --key"
-    )]
+    #[error("{address} is a relay, where clients ask for a server by name: write {address}/NAME, or give --key")]
     NoRelayName {
         /// The relay.
         address: Address,
@@ -143,45 +141,42 @@ pub enum ConfigError {
         source: AddressError,
     },
     /// Two settings use standard input.
-    #[error("--stdio ends with standard input by itself, so --exit-with-stdin cannot be had with it; leave that out")]
+    #[error("--stdio stops at the end of standard input anyway: leave out --exit-with-stdin")]
     StdinTaken,
     /// This build cannot export spans.
-    #[error(
-        "--otlp-endpoint needs a server that can export spans, and this one is built without; build it with \
-         cargo build -p rpc-server --features otel"
-    )]
+    #[error("--otlp-endpoint needs a build with the feature otel: cargo build -p rpc-server --features otel")]
     NoOtel,
     /// This build has no loader of native modules.
     #[error(
-        "--allow-modules, --library, --runtime-library and --tvm-ffi need a server that can load native modules, and this one is built without; \
-         build it with cargo build -p rpc-server --features tvm-ffi, for a machine of 64 bits"
+        "--allow-modules, --library, --runtime-library and --tvm-ffi need a build with the feature tvm-ffi, for a machine \
+         of 64 bits: cargo build -p rpc-server --features tvm-ffi"
     )]
     NoTvmFfi,
     /// Session processes reserve a share of the total memory, and the share is not known.
     #[error(
-        "with --isolate process (or auto, with --allow-modules or --library) each session has its --max-memory set aside from --max-total-memory ({max_total_memory}), \
-         so --max-memory has to be given, and be no larger"
+        "with --isolate process (or auto, with --allow-modules or --library) each session reserves --max-memory of \
+         --max-total-memory ({max_total_memory}): give --max-memory, and no more than that"
     )]
     NoShare {
         /// The memory of all sessions.
         max_total_memory: ByteSize,
     },
     /// A session process could not open enough files.
-    #[error("--isolate-files {isolate_files} is too few: a session without any files of its own has about {MIN_FILES}")]
+    #[error("--isolate-files {isolate_files} is too few: a session process needs about {MIN_FILES} for itself")]
     TooFewFiles {
         /// Maximum number of open files.
         isolate_files: u64,
     },
     /// A path is not UTF-8.
-    #[error("the configuration cannot be written as text; name files with characters of UTF-8 alone")]
+    #[error("the configuration cannot be written as text: use UTF-8 names for files")]
     NotText {
         /// Error of the serializer.
         source: Box<toml::ser::Error>,
     },
     /// The program cannot be started again as the process of a session.
     #[error(
-        "with --isolate process (or auto, with --allow-modules or --library) the program is started again for each session, so \
-         its main has to begin with a call of rpc_server::isolate::run_if_isolated"
+        "with --isolate process (or auto, with --allow-modules or --library) this program is started again for each \
+         session: its main must begin with a call of rpc_server::isolate::run_if_isolated"
     )]
     NoIsolationHook,
 }
@@ -235,7 +230,7 @@ pub enum ServeError {
         source: io::Error,
     },
     /// The controller of a Disco session cannot be joined.
-    #[error("no session with the controller at {address}")]
+    #[error("cannot join the controller at {address}")]
     Controller {
         /// The controller.
         address: Address,
@@ -243,7 +238,7 @@ pub enum ServeError {
         source: RpcError,
     },
     /// MPI cannot be started.
-    #[error("this process cannot take part in a job of MPI")]
+    #[error("cannot start MPI")]
     Mpi {
         /// The reason.
         source: RpcError,
@@ -263,6 +258,6 @@ pub enum ServeError {
     #[error("cannot start the runtime")]
     Runtime(#[source] io::Error),
     /// Signals cannot be received.
-    #[error("cannot wait for signals")]
+    #[error("cannot receive signals")]
     Signals(#[source] io::Error),
 }

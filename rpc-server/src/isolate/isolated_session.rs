@@ -123,7 +123,7 @@ impl Isolation {
                     }
                 }
                 // If the cause persists, the next client gets the error.
-                Err(error) => tracing::warn!(%error, "cannot start a process in advance"),
+                Err(error) => tracing::warn!(%error, "cannot start a session process in advance"),
             }
         });
     }
@@ -197,7 +197,7 @@ fn raise_file_limit() {
 
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
-        tracing::debug!(%error, "the limit on open files stays as it is");
+        tracing::debug!(%error, "cannot raise the limit on open files");
     }
 }
 

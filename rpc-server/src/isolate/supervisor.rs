@@ -167,7 +167,7 @@ fn submit(job: Job) {
     if handle.is_none() {
         match SupervisorHandle::open() {
             Ok(opened) => *handle = Some(opened),
-            Err(error) => tracing::error!(%error, "cannot start the thread that keeps the processes of sessions"),
+            Err(error) => tracing::error!(%error, "cannot start the supervisor of session processes"),
         }
     }
     if let Some(handle) = &*handle {
@@ -385,7 +385,7 @@ impl ChildEntry {
         }
         let status = self.child.try_wait().ok().flatten();
         let exit_cause = ExitCause { status, killed: self.killed };
-        tracing::debug!(pid = self.process.pid.as_raw_nonzero(), ?exit_cause, "the process of a session ended");
+        tracing::debug!(pid = self.process.pid.as_raw_nonzero(), ?exit_cause, "a session process has ended");
         let waiting = {
             let mut end = self.process.end();
             end.exit_cause = Some(exit_cause);

@@ -35,7 +35,7 @@ pub(crate) fn handed_down(config: &ServeConfig) -> Option<Arc<NodeSettings>> {
     match toml::to_string(&settings) {
         Ok(text) => Some(Arc::new(NodeSettings::new(text))),
         Err(error) => {
-            tracing::warn!(%error, "processes of workers run no native code: name files with characters of UTF-8 alone");
+            tracing::warn!(%error, "worker processes run no native code: use UTF-8 names for files");
             None
         }
     }

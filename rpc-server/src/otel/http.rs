@@ -52,7 +52,7 @@ impl HttpClient for Collector {
         };
         let failed_before = self.failing.swap(failure.is_some(), Ordering::Relaxed);
         match failure {
-            Some(error) if !failed_before => tracing::warn!(error, "spans cannot be exported, and are lost"),
+            Some(error) if !failed_before => tracing::warn!(error, "cannot export spans; they are lost"),
             None if failed_before => tracing::info!("spans are exported again"),
             _ => {}
         }

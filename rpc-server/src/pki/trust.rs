@@ -1,5 +1,5 @@
-//! What files of certificates and tokens become: whom a server serves and what it shows, whom a
-//! client trusts.
+//! Trust from files: the certificates and tokens by which servers and clients authenticate each
+//! other.
 
 use std::fs;
 use std::io;
@@ -11,21 +11,20 @@ use rpc_transports::{
     Access, Certificate, CertificateError, ClientCertificates, ClientTls, DialOptions, ServerTls, TokenError, Tokens,
 };
 
-/// How a client makes sure of servers, and proves itself to them.
+/// Files by which a client authenticates servers, and itself to them.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ClientTrust {
-    /// Certificates of the authorities that servers at tls:// and quic:// addresses must have
-    /// theirs from, as a PEM file
+    /// Certificates of the authorities of servers at tls:// and quic:// addresses, as a PEM file
     #[arg(long, global = true, env = "RPC_CLI_CA", value_name = "FILE")]
     pub ca: Option<PathBuf>,
-    /// A certificate to show to servers that ask for one, as a PEM file
+    /// Certificate for servers that ask for one, as a PEM file
     #[arg(long, global = true, env = "RPC_CLI_CERT", value_name = "FILE", requires = "cert_key")]
     pub cert: Option<PathBuf>,
-    /// The private key of --cert, as a PEM file
+    /// Private key of --cert, as a PEM file
     #[arg(long, global = true, env = "RPC_CLI_CERT_KEY", value_name = "FILE", requires = "cert")]
     pub cert_key: Option<PathBuf>,
-    /// A file of tokens that the server knows, too, one a line. Beside a token a server may have
-    /// any certificate
+    /// File of tokens that the server knows, too, one a line. With a token the certificate of the
+    /// server is not checked
     #[arg(long, global = true, env = "RPC_CLI_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
 }
@@ -35,7 +34,7 @@ impl ClientTrust {
     ///
     /// # Errors
     ///
-    /// The file that cannot be read or used.
+    /// A file cannot be read or used.
     pub fn dial_options(&self) -> Result<DialOptions, TrustError> {
         let mut options = DialOptions::default();
         if let Some(file) = &self.token_file {
@@ -58,7 +57,7 @@ impl ClientTrust {
     }
 }
 
-/// How a server makes sure of its clients, and proves itself to them.
+/// Files by which a server authenticates clients, and itself to them.
 #[derive(Clone, Debug, Default)]
 pub struct ServerTrust {
     /// The server's certificate, and those between it and its authority, as a PEM file.
@@ -71,23 +70,23 @@ pub struct ServerTrust {
     pub token_file: Option<PathBuf>,
 }
 
-/// What a server shows and demands, as read from its files.
+/// Credentials of a server, read from its files.
 #[derive(Debug)]
 pub struct ServerCredentials {
-    /// For listeners at `tls://` and `quic://` addresses; `None` if there is nothing to show.
+    /// For listeners at `tls://` and `quic://` addresses; `None` without a certificate or tokens.
     pub tls: Option<ServerTls>,
-    /// Whom the server serves.
+    /// Clients that the server admits.
     pub access: Access,
 }
 
 impl ServerTrust {
-    /// Whether clients have to prove anything.
+    /// Returns true if clients must authenticate.
     pub fn demands(&self) -> bool {
         self.client_ca.is_some() || self.token_file.is_some()
     }
 
-    /// Whether there is something to show at an encrypted address: a certificate, or tokens, beside
-    /// which one that the server makes for itself is enough.
+    /// Returns true if encrypted addresses can be served: there is a certificate, or there are
+    /// tokens, with which a certificate of its own suffices.
     pub fn shows(&self) -> bool {
         self.cert.is_some() || self.token_file.is_some()
     }
@@ -96,7 +95,7 @@ impl ServerTrust {
     ///
     /// # Errors
     ///
-    /// The file that cannot be read or used.
+    /// A file cannot be read or used.
     pub fn load(&self) -> Result<ServerCredentials, TrustError> {
         let access = self.access()?;
         let tls = match self.certificate()? {
@@ -106,8 +105,8 @@ impl ServerTrust {
         Ok(ServerCredentials { tls, access })
     }
 
-    /// Reads the files again, and uses them for all connections from now on. If one cannot be used,
-    /// nothing changes. Blocks, shortly.
+    /// Reads the files again, and uses them for all later connections. If one cannot be used,
+    /// nothing changes. Blocks shortly.
     ///
     /// # Errors
     ///
@@ -144,7 +143,7 @@ impl ServerTrust {
     }
 }
 
-/// A certificate that says nothing, for a server that is known by a token.
+/// Makes a certificate without meaning, for a server that tokens authenticate.
 fn self_signed() -> Result<Certificate, TrustError> {
     let made = rcgen::generate_simple_self_signed(vec!["rpc-server.invalid".to_owned()]);
     let made = made.map_err(|error| TrustError::SelfSigned { problem: error.to_string() })?;
@@ -177,7 +176,7 @@ fn read(file: &Path) -> Result<Vec<u8>, TrustError> {
     fs::read(file).map_err(|source| TrustError::Read { file: file.to_owned(), source })
 }
 
-/// Secrets that other users of the machine can read are none.
+/// Warns of secrets that other users of the machine can read.
 fn warn_if_readable(file: &Path) {
     if let Ok(facts) = fs::metadata(file)
         && facts.mode() & 0o077 != 0
@@ -186,7 +185,7 @@ fn warn_if_readable(file: &Path) {
     }
 }
 
-/// Why certificates or tokens cannot be used.
+/// Error of certificates or tokens.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrustError {
@@ -198,7 +197,7 @@ pub enum TrustError {
         /// Error of the system.
         source: io::Error,
     },
-    /// What is in a file is no certificate or key, or not one that fits.
+    /// A file has no certificate or key, or one that does not fit.
     #[error("cannot use {}", file.display())]
     Certificate {
         /// The file.
@@ -206,7 +205,7 @@ pub enum TrustError {
         /// The problem.
         source: CertificateError,
     },
-    /// A file of tokens.
+    /// A file of tokens cannot be used.
     #[error("cannot use the tokens in {}", file.display())]
     Tokens {
         /// The file.
@@ -214,13 +213,13 @@ pub enum TrustError {
         /// The problem.
         source: TokenError,
     },
-    /// A certificate without its key, or the other way round.
+    /// A certificate is given without its key, or the other way round.
     #[error("a certificate and its key go together: {missing} is missing")]
     Half {
         /// The setting that is missing.
         missing: &'static str,
     },
-    /// No certificate could be made.
+    /// A certificate could not be made.
     #[error("cannot make a certificate for this server: {problem}")]
     SelfSigned {
         /// The reason.

@@ -75,7 +75,7 @@ mod mpi {
         pub(super) fn finish(self) {
             if let Err(error) = self.0.finish() {
                 // The launcher notices the missing part and ends the others.
-                tracing::warn!(%error, "this process leaves its job of MPI without more");
+                tracing::warn!(%error, "this process leaves its MPI job without finishing it");
             }
         }
     }

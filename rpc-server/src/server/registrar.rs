@@ -164,7 +164,7 @@ impl Attachment {
                 if let Reach::Unreachable { why } = &renewed.reach {
                     tracing::warn!(
                         %tracker, address, why,
-                        "the tracker does not find this server at the address that it tells (--advertise)"
+                        "the tracker cannot reach this server at its advertised address (--advertise)"
                     );
                 }
                 reach = renewed.reach;

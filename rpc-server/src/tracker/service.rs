@@ -245,12 +245,18 @@ impl Tracker {
                     ago_ms: 0,
                     reason: LossReason::Refused { why: error.message().to_owned() },
                 };
-                tracing::warn!(name = loss.name, key = loss.key, peer = loss.peer, %error, "a server was not taken");
+                tracing::warn!(name = loss.name, key = loss.key, peer = loss.peer, %error, "refused a server");
                 state.remember(now, loss);
                 return Err(error);
             }
         };
-        tracing::info!(name, key = shown_key, address = address.join(","), peer = client.peer, "a server has come");
+        tracing::info!(
+            name,
+            key = shown_key,
+            address = address.join(","),
+            peer = client.peer,
+            "a server has registered"
+        );
         state.forget_losses(&name, &shown_key);
         let description =
             ServerDescription { name, key: shown_key, address: address.clone(), peer: client.peer.clone(), offer };
@@ -355,7 +361,7 @@ impl TrackerState {
     /// Removes a server and records the loss.
     fn remove_server(&mut self, now: Instant, id: ServerId, reason: LossReason) {
         let Some(ServerEntry { description, .. }) = self.servers.remove(&id) else { return };
-        tracing::info!(name = description.name, peer = description.peer, ?reason, "a server is gone");
+        tracing::info!(name = description.name, peer = description.peer, ?reason, "a server has left");
         let ServerDescription { name, key, address, peer, .. } = &*description;
         let (name, key, address, peer) = (name.clone(), key.clone(), address.clone(), peer.clone());
         self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason });

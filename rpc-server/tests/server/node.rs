@@ -125,10 +125,10 @@ fn a_node_that_cannot_join_says_why() {
     let folder = tempfile::tempdir().unwrap();
     let (code, text) = outcome(worker(&folder, "tcp://127.0.0.1:1", &["--join-timeout", "1ms"]));
     assert_eq!(code, Some(69), "{text}");
-    assert!(text.contains("no session with the controller at tcp://127.0.0.1:1"), "{text}");
+    assert!(text.contains("cannot join the controller at tcp://127.0.0.1:1"), "{text}");
     let (code, text) = outcome(worker(&folder, "tcp://192.0.2.1:1", &[]));
     assert_eq!(code, Some(78), "{text}");
-    assert!(text.contains("whoever answers at tcp://192.0.2.1:1 drives this node"), "{text}");
+    assert!(text.contains("the controller at tcp://192.0.2.1:1 would drive this node"), "{text}");
     let (code, text) = outcome(worker(&folder, "tcp://127.0.0.1:1", &["--rank", "3", "--nodes", "3"]));
     assert_eq!(code, Some(78), "{text}");
     assert!(text.contains("--rank 3 is none of --nodes 3"), "{text}");

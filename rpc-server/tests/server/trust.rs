@@ -19,10 +19,10 @@ fn ok(output: Output) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A folder with files of certificates and tokens, and a server's own.
-struct Place(tempfile::TempDir);
+/// Folder with certificates, tokens, and the workspaces of servers.
+struct TrustFiles(tempfile::TempDir);
 
-impl Place {
+impl TrustFiles {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -32,9 +32,9 @@ impl Place {
     }
 
     fn with_certificates() -> Self {
-        let place = Self::new();
-        ok(cli(&["cert", "--out", &place.path("pki"), "--host", "localhost,127.0.0.1", "--client-name", "alice"]));
-        place
+        let files = Self::new();
+        ok(cli(&["cert", "--out", &files.path("pki"), "--host", "localhost,127.0.0.1", "--client-name", "alice"]));
+        files
     }
 
     fn pki(&self, name: &str) -> String {
@@ -100,20 +100,20 @@ fn echo(address: &str, trust: &[&str]) -> Output {
 
 #[test]
 fn certificates_let_in_over_tls_and_quic() {
-    let (place, stranger) = (Place::with_certificates(), Place::with_certificates());
-    let server = place.serve(
+    let (files, stranger) = (TrustFiles::with_certificates(), TrustFiles::with_certificates());
+    let server = files.serve(
         &["tls://127.0.0.1:0", "quic://127.0.0.1:0"],
         &[
             "--cert",
-            &place.pki("server.pem"),
+            &files.pki("server.pem"),
             "--cert-key",
-            &place.pki("server.key"),
+            &files.pki("server.key"),
             "--client-ca",
-            &place.pki("ca.pem"),
+            &files.pki("ca.pem"),
         ],
     );
     for address in &server.addresses {
-        let (ca, cert, key) = (place.pki("ca.pem"), place.pki("client.pem"), place.pki("client.key"));
+        let (ca, cert, key) = (files.pki("ca.pem"), files.pki("client.pem"), files.pki("client.key"));
         assert_eq!(ok(echo(address, &["--ca", &ca, "--cert", &cert, "--cert-key", &key])), "42\n");
         // No certificate; one by somebody else; a server that somebody else vouches for; nothing at
         // all.
@@ -132,36 +132,36 @@ fn certificates_let_in_over_tls_and_quic() {
 
 #[test]
 fn a_token_is_enough_and_can_be_changed_while_the_server_runs() {
-    let place = Place::new();
-    place.token("tokens", &["--name", "alice"]);
-    place.token("other", &[]);
-    std::fs::copy(place.path("tokens"), place.path("first")).unwrap();
+    let files = TrustFiles::new();
+    files.token("tokens", &["--name", "alice"]);
+    files.token("other", &[]);
+    std::fs::copy(files.path("tokens"), files.path("first")).unwrap();
     // The server makes a certificate for itself.
     let mut server =
-        place.serve(&["tls://127.0.0.1:0", "quic://127.0.0.1:0"], &["--token-file", &place.path("tokens")]);
-    let (first, other) = (place.path("first"), place.path("other"));
+        files.serve(&["tls://127.0.0.1:0", "quic://127.0.0.1:0"], &["--token-file", &files.path("tokens")]);
+    let (first, other) = (files.path("first"), files.path("other"));
     for address in &server.addresses {
         assert_eq!(ok(echo(address, &["--token-file", &first])), "42\n");
         let refused = echo(address, &["--token-file", &other]);
         assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
     }
     // Both, while they are changed.
-    place.token("tokens", &["--append"]);
-    let text = std::fs::read_to_string(place.path("tokens")).unwrap();
+    files.token("tokens", &["--append"]);
+    let text = std::fs::read_to_string(files.path("tokens")).unwrap();
     let second = text.lines().last().unwrap();
-    std::fs::write(place.path("second"), second).unwrap();
+    std::fs::write(files.path("second"), second).unwrap();
     server.hang_up();
     server.await_log("have been read again");
-    let second = place.path("second");
+    let second = files.path("second");
     for address in &server.addresses {
         assert_eq!(ok(echo(address, &["--token-file", &first])), "42\n");
         assert_eq!(ok(echo(address, &["--token-file", &second])), "42\n");
     }
     // The old one goes. A file that cannot be used changes nothing.
-    std::fs::copy(&second, place.path("tokens")).unwrap();
+    std::fs::copy(&second, files.path("tokens")).unwrap();
     server.hang_up();
     server.await_log("have been read again");
-    std::fs::write(place.path("tokens"), "too short\n").unwrap();
+    std::fs::write(files.path("tokens"), "too short\n").unwrap();
     server.hang_up();
     server.await_log("the old ones stay in use");
     for address in &server.addresses {
@@ -172,40 +172,40 @@ fn a_token_is_enough_and_can_be_changed_while_the_server_runs() {
 
 #[test]
 fn a_certificate_may_be_for_some_servers_alone() {
-    let place = Place::with_certificates();
+    let files = TrustFiles::with_certificates();
     let limit = |keys: &[&str]| {
-        let out = place.path("pki");
+        let out = files.path("pki");
         ok(cli(&[&["cert", "--out", &out], keys].concat()))
     };
     assert!(limit(&["--client-key", "board-7,board-8"]).contains("servers with the key board-7"));
     // It stays so when it is renewed.
     limit(&[]);
-    let (cert, key, ca) = (place.pki("server.pem"), place.pki("server.key"), place.pki("ca.pem"));
+    let (cert, key, ca) = (files.pki("server.pem"), files.pki("server.key"), files.pki("ca.pem"));
     let args = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
-    let (cert, key) = (place.pki("client.pem"), place.pki("client.key"));
+    let (cert, key) = (files.pki("client.pem"), files.pki("client.key"));
     let trust = ["--ca", &ca, "--cert", &cert, "--cert-key", &key];
     for address in ["tls://127.0.0.1:0", "quic://127.0.0.1:0"] {
-        let allowed = place.serve(&[address], &[&args[..], &["--key", "board-7"]].concat());
+        let allowed = files.serve(&[address], &[&args[..], &["--key", "board-7"]].concat());
         assert_eq!(ok(echo(&allowed.addresses[0], &trust)), "42\n");
         for more in [&["--key", "board-9"][..], &[]] {
-            let other = place.serve(&[address], &[&args[..], more].concat());
+            let other = files.serve(&[address], &[&args[..], more].concat());
             let refused = echo(&other.addresses[0], &trust);
             assert_eq!(refused.status.code(), Some(77));
             assert!(said(&refused).contains("board-7, board-8"), "{}", said(&refused));
         }
     }
     // Without limits again.
-    ok(cli(&["cert", "--out", &place.path("pki"), "--client-name", "bob"]));
-    let any = place.serve(&["tls://127.0.0.1:0"], &args);
+    ok(cli(&["cert", "--out", &files.path("pki"), "--client-name", "bob"]));
+    let any = files.serve(&["tls://127.0.0.1:0"], &args);
     assert_eq!(ok(echo(&any.addresses[0], &trust)), "42\n");
 }
 
 #[test]
 fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
-    let place = Place::with_certificates();
-    place.token("tokens", &[]);
-    let (cert, key, ca) = (place.pki("server.pem"), place.pki("server.key"), place.pki("ca.pem"));
-    let (hop_cert, hop_key, tokens) = (place.pki("client.pem"), place.pki("client.key"), place.path("tokens"));
+    let files = TrustFiles::with_certificates();
+    files.token("tokens", &[]);
+    let (cert, key, ca) = (files.pki("server.pem"), files.pki("server.key"), files.pki("ca.pem"));
+    let (hop_cert, hop_key, tokens) = (files.pki("client.pem"), files.pki("client.key"), files.path("tokens"));
     let shows = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
     let by_certificate = ["--forward-cert", &hop_cert, "--forward-cert-key", &hop_key];
     for address in ["tls://127.0.0.1:0", "quic://127.0.0.1:0"] {
@@ -213,11 +213,11 @@ fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
         for (more, proof) in
             [(&[][..], &by_certificate[..]), (&["--token-file", &tokens], &["--forward-token-file", &tokens])]
         {
-            let target = place.serve(&[address], &[&shows[..], more].concat());
+            let target = files.serve(&[address], &[&shows[..], more].concat());
             let forward =
                 ["--allow-forward", &target.addresses[0], "--forward-ca", &ca, "--cert", &cert, "--cert-key", &key];
             let through = |proof: &[&str]| {
-                let hop = place.serve(&["tcp://127.0.0.1:0"], &[&forward[..], proof].concat());
+                let hop = files.serve(&["tcp://127.0.0.1:0"], &[&forward[..], proof].concat());
                 echo(&target.addresses[0], &["-J", &hop.addresses[0]])
             };
             assert_eq!(ok(through(proof)), "42\n");
@@ -230,61 +230,77 @@ fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
 
 #[test]
 fn renewed_certificates_are_shown_after_a_hangup() {
-    let place = Place::with_certificates();
-    let (cert, key) = (place.pki("server.pem"), place.pki("server.key"));
-    let mut server = place
-        .serve(&["tls://127.0.0.1:0"], &["--cert", &cert, "--cert-key", &key, "--client-ca", &place.pki("ca.pem")]);
+    let files = TrustFiles::with_certificates();
+    let (cert, key) = (files.pki("server.pem"), files.pki("server.key"));
+    let mut server = files
+        .serve(&["tls://127.0.0.1:0"], &["--cert", &cert, "--cert-key", &key, "--client-ca", &files.pki("ca.pem")]);
     let client = |ca: &str| {
-        let (cert, key) = (place.pki("client.pem"), place.pki("client.key"));
+        let (cert, key) = (files.pki("client.pem"), files.pki("client.key"));
         echo(&server.addresses[0], &["--ca", ca, "--cert", &cert, "--cert-key", &key]).status.success()
     };
-    let old: PathBuf = place.path("old.pem").into();
-    std::fs::copy(place.pki("ca.pem"), &old).unwrap();
-    assert!(client(&place.pki("ca.pem")));
+    let old: PathBuf = files.path("old.pem").into();
+    std::fs::copy(files.pki("ca.pem"), &old).unwrap();
+    assert!(client(&files.pki("ca.pem")));
     // Another authority altogether.
-    ok(cli(&["cert", "--out", &place.path("pki"), "--host", "localhost,127.0.0.1", "--force"]));
-    assert!(!client(&place.pki("ca.pem")));
+    ok(cli(&["cert", "--out", &files.path("pki"), "--host", "localhost,127.0.0.1", "--force"]));
+    assert!(!client(&files.pki("ca.pem")));
     server.hang_up();
     server.await_log("have been read again");
     let client = |ca: &str| {
-        let (cert, key) = (place.pki("client.pem"), place.pki("client.key"));
+        let (cert, key) = (files.pki("client.pem"), files.pki("client.key"));
         echo(&server.addresses[0], &["--ca", ca, "--cert", &cert, "--cert-key", &key]).status.success()
     };
-    assert!(client(&place.pki("ca.pem")));
+    assert!(client(&files.pki("ca.pem")));
     assert!(!client(old.to_str().unwrap()));
 }
 
 #[test]
 fn a_server_that_others_could_reach_says_what_is_missing() {
-    let place = Place::with_certificates();
-    place.token("tokens", &[]);
-    let (cert, key, tokens) = (place.pki("server.pem"), place.pki("server.key"), place.path("tokens"));
+    let files = TrustFiles::with_certificates();
+    files.token("tokens", &[]);
+    let (cert, key, tokens) = (files.pki("server.pem"), files.pki("server.key"), files.path("tokens"));
     // In the clear, also with a token: it proves who begins to speak, and not who goes on.
     for args in [&["--listen", "tcp://0.0.0.0:0"][..], &["--listen", "tcp://0.0.0.0:0", "--token-file", &tokens]] {
-        let text = place.refused(args);
+        let text = files.refused(args);
         assert!(text.contains("--insecure") && text.contains("--token-file"), "{text}");
     }
     // Encrypted, and open to everybody.
-    let text = place.refused(&["--listen", "quic://0.0.0.0:0", "--cert", &cert, "--cert-key", &key]);
+    let text = files.refused(&["--listen", "quic://0.0.0.0:0", "--cert", &cert, "--cert-key", &key]);
     assert!(text.contains("--client-ca"), "{text}");
     // With nothing to show.
-    assert!(place.refused(&["--listen", "tls://127.0.0.1:0"]).contains("--cert"));
-    assert!(place.refused(&["--listen", "tls://127.0.0.1:0", "--cert", &cert]).contains("--cert-key"));
+    assert!(files.refused(&["--listen", "tls://127.0.0.1:0"]).contains("--cert"));
+    assert!(files.refused(&["--listen", "tls://127.0.0.1:0", "--cert", &cert]).contains("--cert-key"));
     // A file that anybody can read is no secret.
-    let mut server = place.serve(&["tcp://0.0.0.0:0"], &["--insecure"]);
+    let mut server = files.serve(&["tcp://0.0.0.0:0"], &["--insecure"]);
     server.await_log("without proof of identity");
-    place.serve(&["quic://0.0.0.0:0"], &["--token-file", &tokens]);
+    files.serve(&["quic://0.0.0.0:0"], &["--token-file", &tokens]);
 }
 
 #[test]
 fn the_doctor_says_what_is_wrong_with_credentials() {
-    let place = Place::new();
-    place.token("tokens", &[]);
-    place.token("other", &[]);
-    let server = place.serve(&["quic://127.0.0.1:0"], &["--token-file", &place.path("tokens")]);
-    let (right, wrong) = (place.path("tokens"), place.path("other"));
+    let files = TrustFiles::new();
+    files.token("tokens", &[]);
+    files.token("other", &[]);
+    let server = files.serve(&["quic://127.0.0.1:0"], &["--token-file", &files.path("tokens")]);
+    let (right, wrong) = (files.path("tokens"), files.path("other"));
     ok(cli(&["doctor", &server.addresses[0], "--token-file", &right]));
     let report = cli(&["doctor", &server.addresses[0], "--token-file", &wrong]);
     let text = String::from_utf8_lossy(&report.stdout).into_owned() + &said(&report);
     assert!(!report.status.success() && text.contains("token"), "{text}");
+}
+
+/// The log at `info` was empty for wrong tokens and refused forwards.
+#[test]
+fn the_log_names_clients_that_are_refused() {
+    let files = TrustFiles::new();
+    files.token("tokens", &[]);
+    files.token("other", &[]);
+    let mut server = files.serve(&["tcp://127.0.0.1:0"], &["--token-file", &files.path("tokens")]);
+    let address = server.addresses[0].clone();
+    assert_eq!(echo(&address, &["--token-file", &files.path("other")]).status.code(), Some(77));
+    server.await_log("refused a client");
+    let mut hop = files.serve(&["tcp://127.0.0.1:0"], &[]);
+    let forwarded = cli(&["call", "-J", &hop.addresses[0], "tcp://127.0.0.1:1", "rpc.echo", "42"]);
+    assert_eq!(forwarded.status.code(), Some(77), "{}", said(&forwarded));
+    hop.await_log("refused a client");
 }

@@ -132,7 +132,11 @@ impl Accepted {
         let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
             Ok(Ok(())) => return Ok(Secured { connection, channel, permit, deadline }),
             Ok(Err(error)) => {
-                tracing::debug!(peer, %error, "no secure channel");
+                if error.kind() == io::ErrorKind::InvalidData {
+                    tracing::warn!(peer, %error, "refused a client: no secure channel");
+                } else {
+                    tracing::debug!(peer, %error, "no secure channel");
+                }
                 match error.kind() {
                     // TLS objected to something.
                     io::ErrorKind::InvalidData => ErrorKind::Unauthenticated,
@@ -194,7 +198,13 @@ impl Secured {
                 Ok(Admitted { connection, channel, negotiated, input, grant, slot })
             }
             Err(error) => {
-                tracing::debug!(peer, %error, "no session");
+                match error.kind() {
+                    // What an operator asks the log for: who was refused, and why.
+                    ErrorKind::Unauthenticated | ErrorKind::Refused | ErrorKind::LimitExceeded => {
+                        tracing::warn!(peer, %error, "refused a client");
+                    }
+                    _ => tracing::debug!(peer, %error, "no session"),
+                }
                 Err(Refusal { reason: error.kind(), told: Some(channel) })
             }
         }

@@ -100,7 +100,7 @@ pub(super) fn probe() -> Devices {
         Ok(Answer::Devices(all)) => devices.with(Arc::new(ToldCuda(all))),
         Ok(Answer::Absent(reason)) => devices.absent(DeviceType::CUDA, reason),
         Err(error) => {
-            tracing::warn!(%error, "the process that looks for GPUs has not told of any");
+            tracing::warn!(%error, "the probe of GPUs failed; there are none for sessions");
             devices.absent(DeviceType::CUDA, format!("the process that looks for it failed: {error}"))
         }
     }
