@@ -25,7 +25,7 @@ struct Args {
     size: usize,
 }
 
-/// How many products are timed.
+/// Number of timed products.
 const TIMES: u32 = 10;
 
 fn main() -> Result<(), Box<dyn Error>> {

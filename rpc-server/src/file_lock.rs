@@ -7,9 +7,9 @@ use rustix::fs::{FlockOperation, flock};
 
 /// A lock on a file, freed on drop. It is for processes: threads that share the file need a mutex
 /// besides.
-pub(crate) struct Held<'a>(&'a File);
+pub(crate) struct FileLock<'a>(&'a File);
 
-impl<'a> Held<'a> {
+impl<'a> FileLock<'a> {
     /// Waits for the lock.
     pub(crate) fn exclusive(file: &'a File) -> io::Result<Self> {
         rustix::io::retry_on_intr(|| flock(file, FlockOperation::LockExclusive))?;
@@ -17,7 +17,7 @@ impl<'a> Held<'a> {
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for FileLock<'_> {
     fn drop(&mut self) {
         let _ = flock(self.0, FlockOperation::Unlock);
     }

@@ -166,7 +166,7 @@ pub(crate) enum Phase {
     Starting,
     Ready,
     /// A listener has ended.
-    Deaf,
+    ListenerLost,
     /// It takes no new sessions.
     Draining,
 }
@@ -178,7 +178,7 @@ impl ServeObserver for Monitor {
     }
 
     fn stopped_listening(&self, _: &Address) {
-        self.enter(Phase::Deaf);
+        self.enter(Phase::ListenerLost);
     }
 }
 
@@ -230,7 +230,7 @@ impl Monitor {
         match self.phase.load(Ordering::Acquire) {
             0 => Phase::Starting,
             1 => Phase::Ready,
-            2 => Phase::Deaf,
+            2 => Phase::ListenerLost,
             _ => Phase::Draining,
         }
     }
@@ -455,7 +455,7 @@ mod tests {
         assert_eq!(monitor.phase(), Phase::Starting);
         for (enter, then) in [
             (Phase::Ready, Phase::Ready),
-            (Phase::Deaf, Phase::Deaf),
+            (Phase::ListenerLost, Phase::ListenerLost),
             (Phase::Draining, Phase::Draining),
             (Phase::Ready, Phase::Draining),
         ] {

@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 
 pub use error::WorkspaceError;
 pub use files::{FileReader, FileWriter};
-use loan::Keeper;
+use loan::FolderOwner;
 pub(crate) use loan::WorkspaceLoan;
 use root::open_lock_file;
 pub use root::{WorkspaceLimits, WorkspaceRoot};
@@ -65,21 +65,21 @@ pub struct Entry {
 /// itself is counted when the workspace is opened and whenever the quota seems to be reached. So it
 /// cannot be hidden, but it is not prevented either.
 #[derive(Clone)]
-pub struct Workspace(Arc<Inner>);
+pub struct Workspace(Arc<WorkspaceInner>);
 
-struct Inner {
+struct WorkspaceInner {
     /// The folder of files by its real path.
     path: PathBuf,
     files: Dir,
     staging: Dir,
-    home: Home,
+    home: WorkspaceKind,
     account: Mutex<Account>,
     /// Last, so that the server's own folder outlives the workspace.
-    keeper: Keeper,
+    owner: FolderOwner,
 }
 
 /// Owner of the folder of a workspace, which determines its removal.
-enum Home {
+enum WorkspaceKind {
     /// The name in the server's private folder.
     Private(String),
     Named {
@@ -173,7 +173,7 @@ impl Workspace {
         }
         let metadata = self.0.files.symlink_metadata(&target).map_err(at(path))?;
         let freed = if metadata.is_dir() {
-            let condemned = self.0.keeper.unique("removed");
+            let condemned = self.0.owner.unique("removed");
             move_entry(&self.0.files, &target, &self.0.staging, &condemned).map_err(at(path))?;
             purge(&self.0.staging, &condemned)
         } else {
@@ -232,23 +232,23 @@ impl Workspace {
 
     /// The quota in bytes.
     pub fn quota_bytes(&self) -> u64 {
-        self.0.keeper.limits().quota_bytes
+        self.0.owner.limits().quota_bytes
     }
 
     /// Opens the workspace in `folder`, an open folder with the real path `path`, and makes it if
     /// it is empty.
-    fn open(keeper: Keeper, folder: &Dir, path: &Path, home: Home) -> io::Result<Self> {
+    fn open(owner: FolderOwner, folder: &Dir, path: &Path, home: WorkspaceKind) -> io::Result<Self> {
         let files = make_folder(folder, "files")?;
         let staging = make_folder(folder, "staging")?;
         sweep_staging(&staging)?;
         let account = Account { committed: measure(&files)?, pending: Usage::default() };
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(WorkspaceInner {
             path: path.join("files"),
             files,
             staging,
             home,
             account: Mutex::new(account),
-            keeper,
+            owner,
         })))
     }
 
@@ -275,7 +275,7 @@ impl Workspace {
     /// Refuses to pass the limits, after measuring what is really there: foreign code may have
     /// removed files.
     fn check_limits(&self, path: &str, account: &mut Account, more: Usage) -> Result<(), WorkspaceError> {
-        let limits = self.0.keeper.limits();
+        let limits = self.0.owner.limits();
         let fits = |usage: Usage| usage.bytes <= limits.quota_bytes && usage.entries <= limits.max_entries;
         if fits(account.committed.plus(account.pending).plus(more)) {
             return Ok(());
@@ -304,7 +304,7 @@ impl Workspace {
     /// abandoned.
     fn create_staged(&self) -> io::Result<(String, File)> {
         loop {
-            let name = self.0.keeper.unique("write");
+            let name = self.0.owner.unique("write");
             let mut options = OpenOptions::new();
             options.write(true).create_new(true).mode(0o600);
             let file = self.0.staging.open_with(&name, &options)?.into_std();
@@ -367,19 +367,19 @@ impl fmt::Debug for Workspace {
     }
 }
 
-impl Drop for Inner {
+impl Drop for WorkspaceInner {
     fn drop(&mut self) {
-        let Keeper::Root(root) = &self.keeper else { return };
+        let FolderOwner::Root(root) = &self.owner else { return };
         match &self.home {
-            Home::Private(name) => {
+            WorkspaceKind::Private(name) => {
                 purge(&root.own, name);
             }
-            Home::Named { key, lock } => {
+            WorkspaceKind::Named { key, lock } => {
                 // If the time cannot be set, the workspace expires a little early.
                 let _ = lock.set_modified(SystemTime::now());
                 root.forget(key);
             }
-            Home::Lent => {}
+            WorkspaceKind::Lent => {}
         }
     }
 }

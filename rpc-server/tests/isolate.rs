@@ -45,10 +45,10 @@ fn main() -> ExitCode {
     let tests = tests![
         everything_works_as_without_isolation
         a_crash_is_an_error_to_one_client_alone
-        what_a_crashed_session_held_is_removed
+        resources_of_a_crashed_session_are_removed
         an_endless_loop_ends_with_its_session
         an_endless_loop_that_blocks_the_connection_ends_too
-        what_a_session_starts_ends_with_it
+        processes_of_a_session_end_with_it
         nothing_survives_a_server_that_is_killed
         a_server_that_is_told_to_stop_lets_calls_finish_and_leaves_nothing
         a_second_signal_ends_even_endless_loops
@@ -189,7 +189,7 @@ impl Fixture {
     }
 }
 
-/// Where the input and output of a session is done, until it is dropped.
+/// Runtime for the input and output of a session, until dropped.
 struct Elsewhere(Option<tokio::runtime::Runtime>);
 
 impl Drop for Elsewhere {
@@ -245,7 +245,7 @@ async fn call_pid(session: &Session, name: &str) -> Pid {
     pid(session.function::<(), u64>(name).await.unwrap().call(()).await.unwrap())
 }
 
-/// What is in a file of the session's workspace.
+/// Reads a file of the session's workspace.
 async fn content(session: &Session, path: &str) -> Vec<u8> {
     let mut content = Vec::new();
     Files::new(session).get(path, &mut content).await.unwrap();
@@ -344,7 +344,7 @@ fn a_crash_is_an_error_to_one_client_alone() {
     });
 }
 
-fn what_a_crashed_session_held_is_removed() {
+fn resources_of_a_crashed_session_are_removed() {
     run(async {
         let fixture = Fixture::start(&[]);
         let session = fixture.connect().await;
@@ -393,7 +393,7 @@ fn an_endless_loop_that_blocks_the_connection_ends_too() {
     });
 }
 
-fn what_a_session_starts_ends_with_it() {
+fn processes_of_a_session_end_with_it() {
     run(async {
         let fixture = Fixture::start(&[]);
         for end in ["crash.segv", "crash.spin", "shutdown"] {

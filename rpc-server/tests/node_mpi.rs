@@ -52,7 +52,7 @@ fn a_job_of_mpi_is_a_session_with_collectives_over_mpi() {
     works(&session);
     session.init_ccl("mpi", &[]).wait().unwrap();
     works(&session);
-    // What breaks is made anew, over MPI, and the processes live on.
+    // A broken session is made anew over MPI, and the processes go on.
     session.abort_ccl("enough").unwrap();
     let x = session.broadcast(&Tensor::from_slice([1], &[1.0_f32]).unwrap(), None, Scope::World);
     drop(x);
@@ -104,7 +104,7 @@ fn neither_side_outlives_the_other() {
 }
 
 #[test]
-fn what_does_not_go_with_mpi_is_refused() {
+fn settings_that_contradict_mpi_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (code, text) = outcome(job(&folder, 1, "tcp://127.0.0.1:9", &["--isolate", "process"]));
     assert_eq!(code, Some(78), "{text}");

@@ -99,7 +99,7 @@ fn a_table_is_printed_for_people() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused() {
+fn cases_that_cannot_be_measured_are_refused() {
     for (args, said) in [
         (&["--over", "pigeons"][..], "pigeons"),
         (&["--workers", "0"], "0"),

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn malformed_arguments_are_refused() {
         assert_eq!("@".parse::<Argument>(), Err(ArgumentError::NoFile));
         let text = "9223372036854775808";
         assert_eq!(text.parse::<Argument>(), Err(ArgumentError::TooLarge(text.to_owned())));

@@ -11,9 +11,9 @@ use serde_json::json;
 
 use self::recorder::{Received, Recorder};
 use self::report::{Examination, Finding};
-use self::tracker_pool::{Verdict, look_for};
+use self::tracker_pool::{PoolVerdict, look_for};
 use super::connect::{CommonOptions, close};
-use super::failure::{Failure, connect_code, place};
+use super::failure::{Failure, connect_code, origin};
 use super::output::Output;
 use crate::builtins::ServerInfo;
 
@@ -122,11 +122,11 @@ async fn servers(
     };
     let finding = match tokio::time::timeout(limit, ask).await {
         Ok(Ok(Pack(summary))) => match look_for(&summary, key) {
-            Verdict::There(detail) => {
+            PoolVerdict::Available(detail) => {
                 examination.ok("servers", detail);
                 return Ok(());
             }
-            Verdict::Missing { detail, advice } => Finding::new(detail, advice, 69),
+            PoolVerdict::Missing { detail, advice } => Finding::new(detail, advice, 69),
         },
         Ok(Err(error)) if error.kind() == ErrorKind::NotFound => {
             let advice = "correct the address: write tcp:// for a server, or the address of the tracker";
@@ -416,7 +416,7 @@ async fn through(examination: &mut Examination<'_>, route: &[&str], limit: Durat
                     ),
                 ),
                 ConnectError::Session(error) => (
-                    format!("{last} cannot reach {target}: {} (at {})", error.message(), place(error)),
+                    format!("{last} cannot reach {target}: {} (at {})", error.message(), origin(error)),
                     format!("run rpc-cli doctor {target} on the machine of {last}"),
                 ),
                 error => (chain(error), "look at the cause".to_owned()),

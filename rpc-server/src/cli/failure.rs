@@ -164,7 +164,7 @@ impl Failure {
         if let Some(kind) = error.application_kind() {
             output.detail("type", kind);
         }
-        output.detail("at", &place(error));
+        output.detail("at", &origin(error));
         if error.request_may_have_run() {
             output.detail("note", "the request may have had an effect");
         }
@@ -205,7 +205,7 @@ impl Failure {
 }
 
 /// Describes the origin of an error.
-pub(super) fn place(error: &RpcError) -> String {
+pub(super) fn origin(error: &RpcError) -> String {
     let hop = match error.hop() {
         0 => "this side of the link".to_owned(),
         1 => "the server".to_owned(),

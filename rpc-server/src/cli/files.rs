@@ -112,14 +112,14 @@ enum Target {
     /// A new file, which appears when it is complete.
     New(NewFile),
     /// A device or a pipe, which must not be replaced.
-    There(File),
+    Existing(File),
 }
 
 fn writable(local: &Path) -> Result<Target, Failure> {
     match fs::metadata(local) {
         Ok(metadata) if !metadata.is_file() => {
             let opened = File::options().write(true).open(local);
-            opened.map(Target::There).map_err(|error| Failure::file("cannot write", local, error))
+            opened.map(Target::Existing).map_err(|error| Failure::file("cannot write", local, error))
         }
         _ => NewFile::create(local).map(Target::New),
     }
@@ -129,14 +129,14 @@ impl Target {
     fn as_write(&mut self) -> &mut (dyn io::Write + Send) {
         match self {
             Self::New(file) => &mut file.0,
-            Self::There(file) => file,
+            Self::Existing(file) => file,
         }
     }
 
     fn finish(self, local: &Path) -> Result<(), Failure> {
         match self {
             Self::New(file) => file.persist(local),
-            Self::There(_) => Ok(()),
+            Self::Existing(_) => Ok(()),
         }
     }
 }

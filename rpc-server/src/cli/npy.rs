@@ -6,6 +6,10 @@
 //! so that the data starts at a multiple of 64; and the elements, packed. The format is that of NEP
 //! 1 (`numpy.lib.format`).
 //!
+//! Not the crate `npyz` 0.9: it reserves as many bytes as the length field of the header says, up
+//! to 4 GiB, before it reads them, and parses nested values recursively. This reader allocates 64
+//! KiB at most, whatever the file says.
+//!
 //! ```
 //! use rpc_core::dlpack::DataType;
 //! use rpc_server::cli::npy::{read_header, write_header};

@@ -244,7 +244,7 @@ fn spans_are_exported_by_those_that_can() {
 }
 
 #[test]
-fn what_cannot_be_listened_on_is_refused() {
+fn address_that_cannot_be_listened_on_is_refused() {
     for address in ["exec:program", "local:", "tcp://127.0.0.1:1/key"] {
         let error = flags(&["--listen", address]).resolve().unwrap_err();
         assert!(matches!(error, ConfigError::NotListenable { .. }), "{error:?}");

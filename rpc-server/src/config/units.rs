@@ -1,4 +1,9 @@
 //! Sizes, durations, port ranges and HTTP addresses as people write them.
+//!
+//! A value is one whole number with one unit, in any case, and is printed so that it reads back as
+//! the same value: the configuration file depends on that. The crate `bytesize` prints rounded
+//! sizes, and reads those beyond 64 bits as the largest one, which would mean "unlimited" here;
+//! `humantime` reads `5M` as five months.
 
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};

@@ -1,4 +1,4 @@
-//! How the process of a session ended, in words.
+//! The exit cause of a session process, and its description.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 use crate::config::ServeConfig;
 
-/// The limits on the process of a session that may have ended it.
+/// Limits on a session process that may have ended it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ProcessLimits {
     memory: Option<crate::config::ByteSize>,
@@ -21,12 +21,12 @@ impl ProcessLimits {
     }
 }
 
-/// How a process ended.
+/// Exit cause of a process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExitCause {
-    /// `None` if somebody else has reaped it.
+    /// Exit status; `None` if other code has reaped the process.
     pub(super) status: Option<ExitStatus>,
-    /// It was told to end, and did not.
+    /// True if the supervisor has killed the process.
     pub(super) killed: bool,
 }
 

@@ -1,8 +1,8 @@
-//! What the server and the process of a session tell each other beside the session.
+//! Messages between the server and a session process, beside the session.
 //!
-//! Over the connection, before the session's handshake: a [`SessionSetup`], its length in bytes as
-//! four bytes, little-endian, and JSON. Over a pair of datagram sockets, at any time: [`Report`]s
-//! to the server, and [`ServerTotals`] in answer to those that ask.
+//! Over the connection, before the session's handshake: a [`SessionSetup`] as JSON, after its
+//! length in bytes as four bytes, little-endian. Over a pair of datagram sockets, at any time:
+//! [`Report`]s to the server, and [`ServerTotals`] in answer to those that ask.
 
 use std::io::{self, Read};
 use std::time::Duration;
@@ -14,20 +14,20 @@ use crate::modules::DigestList;
 use crate::server::session_state::ServerTotals;
 use crate::workspace::WorkspaceLoan;
 
-/// What the process has to know to serve its session.
+/// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SessionSetup {
-    /// The server's configuration, as TOML.
+    /// Configuration of the server, as TOML.
     pub(super) config: String,
-    /// The session's workspace.
+    /// Workspace of the session.
     pub(super) workspace: WorkspaceLoan,
-    /// For how long the server has been running.
+    /// Time since the start of the server.
     pub(super) uptime: Duration,
-    /// The modules that may be loaded, as the server has read them; `None` for any.
+    /// Modules that may be loaded, as the server has read them; `None` for any.
     pub(super) module_digests: Option<DigestList>,
 }
 
-/// Far more than a configuration and the longest list of digests take.
+/// Maximum length: far more than a configuration and the longest list of digests.
 const MAX_SETUP_BYTES: u32 = 8 << 20;
 
 impl SessionSetup {
@@ -38,7 +38,8 @@ impl SessionSetup {
         Ok([&len.to_le_bytes()[..], &text].concat())
     }
 
-    /// `None` if there will be no session: the connection ended before it began.
+    /// Reads the settings; `None` if the connection ended before them, so that there will be no
+    /// session.
     pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut len = [0; 4];
         match from.read_exact(&mut len) {
@@ -55,7 +56,7 @@ impl SessionSetup {
     }
 }
 
-/// What a session holds: handles and bytes of memory, eight bytes each, and a byte that is 1 to ask
+/// Usage of a session: handles and bytes of memory, eight bytes each, and a byte that is 1 to ask
 /// for the totals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Report {
@@ -74,7 +75,8 @@ impl Report {
         bytes
     }
 
-    /// `None` for what is not a report. Functions run in that process, and may send anything.
+    /// Parses a report; `None` for other bytes. Functions of the session run in that process, and
+    /// may send anything.
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
         let usage = Usage { handles: number(&bytes[..8])?, memory_bytes: number(&bytes[8..16])? };

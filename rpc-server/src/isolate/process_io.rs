@@ -1,4 +1,4 @@
-//! The connection to the process of a session, which knows how that process ended.
+//! The connection to a session process, which reports the exit cause of the process.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -12,8 +12,8 @@ use tokio::net::UnixStream;
 use super::exit_cause::ProcessLimits;
 use super::supervisor::Process;
 
-/// A connection whose breaking is explained: where a plain socket would report an end, this one
-/// waits for the end of the process, and says what that was.
+/// A connection that explains its end: where a plain socket would report an end, it waits for the
+/// end of the process and reports the exit cause.
 pub(super) struct ProcessIo {
     pub(super) stream: UnixStream,
     pub(super) process: Arc<Process>,
@@ -21,7 +21,8 @@ pub(super) struct ProcessIo {
 }
 
 impl ProcessIo {
-    /// The connection is broken: the error is that of the process, which is given a moment to end.
+    /// Handles a broken connection: returns the exit cause of the process, which gets a grace to
+    /// end.
     fn poll_broken<T>(&self, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
         self.process.kill_after_grace();
         self.process.poll_exit_cause(cx).map(|exit_cause| Err(io::Error::other(exit_cause.describe(&self.limits))))
@@ -35,10 +36,11 @@ impl AsyncRead for ProcessIo {
         match Pin::new(&mut self.stream).poll_read(cx, buffer) {
             Poll::Ready(Ok(())) if buffer.filled().len() > filled || !wanted => Poll::Ready(Ok(())),
             Poll::Ready(_) => self.poll_broken(cx),
-            // Something that the process has started may keep its end of the connection open.
+            // A process that the session process has started may keep the connection open.
             Poll::Pending => {
                 ready!(self.process.poll_exit_cause(cx));
-                // What the process wrote before may be there, and the runtime not know yet.
+                // Bytes that the process wrote before may have arrived without the runtime knowing
+                // yet.
                 let rest = recv(&self.stream, buffer.initialize_unfilled(), RecvFlags::DONTWAIT);
                 match rest {
                     Ok((len @ 1.., _)) => {

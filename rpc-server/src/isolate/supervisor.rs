@@ -37,13 +37,13 @@ pub(super) struct Process {
     handles: AtomicU64,
     memory_bytes: AtomicU64,
     kill_requested: AtomicBool,
-    end: Mutex<End>,
+    end: Mutex<EndState>,
 }
 
 #[derive(Default)]
-struct End {
+struct EndState {
     exit_cause: Option<ExitCause>,
-    waiting: Vec<Waker>,
+    wakers: Vec<Waker>,
 }
 
 impl Process {
@@ -67,8 +67,8 @@ impl Process {
         match end.exit_cause {
             Some(exit_cause) => Poll::Ready(exit_cause),
             None => {
-                if !end.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
-                    end.waiting.push(cx.waker().clone());
+                if !end.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+                    end.wakers.push(cx.waker().clone());
                 }
                 Poll::Pending
             }
@@ -88,7 +88,7 @@ impl Process {
         self.memory_bytes.store(usage.memory_bytes, Ordering::Relaxed);
     }
 
-    fn end(&self) -> MutexGuard<'_, End> {
+    fn end(&self) -> MutexGuard<'_, EndState> {
         self.end.lock()
     }
 }
@@ -386,12 +386,12 @@ impl ChildEntry {
         let status = self.child.try_wait().ok().flatten();
         let exit_cause = ExitCause { status, killed: self.killed };
         tracing::debug!(pid = self.process.pid.as_raw_nonzero(), ?exit_cause, "a session process has ended");
-        let waiting = {
+        let wakers = {
             let mut end = self.process.end();
             end.exit_cause = Some(exit_cause);
-            std::mem::take(&mut end.waiting)
+            std::mem::take(&mut end.wakers)
         };
-        waiting.into_iter().for_each(Waker::wake);
+        wakers.into_iter().for_each(Waker::wake);
         if let Some(on_exit) = self.on_exit.take() {
             on_exit();
         }

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_sha256sum_prints_is_a_list_and_so_is_what_people_make_of_it() {
+    fn lists_of_sha256sum_and_edited_lists_are_read() {
         let (a, b, c) = ("a".repeat(64), "B".repeat(64), "c".repeat(64));
         let text = format!("# ours\n\n{a}  kernels.so\r\n  {b}\n\\{c} *odd\\nname.so\n{a}\n# {}\n", "d".repeat(64));
         let list = DigestList::parse(&text).unwrap();

@@ -25,7 +25,7 @@ pub(crate) struct ModuleService {
     /// Modules are never unloaded, because other code may have pointers into them.
     loaded: Mutex<HashMap<Digest, Arc<ModuleSlot>>>,
     /// Imported files with their times and digests, by device and inode.
-    imported: Mutex<HashMap<(u64, u64), (Stamp, Digest)>>,
+    imported: Mutex<HashMap<(u64, u64), (Fingerprint, Digest)>>,
 }
 
 /// A module, once it is loaded. The lock is held while it is being loaded, so that it is loaded
@@ -35,7 +35,7 @@ type ModuleSlot = Mutex<Option<Arc<dyn Module>>>;
 /// Fingerprint of a file: its length, and the times of the last change of its bytes and of its
 /// inode, in seconds and nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stamp {
+struct Fingerprint {
     len: u64,
     modified: (i64, i64),
     changed: (i64, i64),
@@ -156,7 +156,7 @@ impl ModuleService {
     fn import_file(&self, path: &str, file: &File) -> Result<Digest, ModuleError> {
         let unreadable = |source| ModuleError::ReadFile { path: path.to_owned(), source };
         let metadata = file.metadata().map_err(unreadable)?;
-        let (key, stamp) = ((metadata.dev(), metadata.ino()), Stamp::of(&metadata));
+        let (key, stamp) = ((metadata.dev(), metadata.ino()), Fingerprint::of(&metadata));
         let known = lock(&self.imported).get(&key).filter(|(known, _)| *known == stamp).map(|(_, digest)| *digest);
         // The store may have removed it since, unless it is loaded.
         if let Some(digest) = known
@@ -177,7 +177,7 @@ impl ModuleService {
     }
 }
 
-impl Stamp {
+impl Fingerprint {
     fn of(metadata: &std::fs::Metadata) -> Self {
         Self {
             len: metadata.len(),

@@ -29,7 +29,7 @@ use rustix::io::Errno;
 use super::hash::hash;
 use super::{DigestList, ModuleError, ModuleUpload};
 use crate::config::{ByteSize, Span};
-use crate::file_lock::Held;
+use crate::file_lock::FileLock;
 
 /// Limits of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,9 +52,9 @@ impl Default for StoreLimits {
 
 /// A folder of modules. A clone is another reference to the same store. All methods block.
 #[derive(Clone)]
-pub struct ModuleStore(Arc<Inner>);
+pub struct ModuleStore(Arc<StoreInner>);
 
-struct Inner {
+struct StoreInner {
     /// The real path of the folder.
     path: PathBuf,
     folder: OwnedFd,
@@ -110,8 +110,8 @@ impl ModuleStore {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let lock = openat(&opened, LOCK, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| failed(errno.into()))?;
         let lock = Mutex::new(File::from(lock));
-        let store = Self(Arc::new(Inner { path, folder: opened.into(), lock, limits, admitted }));
-        store.locked(|store| store.look().map(drop)).map_err(|error| match error {
+        let store = Self(Arc::new(StoreInner { path, folder: opened.into(), lock, limits, admitted }));
+        store.locked(|store| store.list().map(drop)).map_err(|error| match error {
             ModuleError::Io(source) => failed(source),
             error => error,
         })?;
@@ -254,9 +254,9 @@ impl ModuleStore {
     }
 
     /// Runs `work` while the lock excludes all other processes.
-    fn locked<T>(&self, work: impl FnOnce(&Inner) -> Result<T, ModuleError>) -> Result<T, ModuleError> {
+    fn locked<T>(&self, work: impl FnOnce(&StoreInner) -> Result<T, ModuleError>) -> Result<T, ModuleError> {
         let guard: MutexGuard<'_, File> = self.0.lock.lock();
-        let _held = Held::exclusive(&guard)?;
+        let _held = FileLock::exclusive(&guard)?;
         work(&self.0)
     }
 
@@ -289,7 +289,7 @@ impl fmt::Debug for ModuleStore {
 }
 
 /// A file of the store.
-struct Found {
+struct StoredFile {
     name: String,
     /// Bytes that it counts as.
     bytes: u64,
@@ -298,9 +298,9 @@ struct Found {
 }
 
 // All methods are called under the lock.
-impl Inner {
+impl StoreInner {
     /// Lists the modules and uploads, after removing abandoned uploads.
-    fn look(&self) -> Result<Vec<Found>, ModuleError> {
+    fn list(&self) -> Result<Vec<StoredFile>, ModuleError> {
         let mut all = Vec::new();
         for entry in Dir::read_from(&self.folder).map_err(io::Error::from)? {
             let entry = entry.map_err(io::Error::from)?;
@@ -321,7 +321,7 @@ impl Inner {
             let bytes = u64::try_from(stat.st_size).unwrap_or(0).max(LEAST);
             let since = Duration::from_secs(u64::try_from(stat.st_mtime).unwrap_or(0));
             let used = SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH);
-            all.push(Found { name: name.to_owned(), bytes, used, is_upload });
+            all.push(StoredFile { name: name.to_owned(), bytes, used, is_upload });
         }
         Ok(all)
     }
@@ -333,7 +333,7 @@ impl Inner {
 
     /// Removes unused modules until `len` more bytes fit.
     fn make_room(&self, len: u64) -> Result<(), ModuleError> {
-        let all = self.look()?;
+        let all = self.list()?;
         if all.iter().filter(|found| found.is_upload).count() >= MAX_UPLOADS {
             return Err(ModuleError::TooManyUploads { limit: MAX_UPLOADS });
         }
@@ -345,7 +345,7 @@ impl Inner {
             return Ok(());
         }
         let now = SystemTime::now();
-        let is_unused = |found: &&Found| now.duration_since(found.used).is_ok_and(|idle| idle >= expiry);
+        let is_unused = |found: &&StoredFile| now.duration_since(found.used).is_ok_and(|idle| idle >= expiry);
         for found in all.iter().filter(|found| !found.is_upload).filter(is_unused) {
             // Processes that have loaded it keep their mapping.
             self.discard(&found.name);

@@ -19,7 +19,9 @@ impl Site for Monitor {
             "/readyz" => match self.phase() {
                 Phase::Starting => plain(StatusCode::SERVICE_UNAVAILABLE, "starting\n"),
                 Phase::Ready => plain(StatusCode::OK, "ready\n"),
-                Phase::Deaf => plain(StatusCode::SERVICE_UNAVAILABLE, "an address is not listened on any more\n"),
+                Phase::ListenerLost => {
+                    plain(StatusCode::SERVICE_UNAVAILABLE, "an address is not listened on any more\n")
+                }
                 Phase::Draining => plain(StatusCode::SERVICE_UNAVAILABLE, "draining\n"),
             },
             _ => plain(StatusCode::NOT_FOUND, "there are /metrics, /healthz and /readyz\n"),

@@ -41,14 +41,14 @@ impl Fixture {
         Arc::new(roots)
     }
 
-    /// What a client that trusts `ca.pem` says of a server's certificate.
+    /// Verifies a server's certificate as a client that trusts `ca.pem`.
     fn check_server(&self, file: &str, host: &str, now: SystemTime) -> Result<(), rustls::Error> {
         let verifier = WebPkiServerVerifier::builder_with_provider(self.roots(), provider()).build().unwrap();
         let name = ServerName::try_from(host).unwrap();
         verifier.verify_server_cert(&self.certificate(file), &[], &name, &[], unix(now)).map(drop)
     }
 
-    /// What a server that trusts `ca.pem` says of a client's certificate.
+    /// Verifies a client's certificate as a server that trusts `ca.pem`.
     fn check_client(&self, certificate: &CertificateDer<'_>, now: SystemTime) -> Result<(), rustls::Error> {
         let verifier = WebPkiClientVerifier::builder_with_provider(self.roots(), provider()).build().unwrap();
         verifier.verify_client_cert(certificate, &[], unix(now)).map(drop)
@@ -235,7 +235,7 @@ fn leaves_end_with_their_authority_at_the_latest_and_an_expired_one_signs_nothin
 }
 
 #[test]
-fn what_is_there_is_not_overwritten_by_accident() {
+fn existing_files_are_not_overwritten_by_accident() {
     let refused = |prepare: &dyn Fn(&Fixture)| {
         let fixture = Fixture::new();
         prepare(&fixture);

@@ -25,7 +25,7 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(2);
 /// Tasks that keep a server registered with its trackers, until dropped.
 #[derive(Debug)]
 pub(super) struct Registrar {
-    attachments: Vec<JoinHandle<()>>,
+    registrations: Vec<JoinHandle<()>>,
     connector: Arc<Mutex<Connector>>,
 }
 
@@ -39,15 +39,15 @@ impl Registrar {
     ) -> Self {
         let connector = Arc::new(Mutex::new(connector.clone()));
         let start = |tracker: &Address| {
-            let attachment = Attachment {
+            let registration = TrackerRegistration {
                 tracker: tracker.to_string(),
                 connector: connector.clone(),
                 gate: gate.clone(),
                 advertisement: advertisement.clone(),
             };
-            tokio::spawn(attachment.run())
+            tokio::spawn(registration.run())
         };
-        Self { attachments: trackers.iter().map(start).collect(), connector }
+        Self { registrations: trackers.iter().map(start).collect(), connector }
     }
 
     /// Uses these credentials from the next connection on.
@@ -58,7 +58,7 @@ impl Registrar {
 
     /// Leaves the trackers: the end of the sessions with them ends the registrations.
     pub(super) fn leave(&self) {
-        self.attachments.iter().for_each(JoinHandle::abort);
+        self.registrations.iter().for_each(JoinHandle::abort);
     }
 }
 
@@ -69,19 +69,19 @@ impl Drop for Registrar {
 }
 
 /// Registration with one tracker.
-struct Attachment {
+struct TrackerRegistration {
     tracker: String,
     connector: Arc<Mutex<Connector>>,
     gate: Arc<TicketGate>,
     advertisement: Advertisement,
 }
 
-impl Attachment {
+impl TrackerRegistration {
     async fn run(self) {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut last = String::new();
         loop {
-            let (error, was_registered) = self.attend().await;
+            let (error, was_registered) = self.register_and_renew().await;
             if was_registered {
                 backoff.reset();
                 last.clear();
@@ -104,7 +104,7 @@ impl Attachment {
 
     /// Registers, and renews until an error. Returns the error, and true if the registration had
     /// succeeded.
-    async fn attend(&self) -> (RpcError, bool) {
+    async fn register_and_renew(&self) -> (RpcError, bool) {
         let connector = self.connector.lock().clone();
         let session = match connector.connect(&self.tracker).await {
             Ok(session) => session,
@@ -114,9 +114,9 @@ impl Attachment {
             Ok(begun) => begun,
             Err(error) => return (error, false),
         };
-        let _ended = Ended { gate: self.gate.clone(), id };
+        let _guard = RegistrationGuard { gate: self.gate.clone(), id };
         let mut was_registered = false;
-        let outcome = self.stay(&session, id, key.to_bytes(), &mut was_registered).await;
+        let outcome = self.renew_until_error(&session, id, key.to_bytes(), &mut was_registered).await;
         let error = match outcome {
             Ok(never) => match never {},
             // An error of the link describes the cause better than the call that failed.
@@ -126,7 +126,7 @@ impl Attachment {
         (error, was_registered)
     }
 
-    async fn stay(
+    async fn renew_until_error(
         &self,
         session: &Session,
         id: RegistrationId,
@@ -174,12 +174,12 @@ impl Attachment {
 }
 
 /// Guard that ends a registration at the gate.
-struct Ended {
+struct RegistrationGuard {
     gate: Arc<TicketGate>,
     id: RegistrationId,
 }
 
-impl Drop for Ended {
+impl Drop for RegistrationGuard {
     fn drop(&mut self) {
         self.gate.end(self.id);
     }

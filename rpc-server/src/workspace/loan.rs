@@ -10,7 +10,7 @@ use cap_std::fs::Dir;
 use serde::{Deserialize, Serialize};
 
 use super::root::RootInner;
-use super::{Home, Workspace, WorkspaceLimits};
+use super::{Workspace, WorkspaceKind, WorkspaceLimits};
 
 /// Description of a workspace for another process.
 ///
@@ -26,14 +26,14 @@ pub(crate) struct WorkspaceLoan {
 }
 
 /// Process that keeps the folder of a workspace.
-pub(super) enum Keeper {
+pub(super) enum FolderOwner {
     /// This process.
     Root(Arc<RootInner>),
     /// The process that has lent it.
     Lender { limits: WorkspaceLimits, instance: String, serial: AtomicU64 },
 }
 
-impl Keeper {
+impl FolderOwner {
     pub(super) fn limits(&self) -> &WorkspaceLimits {
         match self {
             Self::Root(root) => &root.limits,
@@ -55,10 +55,10 @@ impl Keeper {
 impl Workspace {
     /// Returns the description for another process. Valid as long as this reference is kept.
     pub(crate) fn lend(&self) -> WorkspaceLoan {
-        let limits = self.0.keeper.limits();
-        let instance = match &self.0.keeper {
-            Keeper::Root(root) => &root.instance,
-            Keeper::Lender { instance, .. } => instance,
+        let limits = self.0.owner.limits();
+        let instance = match &self.0.owner {
+            FolderOwner::Root(root) => &root.instance,
+            FolderOwner::Lender { instance, .. } => instance,
         };
         WorkspaceLoan {
             // A workspace is always in a folder of its own.
@@ -80,7 +80,7 @@ impl Workspace {
         // A name that differs from those of the lender and of other borrowers. Files of an earlier
         // borrower with the same process id are removed when the workspace is opened.
         let instance = format!("{}.{}", loan.instance, std::process::id());
-        let keeper = Keeper::Lender { limits, instance, serial: AtomicU64::new(0) };
-        Self::open(keeper, &folder, &loan.folder, Home::Lent)
+        let owner = FolderOwner::Lender { limits, instance, serial: AtomicU64::new(0) };
+        Self::open(owner, &folder, &loan.folder, WorkspaceKind::Lent)
     }
 }

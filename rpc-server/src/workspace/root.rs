@@ -20,8 +20,8 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
 use super::tree::{move_entry, purge};
-use super::{Home, Inner, Keeper, Workspace, WorkspaceError, abridged, make_folder};
-use crate::file_lock::Held;
+use super::{FolderOwner, Workspace, WorkspaceError, WorkspaceInner, WorkspaceKind, abridged, make_folder};
+use crate::file_lock::FileLock;
 
 /// Limits of workspaces, and the expiry of named ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,7 +85,7 @@ pub(super) struct RootInner {
     /// For names that this server has not used before.
     serial: AtomicU64,
     /// The named workspaces in use here, so that sessions share one account of what is in them.
-    open_named: Mutex<HashMap<(String, String), Weak<Inner>>>,
+    open_named: Mutex<HashMap<(String, String), Weak<WorkspaceInner>>>,
 }
 
 /// The bytes allowed in the names of workspaces and identities.
@@ -115,7 +115,12 @@ impl WorkspaceRoot {
         make_folder(&root.own, &name)
             .and_then(|folder| {
                 let path = root.path.join("private").join(&root.instance).join(&name);
-                Workspace::open(Keeper::Root(Arc::clone(root)), &folder, &path, Home::Private(name.clone()))
+                Workspace::open(
+                    FolderOwner::Root(Arc::clone(root)),
+                    &folder,
+                    &path,
+                    WorkspaceKind::Private(name.clone()),
+                )
             })
             .map_err(io_at(&name))
     }
@@ -139,9 +144,9 @@ impl WorkspaceRoot {
         let folder = format!("{identity}/{name}");
         let (home, lock) = root.claim_named(identity, name)?;
         let path = root.path.join("named").join(identity).join(name);
-        let home_key = Home::Named { key: key.clone(), lock };
+        let home_key = WorkspaceKind::Named { key: key.clone(), lock };
         let workspace =
-            Workspace::open(Keeper::Root(Arc::clone(root)), &home, &path, home_key).map_err(io_at(&folder))?;
+            Workspace::open(FolderOwner::Root(Arc::clone(root)), &home, &path, home_key).map_err(io_at(&folder))?;
         open.insert(key, Arc::downgrade(&workspace.0));
         Ok(workspace)
     }
@@ -198,7 +203,7 @@ impl RootInner {
         let (private, named) = (private?, named?);
         let lock = open_lock_file(&workdir, "lock", true)?;
 
-        let held = Held::exclusive(&lock)?;
+        let held = FileLock::exclusive(&lock)?;
         let (instance, alive) = register(&private)?;
         let own = make_folder(&private, &instance)?;
         let dead = adopt_dead(&private, &instance, &own)?;
@@ -240,7 +245,7 @@ impl RootInner {
     fn claim_named(&self, identity: &str, name: &str) -> Result<(Dir, File), WorkspaceError> {
         let shown = format!("{identity}/{name}");
         let guard = self.lock();
-        let _held = Held::exclusive(&guard).map_err(io_at(&shown))?;
+        let _held = FileLock::exclusive(&guard).map_err(io_at(&shown))?;
         let owner = make_folder(&self.named, identity).map_err(io_at(&shown))?;
         if owner.symlink_metadata(name).is_err() {
             let count = owner.entries().map_err(io_at(&shown))?.count();
@@ -266,7 +271,7 @@ impl RootInner {
     /// Moves the expired named workspaces to this server's own folder.
     fn condemn_named(&self, now: SystemTime) -> io::Result<Vec<String>> {
         let guard = self.lock();
-        let _held = Held::exclusive(&guard)?;
+        let _held = FileLock::exclusive(&guard)?;
         let mut condemned = Vec::new();
         for identity in self.named.entries()?.flatten() {
             let Ok(owner) = identity.open_dir() else {
@@ -312,7 +317,7 @@ impl RootInner {
         self.lock.lock()
     }
 
-    fn open_named(&self) -> MutexGuard<'_, HashMap<(String, String), Weak<Inner>>> {
+    fn open_named(&self) -> MutexGuard<'_, HashMap<(String, String), Weak<WorkspaceInner>>> {
         self.open_named.lock()
     }
 }

@@ -36,7 +36,7 @@ fn names(workspace: &Workspace, folder: &str) -> Vec<String> {
     entries.into_iter().map(|entry| entry.name).collect()
 }
 
-/// What is in a folder on disk.
+/// Returns the entries of a folder on disk.
 fn on_disk(path: impl AsRef<Path>) -> Vec<String> {
     let mut names: Vec<_> =
         fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -338,7 +338,7 @@ fn the_quota_counts_files_and_writes_in_progress() {
     workspace.remove("a").unwrap();
     assert_eq!(workspace.used_bytes(), 0);
 
-    // What foreign code removes or adds is found when it matters.
+    // Changes by foreign code are found when the quota is measured again.
     put(&workspace, "a", &[0; 100]).unwrap();
     fs::remove_file(workspace.path().join("a")).unwrap();
     put(&workspace, "b", &[0; 10]).unwrap();

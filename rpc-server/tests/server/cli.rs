@@ -13,7 +13,7 @@ use rpc_server::cli::npy::{read_header, write_header};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
-/// How the tool ended, and what it printed.
+/// Exit code and output of the tool.
 #[derive(Debug)]
 struct Run {
     code: i32,

@@ -59,7 +59,7 @@ fn certificates_are_made_once_and_renewed_from_then_on() {
 }
 
 #[test]
-fn what_cannot_be_certified_is_a_matter_of_the_command_line() {
+fn malformed_names_are_errors_of_the_command_line() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().to_str().unwrap();
     for (args, hint) in [

@@ -22,7 +22,7 @@ use rpc_transports::tracker::{ServerRequest, TrackerClient};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-/// What the driver of the tests takes for code: the names of its kernels.
+/// Code for the driver of the tests: the names of its kernels.
 const KERNELS: &[u8] = b".entry vector_add .entry trap";
 
 /// A folder with the driver and cuBLAS of the tests. `None`, with a word, where there is no C
@@ -85,7 +85,7 @@ fn info(session: &Session) -> ServerInfo {
     info
 }
 
-/// Whether a process has the driver.
+/// Returns true if a process has loaded the driver.
 fn has_driver(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap().contains("libcuda.so")
 }
@@ -138,7 +138,7 @@ fn sessions_use_gpus_in_processes_of_their_own_and_a_trap_is_the_loss_of_one() {
 }
 
 #[test]
-fn what_a_session_does_not_use_is_not_loaded() {
+fn unused_driver_is_not_loaded() {
     let Some(folder) = driver() else { return };
     let server = server(&folder, &[]);
     let session = connect(&server);
@@ -151,7 +151,7 @@ fn what_a_session_does_not_use_is_not_loaded() {
     for child in children.unwrap_or_default().split_whitespace() {
         assert!(!has_driver(child.parse().unwrap()), "process {child} has loaded the driver");
     }
-    // Who asks for the devices uses them.
+    // A query of the devices uses them.
     let info = info(&session);
     let names: Vec<_> = info.devices.iter().filter(|one| one.absent.is_none()).map(|one| &one.device[..]).collect();
     assert_eq!(names, ["cpu:0", "cuda:0", "cuda:1"]);
@@ -288,8 +288,7 @@ fn collectives_of_a_session_move_data_between_gpus() {
     session.shutdown().wait().unwrap();
 }
 
-/// What a test of this process needs the libraries for, in a process of their own: this test again.
-/// `None` in the one that has them not.
+/// Runs this test again in a process of its own, with the libraries that it needs.
 fn with_libraries(test: &str) -> Option<()> {
     const HERE: &str = "RPC_TESTS_HAS_LIBRARIES";
     if std::env::var_os(HERE).is_some() {
@@ -369,7 +368,7 @@ fn weights_come_to_gpus_whoever_reads_them() {
 }
 
 #[test]
-fn what_is_lost_on_a_gpu_is_told_by_a_sync_and_poisons_what_came_of_it() {
+fn loss_on_a_gpu_is_reported_by_a_sync_and_poisons_its_results() {
     let Some(folder) = driver() else { return };
     // A broadcast takes two: one tells of the layout.
     let server = daemon_with(&folder, "serve", &[], &[("FAKE_NCCL_HANG", "2")]);
@@ -416,7 +415,7 @@ fn groups_are_split_and_what_is_missing_is_told() {
     assert!(error.contains("RCCL was asked for, and NCCL is there"), "{error}");
     let error = session.init_ccl("nccl", &[0, 7]).wait().unwrap_err().to_string();
     assert!(error.contains("no cuda:7"), "{error}");
-    // What was asked for in vain is not waited for.
+    // A request that has failed is not waited for.
     session.sync_all().wait().unwrap();
     let error = session.init_ccl("nccl", &[1, 1]).wait().unwrap_err().to_string();
     assert!(error.contains("workers 0 and 1 are threads of one process with device 1 for both"), "{error}");

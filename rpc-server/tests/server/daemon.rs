@@ -36,7 +36,11 @@ struct Daemon {
 impl Daemon {
     fn start(args: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let mut command = program(&["serve", "--listen", "tcp://127.0.0.1:0", "--workdir"]);
+        Self::spawn(program(&["serve"]), folder, args)
+    }
+
+    fn spawn(mut command: Command, folder: tempfile::TempDir, args: &[&str]) -> Self {
+        command.args(["--listen", "tcp://127.0.0.1:0", "--workdir"]);
         command.arg(folder.path()).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut line = String::new();
@@ -264,4 +268,23 @@ fn a_client_of_a_server_that_was_killed_hears_of_it() {
     let mut rest = String::new();
     daemon.log.read_to_string(&mut rest).unwrap();
     assert!(!rest.contains("panicked"), "{rest}");
+}
+
+/// The log at `info` was empty when the disk of the workspaces was full.
+#[test]
+fn a_file_system_that_fails_is_logged() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("data");
+    std::fs::write(&file, vec![7; 64 << 10]).unwrap();
+    // A limit on the size of files stands in for the full disk. Its signal is ignored, so that the
+    // write fails instead.
+    let mut command = Command::new("/bin/sh");
+    let limited = "trap '' XFSZ; ulimit -f 8; exec \"$0\" serve \"$@\"";
+    command.args(["-c", limited, env!("CARGO_BIN_EXE_rpc-server")]).env_clear();
+    let mut daemon = Daemon::spawn(command, folder, &[]);
+    let put =
+        Command::new(env!("CARGO_BIN_EXE_rpc-cli")).env_clear().args(["put", &daemon.address]).arg(&file).output();
+    let put = put.unwrap();
+    assert_eq!(put.status.code(), Some(1), "{}", text(&put.stderr));
+    daemon.await_log("the file system of the workspaces failed");
 }

@@ -240,7 +240,7 @@ async fn draining_lets_a_running_call_finish_and_takes_no_new_clients() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_does_not_end_in_time_is_stopped() {
+async fn sessions_that_do_not_end_in_time_are_stopped() {
     let registry = Registry::new();
     let started = Arc::new(Semaphore::new(0));
     let starting = started.clone();

@@ -52,7 +52,7 @@ async fn try_start(folder: &TempDir, change: impl FnOnce(&mut ServeConfig)) -> R
         workdir: folder.path().join("work"),
         allow_modules: true,
         isolate: Isolate::None,
-        // Where the library is not, on any machine.
+        // A path without the library on any machine.
         tvm_ffi: Some("/nowhere/libtvm_ffi.so".into()),
         ..ServeConfig::default()
     };
@@ -95,7 +95,7 @@ async fn off_by_default_and_the_refusal_says_how_to_have_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_taken_is_kept_across_sessions_and_goes_to_the_loader() {
+async fn accepted_module_is_kept_across_sessions_and_loaded() {
     let fixture = Fixture::start(|_| {}).await;
     let content = vec![7; (3 << 20) + 5];
     let digest = fixture.upload(&content).await.unwrap();
@@ -162,7 +162,7 @@ async fn paths_are_those_of_the_workspace_or_absolute() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_is_told_at_the_start() {
+async fn wrong_module_settings_are_errors_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let list = folder.path().join("digests");
     fs::write(&list, "kernels.so\n").unwrap();
@@ -200,7 +200,7 @@ fn sessions_with_processes_of_their_own_share_the_store_and_the_list() {
     fs::write(&list, digest_of(b"listed").to_string()).unwrap();
     let flags = ["--allow-modules", "--module-digests", list.to_str().unwrap()];
     let server = ServerProcess::spawn(server(folder.path(), &flags)).unwrap();
-    // What the processes go by is what the server has read.
+    // Session processes use the list that the server has read.
     fs::write(&list, "").unwrap();
     let connect = || Connector::new().connect_blocking(server.address()).unwrap();
     let (first, second) = (connect(), connect());

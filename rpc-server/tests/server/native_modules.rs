@@ -172,7 +172,7 @@ fn functions_of_a_runtime_are_for_modules_alone() {
 }
 
 #[test]
-fn what_ends_its_process_is_an_error_to_its_client_alone() {
+fn module_that_ends_its_process_is_an_error_to_one_client() {
     let Some(environment) = environment() else { return };
     let fixture = Fixture::new(environment, &["--isolate-memory", "2GiB"]);
     let file = environment.compile("kernels.c");
@@ -195,7 +195,7 @@ fn what_ends_its_process_is_an_error_to_its_client_alone() {
 }
 
 #[test]
-fn what_never_returns_ends_with_its_session() {
+fn function_that_never_returns_ends_with_its_session() {
     let Some(environment) = environment() else { return };
     let fixture = Fixture::new(environment, &[]);
     let session = fixture.connect();

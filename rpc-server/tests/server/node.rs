@@ -222,7 +222,7 @@ fn workers_of_isolated_sessions_read_the_folders_of_the_server_alone() {
                 let told = loader.unreadable();
                 assert_eq!(told.len(), unable, "--isolate {isolate}, {hosting:?}: {told:?}");
                 assert!(told.iter().all(|one| one.reason.contains("may not read there")), "{told:?}");
-                // Who cannot read it gets it all the same.
+                // A worker that cannot read it gets it from another one.
                 let x = loader.load("x", Part::shard(0), None).unwrap();
                 session.sync_all().wait().unwrap();
                 for (worker, expected) in [(0, 0.5), (1, 1.5)] {

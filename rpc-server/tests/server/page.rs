@@ -89,7 +89,7 @@ async fn the_page_shows_what_peers_wrote_as_text_and_forbids_the_rest() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_page_needs_is_there_and_nothing_else() {
+async fn page_serves_its_files_and_nothing_else() {
     let (running, page) = start().await;
     for (path, content_type) in [("/page.css", "text/css"), ("/page.js", "text/javascript"), ("/", "text/html")] {
         let answer = get(page, path).await;
@@ -111,7 +111,7 @@ async fn what_the_page_needs_is_there_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_does_not_look_or_comes_by_another_name_sees_nothing() {
+async fn other_methods_and_foreign_hosts_are_refused() {
     let (_running, page) = start().await;
     for method in ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"] {
         let request = format!("{method} / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n");

@@ -103,7 +103,7 @@ fn a_tracker_gives_out_servers_that_wait_at_a_relay() {
 }
 
 #[test]
-fn what_is_not_safe_is_refused_with_a_way_out() {
+fn unsafe_settings_are_refused_with_advice() {
     let config = |args: &[&str]| run(env!("CARGO_BIN_EXE_rpc-server"), args);
     let (code, text) = config(&["relay-config", "--listen", "tls://0.0.0.0:9290"]);
     assert_eq!(code, 78);

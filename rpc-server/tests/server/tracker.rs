@@ -203,7 +203,7 @@ async fn several_servers_come_together_or_not_at_all() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_waits_and_goes_away_waits_no_more() {
+async fn request_ends_with_the_session_of_its_client() {
     let pool = Pool::new().await;
     let (client, doomed) = (pool.client().await, pool.client().await);
     let waiting = tokio::spawn(async move { client.request(&ServerRequest::new("board")).await.map(drop) });
@@ -221,7 +221,7 @@ async fn who_waits_and_goes_away_waits_no_more() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_comes_in_without_a_good_ticket() {
+async fn clients_without_a_valid_ticket_are_refused() {
     let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_secs(60))).await;
     let (server, other) = (pool.server("board", |_| {}).await, pool.server("other", |_| {}).await);
     let address = server.addresses()[0].to_string();
@@ -316,7 +316,7 @@ async fn a_server_that_goes_is_gone_and_its_place_in_the_pool_with_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_runs_at_a_server_that_dies_runs_again_at_another_one() {
+async fn work_of_a_dead_server_runs_again_at_another() {
     let pool = Pool::new().await;
     let mut servers = [Some(pool.server("board", |_| {}).await), Some(pool.server("board", |_| {}).await)];
     let addresses: Vec<_> = servers.iter().flatten().map(|server| server.addresses()[0].to_string()).collect();
@@ -523,7 +523,7 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     let error = register.call::<Value>((Pack("nonsense"),)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
 
-    // What the session had made is gone with it.
+    // The objects of the session end with it.
     drop((register, renew, wait, kept, session));
     pool.until(|summary| summary.servers.is_empty()).await;
 }
@@ -625,7 +625,7 @@ async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
     }
 }
 
-/// What is behind the path of a socket is no key.
+/// Text after the path of a socket is no key.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_tracker_behind_a_socket_file_is_asked_for_a_key() {
     let folder = tempfile::tempdir().unwrap();
@@ -657,7 +657,7 @@ fn certificates(folder: &std::path::Path) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whom_a_tracker_trusts_at_the_addresses_of_servers_is_read_again() {
+async fn trust_for_probing_servers_is_reloaded() {
     let folder = tempfile::tempdir().unwrap();
     let (ours, theirs) = (folder.path().join("ours"), folder.path().join("theirs"));
     certificates(&ours);
@@ -696,7 +696,7 @@ async fn whom_a_tracker_trusts_at_the_addresses_of_servers_is_read_again() {
     pool.until(|summary| of_key(summary, "another").all(|server| server.reach == Reach::Reached)).await;
 }
 
-/// What is told of itself at an address for metrics.
+/// Metrics of a tracker.
 async fn scrape(metrics: SocketAddr) -> String {
     let scrape = move || {
         let mut stream = std::net::TcpStream::connect(metrics).unwrap();

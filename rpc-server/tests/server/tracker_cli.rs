@@ -60,7 +60,7 @@ fn a_pool_from_the_shell() {
 
     let (code, text) = cli(&["call", &key("board"), "rpc.echo", "42"]);
     assert_eq!((code, text.trim()), (0, "42"));
-    // What the server must have besides, which another one may have and this one lacks.
+    // A further requirement, which another server meets and this one does not.
     let wanted = |flags: &[&str]| cli(&[&["call", &key(""), "rpc.echo", "42"], flags].concat());
     let (code, text) = wanted(&["--want", "cpu", "--label", "rack=7,arch=arm64"]);
     assert_eq!((code, text.trim()), (0, "42"));
@@ -96,7 +96,7 @@ fn a_pool_from_the_shell() {
 }
 
 #[test]
-fn what_does_not_go_together_is_said_at_once() {
+fn contradicting_options_are_refused_at_once() {
     let config = |args: &[&str]| {
         let output = Command::new(env!("CARGO_BIN_EXE_rpc-server")).args(args).output().unwrap();
         (

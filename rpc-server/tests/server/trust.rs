@@ -1,4 +1,4 @@
-//! Who gets in, seen from the shell: both programs, with the files that one of them makes.
+//! Authentication by certificates and tokens, tested through both programs.
 
 use std::io::{BufRead, BufReader, Lines};
 use std::path::PathBuf;
@@ -59,7 +59,7 @@ impl TrustFiles {
         Daemon { child, addresses, log, _printed: printed }
     }
 
-    /// What a server that does not start says.
+    /// Returns the error of a server that does not start.
     fn refused(&self, args: &[&str]) -> String {
         let work = self.path("work");
         let args = [&["serve", "--workdir", &work], args].concat();
@@ -221,7 +221,7 @@ fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
                 echo(&target.addresses[0], &["-J", &hop.addresses[0]])
             };
             assert_eq!(ok(through(proof)), "42\n");
-            // What it shows to its own clients is no proof there.
+            // The hop's own certificate does not authenticate it there.
             let refused = through(&[]);
             assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
         }

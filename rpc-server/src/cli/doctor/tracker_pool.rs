@@ -6,15 +6,15 @@ use crate::tracker::display::{for_people, lost};
 
 /// Result for a key.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum PoolVerdict {
     /// There are servers; the text describes them.
-    There(String),
+    Available(String),
     /// There is no server that a client could get; with the reason and advice.
     Missing { detail: String, advice: String },
 }
 
 /// Finds the servers with `key`, or with any key.
-pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> Verdict {
+pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> PoolVerdict {
     let suits = |of: &str| key.is_none_or(|key| key == of);
     let servers: Vec<_> = summary.servers.iter().filter(|server| suits(&server.key)).collect();
     let named = key.map_or("any key".to_owned(), |key| format!("the key '{key}'"));
@@ -27,7 +27,7 @@ pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> Verdict {
     };
     let lost: Vec<_> = servers.iter().filter_map(unreachable).collect();
     if let (true, Some((address, why))) = (lost.len() == servers.len(), lost.first()) {
-        return Verdict::Missing {
+        return PoolVerdict::Missing {
             detail: format!(
                 "unreachable address: a server with {named} says that it is at {address}, and is not: {why}"
             ),
@@ -38,13 +38,13 @@ pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> Verdict {
     let slots: u32 = servers.iter().map(|server| server.capacity).sum();
     let free: u32 = servers.iter().map(|server| server.free).sum();
     let waiting = summary.queue.iter().filter(|entry| entry.key.is_empty() || suits(&entry.key)).count();
-    Verdict::There(format!(
+    PoolVerdict::Available(format!(
         "{} servers with {named}, {free} of {slots} slots free, {waiting} requests waiting",
         servers.len()
     ))
 }
 
-fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> Verdict {
+fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> PoolVerdict {
     let loss = summary.losses.iter().find(|loss| key.is_none_or(|key| key == loss.key));
     if let Some(loss) = loss {
         let (ago, why) = (for_people(loss.ago_ms), lost(&loss.reason));
@@ -62,20 +62,20 @@ fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> Verdict 
         };
         let (name, peer) = (&loss.name, &loss.peer);
         let detail = format!("{what}: '{name}' with {named} came from {peer}, and {ago} ago: {why}");
-        return Verdict::Missing { detail, advice: advice.to_owned() };
+        return PoolVerdict::Missing { detail, advice: advice.to_owned() };
     }
     let mut others: Vec<_> = summary.servers.iter().map(|server| server.key.as_str()).collect();
     others.dedup();
     let up = for_people(summary.uptime_ms);
     if others.is_empty() {
-        return Verdict::Missing {
+        return PoolVerdict::Missing {
             detail: format!("never registered: no server with {named} has come in the {up} that the tracker is up"),
             advice: "start one: rpc-server serve --tracker ADDRESS --tracker-key KEY; its log says what is wrong"
                 .to_owned(),
         };
     }
     others.truncate(8);
-    Verdict::Missing {
+    PoolVerdict::Missing {
         detail: format!(
             "key mismatch, or never registered: there is no server with {named}; there are: {}",
             others.join(", ")
@@ -133,7 +133,7 @@ mod tests {
 
     fn missing(summary: &Summary) -> String {
         match look_for(summary, Some("board")) {
-            Verdict::Missing { detail, .. } => detail,
+            PoolVerdict::Missing { detail, .. } => detail,
             there => panic!("{there:?}"),
         }
     }
@@ -159,7 +159,7 @@ mod tests {
         let there = look_for(&Summary { servers: one_of_two, ..summary() }, Some("board"));
         assert_eq!(
             there,
-            Verdict::There("2 servers with the key 'board', 2 of 4 slots free, 0 requests waiting".to_owned())
+            PoolVerdict::Available("2 servers with the key 'board', 2 of 4 slots free, 0 requests waiting".to_owned())
         );
     }
 }

@@ -97,7 +97,7 @@ pub(super) fn probe() -> Devices {
         return devices.absent(DeviceType::CUDA, reason);
     }
     match ask() {
-        Ok(Answer::Devices(all)) => devices.with(Arc::new(ToldCuda(all))),
+        Ok(Answer::Devices(all)) => devices.with(Arc::new(ProbedCuda(all))),
         Ok(Answer::Absent(reason)) => devices.absent(DeviceType::CUDA, reason),
         Err(error) => {
             tracing::warn!(%error, "the probe of GPUs failed; there are none for sessions");
@@ -138,16 +138,16 @@ fn ask() -> io::Result<Answer> {
 }
 
 /// Descriptions of CUDA devices. They cannot be used in this process.
-struct ToldCuda(Vec<Described>);
+struct ProbedCuda(Vec<Described>);
 
-impl ToldCuda {
+impl ProbedCuda {
     fn refuse<T>(&self) -> Result<T> {
         let text = "cuda is for sessions with a process of their own: serve with --isolate process, or auto";
         Err(RpcError::new(ErrorKind::DeviceUnavailable, text))
     }
 }
 
-impl DeviceApi for ToldCuda {
+impl DeviceApi for ProbedCuda {
     fn kind(&self) -> DeviceType {
         DeviceType::CUDA
     }
@@ -202,9 +202,9 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_can_be_looked_at_and_not_used() {
+    fn probed_devices_have_attributes_and_refuse_use() {
         let described = r#"[{"name":"H","total_memory":85899345920,"compute_version":"9.0","driver_version":null,"target":"cuda -arch=sm_90","memory_scopes":["host"]}]"#;
-        let devices = Devices::new().with(Arc::new(ToldCuda(serde_json::from_str(described).unwrap())));
+        let devices = Devices::new().with(Arc::new(ProbedCuda(serde_json::from_str(described).unwrap())));
         let gpu = devices.describe().find(|device| device.device == Device::cuda(0)).unwrap();
         assert!(gpu.satisfies(&"cuda,scope=host,target=cuda -arch=sm_90".parse().unwrap()), "{gpu}");
         assert_eq!(devices.attribute(Device::cuda(0), DeviceAttribute::WarpSize).unwrap(), Value::Null);

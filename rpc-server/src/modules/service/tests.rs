@@ -126,7 +126,7 @@ fn a_file_that_is_as_it_was_is_not_read_again() {
     let path = fixture.file("a.so", "one");
     let text = path.to_str().unwrap();
     assert_eq!(fixture.content(text).unwrap(), "one");
-    // What would be put back by another import.
+    // Another import would restore it.
     let entry = fixture.folder.path().join(format!("modules/{}.so", digest_of("one")));
     fs::remove_file(&entry).unwrap();
     assert_eq!(fixture.content(text).unwrap(), "one");
@@ -136,7 +136,7 @@ fn a_file_that_is_as_it_was_is_not_read_again() {
 }
 
 #[test]
-fn what_cannot_be_loaded_is_told_each_time_and_can_be_mended() {
+fn failed_load_is_reported_each_time_and_can_be_repaired() {
     let fixture = Fixture::new(None);
     fixture.put("a.so", "broken");
     for _ in 0..2 {

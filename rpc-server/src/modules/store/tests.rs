@@ -24,7 +24,7 @@ impl Fixture {
         ModuleStore::open(self.folder.path(), LIMITS, None).unwrap()
     }
 
-    /// What is there beside the lock.
+    /// Returns the entries beside the lock file.
     fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(self.folder.path()).unwrap();
         let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -60,7 +60,7 @@ fn put(store: &ModuleStore, bytes: &[u8]) -> Result<Digest, ModuleError> {
 }
 
 #[test]
-fn what_was_uploaded_is_kept_by_its_digest_and_can_be_written_by_nobody() {
+fn uploaded_module_is_stored_by_its_digest_and_read_only() {
     let fixture = Fixture::new();
     let bytes = module(1, 5000);
     assert!(!fixture.store.contains(&digest_of(&bytes)).unwrap());
@@ -131,7 +131,7 @@ fn a_full_store_says_what_it_holds_and_lets_go_of_what_was_long_unused() {
     for word in ["16384 bytes of 16KiB", "--module-store-size", "1h", "--module-expiry"] {
         assert!(error.to_string().contains(word), "{error}");
     }
-    // What is asked for is in use again, and what is loaded, too.
+    // A query or a load counts as a use.
     for digest in [&first, &second, &third] {
         fixture.age(digest, 2 * LIMITS.expiry);
     }
@@ -161,7 +161,7 @@ fn uploads_in_progress_count_and_are_no_more_than_there_may_be() {
 }
 
 #[test]
-fn what_dead_writers_have_left_is_removed_and_what_lives_stays() {
+fn abandoned_uploads_are_removed_and_live_ones_stay() {
     let fixture = Fixture::new();
     let living = fixture.store.begin_upload(digest_of(b"module"), 6).unwrap();
     fs::write(fixture.folder.path().join("upload-dead"), "mod").unwrap();
@@ -201,7 +201,7 @@ fn all_who_upload_the_same_at_once_succeed_and_the_first_file_stays() {
 }
 
 #[test]
-fn what_is_not_a_file_that_we_have_made_is_none_of_the_store() {
+fn foreign_entries_do_not_count_as_modules() {
     let fixture = Fixture::new();
     let bytes = module(1, 100);
     let digest = digest_of(&bytes);
@@ -295,7 +295,7 @@ fn files_are_imported_once_and_only_files() {
     let digest = import(&path).unwrap();
     assert_eq!(digest, digest_of(&bytes));
     assert_eq!(import(&path).unwrap(), digest);
-    // What becomes of the file is no matter.
+    // The later fate of the file does not matter.
     fs::write(&path, "changed").unwrap();
     assert_eq!(fs::read(fixture.store.verified(&digest).unwrap()).unwrap(), bytes);
     assert!(matches!(import(folder.path()).unwrap_err(), ModuleError::NoFile { .. }));

@@ -362,8 +362,8 @@ impl Model {
             self.waiting.iter().all(|(_, _, _, until)| until.is_none_or(|until| until > now)),
             "a request waits longer than it wants to"
         );
-        self.nobody_was_passed_over(&before, &granted);
-        self.nobody_is_forgotten();
+        self.assert_no_request_was_overtaken(&before, &granted);
+        self.assert_no_request_is_stuck();
         self.counts_agree();
     }
 
@@ -390,7 +390,7 @@ impl Model {
 
     /// Of two that wait for the same slots, the one behind has got none unless the one in front was
     /// served too, in the same step, or could not be served by all servers together.
-    fn nobody_was_passed_over(
+    fn assert_no_request_was_overtaken(
         &self,
         before: &[(ClaimId, u8, ServerRequest, Option<Instant>)],
         granted: &[(ClaimId, Vec<GrantedSlot>)],
@@ -419,7 +419,7 @@ impl Model {
     }
 
     /// Whoever waits could not be served from what is free behind those in front.
-    fn nobody_is_forgotten(&self) {
+    fn assert_no_request_is_stuck(&self) {
         let mut order: Vec<_> = self.waiting.iter().collect();
         order.sort_by_key(|(id, _, request, _)| (-request.priority, *id));
         let mut free: BTreeMap<_, _> = self.servers.iter().map(|(id, server)| (*id, server.free())).collect();
@@ -611,7 +611,7 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
 }
 
 #[test]
-fn what_cannot_be_served_holds_nobody_back_until_it_can() {
+fn impossible_request_reserves_nothing() {
     let (mut scheduler, now) = scheduler();
     scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
     let many = scheduler.request(now, "c", ServerRequest::new("k").count(3)).unwrap();
@@ -671,7 +671,7 @@ fn a_server_that_registers_in_use_is_not_granted_again() {
 }
 
 #[test]
-fn whoever_has_no_time_is_served_at_once_or_told_why_not() {
+fn request_without_time_is_served_at_once_or_fails() {
     let (mut scheduler, now) = scheduler();
     let mut request = ServerRequest::new("k");
     request.timeout_ms = Some(0);
