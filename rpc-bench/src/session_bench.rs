@@ -10,7 +10,8 @@ mod bare_tls;
 mod cases;
 mod child_server;
 mod core_affinity;
-mod probes;
+mod probe;
+mod session_probes;
 
 use std::time::Duration;
 

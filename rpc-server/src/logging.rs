@@ -46,7 +46,8 @@ impl FromStr for LogFilter {
         // Directives may contain commas and `=` in the fields of a span, in brackets; such filters
         // are left to tracing.
         if !text.contains('[') {
-            let is_level = |directive: &str| directive.parse::<LevelFilter>().is_ok();
+            // An empty text parses as `error`, which nobody means.
+            let is_level = |directive: &str| !directive.is_empty() && directive.parse::<LevelFilter>().is_ok();
             let mut directives = text.split(',').map(str::trim);
             if let Some(wrong) = directives.find(|directive| !directive.contains('=') && !is_level(directive)) {
                 return Err(LogFilterError::Level(wrong.to_owned()));

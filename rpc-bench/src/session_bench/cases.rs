@@ -13,21 +13,9 @@ use tokio::runtime::Runtime;
 use super::bare::{Client, Connector as BareConnector, StdClient, Task};
 use super::child_server::{ChildServers, Role};
 use super::core_affinity::CoreAssignment;
-use super::{SessionBenchArgs, Transport, probes};
+use super::probe::{Probe, rate, timed};
+use super::{SessionBenchArgs, Transport, session_probes};
 use crate::statistics::{CaseResult, Limits, Samples, Unit, rounded};
-
-/// Function that takes the given number of samples.
-pub(super) type Probe = Box<dyn FnMut(usize) -> Result<Vec<f64>, Failure>>;
-
-/// Returns the microseconds since `start`.
-pub(super) fn timed(start: Instant) -> f64 {
-    start.elapsed().as_secs_f64() * 1e6
-}
-
-/// Returns `count` per second since `start`.
-pub(super) fn rate(count: usize, start: Instant) -> f64 {
-    count as f64 / start.elapsed().as_secs_f64().max(1e-9)
-}
 
 /// Blocks that are measured regardless of the time limit: loopback TCP has two speeds, and a median
 /// needs a few samples.
@@ -228,36 +216,41 @@ impl Testbed {
     pub(super) fn case(&self, name: &str, limits: &Limits) -> Result<Case, Failure> {
         let (runtime, session) = (&self.runtime, &self.session);
         // Long enough to hide the start and the end of a batch; short if few samples are taken.
-        let batch = if limits.iterations < BATCH { 2 * probes::WINDOW } else { BATCH };
+        let batch = if limits.iterations < BATCH { 2 * session_probes::WINDOW } else { BATCH };
         let case = |unit, block, ours, bare| Case { name: name.to_owned(), unit, block, ours, bare, direct: None };
         Ok(match name {
-            "call" => case(Unit::Micros, CALLS, probes::calls(runtime, session, "rpc.echo")?, self.bare_calls()?),
+            "call" => {
+                case(Unit::Micros, CALLS, session_probes::calls(runtime, session, "rpc.echo")?, self.bare_calls()?)
+            }
             "call_blocking_client" => {
-                let ours = probes::blocking_calls(&self.connector, &self.address)?;
+                let ours = session_probes::blocking_calls(&self.connector, &self.address)?;
                 case(Unit::Micros, CALLS, ours, self.bare_std_calls()?)
             }
             "call_blocking_fn" => {
-                case(Unit::Micros, CALLS, probes::calls(runtime, session, "rpc.noop")?, self.bare_calls()?)
+                case(Unit::Micros, CALLS, session_probes::calls(runtime, session, "rpc.noop")?, self.bare_calls()?)
             }
-            "call_pipelined_64" => {
-                case(Unit::CallsPerSecond, 1, probes::pipelined(runtime, session, batch)?, self.bare_pipeline(batch)?)
-            }
+            "call_pipelined_64" => case(
+                Unit::CallsPerSecond,
+                1,
+                session_probes::pipelined(runtime, session, batch)?,
+                self.bare_pipeline(batch)?,
+            ),
             "connect" => {
-                let ours = probes::connects(runtime, &self.connector, &self.address);
+                let ours = session_probes::connects(runtime, &self.connector, &self.address);
                 case(Unit::Micros, CONNECTS, ours, self.bare_connects()?)
             }
             "object_churn" => case(
                 Unit::ObjectsPerSecond,
                 1,
-                probes::object_churn(runtime, session, batch)?,
+                session_probes::object_churn(runtime, session, batch)?,
                 self.bare_pipeline(batch)?,
             ),
             call if call.starts_with("call_") => Case {
-                direct: Some(probes::calls(runtime, session, "rpc.echo")?),
+                direct: Some(session_probes::calls(runtime, session, "rpc.echo")?),
                 ..case(
                     Unit::Micros,
                     CALLS,
-                    probes::calls(runtime, self.through_hop()?, "rpc.echo")?,
+                    session_probes::calls(runtime, self.through_hop()?, "rpc.echo")?,
                     self.bare_relayed_calls()?,
                 )
             },
@@ -276,9 +269,9 @@ impl Testbed {
         let to = direction == "copy_to";
         let copies = |session: &Session| {
             if to {
-                probes::copies_to(&self.runtime, session, self.data.slice(..len))
+                session_probes::copies_to(&self.runtime, session, self.data.slice(..len))
             } else {
-                probes::copies_from(&self.runtime, session, len)
+                session_probes::copies_from(&self.runtime, session, len)
             }
         };
         let task = if to { Task::Write(len) } else { Task::Read(len) };
@@ -354,7 +347,7 @@ impl Testbed {
                 let mut samples = Vec::with_capacity(count);
                 for _ in 0..count {
                     let start = Instant::now();
-                    client.pipeline(batch, probes::WINDOW).await?;
+                    client.pipeline(batch, session_probes::WINDOW).await?;
                     samples.push(rate(batch, start));
                 }
                 Ok(samples)

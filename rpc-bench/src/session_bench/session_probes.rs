@@ -10,7 +10,7 @@ use rpc_server::cli::{Failure, close};
 use rpc_transports::Connector;
 use tokio::runtime::Runtime;
 
-use super::cases::{Probe, rate, timed};
+use super::probe::{Probe, rate, timed};
 
 /// Returns a probe of round trips of the function `name`, one after the other, in µs.
 pub(super) fn calls(runtime: &Rc<Runtime>, session: &Session, name: &str) -> Result<Probe, Failure> {
