@@ -32,13 +32,13 @@ Cases:
   copy_to_0, copy_from_0  a tensor of the largest of the sizes to and from worker 0
   copy_to_last, copy_from_last  the same to and from the last worker; copies to it are forwarded by worker 0
   allreduce, reduce_scatter, allgather, broadcast, scatter, gather, all_to_all, send_recv, barrier
-                          collectives of float32, with sums as reductions; called in a loop by a function on the workers,
-                          each loop between two barriers. send_recv sends from each even worker to the next
+                          collectives of float32, with sums as reductions; called in a loop by a function on the
+                          workers, each loop between two barriers. send_recv sends from each even worker to the next
 
 Output:
   median, p99             of all samples; p99 is the slow end: 99% of the samples were as good or better
-  algorithm               bandwidth of collectives: bytes divided by the time, in GB/s (10^9 bytes). The bytes are those of
-                          the larger side: the input of reduce_scatter, scatter and all_to_all, the output of
+  algorithm               bandwidth of collectives: bytes divided by the time, in GB/s (10^9 bytes). The bytes are
+                          those of the larger side: the input of reduce_scatter, scatter and all_to_all, the output of
                           allgather and gather
   bus                     the same times the factor of nccl-tests, to be compared with the bandwidth of the hardware:
                           2(n-1)/n for allreduce, (n-1)/n for reduce_scatter, allgather, scatter, gather and all_to_all,

@@ -39,10 +39,10 @@ Cases:
 
 Output:
   median, p99             of all samples; p99 is the slow end: 99% of the samples were as good or better
-  baseline                the median of bare tokio (bare std sockets for call_blocking_client over TCP and Unix sockets; bare
-                          rustls over TCP, and bare quinn, for those transports) that moves 64 bytes there and back for a
-                          call, as many bytes as the copy and a one-byte acknowledgement or request for a copy;
-                          through a bare relay for *_1hop
+  baseline                the median of bare tokio (bare std sockets for call_blocking_client over TCP and Unix
+                          sockets; bare rustls over TCP, and bare quinn, for those transports) that moves 64 bytes
+                          there and back for a call, as many bytes as the copy and a one-byte acknowledgement or
+                          request for a copy; through a bare relay for *_1hop
                           (call_pipelined_64, object_churn: whatever has arrived is echoed in one piece; no call can
                           reach that; the number shows the ceiling)
   ratio                   ours / bare, the median over pairs of neighbouring blocks. For µs LOWER is better, 1 being as
@@ -89,8 +89,8 @@ pub(crate) struct SessionBenchArgs {
     #[arg(long, env = "RPC_BENCH_BASELINE")]
     baseline: bool,
     /// Measure through this many forwarding servers as well; 1 without a number
-    #[arg(long, env = "RPC_BENCH_HOP", value_name = "NUMBER", num_args = 0..=1, require_equals = true, default_value_t = 0)]
-    #[arg(default_missing_value = "1", value_parser = clap::value_parser!(u8).range(0..=8))]
+    #[arg(long, env = "RPC_BENCH_HOP", value_name = "NUMBER", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value_t = 0, default_missing_value = "1", value_parser = clap::value_parser!(u8).range(0..=8))]
     hop: u8,
     /// Cores on which client and servers run; the servers are single-threaded unless this is none
     #[arg(long, env = "RPC_BENCH_PIN", default_value = "none")]

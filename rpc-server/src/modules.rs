@@ -5,7 +5,7 @@
 //! upload, or a file at the server ── hashed, checked ──► ModuleStore: HEX.so, which nobody changes
 //!                                                             │ by digest, verified
 //!                                                             ▼
-//!                          load_module("sha256:HEX") ──► loader `tvm_ffi`, in the process of the session
+//!                          load_module("sha256:HEX") ──► loader `tvm_ffi`, in the session process
 //! ```
 //!
 //! # What holds

@@ -21,7 +21,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let folder = tempfile::tempdir()?;
-//! let plan = CertificatePlan::new(folder.path()).host("board.lan".parse()?).host("10.0.0.5".parse()?);
+//! let plan = CertificatePlan::new(folder.path());
+//! let plan = plan.host("board.lan".parse()?).host("10.0.0.5".parse()?);
 //! assert_eq!(plan.write(SystemTime::now())?.server.made, Made::Created);
 //! let again = CertificatePlan::new(folder.path()).write(SystemTime::now())?;
 //! assert_eq!((again.ca.made, again.server.made), (Made::Kept, Made::Renewed));

@@ -30,7 +30,8 @@
 //! #   workdir: folder.path().to_owned(),
 //!     ..ServeConfig::default()
 //! };
-//! let running = RpcServer::new(registry).config(config).listen("tcp://127.0.0.1:0").start().await?;
+//! let server = RpcServer::new(registry).config(config).listen("tcp://127.0.0.1:0");
+//! let running = server.start().await?;
 //!
 //! let session = Connector::new().connect(&running.addresses()[0].to_string()).await?;
 //! let add = session.function::<(i64, i64), i64>("add").await?;

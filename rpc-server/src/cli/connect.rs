@@ -60,7 +60,8 @@ pub struct CommonOptions {
     #[arg(long, global = true, env = "RPC_CLI_JSON")]
     pub(super) json: bool,
     /// Log more on standard error; twice for debugging, three times for everything
-    #[arg(short, long, global = true, env = "RPC_CLI_VERBOSE", action = clap::ArgAction::Count, conflicts_with = "quiet")]
+    #[arg(short, long, global = true, env = "RPC_CLI_VERBOSE", action = clap::ArgAction::Count)]
+    #[arg(conflicts_with = "quiet")]
     verbose: u8,
     /// Print nothing but data and errors
     #[arg(short, long, global = true, env = "RPC_CLI_QUIET")]

@@ -29,7 +29,8 @@ pub(super) struct CertArgs {
     client_key: Vec<ServerKey>,
     /// Validity in days of the certificates of server and client; the authority is valid for ten
     /// years
-    #[arg(long, env = "RPC_CLI_DAYS", value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=3652))]
+    #[arg(long, env = "RPC_CLI_DAYS", value_name = "DAYS", default_value_t = 365)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=3652))]
     days: u32,
     /// Replace the authority and all keys in the folder
     #[arg(long, env = "RPC_CLI_FORCE")]

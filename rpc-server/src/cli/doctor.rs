@@ -130,7 +130,7 @@ async fn servers(
         },
         Ok(Err(error)) if error.kind() == ErrorKind::NotFound => {
             let advice = "correct the address: write tcp:// for a server, or the address of the tracker";
-            Finding::new("a server answers there, and it is no tracker", advice, 76)
+            Finding::new("the server there is no tracker", advice, 76)
         }
         Ok(Err(error)) => {
             let code = Failure::Remote(error.clone()).exit_code();
@@ -218,23 +218,23 @@ fn transport_finding(error: &TransportError) -> Finding {
     let cause = std::error::Error::source(error).map_or_else(String::new, |cause| format!(": {cause}"));
     let (detail, advice) = match error {
         TransportError::Refused { .. } => (
-            "refused: the machine is up, and nobody listens there",
-            "start the server (rpc-server serve --listen ADDRESS), or correct the port; a server that listens on \
-             127.0.0.1 is not seen from other machines",
+            "refused: the machine is up, and nothing listens on the port",
+            "start the server (rpc-server serve --listen ADDRESS), or correct the port; a server on \
+             127.0.0.1 cannot be reached from other machines",
         ),
         TransportError::TimedOut { .. } => (
-            "timeout: nothing answers",
+            "timeout: no answer",
             "check that the machine is up and that no firewall drops the packets; --timeout waits longer",
         ),
         TransportError::Unreachable { .. } => (
-            "unreachable: no network leads there",
+            "unreachable: there is no route to the host",
             "check this machine's network, or go through another one with --jump",
         ),
         TransportError::NotFound { .. } => {
             ("the socket file is missing", "start the server, or correct the path; the server makes the file")
         }
         TransportError::PermissionDenied { .. } => {
-            ("this user may not use it", "run as the user of the server, or change the mode of the socket file")
+            ("this user may not use the socket", "run as the user of the server, or change the mode of the socket file")
         }
         TransportError::Spawn { .. } => {
             ("the program does not start", "check that it is installed, executable, and on PATH")
@@ -244,7 +244,7 @@ fn transport_finding(error: &TransportError) -> Finding {
             "give the certificate of its authority (--ca), or a token that it knows (--token-file)",
         ),
         TransportError::Unsupported { why, .. } => ("such addresses cannot be dialled", *why),
-        TransportError::Insecure { hint, .. } => ("the two sides do not agree on how to encrypt", *hint),
+        TransportError::Insecure { hint, .. } => ("the two sides cannot agree on encryption", *hint),
         TransportError::Unauthenticated { problem, .. } => ("the server refused the connection", *problem),
         TransportError::Closed { .. } => ("the connection was closed at once", "look at the server's log"),
         _ => ("the system reports an error", "look at the cause"),
@@ -272,23 +272,23 @@ async fn greet(
     let error = match outcome {
         Ok(Ok(session)) => {
             introduced(examination);
-            examination.ok("version", format!("we speak {VERSION_MIN} to {VERSION_MAX}, and so does it"));
+            examination.ok("version", format!("both sides speak a version from {VERSION_MIN} to {VERSION_MAX}"));
             examination.ok("identity", "accepted");
             return Ok(Greeting::Session(session));
         }
         Err(_) if is_ours => {
             introduced(examination);
             let finding = Finding::new(
-                format!("it did not finish the introduction within {limit:?}"),
-                "it may be overloaded, or waiting for the next server on the way: look at its log; --timeout waits longer",
+                format!("it did not finish the handshake within {limit:?}"),
+                "it may be overloaded, or waiting for the next hop: look at its log; --timeout waits longer",
                 124,
             );
             return Err(examination.failed("session", finding));
         }
         Err(_) => {
             let finding = Finding::new(
-                format!("it accepted the connection and said {} within {limit:?}", said(&first)),
-                "something else may listen there, or the server is stopped or overloaded; --timeout waits longer",
+                format!("it accepted the connection and sent {} within {limit:?}", said(&first)),
+                "another program may listen there, or the server is stopped or overloaded; --timeout waits longer",
                 124,
             );
             return Err(examination.failed("protocol", finding));
@@ -309,9 +309,9 @@ async fn greet(
         let advice = "use an rpc-cli and an rpc-server of the same release";
         return Err(examination.failed("version", Finding::new(detail, advice, code)));
     }
-    examination.ok("version", "a version that both sides speak");
+    examination.ok("version", "both sides speak a common version");
     if error.kind() == ErrorKind::Unauthenticated {
-        let advice = "give what the server wants: a token that it knows (--token-file), or a certificate by an authority that it \
+        let advice = "give a token that the server knows (--token-file), or a certificate by an authority that it \
                       trusts (--cert, --cert-key)";
         return Err(examination.failed("identity", Finding::new(detail, advice, code)));
     }
@@ -326,15 +326,15 @@ async fn greet(
 }
 
 fn introduced(examination: &mut Examination<'_>) {
-    examination.ok("protocol", "it speaks ours");
+    examination.ok("protocol", "it speaks this protocol");
 }
 
 /// Describes a peer that speaks another protocol.
 fn stranger(first: &[u8], error: &RpcError) -> Finding {
     let looks_like = match first {
         [] => {
-            let advice = "something else may listen there, or the server is at its limit or stopping: look at its log";
-            return Finding::new(format!("it said nothing: {}", error.message()), advice, 76);
+            let advice = "another program may listen there, or the server is at a limit or stopping: look at its log";
+            return Finding::new(format!("it sent nothing: {}", error.message()), advice, 76);
         }
         [b'H', b'T', b'T', b'P', b'/', ..] => "a web server",
         [b'S', b'S', b'H', b'-', ..] => "an SSH server",
@@ -344,8 +344,8 @@ fn stranger(first: &[u8], error: &RpcError) -> Finding {
         _ => "a server of another kind",
     };
     Finding::new(
-        format!("not ours: it said {}, as {looks_like} does", said(first)),
-        "correct the port: something else listens there",
+        format!("another protocol: it sent {}, as {looks_like} does", said(first)),
+        "correct the port: another program listens there",
         76,
     )
 }
@@ -357,9 +357,9 @@ fn said(first: &[u8]) -> String {
 fn session_advice(error: &RpcError) -> &'static str {
     match error.kind() {
         ErrorKind::LimitExceeded => {
-            "the server has as many sessions as it may: try again later, or raise --max-sessions there"
+            "the server has its maximum of sessions: try again later, or raise --max-sessions there"
         }
-        ErrorKind::Draining => "the server is stopping: try again when it has been started again",
+        ErrorKind::Draining => "the server is stopping: try again after its restart",
         ErrorKind::Refused => "ask the server's operator",
         ErrorKind::PeerLost | ErrorKind::PeerSilent => "look at the server's log",
         _ => "look at the server's log, and compare versions",
@@ -385,7 +385,11 @@ async fn with_key(
     };
     match tokio::time::timeout(limit, attempt).await {
         Ok(Ok(session)) => {
-            let detail = if is_relay { format!("'{key}' waits at the relay") } else { format!("it is '{key}'") };
+            let detail = if is_relay {
+                format!("'{key}' waits at the relay")
+            } else {
+                format!("the server has the key '{key}'")
+            };
             examination.ok("key", detail);
             Ok(session)
         }
@@ -453,13 +457,13 @@ async fn echo(examination: &mut Examination<'_>, session: &Session, limit: Durat
     };
     match tokio::time::timeout(limit, trip).await {
         Ok(Ok(_)) => {
-            examination.ok("echo", format!("a call came back, after {:.1} ms", start.elapsed().as_secs_f64() * 1e3));
+            examination.ok("echo", format!("a call returned after {:.1} ms", start.elapsed().as_secs_f64() * 1e3));
             Ok(())
         }
         Ok(Err(error)) => {
             let code = Failure::Remote(error.clone()).exit_code();
             let advice = match error.kind() {
-                ErrorKind::NotFound => "the server has no rpc.echo, and may work all the same",
+                ErrorKind::NotFound => "the server has no rpc.echo; its other functions may work",
                 _ => "look at the server's log",
             };
             Err(examination.failed("echo", Finding::new(error.to_string(), advice, code)))

@@ -60,7 +60,8 @@ pub enum ConfigError {
     /// Other machines could connect without proof of identity.
     #[error(
         "{address} can be reached from other machines, which could run code here: serve quic:// or tls:// with \
-         --token-file or --client-ca, listen on tcp://127.0.0.1:PORT or unix:PATH, or give --insecure on a trusted network"
+         --token-file or --client-ca, listen on tcp://127.0.0.1:PORT or unix:PATH, or give --insecure on a trusted \
+         network"
     )]
     Insecure {
         /// The address to be listened on.
@@ -77,8 +78,8 @@ pub enum ConfigError {
     },
     /// Other machines could read the status page, which needs no authentication.
     #[error(
-        "the status page on {address} could be read from other machines: serve it on 127.0.0.1:PORT, or give --insecure \
-         on a trusted network"
+        "the status page on {address} could be read from other machines: serve it on 127.0.0.1:PORT, or give \
+         --insecure on a trusted network"
     )]
     InsecurePage {
         /// The address of the page.
@@ -148,8 +149,8 @@ pub enum ConfigError {
     NoOtel,
     /// This build has no loader of native modules.
     #[error(
-        "--allow-modules, --library, --runtime-library and --tvm-ffi need a build with the feature tvm-ffi, for a machine \
-         of 64 bits: cargo build -p rpc-server --features tvm-ffi"
+        "--allow-modules, --library, --runtime-library and --tvm-ffi need a build with the feature tvm-ffi, for a \
+         machine of 64 bits: cargo build -p rpc-server --features tvm-ffi"
     )]
     NoTvmFfi,
     /// Session processes reserve a share of the total memory, and the share is not known.

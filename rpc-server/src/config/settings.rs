@@ -11,7 +11,7 @@ macro_rules! settings {
             $($(#[doc = $odoc:literal])+ $(#[arg($($oarg:tt)*)])? $oname:ident: $otype:ty, $oenv:literal;)+
         }
     ) => {
-        #[doc = concat!("Settings of ", $what, " as one source gives them: the command line with the environment, or a file.")]
+        #[doc = concat!("Settings of ", $what, " from one source: the command line with the environment, or a file.")]
         /// Each may be absent.
         ///
         #[doc = concat!("[`resolve`](Self::resolve) makes a [`", stringify!($config), "`] of them.")]
@@ -37,7 +37,7 @@ macro_rules! settings {
             )+
         }
 
-        #[doc = concat!("The settings of ", $what, ", complete. Make one from [`Default`], with `..`: there will be more fields.")]
+        #[doc = concat!("Complete settings of ", $what, ". Make one from [`Default`] with `..`: fields will be added.")]
         #[derive(Clone, Debug, PartialEq, Serialize)]
         #[serde(rename_all = "kebab-case")]
         pub struct $config {

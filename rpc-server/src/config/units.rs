@@ -64,8 +64,8 @@ pub enum UnitError {
     Http(String),
     /// Not the endpoint of a collector.
     #[error(
-        "'{0}' is not where spans can be sent; write for example http://127.0.0.1:4318, without a user, and http only: a \
-         collector on this machine can pass them on"
+        "'{0}' is not an endpoint for spans; write for example http://127.0.0.1:4318, with http and without a user: a \
+         collector on this machine can forward them"
     )]
     Otlp(String),
 }

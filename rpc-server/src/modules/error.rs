@@ -14,7 +14,7 @@ use crate::config::{ByteSize, Span};
 pub enum ModuleError {
     /// The server takes no modules.
     #[error(
-        "this server takes no modules, which are native code and do what its user may do: its operator allows them with \
+        "this server takes no modules, which are native code with all rights of its user: its operator allows them with \
          --allow-modules"
     )]
     Off,
@@ -66,8 +66,8 @@ pub enum ModuleError {
     Empty,
     /// The store has no room.
     #[error(
-        "a module of {len} bytes finds no room: modules take {held} bytes of {limit} (--module-store-size), and none is left \
-         that was unused for {expiry} (--module-expiry); the operator can raise the one, lower the other, or remove files \
+        "there is no room for a module of {len} bytes: modules take {held} bytes of {limit} (--module-store-size), and \
+         none has been unused for {expiry} (--module-expiry); the operator can change these limits, or remove files \
          from the folder (--module-store)"
     )]
     Full {
@@ -158,7 +158,7 @@ pub enum ModuleError {
     },
     /// The folder of the store belongs to another user, or other users may write to it.
     #[error(
-        "others than this user may write to {} (its mode is {mode:o}, its owner {owner}), and what is in it is run: give \
+        "other users may write to {} (mode {mode:o}, owner {owner}), and the modules in it are run: give \
          --module-store a folder of this user, and take the rights of others with chmod go-w",
         folder.display()
     )]

@@ -3,9 +3,9 @@
 //! Any number of processes share it. On disk:
 //!
 //! ```text
-//! STORE/lock               held while somebody looks what there is, makes room, or takes a place
+//! STORE/lock               held to list the modules, make room, or reserve space
 //! STORE/HEX.so             a module, complete, 0400; its time is that of its last use
-//! STORE/upload-RANDOM      one that is on its way, 0600, as long as announced; locked by whoever writes it
+//! STORE/upload-RANDOM      an upload in progress, 0600, of the announced length; locked by its writer
 //! ```
 //!
 //! The folder itself is the only account: an upload reserves its space by a file of its full

@@ -46,7 +46,7 @@ pub enum PkiError {
         text: String,
     },
     /// No name was given, and there is no certificate of a server to take the names from.
-    #[error("nobody has said how clients reach the server; give its names and addresses with --host")]
+    #[error("the names and addresses of the server are unknown: give them with --host")]
     NoHost,
     /// A file or folder cannot be used.
     #[error("cannot {what} {}", file.display())]
@@ -73,7 +73,7 @@ pub enum PkiError {
         file: PathBuf,
     },
     /// A file is not a key in PEM, or a key of an unusable kind.
-    #[error("{} is no private key in PKCS #8 that can be used; move it away, or say --force to begin anew", file.display())]
+    #[error("{} is not a usable private key in PKCS #8: move it away, or give --force to begin anew", file.display())]
     NotAKey {
         /// The file.
         file: PathBuf,
@@ -98,7 +98,11 @@ pub enum PkiError {
         file: PathBuf,
     },
     /// Certificate and key of the authority do not match.
-    #[error("{} does not belong to {}; put back the right one, or say --force to begin anew", key.display(), certificate.display())]
+    #[error(
+        "{} does not match {}: put the right one back, or give --force to begin anew",
+        key.display(),
+        certificate.display()
+    )]
     Mismatch {
         /// The certificate.
         certificate: PathBuf,
@@ -106,7 +110,11 @@ pub enum PkiError {
         key: PathBuf,
     },
     /// The authority has expired.
-    #[error("{} expired on {}; say --force for a new authority, and give its ca.pem to all", file.display(), rfc3339(*expired))]
+    #[error(
+        "{} expired on {}: give --force for a new authority, and distribute its ca.pem",
+        file.display(),
+        rfc3339(*expired)
+    )]
     AuthorityExpired {
         /// The certificate.
         file: PathBuf,
@@ -114,7 +122,10 @@ pub enum PkiError {
         expired: SystemTime,
     },
     /// A certificate that another authority has signed would be overwritten.
-    #[error("{} was signed by another authority than the ca.pem beside it; move it away, or say --force to replace it", file.display())]
+    #[error(
+        "{} was signed by another authority than the ca.pem beside it: move it away, or give --force to replace it",
+        file.display()
+    )]
     Foreign {
         /// The certificate.
         file: PathBuf,

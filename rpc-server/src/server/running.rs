@@ -124,7 +124,7 @@ impl Running {
         self.server.drain(self.drain_timeout).await;
         let left = self.server.sessions();
         if left > 0 {
-            tracing::warn!(sessions = left, limit = ?self.drain_timeout, "not all sessions ended in time; stopping them");
+            tracing::warn!(sessions = left, limit = ?self.drain_timeout, "stopping the sessions that are left");
         }
         self.end().await;
     }

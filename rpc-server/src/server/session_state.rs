@@ -300,7 +300,7 @@ impl Cleaner {
         let run = move || value.into_iter().for_each(drop);
         let thread = std::thread::Builder::new().name("rpc-cleaner".into()).spawn(run);
         let thread =
-            thread.map_err(|error| tracing::warn!(%error, "cannot start the cleaner thread; workspaces are removed on the threads of their sessions")).ok();
+            thread.map_err(|error| tracing::warn!(%error, "cannot start the thread that removes workspaces")).ok();
         Arc::new(Self { queue: thread.is_some().then_some(queue), thread })
     }
 

@@ -3,7 +3,7 @@
 //!
 //! | path | what it is |
 //! | --- | --- |
-//! | `/` | the page; it is complete as it comes, and its script fetches it again every second and changes what has changed |
+//! | `/` | the page, complete without its script, which updates it every second |
 //! | `/status.json` | what `rpc-cli status --json` prints |
 //! | `/page.css`, `/page.js` | what the page needs; nothing comes from elsewhere |
 //!

@@ -330,15 +330,15 @@ fn the_doctor_finds_the_step_that_fails() {
         assert!(found_detail.contains(detail), "{address}: {found_detail}");
     };
     let server = fixture.address();
-    found(server, &[], 0, "echo", "came back");
-    found(&format!("{server}/board"), &[], 0, "echo", "came back");
+    found(server, &[], 0, "echo", "a call returned");
+    found(&format!("{server}/board"), &[], 0, "echo", "a call returned");
     found(&format!("{server}/desk"), &[], 77, "key", "desk");
     found("tcp:127.0.0.1:1", &[], 2, "parse", "slashes");
     found(&unused(), &[], 69, "connect", "refused");
     found("unix:/no/such/socket", &[], 69, "connect", "missing");
     found("exec:/no/such/program", &[], 69, "connect", "does not start");
     found(&stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n"), &[], 76, "protocol", "HTTP/1.1 400");
-    found(&stranger(b""), &["--timeout", "200ms"], 124, "protocol", "said nothing");
+    found(&stranger(b""), &["--timeout", "200ms"], 124, "protocol", "sent nothing");
     found(&format!("exec:{} --version", env!("CARGO_BIN_EXE_rpc-server")), &[], 76, "protocol", "rpc-server");
 
     let text = cli(&["doctor", &unused()]);
