@@ -4,13 +4,14 @@
 //! [`server`] is the daemon as a library; begin there. [`isolate`] gives each session a process of
 //! its own, [`builtins`] are the functions of every server, [`workspace`] has the files of sessions
 //! and [`modules`] the native code of clients. [`tracker`] gives servers to clients, [`config`] has
-//! all settings, [`pki`] certificates and tokens, and [`cli`] the tool.
+//! all settings, [`pki`] certificates and tokens, and [`cli`] and [`daemon`] the two programs.
 
 #![forbid(unsafe_code)]
 
 pub mod builtins;
 pub mod cli;
 pub mod config;
+pub mod daemon;
 mod file_lock;
 mod functions;
 mod http;

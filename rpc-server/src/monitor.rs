@@ -45,7 +45,7 @@ use tokio::task::JoinSet;
 use self::metered::MeteredFactory;
 use crate::config::ServeError;
 use crate::http::HttpServer;
-use crate::server::session_state::ServerState;
+use crate::server::server_state::ServerState;
 
 /// Maximum number of functions with metrics of their own. Each costs about twenty lines of output.
 const MAX_FUNCTIONS: usize = 1024;

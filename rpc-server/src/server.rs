@@ -58,7 +58,8 @@ mod registrar;
 mod relay;
 mod rpc_server;
 mod running;
-pub(crate) mod session_state;
+pub(crate) mod server_state;
+pub(crate) mod session_workspace;
 mod signals;
 mod standard_streams;
 mod start;
@@ -68,6 +69,7 @@ pub use self::child_server::{ServerProcess, SpawnError, run_as_child_if_asked};
 pub use self::relay::Relay;
 pub use self::rpc_server::RpcServer;
 pub use self::running::{Running, StopReason};
-pub use self::session_state::{Client, ServerState, SessionWorkspace};
+pub use self::server_state::{Client, ServerState};
+pub use self::session_workspace::SessionWorkspace;
 
 pub(crate) use self::options::{session_limits, wire_limits};

@@ -7,7 +7,7 @@ use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::FileEntry;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 
-use crate::server::session_state::SessionWorkspace;
+use crate::server::session_workspace::SessionWorkspace;
 use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError};
 
 /// The most that one `rpc.file.read` returns, in bytes: room for several of the pieces that

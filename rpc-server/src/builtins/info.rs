@@ -8,7 +8,7 @@ use rpc_core::{Context, Device, DeviceAttribute, DeviceType, Devices, Pack, Regi
 use serde::{Deserialize, Serialize};
 
 use crate::modules::ModuleService;
-use crate::server::session_state::ServerState;
+use crate::server::server_state::ServerState;
 
 /// Result of `rpc.info`. Fields may be added; readers ignore unknown ones.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -92,7 +92,7 @@ fn collect(context: &Context) -> ServerInfo {
         Some(state) => state.totals(),
         None => {
             let usage = context.usage();
-            crate::server::session_state::ServerTotals {
+            crate::server::server_state::ServerTotals {
                 sessions: 1,
                 handles: usage.handles,
                 memory_bytes: usage.memory_bytes,

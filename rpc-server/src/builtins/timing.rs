@@ -9,7 +9,7 @@ use rpc_core::{
 };
 
 use super::cancelled;
-use crate::server::session_state::ServerState;
+use crate::server::server_state::ServerState;
 
 /// Options of a measurement, named as in TVM's time evaluator (`python/tvm/runtime/module.py`,
 /// `time_evaluator`).

@@ -20,7 +20,8 @@ use super::supervisor::{self, ProcessGuard, Started};
 use super::{GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
 use crate::modules::DigestList;
-use crate::server::session_state::{Cleaner, ServerState, SessionCount, UsageSource};
+use crate::server::server_state::{ServerState, SessionCount, UsageSource};
+use crate::server::session_workspace::Cleaner;
 use crate::server::wire_limits;
 use crate::workspace::{Workspace, WorkspaceRoot};
 

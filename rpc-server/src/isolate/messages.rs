@@ -11,7 +11,7 @@ use rpc_core::Usage;
 use serde::{Deserialize, Serialize};
 
 use crate::modules::DigestList;
-use crate::server::session_state::ServerTotals;
+use crate::server::server_state::ServerTotals;
 use crate::workspace::WorkspaceLoan;
 
 /// Settings of a session process.

@@ -25,9 +25,8 @@ use super::{GRACE, REPORT_INTERVAL};
 use crate::config::{ByteSize, ServeConfig, ServeSettings};
 use crate::modules::{ModuleService, Native};
 use crate::server::exit_code;
-use crate::server::session_state::{
-    Cleaner, ServerState, ServerTotals, SessionCount, SessionWorkspace, UsageSource, WorkspaceSource,
-};
+use crate::server::server_state::{ServerState, ServerTotals, SessionCount, UsageSource};
+use crate::server::session_workspace::{Cleaner, SessionWorkspace, WorkspaceSource};
 use crate::server::{session_limits, wire_limits};
 use crate::workspace::Workspace;
 use crate::{builtins, logging, modules};

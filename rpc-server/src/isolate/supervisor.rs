@@ -27,7 +27,7 @@ use tokio::sync::oneshot;
 use super::exit_cause::ExitCause;
 use super::messages::Report;
 use super::{CHILD_ARGUMENT, GRACE};
-use crate::server::session_state::ServerState;
+use crate::server::server_state::ServerState;
 
 /// A session process, as the server sees it.
 pub(super) struct Process {

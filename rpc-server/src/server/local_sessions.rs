@@ -10,7 +10,8 @@ use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLi
 use rpc_transports::{OpenRequest, SessionFactory, TokioSpawner};
 
 use super::options::session_limits;
-use super::session_state::{Cleaner, Client, ServerState, SessionWorkspace, WorkspaceSource};
+use super::server_state::{Client, ServerState};
+use super::session_workspace::{Cleaner, SessionWorkspace, WorkspaceSource};
 use crate::config::ServeConfig;
 use crate::modules::{self, ModuleService};
 use crate::workspace::WorkspaceRoot;

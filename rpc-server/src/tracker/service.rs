@@ -25,7 +25,7 @@ use super::history::History;
 use super::limits::{check_registration, check_request, clip, clipped};
 use super::millis;
 use super::scheduler::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, ServerId, SlotTotals, timed_out};
-use crate::server::session_state::Client;
+use crate::server::server_state::Client;
 
 mod grants;
 mod objects;

@@ -1,0 +1,168 @@
+//! `rpc-server`: the commands serve, tracker, relay and worker. [`main`] is for programs of one's own, too.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use crate::config::{ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings, WorkerSettings};
+use crate::isolate::{self, gpu};
+use crate::server::Relay;
+use crate::server::{RpcServer, StopReason};
+use crate::server::{disco_node, exit_code};
+use crate::tracker::Tracker;
+use crate::{builtins, logging};
+use clap::{CommandFactory, Parser, Subcommand};
+use rpc_core::Registry;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0     stopped by a signal or at the end of its session, or printed what was asked for
+  1     failed
+  2     the command line is wrong
+  69    an address, the folder for files of sessions, or a controller is not available
+  78    the configuration is wrong
+  130   stopped at once by SIGINT as a second signal
+  143   stopped at once by SIGTERM as a second signal";
+
+/// Serves the functions, devices and files of this machine to other programs.
+#[derive(Parser)]
+#[command(name = "rpc-server", version, after_help = EXIT_CODES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve until SIGTERM or SIGINT.
+    ///
+    /// Prints "listening on ADDRESS" for each address on standard output; everything else goes to
+    /// standard error. After SIGTERM or SIGINT the server refuses new sessions, tells clients to
+    /// leave, and gives their sessions --drain-timeout to end; a second signal stops at once.
+    #[command(after_help = EXIT_CODES)]
+    Serve(#[command(flatten)] Box<ServeSettings>),
+    /// Give servers to clients until SIGTERM or SIGINT.
+    ///
+    /// Servers register with "serve --tracker ADDRESS", and clients ask for them as
+    /// tracker://HOST:PORT/KEY. Prints "listening on ADDRESS" for each address on standard output;
+    /// everything else goes to standard error. After a restart the tracker learns its state again
+    /// from servers and waiting clients; running sessions are not affected.
+    #[command(after_help = EXIT_CODES)]
+    Tracker(#[command(flatten)] Box<TrackerSettings>),
+    /// Connect clients with servers that cannot be dialled until SIGTERM or SIGINT.
+    ///
+    /// Servers wait here with "serve --relay ADDRESS/NAME", and clients reach them as ADDRESS/NAME.
+    /// The relay forwards bytes; client and server authenticate each other. Prints "listening on
+    /// ADDRESS" for each address on standard output; everything else goes to standard error.
+    #[command(after_help = EXIT_CODES)]
+    Relay(#[command(flatten)] Box<RelaySettings>),
+    /// Run a node of a Disco session, which dials the controller, until the session ends.
+    ///
+    /// For nodes that the controller cannot dial, and for launchers: mpirun, srun and torchrun set
+    /// the number of the node of each process. Everything else is as with "serve"; with --listen
+    /// other clients are served, too.
+    #[command(after_help = EXIT_CODES)]
+    Worker(#[command(flatten)] Box<WorkerSettings>),
+    /// Print the configuration that "relay" would use with these flags, this environment and this
+    /// file, as TOML.
+    RelayConfig(#[command(flatten)] Box<RelaySettings>),
+    /// Print the configuration that "tracker" would use with these flags, this environment and this
+    /// file, as TOML.
+    TrackerConfig(#[command(flatten)] Box<TrackerSettings>),
+    /// Print the configuration that "serve" would use with these flags, this environment and this
+    /// file, as TOML.
+    Config(#[command(flatten)] Box<ServeSettings>),
+    /// Print a completion script for a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page; or with a folder, write the pages of all commands into it.
+    Man {
+        /// The folder.
+        folder: Option<PathBuf>,
+    },
+}
+
+/// Runs the daemon with the arguments of this process. Returns its exit code. Call it first in `main`: session processes
+/// and workers are this program again.
+pub fn main() -> ExitCode {
+    gpu::answer_if_asked();
+    let registry = Registry::new();
+    builtins::register(&registry);
+    // First, so that session processes can have worker processes.
+    disco::serve_if_worker_with(&registry, || disco_node::worker_devices(&registry));
+    isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
+    match Cli::parse().command {
+        Command::Serve(settings) => exit_code::of_server(&serve(*settings)).into(),
+        Command::Worker(settings) => exit_code::of_server(&work(*settings)).into(),
+        Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
+        Command::Relay(settings) => exit_code::of_server(&relay(*settings)).into(),
+        Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
+        Command::Tracker(settings) => exit_code::of_server(&track(*settings)).into(),
+        Command::TrackerConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "rpc-server", &mut script);
+            print(&script)
+        }
+        Command::Man { folder: Some(folder) } => done(clap_mangen::generate_to(Cli::command(), folder)),
+        Command::Man { folder: None } => {
+            let mut page = Vec::new();
+            match clap_mangen::Man::new(Cli::command()).render(&mut page) {
+                Ok(()) => print(&page),
+                Err(error) => done(Err(error)),
+            }
+        }
+    }
+}
+
+fn serve(settings: ServeSettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.log_level, config.log_format);
+    RpcServer::default().devices(gpu::for_server(&config)).config(config).run_blocking()
+}
+
+fn relay(settings: RelaySettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.log_level, config.log_format);
+    Relay::new(&config)?.run_blocking()
+}
+
+fn track(settings: TrackerSettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.log_level, config.log_format);
+    Tracker::run_blocking(&config)
+}
+
+fn work(settings: WorkerSettings) -> Result<StopReason, ServeError> {
+    let config = settings.resolve()?;
+    logging::init(&config.serve.log_level, config.serve.log_format);
+    disco_node::run_blocking(config)
+}
+
+fn print_config(config: Result<String, ConfigError>) -> ExitCode {
+    match config {
+        Ok(text) => print(text.as_bytes()),
+        Err(error) => exit_code::of_server(&Err(error.into())).into(),
+    }
+}
+
+fn print(bytes: &[u8]) -> ExitCode {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
+        // The reader has closed the pipe.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        outcome => done(outcome),
+    }
+}
+
+fn done(outcome: io::Result<()>) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            exit_code::report(&error);
+            exit_code::FAILURE.into()
+        }
+    }
+}
