@@ -1,4 +1,5 @@
-//! `rpc-server`: the commands serve, tracker, relay and worker. [`main`] is for programs of one's own, too.
+//! `rpc-server`: the commands serve, tracker, relay and worker. [`main`] is for programs of one's
+//! own, too.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -84,8 +85,8 @@ enum Command {
     },
 }
 
-/// Runs the daemon with the arguments of this process. Returns its exit code. Call it first in `main`: session processes
-/// and workers are this program again.
+/// Runs the daemon with the arguments of this process. Returns its exit code. Call it first in
+/// `main`: session processes and workers are this program again.
 pub fn main() -> ExitCode {
     gpu::answer_if_asked();
     let registry = Registry::new();

@@ -46,7 +46,7 @@ impl FromStr for LogFilter {
         // Directives may contain commas and `=` in the fields of a span, in brackets; such filters
         // are left to tracing.
         if !text.contains('[') {
-            // An empty text parses as `error`, which nobody means.
+            // An empty text would parse as `error`.
             let is_level = |directive: &str| !directive.is_empty() && directive.parse::<LevelFilter>().is_ok();
             let mut directives = text.split(',').map(str::trim);
             if let Some(wrong) = directives.find(|directive| !directive.contains('=') && !is_level(directive)) {

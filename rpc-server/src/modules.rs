@@ -2,7 +2,7 @@
 //! uploaded, stored, and loaded.
 //!
 //! ```text
-//! upload, or a file at the server ── hashed, checked ──► ModuleStore: HEX.so, which nobody changes
+//! upload, or a file at the server ── hashed, checked ──► ModuleStore: HEX.so, never changed
 //!                                                             │ by digest, verified
 //!                                                             ▼
 //!                          load_module("sha256:HEX") ──► loader `tvm_ffi`, in the session process

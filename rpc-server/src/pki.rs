@@ -6,7 +6,7 @@
 //! | file | what it is | who needs it |
 //! | --- | --- | --- |
 //! | `ca.pem` | the certificate of the authority | both sides |
-//! | `ca.key` | what new certificates are signed with | nobody but whoever runs this |
+//! | `ca.key` | the key that signs new certificates | only the operator of the authority |
 //! | `server.pem`, `server.key` | for the names and addresses of the server | the server |
 //! | `client.pem`, `client.key` | for the name of the client | the client |
 //!

@@ -12,7 +12,7 @@
 //! | --- | --- |
 //! | `rpc_tracker_servers` | servers that are registered |
 //! | `rpc_tracker_slots` | slots that they have |
-//! | `rpc_tracker_slots_free` | slots that nobody has |
+//! | `rpc_tracker_slots_free` | slots that are free |
 //! | `rpc_tracker_requests_waiting` | requests that wait |
 //! | `rpc_tracker_slots_granted_total` | slots that were granted |
 

@@ -61,8 +61,8 @@ pub struct ModulesInfo {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// The device, such as `cpu:0`; or the kind, such as `cuda`, if it is absent. Kinds that nobody
-    /// would look for are not listed as absent.
+    /// The device, such as `cpu:0`; or the kind, such as `cuda`, if it is absent. Uncommon kinds
+    /// are not listed as absent.
     pub device: String,
     /// The maker's name.
     pub name: Option<String>,
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(reason("cpu:0"), None);
     }
 
-    /// Drivers may take long to answer, and whatever is inline holds up its connection.
+    /// Drivers may take long to answer, and an inline function blocks its connection.
     #[test]
     fn it_runs_where_it_may_block() {
         let registry = Registry::new();

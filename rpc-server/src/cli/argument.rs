@@ -5,7 +5,7 @@
 //! | `null`, `true`, `false` | themselves |
 //! | `7`, `-3` | an integer of 64 bits |
 //! | `0.5`, `1e-3`, `.5` | a float |
-//! | `str:TEXT` | the text, whatever it looks like |
+//! | `str:TEXT` | the text, even if it looks like another kind |
 //! | `@FILE.npy` | the tensor in the file, on `cpu:0` of the server |
 //! | anything else | text |
 

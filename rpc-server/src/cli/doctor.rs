@@ -316,8 +316,8 @@ async fn greet(
         return Err(examination.failed("identity", Finding::new(detail, advice, code)));
     }
     examination.ok("identity", "accepted");
-    // A server refuses nobody for want of a key, and it has been asked for nothing else that it
-    // could not find.
+    // Only a relay answers so: a server needs no key, and nothing else was asked for that could be
+    // missing.
     if error.kind() == ErrorKind::NotFound {
         examination.ok("relay", "it is a relay");
         return Ok(Greeting::Relay);

@@ -187,8 +187,8 @@ impl Prepared {
 
 /// Returns the isolation that `auto` stands for with these settings and devices.
 fn choose_isolation(config: &ServeConfig, devices: &Devices) -> Isolate {
-    // Native code needs a process whatever other settings say: it may share one only if the
-    // operator asks for that.
+    // Native code always needs a process of its own, unless the operator has asked for a shared
+    // one.
     if config.runs_native_code() {
         return Isolate::Process;
     }

@@ -95,7 +95,7 @@ impl Page {
         content_type: &'static str,
         make: impl FnOnce(&Tracker) -> String,
     ) -> Response<Full<Bytes>> {
-        // Held while it is made: whoever asks meanwhile gets the same.
+        // Held while the page is made: concurrent requests get the same page.
         let mut last = last.lock();
         if let Some((_, body)) = last.as_ref().filter(|(made, _)| made.elapsed() < FRESH) {
             return response(StatusCode::OK, content_type, body.clone());

@@ -82,7 +82,7 @@ fn build(config: &TrackerConfig) -> Result<(Arc<Tracker>, RpcServer), ServeError
 const METRICS: &[(&str, &str)] = &[
     ("rpc_tracker_servers", "Servers that are registered."),
     ("rpc_tracker_slots", "Slots that the servers have."),
-    ("rpc_tracker_slots_free", "Slots that nobody has."),
+    ("rpc_tracker_slots_free", "Slots that are free."),
     ("rpc_tracker_requests_waiting", "Requests that wait."),
     ("rpc_tracker_slots_granted_total", "Slots that were granted."),
 ];

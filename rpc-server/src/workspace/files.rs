@@ -74,9 +74,9 @@ impl FileWriter {
         result
     }
 
-    /// Puts the file in place under its path, with the folders it needs, instead of what was there
-    /// before: whoever opens the path sees all of the old file or all of the new one. The bytes are
-    /// in the kernel's hands then, not necessarily on the disk.
+    /// Puts the file in place under its path, with the folders that it needs, replacing an earlier
+    /// file: a reader sees all of the old file or all of the new one. The bytes are in the kernel
+    /// then, not necessarily on the disk.
     ///
     /// # Errors
     ///

@@ -151,9 +151,9 @@ impl WorkspaceRoot {
         Ok(workspace)
     }
 
-    /// Removes the named workspaces that nobody has used for as long as the limits say, at the time
-    /// `now`, and returns how many. One that a session of this or another server has open stays.
-    /// Blocks while it deletes.
+    /// Removes the named workspaces that have expired at the time `now`, and returns their number.
+    /// A workspace that a session of this or another server has open stays. Blocks while it
+    /// deletes.
     ///
     /// # Errors
     ///
@@ -260,7 +260,7 @@ impl RootInner {
         let claim = || {
             let folder = make_folder(&owner, name)?;
             let lock = open_lock_file(&folder, "lock", true)?;
-            // Nobody holds it exclusively without `_held`, so this does not wait.
+            // Exclusive locks are taken under `_held` only, so this does not wait.
             rustix::io::retry_on_intr(|| flock(&lock, FlockOperation::LockShared))?;
             lock.set_modified(SystemTime::now())?;
             Ok((folder, lock))
@@ -325,7 +325,7 @@ impl RootInner {
 impl Drop for RootInner {
     fn drop(&mut self) {
         purge(&self.private, &self.instance);
-        // Last, and still locked: until then whoever finds the folder knows whose it is.
+        // Last, and still locked: until then other servers can see which server owns the folder.
         let _ = self.private.remove_file(lock_name(&self.instance));
     }
 }

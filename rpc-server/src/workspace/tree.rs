@@ -16,7 +16,7 @@ use super::MAX_PATH_BYTES;
 pub(super) struct Usage {
     /// Bytes in files.
     pub(super) bytes: u64,
-    /// Files, folders and whatever else has a name.
+    /// Number of files, folders and other entries.
     pub(super) entries: u64,
 }
 

@@ -43,7 +43,7 @@ fn is_directional(char: char) -> bool {
 
 pub(super) fn page(summary: &Summary) -> String {
     let mut page = String::with_capacity(4096 + summary.servers.len() * 512);
-    // A string takes whatever is written.
+    // Writing to a string cannot fail.
     let _ = write_page(&mut page, summary);
     page
 }
