@@ -168,7 +168,7 @@ fn what_cannot_be_is_refused_however_it_comes() {
     for (text, part) in [
         ("cuda,target=llvm", "target 'llvm' is for cpu, but the device type is cuda"),
         ("cuda:-1", "-1 is not a device number"),
-        ("cuda:99999999999", "no number"),
+        ("cuda:99999999999", "is not a device number"),
         ("cuda,scope=", "cannot be a memory scope"),
         ("cuda,scope=a b", "cannot be a memory scope"),
         ("cuda,scope=a,scope=b", "given twice"),
