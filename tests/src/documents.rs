@@ -20,4 +20,5 @@ documents! {
     Operations: "docs/operations.md";
     Security: "docs/security.md";
     Weights: "docs/weights.md";
+    RpcServer: "rpc-server/README.md";
 }

@@ -161,6 +161,21 @@ fn every_document_runs_from_its_first_block_to_its_last() {
     }
 }
 
+#[test]
+fn every_document_with_rust_blocks_has_documentation_tests() {
+    let list = fs::read_to_string(workspace().join("tests/src/documents.rs")).unwrap();
+    for document in documents() {
+        if !fs::read_to_string(&document).unwrap().contains("\n```rust") {
+            continue;
+        }
+        let name = document.strip_prefix(workspace()).unwrap().to_str().unwrap();
+        // Front pages of crates include their READMEs.
+        let front_page = fs::read_to_string(document.with_file_name("src/lib.rs")).unwrap_or_default();
+        let listed = list.contains(&format!("\"{name}\"")) || front_page.contains("include_str!(\"../README.md\")");
+        assert!(listed, "{name} is neither in tests/src/documents.rs nor the front page of its crate");
+    }
+}
+
 /// Runs a script in a folder, and then ends what it has left running.
 fn run(script: &str, folder: &Path) {
     let path = std::env::join_paths(

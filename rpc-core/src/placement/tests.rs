@@ -1,3 +1,5 @@
+//! Unit tests of placing call graphs on sessions.
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 

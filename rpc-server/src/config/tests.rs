@@ -1,3 +1,5 @@
+//! Unit tests of settings: flags, variables, files, and what is refused.
+
 use std::collections::BTreeSet;
 use std::error::Error;
 use std::fs;

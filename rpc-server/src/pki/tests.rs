@@ -1,3 +1,5 @@
+//! Unit tests of certificates and tokens.
+
 use std::fs::{Permissions, set_permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

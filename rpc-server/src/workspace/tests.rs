@@ -1,3 +1,5 @@
+//! Unit tests of workspaces: paths, quotas, removal.
+
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::time::Duration;

@@ -1,3 +1,5 @@
+//! Unit tests of cutting tensors into ranges of bytes.
+
 // Ranges of dimensions, and not what is in them.
 #![allow(clippy::single_range_in_vec_init)]
 

@@ -1,3 +1,5 @@
+//! Unit tests of finding and opening the files of a model.
+
 use std::fs;
 
 use super::*;

@@ -1,3 +1,5 @@
+//! Unit tests of reading the headers of safetensors files.
+
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, TensorView, serialize};
 

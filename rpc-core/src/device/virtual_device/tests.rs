@@ -1,3 +1,5 @@
+//! Unit tests of virtual devices: joining, defaults, text forms.
+
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 

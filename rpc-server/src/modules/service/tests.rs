@@ -1,3 +1,5 @@
+//! Unit tests of the functions by which clients bring modules.
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,3 +1,5 @@
+//! Unit tests of the store of modules.
+
 use std::os::unix::fs::symlink;
 use std::sync::Barrier;
 use std::thread;
