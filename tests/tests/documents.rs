@@ -112,7 +112,10 @@ fn our_commands(block: &Block) -> Vec<Vec<String>> {
     let parts =
         text.lines().flat_map(|line| line.split(" #").next().unwrap_or_default().split(['|', ';', '&', '(', ')']));
     let words = parts.map(|part| part.split_whitespace().map(|word| word.trim_matches(['\'', '"']).to_owned()));
-    let words = words.map(|words| words.skip_while(|word| !word.starts_with("rpc-")).collect::<Vec<_>>());
+    // After a launcher such as `mpirun`, too; but what cargo builds is an argument of cargo.
+    let words =
+        words.map(Iterator::collect::<Vec<_>>).filter(|words| words.first().is_some_and(|word| word != "cargo"));
+    let words = words.map(|words| words.into_iter().skip_while(|word| !word.starts_with("rpc-")).collect::<Vec<_>>());
     words.filter(|words| words.first().is_some_and(|program| programs().join(program).is_file())).collect()
 }
 
