@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::{CclError, Collective};
 
@@ -58,7 +59,7 @@ pub(crate) struct Recorder(Mutex<VecDeque<Flight>>);
 
 impl Recorder {
     pub(crate) fn enter(&self, sequence: u64, collective: Collective) {
-        let mut flights = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut flights = self.0.lock();
         if flights.len() == KEPT {
             flights.pop_front();
         }
@@ -67,7 +68,7 @@ impl Recorder {
     }
 
     pub(crate) fn leave(&self, result: &Result<(), CclError>) {
-        let mut flights = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut flights = self.0.lock();
         if let Some(flight) = flights.back_mut() {
             flight.took = Some(flight.entered.elapsed());
             flight.outcome = match result {
@@ -79,11 +80,11 @@ impl Recorder {
     }
 
     pub(crate) fn flights(&self) -> Vec<Flight> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+        self.0.lock().iter().cloned().collect()
     }
 
     /// The call that is in the air, or else the last one.
     pub(crate) fn last(&self) -> Option<Flight> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).back().cloned()
+        self.0.lock().back().cloned()
     }
 }

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::future::poll_fn;
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 
+use parking_lot::{Mutex, MutexGuard};
 use bytes::Bytes;
 use rpc_core::function::Object;
 use rpc_core::{Device, ErrorKind, LocalValue, Pack, Packed, RpcError, Tensor, Value, blocking};
@@ -537,7 +538,7 @@ impl Controller {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -5,10 +5,11 @@ use std::future::poll_fn;
 use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use bytes::{Bytes, BytesMut};
 use rpc_core::function::Object;
 use rpc_core::reply::{Outcome, ReplySink};
@@ -308,7 +309,7 @@ impl Link {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.lock()
     }
 }
 
@@ -336,7 +337,7 @@ fn size(encoded: &Encoded) -> usize {
 
 impl Outbox {
     fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 
     fn push(&self, encoded: Encoded) {

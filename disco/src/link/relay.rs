@@ -18,10 +18,11 @@
 use std::io;
 use std::os::unix::net as unix;
 use std::pin::pin;
-use std::sync::{Arc, Mutex as SyncMutex, OnceLock, PoisonError, Weak, mpsc as sync};
+use std::sync::{Arc, OnceLock, Weak, mpsc as sync};
 use std::task::Poll;
 use std::time::Instant;
 
+use parking_lot::Mutex as SyncMutex;
 use bytes::{Bytes, BytesMut};
 use rpc_core::{
     ErrorKind, Lane, Pack, Registry, RemoteFunction, RemoteObject, Result, RpcError, Session, SessionLimits,
@@ -330,7 +331,7 @@ impl Here {
     }
 
     fn answer(&self, reason: Option<String>) {
-        if let Some(waiting) = self.answer.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(waiting) = self.answer.lock().take() {
             // It may have given up.
             _ = waiting.send(reason);
         }
@@ -369,7 +370,7 @@ impl Relays {
 
     /// Nobody is above any more, and nothing is carried.
     pub(crate) fn close(&self) {
-        drop(self.above.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.above.lock().take());
         self.open.close();
         self.disappoint();
     }
@@ -409,7 +410,7 @@ impl Relays {
         if let Some(to) = host.and_then(|host| host.destination(to, is_world)) {
             return wanted.start(to, &self.open);
         }
-        let above = self.above.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let above = self.above.lock().clone();
         // At the end of the session its worker sees that nobody has it.
         let Some(above) = above else { return };
         match self.place() {

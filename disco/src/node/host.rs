@@ -23,9 +23,10 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use bytes::Bytes;
 use rpc_core::{Context, DeviceType, ErrorKind, Module, Pack, Registry, Result, RpcError, Shared as SharedObject};
 use serde::{Deserialize, Serialize};
@@ -212,11 +213,11 @@ impl Shared {
     /// Loads a module, or finds it where another worker of this process has.
     pub(crate) fn load_module(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
         let place = {
-            let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut modules = self.modules.lock();
             Arc::clone(modules.entry(path.to_owned()).or_default())
         };
         // Held while it loads, so that it is loaded once. Others may load others meanwhile.
-        let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut place = place.lock();
         if let Some(module) = &*place {
             return Ok(Arc::clone(module));
         }
@@ -454,20 +455,20 @@ struct Meeting {
 
 /// Offers to take the events of a host that may be in this process.
 pub(crate) fn expect_host(number: u64, sink: Arc<dyn EventSink>) {
-    HERE.lock().unwrap_or_else(PoisonError::into_inner).insert(number, Meeting { sink, host: Weak::new() });
+    HERE.lock().insert(number, Meeting { sink, host: Weak::new() });
 }
 
 /// The host that has come, if it is in this process.
 pub(crate) fn meet_host(number: u64) -> Option<Arc<WorkerHost>> {
-    HERE.lock().unwrap_or_else(PoisonError::into_inner).remove(&number)?.host.upgrade()
+    HERE.lock().remove(&number)?.host.upgrade()
 }
 
 fn take_sink(number: u64) -> Option<Arc<dyn EventSink>> {
-    HERE.lock().unwrap_or_else(PoisonError::into_inner).get(&number).map(|meeting| Arc::clone(&meeting.sink))
+    HERE.lock().get(&number).map(|meeting| Arc::clone(&meeting.sink))
 }
 
 fn put_host(number: u64, host: &Arc<WorkerHost>) {
-    if let Some(meeting) = HERE.lock().unwrap_or_else(PoisonError::into_inner).get_mut(&number) {
+    if let Some(meeting) = HERE.lock().get_mut(&number) {
         meeting.host = Arc::downgrade(host);
     }
 }

@@ -3,9 +3,10 @@
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 
+use parking_lot::Mutex;
 use bytes::Bytes;
 use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
 use rpc_transports::{Address, Connector, Onward, self_start};
@@ -123,7 +124,7 @@ impl Branch {
     /// here for whoever is slow to take them.
     pub(crate) fn pass_on(&self, first: u64, commands: Vec<(Queued, Option<Bytes>)>, limit: u64) -> Result<()> {
         // Held to the end, so that every process gets them in order.
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = self.next.lock();
         if *next != first {
             return Err(out_of_order(first, *next));
         }

@@ -6,8 +6,9 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::{DataType, Value, VirtualDevice};
 
 use crate::ccl::ReduceOp;
@@ -36,7 +37,7 @@ struct State {
 
 impl Recording {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 /// What is called with the bytes that have come to all workers together, and with those that are to come.
 type Callback = Box<dyn FnMut(u64, u64) + Send>;
@@ -33,7 +34,7 @@ impl Watcher {
 
     /// Nobody wants to see it any more. When this returns, the callback runs no more.
     pub(crate) fn close(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).callback = None;
+        self.0.lock().callback = None;
     }
 
     /// So much more has come.
@@ -44,7 +45,7 @@ impl Watcher {
 
     fn update(&self, change: impl FnOnce(&mut State)) {
         // Held while the callback runs, which is all that the lock is for: it sees the numbers grow, though links have threads of their own.
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         change(&mut state);
         let State { done, total, callback } = &mut *state;
         let told =

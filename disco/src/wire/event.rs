@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
+use parking_lot::{Mutex, MutexGuard};
 use bytes::Bytes;
 use rpc_core::function::Object;
 use rpc_core::{DataType, ErrorKind, LocalValue, Packed, Result, RpcError, Tensor, Value, blocking};
@@ -307,7 +307,7 @@ impl EventQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

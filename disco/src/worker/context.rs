@@ -6,8 +6,9 @@ mod lent;
 use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::function::FromCall;
 use rpc_core::function::Invocation;
 use rpc_core::tensor::Access;
@@ -706,5 +707,5 @@ fn range(tensor: &Tensor) -> Result<Range<usize>> {
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }

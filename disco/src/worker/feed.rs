@@ -4,10 +4,11 @@
 //! Commands are read where they lie: no lock is taken and no reference counted for a command.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rpc_core::{ErrorKind, Result, RpcError};
 
 use crate::wire::command::Queued;
@@ -100,7 +101,7 @@ impl Feed {
     /// [`ErrorKind::Protocol`]: another number; [`ErrorKind::LimitExceeded`].
     pub(crate) fn push(&self, first: u64, commands: impl IntoIterator<Item = Queued>, limit: u64) -> Result<()> {
         // Held to the end, so that readers see commands in their order.
-        let mut tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tail = self.tail.lock();
         if tail.next != first {
             return Err(out_of_order(first, tail.next));
         }
@@ -272,7 +273,7 @@ mod tests {
             let error = feed.push(5, [queued(5, 4)], u64::MAX).unwrap_err();
             assert_eq!(error, out_of_order(5, COUNT + 1));
             // Everything has been pushed; the end is for those who have read all.
-            while Arc::strong_count(&feed.tail.lock().unwrap().block) < 4 {
+            while Arc::strong_count(&feed.tail.lock().block) < 4 {
                 thread::yield_now();
             }
             while !feed.sleepers.iter().all(|sleeper| sleeper.asleep.load(Ordering::SeqCst)) {

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rpc_core::{Device, ErrorKind, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
@@ -170,13 +171,13 @@ impl MeetingPlace {
         let sizes = [layout.world_size].into_iter().chain(std::iter::repeat_n(layout.group_size(), groups));
         let offers = sizes.map(|size| host::Offer::new(size as usize, &options)).collect::<Result<Vec<_>>>()?;
         let tickets = offers.iter().map(host::Offer::ticket).collect();
-        *self.offers.lock().unwrap_or_else(PoisonError::into_inner) = offers;
+        *self.offers.lock() = offers;
         Ok(tickets)
     }
 
     /// Listens for the workers from `first` on at an address of this machine that the others can reach.
     pub(crate) fn listen(&self, layout: Layout, first: u32, count: u32, address: IpAddr) -> Result<Vec<Listening>> {
-        let mut all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.listeners.lock();
         let bind = || Listener::bind(&Address::Tcp(SocketAddr::new(address, 0)));
         (first..first + count)
             .map(|worker| {
@@ -194,7 +195,7 @@ impl MeetingPlace {
 
     /// Where a worker of this process listens.
     pub(crate) fn address(&self, worker: WorkerId, is_world: bool) -> Option<Address> {
-        let all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.listeners.lock();
         let listeners = all.get(&worker)?;
         let listener = if is_world { Some(&listeners.world) } else { listeners.group.as_ref() };
         listener.map(|listener| listener.address().clone())
@@ -228,7 +229,7 @@ impl MeetingPlace {
                 };
                 let world: Vec<_> = world.iter().zip(places).map(reachable).collect();
                 let groups: Vec<_> = groups.iter().zip(places).map(reachable).collect();
-                let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner).get(&worker).cloned();
+                let listeners = self.listeners.lock().get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
                 let detour = |peer: Rank, until: Instant| {
                     relays.connect(Between { from: worker.0, to: peer.0, is_world: true }, until)
@@ -262,7 +263,7 @@ impl MeetingPlace {
     }
 
     fn take_thread(&self, layout: Layout, worker: WorkerId, options: &host::Options) -> Result<Membership> {
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = self.threads.lock();
         if threads.as_ref().is_none_or(|threads| threads.epoch != options.epoch) {
             let mut options = options.clone();
             options.ranks_on_machine = Some(layout.world_size as usize);

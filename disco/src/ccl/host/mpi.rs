@@ -14,9 +14,10 @@
 mod library;
 mod stream;
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rpc_core::{ErrorKind, RpcError};
 
 use self::library::Library;
@@ -58,7 +59,7 @@ impl Process {
     /// [`ErrorKind::Unsupported`]: the library lets no more than one thread use it. What it says otherwise.
     pub fn start() -> Result<&'static Self, RpcError> {
         static STARTING: Mutex<()> = Mutex::new(());
-        let _one_at_a_time = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = STARTING.lock();
         if let Some(process) = PROCESS.get() {
             return Ok(process);
         }

@@ -13,9 +13,10 @@ mod socket;
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::RpcError;
 
 pub use self::join::{Address, Listener, SessionKey};
@@ -185,7 +186,7 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, Links> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+        self.links.lock()
     }
 }
 
@@ -638,10 +639,9 @@ impl Control for Shared {
             return;
         }
         match self.links.try_lock() {
-            Ok(mut links) => _ = self.end(&mut links),
-            Err(TryLockError::Poisoned(links)) => _ = self.end(&mut links.into_inner()),
+            Some(mut links) => _ = self.end(&mut links),
             // The communicator is in a call, and tells the others itself. If the byte does not fit, there are some there already.
-            Err(TryLockError::WouldBlock) => _ = std::io::Write::write(&mut &self.waker, &[1]),
+            None => _ = std::io::Write::write(&mut &self.waker, &[1]),
         }
     }
 

@@ -1,8 +1,9 @@
 //! One rank: a communicator of NCCL for the data, and one of the host backend for everything else.
 
 use std::fmt;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
+use parking_lot::MutexGuard;
 use rpc_core::{DeviceType, ErrorKind, RpcError};
 
 use super::communicator::Communicator;

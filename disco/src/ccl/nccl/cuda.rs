@@ -2,8 +2,9 @@
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rpc_core::device::{AllocRequest, DeviceApi, Memory};
 use rpc_core::{Device, DeviceAttribute, ErrorKind, RpcError, Value};
 use rpc_cuda::{CudaDevice, CudaEvent, CudaStream};
@@ -71,7 +72,7 @@ unsafe impl DeviceStream for DefaultStream {
     }
 
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = self.scratch.lock();
         let has_room = scratch.as_ref().is_some_and(|memory| memory.len() >= bytes as u64);
         if !has_room {
             // The old one goes back behind what was submitted with it.

@@ -2,9 +2,11 @@
 //! hanging, and with it whoever waits for the stream.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::member::Member;
 
@@ -39,11 +41,11 @@ impl Watched {
 
     /// The rank. A panic in the middle of a call has broken its group.
     pub(super) fn member(&self) -> MutexGuard<'_, Member> {
-        self.member.lock().unwrap_or_else(PoisonError::into_inner)
+        self.member.lock()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// From now on something is under way.
@@ -55,12 +57,8 @@ impl Watched {
 
     fn watch(&self) {
         while self.wait() {
-            let mut member = match self.member.try_lock() {
-                Ok(member) => member,
-                Err(TryLockError::Poisoned(member)) => member.into_inner(),
-                // The owner is in a call, and looks itself.
-                Err(TryLockError::WouldBlock) => continue,
-            };
+            // The owner is in a call, and looks itself.
+            let Some(mut member) = self.member.try_lock() else { continue };
             // What is lost is kept for the owner.
             let looked = catch_unwind(AssertUnwindSafe(|| member.look(true)));
             if looked.is_err() {
@@ -78,10 +76,10 @@ impl Watched {
         let mut state = self.state();
         let is_idle = |state: &mut State| !state.is_busy && !state.is_leaving;
         if is_idle(&mut state) {
-            state = self.changed.wait_while(state, is_idle).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait_while(&mut state, is_idle);
         }
-        let woken = self.changed.wait_timeout_while(state, PERIOD, |state| !state.is_leaving);
-        !woken.unwrap_or_else(PoisonError::into_inner).0.is_leaving
+        self.changed.wait_while_for(&mut state, |state| !state.is_leaving, PERIOD);
+        !state.is_leaving
     }
 }
 

@@ -19,9 +19,10 @@ use std::io::{self, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use ring::hmac;
 use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{ErrorKind, RpcError};
@@ -480,7 +481,7 @@ impl Group<'_> {
         let silent = Mutex::new(HashSet::new());
         let dial_some = || {
             loop {
-                let next = places.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let next = places.lock().next();
                 let Some((peer, ((link, error), address))) = next else { return };
                 match self.dial(peer as u32, address.as_ref(), detour.map(|way| (way, &silent)), until) {
                     Ok(dialled) => *link = Some(dialled),
@@ -550,14 +551,14 @@ impl Group<'_> {
         let connected = match (address, silent) {
             (Address::Tcp(address), None) => TcpStream::connect_timeout(address, patience(until)),
             (Address::Tcp(address), Some(silent)) => {
-                let mut known = silent.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut known = silent.lock();
                 if known.contains(&address.ip()) {
                     return Err(Failure::Unreachable("its host did not answer".to_owned()));
                 }
                 drop(known);
                 let connected = TcpStream::connect_timeout(address, patience(until).min(PATIENCE_BEFORE_DETOUR));
                 if connected.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
-                    known = silent.lock().unwrap_or_else(PoisonError::into_inner);
+                    known = silent.lock();
                     known.insert(address.ip());
                 }
                 connected
