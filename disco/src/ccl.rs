@@ -59,6 +59,7 @@ pub(crate) mod backend;
 mod buffer;
 mod error;
 pub mod host;
+pub(crate) mod membership;
 pub mod nccl;
 mod record;
 

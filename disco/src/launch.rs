@@ -5,21 +5,22 @@ mod nodes;
 mod processes;
 mod threads;
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, RpcError, Session};
-use rpc_transports::{Connector, Onward};
 
 use crate::completion::Completion;
 use crate::controller::dispatch::Controller;
 use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, Result};
-use crate::link::node_link::{Inbox, Link};
+use crate::link::local::Inbox;
+use crate::link::source::{Source, open_links};
+use crate::link::upstream::Upstream;
 use crate::logs;
-use crate::node::host::{Below, SetUp};
 use crate::options::Options;
-use crate::worker::rendezvous::Layout;
+use crate::wire::plan::Layout;
+use crate::wire::set_up::{Below, SetUp};
 
 pub use self::node_listener::NodeListener;
 pub use self::nodes::SocketSession;
@@ -42,18 +43,6 @@ impl DiscoSession {
     }
 }
 
-/// The first argument of a program that is started as its own worker.
-pub(crate) const WORKER: &str = "--disco-worker";
-
-/// Where the session to a node comes from.
-pub(crate) enum Source {
-    /// From before; and what the node is called.
-    Ready(Session, String),
-    Address(Box<Connector>, String),
-    /// A node that the server of a session makes way to.
-    Onward(Arc<Onward>, String),
-}
-
 /// A node, and those that it is to open itself.
 pub(crate) struct Node {
     source: Source,
@@ -63,20 +52,6 @@ pub(crate) struct Node {
 impl From<Source> for Node {
     fn from(source: Source) -> Self {
         Self { source, below: Vec::new() }
-    }
-}
-
-impl Source {
-    /// A session with it, which is tested as often as `keep_alive` says.
-    async fn open(self, keep_alive: Duration) -> rpc_core::Result<(Session, String)> {
-        match self {
-            Self::Ready(session, name) => Ok((session, name)),
-            Self::Address(connector, address) => {
-                let session = connector.keep_alive(keep_alive).connect(&address).await;
-                Ok((session.map_err(|error| error.into_rpc_error())?, address))
-            }
-            Self::Onward(onward, address) => Ok((onward.connect(&address, keep_alive).await?, address)),
-        }
     }
 }
 
@@ -136,38 +111,8 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
     let links = open_links(nodes.collect(), &inbox).await?;
     let controller = Controller::new(layout, options, links);
     // Set once, here.
-    _ = inbox.0.set(Arc::downgrade(&controller));
+    let upstream: Weak<dyn Upstream> = Arc::downgrade(&controller) as Weak<dyn Upstream>;
+    _ = inbox.0.set(upstream);
     controller.start().await?;
     Ok(DiscoSession::new(controller))
-}
-
-/// Opens the hosts of all nodes at once, or none.
-pub(crate) async fn open_links(nodes: Vec<(SetUp, Source)>, inbox: &Arc<Inbox>) -> rpc_core::Result<Vec<Link>> {
-    let opening: Vec<_> = nodes
-        .into_iter()
-        .map(|(set_up, source)| {
-            let inbox = Arc::clone(inbox);
-            tokio::spawn(async move {
-                let (session, name) = source.open(set_up.keep_alive()).await?;
-                Link::open(session, name, set_up, &inbox).await
-            })
-        })
-        .collect();
-    let mut links = Vec::new();
-    let mut failed = None;
-    for link in opening {
-        // All are awaited, so that none is left behind half open.
-        match link.await {
-            Ok(Ok(link)) => links.push(link),
-            Ok(Err(error)) => failed = failed.or(Some(error)),
-            Err(error) => failed = failed.or(Some(RpcError::internal(format!("a launch panicked: {error}")))),
-        }
-    }
-    match failed {
-        None => Ok(links),
-        Some(error) => {
-            links.iter().for_each(Link::close);
-            Err(error)
-        }
-    }
 }

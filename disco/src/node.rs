@@ -1,9 +1,13 @@
 //! Nodes: programs that serve workers to a controller.
 //!
-//! [`host`] has the functions by which a controller opens and drives the workers of a node, [`subtree`] the processes and
-//! nodes below it, and [`join`] the programs that become a node or one worker.
+//! [`functions`] are those by which a controller opens and drives a node, [`host`] is what it opens, [`subtree`] the
+//! processes and nodes below that. [`join`] and [`worker_process`] are the programs that become a node or one worker.
 
+pub(crate) mod functions;
 pub(crate) mod host;
 pub(crate) mod join;
+pub(crate) mod self_start;
+mod server;
 pub(crate) mod settings;
 pub(crate) mod subtree;
+pub(crate) mod worker_process;

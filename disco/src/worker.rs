@@ -4,5 +4,6 @@ mod announced;
 pub(crate) mod context;
 pub(crate) mod executor;
 pub(crate) mod feed;
+pub(crate) mod process_state;
 mod recorded;
 pub(crate) mod rendezvous;

@@ -6,9 +6,9 @@ use std::sync::{Arc, LazyLock};
 
 use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
+use crate::ccl::membership::{Limits, Membership};
 use crate::ccl::nccl::{DeviceStream, Flavour, Library, NcclCcl, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
-use crate::worker::rendezvous::{Limits, Membership};
 
 /// Joins as a worker of group `group_number` with this device, by communicators for control that all workers have.
 ///

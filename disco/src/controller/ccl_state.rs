@@ -12,10 +12,10 @@
 //! Each making of the communicators has a number, its *epoch*; what is said of an earlier one is of no interest.
 
 use rpc_core::{ErrorKind, RpcError};
-use serde::{Deserialize, Serialize};
 
 use crate::ccl::backend::Backend;
 use crate::error::WorkerId;
+use crate::wire::event::Report;
 
 /// Whether the collectives of a session run.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,14 +48,6 @@ pub struct Breakage {
     pub culprit: Option<WorkerId>,
     /// The workers that have found a communicator broken so far, in the order in which they said so.
     pub noticed_by: Vec<WorkerId>,
-}
-
-/// What a worker says of a communicator that it found broken.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Report {
-    pub(crate) epoch: u64,
-    pub(crate) culprit: Option<WorkerId>,
-    pub(crate) cause: RpcError,
 }
 
 /// What a controller knows of the communicators of its workers.

@@ -7,12 +7,13 @@ use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
 use super::node_listener::NodeListener;
-use super::{Node, Source, launch};
+use super::{Node, launch};
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
 use crate::error::DiscoError;
-use crate::node::host::Below;
+use crate::link::source::Source;
 use crate::options::Options;
+use crate::wire::set_up::Below;
 
 /// A session whose workers are at nodes: servers of programs that have [registered](crate::register) disco's functions, as every `rpc-server` has.
 ///

@@ -5,12 +5,13 @@ use std::path::Path;
 use rpc_core::RpcError;
 use rpc_transports::{Address, Connector, self_start};
 
-use super::{Source, launch};
+use super::launch;
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, WorkerId};
+use crate::link::source::Source;
 use crate::logs;
-use crate::node::subtree::this_program_as_worker;
+use crate::node::self_start::this_program_as_worker;
 use crate::options::Options;
 
 /// A session whose workers are child processes of this one.

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use rpc_core::{LocalSession, Registry, Session, SessionLimits};
 
-use super::{Source, launch};
+use super::launch;
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
-use crate::node::host::register;
+use crate::link::source::Source;
+use crate::node::functions::register;
 use crate::options::{Hosting, Options};
 use crate::weights::folders::WeightFolders;
 

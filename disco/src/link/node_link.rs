@@ -1,41 +1,36 @@
 //! Links: how commands get to the workers of one host and events come back, in this process and over a session.
 
-use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
-use std::task::{Context, Poll};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
 use bytes::{Bytes, BytesMut};
-use rpc_core::function::Object;
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::reply::{Outcome, ReplySink};
-use rpc_core::tensor::Access;
 use rpc_core::{
-    ErrorKind, Lane, LocalValue, Operation, Pack, Reference, RemoteFunction, RemoteObject, Request, RpcError,
-    RpcSession, Session, Tensor, Value,
+    ErrorKind, Lane, Operation, Pack, Reference, RemoteFunction, RemoteObject, Request, RpcError, RpcSession, Session,
+    Value,
 };
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use crate::controller::dispatch::Controller;
-use crate::error::Failure;
+use crate::link::local::{Inbox, LocalHost, expect_host, take_host};
+use crate::link::loss::{LossReporter, LostNode};
+use crate::link::outbox::Outbox;
 use crate::link::relay::{Between, Destination, End, Wanted};
-use crate::node::host::{HostInfo, SetUp, WorkerHost, expect_host, meet_host};
+use crate::link::upstream::Upstream;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
-use crate::wire::event::{Event, EventSink, LocalContent, decode_events};
-use crate::worker::rendezvous::Listening;
+use crate::wire::event::{EventSink, decode_events};
+use crate::wire::plan::Listening;
+use crate::wire::set_up::{HostInfo, SetUp};
 
 /// Commands have a lane of their own at each host, and so have events.
 const COMMANDS: Lane = Lane(1);
 const EVENTS: Lane = Lane(2);
-
-/// How many bytes of commands are put into one message, if there are several.
-const MAX_BATCH: usize = 4 << 20;
 
 /// Between two attempts to learn what is to be relayed, after one that has failed.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -43,22 +38,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// How many messages may be unanswered. While these are on their way, further commands gather, so that many share the cost of one; and one more than
 /// a single one, so that a sync that follows a call does not wait.
 const MAX_UNANSWERED: usize = 2;
-/// Whom links tell what comes of them.
-pub(crate) trait Upstream: Send + Sync {
-    /// A worker has said something.
-    fn handle(&self, event: Event);
-
-    /// A link is of no more use.
-    fn lose(&self, link: usize, error: RpcError);
-
-    /// Has the data of a worker carried to another one, or tells it why not.
-    fn relay(&self, wanted: Wanted);
-
-    /// Ready when more can be taken. The task is woken.
-    fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
-        Poll::Ready(())
-    }
-}
 
 /// The link to one host, whose workers have consecutive numbers, those below it included.
 pub(crate) struct Link {
@@ -80,7 +59,7 @@ pub(crate) struct Link {
 
 enum Way {
     /// The host is in this process, and takes commands as they are.
-    Local(Weak<WorkerHost>),
+    Local(Weak<dyn LocalHost>),
     /// What is to be sent.
     Remote(Arc<Outbox>),
 }
@@ -109,7 +88,7 @@ impl Link {
             expect_host(set_up.local, Arc::clone(inbox) as Arc<dyn EventSink>);
         }
         let opened = Self::open_host(&session, &set_up).await;
-        let local = meet_host(set_up.local);
+        let local = take_host(set_up.local);
         let (host, info) = opened.map_err(named)?;
         let said: u64 = info.leaves.iter().map(|leaf| u64::from(leaf.count)).sum();
         if said != u64::from(set_up.workers()) {
@@ -121,7 +100,7 @@ impl Link {
             return Err(named(RpcError::new(ErrorKind::Protocol, text)));
         }
         let way = match local {
-            Some(local) => Way::Local(Arc::downgrade(&local)),
+            Some(local) => Way::Local(local),
             None => Way::Remote(Arc::default()),
         };
         let is_encrypted = session.is_encrypted() || info.is_encrypted_below;
@@ -160,13 +139,13 @@ impl Link {
             session: session.clone(),
             submit,
             host: host.clone(),
-            lost: self.lost(number, upstream),
+            replies: Arc::new(Replies::new(LossReporter::new(upstream.clone(), number, self.workers()))),
         };
-        let lost = Arc::clone(&sender.lost);
+        let loss = Arc::clone(&sender.replies.loss);
         self.hold([
             runtime.spawn(sender.run()),
-            runtime.spawn(take_events(events, host, Arc::clone(&lost))),
-            runtime.spawn(async move { lost.report(session.ended().await) }),
+            runtime.spawn(take_events(events, host, Arc::clone(&loss))),
+            runtime.spawn(async move { loss.report(session.ended().await) }),
         ]);
         Ok(())
     }
@@ -175,18 +154,13 @@ impl Link {
     pub(crate) async fn take_relays(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
         let Some((session, host)) = self.far_end() else { return Ok(()) };
         let relays = session.get_function("disco.relays").await?;
-        let lost = self.lost(number, upstream);
+        let loss = Arc::new(LossReporter::new(upstream.clone(), number, self.workers()));
         // Nothing is awaited from here on, so that whoever gives up this has begun it or not.
         if self.relays.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        self.hold([crate::runtime::runtime()?.spawn(take_relays(relays, session, host, lost))]);
+        self.hold([crate::runtime::runtime()?.spawn(take_relays(relays, session, host, loss))]);
         Ok(())
-    }
-
-    fn lost(&self, number: usize, upstream: &Weak<dyn Upstream>) -> Arc<Lost> {
-        let (upstream, workers) = (upstream.clone(), self.workers());
-        Arc::new(Lost { upstream, number, workers, answers: Semaphore::new(MAX_UNANSWERED) })
     }
 
     /// Ends these with the session.
@@ -229,7 +203,7 @@ impl Link {
     pub(crate) fn held(&self) -> usize {
         match &self.way {
             Way::Local(_) => 0,
-            Way::Remote(outbox) => outbox.lock().bytes,
+            Way::Remote(outbox) => outbox.held(),
         }
     }
 
@@ -238,18 +212,9 @@ impl Link {
         self.first..self.first + self.count
     }
 
-    /// Which workers were there, in words, when it is lost.
-    pub(crate) fn who_was_lost(&self) -> String {
-        // All nodes have as many.
-        let own = u32::try_from(self.nodes).map_or(self.count, |nodes| self.count / nodes.max(1));
-        let who = |workers: Range<u32>| match workers.len() {
-            1 => format!("worker {}", workers.start),
-            _ => format!("workers {} to {}", workers.start, workers.end - 1),
-        };
-        let workers = self.workers();
-        let at = workers.start + own;
-        let behind = if at == workers.end { String::new() } else { format!(", with {} behind", who(at..workers.end)) };
-        format!("{} at {} was lost{behind}", who(workers.start..at), self.name)
+    /// Returns the other end, as errors describe it once it is lost.
+    pub(crate) fn lost_node(&self) -> LostNode<'_> {
+        LostNode { name: &self.name, workers: self.workers(), nodes: self.nodes }
     }
 
     /// Appends a command. `encoded` is there if any link of the session needs it; `bulk` says whether its bulk is for this link.
@@ -313,86 +278,13 @@ impl Link {
     }
 }
 
-/// Commands that wait to be sent. Credit bounds those of a controller, and [`Link::held`] tells a node how much it is.
-#[derive(Default)]
-struct Outbox {
-    waiting: Mutex<Waiting>,
-    more: Notify,
-}
-
-#[derive(Default)]
-struct Waiting {
-    commands: VecDeque<Encoded>,
-    bytes: usize,
-    /// Nobody sends any more.
-    closed: bool,
-}
-
-/// What a command takes in a queue beside its bytes.
-pub(crate) const QUEUED: usize = 128;
-
-fn size(encoded: &Encoded) -> usize {
-    encoded.head.len() + encoded.bulk.as_ref().map_or(0, Bytes::len)
-}
-
-impl Outbox {
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock()
-    }
-
-    fn push(&self, encoded: Encoded) {
-        let mut waiting = self.lock();
-        if waiting.closed {
-            return;
-        }
-        waiting.bytes += QUEUED + size(&encoded);
-        waiting.commands.push_back(encoded);
-        let first = waiting.commands.len() == 1;
-        drop(waiting);
-        if first {
-            self.more.notify_one();
-        }
-    }
-
-    fn close(&self) {
-        let mut waiting = self.lock();
-        let rest = std::mem::replace(&mut *waiting, Waiting { closed: true, ..Waiting::default() });
-        drop(waiting);
-        drop(rest);
-    }
-
-    /// The next commands, once there are any.
-    async fn take(&self) -> Vec<Encoded> {
-        loop {
-            {
-                let mut waiting = self.lock();
-                let mut bytes = 0;
-                let mut count = 0;
-                for encoded in &waiting.commands {
-                    bytes += size(encoded);
-                    if count > 0 && bytes > MAX_BATCH {
-                        break;
-                    }
-                    count += 1;
-                }
-                if count > 0 {
-                    let taken: Vec<_> = waiting.commands.drain(..count).collect();
-                    waiting.bytes -= taken.iter().map(|encoded| QUEUED + size(encoded)).sum::<usize>();
-                    return taken;
-                }
-            }
-            self.more.notified().await;
-        }
-    }
-}
-
 /// Sends commands over a session, many to a message.
 struct Sender {
     outbox: Arc<Outbox>,
     session: Session,
     submit: RemoteFunction,
     host: RemoteObject,
-    lost: Arc<Lost>,
+    replies: Arc<Replies>,
 }
 
 impl Drop for Sender {
@@ -405,7 +297,7 @@ impl Sender {
     async fn run(self) {
         let mut next: u64 = 1;
         loop {
-            match self.lost.answers.acquire().await {
+            match self.replies.permits.acquire().await {
                 // Given back by the answer.
                 Ok(permit) => permit.forget(),
                 Err(_) => return,
@@ -427,49 +319,49 @@ impl Sender {
             let call = Request::new(Operation::Call { function: self.submit.handle(), args }).on(COMMANDS);
             match self.session.submit(call).await {
                 Ok(reply) => {
-                    reply.deliver_to(Arc::clone(&self.lost) as Arc<dyn ReplySink>, first);
+                    reply.deliver_to(Arc::clone(&self.replies) as Arc<dyn ReplySink>, first);
                 }
-                Err(error) => return self.lost.report(error),
+                Err(error) => return self.replies.loss.report(error),
             }
         }
     }
 }
 
 /// Takes what the host says, until it says that there is no more.
-async fn take_events(events: RemoteFunction, host: RemoteObject, lost: Arc<Lost>) {
+async fn take_events(events: RemoteFunction, host: RemoteObject, loss: Arc<LossReporter>) {
     loop {
         let taken = events.call::<Value>((&host,)).lane(EVENTS).await;
         match taken.and_then(decode_events) {
             Ok(events) if events.is_empty() => return,
             Ok(events) => {
                 for event in events {
-                    if event.worker().is_some_and(|worker| !lost.workers.contains(&worker.0)) {
+                    if event.worker().is_some_and(|worker| !loss.has_worker(worker.0)) {
                         let error =
                             RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
-                        return lost.report(error);
+                        return loss.report(error);
                     }
-                    let Some(upstream) = lost.upstream.upgrade() else { return };
+                    let Some(upstream) = loss.upstream() else { return };
                     poll_fn(|cx| upstream.poll_room(cx)).await;
                     upstream.handle(event);
                 }
             }
-            Err(error) => return lost.report(error),
+            Err(error) => return loss.report(error),
         }
     }
 }
 
 /// Takes what the workers there want to have carried, until they have ended.
-async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObject, lost: Arc<Lost>) {
+async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObject, loss: Arc<LossReporter>) {
     loop {
         let wanted = relays.call::<(RemoteObject, Pack<Between>)>((&host,)).lane(Lane::CONCURRENT).await;
         let error = match wanted {
-            Ok((_, Pack(between))) if !lost.workers.contains(&between.from) => {
+            Ok((_, Pack(between))) if !loss.has_worker(between.from) => {
                 let error = RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
-                return lost.report(error);
+                return loss.report(error);
             }
             Ok((end, Pack(between))) => match End::there(&session, end).await {
                 Ok(end) => {
-                    let Some(upstream) = lost.upstream.upgrade() else { return };
+                    let Some(upstream) = loss.upstream() else { return };
                     upstream.relay(Wanted { between, end });
                     continue;
                 }
@@ -490,93 +382,24 @@ fn ended() -> RpcError {
     RpcError::new(ErrorKind::Closed, "the session has ended")
 }
 
-/// Tells whoever is upstream that a link is of no more use.
-struct Lost {
-    upstream: Weak<dyn Upstream>,
-    number: usize,
-    /// Those at the other end.
-    workers: Range<u32>,
-    /// How many more messages may be sent now.
-    answers: Semaphore,
+/// Takes the replies to messages with commands.
+struct Replies {
+    loss: Arc<LossReporter>,
+    /// One permit for each further message that may be sent now.
+    permits: Semaphore,
 }
 
-impl Lost {
-    fn report(&self, error: RpcError) {
-        if let Some(upstream) = self.upstream.upgrade() {
-            upstream.lose(self.number, error);
-        }
+impl Replies {
+    fn new(loss: LossReporter) -> Self {
+        Self { loss: Arc::new(loss), permits: Semaphore::new(MAX_UNANSWERED) }
     }
 }
 
-impl ReplySink for Lost {
+impl ReplySink for Replies {
     fn deliver(&self, _: u64, outcome: Outcome) {
-        self.answers.add_permits(1);
+        self.permits.add_permits(1);
         if let Err(error) = outcome {
-            self.report(error);
+            self.loss.report(error);
         }
-    }
-}
-
-/// Where hosts of this process say what has happened.
-#[derive(Default)]
-pub(crate) struct Inbox(pub(crate) OnceLock<Weak<Controller>>);
-
-impl EventSink for Inbox {
-    fn send(&self, event: Event) {
-        if let Some(controller) = self.0.get().and_then(Weak::upgrade) {
-            controller.handle(event);
-        }
-    }
-
-    fn send_content(&self, ticket: u64, content: Result<LocalValue, Failure>) {
-        let value = content.and_then(|value| match value {
-            // The controller has a tensor of its own, as it has over any link.
-            Value::Object(Object::Tensor(tensor)) => copy(&tensor).map_err(|cause| Failure {
-                worker: crate::WorkerId(0),
-                sequence: 0,
-                command: "copy".to_owned(),
-                cause,
-            }),
-            value => Ok(value),
-        });
-        self.send(Event::Fetched { ticket, value: value.map(LocalContent::Value) });
-    }
-}
-
-fn copy(tensor: &Tensor) -> rpc_core::Result<LocalValue> {
-    let made = Tensor::zeros(tensor.shape(), tensor.dtype())?;
-    let range = tensor.byte_range(0, tensor.size_bytes())?;
-    let source = tensor.storage().try_borrow(Access::Read).ok_or_else(|| {
-        RpcError::new(ErrorKind::Busy, "the tensor is being written by something that runs beside the worker")
-    })?;
-    let mut view = made.write()?;
-    source.copy_out(range.start, view.bytes_mut()?)?;
-    drop(view);
-    Ok(Value::Object(Object::Tensor(made)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn encoded(len: usize) -> Encoded {
-        Encoded { head: Bytes::from(vec![0; len]), bulk: (len > 10).then(|| Bytes::from(vec![0; 7])) }
-    }
-
-    /// What waits is counted until it is taken, and nothing is kept for nobody.
-    #[test]
-    fn an_outbox_knows_what_it_holds_and_holds_nothing_once_closed() {
-        let outbox = Outbox::default();
-        for len in [1, 100, MAX_BATCH] {
-            outbox.push(encoded(len));
-        }
-        assert_eq!(outbox.lock().bytes, 3 * QUEUED + 1 + 107 + MAX_BATCH + 7);
-        let taken = rpc_core::blocking::block_on(outbox.take()).unwrap();
-        assert_eq!(taken.len(), 2);
-        assert_eq!(outbox.lock().bytes, QUEUED + MAX_BATCH + 7);
-        outbox.close();
-        outbox.push(encoded(5));
-        let waiting = outbox.lock();
-        assert_eq!((waiting.bytes, waiting.commands.len()), (0, 0));
     }
 }

@@ -4,14 +4,6 @@
 //! else the controller, has the listener of the other one dialled from where that is, and carries bytes between the two. For the workers it is a
 //! data connection like any other: they prove to each other who they are, and encrypt what they would encrypt.
 //!
-//! | function | parameters | result |
-//! | --- | --- | --- |
-//! | `disco.relays` | host | an end, and between whom it is to lead, packed, once a worker there or below asks for that; `Closed` when none will any more |
-//! | `disco.connect` | host, worker, whether it is the world's | an end, at which that worker's listener is |
-//! | `disco.answer` | end, reason or null | null: its worker may begin, or if there is a reason gives up |
-//! | `disco.take` | end | the next bytes that come out of it, up to 64 KiB; none at the end |
-//! | `disco.give` | end, bytes | null, once it has taken them; none are the end |
-//!
 //! An end closes when nobody holds it any more, also where somebody takes from it. Each one has a call under way on its session for as long as it is idle, so
 //! that a host has only so many that the session has room for all else.
 
@@ -22,11 +14,10 @@ use std::sync::{Arc, OnceLock, Weak, mpsc as sync};
 use std::task::Poll;
 use std::time::Instant;
 
-use parking_lot::Mutex as SyncMutex;
 use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex as SyncMutex;
 use rpc_core::{
-    ErrorKind, Lane, Pack, Registry, RemoteFunction, RemoteObject, Result, RpcError, Session, SessionLimits,
-    Shared as SharedObject,
+    ErrorKind, Lane, RemoteFunction, RemoteObject, Result, RpcError, Session, SessionLimits, Shared as SharedObject,
 };
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
@@ -34,7 +25,6 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::ccl::host::Address;
-use crate::node::host::WorkerHost;
 
 /// How many bytes are carried at a time, and for how many there is room while none have come.
 const PIECE: usize = 64 << 10;
@@ -42,51 +32,22 @@ const FIRST: usize = 4 << 10;
 /// The most ends that a host has at a time; where its session may have few requests, an eighth of those.
 const MAX_ENDS: usize = 128;
 
-/// Adds the relay's functions to those that drive workers.
-pub(crate) fn register(registry: &Registry) {
-    registry
-        .add_async("disco.relays", |host: SharedObject<WorkerHost>| {
-            let relays = Arc::clone(host.0.relays());
-            // The host itself may go while somebody waits.
-            drop(host);
-            async move {
-                let Wanted { between, end } = relays.next().await?;
-                Ok::<_, RpcError>((Held::share(end), Pack(between)))
-            }
-        })
-        .add_async("disco.connect", |host: SharedObject<WorkerHost>, worker: u32, is_world: bool| {
-            let to = host.0.destination(worker, is_world);
-            let place = host.0.relays().place();
-            drop(host);
-            async move {
-                let place = place?;
-                let nobody = || RpcError::invalid_argument(format!("worker {worker} is not at this node"));
-                let end = to.ok_or_else(nobody)??.open().await?;
-                Ok::<_, RpcError>(Held::share(end.at(place)))
-            }
-        })
-        .add_async("disco.answer", |end: SharedObject<Held>, reason: Option<String>| {
-            Held::lend(end, async move |end| end.answer(reason).await)
-        })
-        .add_async("disco.take", |end: SharedObject<Held>| Held::lend(end, async move |end| end.take().await))
-        .add_async("disco.give", |end: SharedObject<Held>, bytes: Bytes| {
-            Held::lend(end, async move |end| end.give(bytes).await)
-        });
-}
-
 /// An end as an object of a session. What is under way on it ends with it.
-struct Held {
+pub(crate) struct Held {
     end: Arc<End>,
     open: Arc<Closing>,
 }
 
 impl Held {
-    fn share(end: End) -> SharedObject<Self> {
+    pub(crate) fn share(end: End) -> SharedObject<Self> {
         SharedObject(Arc::new(Self { end: Arc::new(end), open: Arc::default() }))
     }
 
     /// Does something with the end, and holds no more of it than that.
-    fn lend<T>(this: SharedObject<Self>, work: impl AsyncFnOnce(&End) -> Result<T>) -> impl Future<Output = Result<T>> {
+    pub(crate) fn lend<T>(
+        this: SharedObject<Self>,
+        work: impl AsyncFnOnce(&End) -> Result<T>,
+    ) -> impl Future<Output = Result<T>> {
         let (end, open) = (Arc::clone(&this.0.end), Arc::clone(&this.0.open));
         drop(this);
         async move { open.until(work(&end)).await.unwrap_or_else(|| Err(closed())) }
@@ -186,6 +147,12 @@ async fn carry_on(from: &End, to: &End) -> Result<()> {
     to.give(piece).await
 }
 
+/// Directory of the workers of a host and of all nodes below it.
+pub(crate) trait WorkerDirectory: Send + Sync {
+    /// Returns where the listener of a worker can be dialled, if the worker is at this host or below it.
+    fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>>;
+}
+
 /// Where a worker's listener can be dialled.
 pub(crate) enum Destination {
     /// In this process.
@@ -195,7 +162,7 @@ pub(crate) enum Destination {
 }
 
 impl Destination {
-    async fn open(self) -> Result<End> {
+    pub(crate) async fn open(self) -> Result<End> {
         match self {
             Self::Here(address) => {
                 // Its descriptors belong to the runtime of links, whoever polls them.
@@ -253,25 +220,25 @@ impl End {
     }
 
     /// The end, with this place.
-    fn at(self, place: OwnedSemaphorePermit) -> Self {
+    pub(crate) fn at(self, place: OwnedSemaphorePermit) -> Self {
         Self { _place: Some(place), ..self }
     }
 
-    async fn take(&self) -> Result<Bytes> {
+    pub(crate) async fn take(&self) -> Result<Bytes> {
         match &self.socket {
             Socket::Here(here) => here.take().await,
             Socket::There(there) => there.take.call((&there.end,)).lane(Lane::CONCURRENT).await,
         }
     }
 
-    async fn give(&self, bytes: Bytes) -> Result<()> {
+    pub(crate) async fn give(&self, bytes: Bytes) -> Result<()> {
         match &self.socket {
             Socket::Here(here) => here.give(bytes).await,
             Socket::There(there) => there.give.call((&there.end, bytes)).lane(Lane::CONCURRENT).await,
         }
     }
 
-    async fn answer(&self, reason: Option<String>) -> Result<()> {
+    pub(crate) async fn answer(&self, reason: Option<String>) -> Result<()> {
         match &self.socket {
             Socket::Here(here) => {
                 here.answer(reason);
@@ -340,7 +307,7 @@ impl Here {
 
 /// What the workers of one host, and those below it, want to have carried.
 pub(crate) struct Relays {
-    host: OnceLock<Weak<WorkerHost>>,
+    directory: OnceLock<Weak<dyn WorkerDirectory>>,
     /// For whoever is above. Taken when there is nobody any more.
     above: SyncMutex<Option<mpsc::Sender<Wanted>>>,
     waiting: Mutex<mpsc::Receiver<Wanted>>,
@@ -354,7 +321,7 @@ impl Relays {
         // All that wait have a place.
         let (above, waiting) = mpsc::channel(ends);
         Arc::new(Self {
-            host: OnceLock::new(),
+            directory: OnceLock::new(),
             above: SyncMutex::new(Some(above)),
             waiting: Mutex::new(waiting),
             places: Arc::new(Semaphore::new(ends)),
@@ -362,10 +329,10 @@ impl Relays {
         })
     }
 
-    /// Whose they are.
-    pub(crate) fn belong_to(&self, host: &Arc<WorkerHost>) {
+    /// Sets the directory that knows the workers of the host.
+    pub(crate) fn belong_to(&self, host: Weak<dyn WorkerDirectory>) {
         // Set once, where the host is made.
-        _ = self.host.set(Arc::downgrade(host));
+        _ = self.directory.set(host);
     }
 
     /// Nobody is above any more, and nothing is carried.
@@ -386,7 +353,7 @@ impl Relays {
     }
 
     /// What whoever is above is to carry, once there is any.
-    async fn next(&self) -> Result<Wanted> {
+    pub(crate) async fn next(&self) -> Result<Wanted> {
         let fetched = self.open.until(async { self.waiting.lock().await.recv().await }).await;
         if fetched.is_none() {
             self.disappoint();
@@ -395,7 +362,7 @@ impl Relays {
     }
 
     /// A place for one more end.
-    fn place(&self) -> Result<OwnedSemaphorePermit> {
+    pub(crate) fn place(&self) -> Result<OwnedSemaphorePermit> {
         let full = |_| {
             let text = "a node relays no more connections at a time, as many as its session has room for; let workers reach each other directly";
             RpcError::new(ErrorKind::LimitExceeded, text)
@@ -406,8 +373,8 @@ impl Relays {
     /// Sees to it that these bytes are carried: from here, if there is a way, or by whoever is above.
     pub(crate) fn want(&self, wanted: Wanted) {
         let Between { to, is_world, .. } = wanted.between;
-        let host = self.host.get().and_then(Weak::upgrade);
-        if let Some(to) = host.and_then(|host| host.destination(to, is_world)) {
+        let directory = self.directory.get().and_then(Weak::upgrade);
+        if let Some(to) = directory.and_then(|host| host.destination(to, is_world)) {
             return wanted.start(to, &self.open);
         }
         let above = self.above.lock().clone();

@@ -1,24 +1,18 @@
-//! The other end of a launch: a program that serves as a node, or as one worker.
+//! Joining a session: a program dials the controller and serves it as a node.
 
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{
-    Devices, ErrorKind, LocalSession, Registry, Result as RpcResult, RpcError, SessionLimits, SharedSession,
-};
-use rpc_transports::{
-    Access, Address, Backoff, ConnectError, DialOptions, OpenRequest, ParkOptions, ServeOptions, Server, TokioSpawner,
-};
+use rpc_core::{Devices, ErrorKind, Registry, Result as RpcResult, RpcError, SessionLimits};
+use rpc_transports::{Access, Address, Backoff, ConnectError, DialOptions, ParkOptions, ServeOptions, Server};
 use tokio::time::Instant;
 
 use crate::completion::Completion;
 use crate::error::{DiscoError, Result};
-use crate::launch::WORKER;
-use crate::node::host::register;
-use crate::node::subtree::OfNode;
+use crate::node::functions::register;
+use crate::node::self_start::OfNode;
+use crate::node::server::server_of;
 use crate::weights::folders::WeightFolders;
-use crate::worker::rendezvous::DataAddress;
 
 /// Which of the nodes of a session a program is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -176,88 +170,6 @@ pub async fn join_with(
         tracing::debug!(%controller, %error, "the controller is not there yet");
         tokio::time::sleep(pause).await;
     }
-}
-
-/// Serves the functions of `registry`, and disco's own, as a worker process and exits, if this process was started as one: with the first argument
-/// `--disco-worker`. Otherwise returns at once.
-///
-/// A program that calls this first thing in `main`, before anything is printed, is its own worker: see
-/// [`ProcessSession`](crate::ProcessSession) and [`Hosting::Processes`](crate::Hosting::Processes).
-pub fn serve_if_worker(registry: &Registry) {
-    serve_if_worker_with(registry, Devices::new);
-}
-
-/// As [`serve_if_worker`], with devices, which are made only in the process of a worker.
-pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devices) {
-    crate::node::subtree::serves_workers();
-    if std::env::args().nth(1).as_deref() != Some(WORKER) {
-        return;
-    }
-    rpc_transports::self_start::hook_took_over();
-    register(registry);
-    crate::logs::install();
-    // A controller's own process reads what the controller may.
-    let of_controller =
-        || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()), settings: None };
-    let node = of_node().unwrap_or_else(|| Ok(of_controller()));
-    let served = node.map_err(|error| RpcError::invalid_argument(format!("its settings: {error}")));
-    let code = match served.and_then(|node| serve_stdio(registry, devices(), node)) {
-        Ok(()) => 0,
-        Err(error) => {
-            tracing::error!(%error, "a worker process cannot serve");
-            1
-        }
-    };
-    std::process::exit(code);
-}
-
-/// What this process takes over from its node, if it was started as a worker of one.
-pub(crate) fn of_node() -> Option<serde_json::Result<OfNode>> {
-    let mut args = std::env::args_os().skip(1);
-    args.next().filter(|first| first == WORKER)?;
-    // What is not UTF-8 is no JSON either, and told as that.
-    args.next().map(|text| serde_json::from_slice(text.as_encoded_bytes()))
-}
-
-/// A keep-alive that never tests anybody.
-const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
-
-/// Serves one session over standard input and output until that ends.
-fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> RpcResult<()> {
-    let runtime = crate::runtime::runtime()?;
-    runtime.block_on(async {
-        let channel = rpc_transports::exec::stdio_channel().await;
-        let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
-        // That its parent has gone the pipe tells. A parent that is stopped, by a debugger for example, may go on.
-        let options = ServeOptions { keep_alive: NEVER, ..ServeOptions::default() };
-        let server = server_of(registry.clone(), devices, node, None, options);
-        server.serve_channel(channel);
-        server.idle().await;
-        Ok(())
-    })
-}
-
-/// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
-fn server_of(
-    registry: Registry,
-    devices: Devices,
-    node: OfNode,
-    data: Option<IpAddr>,
-    options: ServeOptions,
-) -> Server {
-    let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
-        let session = LocalSession::builder(registry.clone()).devices(devices.clone()).limits(node.limits.clone());
-        let mut session =
-            session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
-        if let Some(data) = data {
-            session = session.extension(Arc::new(DataAddress(data)));
-        }
-        if let Some(weights) = &node.weights {
-            session = session.extension(Arc::new(weights.clone()));
-        }
-        Ok(Arc::new(session.build()))
-    };
-    Server::new(Arc::new(open), options)
 }
 
 #[cfg(test)]

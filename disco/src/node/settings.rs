@@ -16,11 +16,6 @@ impl NodeSettings {
         Self(text.into())
     }
 
-    /// What was handed down to this process; `None` if it is not that of a worker, or its node has handed nothing down.
-    pub fn of_this_process() -> Option<Self> {
-        crate::node::join::of_node()?.ok()?.settings
-    }
-
     /// The text.
     pub fn text(&self) -> &str {
         &self.0

@@ -2,43 +2,31 @@
 //! all of them, and what they say to the controller.
 
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 
-use parking_lot::Mutex;
 use bytes::Bytes;
-use rpc_core::{Pack, Result, RpcError, SessionLimits, ThreadPlace, blocking};
-use rpc_transports::{Address, Connector, Onward, self_start};
-use serde::{Deserialize, Serialize};
+use parking_lot::Mutex;
+use rpc_core::{Pack, Result, RpcError, ThreadPlace, blocking};
+use rpc_transports::{Connector, Onward};
 
 use crate::error::WorkerId;
-use crate::launch::{Source, WORKER, open_links};
-use crate::link::node_link::{Inbox, Link, QUEUED, Upstream};
+use crate::link::local::Inbox;
+use crate::link::loss::{self, LostNode};
+use crate::link::node_link::Link;
+use crate::link::outbox::QUEUED;
 use crate::link::relay::{Destination, Relays, Wanted};
+use crate::link::source::{Source, open_links};
+use crate::link::upstream::Upstream;
 use crate::logs;
-use crate::node::host::{Below, Leaf, SetUp};
-use crate::node::settings::NodeSettings;
+use crate::node::self_start::{OfNode, this_program_as_worker};
 use crate::options::Hosting;
-use crate::weights::folders::WeightFolders;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
 use crate::wire::event::{Event, EventSink};
+use crate::wire::plan::{Layout, Listening};
+use crate::wire::set_up::{Below, Leaf, SetUp};
 use crate::worker::feed::out_of_order;
-use crate::worker::rendezvous::{Layout, Listening};
-
-/// Whether this program has said that it serves workers when it is started as one.
-static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
-
-/// This program can be started as a worker from now on.
-pub(crate) fn serves_workers() {
-    SERVES_WORKERS.store(true, Ordering::Relaxed);
-}
-
-/// Whether it can.
-pub(crate) fn can_serve_workers() -> bool {
-    SERVES_WORKERS.load(Ordering::Relaxed)
-}
 
 /// The processes of one node and the nodes below it, and the links to them.
 pub(crate) struct Branch {
@@ -200,9 +188,8 @@ impl Upstream for Above {
     }
 
     fn lose(&self, link: usize, error: RpcError) {
-        let worker = WorkerId(self.links[link].first);
-        let error = if self.nodes[link] == 0 { error } else { error.context(&self.links[link].name) };
-        self.sink.send(Event::Lost { worker, error });
+        let node = LostNode { nodes: self.nodes[link], ..self.links[link].lost_node() };
+        self.sink.send(loss::below_node(&node, error));
     }
 
     fn relay(&self, wanted: Wanted) {
@@ -259,50 +246,4 @@ fn further(context: &rpc_core::Context, set_up: &SetUp) -> Result<Children> {
 
 fn far_end(link: &Link) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
     link.far_end().ok_or_else(|| RpcError::internal("the session has ended"))
-}
-
-/// What the session of a worker's process takes over from that of its node.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct OfNode {
-    pub(crate) limits: SessionLimits,
-    pub(crate) weights: Option<WeightFolders>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) settings: Option<NodeSettings>,
-}
-
-impl OfNode {
-    fn of(context: &rpc_core::Context) -> Self {
-        let weights = context.extension::<WeightFolders>();
-        let settings = context.extension::<NodeSettings>();
-        Self {
-            limits: context.limits().clone(),
-            weights: weights.map(|folders| WeightFolders::clone(&folders)),
-            settings: settings.map(|settings| NodeSettings::clone(&settings)),
-        }
-    }
-}
-
-/// This program as the address of a worker, in a session like that of a node or of no node.
-///
-/// # Errors
-///
-/// `main` has not called [`serve_if_worker`](crate::serve_if_worker), so that the child would be this program from its
-/// beginning; this process is itself such a child; or the path of the program is unknown.
-pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
-    if !can_serve_workers() {
-        return Err(RpcError::unsupported(
-            "workers as processes are this program, started again, and its `main` has not called the hook for them: \
-             add the line `disco::serve_if_worker(&registry);` before everything else in `main`",
-        ));
-    }
-    self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
-    let program = std::env::current_exe().ok();
-    let program = program.as_ref().and_then(|path| path.to_str());
-    let program = program.ok_or_else(|| RpcError::unsupported("where this program lies is not known"))?;
-    let node = node.map(serde_json::to_string).transpose();
-    let node = node.map_err(|error| RpcError::internal(format!("its settings cannot be written: {error}")))?;
-    let words = [Some(program), Some(WORKER), node.as_deref()];
-    let address =
-        Address::exec(words.into_iter().flatten()).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
-    Ok(address.to_string())
 }

@@ -5,8 +5,8 @@
 //! for each output; all else is let go when it ends.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::{DataType, Value, VirtualDevice};

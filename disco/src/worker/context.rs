@@ -14,14 +14,14 @@ use rpc_core::function::Invocation;
 use rpc_core::tensor::Access;
 use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
 
+use crate::ccl::membership::Membership;
 use crate::ccl::{
     BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
 };
-use crate::controller::ccl_state::Report;
 use crate::error::WorkerId;
 use crate::wire::command::Scope;
-use crate::wire::event::{Event, EventSink, LogLine};
-use crate::worker::rendezvous::{Layout, Membership};
+use crate::wire::event::{Event, EventSink, LogLine, Report};
+use crate::wire::plan::Layout;
 
 /// The worker that runs the calling function. A parameter of this type takes no argument.
 ///

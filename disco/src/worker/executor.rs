@@ -10,15 +10,16 @@ use super::announced::{HEADER, read_layout, result_layout, write_layout};
 use super::recorded::{Kept, Running};
 use crate::ccl::accelerated;
 use crate::ccl::{Operation, Rank};
-use crate::controller::ccl_state::Report;
 use crate::error::{Failure, WorkerId};
-use crate::node::host::{SetUp, Shared};
+use crate::link::loss::ExitGuard;
 use crate::wire::command::{Command, HostTensor, Kind, OWN, On, Operand, Register, Scope};
-use crate::wire::event::{Event, EventSink};
+use crate::wire::event::{Event, EventSink, Report};
 use crate::wire::parameter::unfit;
+use crate::wire::plan::{Layout, Plan, Way};
+use crate::wire::set_up::SetUp;
 use crate::worker::context::{CollectiveError, WorkerContext};
 use crate::worker::feed::{Feed, Reader};
-use crate::worker::rendezvous::{Layout, Plan, Way};
+use crate::worker::process_state::ProcessState;
 
 /// What a register holds.
 #[derive(Clone, Default)]
@@ -67,7 +68,7 @@ pub(crate) struct Worker {
     layout: Layout,
     this: WorkerContext,
     /// What all workers of the process share.
-    shared: Arc<Shared>,
+    shared: Arc<ProcessState>,
     feed: Arc<Feed>,
     sink: Arc<dyn EventSink>,
     registers: Vec<Slot>,
@@ -89,24 +90,8 @@ pub(crate) struct Worker {
     shut_down: bool,
 }
 
-/// Says that the worker is gone, unless that was in order.
-struct Farewell {
-    id: WorkerId,
-    sink: Arc<dyn EventSink>,
-    expected: bool,
-}
-
-impl Drop for Farewell {
-    fn drop(&mut self) {
-        if !self.expected {
-            let error = RpcError::internal(format!("the thread of worker {} has ended", self.id));
-            self.sink.send(Event::Lost { worker: self.id, error });
-        }
-    }
-}
-
 impl Worker {
-    pub(crate) fn new(this: WorkerContext, shared: Arc<Shared>, feed: Arc<Feed>) -> Self {
+    pub(crate) fn new(this: WorkerContext, shared: Arc<ProcessState>, feed: Arc<Feed>) -> Self {
         Self {
             id: this.worker_id(),
             layout: shared.set_up().layout,
@@ -132,7 +117,7 @@ impl Worker {
     /// Executes commands until the end.
     pub(crate) fn run(mut self, mut reader: Reader) {
         self.this.enter();
-        let mut farewell = Farewell { id: self.id, sink: Arc::clone(&self.sink), expected: false };
+        let mut exit = ExitGuard::new(self.id, Arc::clone(&self.sink));
         while !self.shut_down {
             let performed = reader.next(|sequence, queued| {
                 self.sequence = sequence;
@@ -147,7 +132,7 @@ impl Worker {
                 break;
             }
         }
-        farewell.expected = true;
+        exit.expect_exit();
         self.this.set_membership(Err(RpcError::new(ErrorKind::Closed, "the worker has ended")));
         WorkerContext::leave();
     }
@@ -344,7 +329,7 @@ impl Worker {
                 if let Some(device) = plan.devices.get(self.id.index()) {
                     self.this.set_device(*device);
                 }
-                let joined = self.shared.place().join(&plan, self.layout, self.id, self.shared.relays());
+                let joined = self.shared.rendezvous().join(&plan, self.layout, self.id, self.shared.relays());
                 let joined = joined.and_then(|membership| match plan.accelerated {
                     Some(flavour) => {
                         let (device, group) = (self.this.device(), self.layout.group(self.id));
@@ -837,7 +822,7 @@ impl Worker {
 pub(crate) fn start(
     id: WorkerId,
     context: Context,
-    shared: Arc<Shared>,
+    shared: Arc<ProcessState>,
     feed: Arc<Feed>,
     reader: Reader,
 ) -> rpc_core::Result<WorkerContext> {

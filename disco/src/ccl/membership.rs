@@ -1,0 +1,42 @@
+//! The communicators of one worker, and how long it waits in them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Ccl, Control};
+use crate::options::Options;
+
+/// How long workers wait for each other.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Limits {
+    pub(crate) entry: Option<Duration>,
+    pub(crate) stall: Duration,
+    pub(crate) join: Duration,
+}
+
+impl Limits {
+    pub(crate) fn of(options: &Options) -> Self {
+        let Options { collective_timeout, stall_timeout, init_timeout, .. } = options;
+        Self { entry: *collective_timeout, stall: *stall_timeout, join: *init_timeout }
+    }
+}
+
+/// The communicators of one worker.
+pub(crate) struct Membership {
+    pub(crate) epoch: u64,
+    pub(crate) world: Box<dyn Ccl>,
+    /// `None` where the world is the one group.
+    pub(crate) group: Option<Box<dyn Ccl>>,
+}
+
+impl Membership {
+    pub(crate) fn each(&mut self) -> impl Iterator<Item = &mut Box<dyn Ccl>> {
+        [Some(&mut self.world), self.group.as_mut()].into_iter().flatten()
+    }
+
+    pub(crate) fn controls(&self) -> Vec<Arc<dyn Control>> {
+        [Some(&self.world), self.group.as_ref()].into_iter().flatten().map(|ccl| ccl.control()).collect()
+    }
+}

@@ -1,0 +1,162 @@
+//! Waiting for workers: syncs, the content of registers, and shutdown.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use rpc_core::function::Object;
+use rpc_core::{ErrorKind, LocalValue, RpcError, Value};
+
+use crate::completion::Completion;
+use crate::controller::dispatch::Controller;
+use crate::controller::tickets::Ticket;
+use crate::error::{DiscoError, Failure, Result, WorkerId};
+use crate::wire::command::Command;
+use crate::wire::event::LocalContent;
+
+/// Takes a ticket back when nobody waits for it any more.
+pub(crate) struct TicketGuard {
+    controller: Arc<Controller>,
+    ticket: u64,
+}
+
+impl TicketGuard {
+    pub(crate) fn ticket(&self) -> u64 {
+        self.ticket
+    }
+}
+
+impl Drop for TicketGuard {
+    fn drop(&mut self) {
+        let ticket = self.controller.lock().tickets.remove(&self.ticket);
+        drop(ticket);
+    }
+}
+
+impl Controller {
+    pub(crate) fn open_ticket(self: &Arc<Self>, waiting: u32) -> TicketGuard {
+        let mut state = self.lock();
+        state.last_ticket += 1;
+        let ticket = state.last_ticket;
+        state.tickets.insert(ticket, Ticket { waiting, incoming: None, content: None, waker: None });
+        drop(state);
+        TicketGuard { controller: Arc::clone(self), ticket }
+    }
+
+    /// Asks one worker, or all, to say when they have come here; then gives the failures that nobody has been told of.
+    pub(crate) fn sync(self: &Arc<Self>, worker: Option<WorkerId>) -> Completion<()> {
+        let guard = self.open_ticket(if worker.is_some() { 1 } else { self.layout.world_size });
+        let command = Command::SyncWorker { ticket: guard.ticket, worker: worker.map(|worker| worker.0) };
+        if let Err(error) = self.push(command) {
+            return Completion::failed(error);
+        }
+        Completion::new(async move {
+            poll_fn(|cx| guard.controller.poll_ticket(guard.ticket, cx)).await?;
+            let mut state = guard.controller.lock();
+            let all = std::mem::take(&mut state.failures);
+            let (told, kept) = all.into_iter().partition(|one| worker.is_none_or(|worker| worker == one.worker));
+            state.failures = kept;
+            drop(state);
+            let mut told: Vec<Failure> = told;
+            told.sort_by_key(|failure| (failure.sequence, failure.worker));
+            if told.is_empty() { Ok(()) } else { Err(DiscoError::Workers(told)) }
+        })
+    }
+
+    /// Asks one worker for what a register holds. `command` is told the ticket.
+    pub(crate) fn fetch(self: &Arc<Self>, command: impl FnOnce(u64) -> Command) -> Completion<LocalValue> {
+        let guard = self.open_ticket(1);
+        if let Err(error) = self.issue(command(guard.ticket)) {
+            return Completion::failed(error);
+        }
+        Completion::new(async move {
+            poll_fn(|cx| guard.controller.poll_ticket(guard.ticket, cx)).await?;
+            let content =
+                guard.controller.lock().tickets.get_mut(&guard.ticket).and_then(|ticket| ticket.content.take());
+            match content {
+                Some(Ok(value)) => Ok(value),
+                Some(Err(failure)) => Err(DiscoError::Workers(vec![failure])),
+                None => Err(RpcError::internal("a worker said nothing").into()),
+            }
+        })
+    }
+
+    pub(crate) fn poll_ticket(&self, ticket: u64, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        let mut state = self.lock();
+        let ended = state.ended.clone();
+        match state.tickets.get_mut(&ticket) {
+            Some(ticket) if ticket.waiting > 0 => match ended {
+                Some(error) => Poll::Ready(Err(error.into())),
+                None => {
+                    ticket.waker = Some(cx.waker().clone());
+                    Poll::Pending
+                }
+            },
+            _ => Poll::Ready(Ok(())),
+        }
+    }
+
+    pub(super) fn settle(&self, ticket: u64, content: Option<std::result::Result<LocalContent, Failure>>) {
+        let mut state = self.lock();
+        // Nobody waits for it any more, perhaps.
+        let Some(ticket) = state.tickets.get_mut(&ticket) else { return };
+        ticket.waiting = ticket.waiting.saturating_sub(1);
+        ticket.content = content.map(|content| {
+            content.and_then(|content| match content {
+                LocalContent::Value(value) => Ok(value),
+                LocalContent::TensorComplete => match ticket.incoming.take() {
+                    Some(tensor) => Ok(Value::Object(Object::Tensor(tensor))),
+                    None => Err(Failure {
+                        worker: WorkerId(0),
+                        sequence: 0,
+                        command: "copy".to_owned(),
+                        cause: RpcError::new(ErrorKind::OutOfMemory, "no memory at the controller for the tensor"),
+                    }),
+                },
+            })
+        });
+        let waker = if ticket.waiting == 0 { ticket.waker.take() } else { None };
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Ends the session in good order, if the workers come to the end of their queues in time.
+    pub(crate) fn shut_down(self: &Arc<Self>) -> Completion<()> {
+        let guard = self.open_ticket(self.layout.world_size);
+        let issued = self.push(Command::Shutdown { ticket: guard.ticket });
+        Completion::spawn(async move {
+            let controller = Arc::clone(&guard.controller);
+            let outcome = match issued {
+                // It has ended before, which is no failure of a shutdown.
+                Err(_) => Ok(()),
+                Ok(sequence) => {
+                    let limit = controller.options.shutdown_timeout;
+                    let reached = poll_fn(|cx| controller.poll_ticket(guard.ticket, cx));
+                    match tokio::time::timeout(limit, reached).await {
+                        Ok(outcome) => outcome,
+                        Err(_) => {
+                            let busy = controller.behind(sequence);
+                            let text = format!("{busy} still busy {limit:?} after the shutdown, and left behind");
+                            Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
+                        }
+                    }
+                }
+            };
+            controller.end(RpcError::new(ErrorKind::Closed, "the session was shut down"));
+            outcome
+        })
+    }
+
+    /// The workers that have not executed a command yet, as the subject of a sentence about what was so.
+    pub(crate) fn behind(&self, sequence: u64) -> String {
+        let state = self.lock();
+        let late = state.reached.iter().enumerate().filter(|(_, reached)| **reached < sequence);
+        let late: Vec<String> = late.map(|(worker, _)| worker.to_string()).collect();
+        match &late[..] {
+            [one] => format!("worker {one} was"),
+            several => format!("workers {} were", several.join(", ")),
+        }
+    }
+}

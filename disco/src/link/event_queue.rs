@@ -1,0 +1,219 @@
+//! Queue of events: what the workers of a node have said, until the controller or the node above fetches it.
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
+use rpc_core::function::Object;
+use rpc_core::{LocalValue, Result, Tensor, Value, blocking};
+
+use crate::error::{Failure, WorkerId};
+use crate::wire::event::{Event, EventSink, LocalContent};
+
+/// How many bytes of a tensor travel in one event.
+const CHUNK: usize = 1 << 20;
+
+/// How many events travel together, and about how many bytes of them, if they are several.
+const MAX_EVENTS: usize = 4096;
+const MAX_TOGETHER: usize = 8 << 20;
+
+/// How many bytes of tensors wait to be fetched before their worker does.
+const MAX_WAITING: usize = 4 << 20;
+
+/// How many bytes of other events there are to be before those below a node have to wait: what workers say of themselves is bounded by what they are told.
+const MAX_OTHER: usize = 64 << 20;
+
+/// How many lines of logs wait to be fetched; more are not told.
+const MAX_LINES: usize = 4096;
+
+/// Events that wait for the controller to fetch them.
+#[derive(Default)]
+pub(crate) struct EventQueue(Mutex<Queue>);
+
+#[derive(Default)]
+struct Queue {
+    events: VecDeque<Event>,
+    tensor_bytes: usize,
+    other_bytes: usize,
+    lines: usize,
+    /// Lines that found no room, since the last one that did.
+    lost_lines: u64,
+    closed: bool,
+    /// Who fetches.
+    waker: Option<Waker>,
+    /// Who waits for room.
+    waiting: Vec<Waker>,
+}
+
+impl Queue {
+    fn has_room(&self) -> bool {
+        (self.tensor_bytes < MAX_WAITING && self.other_bytes < MAX_OTHER) || self.closed
+    }
+}
+
+impl EventQueue {
+    /// What has happened since this was last asked, once that is anything. An empty list says that nothing will any more.
+    pub(crate) async fn next(&self) -> Result<LocalValue> {
+        let events = poll_fn(|cx| {
+            let mut state = self.lock();
+            if state.events.is_empty() && !state.closed {
+                state.waker = Some(cx.waker().clone());
+                return Poll::Pending;
+            }
+            let mut bytes = 0;
+            let fit = state.events.iter().take(MAX_EVENTS).take_while(|event| {
+                let first = bytes == 0;
+                bytes += event.size();
+                first || bytes <= MAX_TOGETHER
+            });
+            let count = fit.count();
+            let events: Vec<Event> = state.events.drain(..count).collect();
+            for event in &events {
+                match event {
+                    Event::TensorBytes { bytes, .. } => state.tensor_bytes -= bytes.len(),
+                    Event::Logged { .. } => state.lines -= 1,
+                    other => state.other_bytes -= other.size(),
+                }
+            }
+            let waiting = if state.has_room() { std::mem::take(&mut state.waiting) } else { Vec::new() };
+            drop(state);
+            waiting.into_iter().for_each(Waker::wake);
+            Poll::Ready(events)
+        })
+        .await;
+        events.into_iter().map(Event::into_value).collect::<Result<_>>().map(Value::List)
+    }
+
+    /// Nobody fetches any more.
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        let mut wakers = std::mem::take(&mut state.waiting);
+        wakers.extend(state.waker.take());
+        drop(state);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.0.lock()
+    }
+}
+
+impl EventSink for EventQueue {
+    fn send(&self, event: Event) {
+        let mut state = self.lock();
+        if state.closed {
+            return;
+        }
+        let mut event = event;
+        match &mut event {
+            Event::TensorBytes { bytes, .. } => state.tensor_bytes += bytes.len(),
+            Event::Logged { .. } if state.lines >= MAX_LINES => {
+                state.lost_lines += 1;
+                return;
+            }
+            Event::Logged { line, .. } => {
+                line.missing_before = std::mem::take(&mut state.lost_lines);
+                state.lines += 1;
+            }
+            other => state.other_bytes += other.size(),
+        }
+        // Of progress only the latest counts.
+        if let (Event::Progress { worker, .. }, Some(Event::Progress { worker: last, .. })) =
+            (&event, state.events.back())
+            && worker == last
+            && let Some(last) = state.events.pop_back()
+        {
+            state.other_bytes -= last.size();
+        }
+        state.events.push_back(event);
+        let waker = state.waker.take();
+        drop(state);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut state = self.lock();
+        if state.has_room() {
+            return Poll::Ready(());
+        }
+        if !state.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+            state.waiting.push(cx.waker().clone());
+        }
+        Poll::Pending
+    }
+
+    fn send_content(&self, ticket: u64, content: std::result::Result<LocalValue, Failure>) {
+        let value = match content {
+            Ok(Value::Object(Object::Tensor(tensor))) => match self.send_tensor(ticket, &tensor) {
+                Ok(()) => Ok(LocalContent::TensorComplete),
+                // The register was read before, so that only memory can fail.
+                Err(cause) => Err(Failure { worker: WorkerId(0), sequence: 0, command: "copy".to_owned(), cause }),
+            },
+            content => content.map(LocalContent::Value),
+        };
+        self.send(Event::Fetched { ticket, value });
+    }
+}
+
+impl EventQueue {
+    fn send_tensor(&self, ticket: u64, tensor: &Tensor) -> Result<()> {
+        let view = tensor.read()?;
+        let range = tensor.byte_range(0, tensor.size_bytes())?;
+        self.send(Event::TensorBegins { ticket, dtype: tensor.dtype(), shape: tensor.shape().to_vec() });
+        let len = range.end - range.start;
+        for offset in (0..len).step_by(CHUNK) {
+            // A worker has a thread of its own, which may wait.
+            blocking::block_on(poll_fn(|cx| self.poll_room(cx)))?;
+            let (start, size) = (range.start + offset, (len - offset).min(CHUNK as u64) as usize);
+            let bytes = match view.guard().bytes() {
+                Some(bytes) => Bytes::copy_from_slice(&bytes[start as usize..][..size]),
+                None => {
+                    let mut bytes = vec![0; size];
+                    view.guard().copy_out(start, &mut bytes)?;
+                    bytes.into()
+                }
+            };
+            self.send(Event::TensorBytes { ticket, offset, bytes });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::event::{LogLine, decode_events};
+
+    #[test]
+    fn lines_that_find_no_room_are_counted() {
+        let queue = EventQueue::default();
+        let line = LogLine { level: 0, target: String::new(), text: String::new(), missing_before: 0 };
+        let log = || queue.send(Event::Logged { worker: WorkerId(0), line: line.clone() });
+        (0..MAX_LINES + 3).for_each(|_| log());
+        rpc_core::blocking::block_on(queue.next()).unwrap().unwrap();
+        log();
+        let last = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap();
+        let value = last.try_map(&mut |_| Err::<rpc_core::Reference, _>(())).unwrap();
+        let [Event::Logged { line, .. }] = &decode_events(value).unwrap()[..] else { panic!() };
+        assert_eq!(line.missing_before, 3);
+    }
+
+    #[test]
+    fn progress_is_told_once() {
+        let queue = EventQueue::default();
+        for sequence in 1..=3 {
+            queue.send(Event::Progress { worker: WorkerId(0), sequence, cost: sequence });
+        }
+        let Value::List(events) = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap() else { panic!() };
+        assert_eq!(events.len(), 1);
+        queue.close();
+        assert!(
+            matches!(rpc_core::blocking::block_on(queue.next()).unwrap().unwrap(), Value::List(events) if events.is_empty())
+        );
+    }
+}

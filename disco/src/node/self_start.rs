@@ -1,0 +1,87 @@
+//! This program as its own worker: whether it can be started as one, by which arguments, and what it takes over then.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rpc_core::{Result, RpcError, SessionLimits};
+use rpc_transports::{Address, self_start};
+use serde::{Deserialize, Serialize};
+
+use crate::node::settings::NodeSettings;
+use crate::weights::folders::WeightFolders;
+
+/// The first argument of a program that is started as its own worker.
+pub(crate) const WORKER: &str = "--disco-worker";
+
+/// Whether this program has said that it serves workers when it is started as one.
+static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
+
+/// This program can be started as a worker from now on.
+pub(crate) fn serves_workers() {
+    SERVES_WORKERS.store(true, Ordering::Relaxed);
+}
+
+/// Whether it can.
+pub(crate) fn can_serve_workers() -> bool {
+    SERVES_WORKERS.load(Ordering::Relaxed)
+}
+
+/// What the session of a worker's process takes over from that of its node.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct OfNode {
+    pub(crate) limits: SessionLimits,
+    pub(crate) weights: Option<WeightFolders>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) settings: Option<NodeSettings>,
+}
+
+impl OfNode {
+    pub(super) fn of(context: &rpc_core::Context) -> Self {
+        let weights = context.extension::<WeightFolders>();
+        let settings = context.extension::<NodeSettings>();
+        Self {
+            limits: context.limits().clone(),
+            weights: weights.map(|folders| WeightFolders::clone(&folders)),
+            settings: settings.map(|settings| NodeSettings::clone(&settings)),
+        }
+    }
+}
+
+/// This program as the address of a worker, in a session like that of a node or of no node.
+///
+/// # Errors
+///
+/// `main` has not called [`serve_if_worker`](crate::serve_if_worker), so that the child would be this program from its
+/// beginning; this process is itself such a child; or the path of the program is unknown.
+pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
+    if !can_serve_workers() {
+        return Err(RpcError::unsupported(
+            "workers as processes are this program, started again, and its `main` has not called the hook for them: \
+             add the line `disco::serve_if_worker(&registry);` before everything else in `main`",
+        ));
+    }
+    self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
+    let program = std::env::current_exe().ok();
+    let program = program.as_ref().and_then(|path| path.to_str());
+    let program = program.ok_or_else(|| RpcError::unsupported("where this program lies is not known"))?;
+    let node = node.map(serde_json::to_string).transpose();
+    let node = node.map_err(|error| RpcError::internal(format!("its settings cannot be written: {error}")))?;
+    let words = [Some(program), Some(WORKER), node.as_deref()];
+    let address =
+        Address::exec(words.into_iter().flatten()).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
+    Ok(address.to_string())
+}
+
+/// What this process takes over from its node, if it was started as a worker of one.
+pub(crate) fn of_node() -> Option<serde_json::Result<OfNode>> {
+    let mut args = std::env::args_os().skip(1);
+    args.next().filter(|first| first == WORKER)?;
+    // What is not UTF-8 is no JSON either, and told as that.
+    args.next().map(|text| serde_json::from_slice(text.as_encoded_bytes()))
+}
+
+impl NodeSettings {
+    /// What was handed down to this process; `None` if it is not that of a worker, or its node has handed nothing down.
+    pub fn of_this_process() -> Option<Self> {
+        of_node()?.ok()?.settings
+    }
+}

@@ -1,0 +1,62 @@
+//! A worker process: a program that serves one session over its standard input and output.
+
+use std::time::Duration;
+
+use rpc_core::{Devices, Registry, Result, RpcError, SessionLimits};
+use rpc_transports::{ConnectError, ServeOptions};
+
+use crate::node::functions::register;
+use crate::node::self_start::{OfNode, WORKER, of_node, serves_workers};
+use crate::node::server::server_of;
+use crate::weights::folders::WeightFolders;
+
+/// Serves the functions of `registry`, and disco's own, as a worker process and exits, if this process was started as one: with the first argument
+/// `--disco-worker`. Otherwise returns at once.
+///
+/// A program that calls this first thing in `main`, before anything is printed, is its own worker: see
+/// [`ProcessSession`](crate::ProcessSession) and [`Hosting::Processes`](crate::Hosting::Processes).
+pub fn serve_if_worker(registry: &Registry) {
+    serve_if_worker_with(registry, Devices::new);
+}
+
+/// As [`serve_if_worker`], with devices, which are made only in the process of a worker.
+pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devices) {
+    serves_workers();
+    if std::env::args().nth(1).as_deref() != Some(WORKER) {
+        return;
+    }
+    rpc_transports::self_start::hook_took_over();
+    register(registry);
+    crate::logs::install();
+    // A controller's own process reads what the controller may.
+    let of_controller =
+        || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()), settings: None };
+    let node = of_node().unwrap_or_else(|| Ok(of_controller()));
+    let served = node.map_err(|error| RpcError::invalid_argument(format!("its settings: {error}")));
+    let code = match served.and_then(|node| serve_stdio(registry, devices(), node)) {
+        Ok(()) => 0,
+        Err(error) => {
+            tracing::error!(%error, "a worker process cannot serve");
+            1
+        }
+    };
+    std::process::exit(code);
+}
+
+/// A keep-alive that never tests anybody.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Serves one session over standard input and output until that ends.
+fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> Result<()> {
+    let runtime = crate::runtime::runtime()?;
+    runtime.block_on(async {
+        let channel = rpc_transports::exec::stdio_channel().await;
+        let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
+        // That its parent has gone the pipe tells. A parent that is stopped, by a debugger for example, may go on.
+        let options = ServeOptions { keep_alive: NEVER, ..ServeOptions::default() };
+        let server = server_of(registry.clone(), devices, node, None, options);
+        server.serve_channel(channel);
+        server.idle().await;
+        Ok(())
+    })
+}

@@ -1,0 +1,62 @@
+//! State that the workers of one process share: their set-up, their rendezvous, and the modules that are loaded.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rpc_core::{Context, Module, Result};
+
+use crate::link::relay::Relays;
+use crate::wire::event::EventSink;
+use crate::wire::set_up::SetUp;
+use crate::worker::rendezvous::MeetingPlace;
+
+/// State that the workers of one process share.
+pub(crate) struct ProcessState {
+    sink: Arc<dyn EventSink>,
+    set_up: SetUp,
+    rendezvous: MeetingPlace,
+    relays: Arc<Relays>,
+    modules: Mutex<HashMap<String, Arc<LoadedModule>>>,
+}
+
+/// A module, once it is loaded.
+type LoadedModule = Mutex<Option<Arc<dyn Module>>>;
+
+impl ProcessState {
+    pub(crate) fn new(sink: Arc<dyn EventSink>, set_up: SetUp, relays: Arc<Relays>) -> Self {
+        Self { sink, set_up, rendezvous: MeetingPlace::default(), relays, modules: Mutex::default() }
+    }
+
+    pub(crate) fn sink(&self) -> Arc<dyn EventSink> {
+        Arc::clone(&self.sink)
+    }
+
+    pub(crate) fn set_up(&self) -> &SetUp {
+        &self.set_up
+    }
+
+    pub(crate) fn rendezvous(&self) -> &MeetingPlace {
+        &self.rendezvous
+    }
+
+    pub(crate) fn relays(&self) -> &Arc<Relays> {
+        &self.relays
+    }
+
+    /// Loads a module, or finds it where another worker of this process has.
+    pub(crate) fn load_module(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
+        let slot = {
+            let mut modules = self.modules.lock();
+            Arc::clone(modules.entry(path.to_owned()).or_default())
+        };
+        // Held while it loads, so that it is loaded once. Others may load others meanwhile.
+        let mut slot = slot.lock();
+        if let Some(module) = &*slot {
+            return Ok(Arc::clone(module));
+        }
+        let module = context.load_module(path, None)?;
+        *slot = Some(Arc::clone(&module));
+        Ok(module)
+    }
+}
