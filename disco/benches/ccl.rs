@@ -1,8 +1,9 @@
-//! How long collectives take among 2 and 4 ranks: threads, processes that read from each other's buffers, processes with a segment alone, and processes with
-//! TCP connections, in the clear and encrypted. Medians.
+//! Time of collectives among 2 and 4 ranks: threads, processes that read from each other's
+//! buffers, processes with a segment alone, and processes with TCP connections, in the clear and
+//! encrypted. Medians.
 //!
-//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes|segment|tcp|encrypted] [--ranks N] [--op NAME] [--bytes N]`; with
-//! `--features mpi` also over MPI.
+//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes|segment|tcp|encrypted] [--ranks N] [--op NAME] [--bytes N]`;
+//! with `--features mpi` also over MPI.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -16,7 +17,7 @@ use rpc_core::{DataType, Tensor};
 struct Case {
     operation: &'static str,
     bytes: usize,
-    /// How many calls are timed together.
+    /// Number of calls that are timed together.
     batch: usize,
     batches: usize,
 }

@@ -1,20 +1,24 @@
-//! How long allreduces on the memory of GPUs take, beside the bare calls of NCCL:
+//! Time of allreduces on the memory of GPUs, beside the bare calls of NCCL:
 //!
 //!     cargo bench -p disco --features cuda --bench nccl -- [--json] [--ranks N] [--bytes N]
 //!
-//! As many ranks as there are GPUs, unless `--ranks` says otherwise, each a process of this program. More ranks than GPUs share
-//! these, for which the ranks get `NCCL_MULTI_RANK_GPU_ENABLE=1`, and which takes NCCL 2.30.
+//! As many ranks as there are GPUs, unless `--ranks` says otherwise, each a process of this
+//! program. More ranks than GPUs share these, for which the ranks get
+//! `NCCL_MULTI_RANK_GPU_ENABLE=1`, and which takes NCCL 2.30.
 //!
 //! Both sum `float32`, in place and out of place, on the same stream and the same memory, in turns:
 //!
 //! * `ours` is a communicator of the `nccl` backend, as workers of a session have it;
-//! * `bare` is a communicator of `ncclCommInitRank`, which blocks, with nothing around `ncclAllReduce`.
+//! * `bare` is a communicator of `ncclCommInitRank`, which blocks, with nothing around
+//!   `ncclAllReduce`.
 //!
-//! A turn is a batch of calls, and ends when all of them are done on all ranks. The issue is the time from a call to its return, on a
-//! stream that has nothing to do. All times are those of the slowest rank, and medians over the rounds; the ratio is the
-//! median of the rounds' ratios, bare to ours, so that 1 is as fast.
+//! A turn is a batch of calls, and ends when all of them are done on all ranks. The issue is the
+//! time from a call to its return, on a stream that has nothing to do. All times are those of the
+//! slowest rank, and medians over the rounds; the ratio is the median of the rounds' ratios, bare
+//! to ours, so that 1 is as fast.
 //!
-//! Sizes that do not fit into the memory are left out. Without a GPU, or without NCCL, it says so and ends well.
+//! Sizes that do not fit into the memory are left out. Without a GPU, or without NCCL, it says so
+//! and ends well.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io::Write;
@@ -24,7 +28,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use disco::ccl::nccl::{self, Flavour, Library, NcclCcl, UniqueId, Version};
+use disco::ccl::nccl::{self, Library, NcclCcl, UniqueId, Version};
 use disco::ccl::{Buffers, Ccl, Rank, ReduceOp, host};
 use rpc_core::device::{AllocRequest, Memory, Stream};
 use rpc_core::{DataType, Device, DeviceApi, DeviceAttribute, Value};
@@ -33,10 +37,11 @@ use rpc_cuda::{CudaDevice, CudaStream};
 const SIZES: [usize; 10] =
     [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30];
 
-/// Where the issue is measured, too.
+/// True to measure the issue, too.
 const ISSUE_SIZES: [usize; 2] = [4 << 10, 64 << 20];
 
-/// A batch has this much to sum, within these limits: long enough that one wait does not show among so many calls.
+/// A batch has this much to sum, within these limits: long enough that one wait does not show among
+/// so many calls.
 const BATCH_BYTES: usize = 1 << 30;
 const BATCH_CALLS: (usize, usize) = (2, 50);
 
@@ -49,8 +54,8 @@ const SHARES_GPUS: Version = Version::new(2, 30, 0);
 /// The variable that tells a child which rank it is.
 const CHILD: &str = "DISCO_NCCL_BENCH_RANK";
 
-/// What a rank is told on its standard input: of the group beside NCCL and of that of the bench itself the tickets, and what the
-/// two communicators of NCCL find each other by.
+/// Line that a rank gets on its standard input: of the group beside NCCL and of that of the bench
+/// itself the tickets, and what the two communicators of NCCL find each other by.
 type Invitation = ([host::Ticket; 2], [UniqueId; 2]);
 
 struct Arguments {
@@ -92,13 +97,10 @@ fn main() {
 ///
 /// # Errors
 ///
-/// What this machine lacks.
+/// Missing part of this machine.
 fn launch(arguments: &Arguments) -> Result<(), String> {
     let cuda = CudaDevice::open().map_err(|error| format!("no GPU: {}", error.message()))?;
     let library = Library::load().map_err(|error| format!("no NCCL: {error}"))?;
-    if library.flavour() != Flavour::Nccl {
-        return Err(format!("no NCCL: there is {library}"));
-    }
     let gpus = cuda.count().expect("a number of GPUs") as usize;
     let ranks = arguments.ranks.unwrap_or(gpus);
     if ranks > gpus && library.version() < SHARES_GPUS {
@@ -146,7 +148,7 @@ fn wait_for(mut children: Vec<Child>) {
     }
 }
 
-/// What is measured, and on what.
+/// One measurement.
 fn print_head(arguments: &Arguments, cuda: &CudaDevice, library: &Library, ranks: usize) {
     let (count, ask) = (cuda.count().expect("a number of GPUs"), |attribute| cuda.attribute(0, attribute));
     let text = |attribute| match ask(attribute).expect("an answer") {
@@ -173,7 +175,7 @@ fn print_head(arguments: &Arguments, cuda: &CudaDevice, library: &Library, ranks
     }
 }
 
-/// Whose call it is.
+/// Library whose call it is.
 #[derive(Clone, Copy)]
 enum Side {
     Ours,
@@ -230,7 +232,7 @@ impl Member {
                 self.check(&**source, &*output);
                 let span = Span { input: address(&**source), output: address(&*output), len };
                 let calls = (BATCH_BYTES / len).clamp(BATCH_CALLS.0, BATCH_CALLS.1);
-                // What is summed in place grows, to infinity at last, which takes no longer.
+                // Sums in place grow, to infinity at last, which takes no longer.
                 let compared = self.compare(ROUNDS, |member, side| member.turn(side, span, calls));
                 let what = if in_place { "allreduce in place" } else { "allreduce" };
                 self.print(arguments, what, len, compared);
@@ -244,7 +246,8 @@ impl Member {
         self.pace.barrier().expect("a barrier");
     }
 
-    /// Whether the GPU has room for two buffers of each of its ranks, which all ranks answer in the same way.
+    /// Returns true if the GPU has room for two buffers of each of its ranks, which all ranks
+    /// answer in the same way.
     fn has_room(&self, len: usize) -> bool {
         let Value::Int(total) = self.cuda.attribute(0, DeviceAttribute::TotalMemory).expect("a size") else {
             return true;
@@ -308,7 +311,8 @@ impl Member {
     fn call(&mut self, side: Side, Span { input, output, len }: Span) {
         match side {
             Side::Ours => {
-                // SAFETY: memory of this device, of that length, which is given back after the last wait; nobody else uses it.
+                // SAFETY: memory of this device, of that length, which is given back after the last
+                // wait; nobody else uses it.
                 let buffers = unsafe { Buffers::from_raw(self.device, Some((input, len)), Some((output, len))) };
                 let buffers = buffers.expect("the same, or apart");
                 self.ours.allreduce(ReduceOp::Sum, DataType::F32, len / 4, buffers.into()).expect("an allreduce");
@@ -351,7 +355,8 @@ impl Member {
         };
         let (our_rate, bare_rate) = (rate(ours), rate(bare));
         println!(
-            "{ranks:>5}  {what:<22} {len:>10} {our_micros:>9.1} µs {bare_micros:>9.1} µs {our_rate:>9} {bare_rate:>9} {ratio:>11.3}"
+            "{ranks:>5}  {what:<22} {len:>10} {our_micros:>9.1} µs {bare_micros:>9.1} µs {our_rate:>9} \
+             {bare_rate:>9} {ratio:>11.3}"
         );
     }
 }
@@ -415,7 +420,8 @@ const SUM: c_int = 0;
 impl Bare {
     /// On the device of the stream, which this thread works on already.
     fn join(library: &Library, id: UniqueId, rank: Rank, size: usize, stream: Arc<CudaStream>) -> Self {
-        // SAFETY: it is loaded already and stays so; the types are those that NCCL's header gives these names.
+        // SAFETY: it is loaded already and stays so; the types are those that NCCL's header gives
+        // these names.
         let (init, mut this) = unsafe {
             let library = libloading::Library::new(library.path()).expect("the same library");
             let init: InitRank = *library.get(b"ncclCommInitRank").expect("a function");
@@ -436,7 +442,8 @@ impl Bare {
 
     fn allreduce(&self, input: *const u8, output: *mut u8, count: usize) {
         let (stream, communicator) = (self.stream.raw(), self.communicator);
-        // SAFETY: both are memory of so many elements on the communicator's device, and stay until the stream is waited for.
+        // SAFETY: both are memory of so many elements on the communicator's device, and stay until
+        // the stream is waited for.
         self.succeed(unsafe {
             (self.all_reduce)(input.cast(), output.cast(), count, FLOAT32, SUM, communicator, stream)
         });

@@ -1,7 +1,9 @@
-//! Loads the weights of a model to several workers, whole and in parts, and checks that the parts make the whole.
+//! Loads the weights of a model to several workers, whole and in parts, and checks that the parts
+//! make the whole.
 //!
-//! Without arguments it writes a small model in two files into a temporary folder, and starts four worker processes. Given the path of another one
-//! (a `.safetensors` file, an index, or a folder) it loads that.
+//! Without arguments it writes a small model in two files into a temporary folder, and starts four
+//! worker processes. Given the path of another one (a `.safetensors` file, an index, or a folder)
+//! it loads that.
 
 #[path = "digits/place.rs"]
 mod place;
@@ -23,8 +25,9 @@ use safetensors::tensor::{Dtype, TensorView as Written, serialize_to_file};
 #[derive(Parser)]
 #[command(args_conflicts_with_subcommands = true)]
 struct Args {
-    /// The model: a .safetensors file, a .safetensors.index.json, or a folder with one. Without it a small one is made.
-    /// Servers that were started elsewhere read it themselves if they were given its folder with --weights
+    /// The model: a .safetensors file, a .safetensors.index.json, or a folder with one. Without it
+    /// a small one is made. Servers that were started elsewhere read it themselves if they were
+    /// given its folder with --weights
     model: Option<PathBuf>,
     #[command(flatten)]
     place: PlaceArgs,

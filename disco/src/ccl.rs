@@ -1,8 +1,10 @@
-//! Collectives: how the workers of a session move and reduce tensors among themselves, without the controller.
+//! Collectives: how the workers of a session move and reduce tensors among themselves, without the
+//! controller.
 //!
-//! A *communicator* is one rank's membership in a group. [`Ccl`] is what every backend offers; [`host`] is the one that is always
-//! there, for tensors in host memory: between threads, between processes of one machine, and over sockets. [`nccl`] moves tensors in the memory
-//! of GPUs, where NVIDIA's or AMD's library is found at run time.
+//! A *communicator* is one rank's membership in a group. [`Ccl`] is what every backend offers;
+//! [`host`] is the one that is always there, for tensors in host memory: between threads, between
+//! processes of one machine, and over sockets. [`nccl`] moves tensors in the memory of GPUs, where
+//! NVIDIA's or AMD's library is found at run time.
 //!
 //! ```
 //! use disco::ccl::{Buffers, Ccl, ReduceOp, host};
@@ -28,29 +30,38 @@
 //!
 //! # The contract
 //!
-//! 1. **Order.** All ranks of a group call the same collectives in the same order, with the same operation, root, type and count. Where they
-//!    do not, every rank gets [`CclError::Mismatch`], which names both calls; no data moves, and the group lives on.
-//! 2. **Synchronisation.** A collective returns once this rank has all that is its own and its buffers are its own again; on the memory of a
-//!    device that is so in the order of the device's stream, and [`Ccl::complete`] waits for it. Every collective
-//!    begins with word from every rank, so that none finishes before all have entered.
-//! 3. **Results.** All ranks get the same bits, and the same ones in every run. Every backend in [`host`] folds an element in the order
-//!    of ranks, 0 first, and rounds it once, so that even the way of launching does not matter:
+//! 1. **Order.** All ranks of a group call the same collectives in the same order, with the same
+//!    operation, root, type and count. Where they do not, every rank gets [`CclError::Mismatch`],
+//!    which names both calls; no data moves, and the group lives on.
+//! 2. **Synchronisation.** A collective returns once this rank has all that is its own and its
+//!    buffers are its own again; on the memory of a device that is so in the order of the device's
+//!    stream, and [`Ccl::complete`] waits for it. Every collective begins with word from every
+//!    rank, so that none finishes before all have entered.
+//! 3. **Results.** All ranks get the same bits, and the same ones in every run. Every backend in
+//!    [`host`] folds an element in the order of ranks, 0 first, and rounds it once, so that even
+//!    the way of launching does not matter:
 //!    * integers wrap in sums and products;
-//!    * `float16` and `bfloat16` are accumulated in `float32`, and rounded (to nearest, ties to even) at the end;
-//!    * an average is the sum divided by the number of ranks: for integers the wrapped sum, and the quotient truncates toward zero;
-//!    * the minimum and maximum of anything with a NaN is a NaN; which payload it has is not promised. Of two zeros of different sign, the
+//!    * `float16` and `bfloat16` are accumulated in `float32`, and rounded (to nearest, ties to
+//!      even) at the end;
+//!    * an average is the sum divided by the number of ranks: for integers the wrapped sum, and the
+//!      quotient truncates toward zero;
+//!    * the minimum and maximum of anything with a NaN is a NaN; which payload it has is not
+//!      promised. Of two zeros of different sign, the
 //!      one of the higher rank counts as both the smaller and the larger.
 //!
 //!    Sums of `float32` and `float64` round after each addition, in that type.
-//! 4. **Poison.** A rank that has no input, because what should have made it failed, takes part with [`CollectiveInput::Poisoned`]. Every rank,
-//!    that one too, gets [`CclError::Poisoned`] with the cause, all outputs are left as they were, and the group lives on.
-//!    An argument that is wrong on one rank alone, such as a buffer of the wrong length, is poison too.
-//! 5. **Breakage.** When a rank dies, leaves, is cut off, does not come or goes on without the others, or when somebody calls [`Control::abort`], every other rank gets
-//!    [`CclError::Broken`], which names the rank and the collective. Outputs are unspecified then. A broken group stays
-//!    broken: every later call returns the same error at once. It is made anew with the next epoch, and nothing that was
-//!    sent under the old one is taken under the new one.
+//! 4. **Poison.** A rank that has no input, because what should have made it failed, takes part
+//!    with [`CollectiveInput::Poisoned`]. Every rank, that one too, gets [`CclError::Poisoned`]
+//!    with the cause, all outputs are left as they were, and the group lives on. An argument that
+//!    is wrong on one rank alone, such as a buffer of the wrong length, is poison too.
+//! 5. **Breakage.** When a rank dies, leaves, is cut off, does not come or goes on without the
+//!    others, or when somebody calls [`Control::abort`], every other rank gets
+//!    [`CclError::Broken`], which names the rank and the collective. Outputs are unspecified then.
+//!    A broken group stays broken: every later call returns the same error at once. It is made anew
+//!    with the next epoch, and nothing that was sent under the old one is taken under the new one.
 //!
-//! Calls block their thread. They wait by spinning for some microseconds, then by yielding, then asleep.
+//! Calls block their thread. They wait by spinning for some microseconds, then by yielding, then
+//! asleep.
 
 pub(crate) mod accelerated;
 mod agreement;
@@ -98,7 +109,8 @@ impl fmt::Display for Rank {
     }
 }
 
-/// How elements of several ranks become one. What each does with rounding, overflow and NaN is in the [contract](self#the-contract).
+/// Reduction of the elements of several ranks to one. The treatment of rounding, overflow and NaN
+/// is in the [contract](self#the-contract).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ReduceOp {
@@ -126,7 +138,7 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// What a collective does.
+/// Operation of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Operation {
@@ -138,17 +150,17 @@ pub enum Operation {
     Allgather,
     /// Everyone gets the root's input.
     Broadcast {
-        /// Whose input.
+        /// Rank whose input counts.
         root: Rank,
     },
     /// Everyone gets its own share of the root's input.
     Scatter {
-        /// Whose input.
+        /// Rank whose input counts.
         root: Rank,
     },
     /// The root gets everyone's input, in the order of ranks.
     Gather {
-        /// Who gets it.
+        /// Rank that gets the result.
         root: Rank,
     },
     /// Everyone gets its own share of everyone's input, in the order of ranks.
@@ -238,15 +250,17 @@ impl fmt::Display for Operation {
 /// | recv | none | `count` |
 /// | barrier | none | none |
 ///
-/// A buffer that a rank has no use for, such as another rank's source of a broadcast, is not looked at.
+/// A buffer that a rank has no use for, such as another rank's source of a broadcast, is not looked
+/// at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Collective {
-    /// What to do.
+    /// Operation.
     pub operation: Operation,
-    /// The type of the elements. Reductions take signed and unsigned integers of 8 to 64 bits, `float16`, `bfloat16`, `float32`
-    /// and `float64`, of any number of lanes; everything else takes any type of whole bytes.
+    /// The type of the elements. Reductions take signed and unsigned integers of 8 to 64 bits,
+    /// `float16`, `bfloat16`, `float32` and `float64`, of any number of lanes; everything else
+    /// takes any type of whole bytes.
     pub dtype: DataType,
-    /// How many elements.
+    /// Number of elements.
     pub count: usize,
 }
 
@@ -284,26 +298,29 @@ impl fmt::Display for Collective {
 
 /// One rank's membership in a group: a communicator. The [module](self) has the contract.
 ///
-/// A communicator belongs to one thread at a time. Dropping it leaves the group; who waits for this rank then gets
-/// [`CclError::Broken`].
+/// A communicator belongs to one thread at a time. Dropping it leaves the group; who waits for this
+/// rank then gets [`CclError::Broken`].
 pub trait Ccl: Send {
     /// This rank.
     fn rank(&self) -> Rank;
 
-    /// How many ranks the group has.
+    /// Returns the number of ranks the group has.
     fn size(&self) -> usize;
 
-    /// Which making of the group this is. Traffic of other ones is refused.
+    /// Returns the epoch: the number of this making of the group. Traffic of other epochs is
+    /// refused.
     fn epoch(&self) -> u64;
 
     /// Takes part in a collective: all other operations are this one.
     ///
     /// # Errors
     ///
-    /// See [`CclError`]. [`CclError::Broken`] is the only one after which the communicator is of no more use.
+    /// See [`CclError`]. [`CclError::Broken`] is the only one after which the communicator is of no
+    /// more use.
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError>;
 
-    /// Waits until all that earlier calls have left to this rank's device is done. Backends for host memory leave nothing.
+    /// Waits until all that earlier calls have left to this rank's device is done. Backends for
+    /// host memory leave nothing.
     ///
     /// # Errors
     ///
@@ -312,19 +329,23 @@ pub trait Ccl: Send {
         Ok(())
     }
 
-    /// Says what this rank does from now on, for callers that number that: upward, and the same on all ranks. Ranks that meet in a collective
-    /// under different numbers are out of step, which breaks the group ([`BreakCause::OutOfStep`]): what they have for each other is not what
-    /// they think.
+    /// Says what this rank does from now on, for callers that number that: upward, and the same on
+    /// all ranks. Ranks that meet in a collective under different numbers are out of step, which
+    /// breaks the group ([`BreakCause::OutOfStep`]): what they have for each other is not what they
+    /// think.
     fn set_step(&mut self, step: u64);
 
-    /// Says that this rank is through with its step and may have left out collectives of it: whoever waits for it in one of them breaks the group
-    /// instead of waiting. Does not wait for other ranks.
+    /// Says that this rank is through with its step and may have left out collectives of it:
+    /// whoever waits for it in one of them breaks the group instead of waiting. Does not wait for
+    /// other ranks.
     fn leave_step(&mut self);
 
-    /// What other threads can do with the communicator while this one is in a call.
+    /// Returns a control, by which other threads reach the communicator while this one is in a
+    /// call.
     fn control(&self) -> Arc<dyn Control>;
 
-    /// The communicator as one that backends for devices keep beside theirs. The `host` backend's are.
+    /// The communicator as one that backends for devices keep beside theirs. The `host` backend's
+    /// are.
     ///
     /// # Errors
     ///
@@ -348,7 +369,8 @@ pub trait Ccl: Send {
         self.run(Collective::new(Operation::Allreduce(op), dtype, count), data)
     }
 
-    /// Reduces `size × count` elements of every rank; rank `r` gets the `count` ones from `r × count` on.
+    /// Reduces `size × count` elements of every rank; rank `r` gets the `count` ones from
+    /// `r × count` on.
     ///
     /// # Errors
     ///
@@ -420,8 +442,8 @@ pub trait Ccl: Send {
         self.run(Collective::new(Operation::AllToAll, dtype, count), data)
     }
 
-    /// Sends `count` elements to rank `to`, once that rank is there to receive them: ranks that all send in a circle, with nobody receiving, wait until
-    /// their time is up.
+    /// Sends `count` elements to rank `to`, once that rank is there to receive them: ranks that all
+    /// send in a circle, with nobody receiving, wait until their time is up.
     ///
     /// # Errors
     ///
@@ -454,10 +476,11 @@ pub trait Ccl: Send {
     }
 }
 
-/// What any thread can do with a communicator, also while its own thread is in a collective.
+/// Control of a communicator for any thread, also while its own thread is in a collective.
 pub trait Control: Send + Sync {
-    /// Breaks the group for all ranks: whoever waits in a collective gets [`CclError::Broken`] with `reason`, at once on this machine and as
-    /// soon as the word has travelled on others. Does not block; does nothing if the group is broken already.
+    /// Breaks the group for all ranks: whoever waits in a collective gets [`CclError::Broken`] with
+    /// `reason`, at once on this machine and as soon as the word has travelled on others. Does not
+    /// block; does nothing if the group is broken already.
     fn abort(&self, reason: &str);
 
     /// Why the group is broken, if it is and this rank knows.
@@ -466,6 +489,7 @@ pub trait Control: Send + Sync {
     /// The last calls of this rank, the oldest first, with those that are still running.
     fn flights(&self) -> Vec<Flight>;
 
-    /// What every rank is known to be doing, in a line each, for people who look for the one that hangs.
+    /// Describes the call that each rank is known to be in, one line a rank, for people who look
+    /// for the rank that hangs.
     fn describe(&self) -> String;
 }

@@ -1,4 +1,4 @@
-//! What is under way in a session: awaited, or waited for on a plain thread.
+//! Completion of an operation: awaited, or waited for on a plain thread.
 
 use std::fmt;
 use std::future::Future;
@@ -9,7 +9,8 @@ use rpc_core::{RpcError, blocking};
 
 use crate::error::{DiscoError, Result};
 
-/// Something that was asked for, and has its place in the order of commands already. Await it, or [`wait`](Self::wait) for it.
+/// Something that was asked for, and has its place in the order of commands already. Await it, or
+/// [`wait`](Self::wait) for it.
 ///
 /// Dropping it gives up the result and cancels nothing.
 #[must_use = "what was asked for may fail; await it or wait for it"]
@@ -42,7 +43,8 @@ impl<T: Send + 'static> Completion<T> {
     ///
     /// # Errors
     ///
-    /// Those of what was asked for; and [`ApiMisuse`](rpc_core::ErrorKind::ApiMisuse) inside an async runtime.
+    /// Those of what was asked for; and [`ApiMisuse`](rpc_core::ErrorKind::ApiMisuse) inside an
+    /// async runtime.
     pub fn wait(self) -> Result<T> {
         blocking::block_on(self.0)?
     }

@@ -1,13 +1,15 @@
-//! The controller: the session with its operations, references to registers, and what is known of the workers.
+//! The controller: the session with its operations, references to registers, and what is known of
+//! the workers.
 //!
-//! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The other files add to it:
-//! [`waiting`] for workers, [`reports`] of workers, the [`data_plane`] and [`reinit`]. Operations of users are in [`session`].
+//! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The
+//! other files add to it: [`waiting`] for workers, [`reports`] of workers, the [`data_plane`] and
+//! [`reinit`]. Operations of users are in [`session`].
 
 pub(crate) mod ccl_state;
 mod data_plane;
 pub(crate) mod dispatch;
 pub(crate) mod dref;
-mod modules;
+mod module_upload;
 mod reinit;
 mod reports;
 pub(crate) mod session;

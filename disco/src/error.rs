@@ -1,4 +1,4 @@
-//! What goes wrong in a Disco session: with commands on workers, or with the session.
+//! Errors of a Disco session: of commands on workers, or of the session.
 
 use std::fmt;
 
@@ -32,9 +32,9 @@ pub struct Failure {
     pub worker: WorkerId,
     /// The number of the command in its session, from 1.
     pub sequence: u64,
-    /// What the command was: the name of the function, or of the operation.
+    /// Name of the command: that of the function, or of the operation.
     pub command: String,
-    /// What went wrong.
+    /// Cause of the failure.
     pub cause: RpcError,
 }
 

@@ -20,7 +20,7 @@ use crate::link::upstream::Upstream;
 use crate::logs;
 use crate::options::Options;
 use crate::wire::plan::Layout;
-use crate::wire::set_up::{Below, SetUp};
+use crate::wire::set_up::{ChildNode, SetUp, VERSION};
 
 pub use self::node_listener::NodeListener;
 pub use self::nodes::SocketSession;
@@ -28,8 +28,9 @@ pub use self::processes::ProcessSession;
 pub use self::threads::ThreadedSession;
 
 impl DiscoSession {
-    /// A session whose workers are at the far end of any sessions, so many in each: threads of this process behind a local one, devices behind
-    /// a chain of hops. The program there must have [registered](crate::register) disco's functions.
+    /// A session whose workers are at the far end of any sessions, so many in each: threads of this
+    /// process behind a local one, devices behind a chain of hops. The program there must have
+    /// [registered](crate::register) disco's functions.
     pub fn over(
         sessions: impl IntoIterator<Item = Session>,
         workers_per_session: u32,
@@ -46,12 +47,12 @@ impl DiscoSession {
 /// A node, and those that it is to open itself.
 pub(crate) struct Node {
     source: Source,
-    below: Vec<Below>,
+    children: Vec<ChildNode>,
 }
 
 impl From<Source> for Node {
     fn from(source: Source) -> Self {
-        Self { source, below: Vec::new() }
+        Self { source, children: Vec::new() }
     }
 }
 
@@ -67,7 +68,8 @@ fn layout_of(nodes: usize, per_node: u32, num_groups: u32) -> Result<Layout> {
     Ok(Layout { world_size, num_groups })
 }
 
-/// Makes a session of so many nodes, with so many workers at each; or none. `find` comes up with the nodes.
+/// Makes a session of so many nodes, with so many workers at each; or none. `find` comes up with
+/// the nodes.
 fn launch(
     (nodes, per_node, num_groups): (usize, u32, u32),
     options: Options,
@@ -80,7 +82,8 @@ fn launch(
             return Err(DiscoError::invalid(text));
         }
         let found = find.await?;
-        let came: usize = found.iter().flat_map(|node| &node.below).map(Below::nodes).sum::<usize>() + found.len();
+        let came: usize =
+            found.iter().flat_map(|node| &node.children).map(ChildNode::nodes).sum::<usize>() + found.len();
         if came != nodes {
             return Err(RpcError::new(ErrorKind::Protocol, format!("{came} nodes came of {nodes}")).into());
         }
@@ -91,6 +94,7 @@ fn launch(
 async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -> Result<DiscoSession> {
     let inbox = Arc::new(Inbox::default());
     let set_up = SetUp {
+        version: VERSION,
         layout,
         first: 0,
         count,
@@ -100,11 +104,11 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
         report_every: (options.window / 8).max(1),
         keep_alive_ms: u64::try_from(options.keep_alive.as_millis()).unwrap_or(u64::MAX),
         local: 0,
-        below: Vec::new(),
+        children: Vec::new(),
     };
     let mut first = 0;
-    let nodes = nodes.into_iter().map(|Node { source, below }| {
-        let this = SetUp { first, below, ..set_up.clone() };
+    let nodes = nodes.into_iter().map(|Node { source, children }| {
+        let this = SetUp { first, children, ..set_up.clone() };
         first += this.workers();
         (this, source)
     });

@@ -1,9 +1,10 @@
 //! SPMD over sessions: one controller drives N workers, each behind any session of `rpc-core`.
 //!
-//! A program is written once, as a controller, and runs on workers that are threads, child processes, servers on other machines, or devices behind
-//! a chain of hops: one constructor says which. The controller issues commands (call a function, make or copy a tensor, run a collective), and every worker
-//! executes them in the same order. A [`DRef`] stands for one value on each worker. Tensors move between the workers directly, and not through the
-//! controller.
+//! A program is written once, as a controller, and runs on workers that are threads, child
+//! processes, servers on other machines, or devices behind a chain of hops: one constructor says
+//! which. The controller issues commands (call a function, make or copy a tensor, run a
+//! collective), and every worker executes them in the same order. A [`DRef`] stands for one value
+//! on each worker. Tensors move between the workers directly, and not through the controller.
 //!
 //! ```
 //! use disco::{ReduceOp, Scope, ThreadedSession, WorkerContext};
@@ -49,21 +50,27 @@
 //! | `DiscoWorker`, worker-side collectives | [`WorkerContext`] |
 //! | `import_python_module` | nothing: workers run the functions that their program registers |
 //!
-//! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::record`], [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`], [`DiscoSession::send_recv`],
-//! [`DiscoSession::reinit_ccl`]; and [`ShardLoader`], which loads weights of safetensors files.
+//! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::record`],
+//! [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`],
+//! [`DiscoSession::send_recv`], [`DiscoSession::reinit_ccl`]; and [`ShardLoader`], which loads
+//! weights of safetensors files.
 //!
 //! # When things break
 //!
-//! * What fails on a worker poisons the result there, and all that is made of it. [`DiscoSession::sync_worker`] and
-//!   [`DiscoSession::sync_all`] tell each failure once, with worker, command and cause; the session lives.
+//! * What fails on a worker poisons the result there, and all that is made of it.
+//!   [`DiscoSession::sync_worker`] and [`DiscoSession::sync_all`] tell each failure once, with
+//!   worker, command and cause; the session lives.
 //! * In a collective the failure of one worker poisons the outputs of all.
-//! * When a worker that is there never comes to a collective, goes on without it because its function failed, or cannot be reached by the others,
-//!   the collectives are *broken*: they return the cause, which names rank and call, and all else works. [`DiscoSession::ccl_state`] tells,
-//!   [`DiscoSession::reinit_ccl`] makes them anew, [`DiscoSession::abort_ccl`] breaks them. [`Options`] has the time limits.
-//! * When a worker dies, or its link breaks, the session ends: everybody who waits, and every later operation, gets the cause. Child processes end
-//!   with it.
+//! * When a worker that is there never comes to a collective, goes on without it because its
+//!   function failed, or cannot be reached by the others, the collectives are *broken*: they return
+//!   the cause, which names rank and call, and all else works. [`DiscoSession::ccl_state`] tells,
+//!   [`DiscoSession::reinit_ccl`] makes them anew, [`DiscoSession::abort_ccl`] breaks them.
+//!   [`Options`] has the time limits.
+//! * When a worker dies, or its link breaks, the session ends: everybody who waits, and every later
+//!   operation, gets the cause. Child processes end with it.
 //!
-//! Read first [`session`](DiscoSession), then `command`, `controller` and `worker`; [`ccl`] has the collectives themselves.
+//! Read first `controller/session.rs`, then `wire/command.rs`, `controller/dispatch.rs` and
+//! `worker/executor.rs`; [`ccl`] has the collectives themselves.
 
 #![deny(unsafe_code)]
 
@@ -91,7 +98,7 @@ pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
 pub use logs::WorkerLogLayer;
 pub use node::functions::register;
-pub use node::join::{JoinOptions, NodePlace, join, join_with};
+pub use node::join::{JoinOptions, NodeRank, join, join_with};
 pub use node::settings::NodeSettings;
 pub use node::worker_process::{serve_if_worker, serve_if_worker_with};
 pub use options::{Advertise, Hosting, Options};

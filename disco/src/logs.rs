@@ -1,7 +1,8 @@
-//! What workers log, on its way to the controller.
+//! Logs of workers, on their way to the controller.
 //!
-//! A worker runs in a span that names it, so that a program which has its workers as threads sees who logs. Elsewhere a layer of the process's
-//! subscriber passes on what is logged on workers' threads, and the controller logs it again.
+//! A worker runs in a span that names it, so that a program which has its workers as threads sees
+//! who logs. Elsewhere a layer of the process's subscriber passes on what is logged on workers'
+//! threads, and the controller logs it again.
 
 use std::cell::Cell;
 use std::fmt::{self, Write};
@@ -27,10 +28,10 @@ use crate::worker::context::WorkerContext;
 const MAX_LINE: usize = 16 << 10;
 
 /// Passes what workers of this process log on to their controllers, as far as these want it: see
-/// [`Options::worker_logs`](crate::Options::worker_logs). A layer for the subscriber of a program whose servers are nodes;
-/// [`serve_if_worker`](crate::serve_if_worker) sees to it by itself.
+/// [`Options::worker_logs`](crate::Options::worker_logs). A layer for the subscriber of a program
+/// whose servers are nodes; [`serve_if_worker`](crate::serve_if_worker) sees to it by itself.
 ///
-/// What is logged by another thread than the worker's is not passed on.
+/// Lines of other threads than the worker's are not passed on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WorkerLogLayer;
 
@@ -93,8 +94,8 @@ impl Visit for Text {
     }
 }
 
-/// Sees to it that what workers of this process log is passed on, if the program has no subscriber of its own. What other threads log goes to
-/// standard error, from warnings on.
+/// Sees to it that what workers of this process log is passed on, if the program has no subscriber
+/// of its own. What other threads log goes to standard error, from warnings on.
 pub(crate) fn install() {
     let elsewhere = tracing_subscriber::fmt::layer()
         .with_writer(io::stderr)
@@ -103,7 +104,8 @@ pub(crate) fn install() {
     let _ = tracing_subscriber::registry().with(WorkerLogLayer).with(elsewhere).try_init();
 }
 
-/// Has what a child process writes to standard error become lines of its worker's log, as far as that is wanted; otherwise it goes where this process's own goes.
+/// Has what a child process writes to standard error become lines of its worker's log, as far as
+/// that is wanted; otherwise it goes where this process's own goes.
 pub(crate) fn of_stderr(wanted: Option<u8>, log: impl Fn(LogLine) + Clone + Send + Sync + 'static) -> DialOptions {
     let level = number(Level::INFO);
     let take = move |pipe| {
@@ -170,7 +172,7 @@ pub(crate) fn show(worker: WorkerId, line: &LogLine) {
     }
     if !tracing::dispatcher::has_been_set() {
         let level = ["ERROR", "WARN", "INFO", "DEBUG"].get(usize::from(*level)).unwrap_or(&"TRACE");
-        // Who has closed standard error does not want to know.
+        // If standard error is closed, nothing can be said.
         let _ = io::Write::write_fmt(
             &mut io::stderr().lock(),
             format_args!("[{worker}] {level} {target}: {text}{missing}\n"),

@@ -1,4 +1,5 @@
-//! The runtime on which links do their input and output, and where numbers come from that nobody can guess.
+//! The runtime on which links do their input and output, and where numbers come from that nobody
+//! can guess.
 
 use std::io;
 use std::sync::OnceLock;
@@ -7,7 +8,8 @@ use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{Result, RpcError};
 use tokio::runtime::{Builder, Runtime};
 
-/// One for the process, with two threads, made at the first use: controllers work the same inside of async programs and outside.
+/// One for the process, with two threads, made at the first use: controllers work the same inside
+/// of async programs and outside.
 pub(crate) fn runtime() -> Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if let Some(runtime) = RUNTIME.get() {

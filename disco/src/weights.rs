@@ -1,6 +1,9 @@
-//! Weights: tensors of safetensors files, loaded straight to the workers, each of which reads its own part.
+//! Weights: tensors of safetensors files, loaded straight to the workers, each of which reads its
+//! own part.
 //!
-//! `format` has the files' header, `files` the files of a model, `cut` the parts of a tensor, `ahead` reading while something else is done, `reader` and `worker` what workers do, `loader` what the controller does.
+//! `format` has the files' header, `files` the files of a model, `cut` the parts of a tensor,
+//! `ahead` reading while something else is done, `reader` and `worker` what workers do, `loader`
+//! what the controller does.
 
 mod ahead;
 mod cut;
@@ -21,7 +24,7 @@ pub use loader::{ShardLoader, Unreadable};
 pub use reader::WeightReader;
 pub(crate) use worker::register;
 
-/// What each worker gets of a tensor.
+/// Part of a tensor that each worker gets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Part {
     /// All of it.
@@ -30,11 +33,14 @@ pub enum Part {
     Shard {
         /// The dimension that is divided, from 0. It has to divide evenly.
         dim: usize,
-        /// Among whom: all workers, or those of each group, so that every group has the whole tensor.
+        /// Among whom: all workers, or those of each group, so that every group has the whole
+        /// tensor.
         scope: Scope,
     },
-    /// What a function on the workers makes of it. The function takes a [`Shared<WeightReader>`](WeightReader), and nothing else but what a call itself gives, such as a
-    /// [`WorkerContext`](crate::WorkerContext), which says whose part is wanted. What it returns is the worker's value, usually a tensor.
+    /// Value that a function on the workers makes of the tensor. The function takes a
+    /// [`Shared<WeightReader>`](WeightReader), and nothing else but what a call itself gives, such
+    /// as a [`WorkerContext`](crate::WorkerContext), which says whose part is wanted. Its result is
+    /// the worker's value, usually a tensor.
     ///
     /// ```
     /// use disco::{WeightReader, WorkerContext};
@@ -64,7 +70,7 @@ impl Part {
         Self::Shard { dim, scope: Scope::Group }
     }
 
-    /// What this function returns.
+    /// Part that this function returns.
     pub fn with(function: impl Into<String>) -> Self {
         Self::With { function: function.into() }
     }

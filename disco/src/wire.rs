@@ -1,8 +1,12 @@
-//! Messages between the controller, the nodes and the workers: commands, events, set-ups, plans, and their bytes.
+//! Messages between the controller, the nodes and the workers: commands, events, set-ups, plans,
+//! and their bytes.
 
 pub(crate) mod codec;
 pub(crate) mod command;
 pub(crate) mod event;
+#[cfg(test)]
+mod golden;
 pub(crate) mod parameter;
 pub(crate) mod plan;
+pub(crate) mod relayed_pair;
 pub(crate) mod set_up;

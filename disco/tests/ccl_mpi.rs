@@ -1,4 +1,5 @@
-//! Collectives over MPI, among processes that `mpirun` starts: this test binary again, whose test `rank` runs a program by name.
+//! Collectives over MPI, among processes that `mpirun` starts: this test binary again, whose test
+//! `rank` runs a program by name.
 
 #[path = "ccl/launch.rs"]
 #[allow(dead_code)]
@@ -161,7 +162,8 @@ fn breakdown(result: Result<(), CclError>) -> Breakdown {
     }
 }
 
-/// What goes over a slow way gets there while its sender does something else: MPI moves messages only when it is called.
+/// Data on a slow way gets there while its sender does something else: MPI moves messages
+/// only when it is called.
 fn slow(process: &'static Process) {
     for encrypt in [false, true] {
         let mut limits = options(Duration::from_secs(120), Duration::from_secs(1));

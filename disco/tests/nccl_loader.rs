@@ -1,11 +1,12 @@
 //! The real library of collectives for GPUs, where there is one: what needs no GPU of it.
 //!
-//! `pip install --target FOLDER nvidia-nccl-cu12` gets one (some 300 MB), for `DISCO_NCCL_LIBRARY=FOLDER/nvidia/nccl/lib/libnccl.so.2`.
+//! `pip install --target FOLDER nvidia-nccl-cu12` gets one (some 300 MB), for
+//! `DISCO_NCCL_LIBRARY=FOLDER/nvidia/nccl/lib/libnccl.so.2`.
 
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use disco::ccl::nccl::{DeviceStream, Flavour, Library, Mark, NcclCcl, Options, UniqueId, Version};
+use disco::ccl::nccl::{DeviceStream, Library, Mark, NcclCcl, Options, UniqueId, Version};
 use disco::ccl::{Rank, host};
 use rpc_core::{Device, ErrorKind, RpcError};
 
@@ -17,10 +18,9 @@ fn library() -> Option<Arc<Library>> {
 #[test]
 fn the_library_says_what_it_is() {
     let Some(library) = library() else { return };
-    println!("found {} {library}", library.flavour());
+    println!("found {library}");
     assert!(library.version() >= Version::new(2, 14, 0));
     assert!(library.version().major < 10, "{}", library.version());
-    assert_eq!(library.flavour() == Flavour::Rccl, library.path().to_string_lossy().contains("rccl"));
     let again = Library::open(library.path()).unwrap();
     assert_eq!(again.version(), library.version());
 }

@@ -1,8 +1,9 @@
 //! Programs that would start themselves without end are refused: this program is such a program.
 //!
-//! Without arguments it runs the tests: each starts this program as one of the [`VICTIMS`], which lack a hook or call it
-//! where their children never come. Whatever is started adds a line to a file, and ends at once if the file has more
-//! than [`MOST_STARTS`] lines; a limit on processes and a time limit stand behind that.
+//! Without arguments it runs the tests: each starts this program as one of the [`VICTIMS`], which
+//! lack a hook or call it where their children never come. Whatever is started adds a line to a
+//! file, and ends at once if the file has more than [`MOST_STARTS`] lines; a limit on processes and
+//! a time limit stand behind that.
 
 // It is a test: whatever goes wrong is a reason to panic.
 #![allow(clippy::unwrap_used)]
@@ -31,8 +32,8 @@ const MOST_STARTS: usize = 12;
 /// A launch that must fail.
 type Launch = fn() -> Result<(), String>;
 
-/// The name of each victim, what it launches, how many processes it may become, and the text that its error or that of
-/// a child has to have.
+/// The name of each victim, what it launches, how many processes it may become, and the text that
+/// its error or that of a child has to have.
 const VICTIMS: [(&str, Launch, usize, &str); 4] = [
     // The first launch fails, so that there is one start.
     ("workers without a hook", launch_workers, 1, "disco::serve_if_worker(&registry);"),
@@ -94,7 +95,8 @@ fn append(variable: &str, line: &str) {
     file.write_all(format!("{line}\n").as_bytes()).unwrap();
 }
 
-/// Checks that a victim launches nothing that launches: it becomes `starts` processes, and their error has `text`.
+/// Checks that a victim launches nothing that launches: it becomes `starts` processes, and their
+/// error has `text`.
 fn refuses(victim: &str, starts: usize, text: &str) {
     let folder = tempfile::tempdir().unwrap();
     let (file, errors) = (folder.path().join("starts"), folder.path().join("errors"));

@@ -20,5 +20,6 @@ documents! {
     Operations: "docs/operations.md";
     Security: "docs/security.md";
     Weights: "docs/weights.md";
+    DiscoCrate: "disco/README.md";
     RpcServer: "rpc-server/README.md";
 }

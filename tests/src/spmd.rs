@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use disco::{
-    Advertise, DataAddress, DiscoSession, Hosting, JoinOptions, NodeListener, NodePlace, Options, ProcessSession,
+    Advertise, DataAddress, DiscoSession, Hosting, JoinOptions, NodeListener, NodeRank, Options, ProcessSession,
     ReduceOp, Scope, SocketSession, ThreadedSession, WeightFolders, WeightReader, WorkerContext,
 };
 use rpc_core::{
@@ -414,7 +414,7 @@ impl Launch {
                     let mut options = JoinOptions::default();
                     // One does not say which it is.
                     options.weights = Some(WeightFolders::new([readable_folder()]));
-                    options.place = (rank > 0).then_some(NodePlace { rank, nodes: num_workers });
+                    options.rank = (rank > 0).then_some(NodeRank { rank, nodes: num_workers });
                     std::thread::spawn({
                         let address = listener.address();
                         move || {

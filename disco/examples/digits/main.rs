@@ -1,7 +1,8 @@
-//! Trains a classifier of handwritten digits on several workers at once: each computes a gradient from its share of the images, and allreduce averages
-//! them.
+//! Trains a classifier of handwritten digits on several workers at once: each computes a gradient
+//! from its share of the images, and allreduce averages them.
 //!
-//! The program is written once, in `model.rs`; `place.rs` says where the workers run, of which it knows nothing.
+//! The program is written once, in `model.rs`; `place.rs` says where the workers run, of which it
+//! knows nothing.
 
 #[allow(unreachable_pub, reason = "tests use the file as part of a library")]
 mod model;

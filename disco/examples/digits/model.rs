@@ -1,4 +1,5 @@
-//! A softmax classifier of handwritten digits, trained data-parallel: the functions that run on workers, and the controller's part.
+//! A softmax classifier of handwritten digits, trained data-parallel: the functions that run on
+//! workers, and the controller's part.
 
 use std::io::Read;
 
@@ -11,9 +12,9 @@ pub const CLASSES: usize = 10;
 const PIXELS: usize = 64;
 /// Weights for each pixel and class, and a bias for each class behind them.
 const MODEL: usize = (PIXELS + 1) * CLASSES;
-/// How many images make one step, those of all workers together.
+/// Number of images of one step, those of all workers together.
 const BATCH: usize = 32;
-/// How often all training images are used for the promised accuracy.
+/// Number of times that all training images are used for the promised accuracy.
 pub const EPOCHS: usize = 40;
 const RATE: f64 = 0.3;
 const SEED: u64 = 0x5eed_0fd1_6175;
@@ -27,8 +28,9 @@ pub struct Digits {
 }
 
 impl Digits {
-    /// The data that this program carries: 1,797 images, shuffled, always in the same way. In the file the images of one
-    /// writer follow each other; shuffled, training and testing have all writers.
+    /// The data that this program carries: 1,797 images, shuffled, always in the same way. In the
+    /// file the images of one writer follow each other; shuffled, training and testing have all
+    /// writers.
     ///
     /// # Errors
     ///
@@ -52,13 +54,13 @@ impl Digits {
         Ok(digits)
     }
 
-    /// How many of the images, the first ones, are for training. The last fifth is for testing.
+    /// Number of images for training, the first ones. The last fifth is for testing.
     pub fn train_len(&self) -> usize {
         self.classes.len() * 4 / 5
     }
 }
 
-/// What the classifier does with the images that it was not trained on.
+/// Results of the classifier on images that it was not trained on.
 pub struct Score {
     /// Rows are the true classes, columns the predicted ones.
     pub confusion: [[u32; CLASSES]; CLASSES],
@@ -80,7 +82,8 @@ pub fn register(registry: &Registry) {
     registry.add("digits.predict", predict);
 }
 
-/// The mean gradient over the images that `batch` names among the worker's own, in `gradient`; behind it their mean loss.
+/// The mean gradient over the images that `batch` names among the worker's own, in `gradient`;
+/// behind it their mean loss.
 fn gradient(
     images: TensorView,
     classes: TensorView,
@@ -112,7 +115,8 @@ fn gradient(
     Ok(())
 }
 
-/// One step down the gradient that all workers have found together, and their loss added to `losses`.
+/// One step down the gradient that all workers have found together, and their loss added to
+/// `losses`.
 fn step(mut model: TensorViewMut, gradient: TensorView, mut losses: TensorViewMut, rate: f32) -> Result<()> {
     let [gradient @ .., loss] = gradient.as_slice::<f32>()? else { return Err(no_model()) };
     let (model, losses) = (model.as_mut_slice::<f32>()?, losses.as_mut_slice::<f64>()?);
@@ -166,12 +170,13 @@ fn probabilities(image: &[f32; PIXELS], model: &[f32]) -> [f32; CLASSES] {
     scores.map(|score| score / sum)
 }
 
-/// The controller's part: trains on the workers of `session`, each with its share of the images, and scores the result.
-/// `progress` is told each finished epoch and its mean loss. Each epoch uses all training images once.
+/// The controller's part: trains on the workers of `session`, each with its share of the images,
+/// and scores the result. `progress` is told each finished epoch and its mean loss. Each epoch uses
+/// all training images once.
 ///
 /// # Errors
 ///
-/// What has failed on workers, or with the session.
+/// Failures on workers, or of the session.
 pub async fn train(
     session: &DiscoSession,
     digits: &Digits,
@@ -179,7 +184,7 @@ pub async fn train(
     mut progress: impl FnMut(usize, f64),
 ) -> disco::Result<Score> {
     let workers = session.num_workers() as usize;
-    // What cannot be shared out evenly is left out: fewer images than there are workers.
+    // The remainder of an even division is left out: fewer images than there are workers.
     let share = digits.train_len() / workers;
     let images = shares(&digits.images, workers, share, PIXELS)?;
     let images = session.scatter(&images, None, Scope::World)?;
@@ -238,7 +243,8 @@ async fn score(session: &DiscoSession, digits: &Digits, model: &disco::DRef) -> 
     Ok(score)
 }
 
-/// The first rows as a tensor whose first dimension is that of workers: so many rows for each, with zeros where there are no more.
+/// The first rows as a tensor whose first dimension is that of workers: so many rows for each, with
+/// zeros where there are no more.
 fn shares<T: Element + Default + Clone>(rows: &[T], workers: usize, share: usize, width: usize) -> Result<Tensor> {
     let mut rows = rows[..rows.len().min(workers * share * width)].to_vec();
     rows.resize(workers * share * width, T::default());

@@ -1,4 +1,4 @@
-//! Where the workers of an example run, each way started from nothing and ended with the program.
+//! Launches of an example's workers, each started from nothing and ended with the program.
 
 use std::process::{Command, ExitCode};
 
@@ -28,7 +28,7 @@ enum Over {
     Tracker,
 }
 
-/// What else the program can be, for itself or for one on another machine.
+/// Other parts that the program can play, for itself or for one on another machine.
 #[derive(Subcommand)]
 pub(crate) enum Role {
     /// Serve the functions of workers
@@ -52,29 +52,31 @@ impl Role {
     }
 }
 
-/// Where the workers are to run.
+/// Arguments that say where the workers run.
 #[derive(clap::Args)]
 pub(crate) struct PlaceArgs {
-    /// How many workers
+    /// Number of workers
     #[arg(long, default_value_t = 4, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=64))]
     workers: u32,
-    /// Where they run
+    /// Place in which they run
     #[arg(long, value_enum, default_value_t = Over::Processes)]
     over: Over,
-    /// Use servers that this program has started elsewhere, with "serve", and --workers at each; may be repeated
+    /// Use servers that this program has started elsewhere, with "serve", and --workers at each;
+    /// may be repeated
     #[arg(long, value_name = "ADDRESS", conflicts_with = "over")]
     connect: Vec<String>,
 }
 
 impl PlaceArgs {
-    /// Whether servers run the workers, of which this program knows nothing but what they offer.
+    /// Returns true if servers run the workers, of which this program knows nothing but what they
+    /// offer.
     #[allow(dead_code, reason = "not every example asks")]
     pub(crate) fn is_on_servers(&self) -> bool {
         !self.connect.is_empty() || !matches!(self.over, Over::Threads | Over::Processes)
     }
 }
 
-/// What has been started. Dropping it ends the servers.
+/// Session and servers. Dropping it ends the servers.
 pub(crate) struct Place {
     pub(crate) session: DiscoSession,
     _servers: Vec<ServerProcess>,

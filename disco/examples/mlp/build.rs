@@ -6,8 +6,8 @@ use std::process::Command;
 
 use rpc_tvm::TvmFfi;
 
-/// Compiles `kernels.c` into `folder`, with the compiler that `CC` names, or `cc`. The headers are those that lie beside
-/// TVM-FFI's library.
+/// Compiles `kernels.c` into `folder`, with the compiler that `CC` names, or `cc`. The headers are
+/// those that lie beside TVM-FFI's library.
 pub(crate) fn kernels(folder: &Path) -> Result<PathBuf, Box<dyn Error>> {
     let (_, library) = TvmFfi::default().version()?;
     let include = library.ancestors().nth(2).map(|package| package.join("include"));

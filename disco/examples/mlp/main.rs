@@ -1,7 +1,8 @@
-//! A perceptron with two layers, spread over several workers: each has some of the hidden units, and allreduce adds up what they contribute.
+//! A perceptron with two layers, spread over several workers: each has some of the hidden units,
+//! and allreduce adds up what they contribute.
 //!
-//! The kernels are a native module, compiled from C by `build.rs` when the program starts; the workers load it. It needs a C compiler and TVM-FFI
-//! (`pip install apache-tvm-ffi`).
+//! The kernels are a native module, compiled from C by `build.rs` when the program starts; the
+//! workers load it. It needs a C compiler and TVM-FFI (`pip install apache-tvm-ffi`).
 
 mod build;
 #[path = "../digits/place.rs"]
@@ -27,10 +28,11 @@ const OUTPUTS: usize = 64;
 
 const STEPS: u32 = 50;
 
-/// How far sums in another order may be off, relative to the largest output.
+/// Largest error of sums in another order, relative to the largest output.
 const TOLERANCE: f32 = 1e-5;
 
-/// Runs a perceptron whose hidden units are spread over several workers, with kernels that are compiled from C.
+/// Runs a perceptron whose hidden units are spread over several workers, with kernels that are
+/// compiled from C.
 #[derive(Parser)]
 #[command(args_conflicts_with_subcommands = true)]
 struct Args {
@@ -84,7 +86,8 @@ fn run(place: PlaceArgs, registry: Registry) -> Result<(), Failure> {
     let part = HIDDEN / workers;
     let (x, first, second) = (random(1, BATCH * INPUTS), random(2, INPUTS * HIDDEN), random(3, HIDDEN * OUTPUTS));
 
-    // Each worker has some columns of the first layer's weights, and the same rows of the second one's.
+    // Each worker has some columns of the first layer's weights, and the same rows of the second
+    // one's.
     let columns: Vec<f32> = (0..workers)
         .flat_map(|worker| first.chunks(HIDDEN).flat_map(move |row| &row[worker * part..][..part]))
         .copied()

@@ -1,4 +1,5 @@
-//! How the workers of a session join groups whose data moves in NCCL: over communicators on host memory, which remain beside those for everything else.
+//! Joining groups whose data moves in NCCL: over communicators on host memory, which remain beside
+//! those for everything else.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -6,25 +7,26 @@ use std::sync::{Arc, LazyLock};
 
 use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
-use crate::ccl::membership::{Limits, Membership};
-use crate::ccl::nccl::{DeviceStream, Flavour, Library, NcclCcl, Options, UniqueId, Version};
+use crate::ccl::membership::{CollectiveTimeouts, Membership};
+use crate::ccl::nccl::{DeviceStream, Library, NcclCcl, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
 
-/// Joins as a worker of group `group_number` with this device, by communicators for control that all workers have.
+/// Joins as a worker of group `group_number` with this device, by communicators for control that
+/// all workers have.
 ///
 /// # Errors
 ///
-/// The same on all workers: the cause of the first one that cannot, such as a library that is not found, or versions that differ.
+/// The same on all workers: the cause of the first one that cannot, such as a library that is not
+/// found, or versions that differ.
 pub(crate) fn join(
     membership: Membership,
-    flavour: Flavour,
-    limits: Limits,
+    limits: CollectiveTimeouts,
     device: Device,
     group_number: u32,
 ) -> Result<Membership> {
     let Membership { epoch, world: mut control, group } = membership;
     // Everybody hears of whoever cannot.
-    let ready = library(flavour).and_then(|library| Ok((library, stream(device)?)));
+    let ready = library().and_then(|library| Ok((library, stream(device)?)));
     let own = ready.as_ref().map(|(library, _)| Own::new(library, device)).map_err(Clone::clone);
     Own::compare(&mut *control, own)?;
     let (library, stream) = ready?;
@@ -49,7 +51,7 @@ pub(crate) fn join(
 }
 
 /// The session's limits. The controller waits no longer for the groups than it has told.
-fn options(limits: Limits, mut options: Options) -> Options {
+fn options(limits: CollectiveTimeouts, mut options: Options) -> Options {
     options.join_timeout = limits.join;
     options.stall_timeout = limits.stall.max(options.stall_timeout);
     options.drain_timeout = limits.entry;
@@ -59,13 +61,8 @@ fn options(limits: Limits, mut options: Options) -> Options {
 /// The first version with `ncclCommSplit`.
 const SPLITS: Version = Version::new(2, 18, 0);
 
-fn library(flavour: Flavour) -> Result<Arc<Library>> {
-    let library = Library::load().map_err(|error| RpcError::new(ErrorKind::NotFound, error.to_string()))?;
-    if library.flavour() == flavour {
-        return Ok(library);
-    }
-    let text = format!("{flavour} was asked for, and {} is there ({})", library.flavour(), library.path().display());
-    Err(RpcError::unsupported(text))
+fn library() -> Result<Arc<Library>> {
+    Library::load().map_err(|error| RpcError::new(ErrorKind::NotFound, error.to_string()))
 }
 
 #[cfg(feature = "cuda")]
@@ -78,7 +75,7 @@ fn stream(device: Device) -> Result<Arc<dyn DeviceStream>> {
     Err(RpcError::unsupported(format!("this program was built without streams of {device}")))
 }
 
-/// What ranks compare before NCCL hears of any of them.
+/// Facts that ranks compare before NCCL hears of any of them.
 struct Own {
     /// Of the library.
     version: u32,
@@ -109,7 +106,8 @@ impl Own {
         Self { version: u32::from_le_bytes(word(0)), device: i32::from_le_bytes(word(4)), process }
     }
 
-    /// Whether all ranks have the same library, and none has its stream with another one. A rank that is not ready says why.
+    /// Checks that all ranks have the same library, and that no two share a stream. A rank that is
+    /// not ready gives its reason.
     fn compare(control: &mut dyn Ccl, own: Result<Self>) -> Result<()> {
         let mut all = vec![0; Self::LEN * control.size()];
         let own = own.map(|own| own.to_bytes());
@@ -122,7 +120,8 @@ impl Own {
         if let Some(other) = all.iter().position(|one| one.version != all[0].version) {
             let (first, second) = (version(all[0].version), version(all[other].version));
             return Err(RpcError::unsupported(format!(
-                "worker 0 has version {first} of the library of collectives, and worker {other} has {second}: all need the same"
+                "worker 0 has version {first} of the library of collectives, and worker {other} has {second}: all \
+                 need the same"
             )));
         }
         let mut seen = HashMap::new();
@@ -131,7 +130,8 @@ impl Own {
                 let device = one.device;
                 // The one's collective would be behind the other's, which waits for it.
                 return Err(RpcError::invalid_argument(format!(
-                    "workers {other} and {worker} are threads of one process with device {device} for both: give each a device, or a process (Hosting::Processes)"
+                    "workers {other} and {worker} are threads of one process with device {device} for both: give \
+                     each a device, or a process (Hosting::Processes)"
                 )));
             }
         }

@@ -3,9 +3,7 @@
 use rpc_core::{DeviceType, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
-use crate::ccl::nccl::Flavour;
-
-/// What carries the data of collectives among the workers of a session.
+/// Backend that carries the data of collectives among the workers of a session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Backend {
     /// Whatever there is between host memories: threads, segments, sockets.
@@ -15,13 +13,10 @@ pub(crate) enum Backend {
     Mpi,
     /// NVIDIA's NCCL, between the memories of GPUs.
     Nccl,
-    /// AMD's RCCL, likewise.
-    Rccl,
 }
 
 impl Backend {
-    const ALL: [(&str, Self); 4] =
-        [("host", Self::Host), ("mpi", Self::Mpi), ("nccl", Self::Nccl), ("rccl", Self::Rccl)];
+    const ALL: [(&str, Self); 3] = [("host", Self::Host), ("mpi", Self::Mpi), ("nccl", Self::Nccl)];
 
     /// The one that users call `name`.
     pub(crate) fn named(name: &str) -> Result<Self> {
@@ -36,16 +31,6 @@ impl Backend {
         match self {
             Self::Host | Self::Mpi => DeviceType::CPU,
             Self::Nccl => DeviceType::CUDA,
-            Self::Rccl => DeviceType::ROCM,
-        }
-    }
-
-    /// Which of NCCL's kind it is, if it is one.
-    pub(crate) fn flavour(self) -> Option<Flavour> {
-        match self {
-            Self::Host | Self::Mpi => None,
-            Self::Nccl => Some(Flavour::Nccl),
-            Self::Rccl => Some(Flavour::Rccl),
         }
     }
 }

@@ -6,7 +6,8 @@ use rpc_core::{Device, RpcError};
 
 use super::{Collective, Operation, Rank};
 
-/// The buffers of one call, lent to it until it returns; [memory of a device](Self::from_raw) for longer.
+/// The buffers of one call, lent to it until it returns; [memory of a device](Self::from_raw) for
+/// longer.
 ///
 /// Input and output either do not overlap at all, or are [one buffer](Self::in_place).
 #[derive(Debug)]
@@ -25,8 +26,8 @@ struct Span {
     len: usize,
 }
 
-// SAFETY: a span stands for a slice that was borrowed for `'a`, and slices of bytes may be sent to another thread; `from_raw`
-// had its caller promise the same.
+// SAFETY: a span stands for a slice that was borrowed for `'a`, and slices of bytes may be sent to
+// another thread; `from_raw` had its caller promise the same.
 unsafe impl Send for Buffers<'_> {}
 
 impl<'a> Buffers<'a> {
@@ -36,8 +37,9 @@ impl<'a> Buffers<'a> {
         Self { input: Some(Span::of(input)), output: Some(Span::of_mut(output)), ..Self::none() }
     }
 
-    /// One buffer for both. Where one of the two is longer than the other, the shorter one is this rank's share of the
-    /// longer: an allgather, for example, finds its input at `rank × count` of the buffer.
+    /// One buffer for both. Where one of the two is longer than the other, the shorter one is this
+    /// rank's share of the longer: an allgather, for example, finds its input at `rank × count` of
+    /// the buffer.
     #[must_use]
     pub fn in_place(buffer: &'a mut [u8]) -> Self {
         let span = Some(Span::of_mut(buffer));
@@ -62,9 +64,10 @@ impl<'a> Buffers<'a> {
         Self { input: None, output: None, in_place: false, device: Device::cpu(), lent: PhantomData }
     }
 
-    /// Buffers by address and length, for memory of `device` that no slice can stand for. The same address twice, where the lengths are those that
-    /// [`in_place`](Self::in_place) would use or equal, is the way to alias them. Each backend takes the memory that it can reach: `host` that of the
-    /// host, `nccl` that of its device.
+    /// Buffers by address and length, for memory of `device` that no slice can stand for. The same
+    /// address twice, where the lengths are those that [`in_place`](Self::in_place) would use or
+    /// equal, is the way to alias them. Each backend takes the memory that it can reach: `host`
+    /// that of the host, `nccl` that of its device.
     ///
     /// # Errors
     ///
@@ -72,9 +75,10 @@ impl<'a> Buffers<'a> {
     ///
     /// # Safety
     ///
-    /// For `'a` the input must be valid for reads and the output for reads and writes, on that device and from any thread, and nobody else may write to
-    /// the one or touch the other. Memory of a device that is not the host's is so until the stream of the communicator has done what it is for, or [`Ccl::complete`](super::Ccl::complete) has
-    /// returned.
+    /// For `'a` the input must be valid for reads and the output for reads and writes, on that
+    /// device and from any thread, and nobody else may write to the one or touch the other. Memory
+    /// of a device that is not the host's is so until the stream of the communicator has done what
+    /// it is for, or [`Ccl::complete`](super::Ccl::complete) has returned.
     pub unsafe fn from_raw(
         device: Device,
         input: Option<(*const u8, usize)>,
@@ -88,7 +92,8 @@ impl<'a> Buffers<'a> {
         {
             if a.start != b.start || a.len != b.len {
                 return Err(RpcError::invalid_argument(format!(
-                    "input ({} bytes at {:p}) and output ({} bytes at {:p}) overlap in part; they may be the same or apart",
+                    "input ({} bytes at {:p}) and output ({} bytes at {:p}) overlap in part; they may be the same \
+                     or apart",
                     a.len, a.start, b.len, b.start
                 )));
             }
@@ -101,19 +106,21 @@ impl<'a> Buffers<'a> {
     ///
     /// # Safety
     ///
-    /// For `'a` the buffer must be valid for reads and writes, on that device and from any thread, and nobody else may touch it.
+    /// For `'a` the buffer must be valid for reads and writes, on that device and from any thread,
+    /// and nobody else may touch it.
     pub(crate) unsafe fn in_place_raw(device: Device, start: *mut u8, len: usize) -> Self {
         let span = Some(Span { start, len });
         Self { input: span, output: span, in_place: true, device, lent: PhantomData }
     }
 
-    /// Where the memory is.
+    /// Returns the device whose memory it is.
     #[must_use]
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The buffers as `collective` needs them on `rank` of `size`. `reach` refuses memory that the backend has no access to.
+    /// The buffers as `collective` needs them on `rank` of `size`. `reach` refuses memory that the
+    /// backend has no access to.
     ///
     /// # Errors
     ///
@@ -188,7 +195,7 @@ impl Span {
     }
 }
 
-/// How many bytes a rank brings and takes; `None` where it has no part.
+/// Number of bytes that a rank brings and takes; `None` where it has no part.
 struct Needs {
     input: Option<usize>,
     output: Option<usize>,
@@ -220,24 +227,25 @@ impl Needs {
     }
 }
 
-/// Buffers of the right lengths, for as long as the call lasts. The pointers dangle where nothing is needed.
+/// Buffers of the right lengths, for as long as the call lasts. The pointers dangle where nothing
+/// is needed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lent {
     pub(crate) input: *const u8,
     pub(crate) output: *mut u8,
-    /// Whether there is anywhere to put a result.
+    /// True if there is anywhere to put a result.
     pub(crate) has_output: bool,
-    /// Whether this rank's input is (in) its output.
+    /// True if this rank's input is (in) its output.
     pub(crate) in_place: bool,
 }
 
-/// What a rank brings to a collective: its buffers, or the reason why it has none.
+/// Contribution of a rank to a collective: its buffers, or the reason why it has none.
 #[derive(Debug)]
 pub enum CollectiveInput<'a> {
     /// Its buffers.
     Ready(Buffers<'a>),
-    /// What should have made the input failed with this. The rank takes part nevertheless, so that nobody waits for it; of
-    /// the call only the operation has to agree with that of the others.
+    /// The error of whatever should have made the input. The rank takes part nevertheless, so that
+    /// no rank waits for it; only the operation of the call has to agree with that of the others.
     Poisoned(RpcError),
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong in a collective: for one call on all ranks, or for the group.
+//! Errors of collectives: of one call on all ranks, or of the group.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,8 +12,13 @@ use super::Rank;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CclError {
-    /// Two ranks made different calls. Every rank of the group gets this error, and the group lives on.
-    #[error("collective #{sequence}: rank {} is in {} and rank {} is in {}; all ranks must make the same call", .first.0, .first.1, .second.0, .second.1)]
+    /// Two ranks made different calls. Every rank of the group gets this error, and the group lives
+    /// on.
+    #[error(
+        "collective #{sequence}: rank {} is in {} and rank {} is in {}; all ranks must make the same call",
+        .first.0, .first.1,
+        .second.0, .second.1
+    )]
     Mismatch {
         /// The number of the collective in the group.
         sequence: u64,
@@ -22,7 +27,8 @@ pub enum CclError {
         /// The lowest rank that made another, and its call.
         second: (Rank, String),
     },
-    /// A rank had no input, or called wrongly. Every rank of the group gets this error, and the group lives on.
+    /// A rank had no input, or called wrongly. Every rank of the group gets this error, and the
+    /// group lives on.
     #[error("rank {rank} had no input for collective #{sequence}: {cause}")]
     Poisoned {
         /// The number of the collective in the group.
@@ -38,7 +44,7 @@ pub enum CclError {
 }
 
 impl CclError {
-    /// Whether the communicator is of no more use.
+    /// Returns true if the communicator is of no more use.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         matches!(self, Self::Broken(_))
@@ -46,7 +52,8 @@ impl CclError {
 }
 
 impl From<CclError> for RpcError {
-    /// Poison becomes its cause again, so that an error keeps its face however many collectives it runs through.
+    /// Poison becomes its cause again, so that an error keeps its face however many collectives it
+    /// runs through.
     fn from(error: CclError) -> Self {
         match error {
             CclError::Mismatch { .. } => Self::invalid_argument(error.to_string()),
@@ -68,22 +75,23 @@ impl From<CclError> for RpcError {
     }
 }
 
-/// How and where a group broke, as the rank saw it that noticed first.
+/// Breakdown of a group, as the rank saw it that noticed first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Breakdown {
-    /// What happened.
+    /// Cause of the breakdown.
     pub cause: BreakCause,
     /// The rank that it happened to; for an abort, the one that called it.
     pub rank: Rank,
-    /// Who noticed.
+    /// Rank that noticed first.
     pub noticed_by: Rank,
-    /// The call in which it was noticed, such as `allreduce(sum) of 1048576 float32 #128`; empty between calls.
+    /// The call in which it was noticed, such as `allreduce(sum) of 1048576 float32 #128`; empty
+    /// between calls.
     pub during: String,
-    /// What every rank was known to be doing then, in a line each.
+    /// Calls that the ranks were known to be in then, one line each.
     pub flights: String,
 }
 
-/// What broke a group.
+/// Cause of a breakdown.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BreakCause {
@@ -95,7 +103,8 @@ pub enum BreakCause {
     Silent,
     /// The rank is there and did not come to the collective in time.
     NeverEntered,
-    /// The rank is there and went on without the collective: what should have brought it there failed, or took another way.
+    /// The rank is there and went on without the collective: what should have brought it there
+    /// failed, or took another way.
     OutOfStep,
     /// [`Control::abort`](super::Control::abort) was called, for this reason.
     Aborted(String),
@@ -103,7 +112,7 @@ pub enum BreakCause {
     Link(String),
     /// The rank sent what it should not have.
     Protocol(String),
-    /// What moves the data for the rank failed, or came to no end.
+    /// The backend that moves the data for the rank failed, or did not finish.
     Backend(String),
 }
 
@@ -116,7 +125,8 @@ impl Breakdown {
             if bytes.len() <= room {
                 return bytes;
             }
-            // The table of flights is the longest part and the least needed; what remains is cut short.
+            // The table of flights is the longest part and the least needed; what remains is cut
+            // short.
             this.flights.clear();
             this.during = cut(&this.during, room / 4);
             match &mut this.cause {
@@ -154,7 +164,8 @@ impl fmt::Display for Breakdown {
                 let noticed_by = self.noticed_by;
                 write!(
                     f,
-                    "rank {rank} went on without a collective that others wait in; noticed by rank {noticed_by} in {during}"
+                    "rank {rank} went on without a collective that others wait in; noticed by rank {noticed_by} in \
+                     {during}"
                 )
             }
             BreakCause::Aborted(reason) => write!(f, "aborted by rank {rank} ({during}): {reason}"),

@@ -1,8 +1,8 @@
-//! Collectives on host memory: between [threads] of a process, between the processes of a machine through a [segment](Offer), and
-//! between machines over [sockets](Listener).
+//! Collectives on host memory: between [threads] of a process, between the processes of a machine
+//! through a [segment](Offer), and between machines over [sockets](Listener).
 //!
-//! The algorithm follows from a static table by launch kind, operation and size, and all of them fold every element once, in the order of
-//! ranks: results are the same bits whichever is used.
+//! The algorithm follows from a static table by launch kind, operation and size, and all of them
+//! fold every element once, in the order of ranks: results are the same bits whichever is used.
 //!
 //! | | up to 16 KiB of input | more |
 //! | --- | --- | --- |
@@ -54,25 +54,28 @@ pub const MAX_SHARED_RANKS: usize = 256;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// How long a rank waits for others to enter a collective that it is in; `None` for ever. A worker that computes for longer than this between two
-    /// collectives breaks its group. Default: 5 minutes.
+    /// Time that a rank waits for others to enter a collective that it is in; `None` for ever. A
+    /// worker that computes for longer than this between two collectives breaks its group. Default:
+    /// 5 minutes.
     pub entry_timeout: Option<Duration>,
-    /// How long a rank waits, within a collective that all have entered, for another one that makes no progress.
-    /// Twice that for one that says that it waits for another in turn, and so has time to tell whom. Default: 15 seconds.
+    /// Time that a rank waits, within a collective that all have entered, for another one that
+    /// makes no progress. Twice that for one that says that it waits for another in turn, and so
+    /// has time to tell whom. Default: 15 seconds.
     pub stall_timeout: Duration,
-    /// How long making a group waits for all ranks. Default: 30 seconds.
+    /// Time that making a group waits for all ranks. Default: 30 seconds.
     pub join_timeout: Duration,
-    /// How many ranks, of all groups together, run on this machine's cores, so that ranks that have to take turns do not spin. Default: as many as the
-    /// group has.
+    /// Number of ranks, of all groups together, run on this machine's cores, so that ranks that
+    /// have to take turns do not spin. Default: as many as the group has.
     pub ranks_on_machine: Option<usize>,
     /// The number of this making of the group. Default: 0.
     pub epoch: u64,
-    /// From how many bytes on processes of one machine read from each other's buffers, if the system permits that to all of them; smaller data goes through
-    /// their segment, which costs less than system calls and the kernel's walk over small pages. `None` is never. Default: 4 MiB, because tensors of that
-    /// size have large pages.
+    /// From how many bytes on processes of one machine read from each other's buffers, if the
+    /// system permits that to all of them; smaller data goes through their segment, which costs
+    /// less than system calls and the kernel's walk over small pages. `None` is never. Default: 4
+    /// MiB, because tensors of that size have large pages.
     pub read_from: Option<usize>,
-    /// Whether what goes over connections between ranks can be neither read nor changed on the way, under keys that follow from the session's. Memory
-    /// that ranks share is not concerned. Default: false.
+    /// True if bytes on connections between ranks are encrypted and authenticated, under keys
+    /// derived from the session's. Shared memory is not concerned. Default: false.
     pub encrypt: bool,
 }
 
@@ -92,8 +95,8 @@ impl Default for Options {
 
 /// A group of `size` threads of this process: a communicator for each, in the order of ranks.
 ///
-/// Each rank works directly on the others' buffers, so that large data moves once. Nothing is read or written there after a call has
-/// returned, however it has ended.
+/// Each rank works directly on the others' buffers, so that large data moves once. Nothing is read
+/// or written there after a call has returned, however it has ended.
 ///
 /// # Errors
 ///

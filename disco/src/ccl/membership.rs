@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 use super::{Ccl, Control};
 use crate::options::Options;
 
-/// How long workers wait for each other.
+/// Time limits of workers that wait for each other.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Limits {
+pub(crate) struct CollectiveTimeouts {
     pub(crate) entry: Option<Duration>,
     pub(crate) stall: Duration,
     pub(crate) join: Duration,
 }
 
-impl Limits {
+impl CollectiveTimeouts {
     pub(crate) fn of(options: &Options) -> Self {
         let Options { collective_timeout, stall_timeout, init_timeout, .. } = options;
         Self { entry: *collective_timeout, stall: *stall_timeout, join: *init_timeout }

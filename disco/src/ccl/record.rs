@@ -8,26 +8,26 @@ use parking_lot::Mutex;
 
 use super::{CclError, Collective};
 
-/// How many calls are kept.
+/// Number of calls that are kept.
 const KEPT: usize = 64;
 
 /// One call of a rank.
 #[derive(Clone, Debug)]
 pub struct Flight {
-    /// Its number. Collectives of a group count together, from 1; transfers between two ranks have a count of their own on each pair and
-    /// direction.
+    /// Its number. Collectives of a group count together, from 1; transfers between two ranks have
+    /// a count of their own on each pair and direction.
     pub sequence: u64,
     /// The call.
     pub collective: Collective,
     /// When this rank entered it.
     pub entered: Instant,
-    /// How long it took; `None` while it runs.
+    /// Duration of the call; `None` while it runs.
     pub took: Option<Duration>,
-    /// How it ended.
+    /// Outcome of the call.
     pub outcome: Outcome,
 }
 
-/// How a call ended.
+/// Outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Outcome {

@@ -1,4 +1,4 @@
-//! Whether the collectives of a session run: the states that its data plane goes through, seen from the controller.
+//! States of a session's collectives, seen from the controller.
 //!
 //! ```text
 //!             a worker finds a communicator broken, or abort_ccl
@@ -9,7 +9,8 @@
 //!      └── all have joined ────┘       └── some did not come ────────┘
 //! ```
 //!
-//! Each making of the communicators has a number, its *epoch*; what is said of an earlier one is of no interest.
+//! Each making of the communicators has a number, its *epoch*; what is said of an earlier one is of
+//! no interest.
 
 use rpc_core::{ErrorKind, RpcError};
 
@@ -17,13 +18,14 @@ use crate::ccl::backend::Backend;
 use crate::error::WorkerId;
 use crate::wire::event::Report;
 
-/// Whether the collectives of a session run.
+/// State of a session's collectives.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum CclState {
-    /// They do, as far as anybody knows.
+    /// The collectives run, as far as the controller knows.
     Running,
-    /// They return the cause; all other commands run. [`reinit_ccl`](crate::DiscoSession::reinit_ccl) makes them anew.
+    /// They return the cause; all other commands run.
+    /// [`reinit_ccl`](crate::DiscoSession::reinit_ccl) makes them anew.
     Broken(Breakage),
     /// They are being made anew.
     Reinitialising,
@@ -32,25 +34,28 @@ pub enum CclState {
 }
 
 impl CclState {
-    /// How they broke, if they have.
+    /// Returns the breakage, if the collectives are broken.
     pub fn breakage(&self) -> Option<&Breakage> {
         if let Self::Broken(breakage) = self { Some(breakage) } else { None }
     }
 }
 
-/// How the collectives of a session broke.
+/// Breakage of a session's collectives.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Breakage {
-    /// What happened, and what each rank was known to be doing then: the number, the operation, the type and the count of its call.
+    /// Cause, and the call that each rank was known to be in: its number, operation, type and
+    /// count.
     pub cause: RpcError,
-    /// The worker that it happened to: that died, fell silent or never came. `None` where it is nobody's fault or nobody knows.
+    /// The worker that it happened to: that died, fell silent or never came. `None` where it is
+    /// nobody's fault or nobody knows.
     pub culprit: Option<WorkerId>,
-    /// The workers that have found a communicator broken so far, in the order in which they said so.
+    /// The workers that have found a communicator broken so far, in the order in which they said
+    /// so.
     pub noticed_by: Vec<WorkerId>,
 }
 
-/// What a controller knows of the communicators of its workers.
+/// The controller's knowledge of its workers' communicators.
 #[derive(Debug, Default)]
 pub(crate) struct Collectives {
     /// Of those that are there, or are being made.
@@ -65,7 +70,7 @@ impl Collectives {
         self.epoch
     }
 
-    /// What they are made with, until another one is chosen.
+    /// Returns the backend that they are made with, until another one is chosen.
     pub(crate) fn backend(&self) -> Backend {
         self.backend
     }
@@ -78,7 +83,8 @@ impl Collectives {
         }
     }
 
-    /// Takes what a worker has found. Says whether that is news, which the others have to hear.
+    /// Takes the report of a worker. Returns true if it is the first of the epoch, which the other
+    /// workers have to get.
     pub(crate) fn broke(&mut self, worker: WorkerId, report: Report) -> bool {
         if report.epoch != self.epoch {
             return false;
@@ -114,7 +120,7 @@ impl Collectives {
     ///
     /// # Errors
     ///
-    /// Somebody else does already.
+    /// Another caller has begun already.
     pub(crate) fn begin(&mut self) -> Result<(), RpcError> {
         if std::mem::replace(&mut self.being_made, true) {
             let text = "the collectives are being made anew already: wait for that before the next time";
@@ -168,7 +174,7 @@ mod tests {
         assert!(!collectives.broke(WorkerId(0), report(0, Some(1), "old")));
         collectives.finish();
         assert_eq!(collectives.state(), CclState::Running);
-        // One that cannot even begin leaves things as they were.
+        // One that cannot even begin processes things as they were.
         assert!(collectives.broke(WorkerId(0), report(1, Some(1), "new")));
         collectives.begin().unwrap();
         collectives.finish();

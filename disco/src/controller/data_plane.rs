@@ -1,4 +1,5 @@
-//! The data plane, as the controller plans it: how its workers are to join each other for collectives.
+//! The data plane, as the controller plans it: how its workers are to join each other for
+//! collectives.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Weak;
@@ -7,16 +8,16 @@ use rpc_core::{Device, Pack, Packed, RpcError};
 
 use crate::ccl::backend::Backend;
 use crate::ccl::host::{Address, SessionKey};
-use crate::ccl::membership::Limits;
+use crate::ccl::membership::CollectiveTimeouts;
 use crate::controller::dispatch::Controller;
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::link::upstream::Upstream;
 use crate::wire::command::Command;
-use crate::wire::plan::{Place, Plan, Way};
-use crate::wire::set_up::Leaf;
+use crate::wire::plan::{JoinPlan, Plan, WorkerLocation};
+use crate::wire::set_up::WorkerProcess;
 
 impl Controller {
-    /// Begins to talk to the hosts, and tells the workers how they meet.
+    /// Starts the links, and has the workers join each other.
     pub(crate) async fn start(&self) -> Result<()> {
         let this: Weak<dyn Upstream> = self.this.clone();
         for (number, link) in self.links.iter().enumerate() {
@@ -25,31 +26,32 @@ impl Controller {
         self.meet(0, Backend::default(), Vec::new()).await.map(drop)
     }
 
-    /// Tells the workers how they meet in this epoch; gives the number of that command. Where there is an error they have not been told.
+    /// Has the workers join each other in this epoch. Returns the number of the command; after an
+    /// error none was issued.
     pub(crate) async fn meet(&self, epoch: u64, backend: Backend, devices: Vec<Device>) -> Result<u64> {
-        let way = match backend {
+        let join = match backend {
             // NCCL knows nothing of failures: beside it the ranks have what host memory has.
-            Backend::Host | Backend::Nccl | Backend::Rccl => self.plan(epoch).await?,
+            Backend::Host | Backend::Nccl => self.plan(epoch).await?,
             Backend::Mpi => self.plan_mpi()?,
         };
-        let limits = Limits::of(&self.options);
-        let plan = Packed::encode(&Plan { epoch, way, accelerated: backend.flavour(), limits, devices })?;
+        let timeouts = CollectiveTimeouts::of(&self.options);
+        let plan = Packed::encode(&Plan { epoch, join, nccl: backend == Backend::Nccl, timeouts, devices })?;
         self.lock().collectives.advance(epoch, backend);
         self.push(Command::InitCcl { plan })
     }
 
-    /// How workers meet that are processes of one job of MPI.
-    fn plan_mpi(&self) -> Result<Way> {
+    /// Plans the data plane of workers that are processes of one job of MPI.
+    fn plan_mpi(&self) -> Result<JoinPlan> {
         let unfit = |why: String| DiscoError::from(RpcError::unsupported(format!("no collectives over MPI: {why}")));
         let mut ranks: Vec<u32> = Vec::new();
         let mut job: Option<&str> = None;
-        let leaves = self.links.iter().flat_map(|link| &link.info.leaves);
-        for (worker, leaf) in leaves.enumerate() {
-            let Some(seat) = leaf.mpi.as_ref().filter(|_| leaf.count == 1) else {
+        let processes = self.links.iter().flat_map(|link| &link.info.processes);
+        for (worker, process) in processes.enumerate() {
+            let Some(seat) = process.mpi.as_ref().filter(|_| process.count == 1) else {
                 return Err(unfit(format!(
                     "the process of worker {worker} has {}; start each worker as a process of its own, as in: \
                      mpirun -n 4 rpc-server worker --mpi --controller ADDRESS",
-                    if leaf.mpi.is_some() { "several workers" } else { "not started MPI" }
+                    if process.mpi.is_some() { "several workers" } else { "not started MPI" }
                 )));
             };
             if *job.get_or_insert(&seat.job) != seat.job || ranks.contains(&seat.rank) {
@@ -57,21 +59,22 @@ impl Controller {
             }
             ranks.push(seat.rank);
         }
-        Ok(Way::Mpi { key: SessionKey::generate()?, encrypt: self.is_encrypted(), ranks })
+        Ok(JoinPlan::Mpi { key: SessionKey::generate()?, encrypt: self.is_encrypted(), ranks })
     }
 
-    /// Whoever could read or change the data could as well read or change the commands, where those are not encrypted.
+    /// Returns true if data is to be encrypted: if any control link is. Otherwise commands could be
+    /// read and changed as well.
     fn is_encrypted(&self) -> bool {
         self.links.iter().any(|link| link.is_encrypted)
     }
 
-    async fn plan(&self, epoch: u64) -> Result<Way> {
-        let leaves: Vec<&Leaf> = self.links.iter().flat_map(|link| &link.info.leaves).collect();
-        if let [_] = leaves[..] {
-            return Ok(Way::Threads);
+    async fn plan(&self, epoch: u64) -> Result<JoinPlan> {
+        let processes: Vec<&WorkerProcess> = self.links.iter().flat_map(|link| &link.info.processes).collect();
+        if let [_] = processes[..] {
+            return Ok(JoinPlan::Threads);
         }
-        let machine = leaves.first().map_or("", |leaf| &leaf.machine);
-        let together = !machine.is_empty() && leaves.iter().all(|leaf| leaf.machine == machine);
+        let machine = processes.first().map_or("", |process| &process.machine);
+        let together = !machine.is_empty() && processes.iter().all(|process| process.machine == machine);
         #[cfg(target_os = "linux")]
         if together
             && self.options.data_addresses.is_empty()
@@ -80,12 +83,12 @@ impl Controller {
             let (session, host) = self.far_end(0)?;
             let offer = session.get_function("disco.offer").await?;
             let tickets: Pack<Vec<crate::ccl::host::Ticket>> = offer.call((&host, epoch)).await?;
-            return Ok(Way::Segments(tickets.0));
+            return Ok(JoinPlan::Segments(tickets.0));
         }
         let nodes = self.links.iter().map(|link| link.nodes).sum();
         let addresses = self.data_addresses();
         let known = addresses.iter().flatten().count();
-        // Without an address there may still be somebody who relays.
+        // Without an address a node or the controller may still relay.
         let may_relay = self.options.allow_controller_relay || self.links.iter().any(|link| link.nodes > 1);
         if addresses.len() != nodes || known < nodes && !together && !may_relay {
             let why = format!(
@@ -93,16 +96,17 @@ impl Controller {
                  (Options::data_addresses, or --data-address there), or have the controller relay the data \
                  (Options::allow_controller_relay)"
             );
-            return Ok(Way::Apart { why });
+            return Ok(JoinPlan::Apart { why });
         }
         let this: Weak<dyn Upstream> = self.this.clone();
-        let (mut world, mut groups, mut places) = (Vec::new(), Vec::new(), Vec::new());
-        let machines = machines(&leaves);
+        let (mut world, mut groups, mut locations) = (Vec::new(), Vec::new(), Vec::new());
+        let machines = machines(&processes);
         let mut addresses = addresses.into_iter();
         for (number, link) in self.links.iter().enumerate() {
             link.take_relays(number, &this).await?;
             let these: Vec<_> = addresses.by_ref().take(link.nodes).collect();
-            // Where no address is known those beside the workers can still use this one, and a relay of their node.
+            // If no address is known, workers beside each other can still use this one, and so can
+            // a relay of their node.
             let listening = these.iter().map(|address| address.unwrap_or(Ipv4Addr::LOCALHOST.into())).collect();
             let listening = link.listen(listening).await?;
             // All nodes have as many workers.
@@ -111,20 +115,21 @@ impl Controller {
                 world.push(self.advertised(worker, one.world));
                 groups.extend(one.group.map(|group| self.advertised(worker, group)));
                 let is_local = these.get(at / per_node.max(1)).is_none_or(Option::is_none);
-                places.push(Place { machine: machines[worker as usize], is_local });
+                locations.push(WorkerLocation { machine: machines[worker as usize], is_local });
             }
         }
-        Ok(Way::Sockets { key: SessionKey::generate()?, encrypt: self.is_encrypted(), world, groups, places })
+        Ok(JoinPlan::Sockets { key: SessionKey::generate()?, encrypt: self.is_encrypted(), world, groups, locations })
     }
 
-    /// Where the workers of each node are to listen for data: as the settings say, or else the nodes themselves.
+    /// Returns the address at which the workers of each node are to listen for data: the one in the
+    /// settings, or else the node's own.
     fn data_addresses(&self) -> Vec<Option<IpAddr>> {
         let told = self.links.iter().flat_map(|link| link.info.data_addresses.iter().copied());
         let set = &self.options.data_addresses;
         if set.is_empty() { told.collect() } else { set.iter().copied().map(Some).collect() }
     }
 
-    /// Where others reach what a worker listens at.
+    /// Returns the address at which others reach a worker's listener.
     fn advertised(&self, worker: u32, bound: Address) -> Address {
         match (bound, &self.options.advertise) {
             (Address::Tcp(bound), Some(advertise)) => Address::Tcp(advertise.address(WorkerId(worker), bound)),
@@ -137,13 +142,13 @@ impl Controller {
     }
 }
 
-/// Which machine each worker is on, by a number.
-fn machines(leaves: &[&Leaf]) -> Vec<u32> {
-    let number = |(at, leaf): (usize, &&Leaf)| {
-        let is_same = |other: &&Leaf| !leaf.machine.is_empty() && other.machine == leaf.machine;
-        // Where that is not known each process has its own.
-        let first = leaves.iter().position(is_same).unwrap_or(at);
-        std::iter::repeat_n(first as u32, leaf.count as usize)
+/// Returns the machine of each worker, as a number.
+fn machines(processes: &[&WorkerProcess]) -> Vec<u32> {
+    let number = |(at, process): (usize, &&WorkerProcess)| {
+        let is_same = |other: &&WorkerProcess| !process.machine.is_empty() && other.machine == process.machine;
+        // If the machine is unknown, each process has its own.
+        let first = processes.iter().position(is_same).unwrap_or(at);
+        std::iter::repeat_n(first as u32, process.count as usize)
     };
-    leaves.iter().enumerate().flat_map(number).collect()
+    processes.iter().enumerate().flat_map(number).collect()
 }

@@ -1,4 +1,5 @@
-//! The controller: gives commands their numbers, passes each to all links or to none, and knows what the workers have said.
+//! The controller: gives commands their numbers, passes each to all links or to none, and knows
+//! what the workers have said.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -12,9 +13,9 @@ use crate::controller::ccl_state::{CclState, Collectives};
 use crate::controller::tickets::Ticket;
 use crate::error::{DiscoError, Failure, Result, WorkerId};
 use crate::link::node_link::Link;
-use crate::link::relay::Closing;
+use crate::link::relay::ClosedFlag;
 use crate::options::{Hosting, Options};
-use crate::weights::progress::Watcher;
+use crate::weights::progress::ProgressReporter;
 use crate::wire::command::{Command, Queued, Register};
 use crate::wire::plan::Layout;
 
@@ -24,14 +25,14 @@ pub(crate) struct Controller {
     pub(crate) layout: Layout,
     pub(crate) options: Options,
     pub(crate) links: Vec<Link>,
-    /// Whether commands have to be encoded.
+    /// True if commands have to be encoded.
     encodes: bool,
-    /// What is relayed here.
-    pub(super) relays: Arc<Closing>,
-    state: Mutex<State>,
+    /// Closed when the session ends: ends all relaying at the controller.
+    pub(super) relays: Arc<ClosedFlag>,
+    state: Mutex<ControllerState>,
 }
 
-pub(crate) struct State {
+pub(crate) struct ControllerState {
     /// The number of the last command.
     pub(super) sequence: u64,
     /// The credit that all commands have taken so far.
@@ -43,15 +44,15 @@ pub(crate) struct State {
     registers: Registers,
     last_program: u32,
     last_loader: u64,
-    /// Who is told of the progress of which loader.
-    pub(super) watchers: HashMap<u64, Arc<Watcher>>,
+    /// Progress reporters, by the number of their loader.
+    pub(super) reporters: HashMap<u64, Arc<ProgressReporter>>,
     pub(super) last_ticket: u64,
     pub(super) tickets: HashMap<u64, Ticket>,
-    /// Failures that nobody has been told of, in the order in which they came.
+    /// Failures that have not been reported yet, in the order in which they came.
     pub(crate) failures: Vec<Failure>,
     pub(crate) collectives: Collectives,
     pub(crate) ended: Option<RpcError>,
-    /// Who waits for credit.
+    /// Tasks that wait for credit.
     pub(super) room: Vec<Waker>,
 }
 
@@ -65,7 +66,7 @@ struct Registers {
 
 impl Controller {
     pub(crate) fn new(layout: Layout, options: Options, links: Vec<Link>) -> Arc<Self> {
-        let state = State {
+        let state = ControllerState {
             sequence: 0,
             issued: 0,
             executed: vec![0; layout.world_size as usize],
@@ -73,7 +74,7 @@ impl Controller {
             registers: Registers::default(),
             last_program: 0,
             last_loader: 0,
-            watchers: HashMap::new(),
+            reporters: HashMap::new(),
             last_ticket: 0,
             tickets: HashMap::new(),
             failures: Vec::new(),
@@ -81,8 +82,9 @@ impl Controller {
             ended: None,
             room: Vec::new(),
         };
-        // Also where a host of this process passes them on: what cannot be encoded is to be refused before it has a number.
-        let is_several = |link: &Link| link.nodes > 1 || link.info.leaves.len() > 1;
+        // Also where a host of this process passes them on: what cannot be encoded is to be refused
+        // before it has a number.
+        let is_several = |link: &Link| link.nodes > 1 || link.info.processes.len() > 1;
         let passes_on = options.hosting == Hosting::Processes || links.iter().any(is_several);
         let encodes = passes_on || links.iter().any(Link::is_remote);
         Arc::new_cyclic(|this| Self {
@@ -112,19 +114,19 @@ impl Controller {
         state.last_program
     }
 
-    /// A number for a loader of weights, whose progress is told from now on.
-    pub(crate) fn watch_loader(&self, watcher: Arc<Watcher>) -> u64 {
+    /// Takes a number for a loader of weights, whose progress goes to `reporter` from now on.
+    pub(crate) fn watch_loader(&self, reporter: Arc<ProgressReporter>) -> u64 {
         let mut state = self.lock();
         state.last_loader += 1;
         let number = state.last_loader;
-        state.watchers.insert(number, watcher);
+        state.reporters.insert(number, reporter);
         number
     }
 
-    /// The progress of the loader is told no more.
+    /// Ends the progress reports of a loader.
     pub(crate) fn forget_loader(&self, number: u64) {
-        let watcher = self.lock().watchers.remove(&number);
-        drop(watcher);
+        let reporter = self.lock().reporters.remove(&number);
+        drop(reporter);
     }
 
     /// Pairs of workers, as transfers have them.
@@ -156,7 +158,8 @@ impl Controller {
     ///
     /// # Errors
     ///
-    /// The session has ended; the command is too large; or credit is used up inside an async runtime.
+    /// The session has ended; the command is too large; or credit is used up inside an async
+    /// runtime.
     pub(crate) fn issue(&self, command: Command) -> Result<()> {
         if !self.has_room() {
             let waited = blocking::block_on(self.room());
@@ -186,7 +189,7 @@ impl Controller {
         state.ended.is_some() || self.fits(&state)
     }
 
-    pub(super) fn fits(&self, state: &State) -> bool {
+    pub(super) fn fits(&self, state: &ControllerState) -> bool {
         let slowest = state.executed.iter().copied().min().unwrap_or(0);
         state.issued.saturating_sub(slowest) < self.options.window
     }
@@ -210,7 +213,7 @@ impl Controller {
         Ok(state.sequence)
     }
 
-    /// Ends the session: the first reason counts, and everybody who waits hears of it.
+    /// Ends the session: the first reason counts, and all callers that wait get it.
     pub(crate) fn end(&self, error: RpcError) {
         let mut state = self.lock();
         if state.ended.is_some() {
@@ -228,7 +231,7 @@ impl Controller {
         self.links.iter().for_each(Link::close);
     }
 
-    /// Breaks the collectives for everybody.
+    /// Breaks the collectives on all workers.
     pub(crate) fn abort_ccl(&self, reason: &str) -> Result<()> {
         let mut state = self.lock();
         if let Some(error) = &state.ended {
@@ -243,7 +246,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Whether the collectives run.
+    /// Returns the state of the collectives.
     pub(crate) fn ccl_state(&self) -> CclState {
         let state = self.lock();
         state.ended.clone().map_or_else(|| state.collectives.state(), CclState::Ended)
@@ -254,7 +257,7 @@ impl Controller {
         ended.unwrap_or_else(|| RpcError::new(ErrorKind::Closed, "the session is ending"))
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, ControllerState> {
         self.state.lock()
     }
 }

@@ -16,14 +16,14 @@ use crate::wire::command::{self, Command, HostTensor, MAX_INLINE_TENSOR, OWN, Re
 ///
 /// Dropping the last clone frees the values, behind all commands that use them. It never blocks.
 #[derive(Clone)]
-pub struct DRef(Arc<Held>);
+pub struct DRef(Arc<OwnedRegister>);
 
-struct Held {
+struct OwnedRegister {
     controller: Arc<Controller>,
     register: Register,
 }
 
-impl Drop for Held {
+impl Drop for OwnedRegister {
     fn drop(&mut self) {
         self.controller.kill(self.register);
     }
@@ -32,7 +32,7 @@ impl Drop for Held {
 impl DRef {
     /// A fresh register, which no worker has set.
     pub(crate) fn fresh(controller: &Arc<Controller>) -> Self {
-        Self(Arc::new(Held { controller: Arc::clone(controller), register: controller.take_register() }))
+        Self(Arc::new(OwnedRegister { controller: Arc::clone(controller), register: controller.take_register() }))
     }
 
     pub(crate) fn controller(&self) -> &Arc<Controller> {
@@ -48,7 +48,8 @@ impl DRef {
         }
     }
 
-    /// The number of the register, the same on every worker. It is used for another value once this one is freed.
+    /// The number of the register, the same on every worker. It is used for another value once this
+    /// one is freed.
     pub fn register(&self) -> u32 {
         self.0.register
     }
@@ -65,13 +66,13 @@ impl fmt::Debug for DRef {
 pub struct DPackedFunc(pub(crate) DRef);
 
 impl DPackedFunc {
-    /// Calls the function on all workers, and gives the results without waiting for them. Arguments are a tuple of values and references, or a
-    /// list of [`Argument`]s.
+    /// Calls the function on all workers, and gives the results without waiting for them. Arguments
+    /// are a tuple of values and references, or a list of [`Argument`]s.
     ///
     /// # Errors
     ///
-    /// The session has ended, or an argument cannot be sent. What the function itself does wrong is told by
-    /// [`sync_all`](crate::DiscoSession::sync_all).
+    /// The session has ended, or an argument cannot be sent. What the function itself does wrong is
+    /// reported by [`sync_all`](crate::DiscoSession::sync_all).
     pub fn call(&self, args: impl IntoArguments) -> Result<DRef> {
         let controller = self.0.controller();
         let args = args.into_arguments()?;
@@ -119,8 +120,8 @@ impl DModule {
     }
 }
 
-/// A value in a program that is being recorded: a parameter, what a step makes, or a captured reference. It is for its
-/// [`Recorder`](crate::Recorder) alone.
+/// A value in a program that is being recorded: a parameter, what a step makes, or a captured
+/// reference. It is for its [`Recorder`](crate::Recorder) alone.
 #[derive(Clone, Copy)]
 pub struct Recorded {
     pub(crate) recording: u64,
@@ -136,7 +137,7 @@ impl fmt::Debug for Recorded {
     }
 }
 
-/// What an argument holds that is no plain value.
+/// Value of an argument that is not plain.
 #[derive(Clone, Debug)]
 pub enum Operand {
     /// Each worker's own value.
@@ -188,7 +189,8 @@ pub(crate) fn resolve(argument: Argument, controller: &Arc<Controller>) -> Resul
 pub(crate) fn inline(tensor: &Tensor) -> Result<HostTensor> {
     if tensor.size_bytes() > MAX_INLINE_TENSOR as u64 {
         return Err(DiscoError::invalid(format!(
-            "a tensor of {} bytes among the arguments of a call, where {MAX_INLINE_TENSOR} are allowed: broadcast it first",
+            "a tensor of {} bytes among the arguments of a call, where {MAX_INLINE_TENSOR} are allowed: broadcast \
+             it first",
             tensor.size_bytes()
         )));
     }

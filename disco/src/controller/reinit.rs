@@ -1,4 +1,5 @@
-//! Making the collectives of a session anew: drain, meet in the next epoch, and see that everybody has come.
+//! Making the collectives of a session anew: drain, meet in the next epoch, and see that everybody
+//! has come.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use crate::error::{DiscoError, Failure, Result};
 use crate::wire::command::Command;
 
 impl Controller {
-    /// The default devices of all workers, of this kind and with these ids: one for each worker, or one for each worker of a node.
+    /// The default devices of all workers, of this kind and with these ids: one for each worker, or
+    /// one for each worker of a node.
     ///
     /// # Errors
     ///
@@ -43,8 +45,8 @@ impl Controller {
         Ok((0..world).map(device).collect())
     }
 
-    /// Makes the collectives anew, behind all that has been issued, with these default devices for the workers, or those that they have, and with
-    /// this backend, or the one that they have.
+    /// Makes the collectives anew, behind all that has been issued, with these default devices for
+    /// the workers, or those that they have, and with this backend, or the one that they have.
     pub(crate) fn reinit(self: &Arc<Self>, backend: Option<Backend>, devices: Vec<Device>) -> Completion<()> {
         let mut state = self.lock();
         let backend = backend.unwrap_or(state.collectives.backend());
@@ -73,7 +75,8 @@ impl Controller {
             let text = format!("the nodes have not said within {limit:?} where their workers can be reached");
             Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
         })?;
-        // The workers have the same limit for meeting all others, and for meeting those of their group, and say more of what went wrong.
+        // The workers have the same limit for meeting all others, and for meeting those of their
+        // group, and say more of what went wrong.
         self.drain(3 * limit, "not back from making the collectives anew").await?;
         let mut state = self.lock();
         let of_this = |failure: &Failure| failure.sequence == sequence;
@@ -84,8 +87,8 @@ impl Controller {
         if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
     }
 
-    /// Waits until all workers have executed what was issued. In broken collectives nobody waits, so that only a worker that does not come back
-    /// holds this up: such ones are `late`.
+    /// Waits until all workers have executed what was issued. In broken collectives no worker
+    /// waits, so that only a worker that does not come back holds this up: such ones are `late`.
     async fn drain(self: &Arc<Self>, limit: Duration, late: &str) -> Result<()> {
         let (sequence, reached) = self.all_reach();
         match tokio::time::timeout(limit, reached).await {
@@ -97,7 +100,8 @@ impl Controller {
         }
     }
 
-    /// Asks all workers to say when they have come here: the number of that command, and what resolves then.
+    /// Asks all workers to say when they have come here: the number of that command, and what
+    /// resolves then.
     fn all_reach(self: &Arc<Self>) -> (u64, impl Future<Output = Result<()>> + use<>) {
         let guard = self.open_ticket(self.layout.world_size);
         let issued = self.push(Command::SyncWorker { ticket: guard.ticket(), worker: None });

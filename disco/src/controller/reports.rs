@@ -1,4 +1,4 @@
-//! What workers report, and what a controller makes of it.
+//! Reports of workers, and the controller's reaction to them.
 
 use std::task::Waker;
 
@@ -7,7 +7,7 @@ use rpc_core::{RpcError, Tensor};
 
 use crate::controller::dispatch::Controller;
 use crate::link::loss;
-use crate::link::relay::Wanted;
+use crate::link::relay::RelayRequest;
 use crate::link::upstream::Upstream;
 use crate::logs;
 use crate::wire::event::Event;
@@ -56,9 +56,9 @@ impl Upstream for Controller {
             }
             Event::Logged { worker, line } => logs::show(worker, &line),
             Event::Loaded { loader, bytes, .. } => {
-                let watcher = self.lock().watchers.get(&loader).cloned();
-                if let Some(watcher) = watcher {
-                    watcher.add(bytes);
+                let reporter = self.lock().reporters.get(&loader).cloned();
+                if let Some(reporter) = reporter {
+                    reporter.add(bytes);
                 }
             }
             Event::Lost { worker, error } => {
@@ -68,7 +68,7 @@ impl Upstream for Controller {
         }
     }
 
-    fn relay(&self, wanted: Wanted) {
+    fn relay(&self, wanted: RelayRequest) {
         let to = wanted.between.to;
         let destination = match self.links.iter().find(|link| link.workers().contains(&to)) {
             _ if !self.options.allow_controller_relay => {

@@ -1,7 +1,6 @@
 //! The session: all operations that a controller has on its workers.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -15,30 +14,31 @@ use crate::completion::Completion;
 use crate::controller::ccl_state::CclState;
 use crate::controller::dispatch::Controller;
 use crate::controller::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Recorded, resolve};
-use crate::controller::modules;
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::program::recorder::{Program, Recorder};
 use crate::wire::command::{Command, Kind, On, Scope};
 
-/// How many bytes of a copy travel in one command.
+/// Number of bytes of a copy that travel in one command.
 const CHUNK: usize = 1 << 20;
 
-/// Copies of up to so many bytes are taken at once; from larger tensors the bytes go as they are, and the tensor stays borrowed until then.
+/// Copies of up to so many bytes are taken at once; from larger tensors the bytes go as they are,
+/// and the tensor stays borrowed until then.
 const COPIED: u64 = 64 << 10;
 
 /// A controller and its workers. Cheap to clone; clones are the same session.
 ///
-/// Operations give their results without waiting for the workers, which execute all commands in the order in which they were issued. Issuing
-/// blocks only while the workers are behind by a whole window ([`Options::window`](crate::Options::window)); async code awaits
-/// [`room`](Self::room) now and then. What fails on a worker poisons its results and is told by [`sync_worker`](Self::sync_worker) and
-/// [`sync_all`](Self::sync_all).
+/// Operations give their results without waiting for the workers, which execute all commands in the
+/// order in which they were issued. Issuing blocks only while the workers are behind by a whole
+/// window ([`Options::window`](crate::Options::window)); async code awaits [`room`](Self::room) now
+/// and then. What fails on a worker poisons its results and is told by
+/// [`sync_worker`](Self::sync_worker) and [`sync_all`](Self::sync_all).
 ///
-/// When the last clone and all references are gone, the session ends as it is: what has not been executed is not. Use
-/// [`shutdown`](Self::shutdown) to end it in good order.
+/// When the last clone and all references are gone, the session ends as it is: what has not been
+/// executed is not. Use [`shutdown`](Self::shutdown) to end it in good order.
 #[derive(Clone)]
 pub struct DiscoSession(Arc<Controller>);
 
-/// What a register holds, brought to the controller.
+/// Content of a register, copied to the controller.
 #[derive(Clone, Debug)]
 pub enum Content {
     /// A plain value: it names no objects.
@@ -56,12 +56,12 @@ impl DiscoSession {
         &self.0
     }
 
-    /// How many workers there are.
+    /// Returns the number of workers.
     pub fn num_workers(&self) -> u32 {
         self.0.layout.world_size
     }
 
-    /// How many groups they are in.
+    /// Returns the number of groups.
     pub fn num_groups(&self) -> u32 {
         self.0.layout.num_groups
     }
@@ -94,11 +94,13 @@ impl DiscoSession {
         function.call(args)
     }
 
-    /// Loads a module on every worker, once in each process. `path` is what a loader there takes: a name, a path in the workspace,
-    /// on servers that allow modules also a path of theirs, or `sha256:` and the digest of one that they have.
+    /// Loads a module on every worker, once in each process. `path` is what a loader there takes: a
+    /// name, a path in the workspace, on servers that allow modules also a path of theirs, or
+    /// `sha256:` and the digest of one that they have.
     ///
-    /// With a `device`, a module that has to be set up for one, such as a model for TVM's virtual machine, is set up for that on
-    /// each worker by itself ([`Module::instance`](rpc_core::Module::instance)).
+    /// With a `device`, a module that has to be set up for one, such as a model for TVM's virtual
+    /// machine, is set up for that on each worker by itself
+    /// ([`Module::instance`](rpc_core::Module::instance)).
     ///
     /// # Errors
     ///
@@ -107,23 +109,9 @@ impl DiscoSession {
         self.fresh(|to| Command::LoadModule { to, path: path.to_owned(), device }).map(DModule)
     }
 
-    /// Brings the module in `file`, a file of the controller, to all workers, and gives the path for
-    /// [`load_module`](Self::load_module): `sha256:` and its digest. If any of them lacks it, its bytes go to worker 0 once, which
-    /// passes them on as a [broadcast](Self::broadcast) does.
-    ///
-    /// The workers must be on servers that allow modules (`rpc-server serve --allow-modules`), and these keep it in their stores.
-    /// Worker 0's memory, and that of the others, must hold it for a moment.
-    ///
-    /// # Errors
-    ///
-    /// The file cannot be read; what a worker's server has against the module, such as that it allows none, that its digest is
-    /// not on the list, or that its store is full; the session has ended.
-    pub fn upload_module(&self, file: impl Into<PathBuf>) -> Completion<String> {
-        modules::upload(self.clone(), file.into())
-    }
-
-    /// Allocates a zeroed tensor on every worker: on its default device if that satisfies `device`, else on the first of the worker's devices that does, in
-    /// the memory scope that `device` names. Where none does, the command fails with the devices that there are.
+    /// Allocates a zeroed tensor on every worker: on its default device if that satisfies `device`,
+    /// else on the first of the worker's devices that does, in the memory scope that `device`
+    /// names. Where none does, the command fails with the devices that there are.
     ///
     /// # Errors
     ///
@@ -132,7 +120,8 @@ impl DiscoSession {
         self.fresh(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: On::All })
     }
 
-    /// Allocates a zeroed tensor on the first worker of each group, or on worker 0 alone. The others have null.
+    /// Allocates a zeroed tensor on the first worker of each group, or on worker 0 alone. The
+    /// others have null.
     ///
     /// # Errors
     ///
@@ -147,8 +136,8 @@ impl DiscoSession {
         self.fresh(|to| Command::Empty { to, device, dtype, shape: shape.to_vec(), on: first_of(scope) })
     }
 
-    /// Copies a tensor of the controller to worker 0: into `to`, which must have the same type and as many elements there, or into a new tensor.
-    /// The other workers have null then.
+    /// Copies a tensor of the controller to worker 0: into `to`, which must have the same type and
+    /// as many elements there, or into a new tensor. The other workers have null then.
     ///
     /// It does not wait: above 64 KiB the tensor is borrowed for reading until its bytes have left.
     ///
@@ -159,7 +148,8 @@ impl DiscoSession {
         self.copy_to(tensor, to, On::Worker0)
     }
 
-    /// Copies worker 0's tensor to the controller, as it is when worker 0 has executed all that was issued before.
+    /// Copies worker 0's tensor to the controller, as it is when worker 0 has executed all that was
+    /// issued before.
     pub fn copy_from_worker_0(&self, from: &DRef) -> Completion<Tensor> {
         let from = match from.register_in(&self.0) {
             Ok(from) => from,
@@ -186,8 +176,9 @@ impl DiscoSession {
         self.broadcast_from_worker0(&from, to, scope)
     }
 
-    /// Gives each worker its part of a tensor of the controller, whose first dimension counts the workers of a group, or all of them: in `to`, or in
-    /// a new tensor, which has the other dimensions.
+    /// Gives each worker its part of a tensor of the controller, whose first dimension counts the
+    /// workers of a group, or all of them: in `to`, or in a new tensor, which has the other
+    /// dimensions.
     ///
     /// The data goes to worker 0, or within groups to the first worker of each, which pass it on.
     ///
@@ -214,12 +205,14 @@ impl DiscoSession {
     ///
     /// # Errors
     ///
-    /// The session has ended. What does not fit on a worker is told by [`sync_all`](Self::sync_all).
+    /// The session has ended. What does not fit on a worker is told by
+    /// [`sync_all`](Self::sync_all).
     pub fn broadcast_from_worker0(&self, from: &DRef, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
         self.collective(Kind::Broadcast, scope, from, to)
     }
 
-    /// Gives each worker its part of the first one's `from`, in `to` or in a new tensor, which has all dimensions but the first.
+    /// Gives each worker its part of the first one's `from`, in `to` or in a new tensor, which has
+    /// all dimensions but the first.
     ///
     /// # Errors
     ///
@@ -228,8 +221,8 @@ impl DiscoSession {
         self.collective(Kind::Scatter, scope, from, to)
     }
 
-    /// Puts all workers' `from` behind each other on the first one: in `to`, which the others need not have, or in a new tensor with one more
-    /// dimension in front.
+    /// Puts all workers' `from` behind each other on the first one: in `to`, which the others need
+    /// not have, or in a new tensor with one more dimension in front.
     ///
     /// # Errors
     ///
@@ -238,7 +231,8 @@ impl DiscoSession {
         self.collective(Kind::Gather, scope, from, to)
     }
 
-    /// Reduces all workers' `from`, element by element, into everybody's `to` or a new tensor. Both may be the same.
+    /// Reduces all workers' `from`, element by element, into the `to` of all or a new tensor. Both
+    /// may be the same.
     ///
     /// # Errors
     ///
@@ -247,7 +241,8 @@ impl DiscoSession {
         self.collective(Kind::Allreduce(op), scope, from, to)
     }
 
-    /// Puts all workers' `from` behind each other in everybody's `to`, or in a new tensor with one more dimension in front.
+    /// Puts all workers' `from` behind each other in the `to` of all, or in a new tensor with one
+    /// more dimension in front.
     ///
     /// # Errors
     ///
@@ -256,7 +251,8 @@ impl DiscoSession {
         self.collective(Kind::Allgather, scope, from, to)
     }
 
-    /// Reduces all workers' `from`, of which each worker gets its share: in `to`, or in a new tensor, which has all dimensions but the first.
+    /// Reduces all workers' `from`, of which each worker gets its share: in `to`, or in a new
+    /// tensor, which has all dimensions but the first.
     ///
     /// # Errors
     ///
@@ -265,7 +261,8 @@ impl DiscoSession {
         self.collective(Kind::ReduceScatter(op), scope, from, to)
     }
 
-    /// Sends every worker its share of every worker's `from`: in `to`, or in a new tensor of the same shape.
+    /// Sends every worker its share of every worker's `from`: in `to`, or in a new tensor of the
+    /// same shape.
     ///
     /// # Errors
     ///
@@ -283,8 +280,8 @@ impl DiscoSession {
         self.0.issue(Command::Collective { kind: Kind::Barrier, scope, from: 0, to: 0, fresh: false })
     }
 
-    /// Sends the tensor `from` of the first of each pair to the tensor `to` of the second, one pair after the other. Where `to` is set by nobody it
-    /// stays as it is.
+    /// Sends the tensor `from` of the first of each pair to the tensor `to` of the second, one pair
+    /// after the other. A `to` that no pair receives into stays as it is.
     ///
     /// # Errors
     ///
@@ -295,8 +292,9 @@ impl DiscoSession {
         self.0.issue(Command::SendRecv { from, to, pairs })
     }
 
-    /// Records a program: what `steps` does with the recorder is not executed, but kept on the workers, which then run it as often as one likes by
-    /// one small command each time. `steps` gives the outputs.
+    /// Records a program: what `steps` does with the recorder is not executed, but kept on the
+    /// workers, which then run it as often as one likes by one small command each time. `steps`
+    /// gives the outputs.
     ///
     /// ```
     /// use disco::{ReduceOp, Scope, ThreadedSession};
@@ -324,28 +322,37 @@ impl DiscoSession {
     ///
     /// # Errors
     ///
-    /// Those of `steps`; outputs that no step makes; a program that is too large; the session has ended.
+    /// Those of `steps`; outputs that no step makes; a program that is too large; the session has
+    /// ended.
     pub fn record(&self, steps: impl FnOnce(&Recorder) -> Result<Vec<Recorded>>) -> Result<Program> {
         let recorder = Recorder::new(&self.0);
         let outputs = steps(&recorder)?;
         recorder.finish(&outputs)
     }
 
-    /// Chooses the backend of collectives, and with it each worker's default device: that of the backend's kind with the worker's id. There
-    /// are as many ids as workers, or as many as each node has workers, which then count for every node.
+    /// Chooses the backend of collectives, and with it each worker's default device: that of the
+    /// backend's kind with the worker's id. There are as many ids as workers, or as many as each
+    /// node has workers, which then count for every node.
     ///
-    /// `host` is there without this call. It needs no ids; where some are given only their number matters, because a machine has one `cpu`. The
-    /// default devices are that one again.
+    /// `host` is there without this call. It needs no ids; where some are given only their number
+    /// matters, because a machine has one `cpu`. The default devices are that one again.
     ///
-    /// `mpi` is for workers that are processes of one job of MPI, one worker in each: `mpirun -n 4 rpc-server worker --mpi --controller ADDRESS`, of an `rpc-server` that was
-    /// built with the feature `mpi`, or [`ccl::host::mpi`](crate::ccl::host). Its tensors are in host memory, too.
+    /// `mpi` is for workers that are processes of one job of MPI, one worker in each:
+    /// `mpirun -n 4 rpc-server worker --mpi --controller ADDRESS`, of an `rpc-server` that was
+    /// built with the feature `mpi`, or [`ccl::host::mpi`](crate::ccl::host). Its tensors are in
+    /// host memory, too.
     ///
-    /// `nccl` moves the data of tensors on CUDA devices ([`ccl::nccl`](crate::ccl::nccl)), one device for each worker; `rccl` is the same of AMD, for which there are no devices yet. The library is looked for by
-    /// each worker, and all have to have the same version. Workers with GPUs should be processes, which they are by default where a node has several ([`Hosting`](crate::Hosting)): only the end of one helps where NCCL hangs.
-    /// Its collectives are given to the devices' streams, and workers go on to the next command: [`sync_worker`](Self::sync_worker) waits for them, and so do the copies of their results to the controller. If
-    /// the data plane breaks meanwhile, that sync or copy tells it, and what commands have made since the sync before is poisoned.
+    /// `nccl` moves the data of tensors on CUDA devices ([`ccl::nccl`](crate::ccl::nccl)), one
+    /// device for each worker. The library is looked for by each worker, and all have to have the
+    /// same version. Workers with GPUs should be processes, which they are by default where a node
+    /// has several ([`Hosting`](crate::Hosting)): only the end of one helps where NCCL hangs. Its
+    /// collectives are given to the devices' streams, and workers go on to the next command:
+    /// [`sync_worker`](Self::sync_worker) waits for them, and so do the copies of their results to
+    /// the controller. If the data plane breaks meanwhile, that sync or copy tells it, and what
+    /// commands have made since the sync before is poisoned.
     ///
-    /// Its errors are another number of ids, an unknown backend, and those of [`reinit_ccl`](Self::reinit_ccl).
+    /// Its errors are another number of ids, an unknown backend, and those of
+    /// [`reinit_ccl`](Self::reinit_ccl).
     pub fn init_ccl(&self, name: &str, device_ids: &[i32]) -> Completion<()> {
         let chosen = Backend::named(name).map_err(DiscoError::from);
         let chosen = chosen.and_then(|backend| Ok((backend, self.0.devices(backend.device_kind(), device_ids)?)));
@@ -355,17 +362,20 @@ impl DiscoSession {
         }
     }
 
-    /// Makes the collectives anew, after they have broken or to no purpose. It waits until the workers have executed all that was issued before, then they meet
-    /// under a new number, and what is left of the old collectives is refused. Issue other collectives when this has resolved: until then they
-    /// may still meet the old ones.
+    /// Makes the collectives anew, after they have broken or to no purpose. It waits until the
+    /// workers have executed all that was issued before, then they meet under a new number, and
+    /// what is left of the old collectives is refused. Issue other collectives when this has
+    /// resolved: until then they may still meet the old ones.
     ///
-    /// In broken collectives nobody waits, so that a worker holds this up only by being busy with something else.
+    /// In broken collectives no worker waits, so that a worker holds this up only by being busy
+    /// with something else.
     ///
     /// Its errors, all of which name workers where they can:
     ///
-    /// * [`DeadlineExceeded`](ErrorKind::DeadlineExceeded): workers are busy with what was issued before for longer than
-    ///   [`init_timeout`](crate::Options::init_timeout), or a node does not answer for as long: the collectives stay as they were. Or workers are not
-    ///   back from meeting the others, after three times as long. Try again when those workers are back.
+    /// * [`DeadlineExceeded`](ErrorKind::DeadlineExceeded): workers are busy with what was issued
+    ///   before for longer than [`init_timeout`](crate::Options::init_timeout), or a node does not
+    ///   answer for as long: the collectives stay as they were. Or workers are not back from
+    ///   meeting the others, after three times as long. Try again when those workers are back.
     /// * [`Busy`](ErrorKind::Busy): they are being made anew already.
     /// * failures of workers that have not met the others: the collectives are broken.
     /// * what has ended the session.
@@ -373,13 +383,15 @@ impl DiscoSession {
         self.0.reinit(None, Vec::new())
     }
 
-    /// Whether the collectives run; if they are broken, by whom and how, as far as the controller has heard. Never waits.
+    /// Returns the state of the collectives; if they are broken, by whom and how, as far as the
+    /// controller has heard. Never waits.
     pub fn ccl_state(&self) -> CclState {
         self.0.ccl_state()
     }
 
-    /// Breaks the collectives: whoever is in one, and all later ones, get an error with this reason, until [`reinit_ccl`](Self::reinit_ccl). Passes
-    /// all commands that wait, and never waits itself. Where the collectives are broken already it does nothing.
+    /// Breaks the collectives: whoever is in one, and all later ones, get an error with this
+    /// reason, until [`reinit_ccl`](Self::reinit_ccl). Passes all commands that wait, and never
+    /// waits itself. Where the collectives are broken already it does nothing.
     ///
     /// # Errors
     ///
@@ -388,9 +400,11 @@ impl DiscoSession {
         self.0.abort_ccl(reason)
     }
 
-    /// Resolves when the worker has executed all that was issued before, and its devices have done what that gave to their default streams.
+    /// Resolves when the worker has executed all that was issued before, and its devices have done
+    /// what that gave to their default streams.
     ///
-    /// Its errors are the worker's failures that nobody has been told of; and what ends the session.
+    /// Its errors are the worker's failures that have not been reported yet; and what ends the
+    /// session.
     pub fn sync_worker(&self, worker: WorkerId) -> Completion<()> {
         match self.check(worker) {
             Ok(()) => self.0.sync(Some(worker)),
@@ -400,12 +414,14 @@ impl DiscoSession {
 
     /// Resolves when all workers have executed all that was issued before.
     ///
-    /// Its errors are all failures that nobody has been told of, in the order of commands; and what ends the session.
+    /// Its errors are all failures that have not been reported yet, in the order of commands; and
+    /// what ends the session.
     pub fn sync_all(&self) -> Completion<()> {
         self.0.sync(None)
     }
 
-    /// What a register holds on a worker, when it has executed all that was issued before: a value without objects, or a tensor.
+    /// Returns the content of a register on a worker, once it has executed all that was issued
+    /// before: a value without objects, or a tensor.
     pub fn debug_get_from_remote(&self, from: &DRef, worker: WorkerId) -> Completion<Content> {
         let from = match self.check(worker).and_then(|()| from.register_in(&self.0)) {
             Ok(from) => from,
@@ -423,8 +439,8 @@ impl DiscoSession {
         })
     }
 
-    /// Sets a register on one worker. A tensor (of up to 64 KiB) that meets one of the same type and shape is copied into it; all else replaces what
-    /// was there.
+    /// Sets a register on one worker. A tensor (of up to 64 KiB) that meets one of the same type
+    /// and shape is copied into it; all else replaces what was there.
     ///
     /// # Errors
     ///
@@ -436,10 +452,11 @@ impl DiscoSession {
     }
 
     /// Ends the session in good order: the workers execute all that was issued, for as long as
-    /// [`shutdown_timeout`](crate::Options::shutdown_timeout) allows. In any case the session has ended then, and
-    /// what was started for it is gone or going.
+    /// [`shutdown_timeout`](crate::Options::shutdown_timeout) allows. In any case the session has
+    /// ended then, and what was started for it is gone or going.
     ///
-    /// Its error says that workers were left behind, or what had ended the session meanwhile; that it had ended before is none.
+    /// Its error says that workers were left behind, or what had ended the session meanwhile; that
+    /// it had ended before is none.
     pub fn shutdown(&self) -> Completion<()> {
         self.0.shut_down()
     }

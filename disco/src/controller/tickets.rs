@@ -6,9 +6,9 @@ use rpc_core::{LocalValue, Tensor};
 
 use crate::error::Failure;
 
-/// Something that somebody waits for.
+/// Report or value that a caller waits for.
 pub(super) struct Ticket {
-    /// How many workers have still to say so.
+    /// Number of workers that have yet to report.
     pub(super) waiting: u32,
     /// A tensor whose bytes are coming.
     pub(super) incoming: Option<Tensor>,

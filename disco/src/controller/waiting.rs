@@ -14,7 +14,7 @@ use crate::error::{DiscoError, Failure, Result, WorkerId};
 use crate::wire::command::Command;
 use crate::wire::event::LocalContent;
 
-/// Takes a ticket back when nobody waits for it any more.
+/// Guard of a ticket: takes it back when its caller stops waiting.
 pub(crate) struct TicketGuard {
     controller: Arc<Controller>,
     ticket: u64,
@@ -43,7 +43,8 @@ impl Controller {
         TicketGuard { controller: Arc::clone(self), ticket }
     }
 
-    /// Asks one worker, or all, to say when they have come here; then gives the failures that nobody has been told of.
+    /// Asks one worker, or all, to say when they have come here; then gives the failures that
+    /// have not been reported yet.
     pub(crate) fn sync(self: &Arc<Self>, worker: Option<WorkerId>) -> Completion<()> {
         let guard = self.open_ticket(if worker.is_some() { 1 } else { self.layout.world_size });
         let command = Command::SyncWorker { ticket: guard.ticket, worker: worker.map(|worker| worker.0) };
@@ -63,7 +64,7 @@ impl Controller {
         })
     }
 
-    /// Asks one worker for what a register holds. `command` is told the ticket.
+    /// Asks one worker for the content of a register. `command` gets the ticket.
     pub(crate) fn fetch(self: &Arc<Self>, command: impl FnOnce(u64) -> Command) -> Completion<LocalValue> {
         let guard = self.open_ticket(1);
         if let Err(error) = self.issue(command(guard.ticket)) {
@@ -98,7 +99,7 @@ impl Controller {
 
     pub(super) fn settle(&self, ticket: u64, content: Option<std::result::Result<LocalContent, Failure>>) {
         let mut state = self.lock();
-        // Nobody waits for it any more, perhaps.
+        // The caller may have stopped waiting.
         let Some(ticket) = state.tickets.get_mut(&ticket) else { return };
         ticket.waiting = ticket.waiting.saturating_sub(1);
         ticket.content = content.map(|content| {
@@ -149,7 +150,8 @@ impl Controller {
         })
     }
 
-    /// The workers that have not executed a command yet, as the subject of a sentence about what was so.
+    /// The workers that have not executed a command yet, as the subject of a sentence about what
+    /// was so.
     pub(crate) fn behind(&self, sequence: u64) -> String {
         let state = self.lock();
         let late = state.reached.iter().enumerate().filter(|(_, reached)| **reached < sequence);

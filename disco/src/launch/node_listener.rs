@@ -1,4 +1,4 @@
-//! Where nodes dial in.
+//! Listener for nodes that dial in.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use tokio::time::Instant;
 
 use crate::completion::Completion;
 use crate::error::DiscoError;
-use crate::node::join::NodePlace;
+use crate::node::join::NodeRank;
 
 /// An address at which nodes dial in and wait for a session that wants them: see
-/// [`SocketSession::dialled_by`](crate::SocketSession::dialled_by). Cheap to clone; when the last clone is gone nobody can dial in any more, and those
-/// that are in a session stay.
+/// [`SocketSession::dialled_by`](crate::SocketSession::dialled_by). Cheap to clone; when the last
+/// clone is gone nobody can dial in any more, and those that are in a session stay.
 #[derive(Clone, Debug)]
 pub struct NodeListener(Arc<Listening>);
 
@@ -31,17 +31,19 @@ impl Drop for Listening {
 }
 
 impl NodeListener {
-    /// Listens at `address`, for anybody who can reach it. Its error is an address that cannot be listened on.
+    /// Listens at `address`, for anybody who can reach it. Its error is an address that cannot be
+    /// listened on.
     pub fn bind(address: &str) -> Completion<Self> {
         Self::bind_with(address, ListenOptions::default(), ServeOptions::default())
     }
 
-    /// Listens at `address`. `listen` has the certificate for `tls://` and `quic://`; `serve` says who may dial in
-    /// ([`ServeOptions::access`]), how many at a time, and how often those that wait are asked whether they are there. Its error is an address that
-    /// cannot be listened on.
+    /// Listens at `address`. `listen` has the certificate for `tls://` and `quic://`; `serve` says
+    /// who may dial in ([`ServeOptions::access`]), how many at a time, and how often those that
+    /// wait are asked whether they are there. Its error is an address that cannot be listened on.
     pub fn bind_with(address: &str, listen: ListenOptions, serve: ServeOptions) -> Completion<Self> {
         let address = address.to_owned();
-        // Nodes that dial in find what they would find at a relay, and the session takes them from there.
+        // Nodes that dial in find what they would find at a relay, and the session takes them from
+        // there.
         let serve = ServeOptions { relay: true, ..serve };
         Completion::spawn(async move {
             let address: Address =
@@ -53,14 +55,14 @@ impl NodeListener {
         })
     }
 
-    /// Where it listens, with the port that was chosen.
+    /// Returns the address of the listener, with the port that was chosen.
     pub fn address(&self) -> String {
         self.0.address.to_string()
     }
 
-    /// How many nodes have dialled in and wait for a session.
+    /// Returns the number of nodes that have dialled in and wait for a session.
     pub fn waiting(&self) -> usize {
-        self.0.server.parked().iter().filter(|(key, _)| NodePlace::of_key(key).is_some()).map(|(_, count)| count).sum()
+        self.0.server.parked().iter().filter(|(key, _)| NodeRank::of_key(key).is_some()).map(|(_, count)| count).sum()
     }
 
     /// Sessions with so many nodes, in their order, and what to call them.
@@ -79,7 +81,7 @@ impl NodeListener {
             if placed.len() + others.len() >= count {
                 break;
             }
-            let meeting = self.0.server.meet(connector, |key| NodePlace::of_key(key).is_some());
+            let meeting = self.0.server.meet(connector, |key| NodeRank::of_key(key).is_some());
             let (key, session) = match tokio::time::timeout_at(deadline, meeting).await {
                 Ok(Ok(met)) => met,
                 Ok(Err(error)) => {
@@ -92,14 +94,15 @@ impl NodeListener {
                 }
                 Err(_) => return Err(self.missing(count, &placed, others.len(), patience)),
             };
-            let Some(place) = NodePlace::of_key(&key).flatten() else {
+            let Some(place) = NodeRank::of_key(&key).flatten() else {
                 others.push(session);
                 continue;
             };
             let rank = place.rank as usize;
             if place.nodes as usize != count || rank >= count {
                 return Err(RpcError::invalid_argument(format!(
-                    "a node that has dialled in says that it is number {rank} of {}, and the session is to have {count} nodes",
+                    "a node that has dialled in says that it is number {rank} of {}, and the session is to have \
+                     {count} nodes",
                     place.nodes
                 )));
             }

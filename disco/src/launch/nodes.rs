@@ -13,9 +13,10 @@ use crate::controller::session::DiscoSession;
 use crate::error::DiscoError;
 use crate::link::source::Source;
 use crate::options::Options;
-use crate::wire::set_up::Below;
+use crate::wire::set_up::ChildNode;
 
-/// A session whose workers are at nodes: servers of programs that have [registered](crate::register) disco's functions, as every `rpc-server` has.
+/// A session whose workers are at nodes: servers of programs that have
+/// [registered](crate::register) disco's functions, as every `rpc-server` has.
 ///
 /// ```no_run
 /// use disco::{NodeListener, SocketSession};
@@ -39,7 +40,7 @@ pub struct SocketSession {
     options: Options,
 }
 
-/// Where the nodes are.
+/// Origin of the nodes.
 #[derive(Debug)]
 enum Nodes {
     At(Vec<String>),
@@ -48,7 +49,8 @@ enum Nodes {
 }
 
 impl SocketSession {
-    /// So many workers at each of these addresses, in so many groups of equal size over all. The workers of the first address come first.
+    /// Session with `workers_per_node` workers at each of these addresses, in `num_groups` groups
+    /// of equal size over all. The workers of the first address come first.
     #[must_use]
     pub fn new<S: Into<String>>(
         addresses: impl IntoIterator<Item = S>,
@@ -59,8 +61,9 @@ impl SocketSession {
         Self::of(Nodes::At(addresses), workers_per_node, num_groups)
     }
 
-    /// So many workers at each of the servers that the tracker at `tracker` hands out: as many as the request says, all at once. They are given back when
-    /// the session ends.
+    /// Session with `workers_per_node` workers at each of the servers that the tracker at `tracker`
+    /// hands out: as many as the request says, all at once. They are given back when the session
+    /// ends.
     #[must_use]
     pub fn from_tracker(
         tracker: impl Into<String>,
@@ -71,8 +74,9 @@ impl SocketSession {
         Self::of(Nodes::From(tracker.into(), request), workers_per_node, num_groups)
     }
 
-    /// So many workers at each of the first `nodes` nodes that dial `listener`, as [`join`](crate::join) and `rpc-server worker` do. Nodes that say which
-    /// they are come in that order, and the others in the places that are left, as they come.
+    /// Session with `workers_per_node` workers at each of the first `nodes` nodes that dial
+    /// `listener`, as [`join`](crate::join) and `rpc-server worker` do. Nodes that name their rank
+    /// come in that order, and the others fill the free ranks as they come.
     #[must_use]
     pub fn dialled_by(nodes: usize, listener: &NodeListener, workers_per_node: u32, num_groups: u32) -> Self {
         Self::of(Nodes::DiallingIn(nodes, listener.clone()), workers_per_node, num_groups)
@@ -90,28 +94,33 @@ impl SocketSession {
         }
     }
 
-    /// How the nodes are connected to, or spoken to when they have dialled in: identity, trust, hops, time limits. The tracker is asked in the same way.
-    /// Without this there is none of the first three. How often nodes are tested is for [`Options::keep_alive`] to say.
+    /// Sets the connector by which nodes are dialled, or spoken to when they have dialled in:
+    /// identity, trust, hops, time limits. The tracker is asked in the same way. Default: none of
+    /// the first three. [`Options::keep_alive`] says how often nodes are tested.
     #[must_use]
     pub fn connector(mut self, connector: Connector) -> Self {
         self.connector = connector;
         self
     }
 
-    /// How long to wait until all nodes have dialled in. 60 s.
+    /// Sets the longest wait until all nodes have dialled in. Default: 60 s.
     #[must_use]
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
         self.join_timeout = timeout;
         self
     }
 
-    /// Lets the controller open only so many nodes, and each node as many others, so that no one has to send each command to all of many nodes. For nodes
-    /// at addresses, which are then those by which the nodes reach each other; their servers must allow it
-    /// ([`ServeOptions::allow_forward`](rpc_transports::ServeOptions::allow_forward), `rpc-server --allow-forward`) and dial with what identity and
-    /// trust they have themselves ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
+    /// Lets the controller open only so many nodes, and each node as many others, so that no one
+    /// has to send each command to all of many nodes. For nodes at addresses, which are then those
+    /// by which the nodes reach each other; their servers must allow it
+    /// ([`ServeOptions::allow_forward`](rpc_transports::ServeOptions::allow_forward),
+    /// `rpc-server --allow-forward`) and dial with what identity and trust they have themselves
+    /// ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
     ///
-    /// Nodes test those below them as [`Options::keep_alive`] says, or as often as their servers test their peers if that is more often. A way down has 16 nodes at most, and
-    /// a server appears on it once. Servers whose sessions have processes of their own (`--isolate process`) open no others.
+    /// Nodes test those below them as [`Options::keep_alive`] says, or as often as their servers
+    /// test their peers if that is more often. A way down has 16 nodes at most, and a server
+    /// appears on it once. Servers whose sessions have processes of their own (`--isolate process`)
+    /// open no others.
     #[must_use]
     pub fn fan_out(mut self, nodes: usize) -> Self {
         self.fan_out = Some(nodes);
@@ -127,8 +136,9 @@ impl SocketSession {
 
     /// Connects to the nodes, or waits for them, and starts the workers there.
     ///
-    /// Its errors are a node that cannot be reached, has not come, or is none; what the tracker refuses; and two nodes that say that they are the same
-    /// one, or one that expects another number of nodes.
+    /// Its errors are a node that cannot be reached, has not come, or is none; what the tracker
+    /// refuses; and two nodes that say that they are the same one, or one that expects another
+    /// number of nodes.
     pub fn start(self) -> Completion<DiscoSession> {
         let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, options } = self;
         let connector = connector.keep_alive(options.keep_alive);
@@ -145,9 +155,9 @@ impl SocketSession {
             }
             match nodes {
                 Nodes::At(addresses) => {
-                    let at = |Below { address, below }| Node {
+                    let at = |ChildNode { address, children }| Node {
                         source: Source::Address(Box::new(connector.clone()), address),
-                        below,
+                        children,
                     };
                     Ok(tree(&addresses, fan_out.unwrap_or(usize::MAX)).into_iter().map(at).collect())
                 }
@@ -162,17 +172,17 @@ impl SocketSession {
     }
 }
 
-/// A tree of these nodes in which none has more than `fan_out` below it, as flat as that goes; whoever passes it from its root on and from left to right
-/// comes upon them in their order.
-fn tree(addresses: &[String], fan_out: usize) -> Vec<Below> {
+/// A tree of these nodes in which none has more than `fan_out` below it, as flat as that goes;
+/// whoever passes it from its root on and from left to right comes upon them in their order.
+fn tree(addresses: &[String], fan_out: usize) -> Vec<ChildNode> {
     let children = addresses.len().min(fan_out.max(1));
     let mut rest = addresses;
     let child = |number| {
-        // As many to each of those that are left, the first ones one more.
+        // The nodes are shared out evenly; the first ones get one more.
         let (these, others) = rest.split_at(rest.len().div_ceil(children - number));
         rest = others;
-        let (address, below) = these.split_first()?;
-        Some(Below { address: address.clone(), below: tree(below, fan_out) })
+        let (address, children) = these.split_first()?;
+        Some(ChildNode { address: address.clone(), children: tree(children, fan_out) })
     };
     (0..children).filter_map(child).collect()
 }
@@ -195,19 +205,19 @@ async fn borrow(connector: Connector, tracker: &str, request: &ServerRequest) ->
 mod tests {
     use super::*;
 
-    fn names(trees: &[Below], into: &mut Vec<String>) {
+    fn names(trees: &[ChildNode], into: &mut Vec<String>) {
         for one in trees {
             into.push(one.address.clone());
-            names(&one.below, into);
+            names(&one.children, into);
         }
     }
 
-    fn widest(trees: &[Below]) -> usize {
-        trees.iter().map(|one| widest(&one.below)).fold(trees.len(), usize::max)
+    fn widest(trees: &[ChildNode]) -> usize {
+        trees.iter().map(|one| widest(&one.children)).fold(trees.len(), usize::max)
     }
 
-    fn deepest(trees: &[Below]) -> usize {
-        trees.iter().map(|one| 1 + deepest(&one.below)).max().unwrap_or(0)
+    fn deepest(trees: &[ChildNode]) -> usize {
+        trees.iter().map(|one| 1 + deepest(&one.children)).max().unwrap_or(0)
     }
 
     #[test]
@@ -220,7 +230,7 @@ mod tests {
                 names(&trees, &mut found);
                 assert_eq!(found, addresses);
                 assert!(widest(&trees) <= fan_out.max(1));
-                assert_eq!(trees.iter().map(Below::nodes).sum::<usize>(), count);
+                assert_eq!(trees.iter().map(ChildNode::nodes).sum::<usize>(), count);
             }
             assert_eq!(deepest(&tree(&addresses, 1)), count);
             // 2 + 4 + 8 + 16 are enough for 30.

@@ -41,13 +41,15 @@ pub struct ProcessSession {
 }
 
 impl ProcessSession {
-    /// So many workers, in so many groups of equal size. Each is this program again, which has to call [`serve_if_worker`](crate::serve_if_worker).
+    /// Session with `num_workers` workers in `num_groups` groups of equal size. Each is this
+    /// program again, which has to call [`serve_if_worker`](crate::serve_if_worker).
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
         Self { num_workers, num_groups, command: None, options: Options::default() }
     }
 
-    /// Another program as worker, and its arguments: it serves a registry with [disco's functions](crate::register) over its standard input and output.
+    /// Another program as worker, and its arguments: it serves a registry with [disco's
+    /// functions](crate::register) over its standard input and output.
     #[must_use]
     pub fn command<S: Into<String>>(mut self, argv: impl IntoIterator<Item = S>) -> Self {
         self.command = Some(argv.into_iter().map(Into::into).collect());
@@ -63,8 +65,9 @@ impl ProcessSession {
 
     /// Starts the processes and their workers.
     ///
-    /// Its errors are a program that cannot be started, or is no node; and without [`command`](Self::command) a `main`
-    /// that has not called [`serve_if_worker`](crate::serve_if_worker), because its children would launch in turn.
+    /// Its errors are a program that cannot be started, or is no node; and without
+    /// [`command`](Self::command) a `main` that has not called
+    /// [`serve_if_worker`](crate::serve_if_worker), because its children would launch in turn.
     pub fn start(self) -> Completion<DiscoSession> {
         let (command, count, logs) = (self.command, self.num_workers, self.options.worker_logs.map(logs::number));
         launch((count as usize, 1, self.num_groups), self.options, async move {

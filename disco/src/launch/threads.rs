@@ -22,7 +22,7 @@ pub struct ThreadedSession {
 }
 
 impl ThreadedSession {
-    /// So many workers, in so many groups of equal size.
+    /// Session with `num_workers` workers in `num_groups` groups of equal size.
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
         Self { num_workers, num_groups, registry: Registry::new(), options: Options::default() }

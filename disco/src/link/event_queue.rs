@@ -1,4 +1,5 @@
-//! Queue of events: what the workers of a node have said, until the controller or the node above fetches it.
+//! Queue of events: what the workers of a node have said, until the controller or the node above
+//! fetches it.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -12,20 +13,21 @@ use rpc_core::{LocalValue, Result, Tensor, Value, blocking};
 use crate::error::{Failure, WorkerId};
 use crate::wire::event::{Event, EventSink, LocalContent};
 
-/// How many bytes of a tensor travel in one event.
+/// Number of bytes of a tensor travel in one event.
 const CHUNK: usize = 1 << 20;
 
-/// How many events travel together, and about how many bytes of them, if they are several.
+/// Most events that travel together, and about the most bytes of them, if they are several.
 const MAX_EVENTS: usize = 4096;
 const MAX_TOGETHER: usize = 8 << 20;
 
-/// How many bytes of tensors wait to be fetched before their worker does.
+/// Most bytes of tensors that wait to be fetched before their worker waits.
 const MAX_WAITING: usize = 4 << 20;
 
-/// How many bytes of other events there are to be before those below a node have to wait: what workers say of themselves is bounded by what they are told.
+/// Most bytes of other events before the nodes below have to wait. The events of workers themselves
+/// are bounded by the commands that they get.
 const MAX_OTHER: usize = 64 << 20;
 
-/// How many lines of logs wait to be fetched; more are not told.
+/// Most lines of logs that wait to be fetched; more are dropped, and counted.
 const MAX_LINES: usize = 4096;
 
 /// Events that wait for the controller to fetch them.
@@ -41,9 +43,9 @@ struct Queue {
     /// Lines that found no room, since the last one that did.
     lost_lines: u64,
     closed: bool,
-    /// Who fetches.
+    /// Task that fetches.
     waker: Option<Waker>,
-    /// Who waits for room.
+    /// Tasks that wait for room.
     waiting: Vec<Waker>,
 }
 
@@ -54,7 +56,7 @@ impl Queue {
 }
 
 impl EventQueue {
-    /// What has happened since this was last asked, once that is anything. An empty list says that nothing will any more.
+    /// Returns the events since the last call, once there are any. An empty list is the end.
     pub(crate) async fn next(&self) -> Result<LocalValue> {
         let events = poll_fn(|cx| {
             let mut state = self.lock();
@@ -86,7 +88,7 @@ impl EventQueue {
         events.into_iter().map(Event::into_value).collect::<Result<_>>().map(Value::List)
     }
 
-    /// Nobody fetches any more.
+    /// Closes the queue: there is no fetching task any more.
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;

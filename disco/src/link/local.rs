@@ -1,7 +1,8 @@
-//! Hosts in the process of their controller: it hands them commands as they are, without encoding them.
+//! Hosts in the process of their controller: it hands them commands as they are, without encoding
+//! them.
 //!
-//! There is a session between the two all the same, by which the host is opened. They find each other by a number in the
-//! set-up that nobody else can guess.
+//! There is a session between the two all the same, by which the host is opened. They find each
+//! other by a number in the set-up that no other program can guess.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, OnceLock, Weak};
@@ -32,7 +33,7 @@ pub(crate) trait LocalHost: Send + Sync {
     fn abort(&self);
 }
 
-/// Where hosts of this process say what has happened.
+/// Inbox of a controller for the events of hosts in its process.
 #[derive(Default)]
 pub(crate) struct Inbox(pub(crate) OnceLock<Weak<dyn Upstream>>);
 
@@ -88,7 +89,8 @@ pub(crate) fn take_host(number: u64) -> Option<Weak<dyn LocalHost>> {
     EXPECTED.lock().remove(&number)?.host
 }
 
-/// Returns the sink of the controller that expects the host with this number, if that controller is in this process.
+/// Returns the sink of the controller that expects the host with this number, if that controller is
+/// in this process.
 pub(crate) fn expected_sink(number: u64) -> Option<Arc<dyn EventSink>> {
     EXPECTED.lock().get(&number).map(|expected| Arc::clone(&expected.sink))
 }

@@ -5,9 +5,10 @@
 //! | the thread of a worker | [`ExitGuard`], which the thread drops | [`Event::Lost`] |
 //! | a process or a node, or the link to it | the tasks of the link, by [`LossReporter`] | [`Upstream::lose`] |
 //!
-//! A link sees its session end: at once where the kernel reports it, after the keep-alive elsewhere. A node passes both on as
-//! [`Event::Lost`] ([`below_node`]). At the controller both end the session ([`of_worker`], [`of_link`]): every operation that
-//! waits, and every later one, returns that error.
+//! A link sees its session end: at once where the kernel reports it, after the keep-alive
+//! elsewhere. A node passes both on as [`Event::Lost`] ([`below_node`]). At the controller both end
+//! the session ([`of_worker`], [`of_link`]): every operation that waits, and every later one,
+//! returns that error.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -77,11 +78,11 @@ impl LossReporter {
 
 /// The other end of a lost link.
 pub(crate) struct LostNode<'a> {
-    /// How users call it.
+    /// Name for users.
     pub(crate) name: &'a str,
     /// The workers there, those of nodes below included.
     pub(crate) workers: Range<u32>,
-    /// How many nodes there are, those below included.
+    /// Number of nodes, those below included.
     pub(crate) nodes: usize,
 }
 
@@ -115,7 +116,8 @@ pub(crate) fn of_worker(worker: WorkerId, node: Option<&str>, error: RpcError) -
     error.context(format_args!("worker {worker}{place} was lost"))
 }
 
-/// Returns what a node tells the controller when it has lost the link to a process or node below it.
+/// Returns what a node tells the controller when it has lost the link to a process or node below
+/// it.
 ///
 /// A process needs no name beside the number of its worker.
 pub(crate) fn below_node(node: &LostNode<'_>, error: RpcError) -> Event {

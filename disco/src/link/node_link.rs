@@ -1,4 +1,5 @@
-//! Links: how commands get to the workers of one host and events come back, in this process and over a session.
+//! Link to the host of one node: commands go to its workers and events come back, in this process
+//! or over a session.
 
 use std::future::poll_fn;
 use std::net::IpAddr;
@@ -20,51 +21,54 @@ use tokio::task::JoinHandle;
 use crate::link::local::{Inbox, LocalHost, expect_host, take_host};
 use crate::link::loss::{LossReporter, LostNode};
 use crate::link::outbox::Outbox;
-use crate::link::relay::{Between, Destination, End, Wanted};
+use crate::link::relay::{Destination, End, RelayRequest};
 use crate::link::upstream::Upstream;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
 use crate::wire::event::{EventSink, decode_events};
-use crate::wire::plan::Listening;
-use crate::wire::set_up::{HostInfo, SetUp};
+use crate::wire::plan::ListenAddresses;
+use crate::wire::relayed_pair::RelayedPair;
+use crate::wire::set_up::{NodeInfo, SetUp, VERSION};
 
-/// Commands have a lane of their own at each host, and so have events.
+/// Lanes at each host: one for commands, one for events.
 const COMMANDS: Lane = Lane(1);
 const EVENTS: Lane = Lane(2);
 
-/// Between two attempts to learn what is to be relayed, after one that has failed.
+/// Pause before requests for relaying are fetched again, after an error.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// How many messages may be unanswered. While these are on their way, further commands gather, so that many share the cost of one; and one more than
-/// a single one, so that a sync that follows a call does not wait.
+/// Most messages without a reply. While these are on their way, further commands gather, so that
+/// many share the cost of one. It is one more than one, so that a sync that follows a call does not
+/// wait.
 const MAX_UNANSWERED: usize = 2;
 
-/// The link to one host, whose workers have consecutive numbers, those below it included.
+/// Link to one host, whose workers have consecutive numbers, those below it included.
 pub(crate) struct Link {
     pub(crate) first: u32,
     pub(crate) count: u32,
-    /// How many nodes there are, the one at the other end and those below it.
+    /// Number of nodes: the one at the other end and those below it.
     pub(crate) nodes: usize,
-    pub(crate) info: HostInfo,
-    /// How people call what is at the other end.
+    pub(crate) info: NodeInfo,
+    /// Name of the other end, for users.
     pub(crate) name: String,
-    /// Whether it or a link behind it is encrypted, as far as the processes at its ends can tell.
+    /// True if the link or one behind it is encrypted, as far as the processes at its ends can
+    /// tell.
     pub(crate) is_encrypted: bool,
-    way: Way,
-    /// What holds the other end. Taken when the session ends.
-    held: Mutex<Option<Held>>,
-    /// Whether somebody takes what is to be relayed.
+    path: Path,
+    /// Open session and host at the other end. Taken when the session ends.
+    held: Mutex<Option<OpenHost>>,
+    /// True once a task takes what is to be relayed.
     relays: AtomicBool,
 }
 
-enum Way {
+enum Path {
     /// The host is in this process, and takes commands as they are.
     Local(Weak<dyn LocalHost>),
-    /// What is to be sent.
+    /// The host is in another process; commands wait here to be sent.
     Remote(Arc<Outbox>),
 }
 
-struct Held {
+struct OpenHost {
     session: Session,
     host: RemoteObject,
     tasks: Vec<JoinHandle<()>>,
@@ -90,7 +94,7 @@ impl Link {
         let opened = Self::open_host(&session, &set_up).await;
         let local = take_host(set_up.local);
         let (host, info) = opened.map_err(named)?;
-        let said: u64 = info.leaves.iter().map(|leaf| u64::from(leaf.count)).sum();
+        let said: u64 = info.processes.iter().map(|process| u64::from(process.count)).sum();
         if said != u64::from(set_up.workers()) {
             let text = format!("a node was to have {} workers and says that it has {said}", set_up.workers());
             return Err(named(RpcError::new(ErrorKind::Protocol, text)));
@@ -99,12 +103,12 @@ impl Link {
             let text = "a node does not say for each of its nodes where data goes";
             return Err(named(RpcError::new(ErrorKind::Protocol, text)));
         }
-        let way = match local {
-            Some(local) => Way::Local(local),
-            None => Way::Remote(Arc::default()),
+        let path = match local {
+            Some(local) => Path::Local(local),
+            None => Path::Remote(Arc::default()),
         };
         let is_encrypted = session.is_encrypted() || info.is_encrypted_below;
-        let held = Mutex::new(Some(Held { session, host, tasks: Vec::new() }));
+        let held = Mutex::new(Some(OpenHost { session, host, tasks: Vec::new() }));
         Ok(Self {
             first: set_up.first,
             count: set_up.workers(),
@@ -112,24 +116,35 @@ impl Link {
             info,
             name,
             is_encrypted,
-            way,
+            path,
             held,
             relays: AtomicBool::new(false),
         })
     }
 
-    async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, HostInfo)> {
-        let open = session.get_function("disco.open").await.map_err(|error| match error.kind() {
+    async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, NodeInfo)> {
+        // Both at once: only a node that speaks another version pays for the question.
+        let (version, open) = tokio::join!(
+            session.get_function("disco.version").into_future(),
+            session.get_function("disco.open").into_future()
+        );
+        let open = open.map_err(|error| match error.kind() {
             ErrorKind::NotFound => error.context("it is no node: its program does not register disco's functions"),
             _ => error,
         })?;
-        let (host, info): (RemoteObject, Pack<HostInfo>) = open.call((Pack(set_up.clone()),)).await?;
+        version.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => RpcError::unsupported(format!(
+                "the node speaks version 1 of Disco's messages, and this program version {VERSION}: update its program"
+            )),
+            _ => error,
+        })?;
+        let (host, info): (RemoteObject, Pack<NodeInfo>) = open.call((Pack(set_up.clone()),)).await?;
         Ok((host, info.0))
     }
 
-    /// Begins to send commands and to take events.
+    /// Starts the tasks that send commands and fetch events.
     pub(crate) async fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
-        let Way::Remote(outbox) = &self.way else { return Ok(()) };
+        let Path::Remote(outbox) = &self.path else { return Ok(()) };
         let Some((session, host)) = self.far_end() else { return Ok(()) };
         let submit = session.get_function("disco.submit").await?;
         let events = session.get_function("disco.events").await?;
@@ -150,7 +165,7 @@ impl Link {
         Ok(())
     }
 
-    /// Begins to take what workers there want to have relayed, if it has not.
+    /// Starts the task that fetches requests for relaying, if it does not run yet.
     pub(crate) async fn take_relays(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
         let Some((session, host)) = self.far_end() else { return Ok(()) };
         let relays = session.get_function("disco.relays").await?;
@@ -163,7 +178,7 @@ impl Link {
         Ok(())
     }
 
-    /// Ends these with the session.
+    /// Has these tasks end with the session.
     fn hold<const COUNT: usize>(&self, tasks: [JoinHandle<()>; COUNT]) {
         match self.lock().as_mut() {
             Some(held) => held.tasks.extend(tasks),
@@ -172,26 +187,27 @@ impl Link {
         }
     }
 
-    /// Where data for a worker there goes.
+    /// Returns the destination of data for a worker there.
     pub(crate) fn destination(&self, worker: u32, is_world: bool) -> rpc_core::Result<Destination> {
         let (session, host) = self.far_end().ok_or_else(ended)?;
-        Ok(Destination::There { session, host, worker, is_world })
+        Ok(Destination::RemoteEnd { session, host, worker, is_world })
     }
 
     pub(crate) fn is_remote(&self) -> bool {
-        matches!(self.way, Way::Remote(_))
+        matches!(self.path, Path::Remote(_))
     }
 
-    /// The session and the host, until the end.
+    /// Returns the session and the host, until the link is closed.
     pub(crate) fn far_end(&self) -> Option<(Session, RemoteObject)> {
         self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone()))
     }
 
-    /// Where the workers there listen for each other, in their order, if their nodes do so at these addresses.
-    pub(crate) async fn listen(&self, addresses: Vec<IpAddr>) -> rpc_core::Result<Vec<Listening>> {
+    /// Has the workers there listen for each other at these addresses of their nodes. Returns
+    /// where, in the order of workers.
+    pub(crate) async fn listen(&self, addresses: Vec<IpAddr>) -> rpc_core::Result<Vec<ListenAddresses>> {
         let (session, host) = self.far_end().ok_or_else(ended)?;
         let listen = session.get_function("disco.listen").await?;
-        let listening: Pack<Vec<Listening>> = listen.call((&host, Pack(addresses))).await?;
+        let listening: Pack<Vec<ListenAddresses>> = listen.call((&host, Pack(addresses))).await?;
         if listening.0.len() != self.count as usize {
             let text = format!("a node with {} workers says where {} listen", self.count, listening.0.len());
             return Err(RpcError::new(ErrorKind::Protocol, text).context(&self.name));
@@ -199,15 +215,15 @@ impl Link {
         Ok(listening.0)
     }
 
-    /// How many bytes of commands wait to be sent.
+    /// Returns the number of bytes of commands that wait to be sent.
     pub(crate) fn held(&self) -> usize {
-        match &self.way {
-            Way::Local(_) => 0,
-            Way::Remote(outbox) => outbox.held(),
+        match &self.path {
+            Path::Local(_) => 0,
+            Path::Remote(outbox) => outbox.held(),
         }
     }
 
-    /// The numbers of the workers there.
+    /// Returns the numbers of the workers there.
     pub(crate) fn workers(&self) -> Range<u32> {
         self.first..self.first + self.count
     }
@@ -217,10 +233,11 @@ impl Link {
         LostNode { name: &self.name, workers: self.workers(), nodes: self.nodes }
     }
 
-    /// Appends a command. `encoded` is there if any link of the session needs it; `bulk` says whether its bulk is for this link.
+    /// Appends a command. `encoded` is there if any link of the session needs it; `bulk` says
+    /// whether its bulk is for this link.
     pub(crate) fn push(&self, sequence: u64, queued: &Queued, encoded: Option<&Encoded>, bulk: bool) {
-        match &self.way {
-            Way::Local(host) => {
+        match &self.path {
+            Path::Local(host) => {
                 // Gone only when the session ends.
                 if let Some(host) = host.upgrade()
                     && let Err(error) = host.submit(sequence, queued.clone())
@@ -228,7 +245,7 @@ impl Link {
                     tracing::error!(%error, "a host of this process refused a command");
                 }
             }
-            Way::Remote(outbox) => {
+            Path::Remote(outbox) => {
                 if let Some(encoded) = encoded {
                     let mut encoded = encoded.clone();
                     if !bulk && encoded.bulk.is_some() {
@@ -240,9 +257,10 @@ impl Link {
         }
     }
 
-    /// Ends the collectives of an epoch, also those that workers are in. Never waits: if the word does not arrive, the link will not last either.
+    /// Ends the collectives of an epoch, also those that workers are in. Never waits: if the
+    /// message does not arrive, the link is lost, too.
     pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
-        if let Way::Local(host) = &self.way {
+        if let Path::Local(host) = &self.path {
             if let Some(host) = host.upgrade() {
                 host.break_collectives(epoch, reason);
             }
@@ -260,11 +278,11 @@ impl Link {
         });
     }
 
-    /// Lets go of the other end: its workers end after what they are doing.
+    /// Closes the session: the workers end after the command that each executes.
     pub(crate) fn close(&self) {
         let Some(held) = self.lock().take() else { return };
         held.tasks.iter().for_each(JoinHandle::abort);
-        if let Way::Local(host) = &self.way
+        if let Path::Local(host) = &self.path
             && let Some(host) = host.upgrade()
         {
             host.abort();
@@ -273,7 +291,7 @@ impl Link {
         drop(held);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Held>> {
+    fn lock(&self) -> MutexGuard<'_, Option<OpenHost>> {
         self.held.lock()
     }
 }
@@ -327,7 +345,7 @@ impl Sender {
     }
 }
 
-/// Takes what the host says, until it says that there is no more.
+/// Fetches the events of the host until the empty list that ends them.
 async fn take_events(events: RemoteFunction, host: RemoteObject, loss: Arc<LossReporter>) {
     loop {
         let taken = events.call::<Value>((&host,)).lane(EVENTS).await;
@@ -350,10 +368,10 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, loss: Arc<LossR
     }
 }
 
-/// Takes what the workers there want to have carried, until they have ended.
+/// Fetches the workers' requests for relaying until the workers have ended.
 async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObject, loss: Arc<LossReporter>) {
     loop {
-        let wanted = relays.call::<(RemoteObject, Pack<Between>)>((&host,)).lane(Lane::CONCURRENT).await;
+        let wanted = relays.call::<(RemoteObject, Pack<RelayedPair>)>((&host,)).lane(Lane::CONCURRENT).await;
         let error = match wanted {
             Ok((_, Pack(between))) if !loss.has_worker(between.from) => {
                 let error = RpcError::new(ErrorKind::Protocol, "a node spoke for a worker that it does not have");
@@ -362,7 +380,7 @@ async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObjec
             Ok((end, Pack(between))) => match End::there(&session, end).await {
                 Ok(end) => {
                     let Some(upstream) = loss.upstream() else { return };
-                    upstream.relay(Wanted { between, end });
+                    upstream.relay(RelayRequest { between, end });
                     continue;
                 }
                 Err(error) => error,

@@ -8,25 +8,26 @@ use tokio::sync::Notify;
 
 use crate::wire::codec::Encoded;
 
-/// How many bytes of commands are put into one message, if there are several.
+/// Number of bytes of commands are put into one message, if there are several.
 const MAX_BATCH: usize = 4 << 20;
 
-/// Commands that wait to be sent. Credit bounds those of a controller, and [`Link::held`] tells a node how much it is.
+/// Commands that wait to be sent. Credit bounds those of a controller, and [`Link::held`] tells a
+/// node how much it is.
 #[derive(Default)]
 pub(crate) struct Outbox {
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<QueuedCommands>,
     more: Notify,
 }
 
 #[derive(Default)]
-struct Waiting {
+struct QueuedCommands {
     commands: VecDeque<Encoded>,
     bytes: usize,
-    /// Nobody sends any more.
+    /// True once the sender has ended.
     closed: bool,
 }
 
-/// What a command takes in a queue beside its bytes.
+/// Size that a command has in a queue beside its bytes.
 pub(crate) const QUEUED: usize = 128;
 
 fn size(encoded: &Encoded) -> usize {
@@ -39,7 +40,7 @@ impl Outbox {
         self.lock().bytes
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+    fn lock(&self) -> MutexGuard<'_, QueuedCommands> {
         self.waiting.lock()
     }
 
@@ -59,7 +60,7 @@ impl Outbox {
 
     pub(crate) fn close(&self) {
         let mut waiting = self.lock();
-        let rest = std::mem::replace(&mut *waiting, Waiting { closed: true, ..Waiting::default() });
+        let rest = std::mem::replace(&mut *waiting, QueuedCommands { closed: true, ..QueuedCommands::default() });
         drop(waiting);
         drop(rest);
     }
@@ -97,7 +98,7 @@ mod tests {
         Encoded { head: Bytes::from(vec![0; len]), bulk: (len > 10).then(|| Bytes::from(vec![0; 7])) }
     }
 
-    /// What waits is counted until it is taken, and nothing is kept for nobody.
+    /// Waiting commands are counted until they are taken, and a closed outbox keeps none.
     #[test]
     fn an_outbox_knows_what_it_holds_and_holds_nothing_once_closed() {
         let outbox = Outbox::default();

@@ -10,7 +10,7 @@ use crate::link::local::Inbox;
 use crate::link::node_link::Link;
 use crate::wire::set_up::SetUp;
 
-/// Where the session to a node comes from.
+/// Origin of the session to a node.
 pub(crate) enum Source {
     /// From before; and what the node is called.
     Ready(Session, String),

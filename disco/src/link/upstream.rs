@@ -1,22 +1,22 @@
-//! What links report to: the controller, or the node above.
+//! Upstream of links: the controller, or the node above.
 
 use std::task::{Context, Poll};
 
 use rpc_core::RpcError;
 
-use crate::link::relay::Wanted;
+use crate::link::relay::RelayRequest;
 use crate::wire::event::Event;
 
-/// Whom links tell what comes of them.
+/// Receiver of what links report.
 pub(crate) trait Upstream: Send + Sync {
-    /// A worker has said something.
+    /// Takes the event of a worker.
     fn handle(&self, event: Event);
 
-    /// A link is of no more use.
+    /// Takes the loss of a link.
     fn lose(&self, link: usize, error: RpcError);
 
-    /// Has the data of a worker carried to another one, or tells it why not.
-    fn relay(&self, wanted: Wanted);
+    /// Has the data of a worker relayed to another one, or tells it why not.
+    fn relay(&self, wanted: RelayRequest);
 
     /// Ready when more can be taken. The task is woken.
     fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {

@@ -4,41 +4,50 @@
 //!
 //! | name | parameters | result |
 //! | --- | --- | --- |
-//! | `disco.open` | set-up, packed | the host of some workers, and what is known of it, packed |
-//! | `disco.submit` | host, number of the first command, commands, list of bulk | null; inline |
-//! | `disco.events` | host | what has happened, once that is anything; an empty list after the end |
-//! | `disco.offer` | host, epoch | tickets to segments for the whole session, packed |
-//! | `disco.listen` | host, IP addresses of its node and those below it | where their workers listen for each other, packed |
-//! | `disco.break_ccl` | host, epoch, reason | null; inline: ends the collectives of that epoch, also those that workers are in |
-//! | `disco.abort` | host | null; inline: passes everything that is queued |
-//! | `disco.relays` | host | an end, and between whom it is to lead, packed, once a worker there or below asks for that; `Closed` when none will any more |
-//! | `disco.connect` | host, worker, whether it is the world's | an end, at which that worker's listener is |
-//! | `disco.answer` | end, reason or null | null: its worker may begin, or if there is a reason gives up |
+//! | `disco.version` | | version of the messages (1) |
+//! | `disco.open` | set-up | the host of some workers, and its description |
+//! | `disco.submit` | host, number of the first command, commands, list of bulk | null (2) |
+//! | `disco.events` | host | the next events; an empty list is the end |
+//! | `disco.offer` | host, epoch | tickets to segments for the whole session |
+//! | `disco.listen` | host, IP addresses (3) | addresses of the workers' listeners |
+//! | `disco.break_ccl` | host, epoch, reason | null (2, 4) |
+//! | `disco.abort` | host | null (2): drops all that is queued |
+//! | `disco.relays` | host | an end, and the pair of workers that it is for (5) |
+//! | `disco.connect` | host, worker, true for the world's | an end, at that worker's listener |
+//! | `disco.answer` | end, reason or null | null (6) |
 //! | `disco.take` | end | the next bytes that come out of it, up to 64 KiB; none at the end |
-//! | `disco.give` | end, bytes | null, once it has taken them; none are the end |
+//! | `disco.give` | end, bytes | null, once it has taken them; no bytes are the end |
+//!
+//! 1. A controller looks for it before it opens a host: version 1 of the messages has none.
+//! 2. Inline: it runs where the frame was read.
+//! 3. Those of the node and of the nodes below it.
+//! 4. Ends the collectives of that epoch, also those that workers are in.
+//! 5. Once a worker there or below asks for it; `Closed` when none will any more.
+//! 6. Its worker may begin, or if there is a reason gives up.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared as SharedObject};
+use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared as SharedObject};
 
 use crate::link::local::LocalHost;
-use crate::link::relay::{Held, Wanted, WorkerDirectory};
+use crate::link::relay::{EndObject, RelayRequest, WorkerDirectory};
 use crate::node::host::WorkerHost;
 use crate::weights;
-use crate::wire::set_up::SetUp;
+use crate::wire::set_up::{SetUp, VERSION};
 
 /// Adds what workers are created and driven by to `registry`, whose functions they call.
 ///
-/// A program that registers this and serves its registry can be a node of any Disco session: as a child process, over a network, behind a chain of
-/// hops.
+/// A program that registers this and serves its registry can be a node of any Disco session: as a
+/// child process, over a network, behind a chain of hops.
 pub fn register(registry: &Registry) {
     registry
-        .add("disco.open", |context: Context, set_up: Pack<SetUp>| -> Result<_> {
-            let (host, info) = WorkerHost::open(&context, &set_up.0)?;
+        .add("disco.open", |context: Context, set_up: Packed| -> Result<_> {
+            let (host, info) = WorkerHost::open(&context, &SetUp::decode(&set_up)?)?;
             Ok((SharedObject(host), Pack(info)))
         })
+        .add_inline("disco.version", || VERSION)
         .add_inline("disco.submit", |host: SharedObject<WorkerHost>, first: u64, heads: Bytes, bulk: Vec<Bytes>| {
             host.0.submit_batch(first, heads, bulk)
         })
@@ -73,26 +82,26 @@ fn register_relay(registry: &Registry) {
             // The host itself may go while somebody waits.
             drop(host);
             async move {
-                let Wanted { between, end } = relays.next().await?;
-                Ok::<_, RpcError>((Held::share(end), Pack(between)))
+                let RelayRequest { between, end } = relays.next().await?;
+                Ok::<_, RpcError>((EndObject::share(end), Pack(between)))
             }
         })
         .add_async("disco.connect", |host: SharedObject<WorkerHost>, worker: u32, is_world: bool| {
             let to = host.0.destination(worker, is_world);
-            let place = host.0.relays().place();
+            let permit = host.0.relays().take_permit();
             drop(host);
             async move {
-                let place = place?;
+                let permit = permit?;
                 let nobody = || RpcError::invalid_argument(format!("worker {worker} is not at this node"));
                 let end = to.ok_or_else(nobody)??.open().await?;
-                Ok::<_, RpcError>(Held::share(end.at(place)))
+                Ok::<_, RpcError>(EndObject::share(end.with_permit(permit)))
             }
         })
-        .add_async("disco.answer", |end: SharedObject<Held>, reason: Option<String>| {
-            Held::lend(end, async move |end| end.answer(reason).await)
+        .add_async("disco.answer", |end: SharedObject<EndObject>, reason: Option<String>| {
+            EndObject::lend(end, async move |end| end.answer(reason).await)
         })
-        .add_async("disco.take", |end: SharedObject<Held>| Held::lend(end, async move |end| end.take().await))
-        .add_async("disco.give", |end: SharedObject<Held>, bytes: Bytes| {
-            Held::lend(end, async move |end| end.give(bytes).await)
+        .add_async("disco.take", |end: SharedObject<EndObject>| EndObject::lend(end, async move |end| end.take().await))
+        .add_async("disco.give", |end: SharedObject<EndObject>, bytes: Bytes| {
+            EndObject::lend(end, async move |end| end.give(bytes).await)
         });
 }

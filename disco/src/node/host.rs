@@ -1,10 +1,11 @@
-//! The workers of one node: what a controller opens over a session, and what it tells them.
+//! Host: the workers of one node, as a controller opens and drives them.
 //!
 //! A host ends with the session that it was opened in, or when its controller lets go of it.
 //!
-//! A host may have others below it: processes of its own, and further nodes, with which it opens sessions itself. It passes them all commands
-//! in the order of their numbers, and what they say to whoever opened it, for whom they are workers of this host. The workers below it have the numbers
-//! behind its own.
+//! A host may have others below it: processes of its own, and further nodes, with which it opens
+//! sessions itself. It forwards all commands to them in the order of their numbers, and their
+//! events to its own opener, to which they are workers of this host. The workers below it have the
+//! numbers behind its own.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -19,18 +20,18 @@ use crate::link::event_queue::EventQueue;
 use crate::link::local::{LocalHost, announce_host, expected_sink};
 use crate::link::relay::{Destination, Relays, WorkerDirectory};
 use crate::node::self_start::can_serve_workers;
-use crate::node::subtree::Branch;
+use crate::node::subtree::Subtree;
 use crate::options::Hosting;
 use crate::wire::codec::{decode_batch, split_batch};
 use crate::wire::command::{MAX_HELD, Queued};
 use crate::wire::event::EventSink;
-use crate::wire::plan::{Layout, Listening};
-use crate::wire::set_up::{HostInfo, Leaf, MpiSeat, SetUp};
+use crate::wire::plan::{Layout, ListenAddresses};
+use crate::wire::set_up::{MpiProcess, NodeInfo, SetUp, WorkerProcess};
 use crate::worker::context::WorkerContext;
-use crate::worker::executor;
 use crate::worker::feed::{Feed, YIELD};
 use crate::worker::process_state::ProcessState;
 use crate::worker::rendezvous::{DataAddress, machine};
+use crate::worker::start;
 
 /// The most nodes that one has directly below it.
 const MAX_BELOW: usize = 1024;
@@ -40,24 +41,24 @@ const MAX_WORKERS: u32 = 1024;
 
 /// Returns the place of this process in its job of MPI, if it has started MPI.
 #[cfg(feature = "mpi")]
-fn own_mpi_seat() -> Option<MpiSeat> {
+fn own_mpi_process() -> Option<MpiProcess> {
     let process = crate::ccl::host::mpi::Process::started()?;
-    Some(MpiSeat { job: process.job().to_owned(), rank: process.rank() })
+    Some(MpiProcess { job: process.job().to_owned(), rank: process.rank() })
 }
 
 #[cfg(not(feature = "mpi"))]
-fn own_mpi_seat() -> Option<MpiSeat> {
+fn own_mpi_process() -> Option<MpiProcess> {
     None
 }
 
 /// Some workers of a session, at this node.
 pub(crate) struct WorkerHost {
-    /// For a controller in another process.
+    /// Queue of events for a controller in another process; `None` for one in this process.
     events: Option<Arc<EventQueue>>,
     /// Workers in this process.
     threads: Option<Threads>,
-    /// Workers in others, with numbers behind those.
-    branch: Option<Branch>,
+    /// Workers in other processes, with the numbers behind those.
+    subtree: Option<Subtree>,
     relays: Arc<Relays>,
 }
 
@@ -68,13 +69,14 @@ struct Threads {
     feed: Arc<Feed>,
 }
 
-/// Whether a node has devices on which something can hang. Loads their driver, if there is one.
+/// Returns true if the node has devices on which something can hang. Loads their driver, if there
+/// is one.
 fn has_gpus(context: &Context) -> bool {
     let has = |kind| context.devices().kind(kind).and_then(|api| api.count()).is_ok_and(|count| count > 0);
-    [DeviceType::CUDA, DeviceType::ROCM].into_iter().any(has)
+    has(DeviceType::CUDA)
 }
 
-/// Whether this program can have workers as processes, which it is told of if it cannot.
+/// Returns true if this program can have workers as processes. Logs a warning if it cannot.
 fn can_be_processes() -> bool {
     let can = can_serve_workers();
     if !can {
@@ -86,13 +88,13 @@ fn can_be_processes() -> bool {
 }
 
 impl WorkerHost {
-    pub(super) fn open(context: &Context, set_up: &SetUp) -> Result<(Arc<Self>, HostInfo)> {
+    pub(super) fn open(context: &Context, set_up: &SetUp) -> Result<(Arc<Self>, NodeInfo)> {
         let Layout { world_size, num_groups } = set_up.layout;
         let fits = num_groups > 0
             && world_size > 0
             && world_size % num_groups == 0
             && (1..=MAX_WORKERS).contains(&set_up.count)
-            && set_up.below.len() <= MAX_BELOW
+            && set_up.children.len() <= MAX_BELOW
             && set_up.first.checked_add(set_up.workers()).is_some_and(|end| end <= world_size);
         if !fits {
             return Err(RpcError::invalid_argument(format!("no workers can be made of {set_up:?}")));
@@ -103,7 +105,7 @@ impl WorkerHost {
         let sink = sink.ok_or_else(|| RpcError::internal("a host without events"))?;
         let relays = Relays::new(context.limits());
         let own = context.extension::<DataAddress>().map(|address| address.0);
-        let mut info = HostInfo { leaves: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
+        let mut info = NodeInfo { processes: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
         let mut threads = None;
         let in_processes = match set_up.hosting {
             Hosting::Processes => true,
@@ -114,30 +116,30 @@ impl WorkerHost {
         if !in_processes {
             let patience = if events.is_none() { YIELD } else { Duration::ZERO };
             threads = Some(Threads::start(context, set_up, &sink, &relays, patience)?);
-            info.leaves.push(Leaf { count: set_up.count, machine: machine(), mpi: own_mpi_seat() });
+            info.processes.push(WorkerProcess { count: set_up.count, machine: machine(), mpi: own_mpi_process() });
         }
-        let mut branch = None;
-        if in_processes || !set_up.below.is_empty() {
-            let opened = Branch::open(context, set_up, in_processes, sink, &relays)?;
-            info.leaves.extend(opened.leaves());
+        let mut subtree = None;
+        if in_processes || !set_up.children.is_empty() {
+            let opened = Subtree::open(context, set_up, in_processes, sink, &relays)?;
+            info.processes.extend(opened.processes_below());
             info.is_encrypted_below = opened.is_encrypted();
             info.data_addresses.extend(opened.data_addresses());
-            branch = Some(opened);
+            subtree = Some(opened);
         }
-        let host = Arc::new(Self { events, threads, branch, relays });
+        let host = Arc::new(Self { events, threads, subtree, relays });
         let directory: Weak<dyn WorkerDirectory> = Arc::downgrade(&host) as Weak<dyn WorkerDirectory>;
-        host.relays.belong_to(directory);
+        host.relays.set_directory(directory);
         let weak: Weak<dyn LocalHost> = Arc::downgrade(&host) as Weak<dyn LocalHost>;
         announce_host(set_up.local, weak);
         Ok((host, info))
     }
 
-    /// Passes a batch of them to all workers.
+    /// Appends a batch of commands to the queues of all workers.
     pub(super) fn submit_batch(&self, first: u64, heads: Bytes, bulk: Vec<Bytes>) -> Result<()> {
         let commands = decode_batch(heads.clone(), bulk)?;
-        if let Some(branch) = &self.branch {
+        if let Some(subtree) = &self.subtree {
             let commands = commands.iter().cloned().zip(split_batch(heads).map(Some));
-            branch.pass_on(first, commands.collect(), MAX_HELD)?;
+            subtree.forward(first, commands.collect(), MAX_HELD)?;
         }
         match &self.threads {
             Some(threads) => threads.feed.push(first, commands, MAX_HELD),
@@ -156,9 +158,9 @@ impl WorkerHost {
 
     #[cfg(target_os = "linux")]
     pub(super) fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
-        match (&self.threads, &self.branch) {
+        match (&self.threads, &self.subtree) {
             (Some(Threads { shared, .. }), _) => shared.rendezvous().offer(shared.set_up().layout, epoch).map(Pack),
-            (None, Some(branch)) => branch.offer(epoch),
+            (None, Some(subtree)) => subtree.offer(epoch),
             (None, None) => Err(RpcError::internal("a host without workers")),
         }
     }
@@ -168,7 +170,7 @@ impl WorkerHost {
         Err(RpcError::unsupported("processes share no memory on this system"))
     }
 
-    pub(super) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<Listening>> {
+    pub(super) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<ListenAddresses>> {
         let Some(own) = addresses.first() else {
             return Err(RpcError::invalid_argument("no address to listen at"));
         };
@@ -177,8 +179,8 @@ impl WorkerHost {
             let SetUp { layout, first, count, .. } = *shared.set_up();
             all = shared.rendezvous().listen(layout, first, count, *own)?;
         }
-        if let Some(branch) = &self.branch {
-            all.extend(branch.listen(addresses)?);
+        if let Some(subtree) = &self.subtree {
+            all.extend(subtree.listen(addresses)?);
         }
         Ok(all)
     }
@@ -186,8 +188,8 @@ impl WorkerHost {
 
 impl LocalHost for WorkerHost {
     fn submit(&self, sequence: u64, queued: Queued) -> Result<()> {
-        if let Some(branch) = &self.branch {
-            branch.pass_on(sequence, vec![(queued.clone(), None)], u64::MAX)?;
+        if let Some(subtree) = &self.subtree {
+            subtree.forward(sequence, vec![(queued.clone(), None)], u64::MAX)?;
         }
         match &self.threads {
             Some(threads) => threads.feed.push(sequence, [queued], u64::MAX),
@@ -198,14 +200,14 @@ impl LocalHost for WorkerHost {
     fn break_collectives(&self, epoch: u64, reason: &str) {
         let workers = self.threads.iter().flat_map(|threads| &threads.workers);
         workers.for_each(|worker| worker.break_collectives(epoch, reason));
-        self.branch.iter().for_each(|branch| branch.break_collectives(epoch, reason));
+        self.subtree.iter().for_each(|subtree| subtree.break_collectives(epoch, reason));
     }
 
     /// Ends all workers after the command that each executes, and their collectives now.
     fn abort(&self) {
         self.relays.close();
         self.threads.iter().for_each(Threads::abort);
-        self.branch.iter().for_each(Branch::close);
+        self.subtree.iter().for_each(Subtree::close);
         if let Some(events) = &self.events {
             events.close();
         }
@@ -216,14 +218,14 @@ impl WorkerDirectory for WorkerHost {
     fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>> {
         let listening = |threads: &Threads| threads.shared.rendezvous().address(WorkerId(worker), is_world);
         match self.threads.as_ref().and_then(listening) {
-            Some(address) => Some(Ok(Destination::Here(address))),
-            None => self.branch.as_ref()?.destination(worker, is_world),
+            Some(address) => Some(Ok(Destination::LocalEnd(address))),
+            None => self.subtree.as_ref()?.destination(worker, is_world),
         }
     }
 }
 
 impl Threads {
-    /// `patience` is how long a worker that has nothing to do looks for more before it sleeps.
+    /// Starts the threads. An idle worker looks for commands for `patience` before it sleeps.
     fn start(
         context: &Context,
         set_up: &SetUp,
@@ -237,7 +239,7 @@ impl Threads {
         for (id, reader) in (set_up.first..).zip(readers) {
             let (shared, feed) = (Arc::clone(&threads.shared), Arc::clone(&threads.feed));
             // If there is no thread for one, dropping this ends the others.
-            let worker = executor::start(WorkerId(id), context.detached(), shared, feed, reader)?;
+            let worker = start::start(WorkerId(id), context.detached(), shared, feed, reader)?;
             threads.workers.push(worker);
         }
         Ok(threads)

@@ -14,16 +14,17 @@ use crate::node::self_start::OfNode;
 use crate::node::server::server_of;
 use crate::weights::folders::WeightFolders;
 
-/// Which of the nodes of a session a program is.
+/// Rank of a node among the nodes of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct NodePlace {
+pub struct NodeRank {
     /// Its number, from 0.
     pub rank: u32,
-    /// How many nodes there are.
+    /// Number of nodes.
     pub nodes: u32,
 }
 
-/// The variables in which launchers tell their processes who they are, and those launchers. One that may run inside of another comes first.
+/// The variables in which launchers tell their processes who they are, and those launchers. One
+/// that may run inside of another comes first.
 const LAUNCHERS: [(&str, &str, &str); 4] = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
     ("PMI_RANK", "PMI_SIZE", "PMI"),
@@ -31,11 +32,12 @@ const LAUNCHERS: [(&str, &str, &str); 4] = [
     ("SLURM_PROCID", "SLURM_NTASKS", "Slurm"),
 ];
 
-/// What a node that dials in is called at the controller's, with its place behind it if it says that.
+/// Key of a node that dials in; its rank is behind it if it names one.
 const KEY: &str = "disco";
 
-impl NodePlace {
-    /// What the launcher that has started this process says: Open MPI, one that speaks PMI, torchrun, or Slurm. `None` if there is none.
+impl NodeRank {
+    /// Returns the rank that the launcher of this process gives: Open MPI, one that speaks PMI,
+    /// torchrun, or Slurm. `None` without a launcher.
     ///
     /// # Errors
     ///
@@ -51,7 +53,8 @@ impl NodePlace {
             return match place {
                 Some(place) if place.rank < place.nodes => Ok(Some(place)),
                 _ => Err(DiscoError::invalid(format!(
-                    "the environment of {launcher} says {rank_name}={rank} and {nodes_name}={nodes}, which is no place among nodes"
+                    "the environment of {launcher} says {rank_name}={rank} and {nodes_name}={nodes}, which is no \
+                     place among nodes"
                 ))),
             };
         }
@@ -73,32 +76,36 @@ impl NodePlace {
     }
 }
 
-/// How a node joins a session whose controller it dials.
+/// Options of a node that joins a session by dialling its controller.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct JoinOptions {
-    /// Which node it is. Default: whichever is left.
-    pub place: Option<NodePlace>,
-    /// How the controller is dialled: tokens, trust. Default: without either.
+    /// Rank of the node. Default: one that is free.
+    pub rank: Option<NodeRank>,
+    /// Tokens and trust with which the controller is dialled. Default: neither.
     pub dial: DialOptions,
-    /// To whom the node gives a session once it has dialled: the controller proves itself by this. Default: anybody, so that it is the dialling that counts.
+    /// To whom the node gives a session once it has dialled: the controller proves itself by this.
+    /// Default: anybody, so that it is the dialling that counts.
     pub access: Access,
-    /// How long to try to reach a controller that is not there. Default: 60 s.
+    /// Longest time for attempts to reach a controller that is not there. Default: 60 s.
     pub patience: Duration,
-    /// Where its workers listen for the data of others. Default: as the controller says, or else nowhere that other machines reach.
+    /// Address at which the node's workers listen for the data of others. Default: as the
+    /// controller says, or else none that other machines reach.
     pub data_address: Option<IpAddr>,
     /// The devices of its workers. Default: `cpu` alone.
     pub devices: Devices,
-    /// From which folders its workers read weights. Default: none, so that they get what they load from others.
+    /// From which folders its workers read weights. Default: none, so that they get what they load
+    /// from others.
     pub weights: Option<WeightFolders>,
-    /// A controller that says nothing for this long is tested, and is lost after three times as long. Default: 5 s.
+    /// A controller that says nothing for this long is tested, and is lost after three times as
+    /// long. Default: 5 s.
     pub keep_alive: Duration,
 }
 
 impl Default for JoinOptions {
     fn default() -> Self {
         Self {
-            place: None,
+            rank: None,
             dial: DialOptions::default(),
             access: Access::default(),
             patience: Duration::from_secs(60),
@@ -114,10 +121,12 @@ impl Default for JoinOptions {
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// Makes this program a node of the session whose controller listens at `controller` (a [`NodeListener`](crate::NodeListener)): its workers call the
-/// functions of `registry`. Resolves when the session has ended.
+/// Makes this program a node of the session whose controller listens at `controller` (a
+/// [`NodeListener`](crate::NodeListener)): its workers call the functions of `registry`. Resolves
+/// when the session has ended.
 ///
-/// Its errors are a controller that cannot be reached in time, refuses, or goes before it has taken the node into a session.
+/// Its errors are a controller that cannot be reached in time, refuses, or goes before it has taken
+/// the node into a session.
 pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Completion<()> {
     register(registry);
     let (registry, controller) = (registry.clone(), controller.to_owned());
@@ -132,12 +141,13 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
         };
         let node = OfNode { limits: SessionLimits::default(), weights: options.weights.clone(), settings: None };
         let server = server_of(registry, options.devices, node, options.data_address, serve);
-        Ok(join_with(&server, &controller, options.place, options.patience).await?)
+        Ok(join_with(&server, &controller, options.rank, options.patience).await?)
     })
 }
 
 /// As [`join`], with sessions of `server`, whose registry has disco's functions: it is dialled by
-/// [`ServeOptions::onward`]. Inside of a tokio runtime. Dropping the future gives up the waiting; a session that there is already goes on.
+/// [`ServeOptions::onward`]. Inside of a tokio runtime. Dropping the future gives up the waiting; a
+/// session that there is already goes on.
 ///
 /// # Errors
 ///
@@ -145,10 +155,10 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
 pub async fn join_with(
     server: &Server,
     controller: &Address,
-    place: Option<NodePlace>,
+    place: Option<NodeRank>,
     patience: Duration,
 ) -> RpcResult<()> {
-    let park = ParkOptions { key: NodePlace::key(place), capacity: 1, ..ParkOptions::default() };
+    let park = ParkOptions { key: NodeRank::key(place), capacity: 1, ..ParkOptions::default() };
     let deadline = Instant::now() + patience;
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     loop {
@@ -156,7 +166,8 @@ pub async fn join_with(
             Ok(true) => return Ok(()),
             Ok(false) => {
                 let text = format!(
-                    "the controller at {controller} took this node and there was no session: one does not trust the other, or it was given up"
+                    "the controller at {controller} took this node and there was no session: one does not trust the \
+                     other, or it was given up"
                 );
                 return Err(RpcError::new(ErrorKind::PeerLost, text));
             }
@@ -178,14 +189,14 @@ mod tests {
 
     use super::*;
 
-    fn place(variables: &[(&str, &str)]) -> Result<Option<NodePlace>> {
+    fn place(variables: &[(&str, &str)]) -> Result<Option<NodeRank>> {
         let variables: HashMap<_, _> = variables.iter().copied().collect();
-        NodePlace::from_variables(|name| variables.get(name).map(|value| (*value).to_owned()))
+        NodeRank::from_variables(|name| variables.get(name).map(|value| (*value).to_owned()))
     }
 
     #[test]
     fn launchers_say_which_node_this_is() {
-        let third = Some(NodePlace { rank: 3, nodes: 8 });
+        let third = Some(NodeRank { rank: 3, nodes: 8 });
         for (rank, nodes, _) in LAUNCHERS {
             assert_eq!(place(&[(rank, "3"), (nodes, "8")]), Ok(third));
             assert_eq!(place(&[(rank, "3")]), Ok(None));
@@ -202,11 +213,11 @@ mod tests {
 
     #[test]
     fn places_survive_the_key() {
-        for place in [None, Some(NodePlace { rank: 3, nodes: 8 })] {
-            assert_eq!(NodePlace::of_key(&NodePlace::key(place)), Some(place));
+        for place in [None, Some(NodeRank { rank: 3, nodes: 8 })] {
+            assert_eq!(NodeRank::of_key(&NodeRank::key(place)), Some(place));
         }
         for key in ["", "board", "disco.", "disco.1", "disco.x.2", "disco1", "disco.1.2.3"] {
-            assert_eq!(NodePlace::of_key(key), None, "{key}");
+            assert_eq!(NodeRank::of_key(key), None, "{key}");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! This program as its own worker: whether it can be started as one, by which arguments, and what it takes over then.
+//! This program as its own worker: whether it can be started as one, by which arguments, and what
+//! it takes over then.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,7 +13,7 @@ use crate::weights::folders::WeightFolders;
 /// The first argument of a program that is started as its own worker.
 pub(crate) const WORKER: &str = "--disco-worker";
 
-/// Whether this program has said that it serves workers when it is started as one.
+/// True once the program has called `serve_if_worker`.
 static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
 
 /// This program can be started as a worker from now on.
@@ -20,12 +21,12 @@ pub(crate) fn serves_workers() {
     SERVES_WORKERS.store(true, Ordering::Relaxed);
 }
 
-/// Whether it can.
+/// Returns true once `serve_if_worker` has been called: this program can be started as a worker.
 pub(crate) fn can_serve_workers() -> bool {
     SERVES_WORKERS.load(Ordering::Relaxed)
 }
 
-/// What the session of a worker's process takes over from that of its node.
+/// Settings that the session of a worker's process takes over from that of its node.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct OfNode {
     pub(crate) limits: SessionLimits,
@@ -50,8 +51,9 @@ impl OfNode {
 ///
 /// # Errors
 ///
-/// `main` has not called [`serve_if_worker`](crate::serve_if_worker), so that the child would be this program from its
-/// beginning; this process is itself such a child; or the path of the program is unknown.
+/// `main` has not called [`serve_if_worker`](crate::serve_if_worker), so that the child would be
+/// this program from its beginning; this process is itself such a child; or the path of the program
+/// is unknown.
 pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
     if !can_serve_workers() {
         return Err(RpcError::unsupported(
@@ -71,16 +73,18 @@ pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
     Ok(address.to_string())
 }
 
-/// What this process takes over from its node, if it was started as a worker of one.
+/// Returns the settings that this process takes over from its node, if it was started as a worker
+/// of one.
 pub(crate) fn of_node() -> Option<serde_json::Result<OfNode>> {
     let mut args = std::env::args_os().skip(1);
     args.next().filter(|first| first == WORKER)?;
-    // What is not UTF-8 is no JSON either, and told as that.
+    // Arguments that are not UTF-8 are no JSON either, and refused as that.
     args.next().map(|text| serde_json::from_slice(text.as_encoded_bytes()))
 }
 
 impl NodeSettings {
-    /// What was handed down to this process; `None` if it is not that of a worker, or its node has handed nothing down.
+    /// Returns the settings of this process; `None` if it is not that of a worker, or its node has
+    /// handed nothing down.
     pub fn of_this_process() -> Option<Self> {
         of_node()?.ok()?.settings
     }

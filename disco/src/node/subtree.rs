@@ -1,5 +1,6 @@
-//! What a node has below it: workers in processes of its own, which it starts, and further nodes, with which it opens sessions. It passes commands on to
-//! all of them, and what they say to the controller.
+//! Subtree of a node: workers in processes of its own, which it starts, and further nodes, with
+//! which it opens sessions. The node forwards commands to all of them, and their events to the
+//! controller.
 
 use std::net::IpAddr;
 use std::sync::{Arc, Weak};
@@ -15,7 +16,7 @@ use crate::link::local::Inbox;
 use crate::link::loss::{self, LostNode};
 use crate::link::node_link::Link;
 use crate::link::outbox::QUEUED;
-use crate::link::relay::{Destination, Relays, Wanted};
+use crate::link::relay::{Destination, RelayRequest, Relays};
 use crate::link::source::{Source, open_links};
 use crate::link::upstream::Upstream;
 use crate::logs;
@@ -24,37 +25,38 @@ use crate::options::Hosting;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
 use crate::wire::event::{Event, EventSink};
-use crate::wire::plan::{Layout, Listening};
-use crate::wire::set_up::{Below, Leaf, SetUp};
+use crate::wire::plan::{Layout, ListenAddresses};
+use crate::wire::set_up::{ChildNode, SetUp, WorkerProcess};
 use crate::worker::feed::out_of_order;
 
 /// The processes of one node and the nodes below it, and the links to them.
-pub(crate) struct Branch {
+pub(crate) struct Subtree {
     layout: Layout,
-    above: Arc<Above>,
+    above: Arc<ParentLink>,
     /// The number of the next command.
     next: Mutex<u64>,
 }
 
-/// What is above them: their node's events, which the controller fetches.
-struct Above {
+/// Link to the parent: the queue of the node's events, which the controller fetches.
+struct ParentLink {
     links: Vec<Link>,
-    /// How many nodes are at each link: none where that is a process of this one.
+    /// Number of nodes at each link; 0 where that is a process of this node.
     nodes: Vec<usize>,
     sink: Arc<dyn EventSink>,
     relays: Arc<Relays>,
     /// Each process and each node counts as a thread of the node's session.
-    _places: Vec<ThreadPlace>,
+    _permits: Vec<ThreadPlace>,
 }
 
-impl Drop for Above {
+impl Drop for ParentLink {
     fn drop(&mut self) {
         self.links.iter().for_each(Link::close);
     }
 }
 
-impl Branch {
-    /// Starts a process for each worker of the node, if that is how it has them, and opens the nodes below.
+impl Subtree {
+    /// Opens the nodes below, and starts a process for each worker of the node if `in_processes` is
+    /// set.
     pub(crate) fn open(
         context: &rpc_core::Context,
         set_up: &SetUp,
@@ -63,23 +65,23 @@ impl Branch {
         relays: &Arc<Relays>,
     ) -> Result<Self> {
         let relays = Arc::clone(relays);
-        let (mut children, mut places, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut children, mut permits, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
         if in_processes {
-            (children, places) = processes(context, set_up, &sink)?;
+            (children, permits) = processes(context, set_up, &sink)?;
             nodes = vec![0; children.len()];
         }
-        if !set_up.below.is_empty() {
+        if !set_up.children.is_empty() {
             // A connection and its tasks are no less than a thread.
-            for below in &set_up.below {
-                places.push(context.reserve_thread()?);
-                nodes.push(below.nodes());
+            for child in &set_up.children {
+                permits.push(context.reserve_thread()?);
+                nodes.push(child.nodes());
             }
             children.extend(further(context, set_up)?);
         }
         let opening = crate::runtime::runtime()?.spawn(async move {
             // None of them is in this process.
             let links = open_links(children, &Arc::default() as &Arc<Inbox>).await?;
-            let above = Arc::new(Above { links, nodes, sink, relays, _places: places });
+            let above = Arc::new(ParentLink { links, nodes, sink, relays, _permits: permits });
             let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
             for (number, link) in above.links.iter().enumerate() {
                 link.start(number, &weak).await?;
@@ -92,25 +94,29 @@ impl Branch {
         Ok(Self { layout: set_up.layout, above, next: Mutex::new(1) })
     }
 
-    /// The processes there, in the order of their workers.
-    pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
-        self.above.links.iter().flat_map(|link| link.info.leaves.iter().cloned())
+    /// Returns the processes there, in the order of their workers.
+    pub(crate) fn processes_below(&self) -> impl Iterator<Item = WorkerProcess> + '_ {
+        self.above.links.iter().flat_map(|link| link.info.processes.iter().cloned())
     }
 
-    /// Where the nodes below listen for data, in their order.
+    /// Returns the data addresses of the nodes below, in their order.
     pub(crate) fn data_addresses(&self) -> impl Iterator<Item = Option<IpAddr>> + '_ {
         let links = self.above.links.iter().zip(&self.above.nodes);
         links.filter(|(_, nodes)| **nodes > 0).flat_map(|(link, _)| link.info.data_addresses.iter().copied())
     }
 
-    /// Whether any of the links is encrypted, here or further below.
+    /// Returns true if any of the links is encrypted, here or further below.
     pub(crate) fn is_encrypted(&self) -> bool {
         self.above.links.iter().any(|link| link.is_encrypted)
     }
 
-    /// Passes commands with consecutive numbers on, with the bytes that they came in, if they came so; all of them, or none if more than so many bytes would wait
-    /// here for whoever is slow to take them.
-    pub(crate) fn pass_on(&self, first: u64, commands: Vec<(Queued, Option<Bytes>)>, limit: u64) -> Result<()> {
+    /// Forwards a batch to every child, all or nothing, with the bytes in which each command came,
+    /// if it came encoded.
+    ///
+    /// # Errors
+    ///
+    /// `first` is not the next number; the children's queues would exceed `limit` bytes.
+    pub(crate) fn forward(&self, first: u64, commands: Vec<(Queued, Option<Bytes>)>, limit: u64) -> Result<()> {
         // Held to the end, so that every process gets them in order.
         let mut next = self.next.lock();
         if *next != first {
@@ -146,8 +152,9 @@ impl Branch {
         blocking::block_on(async { session.get_function("disco.offer").await?.call((&host, epoch)).await })?
     }
 
-    /// Where the workers listen for each other, in their order. The first address is that of this node, and the others of those below, in their order.
-    pub(crate) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<Listening>> {
+    /// Has the workers listen for each other, and returns where, in their order. The first address
+    /// is that of this node, and the others of those below, in their order.
+    pub(crate) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<ListenAddresses>> {
         let (own, mut below) = addresses.split_at(addresses.len().min(1));
         let mut all = Vec::new();
         for (link, nodes) in self.above.links.iter().zip(&self.above.nodes) {
@@ -165,7 +172,7 @@ impl Branch {
         Ok(all)
     }
 
-    /// Where data for a worker goes, if that is below.
+    /// Returns the destination of data for a worker, if it is below.
     pub(crate) fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>> {
         let link = self.above.links.iter().find(|link| link.workers().contains(&worker))?;
         Some(link.destination(worker, is_world))
@@ -176,13 +183,13 @@ impl Branch {
         self.above.links.iter().for_each(|link| link.break_collectives(epoch, reason));
     }
 
-    /// Lets go of the processes: they end.
+    /// Closes the links to the processes, which then end.
     pub(crate) fn close(&self) {
         self.above.links.iter().for_each(Link::close);
     }
 }
 
-impl Upstream for Above {
+impl Upstream for ParentLink {
     fn handle(&self, event: Event) {
         self.sink.send(event);
     }
@@ -192,8 +199,8 @@ impl Upstream for Above {
         self.sink.send(loss::below_node(&node, error));
     }
 
-    fn relay(&self, wanted: Wanted) {
-        self.relays.want(wanted);
+    fn relay(&self, wanted: RelayRequest) {
+        self.relays.request(wanted);
     }
 
     fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {
@@ -201,47 +208,48 @@ impl Upstream for Above {
     }
 }
 
-/// What a command takes of a link's queue, with the bytes that it came in.
+/// Returns the size of a command in a link's queue, with the bytes that it came in.
 fn waiting_size(queued: &Queued, head: Option<&Bytes>) -> usize {
     QUEUED + head.map_or(0, Bytes::len) + queued.command.bulk().map_or(0, |bulk| bulk.len())
 }
 
-/// What is to be opened below a node.
+/// Set-ups and origins of the nodes to open below a node.
 type Children = Vec<(SetUp, Source)>;
 
-/// A process for each worker of a node, and what they count as.
+/// Returns a process for each worker of a node, and the permits by which they count.
 fn processes(
     context: &rpc_core::Context,
     set_up: &SetUp,
     sink: &Arc<dyn EventSink>,
 ) -> Result<(Children, Vec<ThreadPlace>)> {
     let address = this_program_as_worker(Some(&OfNode::of(context)))?;
-    let places = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
+    let permits = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
     let child = |first| {
         let set_up =
-            SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, below: Vec::new(), ..set_up.clone() };
+            SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, children: Vec::new(), ..set_up.clone() };
         let sink = Arc::clone(sink);
         let log = move |line| sink.send(Event::Logged { worker: WorkerId(first), line });
         let connector = Connector::new().dial_options(logs::of_stderr(set_up.logs, log));
         (set_up, Source::Address(Box::new(connector), address.clone()))
     };
-    Ok(((set_up.first..set_up.first + set_up.count).map(child).collect(), places))
+    Ok(((set_up.first..set_up.first + set_up.count).map(child).collect(), permits))
 }
 
-/// The nodes below, to which the server of this session makes way.
+/// Returns the nodes below, which are reached through the server of this session.
 fn further(context: &rpc_core::Context, set_up: &SetUp) -> Result<Children> {
     let onward = context.extension::<Onward>().ok_or_else(|| {
         RpcError::unsupported(
-            "this node opens no sessions with others: its server offers functions no way to do that, as where sessions have processes of their own (--isolate process)",
+            "this node opens no sessions with others: its server offers functions no way to do that, as where \
+             sessions have processes of their own (--isolate process)",
         )
     })?;
     let mut first = set_up.first + set_up.count;
-    let child = |below: &Below| {
-        let this = SetUp { first, local: 0, below: below.below.clone(), ..set_up.clone() };
+    let open = |child: &ChildNode| {
+        let this = SetUp { first, local: 0, children: child.children.clone(), ..set_up.clone() };
         first = this.first.saturating_add(this.workers());
-        (this, Source::Onward(Arc::clone(&onward), below.address.clone()))
+        (this, Source::Onward(Arc::clone(&onward), child.address.clone()))
     };
-    Ok(set_up.below.iter().map(child).collect())
+    Ok(set_up.children.iter().map(open).collect())
 }
 
 fn far_end(link: &Link) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {

@@ -10,11 +10,12 @@ use crate::node::self_start::{OfNode, WORKER, of_node, serves_workers};
 use crate::node::server::server_of;
 use crate::weights::folders::WeightFolders;
 
-/// Serves the functions of `registry`, and disco's own, as a worker process and exits, if this process was started as one: with the first argument
-/// `--disco-worker`. Otherwise returns at once.
+/// Serves the functions of `registry`, and disco's own, as a worker process and exits, if this
+/// process was started as one: with the first argument `--disco-worker`. Otherwise returns at once.
 ///
-/// A program that calls this first thing in `main`, before anything is printed, is its own worker: see
-/// [`ProcessSession`](crate::ProcessSession) and [`Hosting::Processes`](crate::Hosting::Processes).
+/// A program that calls this first thing in `main`, before anything is printed, is its own worker:
+/// see [`ProcessSession`](crate::ProcessSession) and
+/// [`Hosting::Processes`](crate::Hosting::Processes).
 pub fn serve_if_worker(registry: &Registry) {
     serve_if_worker_with(registry, Devices::new);
 }
@@ -52,7 +53,8 @@ fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> Result<()
     runtime.block_on(async {
         let channel = rpc_transports::exec::stdio_channel().await;
         let channel = channel.map_err(|error| ConnectError::from(error).into_rpc_error())?;
-        // That its parent has gone the pipe tells. A parent that is stopped, by a debugger for example, may go on.
+        // The pipe tells the end of the parent. A parent that is stopped, by a debugger for
+        // example, may go on.
         let options = ServeOptions { keep_alive: NEVER, ..ServeOptions::default() };
         let server = server_of(registry.clone(), devices, node, None, options);
         server.serve_channel(channel);

@@ -1,8 +1,9 @@
 //! Recorded programs: a sequence of commands that the workers keep, and run as one.
 //!
-//! While a program is recorded its operations are written down with registers of its own: its parameters and what its steps make. Registers of the
-//! session that it uses are *captured*, and stay while it does. A run is one command, with an argument for each parameter and a fresh register
-//! for each output; all else is let go when it ends.
+//! While a program is recorded its operations are written down with registers of its own: its
+//! parameters and what its steps make. Registers of the session that it uses are *captured*, and
+//! stay while it does. A run is one command, with an argument for each parameter and a fresh
+//! register for each output; all else is let go when it ends.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,33 +19,34 @@ use crate::error::{DiscoError, Result, WorkerId};
 use crate::wire::command::{self, Command, Kind, OWN, On, Register, Scope};
 use crate::wire::parameter::{Given, ParameterType, unfit};
 
-/// What is written down of a program.
+/// Steps of a program that is being recorded.
 struct Recording {
     controller: Arc<Controller>,
     /// By which its values know it: no other has the same in this process.
     number: u64,
-    state: Mutex<State>,
+    state: Mutex<Steps>,
 }
 
 #[derive(Default)]
-struct State {
+struct Steps {
     steps: Vec<Command>,
-    /// How many registers of its own it has, and which of them are parameters.
+    /// Number of the program's own registers, and those of them that are parameters.
     registers: u32,
     parameters: Vec<(u32, ParameterType)>,
     captured: Vec<DRef>,
 }
 
 impl Recording {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Steps> {
         self.state.lock()
     }
 }
 
 /// Records the steps of a program: see [`DiscoSession::record`](crate::DiscoSession::record).
 ///
-/// The operations are those of the session, without those that talk to the controller: copies, looks into registers, syncs, and the loading of
-/// functions and modules, which comes before. Errors are those of the session, at once; a reference of another recording or session is one.
+/// The operations are those of the session, without those that talk to the controller: copies,
+/// looks into registers, syncs, and the loading of functions and modules, which comes before.
+/// Errors are those of the session, at once; a reference of another recording or session is one.
 #[derive(Debug)]
 pub struct Recorder(Recording);
 
@@ -55,13 +57,15 @@ impl Recorder {
         Self(Recording { controller: Arc::clone(controller), number, state: Mutex::default() })
     }
 
-    /// A value that each run is given: any argument of a call, such as a number, a small tensor, or a reference. The first call makes the first parameter.
+    /// A value that each run is given: any argument of a call, such as a number, a small tensor, or
+    /// a reference. The first call makes the first parameter.
     pub fn parameter(&self) -> Recorded {
         self.parameter_of(ParameterType::Any)
     }
 
-    /// As [`parameter`](Self::parameter), of this type. A run with a value of another type is refused at once. Of a reference only the workers know
-    /// what it is: on each for which it is of another type that is a failure, which says so, and poisons what depends on the parameter.
+    /// As [`parameter`](Self::parameter), of this type. A run with a value of another type is
+    /// refused at once. Of a reference only the workers know what it is: on each for which it is of
+    /// another type that is a failure, which says so, and poisons what depends on the parameter.
     pub fn parameter_of(&self, wanted: ParameterType) -> Recorded {
         let made = self.own();
         self.0.lock().parameters.push((made.register & !OWN, wanted));
@@ -79,7 +83,8 @@ impl Recorder {
         Ok(Recorded { recording: self.0.number, register })
     }
 
-    /// Calls a function on every worker. Arguments are values, recorded values, and references, which are captured.
+    /// Calls a function on every worker. Arguments are values, recorded values, and references,
+    /// which are captured.
     ///
     /// # Errors
     ///
@@ -101,7 +106,8 @@ impl Recorder {
         self.step(|to| Command::CallPacked { to, function, args })
     }
 
-    /// Allocates a zeroed tensor at each run, as [`DiscoSession::empty`](crate::DiscoSession::empty).
+    /// Allocates a zeroed tensor at each run, as
+    /// [`DiscoSession::empty`](crate::DiscoSession::empty).
     ///
     /// # Errors
     ///
@@ -221,7 +227,7 @@ impl Recorder {
         };
         controller.issue(define)?;
         let outputs = outputs.len();
-        Ok(Program(Arc::new(Defined { controller, number, parameters, outputs, _captured: state.captured })))
+        Ok(Program(Arc::new(StoredProgram { controller, number, parameters, outputs, _captured: state.captured })))
     }
 
     /// A fresh register of the program's own.
@@ -275,9 +281,9 @@ impl fmt::Debug for Recording {
 
 /// A recorded program, which the workers keep until the last clone is dropped. Cheap to clone.
 #[derive(Clone)]
-pub struct Program(Arc<Defined>);
+pub struct Program(Arc<StoredProgram>);
 
-struct Defined {
+struct StoredProgram {
     controller: Arc<Controller>,
     number: u32,
     parameters: Vec<ParameterType>,
@@ -286,16 +292,19 @@ struct Defined {
 }
 
 impl Program {
-    /// Runs all steps on every worker, as one command and in its place among the others: gives the outputs, without waiting for them.
+    /// Runs all steps on every worker, as one command and in its place among the others: gives the
+    /// outputs, without waiting for them.
     ///
-    /// What a step makes that is no output is let go at the end of the run. A step that fails poisons what it should have made, and the next ones
-    /// run; its failure says which step of which program it was.
+    /// Values of steps that are no outputs are dropped at the end of the run. A step that fails
+    /// poisons what it should have made, and the next ones run; its failure says which step of
+    /// which program it was.
     ///
     /// # Errors
     ///
-    /// Another number of arguments than parameters, one of another type than the parameter's, or one that cannot be sent; the session has ended.
+    /// Another number of arguments than parameters, one of another type than the parameter's, or
+    /// one that cannot be sent; the session has ended.
     pub fn run(&self, args: impl IntoArguments) -> Result<Vec<DRef>> {
-        let Defined { controller, number, parameters, outputs, .. } = &*self.0;
+        let StoredProgram { controller, number, parameters, outputs, .. } = &*self.0;
         let args = args.into_arguments()?;
         if args.len() != parameters.len() {
             let text = format!("{} arguments for a program with {} parameters", args.len(), parameters.len());
@@ -321,7 +330,7 @@ impl Program {
     }
 }
 
-impl Drop for Defined {
+impl Drop for StoredProgram {
     fn drop(&mut self) {
         // Behind all its runs; without a session there is nothing to forget.
         _ = self.controller.push(Command::Forget { program: self.number });
@@ -330,7 +339,7 @@ impl Drop for Defined {
 
 impl fmt::Debug for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Defined { number, parameters, outputs, .. } = &*self.0;
+        let StoredProgram { number, parameters, outputs, .. } = &*self.0;
         write!(f, "Program({number}: {} parameters, {outputs} outputs)", parameters.len())
     }
 }

@@ -3,9 +3,10 @@
 use std::panic::resume_unwind;
 use std::thread;
 
-/// Calls `read` on a thread of its own, and `here` on this one; returns when both have ended, with what they returned. If one of them panics so does this, then.
+/// Calls `read` on a thread of its own, and `here` on this one; returns when both have ended, with
+/// what they returned. If one of them panics so does this, then.
 ///
-/// Where the system has no more threads, one is called after the other.
+/// If the system has no more threads, one is called after the other.
 pub(super) fn meanwhile<T: Send, U>(read: impl FnOnce() -> T + Send, here: impl FnOnce() -> U) -> (T, U) {
     let mut read = Some(read);
     let (done, here) = thread::scope(|scope| {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rpc_core::{DataType, Result, RpcError};
 
-/// Where the bytes of a tensor come from, by their place in it. Reads all that is asked for, or fails.
+/// Source of a tensor's bytes, by their place in it. Reads all that is asked for, or fails.
 pub(super) trait ReadAt {
     /// Reads the bytes from `at` on.
     fn read_at(&self, at: u64, out: &mut [u8]) -> Result<()>;
@@ -13,10 +13,12 @@ pub(super) trait ReadAt {
 /// A run that is as long as this is read by itself.
 const LONG: u64 = 64 << 10;
 
-/// Shorter runs are read together with what lies between them, if that is no more than this: it costs less than to ask for each.
+/// Shorter runs are read together with what lies between them, if that is no more than this: it
+/// costs less than to ask for each.
 const GAP: u64 = 16 << 10;
 
-/// How much is read at once: what the memory for runs that are read together takes, and how often progress is told.
+/// Bytes that are read at once: the memory for runs that are read together, and the interval of
+/// progress.
 const PIECE: u64 = 4 << 20;
 
 /// A box of a tensor: a range of each dimension.
@@ -24,22 +26,24 @@ const PIECE: u64 = 4 << 20;
 pub(super) struct Cut {
     /// Its dimensions.
     pub(super) shape: Vec<i64>,
-    /// How many bytes it has.
+    /// Size in bytes.
     pub(super) size_bytes: u64,
-    /// Where the first run begins, in bytes from the beginning of the tensor.
+    /// Start of the first run, in bytes from the beginning of the tensor.
     start: u64,
     /// The bytes of each run: all of them have as many, and they follow each other in the part.
     run: u64,
-    /// How many runs there are along each of the outer dimensions, and how far apart they begin.
+    /// Number of runs along each of the outer dimensions, and the distance between their starts.
     outer: Vec<(u64, u64)>,
 }
 
 impl Cut {
-    /// The part of a tensor that is within these ranges, of its first dimensions; of the others it has all.
+    /// The part of a tensor that is within these ranges, of its first dimensions; of the others it
+    /// has all.
     ///
     /// # Errors
     ///
-    /// More ranges than dimensions, one beyond its dimension, and a part that begins or ends within a byte.
+    /// More ranges than dimensions, one beyond its dimension, and a part that begins or ends within
+    /// a byte.
     pub(super) fn new(dtype: DataType, shape: &[i64], ranges: &[Range<i64>]) -> Result<Self> {
         if ranges.len() > shape.len() {
             let count = ranges.len();
@@ -91,7 +95,8 @@ impl Cut {
         Ok(Self { shape: part, size_bytes: bits / 8, start: start / 8, run: run / 8, outer })
     }
 
-    /// Reads the bytes of the part from `at` on, as many as `out` has; `progress` is told of those that have come.
+    /// Reads the bytes of the part from `at` on, as many as `out` has; `progress` is told of those
+    /// that have come.
     pub(super) fn read(
         &self,
         source: &dyn ReadAt,
@@ -116,7 +121,7 @@ impl Cut {
                 len += more;
             }
             let (piece, rest) = out.split_at_mut(len as usize);
-            // Where nothing lies between them there is nothing to be taken apart.
+            // If nothing lies between them there is nothing to be taken apart.
             if end - begin == len {
                 source.read_at(begin, piece)?;
             } else {
@@ -131,7 +136,8 @@ impl Cut {
         Ok(())
     }
 
-    /// Takes the bytes of the part from `at` on out of what has been read from where the first of them lies.
+    /// Takes the bytes of the part from `at` on out of what has been read from where the first of
+    /// them lies.
     fn take_apart(&self, at: u64, read: &[u8], mut out: &mut [u8]) {
         let (mut run, mut skipped) = (at / self.run, at % self.run);
         let begin = self.place(run) + skipped;
@@ -142,7 +148,8 @@ impl Cut {
         }
     }
 
-    /// Where a run begins, in bytes from the beginning of the tensor. Later ones begin further behind.
+    /// Returns the start of a run, in bytes from the beginning of the tensor. Later ones begin
+    /// further behind.
     fn place(&self, run: u64) -> u64 {
         let (mut rest, mut from) = (run, self.start);
         for (count, stride) in self.outer.iter().rev() {

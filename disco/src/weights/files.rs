@@ -1,6 +1,7 @@
 //! Files of weights: which ones a path means, and reading them at their places.
 //!
-//! Files are read and not mapped into memory: one that is cut off meanwhile is an error then, and not the end of the process.
+//! Files are read and not mapped into memory: one that is cut off meanwhile is an error then, and
+//! not the end of the process.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -17,18 +18,19 @@ use serde::{Deserialize, Serialize};
 use super::cut::ReadAt;
 use super::format::{FormatError, Header, MAX_HEADER, PREFIX, header_len};
 
-/// What the index of a model in several files is called, and the file of a model in one.
+/// Name of the index of a model in several files, and of the file of a model in one.
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
 /// The files that a path means.
 #[derive(Debug)]
 pub(super) struct Model {
-    /// Where they are.
+    /// Folder of the files.
     pub(super) folder: PathBuf,
     /// Their names in there.
     pub(super) files: Vec<String>,
-    /// In which file each tensor is to be, by its number; `None` where the only file says itself what it has.
+    /// In which file each tensor is to be, by its number; `None` where the only file says itself
+    /// what it has.
     pub(super) index: Option<BTreeMap<String, usize>>,
 }
 
@@ -37,7 +39,8 @@ impl Model {
     ///
     /// # Errors
     ///
-    /// Nothing there, or nothing of that kind; an index that cannot be read, or that names files outside of its folder.
+    /// Nothing there, or nothing of that kind; an index that cannot be read, or that names files
+    /// outside of its folder.
     pub(super) fn find(path: &Path) -> Result<Self> {
         let path = std::path::absolute(path).map_err(|error| failed(path, &error))?;
         let is_folder = path.metadata().map_err(|error| failed(&path, &error))?.is_dir();
@@ -126,7 +129,8 @@ fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     Ok((numbers.into_keys().collect(), tensors))
 }
 
-/// By what a file is taken for the same in several places: its length, and the SHA-256 of its header with the length of that. What the tensors hold is not compared.
+/// By what a file is taken for the same in several places: its length, and the SHA-256 of its
+/// header with the length of that. What the tensors hold is not compared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Likeness {
     pub(super) len: u64,
@@ -135,7 +139,8 @@ pub(super) struct Likeness {
     header: [u8; 32],
 }
 
-/// A file whose header has been read. It is not kept open: there may be many, and many workers in a process.
+/// A file whose header has been read. It is not kept open: there may be many, and many workers in a
+/// process.
 #[derive(Debug)]
 pub(super) struct WeightFile {
     pub(super) path: PathBuf,
@@ -144,7 +149,8 @@ pub(super) struct WeightFile {
     stamp: Stamp,
 }
 
-/// What changes with a file: device, number, length, and when it was written to last, in seconds and nanoseconds.
+/// Stamp that changes with a file: device, number, length, and the time of the last write, in
+/// seconds and nanoseconds.
 type Stamp = (u64, u64, u64, (i64, i64));
 
 impl WeightFile {
@@ -184,8 +190,8 @@ impl WeightFile {
     }
 }
 
-/// A worker's file that is like the controller's. Only that is found out: what is in it the controller knows, and nobody learns it from a worker whose file
-/// is another one.
+/// A worker's file that is like the controller's. Only that is found out: what is in it the
+/// controller knows, and nobody learns it from a worker whose file is another one.
 #[derive(Debug)]
 pub(super) struct Twin {
     pub(super) path: PathBuf,
@@ -232,7 +238,7 @@ impl Twin {
     }
 }
 
-/// How much of a header is read at a time where it is only hashed.
+/// Bytes of a header that are read at a time where it is only hashed.
 const HASHED: u64 = 64 << 10;
 
 fn hash(digest: ring::digest::Context) -> [u8; 32] {
@@ -255,7 +261,7 @@ fn reopen(path: &Path, then: Stamp) -> Result<File> {
 pub(super) struct InFile {
     pub(super) file: File,
     pub(super) path: PathBuf,
-    /// Where it begins, in bytes.
+    /// Start in the file, in bytes.
     pub(super) start: u64,
 }
 

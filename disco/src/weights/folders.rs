@@ -5,10 +5,12 @@ use std::path::{Component, Path, PathBuf};
 use rpc_core::{ErrorKind, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
-/// From which folders the workers of a node read weights, as its operator says: an [extension](rpc_core::Context::extension) of the sessions that a node serves.
-/// Without it they read none, and get what they load from other workers or from the controller.
+/// From which folders the workers of a node read weights, as its operator says: an
+/// [extension](rpc_core::Context::extension) of the sessions that a node serves. Without it they
+/// read none, and get what they load from other workers or from the controller.
 ///
-/// Workers that are threads of the controller's process, or its child processes, read whatever that process may.
+/// Workers that are threads of the controller's process, or its child processes, read whatever that
+/// process may.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WeightFolders {
     /// `None` is anywhere.
@@ -26,20 +28,22 @@ impl WeightFolders {
         Self { folders: None }
     }
 
-    /// Where a file really is, if it may be read.
+    /// Returns the real path of a file, if it may be read.
     ///
     /// # Errors
     ///
-    /// It is elsewhere or, in one of the folders, not there. Of files elsewhere the error does not tell whether they exist.
+    /// It is elsewhere or, in one of the folders, not there. Of files elsewhere the error does not
+    /// tell whether they exist.
     pub(crate) fn admit(&self, path: &Path) -> Result<PathBuf> {
         let is_plain = path.is_absolute() && !path.components().any(|part| part == Component::ParentDir);
         let Some(folders) = &self.folders else {
-            // Where the path says, so that a link which changes is noticed.
+            // The path itself, so that a link which changes is noticed.
             return Ok(path.to_owned());
         };
         let denied = || {
             let text = format!(
-                "{}: this node's workers may not read there, only in the folders that its operator names (--weights of rpc-server)",
+                "{}: this node's workers may not read there, only in the folders that its operator names (--weights \
+                 of rpc-server)",
                 path.display()
             );
             RpcError::new(ErrorKind::Refused, text)
@@ -49,7 +53,8 @@ impl WeightFolders {
         };
         match path.canonicalize() {
             Ok(real) if is_within(&real) => Ok(real),
-            // What is there up to where nothing is any more, links to nowhere included, has to be in one of the folders.
+            // The part of the path that exists, links to nowhere included, has to be in one of the
+            // folders.
             Err(error) if is_plain => {
                 let mut there = path.ancestors().skip_while(|part| part.symlink_metadata().is_err());
                 let is_told = there

@@ -7,8 +7,9 @@
 //! the rest   the tensors, densely packed, row-major and little-endian, at their offsets in here: without gaps, overlaps, or anything behind them
 //! ```
 //!
-//! Whatever a file says, reading its header ends with a [`Header`] all of whose tensors lie in the file, or with an error, and takes memory by the length of the
-//! header, of which the file has to have the bytes.
+//! Whatever a file says, reading its header ends with a [`Header`] all of whose tensors lie in the
+//! file, or with an error, and takes memory by the length of the header, of which the file has to
+//! have the bytes.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -25,7 +26,8 @@ pub(super) const PREFIX: u64 = 8;
 /// The longest header, as the format has it.
 pub(super) const MAX_HEADER: u64 = 100_000_000;
 
-/// The names of element types, and what they are here. The scales of the block formats are tensors of their own.
+/// The names of element types, and what they are here. The scales of the block formats are tensors
+/// of their own.
 const DTYPES: [(&str, DataType); 22] = [
     ("BOOL", DataType::BOOL),
     ("U8", DataType::U8),
@@ -59,7 +61,7 @@ pub struct TensorInfo {
     pub dtype: DataType,
     /// Its dimensions, outermost first; none for a scalar.
     pub shape: Vec<i64>,
-    /// How many bytes it has.
+    /// Size in bytes.
     pub size_bytes: u64,
 }
 
@@ -71,13 +73,13 @@ pub(super) struct Placed {
     pub(super) start: u64,
 }
 
-/// What a file holds.
+/// Content of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, Placed>,
 }
 
-/// What is wrong with a file.
+/// Error of a file's format.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FormatError {
     #[error("it has {len} bytes, and a header takes 10 or more: it is no safetensors file")]
@@ -87,7 +89,8 @@ pub(super) enum FormatError {
     )]
     HeaderLength { header: u64 },
     #[error(
-        "its header is said to have {header} bytes, and the whole file has {len}: it was cut off, or is no safetensors file"
+        "its header is said to have {header} bytes, and the whole file has {len}: it was cut off, or is no \
+         safetensors file"
     )]
     HeaderCut { header: u64, len: u64 },
     #[error("its header does not begin with '{{': it is no safetensors file")]
@@ -114,7 +117,7 @@ pub(super) enum FormatError {
     Length { end: u64, len: u64 },
 }
 
-/// How long the header of a file of `len` bytes is, whose first bytes are these.
+/// Returns the length of the header of a file of `len` bytes with this prefix.
 pub(super) fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> {
     let header = u64::from_le_bytes(prefix);
     if len < PREFIX + 2 {
@@ -130,7 +133,8 @@ pub(super) fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> 
 }
 
 impl Header {
-    /// Reads the header of a file of `len` bytes: all that follows its length, which [`header_len`] has checked.
+    /// Reads the header of a file of `len` bytes: all that follows its length, which [`header_len`]
+    /// has checked.
     pub(super) fn parse(json: &[u8], len: u64) -> Result<Self, FormatError> {
         if json.first() != Some(&b'{') {
             return Err(FormatError::NoObject);
@@ -224,7 +228,8 @@ impl<'de> Visitor<'de> for Raw {
     fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
-                // Of no use here, and not kept: a header full of it would take many times its length.
+                // Of no use here, and not kept: a header full of it would take many times its
+                // length.
                 map.next_value::<Metadata>()?;
             } else {
                 let tensor = map.next_value();

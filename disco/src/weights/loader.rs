@@ -16,19 +16,25 @@ use crate::completion::Completion;
 use crate::controller::dref::{DPackedFunc, DRef};
 use crate::controller::session::{Content, DiscoSession};
 use crate::error::{DiscoError, Result, WorkerId};
-use crate::weights::progress::Watcher;
+use crate::weights::progress::ProgressReporter;
 use crate::wire::command::Scope;
 
 /// Loads tensors of safetensors files to the workers of a session.
 ///
-/// Whoever can read a file reads its own part of each tensor there, straight into its tensor, and little more: pieces that are closer together than 16 KiB are read with what is between them. To a
-/// device with memory of its own it goes by way of host memory, of which 20 MiB are enough for any part. A worker that cannot gets its part from one
-/// that can, over the data plane; it waits for that as in a collective ([`Options::collective_timeout`](crate::Options::collective_timeout)). Where no worker can,
-/// the controller reads the tensor into its memory and sends each its part as [`scatter`](DiscoSession::scatter) does, or as [`broadcast`](DiscoSession::broadcast)
-/// where all get the whole.
+/// Whoever can read a file reads its own part of each tensor there, straight into its tensor, and
+/// little more: pieces that are closer together than 16 KiB are read with what is between them. To
+/// a device with memory of its own it goes by way of host memory, of which 20 MiB are enough for
+/// any part. A worker that cannot gets its part from one that can, over the data plane; it waits
+/// for that as in a collective
+/// ([`Options::collective_timeout`](crate::Options::collective_timeout)). Where no worker can, the
+/// controller reads the tensor into its memory and sends each its part as
+/// [`scatter`](DiscoSession::scatter) does, or as [`broadcast`](DiscoSession::broadcast) where all
+/// get the whole.
 ///
-/// A worker can read a file if its node lets it ([`WeightFolders`](crate::WeightFolders)), and if there is one at the same path with the same length and the same header. The tensors in it
-/// are not compared: two files that were trained differently are alike. [`unreadable`](Self::unreadable) tells who cannot, and why.
+/// A worker can read a file if its node lets it ([`WeightFolders`](crate::WeightFolders)), and if
+/// there is one at the same path with the same length and the same header. The tensors in it are
+/// not compared: two files that were trained differently are alike.
+/// [`unreadable`](Self::unreadable) tells who cannot, and why.
 ///
 /// ```
 /// use disco::{Part, ShardLoader, ThreadedSession};
@@ -50,8 +56,9 @@ use crate::wire::command::Scope;
 /// # Ok::<(), disco::DiscoError>(())
 /// ```
 ///
-/// Loads do not wait for the workers, which load one tensor after the other, each at its own pace: issue all of them, then [`sync_all`](DiscoSession::sync_all). What fails
-/// on a worker poisons the result there, and is told there.
+/// Loads do not wait for the workers, which load one tensor after the other, each at its own pace:
+/// issue all of them, then [`sync_all`](DiscoSession::sync_all). What fails on a worker poisons the
+/// result there, and is told there.
 pub struct ShardLoader {
     session: DiscoSession,
     files: Vec<Source>,
@@ -62,7 +69,7 @@ pub struct ShardLoader {
     load: DPackedFunc,
     take: DPackedFunc,
     unreadable: Vec<Unreadable>,
-    watcher: Option<(u64, Arc<Watcher>)>,
+    reporter: Option<(u64, Arc<ProgressReporter>)>,
 }
 
 /// A file that a worker cannot read by itself.
@@ -85,23 +92,26 @@ struct Source {
 }
 
 impl ShardLoader {
-    /// Opens a `.safetensors` file; or, by a `.safetensors.index.json`, the files of a model that is in several; or whichever of
-    /// `model.safetensors.index.json` and `model.safetensors` is in a folder. Reads the headers here, and has the workers look for the files at the same paths.
+    /// Opens a `.safetensors` file; or, by a `.safetensors.index.json`, the files of a model that
+    /// is in several; or whichever of `model.safetensors.index.json` and `model.safetensors` is in
+    /// a folder. Reads the headers here, and has the workers look for the files at the same paths.
     ///
-    /// Its errors are files that cannot be read or are not of the format, all of which name the file and what is wrong with it; and those of the session. A file that a worker
-    /// cannot read is none.
+    /// Its errors are files that cannot be read or are not of the format, all of which name the
+    /// file and what is wrong with it; and those of the session. A file that a worker cannot read
+    /// is none.
     pub fn open(session: &DiscoSession, path: impl AsRef<Path>) -> Completion<Self> {
         Self::start(session, path.as_ref(), None)
     }
 
-    /// As [`open`](Self::open), where the workers have the files in another folder than the controller. A relative one counts from where the workers' programs run.
+    /// As [`open`](Self::open), where the workers have the files in another folder than the
+    /// controller. A relative one counts from where the workers' programs run.
     pub fn open_at(session: &DiscoSession, path: impl AsRef<Path>, folder: impl Into<PathBuf>) -> Completion<Self> {
         Self::start(session, path.as_ref(), Some(folder.into()))
     }
 
     fn start(session: &DiscoSession, path: &Path, folder: Option<PathBuf>) -> Completion<Self> {
         let (session, path) = (session.clone(), path.to_owned());
-        // Where the workers are behind, commands are waited for on a thread that may wait.
+        // If the workers are behind, commands are waited for on a thread that may wait.
         Completion::spawn(async move {
             let open = tokio::task::spawn_blocking(move || Self::open_here(session, &path, folder.as_deref())).await;
             open.map_err(|error| RpcError::internal(format!("opening weights panicked: {error}")))?
@@ -138,19 +148,23 @@ impl ShardLoader {
         for Unreadable { worker, reason, .. } in &unreadable {
             tracing::info!(%worker, %reason, "a worker does not read weights itself");
         }
-        Ok(Self { session, files, tensors, opened, load, take, unreadable, watcher: None })
+        Ok(Self { session, files, tensors, opened, load, take, unreadable, reporter: None })
     }
 
-    /// Has `progress` called with the bytes that have come to all workers together, and with those that all loads so far are to bring: from now on, whenever one of the two
-    /// changes. It takes the place of an earlier one.
+    /// Has `progress` called with the bytes that have come to all workers together, and with those
+    /// that all loads so far are to bring: from now on, whenever one of the two changes. It takes
+    /// the place of an earlier one.
     ///
-    /// It runs where the workers' news arrive: it must neither block nor use the loader, nor drop it. It runs no more when the loader has been dropped. When all loads were issued, and [`sync_all`](DiscoSession::sync_all) has returned without an error, the two are the same. Of a load by a function
-    /// the whole tensor is expected on each worker, and is there when the function has returned.
+    /// It runs where the workers' news arrive: it must neither block nor use the loader, nor drop
+    /// it. It runs no more when the loader has been dropped. When all loads were issued, and
+    /// [`sync_all`](DiscoSession::sync_all) has returned without an error, the two are the same. Of
+    /// a load by a function the whole tensor is expected on each worker, and is there when the
+    /// function has returned.
     #[must_use]
     pub fn progress(mut self, progress: impl FnMut(u64, u64) + Send + 'static) -> Self {
-        let watcher = Arc::new(Watcher::new(Box::new(progress)));
+        let reporter = Arc::new(ProgressReporter::new(Box::new(progress)));
         self.forget_watcher();
-        self.watcher = Some((self.session.controller().watch_loader(Arc::clone(&watcher)), watcher));
+        self.reporter = Some((self.session.controller().watch_loader(Arc::clone(&reporter)), reporter));
         self
     }
 
@@ -164,19 +178,24 @@ impl ShardLoader {
         self.tensors.get(name).map(|(_, info)| info)
     }
 
-    /// Which workers cannot read which of the files by themselves. It does not keep them from loading.
+    /// Returns the workers that cannot read some of the files by themselves. It does not keep them
+    /// from loading.
     pub fn unreadable(&self) -> &[Unreadable] {
         &self.unreadable
     }
 
-    /// Loads a tensor to all workers: into a new one on a device that satisfies `device`, as [`empty`](DiscoSession::empty) does.
+    /// Loads a tensor to all workers: into a new one on a device that satisfies `device`, as
+    /// [`empty`](DiscoSession::empty) does.
     ///
-    /// It does not wait for what the workers load. It blocks while they are behind by all that they may be ([`Options::window`](crate::Options::window)), where async code awaits
-    /// [`room`](DiscoSession::room) before; and, where none of them can read the file, while the controller does.
+    /// It does not wait for what the workers load. It blocks while they are behind by all that they
+    /// may be ([`Options::window`](crate::Options::window)), where async code awaits
+    /// [`room`](DiscoSession::room) before; and, where none of them can read the file, while the
+    /// controller does.
     ///
     /// # Errors
     ///
-    /// No tensor of that name; one that does not divide; the controller has to read the file, and cannot; the session has ended. What fails on workers is told by
+    /// No tensor of that name; one that does not divide; the controller has to read the file, and
+    /// cannot; the session has ended. What fails on workers is told by
     /// [`sync_all`](DiscoSession::sync_all).
     pub fn load(&self, name: &str, part: Part, device: Option<VirtualDevice>) -> Result<DRef> {
         self.issue_all(vec![self.prepare(name, part, device)?])?
@@ -185,7 +204,8 @@ impl ShardLoader {
             .ok_or_else(|| RpcError::internal("a load that was not issued").into())
     }
 
-    /// Loads all tensors for which `rule` names a part, as [`load`](Self::load) does. If one of them does not divide as the rule says, none is loaded; a file that the controller has to
+    /// Loads all tensors for which `rule` names a part, as [`load`](Self::load) does. If one of
+    /// them does not divide as the rule says, none is loaded; a file that the controller has to
     /// read and cannot ends it there.
     ///
     /// # Errors
@@ -205,8 +225,8 @@ impl ShardLoader {
     /// Issues loads until one cannot be.
     fn issue_all(&self, loads: Vec<Load>) -> Result<Vec<(String, DRef)>> {
         let mut left = loads.iter().fold(0, |sum: u64, load| sum.saturating_add(load.bytes));
-        if let Some((_, watcher)) = &self.watcher {
-            watcher.expect(left);
+        if let Some((_, reporter)) = &self.reporter {
+            reporter.expect(left);
         }
         let issued = loads.into_iter().map(|load| {
             let (name, bytes) = (load.request.name.clone(), load.bytes);
@@ -216,17 +236,17 @@ impl ShardLoader {
         });
         let issued = issued.collect();
         if left > 0
-            && let Some((_, watcher)) = &self.watcher
+            && let Some((_, reporter)) = &self.reporter
         {
-            watcher.expect_not(left);
+            reporter.expect_not(left);
         }
         issued
     }
 
     fn forget_watcher(&mut self) {
-        if let Some((number, watcher)) = self.watcher.take() {
+        if let Some((number, reporter)) = self.reporter.take() {
             self.session.controller().forget_loader(number);
-            watcher.close();
+            reporter.close();
         }
     }
 
@@ -247,7 +267,7 @@ impl ShardLoader {
             part,
             device,
             readers: source.readers.clone().unwrap_or_default(),
-            loader: self.watcher.as_ref().map_or(0, |(number, _)| *number),
+            loader: self.reporter.as_ref().map_or(0, |(number, _)| *number),
         };
         let (size, groups) = (self.session.num_workers(), self.session.num_groups());
         let cuts = (0..size).map(|worker| request.cut(WorkerId(worker), size, groups)).collect::<rpc_core::Result<_>>();
@@ -267,7 +287,8 @@ impl ShardLoader {
         }
         let read = || -> rpc_core::Result<_> {
             let file = InFile { file: source.file.open()?, path: source.file.path.clone(), start: request.start };
-            // All get the same where nothing is divided, and every group where it divides for itself.
+            // All get the same where nothing is divided, and every group where it divides for
+            // itself.
             let (parts, scope) = match &request.part {
                 Part::Whole | Part::With { .. } => (&cuts[..1], None),
                 Part::Shard { scope: Scope::World, .. } => (&cuts[..], Some(Scope::World)),
@@ -310,7 +331,7 @@ struct Load {
     request: Request,
     /// Of each worker.
     cuts: Vec<Cut>,
-    /// What it brings to all of them together.
+    /// Bytes for all workers together.
     bytes: u64,
 }
 
@@ -348,7 +369,8 @@ fn read_headers(path: &Path, folder: Option<&Path>) -> Result<Headers> {
     Ok((files, tensors, wanted))
 }
 
-/// For each worker, which one reads for it: itself if it can, and otherwise one of those that can, in turn. `None` where none can.
+/// For each worker, which one reads for it: itself if it can, and otherwise one of those that can,
+/// in turn. `None` where none can.
 fn readers(reasons: &[Option<String>]) -> Option<Vec<u32>> {
     let able: Vec<u32> = (0..).zip(reasons).filter(|(_, reason)| reason.is_none()).map(|(worker, _)| worker).collect();
     let mut in_turn = able.iter().copied().cycle();

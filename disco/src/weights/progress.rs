@@ -1,33 +1,33 @@
-//! How far the loads of a controller are, as its workers say.
+//! Progress of the loads of a controller, as its workers report it.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use parking_lot::Mutex;
 
-/// What is called with the bytes that have come to all workers together, and with those that are to come.
+/// Callback that gets the bytes that have come to all workers together, and those that are to come.
 type Callback = Box<dyn FnMut(u64, u64) + Send>;
 
 /// Counts what the workers have loaded, for whoever wants to see it.
-pub(crate) struct Watcher(Mutex<State>);
+pub(crate) struct ProgressReporter(Mutex<Progress>);
 
-struct State {
+struct Progress {
     done: u64,
     total: u64,
     callback: Option<Callback>,
 }
 
-impl Watcher {
+impl ProgressReporter {
     pub(crate) fn new(callback: Callback) -> Self {
-        Self(Mutex::new(State { done: 0, total: 0, callback: Some(callback) }))
+        Self(Mutex::new(Progress { done: 0, total: 0, callback: Some(callback) }))
     }
 
-    /// So much more is to come.
+    /// Adds bytes that are to come.
     pub(crate) fn expect(&self, bytes: u64) {
         self.update(|state| state.total = state.total.saturating_add(bytes));
     }
 
-    /// So much will not come, though it was expected.
+    /// Takes back bytes that were expected and will not come.
     pub(crate) fn expect_not(&self, bytes: u64) {
         self.update(|state| state.total = state.total.saturating_sub(bytes).max(state.done));
     }
@@ -37,17 +37,18 @@ impl Watcher {
         self.0.lock().callback = None;
     }
 
-    /// So much more has come.
+    /// Adds bytes that have come.
     pub(crate) fn add(&self, bytes: u64) {
         // No more than was expected, whatever a node says.
         self.update(|state| state.done = state.done.saturating_add(bytes).min(state.total));
     }
 
-    fn update(&self, change: impl FnOnce(&mut State)) {
-        // Held while the callback runs, which is all that the lock is for: it sees the numbers grow, though links have threads of their own.
+    fn update(&self, change: impl FnOnce(&mut Progress)) {
+        // Held while the callback runs, which is all that the lock is for: it sees the numbers
+        // grow, though links have threads of their own.
         let mut state = self.0.lock();
         change(&mut state);
-        let State { done, total, callback } = &mut *state;
+        let Progress { done, total, callback } = &mut *state;
         let told =
             callback.as_mut().map_or(Ok(()), |callback| catch_unwind(AssertUnwindSafe(|| callback(*done, *total))));
         if told.is_err() {
@@ -58,8 +59,8 @@ impl Watcher {
     }
 }
 
-impl fmt::Debug for Watcher {
+impl fmt::Debug for ProgressReporter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Watcher")
+        f.write_str("ProgressReporter")
     }
 }

@@ -16,10 +16,12 @@ use crate::worker::context::WorkerContext;
 /// Progress is told when so many bytes more have come.
 const TELL: u64 = 4 << 20;
 
-/// A tensor of a file, from which a function that is called with it reads what its worker needs: see [`Part::With`](super::Part::With).
+/// A tensor of a file, from which a function that is called with it reads what its worker needs:
+/// see [`Part::With`](super::Part::With).
 ///
-/// Where the worker can read the file nothing has been read yet. Otherwise all of the tensor has come into the worker's memory, and stays there until the function
-/// and its results let go of this. Calls block while they read.
+/// If the worker can read the file, nothing has been read yet. Otherwise all of the tensor has come
+/// into the worker's memory, and stays there until the function and its results let go of this.
+/// Calls block while they read.
 #[derive(Debug)]
 pub struct WeightReader {
     pub(super) name: String,
@@ -31,7 +33,7 @@ pub struct WeightReader {
 }
 
 impl WeightReader {
-    /// What the tensor is called.
+    /// Returns the name of the tensor.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -46,7 +48,7 @@ impl WeightReader {
         &self.shape
     }
 
-    /// Where the loader wants the part to be.
+    /// Returns the device on which the loader wants the part.
     pub fn device(&self) -> Device {
         self.place.device
     }
@@ -60,7 +62,8 @@ impl WeightReader {
         self.read_box(&[])
     }
 
-    /// Reads these entries of one dimension, and all of the others: a new tensor on [`device`](Self::device).
+    /// Reads these entries of one dimension, and all of the others: a new tensor on
+    /// [`device`](Self::device).
     ///
     /// # Errors
     ///
@@ -73,13 +76,14 @@ impl WeightReader {
         self.read_box(&before.chain([range]).collect::<Vec<_>>())
     }
 
-    /// Reads a box: these ranges of the first dimensions, and all of the others. A new tensor on [`device`](Self::device). What lies together in the file is read at once,
-    /// and small pieces together with what is between them.
+    /// Reads a box: these ranges of the first dimensions, and all of the others. A new tensor on
+    /// [`device`](Self::device). What lies together in the file is read at once, and small pieces
+    /// together with what is between them.
     ///
     /// # Errors
     ///
-    /// More ranges than dimensions, or one beyond its dimension; a box of elements below 8 bits that begins or ends within a byte; no memory for it; the
-    /// file cannot be read.
+    /// More ranges than dimensions, or one beyond its dimension; a box of elements below 8 bits
+    /// that begins or ends within a byte; no memory for it; the file cannot be read.
     pub fn read_box(&self, ranges: &[Range<i64>]) -> Result<Tensor> {
         let cut = Cut::new(self.dtype, &self.shape, ranges)?;
         self.read_cut(&cut)
@@ -111,7 +115,7 @@ impl WeightReader {
     }
 }
 
-/// Where a worker's part goes.
+/// Destination of a worker's part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     device: Device,
@@ -125,7 +129,7 @@ impl Place {
         Self { device, memory_scope: None }
     }
 
-    /// What satisfies a constraint on this worker.
+    /// Returns the device that satisfies a constraint on this worker.
     pub(super) fn on(worker: &WorkerContext, wanted: Option<&VirtualDevice>) -> Result<Self> {
         let memory_scope = wanted.and_then(VirtualDevice::memory_scope).filter(|scope| *scope != GLOBAL);
         Ok(Self { device: worker.choose(wanted)?, memory_scope: memory_scope.map(str::to_owned) })
@@ -137,7 +141,7 @@ impl Place {
     }
 }
 
-/// Where a worker's part comes from.
+/// Source of a worker's part.
 pub(super) enum Source {
     File {
         file: InFile,
@@ -159,7 +163,7 @@ impl fmt::Debug for Source {
 /// A tensor whose bytes have come, to whatever device.
 struct InMemory {
     borrow: Borrow,
-    /// Where in the borrowed storage it begins.
+    /// Start in the borrowed storage.
     start: u64,
 }
 
@@ -176,13 +180,15 @@ impl ReadAt for InMemory {
     }
 }
 
-/// How much is copied at once to memory that is not host memory: so much that to start a thread for the next piece costs little beside it.
+/// Bytes that are copied at once to memory that is not host memory: so many that starting a thread
+/// for the next piece costs little beside it.
 const PIECE: u64 = 8 << 20;
 
 /// Reads the bytes from a place of a tensor on, as many as there is room for.
 pub(super) type Fill<'a> = dyn Fn(u64, &mut [u8]) -> Result<()> + Sync + 'a;
 
-/// A new tensor whose bytes `fill` reads: in place where that is host memory, and otherwise by way of that.
+/// A new tensor whose bytes `fill` reads: in place where that is host memory, and otherwise by way
+/// of that.
 pub(super) fn filled(
     worker: &WorkerContext,
     place: &Place,
@@ -203,8 +209,8 @@ pub(super) fn filled(
     Ok(tensor)
 }
 
-/// Fills so many bytes of memory that is not host memory, from `start` on. It goes piece by piece, so that little host memory is needed: the next is read while one
-/// is copied.
+/// Fills so many bytes of memory that is not host memory, from `start` on. It goes piece by piece,
+/// so that little host memory is needed: the next is read while one is copied.
 fn fill_elsewhere(worker: &WorkerContext, to: &mut Borrow, start: u64, size: u64, fill: &Fill<'_>) -> Result<()> {
     // Two pieces at most, which is no large number.
     let scratch = worker.context().allocate(Device::cpu(), DataType::U8, &[size.min(2 * PIECE) as i64])?;
@@ -225,7 +231,8 @@ fn fill_elsewhere(worker: &WorkerContext, to: &mut Borrow, start: u64, size: u64
     Ok(())
 }
 
-/// Counts the bytes that one load brings to one worker, as many as it was expected to bring, and tells the controller.
+/// Counts the bytes that one load brings to one worker, as many as it was expected to bring, and
+/// tells the controller.
 #[derive(Debug)]
 pub(super) struct Meter {
     worker: WorkerContext,
@@ -240,7 +247,8 @@ impl Meter {
         Self { worker: worker.clone(), loader, left: AtomicU64::new(bytes), untold: AtomicU64::new(0) }
     }
 
-    /// So many more have been read. A function may read what it likes, and as often; what is more than expected does not count.
+    /// Adds bytes that have been read. A function may read what it likes, and as often; more than
+    /// expected does not count.
     fn add(&self, bytes: u64) {
         let take = |left: u64| Some(left - left.min(bytes));
         let before = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! The workers' part: each opens the files that it can, and reads its own part of a tensor, or gets that from a worker that has read it.
+//! The workers' part: each opens the files that it can, and reads its own part of a tensor, or gets
+//! that from a worker that has read it.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -44,7 +45,7 @@ pub(crate) fn register(registry: &Registry) {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Wanted {
     pub(super) path: String,
-    /// What it has to be like.
+    /// Likeness that the file must have.
     pub(super) likeness: Likeness,
 }
 
@@ -62,7 +63,8 @@ impl OpenFiles {
         let folders = context.extension::<WeightFolders>();
         let open = |wanted: Wanted| {
             let Some(folders) = &folders else {
-                let text = "this node's workers may read no files of weights: its operator names no folders of them (--weights of rpc-server)";
+                let text = "this node's workers may read no files of weights: its operator names no folders of them \
+                            (--weights of rpc-server)";
                 return Err(RpcError::new(ErrorKind::Refused, text));
             };
             Twin::find(folders.admit(&PathBuf::from(wanted.path))?, &wanted.likeness)
@@ -79,7 +81,7 @@ pub(super) struct Request {
     pub(super) name: String,
     pub(super) dtype: DataType,
     pub(super) shape: Vec<i64>,
-    /// Where it begins in the file, in bytes.
+    /// Start in the file, in bytes.
     pub(super) start: u64,
     pub(super) part: Part,
     /// `None` is each worker's default one.
@@ -151,7 +153,7 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<
     for (of, _) in (0..).zip(readers).filter(|(of, reader)| *of != me.0 && **reader == me.0) {
         let read = || {
             let file = file.as_ref().map_err(RpcError::clone)?;
-            // Where collectives take it from: NCCL takes nothing from host memory.
+            // The device of collectives: NCCL takes nothing from host memory.
             let (cut, place) = (request.cut_of(worker, WorkerId(of))?, Place::of(worker.device()));
             filled(worker, &place, request.dtype, &cut.shape, &|at, out| cut.read(file, at, out, &mut |_| ()))
         };
@@ -178,7 +180,8 @@ fn deliver(worker: &WorkerContext, source: Source, request: &Request) -> Result<
         Source::Memory(part) => part.size_bytes(),
     };
     let place = Place::on(worker, request.device.as_ref())?;
-    // What stays on a device is poisoned later if it has not come; what is copied to the host, or shown to a function, has to have come.
+    // A part that stays on a device is poisoned later if it has not come; one that is copied to the
+    // host, or shown to a function, has to have come.
     if let Source::Memory(part) = &source
         && (place != Place::of(part.device()) || matches!(request.part, Part::With { .. }))
     {
@@ -222,7 +225,8 @@ fn open(files: &OpenFiles, request: &Request) -> Result<InFile> {
     Ok(InFile { file: file.open()?, path: file.path.clone(), start: request.start })
 }
 
-/// Sends another worker its part, or why there is none. What goes wrong on the way is for that one to tell.
+/// Sends another worker its part, or why there is none. What goes wrong on the way is for that one
+/// to tell.
 fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
     let bytes = part.and_then(|part| as_bytes(&part));
     let tensors = bytes.as_ref().map(|bytes| (Some(bytes), None)).map_err(RpcError::clone);

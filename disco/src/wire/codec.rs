@@ -1,12 +1,15 @@
 //! The bytes of commands.
 //!
-//! In a batch each command has a head of 16 bytes, little-endian as everything here: `u64` credit that it takes, `u32` length of its body, `u32` length of
-//! the payload that follows the body. Bulk data is not in there but beside it, so that it is never copied into a message.
+//! In a batch each command has a head of 16 bytes, little-endian as everything here: `u64` credit
+//! that it takes, `u32` length of its body, `u32` length of the payload that follows the body. Bulk
+//! data is not in there but beside it, so that it is never copied into a message.
 //!
-//! A body begins with how many tensors it has, `u32`, and the length of each, `u32`; their bytes begin the payload. Then come the number of the command,
-//! `u8`, and its fields: numbers as they are, lists and text behind their length, `u32`. Values are those of sessions
-//! ([`rpc_core::proto::encode_value`]) behind the length of their share of the payload and that of their body; registers in them are object references, and tensors are
-//! tensor references, whose storage is their place among the tensors.
+//! A body begins with how many tensors it has, `u32`, and the length of each, `u32`; their bytes
+//! begin the payload. Then come the number of the command, `u8`, and its fields: numbers as they
+//! are, lists and text behind their length, `u32`. Values are those of sessions
+//! ([`rpc_core::proto::encode_value`]) behind the length of their share of the payload and that of
+//! their body; registers in them are object references, and tensors are tensor references, whose
+//! storage is their place among the tensors.
 
 use std::sync::Arc;
 
@@ -184,7 +187,8 @@ const HEAD: usize = 16;
 /// The number of the command that has others in it.
 const DEFINE: u8 = 16;
 
-/// Reads a batch: the heads of its commands behind each other, and the bulk of those that have some.
+/// Reads a batch: the heads of its commands behind each other, and the bulk of those that have
+/// some.
 ///
 /// # Errors
 ///
@@ -215,7 +219,8 @@ pub(crate) fn decode_batch(heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>
     if bulk.next().is_some() { Err(malformed()) } else { Ok(commands) }
 }
 
-/// The bytes of each command of a batch that [`decode_batch`] has read: its head and what follows that.
+/// The bytes of each command of a batch that [`decode_batch`] has read: its head and what follows
+/// that.
 pub(crate) fn split_batch(mut heads: Bytes) -> impl Iterator<Item = Bytes> {
     std::iter::from_fn(move || {
         let head = heads.first_chunk::<16>()?;
@@ -302,7 +307,7 @@ impl Writer {
     }
 
     fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
-        // What is longer is too long for a command, which is found out at the end.
+        // A longer text is too long for a command, which is found out at the end.
         self.u32(u32::try_from(bytes.len()).unwrap_or(u32::MAX));
         self.fields.put_slice(bytes);
         self
@@ -472,7 +477,8 @@ impl<'a> Reader<'a> {
         [On::All, On::Worker0, On::FirstOfGroups].get(usize::from(self.u8()?)).copied().ok_or_else(malformed)
     }
 
-    /// A list of items that take so many bytes at least: one that is longer than what is there is a lie that must not reserve memory.
+    /// A list of items that take so many bytes at least: one that is longer than what is there is a
+    /// lie that must not reserve memory.
     fn list<T>(&mut self, least: usize, mut each: impl FnMut(&mut Self) -> Result<T>) -> Result<Vec<T>> {
         let len = self.u32()? as usize;
         if len > self.body.len() / least {

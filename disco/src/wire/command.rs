@@ -1,4 +1,4 @@
-//! Commands: what the controller tells all workers, in one order, and the bytes that it takes to say so.
+//! Commands of the controller to all workers, which all execute in one order.
 //!
 //! A command is written once, however many links it goes over; [`codec`](super::codec) says how.
 
@@ -20,11 +20,11 @@ pub(crate) const OWN: Register = 1 << 31;
 /// The most bytes of one tensor among the arguments of a call.
 pub(crate) const MAX_INLINE_TENSOR: usize = 64 << 10;
 
-/// The most bytes of commands, as they lie in memory, that a node holds for those of its workers that are slowest, and that one batch has. A controller that goes by its
-/// window sends far less.
+/// The most bytes of commands, as they lie in memory, that a node holds for those of its workers
+/// that are slowest, and that one batch has. A controller that goes by its window sends far less.
 pub(crate) const MAX_HELD: u64 = 1 << 30;
 
-/// What stands in a command for a value that is not plain.
+/// Value in a command that is not plain.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Operand {
     Register(Register),
@@ -39,7 +39,7 @@ pub(crate) struct HostTensor {
     pub(crate) bytes: Bytes,
 }
 
-/// Which workers a command is for. All others pass it by, and have null in its result.
+/// Workers that a command is for. All others skip it, and have null in its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum On {
     All,
@@ -105,7 +105,8 @@ pub(crate) enum Command {
         shape: Vec<i64>,
         on: On,
     },
-    /// One piece of a copy. The first one makes the tensor, unless it is to go into one that is there.
+    /// One piece of a copy. The first one makes the tensor, unless it is to go into one that is
+    /// there.
     CopyToWorker0 {
         to: Register,
         fresh: bool,
@@ -153,7 +154,8 @@ pub(crate) enum Command {
     Shutdown {
         ticket: u64,
     },
-    /// Keeps steps, which use so many registers of their own ([`OWN`]); some of them are parameters, others outputs.
+    /// Keeps steps, which use so many registers of their own ([`OWN`]); some of them are
+    /// parameters, others outputs.
     Define {
         program: u32,
         registers: u32,
@@ -173,7 +175,7 @@ pub(crate) enum Command {
 }
 
 impl Command {
-    /// What the command is called in errors.
+    /// Returns the name of the command in errors.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Nothing => "nothing",
@@ -246,7 +248,7 @@ impl Command {
         }
     }
 
-    /// Whether it can be a step of a program.
+    /// Returns true if it can be a step of a program.
     pub(crate) fn is_step(&self) -> bool {
         matches!(self, Self::CallPacked { .. } | Self::Empty { .. } | Self::Collective { .. } | Self::SendRecv { .. })
     }
@@ -260,7 +262,7 @@ impl Command {
         }
     }
 
-    /// What the command takes of the credit, in bytes: about what it occupies while it waits.
+    /// Returns the command's cost in credit, in bytes: about its size while it waits.
     pub(crate) fn cost(&self) -> u64 {
         let content = match self {
             Self::GetGlobalFunc { name: text, .. }
@@ -282,7 +284,7 @@ impl Command {
         128 + content as u64
     }
 
-    /// What travels beside the command.
+    /// Returns the data that travels beside the command.
     pub(crate) fn bulk(&self) -> Option<Bytes> {
         if let Self::CopyToWorker0 { data, .. } = self { Some(data.clone()) } else { None }
     }

@@ -1,4 +1,4 @@
-//! Events: what workers tell the controller, and the values that say so over a link.
+//! Events: reports of workers to the controller, and their form as values on a link.
 
 use std::task::{Context, Poll};
 
@@ -13,11 +13,11 @@ use crate::error::{Failure, WorkerId};
 pub(crate) enum Event {
     /// The worker has executed all up to here, which took so much credit in all.
     Progress { worker: WorkerId, sequence: u64, cost: u64 },
-    /// The worker has come to a command that somebody waits for.
+    /// The worker has come to a command that a caller waits for.
     Reached { ticket: u64 },
-    /// What somebody waits for, or why there is none.
+    /// The value that a ticket waits for, or why there is none.
     Fetched { ticket: u64, value: std::result::Result<LocalContent, Failure> },
-    /// What somebody waits for is a tensor, whose bytes follow.
+    /// The value that a ticket waits for is a tensor, whose bytes follow.
     TensorBegins { ticket: u64, dtype: DataType, shape: Vec<i64> },
     /// The next bytes of the tensor.
     TensorBytes { ticket: u64, offset: u64, bytes: Bytes },
@@ -29,7 +29,7 @@ pub(crate) enum Event {
     Lost { worker: WorkerId, error: RpcError },
     /// The worker has found a communicator broken, or could not make it.
     CclBroken { worker: WorkerId, report: Report },
-    /// So many more bytes of weights have come to the worker, for a loader that tells its progress.
+    /// More bytes of weights have come to the worker, for a loader that reports progress.
     Loaded { worker: WorkerId, loader: u64, bytes: u64 },
 }
 
@@ -65,7 +65,7 @@ fn size_of_error(error: &RpcError) -> usize {
     error.message().len() + error.backtrace().map_or(0, str::len)
 }
 
-/// What a worker says of a communicator that it found broken.
+/// Report of a worker that found a communicator broken.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(crate) epoch: u64,
@@ -80,7 +80,7 @@ pub(crate) struct LogLine {
     pub(crate) level: u8,
     pub(crate) target: String,
     pub(crate) text: String,
-    /// How many lines before this one were not told, because too many waited.
+    /// Number of lines before this one that were dropped because too many waited.
     pub(crate) missing_before: u64,
 }
 
@@ -211,7 +211,7 @@ pub(crate) fn decode_events(value: Value) -> Result<Vec<Event>> {
     events.into_iter().map(Event::from_value).collect()
 }
 
-/// Where the workers of a host say what has happened.
+/// Receiver of the events of a host's workers.
 pub(crate) trait EventSink: Send + Sync {
     /// Passes the event on. Never waits.
     fn send(&self, event: Event);

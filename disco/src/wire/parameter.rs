@@ -1,11 +1,13 @@
-//! What a parameter of a recorded program takes, and how that is checked: of values at the controller, of what lies in registers on each worker.
+//! Types of a recorded program's parameters, and their checks: of values at the controller, of the
+//! content of registers on each worker.
 
 use std::fmt;
 
 use rpc_core::function::Object;
 use rpc_core::{DataType, LocalValue, RpcError, Value};
 
-/// What a parameter of a recorded program takes: see [`Recorder::parameter_of`](crate::Recorder::parameter_of).
+/// Type of a parameter of a recorded program: see
+/// [`Recorder::parameter_of`](crate::Recorder::parameter_of).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ParameterType {
@@ -69,7 +71,7 @@ impl ParameterType {
         Self::Tensor { dtype: Some(dtype), shape: Some(shape.to_vec()) }
     }
 
-    /// What values of the type are called.
+    /// Returns the name of the type.
     fn name(&self) -> &'static str {
         match self {
             Self::Any => "anything",
@@ -90,11 +92,11 @@ impl ParameterType {
         }
     }
 
-    /// Whether an argument of the controller's fits; `Ok` for what only workers know.
+    /// Checks an argument of the controller; `Ok` for one that only workers know.
     ///
     /// # Errors
     ///
-    /// What it is instead.
+    /// The type that the argument has instead.
     pub(crate) fn check<O>(&self, value: &Value<O>, given: impl FnOnce(&O) -> Given<'_>) -> Result<(), String> {
         let given = match value {
             Value::Object(object) => given(object),
@@ -167,9 +169,9 @@ impl fmt::Display for ParameterType {
     }
 }
 
-/// What an argument is.
+/// Argument, as far as the controller knows it.
 pub(crate) enum Given<'a> {
-    /// That is for workers to see.
+    /// Only workers know it.
     Unknown,
     Tensor(DataType, &'a [i64]),
     Other(&'static str),
@@ -185,7 +187,7 @@ impl fmt::Display for Given<'_> {
     }
 }
 
-/// What is said of an argument that does not fit: the parameters are counted from 1.
+/// Returns the error of an argument that does not fit: the parameters are counted from 1.
 pub(crate) fn unfit(place: usize, wanted: &ParameterType, found: &str) -> RpcError {
     RpcError::invalid_argument(format!("parameter {place} takes {wanted}, and was given {found}"))
 }

@@ -1,4 +1,5 @@
-//! Plan of the data plane: the shape of a session, and how its workers join each other for collectives.
+//! Plan of the data plane: the shape of a session, and how its workers join each other for
+//! collectives.
 
 use std::ops::Range;
 
@@ -7,8 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ccl::Rank;
 use crate::ccl::host::{self, Address, SessionKey};
-use crate::ccl::membership::Limits;
-use crate::ccl::nccl::Flavour;
+use crate::ccl::membership::CollectiveTimeouts;
 use crate::error::WorkerId;
 use crate::wire::command::On;
 
@@ -32,7 +32,7 @@ impl Layout {
         Rank(worker.0 % self.group_size())
     }
 
-    /// Whether a command that is `on` some workers is for any of these.
+    /// Returns true if a command that is `on` some workers is for any of these.
     pub(crate) fn concerns(self, on: On, mut workers: Range<u32>) -> bool {
         match on {
             On::All => true,
@@ -41,26 +41,27 @@ impl Layout {
         }
     }
 
-    /// Whether groups need communicators of their own.
+    /// Returns true if groups need communicators of their own.
     pub(crate) fn has_groups(self) -> bool {
         self.num_groups > 1
     }
 }
 
-/// How all workers of a session meet.
+/// Plan by which all workers of a session join each other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Plan {
     pub(crate) epoch: u64,
-    pub(crate) way: Way,
-    /// By what the data of tensors on GPUs moves; without it those on host memory go the way.
-    pub(crate) accelerated: Option<Flavour>,
-    pub(crate) limits: Limits,
+    pub(crate) join: JoinPlan,
+    /// True if the data of tensors on GPUs moves by NCCL. Without it, tensors are in host memory.
+    pub(crate) nccl: bool,
+    pub(crate) timeouts: CollectiveTimeouts,
     /// The default device of each worker; empty where those stay as they are.
     pub(crate) devices: Vec<Device>,
 }
 
+/// Means by which the workers of a session reach each other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Way {
+pub(crate) enum JoinPlan {
     /// All are threads of one process.
     Threads,
     /// All are on one machine. First the world's, then those of the groups if there are several.
@@ -72,27 +73,27 @@ pub(crate) enum Way {
         encrypt: bool,
         world: Vec<Address>,
         groups: Vec<Address>,
-        /// Where each worker is.
-        places: Vec<Place>,
+        /// Location of each worker.
+        locations: Vec<WorkerLocation>,
     },
     /// All are processes of one job of MPI, with these numbers there.
     Mpi { key: SessionKey, encrypt: bool, ranks: Vec<u32> },
-    /// They do not.
+    /// They have no way to each other, for this reason.
     Apart { why: String },
 }
 
-/// Where a worker is, seen from the others.
+/// Location of a worker, seen from the others.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct WorkerLocation {
     /// Its machine, by a number.
     pub(crate) machine: u32,
-    /// Whether its address is of use on that machine only.
+    /// True if its address is of use on that machine only.
     pub(crate) is_local: bool,
 }
 
-/// What `disco.listen` replies for one worker.
+/// Addresses at which one worker listens: the reply of `disco.listen`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Listening {
+pub(crate) struct ListenAddresses {
     pub(crate) world: Address,
     pub(crate) group: Option<Address>,
 }

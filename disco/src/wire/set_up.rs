@@ -3,14 +3,23 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use rpc_core::{Packed, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
 use crate::options::Hosting;
 use crate::wire::plan::Layout;
 
-/// What a host is to be.
+/// Version of all messages between a controller, its nodes and its workers.
+///
+/// Raised with every change of their bytes, names of fields and variants included. Version 1 did
+/// not carry its number.
+pub(crate) const VERSION: u32 = 2;
+
+/// Set-up of a node: its workers, and the nodes that it is to open below it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SetUp {
+    /// [`VERSION`] of the sender. Read before the other fields.
+    pub(crate) version: u32,
     pub(crate) layout: Layout,
     /// The first of its workers.
     pub(crate) first: u32,
@@ -19,72 +28,152 @@ pub(crate) struct SetUp {
     pub(crate) pin: bool,
     /// Up to which level the controller wants to see logs, if at all.
     pub(crate) logs: Option<u8>,
-    /// How much executed credit is worth a report, in bytes.
+    /// Bytes of executed credit that are worth a report.
     pub(crate) report_every: u64,
-    /// How often those below it are tested.
+    /// Interval at which the nodes below are tested, in milliseconds.
     pub(crate) keep_alive_ms: u64,
     /// Set by controllers that hope to be in the same process.
     pub(crate) local: u64,
     /// The nodes below it.
-    pub(crate) below: Vec<Below>,
+    pub(crate) children: Vec<ChildNode>,
 }
 
 impl SetUp {
+    /// Decodes a set-up.
+    ///
+    /// # Errors
+    ///
+    /// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if its sender speaks another version;
+    /// malformed bytes.
+    pub(crate) fn decode(packed: &Packed) -> Result<Self> {
+        /// The one field that all versions but the first have.
+        #[derive(Deserialize)]
+        struct Versioned {
+            #[serde(default = "first_version")]
+            version: u32,
+        }
+        let Versioned { version } = packed.decode()?;
+        check_version(version, "the controller")?;
+        packed.decode()
+    }
+
     pub(crate) fn keep_alive(&self) -> Duration {
         Duration::from_millis(self.keep_alive_ms)
     }
 
-    /// How many workers there are, those below included.
+    /// Returns the number of workers there are, those below included.
     pub(crate) fn workers(&self) -> u32 {
-        // Saturating: it may come from anybody.
+        // Saturating: the numbers come from a peer.
         u32::try_from(self.nodes()).unwrap_or(u32::MAX).saturating_mul(self.count)
     }
 
-    /// How many nodes there are, with this one.
+    /// Returns the number of nodes there are, with this one.
     pub(crate) fn nodes(&self) -> usize {
-        1 + self.below.iter().map(Below::nodes).sum::<usize>()
+        1 + self.children.iter().map(ChildNode::nodes).sum::<usize>()
     }
 }
 
 /// A node that another one opens, with as many workers as that has itself.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Below {
+pub(crate) struct ChildNode {
     pub(crate) address: String,
-    pub(crate) below: Vec<Self>,
+    pub(crate) children: Vec<Self>,
 }
 
-impl Below {
-    /// How many nodes this is.
+impl ChildNode {
+    /// Returns the number of nodes this is.
     pub(crate) fn nodes(&self) -> usize {
-        1 + self.below.iter().map(Self::nodes).sum::<usize>()
+        1 + self.children.iter().map(Self::nodes).sum::<usize>()
     }
 }
 
-/// What a controller learns of a host.
+/// Description of a node that a controller has opened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct HostInfo {
+pub(crate) struct NodeInfo {
     /// Its processes and those below it, in the order of their workers.
-    pub(crate) leaves: Vec<Leaf>,
-    /// Whether any of the links below it is encrypted.
+    pub(crate) processes: Vec<WorkerProcess>,
+    /// True if any of the links below it is encrypted.
     pub(crate) is_encrypted_below: bool,
-    /// Where the workers of its node and of those below listen for data, as far as their operators say, in the order of nodes.
+    /// Addresses at which the workers of its node and of those below listen for data, as far as
+    /// their operators name them, in the order of nodes.
     pub(crate) data_addresses: Vec<Option<IpAddr>>,
 }
 
 /// One process, and how many workers it has.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Leaf {
+pub(crate) struct WorkerProcess {
     pub(crate) count: u32,
     /// Equal where processes can share memory; empty where that is not known.
     pub(crate) machine: String,
-    /// Which process of which job of MPI it is, if it is one.
-    pub(crate) mpi: Option<MpiSeat>,
+    /// Process of a job of MPI that it is, if it is one.
+    pub(crate) mpi: Option<MpiProcess>,
 }
 
 /// A process of a job of MPI.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct MpiSeat {
-    /// What the processes of one job, and no others, have in common.
+pub(crate) struct MpiProcess {
+    /// Text that the processes of one job, and no others, have in common.
     pub(crate) job: String,
     pub(crate) rank: u32,
+}
+
+/// The version of a set-up that does not name one.
+fn first_version() -> u32 {
+    1
+}
+
+/// Checks that `sender` speaks the version of this program.
+///
+/// # Errors
+///
+/// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if it speaks another one.
+fn check_version(version: u32, sender: &str) -> Result<()> {
+    if version == VERSION {
+        return Ok(());
+    }
+    Err(RpcError::unsupported(format!(
+        "{sender} speaks version {version} of Disco's messages, and this program version {VERSION}: update the \
+         older one"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::ErrorKind;
+
+    use super::*;
+
+    fn set_up() -> SetUp {
+        SetUp {
+            version: VERSION,
+            layout: Layout { world_size: 4, num_groups: 2 },
+            first: 2,
+            count: 1,
+            hosting: Hosting::Threads,
+            pin: false,
+            logs: Some(2),
+            report_every: 2_097_152,
+            keep_alive_ms: 200,
+            local: 0,
+            children: vec![ChildNode { address: "tcp://b:1".to_owned(), children: Vec::new() }],
+        }
+    }
+
+    #[test]
+    fn another_version_is_refused_in_words() {
+        /// Set-up of version 1, as far as matters here.
+        #[derive(Serialize)]
+        struct Version1 {
+            first: u32,
+            below: Vec<u32>,
+        }
+        let old = Packed::encode(&Version1 { first: 0, below: Vec::new() }).unwrap();
+        let new = Packed::encode(&SetUp { version: VERSION + 1, ..set_up() }).unwrap();
+        for (packed, version) in [(old, 1), (new, VERSION + 1)] {
+            let error = SetUp::decode(&packed).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.message().contains(&format!("speaks version {version} of Disco's messages")), "{error}");
+        }
+        SetUp::decode(&Packed::encode(&set_up()).unwrap()).unwrap();
+    }
 }

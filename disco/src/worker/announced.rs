@@ -1,4 +1,5 @@
-//! The layout of what a collective makes, and how the first worker announces it to those who cannot know it.
+//! The layout of what a collective makes, and how the first worker announces it to those who cannot
+//! know it.
 
 use rpc_core::{DataType, RpcError, Tensor};
 
@@ -29,7 +30,8 @@ pub(super) fn read_layout(header: &Tensor) -> rpc_core::Result<(DataType, Vec<i6
     Ok((dtype, shape))
 }
 
-/// What a collective makes of a source, where it makes the destination itself. `None` where it makes none.
+/// Returns the type and shape of a collective's result, where it makes the destination itself.
+/// `None` where it makes none.
 pub(super) fn result_layout(kind: Kind, from: &Tensor, size: u32) -> rpc_core::Result<Option<(DataType, Vec<i64>)>> {
     let n = i64::from(size);
     let shape = from.shape();
@@ -40,7 +42,8 @@ pub(super) fn result_layout(kind: Kind, from: &Tensor, size: u32) -> rpc_core::R
             Some((first, rest)) if *first == n => rest.to_vec(),
             _ => {
                 return Err(RpcError::invalid_argument(format!(
-                    "a source of {} {shape:?} among {size} workers: without a destination the first dimension must be {size}",
+                    "a source of {} {shape:?} among {size} workers: without a destination the first dimension must \
+                     be {size}",
                     from.dtype()
                 )));
             }

@@ -1,22 +1,19 @@
-//! What a function sees of the worker that it runs on, and the collectives that it can take part in.
-
-#[allow(unsafe_code)]
-mod lent;
+//! Context of a worker: what a function sees of the worker that it runs on, and the collectives
+//! that it can take part in.
 
 use std::cell::RefCell;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
-use rpc_core::function::FromCall;
-use rpc_core::function::Invocation;
+use rpc_core::function::{FromCall, Invocation};
 use rpc_core::tensor::Access;
 use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
 
+use super::tensor_loan::{fit, lend};
 use crate::ccl::membership::Membership;
 use crate::ccl::{
-    BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
+    BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
 };
 use crate::error::WorkerId;
 use crate::wire::command::Scope;
@@ -42,14 +39,17 @@ use crate::wire::plan::Layout;
 /// # Ok::<(), disco::DiscoError>(())
 /// ```
 ///
-/// Collectives have to be entered by all workers of their scope, in the same order. Tensors in them must be densely packed, and in host memory or on the device that
-/// [`init_ccl`](crate::DiscoSession::init_ccl) has given the worker; they are borrowed while the call lasts, so that a function takes them as [`Tensor`] and not as views. Source
-/// and destination may be the same tensor, and must not overlap otherwise. On a GPU a collective returns when it has been given to the device's default stream: whatever is
-/// submitted there next, such as a copy or a kernel, comes behind it.
+/// Collectives have to be entered by all workers of their scope, in the same order. Tensors in them
+/// must be densely packed, and in host memory or on the device that
+/// [`init_ccl`](crate::DiscoSession::init_ccl) has given the worker; they are borrowed while the
+/// call lasts, so that a function takes them as [`Tensor`] and not as views. Source and destination
+/// may be the same tensor, and must not overlap otherwise. On a GPU a collective returns when it
+/// has been given to the device's default stream: whatever is submitted there next, such as a copy
+/// or a kernel, comes behind it.
 #[derive(Clone)]
-pub struct WorkerContext(Arc<Shared>);
+pub struct WorkerContext(Arc<ContextState>);
 
-struct Shared {
+struct ContextState {
     id: WorkerId,
     layout: Layout,
     context: Context,
@@ -57,24 +57,25 @@ struct Shared {
     device: Mutex<Device>,
     /// Those on which there may be work to wait for.
     used: Mutex<Vec<Device>>,
-    /// What collectives have lost, until the worker has dealt with it.
+    /// Error of collectives that are lost, until the worker has dealt with it.
     lost: Mutex<Option<RpcError>>,
-    /// To tell the controller what is logged, and of communicators that are broken.
+    /// Sink for log lines, and for reports of broken communicators.
     sink: Arc<dyn EventSink>,
-    /// Or why there is none.
+    /// Communicators, or why there are none.
     membership: Mutex<Result<Membership>>,
     /// Those of the membership, to be reached while it is in use.
     controls: Mutex<Controls>,
 }
 
-/// What any thread can do with the communicators of a membership.
+/// Controls of a membership's communicators, for any thread.
 #[derive(Default)]
 struct Controls {
     epoch: u64,
     all: Vec<Arc<dyn Control>>,
-    /// Whether the controller has been told that they are broken.
+    /// True once the controller has been told that they are broken.
     told: bool,
-    /// The last epoch whose collectives somebody else has ended, and why: that may come before they are there.
+    /// Last epoch whose collectives another worker or the controller has ended, and the reason. It
+    /// may come before the communicators exist.
     ended: Option<(u64, String)>,
 }
 
@@ -108,7 +109,7 @@ impl WorkerContext {
         sink: Arc<dyn EventSink>,
         logs: Option<u8>,
     ) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(ContextState {
             id,
             layout,
             context,
@@ -133,7 +134,7 @@ impl WorkerContext {
         drop(worker);
     }
 
-    /// Whether lines of this level are to go to the controller.
+    /// Returns true if lines of this level are to go to the controller.
     pub(crate) fn wants_logs(&self, level: u8) -> bool {
         self.0.logs.is_some_and(|least| level <= least)
     }
@@ -154,17 +155,17 @@ impl WorkerContext {
         self.0.id
     }
 
-    /// How many workers the session has.
+    /// Returns the number of workers of the session.
     pub fn world_size(&self) -> u32 {
         self.0.layout.world_size
     }
 
-    /// How many groups they are in.
+    /// Returns the number of groups.
     pub fn num_groups(&self) -> u32 {
         self.0.layout.num_groups
     }
 
-    /// How many workers are in each group.
+    /// Returns the number of workers in each group.
     pub fn group_size(&self) -> u32 {
         self.0.layout.group_size()
     }
@@ -179,7 +180,7 @@ impl WorkerContext {
         self.0.layout.rank_in_group(self.0.id)
     }
 
-    /// Where tensors go for which no device is named.
+    /// Returns the device of tensors for which no device is named.
     pub fn device(&self) -> Device {
         *lock(&self.0.device)
     }
@@ -189,7 +190,8 @@ impl WorkerContext {
         &self.0.context
     }
 
-    /// The device of the worker that satisfies a constraint: its own if that does, or if there is none.
+    /// The device of the worker that satisfies a constraint: its own if that does, or if there is
+    /// none.
     pub(crate) fn choose(&self, wanted: Option<&VirtualDevice>) -> Result<Device> {
         let own = self.device();
         wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))
@@ -203,7 +205,8 @@ impl WorkerContext {
         }
     }
 
-    /// Waits until the devices that this worker has tensors on have done what was submitted to their default streams. One that fails is told of once.
+    /// Waits until the devices that this worker has tensors on have done what was submitted to
+    /// their default streams. One that fails is told of once.
     pub(crate) fn synchronize(&self) -> Result<()> {
         let used = lock(&self.0.used).clone();
         let mut outcome = Ok(());
@@ -218,13 +221,16 @@ impl WorkerContext {
         outcome
     }
 
-    /// Waits until all that this worker's collectives have left to its device is done, as they do where tensors are on GPUs: they return when they have been given to the device's
-    /// stream, in front of whatever is submitted there next. [`sync_worker`](crate::DiscoSession::sync_worker) does it, too. A function that acts on what it copies from there has to, because after a
-    /// loss copies succeed.
+    /// Waits until all that this worker's collectives have left to its device is done, as they do
+    /// where tensors are on GPUs: they return when they have been given to the device's stream, in
+    /// front of whatever is submitted there next. [`sync_worker`](crate::DiscoSession::sync_worker)
+    /// does it, too. A function that acts on what it copies from there has to, because after a loss
+    /// copies succeed.
     ///
     /// # Errors
     ///
-    /// Some of it is lost, because the data plane broke meanwhile. That is told once here, and to the controller by the next sync: what has been made of it since is of no use.
+    /// Some of it is lost, because the data plane broke meanwhile. That is told once here, and to
+    /// the controller by the next sync: what has been made of it since is of no use.
     pub fn complete(&self) -> Result<()> {
         let mut membership = lock(&self.0.membership);
         let Ok(membership) = membership.as_mut() else { return Ok(()) };
@@ -243,7 +249,8 @@ impl WorkerContext {
         outcome
     }
 
-    /// As [`complete`](Self::complete), and takes what has been lost, whoever has heard of it already.
+    /// As [`complete`](Self::complete), and takes the error of lost collectives, even if a function
+    /// has got it already.
     pub(crate) fn settle(&self) -> Result<()> {
         let completed = self.complete();
         lock(&self.0.lost).take().map_or(completed, Err)
@@ -261,11 +268,12 @@ impl WorkerContext {
         Ok(tensor)
     }
 
-    /// Reduces the elements of all workers' `from` into everybody's `to`.
+    /// Reduces the elements of all workers' `from` into the `to` of all.
     ///
     /// # Errors
     ///
-    /// This worker's arguments do not fit; another worker's input failed; workers disagree; or the data plane is broken.
+    /// This worker's arguments do not fit; another worker's input failed; workers disagree; or the
+    /// data plane is broken.
     pub fn allreduce(&self, op: ReduceOp, from: &Tensor, to: &Tensor, scope: Scope) -> Result<()> {
         Ok(self.run(scope, Operation::Allreduce(op), Ok((Some(from), Some(to))))?)
     }
@@ -279,7 +287,7 @@ impl WorkerContext {
         Ok(self.run(scope, Operation::ReduceScatter(op), Ok((Some(from), Some(to))))?)
     }
 
-    /// Puts all workers' `from` behind each other in everybody's `to`.
+    /// Puts all workers' `from` behind each other in the `to` of all.
     ///
     /// # Errors
     ///
@@ -288,7 +296,7 @@ impl WorkerContext {
         Ok(self.run(scope, Operation::Allgather, Ok((Some(from), Some(to))))?)
     }
 
-    /// Gives everybody the elements of the first worker's `from`, which nobody else needs.
+    /// Gives all workers the elements of the first worker's `from`, which only that worker needs.
     ///
     /// # Errors
     ///
@@ -297,7 +305,7 @@ impl WorkerContext {
         Ok(self.run(scope, Operation::Broadcast { root: Rank(0) }, Ok((from, Some(to))))?)
     }
 
-    /// Gives everybody a share of the first worker's `from`, which nobody else needs.
+    /// Gives all workers a share of the first worker's `from`, which only that worker needs.
     ///
     /// # Errors
     ///
@@ -306,7 +314,8 @@ impl WorkerContext {
         Ok(self.run(scope, Operation::Scatter { root: Rank(0) }, Ok((from, Some(to))))?)
     }
 
-    /// Puts all workers' `from` behind each other in the first worker's `to`, which nobody else needs.
+    /// Puts all workers' `from` behind each other in the first worker's `to`, which nobody else
+    /// needs.
     ///
     /// # Errors
     ///
@@ -333,7 +342,8 @@ impl WorkerContext {
         Ok(self.run(scope, Operation::Barrier, Ok((None, None)))?)
     }
 
-    /// Sends a tensor to another worker, which receives it with [`recv_from_worker`](Self::recv_from_worker).
+    /// Sends a tensor to another worker, which receives it with
+    /// [`recv_from_worker`](Self::recv_from_worker).
     ///
     /// # Errors
     ///
@@ -343,7 +353,8 @@ impl WorkerContext {
         Ok(self.run(Scope::World, Operation::Send { to: Rank(to.0) }, Ok((Some(tensor), None)))?)
     }
 
-    /// Receives a tensor from another worker, which sends it with [`send_to_worker`](Self::send_to_worker).
+    /// Receives a tensor from another worker, which sends it with
+    /// [`send_to_worker`](Self::send_to_worker).
     ///
     /// # Errors
     ///
@@ -398,7 +409,7 @@ impl WorkerContext {
         )))
     }
 
-    /// Where tensors go from now on for which no device is named.
+    /// Sets the device of tensors for which no device is named.
     pub(crate) fn set_device(&self, device: Device) {
         *lock(&self.0.device) = device;
     }
@@ -406,7 +417,8 @@ impl WorkerContext {
     /// Becomes a member of new communicators, and leaves those it was in.
     pub(crate) fn set_membership(&self, membership: Result<Membership>) {
         if membership.is_err() {
-            // That may wait for a device, and whoever wants to end it finds the controls until it is over.
+            // Dropping them may wait for a device, and a thread that wants to end that finds the
+            // controls until it is over.
             let old =
                 std::mem::replace(&mut *lock(&self.0.membership), Err(RpcError::unsupported("it has left the others")));
             drop(old);
@@ -446,7 +458,8 @@ impl WorkerContext {
         }
     }
 
-    /// Tells the controller, once, that the communicators of an epoch are broken, or cannot be made.
+    /// Tells the controller, once, that the communicators of an epoch are broken, or cannot be
+    /// made.
     pub(crate) fn tell_broken(&self, report: Report) {
         let mut controls = lock(&self.0.controls);
         if controls.epoch == report.epoch && std::mem::replace(&mut controls.told, true) {
@@ -456,12 +469,14 @@ impl WorkerContext {
         self.0.sink.send(Event::CclBroken { worker: self.0.id, report });
     }
 
-    /// Tells the controller that so many more bytes of weights have come, which this loader waits for.
+    /// Tells the controller that so many more bytes of weights have come, which this loader waits
+    /// for.
     pub(crate) fn tell_loaded(&self, loader: u64, bytes: u64) {
         self.0.sink.send(Event::Loaded { worker: self.0.id, loader, bytes });
     }
 
-    /// The error of a collective whose communicator is broken; the controller hears of it, too.
+    /// Returns the error of a collective whose communicator is broken, and reports it to the
+    /// controller.
     fn broken(&self, scope: Scope, epoch: u64, breakdown: &Arc<Breakdown>) -> RpcError {
         let mut cause = RpcError::from(CclError::Broken(Arc::clone(breakdown)));
         if scope == Scope::Group && self.num_groups() > 1 {
@@ -477,14 +492,16 @@ impl WorkerContext {
         cause
     }
 
-    /// Says which command the worker executes from now on, so that collectives of different ones do not meet.
+    /// Says which command the worker executes from now on, so that collectives of different ones do
+    /// not meet.
     pub(crate) fn begin_step(&self, step: u64) {
         if let Ok(membership) = lock(&self.0.membership).as_mut() {
             membership.each().for_each(|ccl| ccl.set_step(step));
         }
     }
 
-    /// Says that the command has failed, before or after whichever collectives it should have come to.
+    /// Says that the command has failed, before or after whichever collectives it should have come
+    /// to.
     pub(crate) fn leave_step(&self) {
         if let Ok(membership) = lock(&self.0.membership).as_mut() {
             membership.each().for_each(|ccl| ccl.leave_step());
@@ -507,7 +524,8 @@ impl WorkerContext {
         }
     }
 
-    /// Takes part in a collective with a source and a destination, where it needs them; or, where it has none because of an error, with that.
+    /// Takes part in a collective with a source and a destination, where it needs them; or, where
+    /// it has none because of an error, with that.
     pub(crate) fn run(
         &self,
         scope: Scope,
@@ -575,135 +593,6 @@ impl fmt::Debug for WorkerContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "WorkerContext({} of {})", self.0.id, self.world_size())
     }
-}
-
-/// The call that fits the tensors, and those of them that it needs.
-fn fit<'t>(
-    operation: Operation,
-    rank: Rank,
-    size: u32,
-    from: Option<&'t Tensor>,
-    to: Option<&'t Tensor>,
-) -> Result<(Collective, Option<&'t Tensor>, Option<&'t Tensor>)> {
-    let n = u64::from(size);
-    let is_root = operation_root(operation).is_none_or(|root| root == rank);
-    let (needs_from, needs_to) = match operation {
-        Operation::Broadcast { .. } | Operation::Scatter { .. } => (is_root, true),
-        Operation::Gather { .. } => (true, is_root),
-        Operation::Send { .. } => (true, false),
-        Operation::Recv { .. } => (false, true),
-        Operation::Barrier => (false, false),
-        _ => (true, true),
-    };
-    let (from, to) = (from.filter(|_| needs_from), to.filter(|_| needs_to));
-    if needs_from && from.is_none() || needs_to && to.is_none() {
-        let what = if needs_from && from.is_none() { "source" } else { "destination" };
-        return Err(RpcError::invalid_argument(format!("{operation} needs a {what} that is a tensor")));
-    }
-    if let (Some(from), Some(to)) = (from, to)
-        && from.dtype() != to.dtype()
-    {
-        return Err(mismatch(operation, size, from, to));
-    }
-    // How many times as many elements as the call counts the two have.
-    let (from_times, to_times) = match operation {
-        Operation::ReduceScatter(_) | Operation::Scatter { .. } => (n, 1),
-        Operation::Allgather | Operation::Gather { .. } => (1, n),
-        Operation::AllToAll => (n, n),
-        _ => (1, 1),
-    };
-    let counts = [from.map(|tensor| (tensor, from_times)), to.map(|tensor| (tensor, to_times))];
-    let mut count = None;
-    for (tensor, times) in counts.into_iter().flatten() {
-        let elements = tensor.element_count();
-        let one = elements / times;
-        if elements % times != 0 || count.is_some_and(|count| count != one) {
-            return Err(match (from, to) {
-                (Some(from), Some(to)) => mismatch(operation, size, from, to),
-                _ => RpcError::invalid_argument(format!(
-                    "{operation} among {size} workers: {} does not divide by {size}",
-                    describe(tensor)
-                )),
-            });
-        }
-        count = Some(one);
-    }
-    let dtype = from.or(to).map_or(DataType::U8, Tensor::dtype);
-    let count = usize::try_from(count.unwrap_or(0)).map_err(|_| RpcError::invalid_argument("too many elements"))?;
-    Ok((Collective::new(operation, dtype, count), from, to))
-}
-
-fn operation_root(operation: Operation) -> Option<Rank> {
-    match operation {
-        Operation::Broadcast { root } | Operation::Scatter { root } | Operation::Gather { root } => Some(root),
-        _ => None,
-    }
-}
-
-fn mismatch(operation: Operation, size: u32, from: &Tensor, to: &Tensor) -> RpcError {
-    let (from, to) = (describe(from), describe(to));
-    RpcError::invalid_argument(format!("{operation} among {size} workers: the source is {from}, the destination {to}"))
-}
-
-fn describe(tensor: &Tensor) -> String {
-    format!("{} {:?}", tensor.dtype(), tensor.shape())
-}
-
-/// Borrows both tensors for as long as `run` takes. Where they are of one storage they must be the same, the one this rank's share of the other, or
-/// apart.
-fn lend<R>(from: Option<&Tensor>, to: Option<&Tensor>, rank: Rank, run: impl FnOnce(Buffers<'_>) -> R) -> Result<R> {
-    let is_elsewhere = |tensor: &Tensor| tensor.storage().memory().host().is_none();
-    if from.into_iter().chain(to).any(is_elsewhere) {
-        return lent::on_device(from, to, rank, run);
-    }
-    match (from, to) {
-        (None, None) => Ok(run(Buffers::none())),
-        (Some(from), None) => Ok(run(Buffers::input(from.read()?.bytes()?))),
-        (None, Some(to)) => Ok(run(Buffers::output(to.write()?.bytes_mut()?))),
-        (Some(from), Some(to)) if !Arc::ptr_eq(from.storage(), to.storage()) => {
-            let view = from.read()?;
-            Ok(run(Buffers::new(view.bytes()?, to.write()?.bytes_mut()?)))
-        }
-        (Some(from), Some(to)) => {
-            let (source, target) = (range(from)?, range(to)?);
-            let (_, mut borrow) = to.write()?.into_parts();
-            let bytes = borrow.bytes_mut().ok_or_else(|| RpcError::internal("host memory without bytes"))?;
-            if let Some(whole) = in_place(&source, &target, rank) {
-                return Ok(run(Buffers::in_place(&mut bytes[whole])));
-            }
-            if source.end <= target.start {
-                let (low, high) = bytes.split_at_mut(target.start);
-                let len = target.len();
-                Ok(run(Buffers::new(&low[source], &mut high[..len])))
-            } else if target.end <= source.start {
-                let (low, high) = bytes.split_at_mut(source.start);
-                let len = source.len();
-                Ok(run(Buffers::new(&high[..len], &mut low[target])))
-            } else {
-                Err(overlap(&source, &target))
-            }
-        }
-    }
-}
-
-/// The longer of two ranges, if the shorter one is it, or this rank's share of it.
-fn in_place(source: &Range<usize>, target: &Range<usize>, rank: Rank) -> Option<Range<usize>> {
-    let (longer, shorter) = if source.len() > target.len() { (source, target) } else { (target, source) };
-    let share = longer.start + if shorter.len() == longer.len() { 0 } else { shorter.len() * rank.0 as usize };
-    (shorter.start == share && share + shorter.len() <= longer.end).then(|| longer.clone())
-}
-
-fn overlap(source: &Range<usize>, target: &Range<usize>) -> RpcError {
-    RpcError::invalid_argument(format!(
-        "source and destination overlap in part (bytes {source:?} and {target:?} of one storage); they may be the same or apart"
-    ))
-}
-
-/// Where a dense tensor lies in its storage.
-fn range(tensor: &Tensor) -> Result<Range<usize>> {
-    let range = tensor.byte_range(0, tensor.size_bytes())?;
-    // Of memory that has addresses, which those fit.
-    Ok(range.start as usize..range.end as usize)
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

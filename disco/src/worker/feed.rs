@@ -1,7 +1,9 @@
-//! The feed: commands on their way to the workers of a host, written once and read by each of them at its own pace.
+//! The feed: commands on their way to the workers of a host, written once and read by each of them
+//! at its own pace.
 //!
-//! It is a chain of blocks. A worker holds the block that it reads and gives it up for the next one, so that a block goes when the slowest has read it.
-//! Commands are read where they lie: no lock is taken and no reference counted for a command.
+//! It is a chain of blocks. A worker holds the block that it reads and gives it up for the next
+//! one, so that a block goes when the slowest has read it. Commands are read where they lie: no
+//! lock is taken and no reference counted for a command.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
@@ -16,18 +18,20 @@ use crate::wire::command::Queued;
 /// The commands of one block.
 const BLOCK: usize = 64;
 
-/// A block that holds so many bytes takes no more, so that large data goes as soon as all have read it, and not with its neighbours.
+/// A block that holds so many bytes takes no more, so that large data goes as soon as all have read
+/// it, and not with its neighbours.
 const FULL: u64 = 64 << 10;
 
-/// How long a worker that has nothing to do yields its core before it sleeps, where the controller is in its process: about what it costs to wake it. Commands
-/// that come over a link come in batches, for which the core is better left to whoever brings them.
+/// Time for which an idle worker yields its core before it sleeps, where the controller is in its
+/// process: about the cost of waking it. Commands that come over a link come in batches, for which
+/// the core is better left to the thread that brings them.
 pub(crate) const YIELD: Duration = Duration::from_micros(50);
 
 struct Block {
     commands: [OnceLock<Queued>; BLOCK],
     /// Set when there will be no more in this one.
     next: OnceLock<Arc<Self>>,
-    /// What its commands occupy, and all those of the feed.
+    /// Size of its commands, and of all those of the feed.
     bytes: AtomicU64,
     held: Arc<AtomicU64>,
 }
@@ -50,7 +54,7 @@ impl Drop for Block {
     }
 }
 
-/// What is said of commands that do not come where they should.
+/// Returns the error of commands that do not have the next number.
 pub(crate) fn out_of_order(first: u64, next: u64) -> RpcError {
     RpcError::new(ErrorKind::Protocol, format!("command {first} came where command {next} was expected"))
 }
@@ -59,12 +63,12 @@ pub(crate) fn out_of_order(first: u64, next: u64) -> RpcError {
 pub(crate) struct Feed {
     tail: Mutex<Tail>,
     sleepers: Box<[Sleeper]>,
-    /// How long readers yield before they sleep.
+    /// Time for which readers yield before they sleep.
     patience: Duration,
     aborted: AtomicBool,
 }
 
-/// Where the next command goes.
+/// End of the feed, where the next command goes.
 struct Tail {
     block: Arc<Block>,
     len: usize,
@@ -72,7 +76,7 @@ struct Tail {
     next: u64,
 }
 
-/// One reader, as whoever wakes it sees it.
+/// Sleep state of one reader, for the thread that wakes it.
 #[derive(Default)]
 struct Sleeper {
     asleep: AtomicBool,
@@ -80,7 +84,8 @@ struct Sleeper {
 }
 
 impl Feed {
-    /// For so many workers, beginning with command 1. A reader for each; they are read on a thread each, which yields for `patience` before it sleeps.
+    /// For so many workers, beginning with command 1. A reader for each; they are read on a thread
+    /// each, which yields for `patience` before it sleeps.
     pub(crate) fn new(workers: usize, patience: Duration) -> (Arc<Self>, Vec<Reader>) {
         let block = Block::new(Arc::default());
         let this = Arc::new(Self {
@@ -94,7 +99,8 @@ impl Feed {
         (this, readers)
     }
 
-    /// Appends commands, of which the first must have the number `first`, unless so many bytes of them are held already.
+    /// Appends commands, of which the first must have the number `first`, unless so many bytes of
+    /// them are held already.
     ///
     /// # Errors
     ///
@@ -116,7 +122,7 @@ impl Feed {
             let block_bytes = tail.block.bytes.load(Ordering::Relaxed) + bytes;
             tail.block.bytes.store(block_bytes, Ordering::Relaxed);
             tail.block.held.fetch_add(bytes, Ordering::Relaxed);
-            // Whoever writes has the lock, so that each is set once.
+            // The writer has the lock, so that each is set once.
             _ = tail.block.commands[tail.len].set(queued);
             tail.len += 1;
             tail.next += 1;
@@ -143,7 +149,8 @@ impl Feed {
     }
 
     fn wake(&self) {
-        // In one order with the sleeper's own two steps: either it sees what is new, or we see that it sleeps.
+        // In one order with the sleeper's own two steps: either it sees what is new, or we see that
+        // it sleeps.
         fence(Ordering::SeqCst);
         for sleeper in &self.sleepers {
             if sleeper.asleep.load(Ordering::Relaxed)
@@ -168,7 +175,8 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// Waits for the next command and gives it to `perform`, with its number. What that says, or `None` at the end.
+    /// Waits for the next command and gives it to `perform`, with its number. What that says, or
+    /// `None` at the end.
     pub(crate) fn next<R>(&mut self, perform: impl FnOnce(u64, &Queued) -> R) -> Option<R> {
         self.wait();
         if self.feed.is_aborted() {
@@ -212,7 +220,8 @@ impl Reader {
         }
     }
 
-    /// Whether there is a command, or the feed has ended. Goes on to the next block where this one is read.
+    /// Returns true if there is a command, or the feed has ended. Goes on to the next block where
+    /// this one is read.
     fn is_ready(&mut self) -> bool {
         loop {
             // Looked for first: once it is there, nothing more comes into this block.
@@ -244,7 +253,8 @@ mod tests {
         }
     }
 
-    /// Each reader sees all commands in their order, however they are pushed and however large they are.
+    /// Each reader sees all commands in their order, however they are pushed and however large they
+    /// are.
     #[test]
     fn every_worker_reads_every_command_in_order() {
         const COUNT: u64 = 20_000;
@@ -307,7 +317,8 @@ mod tests {
         assert!(held.upgrade().is_none());
     }
 
-    /// Counted by what commands occupy, and not by what their sender says; what the slowest has read makes room.
+    /// Counted by what commands occupy, and not by what their sender says; what the slowest has
+    /// read makes room.
     #[test]
     fn no_more_is_held_than_the_limit() {
         let (feed, mut readers) = Feed::new(2, Duration::ZERO);

@@ -1,4 +1,5 @@
-//! State that the workers of one process share: their set-up, their rendezvous, and the modules that are loaded.
+//! State that the workers of one process share: their set-up, their rendezvous, and the modules
+//! that are loaded.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,13 +10,13 @@ use rpc_core::{Context, Module, Result};
 use crate::link::relay::Relays;
 use crate::wire::event::EventSink;
 use crate::wire::set_up::SetUp;
-use crate::worker::rendezvous::MeetingPlace;
+use crate::worker::rendezvous::Rendezvous;
 
 /// State that the workers of one process share.
 pub(crate) struct ProcessState {
     sink: Arc<dyn EventSink>,
     set_up: SetUp,
-    rendezvous: MeetingPlace,
+    rendezvous: Rendezvous,
     relays: Arc<Relays>,
     modules: Mutex<HashMap<String, Arc<LoadedModule>>>,
 }
@@ -25,7 +26,7 @@ type LoadedModule = Mutex<Option<Arc<dyn Module>>>;
 
 impl ProcessState {
     pub(crate) fn new(sink: Arc<dyn EventSink>, set_up: SetUp, relays: Arc<Relays>) -> Self {
-        Self { sink, set_up, rendezvous: MeetingPlace::default(), relays, modules: Mutex::default() }
+        Self { sink, set_up, rendezvous: Rendezvous::default(), relays, modules: Mutex::default() }
     }
 
     pub(crate) fn sink(&self) -> Arc<dyn EventSink> {
@@ -36,7 +37,7 @@ impl ProcessState {
         &self.set_up
     }
 
-    pub(crate) fn rendezvous(&self) -> &MeetingPlace {
+    pub(crate) fn rendezvous(&self) -> &Rendezvous {
         &self.rendezvous
     }
 

@@ -2,20 +2,20 @@
 
 use rpc_core::{ErrorKind, RpcError};
 
-use super::executor::Slot;
+use super::slot::Slot;
 use crate::wire::command::{Command, OWN, Register};
 use crate::wire::parameter::ParameterType;
 
 /// A recorded program.
-pub(super) struct Kept {
+pub(super) struct StoredProgram {
     pub(super) registers: usize,
     pub(super) parameters: Vec<(u32, ParameterType)>,
     pub(super) outputs: Vec<u32>,
     pub(super) steps: Vec<Command>,
 }
 
-impl Kept {
-    /// Whether all registers of its own are among those that it says it has.
+impl StoredProgram {
+    /// Checks that all registers of its own are among those that it says it has.
     pub(super) fn check(&self) -> rpc_core::Result<()> {
         let fits = |at: &u32| (*at as usize) < self.registers;
         let mut all_fit = self.parameters.iter().map(|(at, _)| at).chain(&self.outputs).all(fits);
@@ -33,17 +33,17 @@ impl Kept {
 const MAX_OWN: usize = 1 << 20;
 
 /// A program that runs.
-pub(super) struct Running {
+pub(super) struct RunningProgram {
     pub(super) program: u32,
     /// The number of the step, from 1.
     pub(super) step: u32,
     /// For its parameters and outputs, the registers of the session that they are now.
     pub(super) places: Vec<Option<Register>>,
-    /// What its other registers hold.
+    /// Content of its other registers.
     pub(super) own: Vec<Slot>,
 }
 
-impl Running {
+impl RunningProgram {
     /// The register of the session that one of the program is, if it is one.
     pub(super) fn place(&self, register: Register) -> Option<Register> {
         if register & OWN == 0 { Some(register) } else { self.places.get((register & !OWN) as usize).copied()? }

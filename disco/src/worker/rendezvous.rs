@@ -9,20 +9,22 @@ use parking_lot::Mutex;
 use rpc_core::{ErrorKind, Result, RpcError};
 
 use crate::ccl::host::{self, Address, Listener, SessionKey};
-use crate::ccl::membership::{Limits, Membership};
+use crate::ccl::membership::{CollectiveTimeouts, Membership};
 use crate::ccl::{Ccl, Rank};
 use crate::error::WorkerId;
-use crate::link::relay::{Between, Relays};
-use crate::wire::plan::{Layout, Listening, Place, Plan, Way};
+use crate::link::relay::Relays;
+use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
+use crate::wire::relayed_pair::RelayedPair;
 
-/// Where the workers of a node listen for the data of others, as its operator says: an [extension](rpc_core::Context::extension) of the sessions that a node
-/// serves. [`Options::data_addresses`] goes before it.
+/// Address at which the workers of a node listen for the data of others, as its operator says: an
+/// [extension](rpc_core::Context::extension) of the sessions that a node serves.
+/// [`Options::data_addresses`] goes before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataAddress(pub IpAddr);
 
-/// What the workers of one process share to meet.
+/// Rendezvous of the workers of one process.
 #[derive(Default)]
-pub(crate) struct MeetingPlace {
+pub(crate) struct Rendezvous {
     threads: Mutex<Option<Threads>>,
     #[cfg(target_os = "linux")]
     offers: Mutex<Vec<host::Offer>>,
@@ -41,7 +43,7 @@ struct Listeners {
     group: Option<Listener>,
 }
 
-impl MeetingPlace {
+impl Rendezvous {
     /// Makes segments for the whole session, which stay until others are made.
     #[cfg(target_os = "linux")]
     pub(crate) fn offer(&self, layout: Layout, epoch: u64) -> Result<Vec<host::Ticket>> {
@@ -54,15 +56,22 @@ impl MeetingPlace {
         Ok(tickets)
     }
 
-    /// Listens for the workers from `first` on at an address of this machine that the others can reach.
-    pub(crate) fn listen(&self, layout: Layout, first: u32, count: u32, address: IpAddr) -> Result<Vec<Listening>> {
+    /// Listens for the workers from `first` on at an address of this machine that the others can
+    /// reach.
+    pub(crate) fn listen(
+        &self,
+        layout: Layout,
+        first: u32,
+        count: u32,
+        address: IpAddr,
+    ) -> Result<Vec<ListenAddresses>> {
         let mut all = self.listeners.lock();
         let bind = || Listener::bind(&Address::Tcp(SocketAddr::new(address, 0)));
         (first..first + count)
             .map(|worker| {
                 let group = layout.has_groups().then(bind).transpose()?;
                 let listeners = Arc::new(Listeners { world: bind()?, group });
-                let listening = Listening {
+                let listening = ListenAddresses {
                     world: listeners.world.address().clone(),
                     group: listeners.group.as_ref().map(|listener| listener.address().clone()),
                 };
@@ -72,7 +81,7 @@ impl MeetingPlace {
             .collect()
     }
 
-    /// Where a worker of this process listens.
+    /// Returns the address at which a worker of this process listens.
     pub(crate) fn address(&self, worker: WorkerId, is_world: bool) -> Option<Address> {
         let all = self.listeners.lock();
         let listeners = all.get(&worker)?;
@@ -80,16 +89,17 @@ impl MeetingPlace {
         listener.map(|listener| listener.address().clone())
     }
 
-    /// Joins the session's communicators as `worker`, and waits until all workers have. Where others cannot be dialled their data is relayed.
+    /// Joins the session's communicators as `worker`, and waits until all workers have. Where
+    /// others cannot be dialled their data is relayed.
     pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, relays: &Relays) -> Result<Membership> {
-        let Limits { entry, stall, join } = plan.limits;
+        let CollectiveTimeouts { entry, stall, join } = plan.timeouts;
         let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
-        match &plan.way {
-            Way::Threads => self.take_thread(layout, worker, &options),
+        match &plan.join {
+            JoinPlan::Threads => self.take_thread(layout, worker, &options),
             #[cfg(target_os = "linux")]
-            Way::Segments(tickets) => {
+            JoinPlan::Segments(tickets) => {
                 options.ranks_on_machine = Some(layout.world_size as usize);
                 let (world, groups) =
                     tickets.split_first().ok_or_else(|| RpcError::internal("a plan without tickets"))?;
@@ -98,20 +108,20 @@ impl MeetingPlace {
                 let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
                 Ok(Membership { epoch: plan.epoch, world, group })
             }
-            Way::Sockets { key, encrypt, world, groups, places } => {
-                let own = places.get(worker.index()).map(|place| place.machine);
-                let is_beside = |place: &Place| Some(place.machine) == own;
-                options.ranks_on_machine = Some(places.iter().filter(|place| is_beside(place)).count());
+            JoinPlan::Sockets { key, encrypt, world, groups, locations } => {
+                let own = locations.get(worker.index()).map(|place| place.machine);
+                let is_beside = |place: &WorkerLocation| Some(place.machine) == own;
+                options.ranks_on_machine = Some(locations.iter().filter(|place| is_beside(place)).count());
                 options.encrypt = *encrypt;
-                let reachable = |(address, place): (&Address, &Place)| {
+                let reachable = |(address, place): (&Address, &WorkerLocation)| {
                     (!place.is_local || is_beside(place)).then(|| address.clone())
                 };
-                let world: Vec<_> = world.iter().zip(places).map(reachable).collect();
-                let groups: Vec<_> = groups.iter().zip(places).map(reachable).collect();
+                let world: Vec<_> = world.iter().zip(locations).map(reachable).collect();
+                let groups: Vec<_> = groups.iter().zip(locations).map(reachable).collect();
                 let listeners = self.listeners.lock().get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
                 let detour = |peer: Rank, until: Instant| {
-                    relays.connect(Between { from: worker.0, to: peer.0, is_world: true }, until)
+                    relays.connect(RelayedPair { from: worker.0, to: peer.0, is_world: true }, until)
                 };
                 let joined = listeners.world.join_by(rank, &world, key, &options, Some(&detour))?;
                 let group = match &listeners.group {
@@ -122,7 +132,7 @@ impl MeetingPlace {
                         let members = members.ok_or_else(|| RpcError::internal("a plan without all addresses"))?;
                         let detour = |peer: Rank, until: Instant| {
                             let to = first as u32 + peer.0;
-                            relays.connect(Between { from: worker.0, to, is_world: false }, until)
+                            relays.connect(RelayedPair { from: worker.0, to, is_world: false }, until)
                         };
                         Some(listener.join_by(rank_in_group, members, key, &options, Some(&detour))?)
                     }
@@ -130,11 +140,11 @@ impl MeetingPlace {
                 };
                 Ok(Membership { epoch: plan.epoch, world: joined, group })
             }
-            Way::Mpi { key, encrypt, ranks } => {
+            JoinPlan::Mpi { key, encrypt, ranks } => {
                 options.encrypt = *encrypt;
                 join_mpi(ranks, layout, worker, key, &options)
             }
-            Way::Apart { why } => Err(RpcError::new(
+            JoinPlan::Apart { why } => Err(RpcError::new(
                 ErrorKind::Unsupported,
                 format!("the workers of this session have no way to each other: {why}"),
             )),
@@ -191,8 +201,8 @@ fn join_mpi(_: &[u32], _: Layout, _: WorkerId, _: &SessionKey, _: &host::Options
     Err(RpcError::unsupported("this program was built without MPI"))
 }
 
-/// What processes that can share memory have in common: the machine since it was booted, the view of its processes, the user. Empty where that is
-/// not known.
+/// Returns a text that only processes that can share memory have in common: the machine since it
+/// was booted, the view of its processes, the user. Empty where that is not known.
 pub(crate) fn machine() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let processes = std::fs::read_link("/proc/self/ns/pid").map(|path| path.display().to_string());

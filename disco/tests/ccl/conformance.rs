@@ -61,7 +61,8 @@ fn ranks_in_processes_of_their_own_match_the_model() {
     }
 }
 
-/// The same bits on every run and on every launch kind; that all ranks have the same is part of the model.
+/// The same bits on every run and on every launch kind; that all ranks have the same is part of the
+/// model.
 #[test]
 fn results_depend_neither_on_the_run_nor_on_the_launch() {
     for size in [2, 4] {

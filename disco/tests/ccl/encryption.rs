@@ -11,10 +11,11 @@ use crate::launch::patient;
 
 const TEXT: &[u8] = b"what nobody in between is to read";
 
-/// How long the messages of the handshake are that the dialler sends.
+/// Length of the messages of the handshake that the dialler sends.
 const HANDSHAKE: usize = 60 + 32;
 
-/// Passes the bytes of one connection on to `to`, those of the dialler through `change`, with how many came before.
+/// Passes the bytes of one connection on to `to`, those of the dialler through `change`, with how
+/// many came before.
 fn in_between(
     to: &host::Address,
     change: impl Fn(usize, &mut [u8]) + Send + 'static,
@@ -49,7 +50,8 @@ fn in_between(
     (address, seen)
 }
 
-/// Rank 1 sends [`TEXT`] to rank 0 through somebody in between. What came of it at both, and what was seen.
+/// Rank 1 sends [`TEXT`] to rank 0 through somebody in between. What came of it at both, and what
+/// was seen.
 #[allow(clippy::type_complexity)]
 fn send_through(
     encrypt: bool,
@@ -74,7 +76,7 @@ fn send_through(
                     buffer.fill(0);
                     ccl.recv(Rank(1), DataType::U8, TEXT.len(), Buffers::output(&mut buffer).into())
                 };
-                // So that nobody leaves before the other has all.
+                // A rank must not leave before the other has all.
                 sent.and_then(|()| ccl.barrier()).map(|()| buffer)
             })
         };

@@ -1,4 +1,5 @@
-//! What happens to a group when a rank fails, dies, stops, disagrees or stays away: never a hang, and never somebody else's data.
+//! Fate of a group when a rank fails, dies, stops, disagrees or stays away: never a hang,
+//! and never somebody else's data.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -327,8 +328,8 @@ fn way(launch: Launch, size: usize, folder: &tempfile::TempDir) -> (Way, Option<
     (Way::Unix(host::SessionKey::generate().expect("a key"), folder, size), None)
 }
 
-/// Runs ranks 0 and 1 here and rank 2 as a process; when the group has come some way, does `harm` to that process, by the control of rank 1
-/// perhaps. Gives what the two see, and the process.
+/// Runs ranks 0 and 1 here and rank 2 as a process; when the group has come some way, does `harm`
+/// to that process, by the control of rank 1 perhaps. Gives what the two see, and the process.
 fn with_a_child(
     launch: Launch,
     program: &str,
@@ -393,7 +394,8 @@ fn a_process_that_dies_after_an_agreement_is_named() {
     }
 }
 
-/// Agreements, transfers among them, poison, and a failure of one rank in the half that another backend carries out.
+/// Agreements, transfers among them, poison, and a failure of one rank in the half that another
+/// backend carries out.
 #[test]
 fn a_failure_after_an_agreement_is_everybodys() {
     for launch in ALL {
@@ -469,7 +471,8 @@ fn a_stopped_process_is_named_when_its_time_is_up() {
     }
 }
 
-/// The others go on at once, and their word reaches a rank whose sockets were full of data when they went.
+/// The others go on at once, and their word reaches a rank whose sockets were full of data when
+/// they went.
 #[test]
 fn a_rank_that_does_not_read_hears_later_who_broke_the_group() {
     for launch in [Launch::Processes, Launch::Unix] {
@@ -506,8 +509,8 @@ fn a_segment_takes_each_rank_once_and_no_stranger() {
     assert_eq!(forged.join(Rank(1), &short).err().unwrap().kind(), ErrorKind::NotFound);
 }
 
-/// A connection that has another key, or is of another epoch, is refused; the rank that belongs there still gets in. And a stranger who
-/// says nothing holds up nobody.
+/// A connection that has another key, or is of another epoch, is refused; the rank that belongs
+/// there still gets in. And a stranger who says nothing holds up nobody.
 #[test]
 fn data_connections_prove_key_and_epoch() {
     let mut limits = patient();

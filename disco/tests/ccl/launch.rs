@@ -1,11 +1,12 @@
-//! Runs the same program on every rank, whatever ranks are: threads, or child processes that are this test binary again.
+//! Runs the same program on every rank, whatever ranks are: threads, or child processes that are
+//! this test binary again.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use disco::ccl::{Ccl, Rank, host};
 
-/// What is between ranks.
+/// Medium between ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Launch {
     /// The memory of one process.
@@ -23,7 +24,8 @@ pub(crate) enum Launch {
 pub(crate) const ALL: [Launch; 6] =
     [Launch::Threads, Launch::Processes, Launch::Segment, Launch::Tcp, Launch::Encrypted, Launch::Unix];
 
-/// Short limits for tests of what takes too long; long ones for all else, because the machine may be busy.
+/// Short limits for tests of what takes too long; long ones for all else, because the machine may
+/// be busy.
 pub(crate) fn options(entry: Duration, stall: Duration) -> host::Options {
     let mut options = host::Options::default();
     options.entry_timeout = Some(entry);
@@ -38,7 +40,7 @@ pub(crate) fn patient() -> host::Options {
     options(Duration::from_secs(120), Duration::from_secs(120))
 }
 
-/// What a rank needs to become one.
+/// Arguments by which a process becomes a rank.
 #[derive(serde::Serialize, serde::Deserialize)]
 pub(crate) enum Way {
     Segment(host::Ticket),
@@ -96,7 +98,8 @@ pub(crate) fn group(launch: Launch, size: usize, options: &host::Options) -> Vec
     })
 }
 
-/// Runs `program` on `size` ranks that are threads of this process, over whatever `launch` has between ranks.
+/// Runs `program` on `size` ranks that are threads of this process, over whatever `launch` has
+/// between ranks.
 pub(crate) fn on_threads<T: Send>(
     launch: Launch,
     size: usize,
@@ -138,7 +141,8 @@ impl Drop for ChildRank {
 /// The variable that tells this test binary that it is a rank, and which program to run.
 const CHILD: &str = "DISCO_CCL_TEST_CHILD";
 
-/// Starts this test binary again to run `program` as `rank`; its test `test` calls [`as_child`] first.
+/// Starts this test binary again to run `program` as `rank`; its test `test` calls [`as_child`]
+/// first.
 pub(crate) fn start_child(test: &str, program: &str, way: &Way, rank: usize) -> ChildRank {
     let way = serde_json::to_string(way).expect("a way is serialisable");
     let child = Command::new(std::env::current_exe().expect("this binary"))
@@ -151,7 +155,8 @@ pub(crate) fn start_child(test: &str, program: &str, way: &Way, rank: usize) -> 
     ChildRank(child)
 }
 
-/// What this process is to do as a rank, if it is one: the program's name, and the communicator.
+/// Returns the part of this process as a rank, if it is one: the program's name, and the
+/// communicator.
 pub(crate) fn as_child(options: &host::Options) -> Option<(String, Box<dyn Ccl>)> {
     let text = std::env::var(CHILD).ok()?;
     let mut words = text.splitn(3, ' ');

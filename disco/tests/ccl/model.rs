@@ -1,4 +1,5 @@
-//! A sequential model of every collective, and the program that checks a communicator against it, as each rank runs it.
+//! A sequential model of every collective, and the program that checks a communicator against it,
+//! as each rank runs it.
 
 use disco::ccl::{Buffers, Ccl, CclError, Collective, Operation, Rank, ReduceOp};
 use half::{bf16, f16};
@@ -43,7 +44,8 @@ impl Random {
     }
 }
 
-/// `count` elements of rank `rank`. Floats are of ordinary size, with fractions that do not sum exactly, and a few infinities and NaN.
+/// `count` elements of rank `rank`. Floats are of ordinary size, with fractions that do not sum
+/// exactly, and a few infinities and NaN.
 pub(crate) fn input(dtype: DataType, count: usize, seed: u64, rank: usize) -> Vec<u8> {
     let mut random = Random::new(seed.wrapping_mul(31).wrapping_add(rank as u64 + 1));
     let lanes = count * usize::from(dtype.lanes);
@@ -162,7 +164,7 @@ pub(crate) fn without_payloads(dtype: DataType, bytes: &[u8]) -> Vec<u8> {
     }
 }
 
-/// What rank `rank` of `size` gets; `None` where it gets nothing.
+/// Returns the result of rank `rank` of `size`; `None` where it gets nothing.
 pub(crate) fn expected(collective: Collective, inputs: &[Vec<u8>], rank: usize) -> Option<Vec<u8>> {
     let bytes = collective.dtype.size_bytes(collective.count as u64).expect("small") as usize;
     let share = |all: &[u8], rank: usize| all[rank * bytes..(rank + 1) * bytes].to_vec();
@@ -178,7 +180,7 @@ pub(crate) fn expected(collective: Collective, inputs: &[Vec<u8>], rank: usize) 
     }
 }
 
-/// How many elements a rank that has an input brings.
+/// Returns the number of elements of a rank that has an input.
 fn input_count(collective: Collective, size: usize) -> usize {
     match collective.operation {
         Operation::ReduceScatter(_) | Operation::Scatter { .. } | Operation::AllToAll => collective.count * size,
@@ -186,7 +188,7 @@ fn input_count(collective: Collective, size: usize) -> usize {
     }
 }
 
-/// How a rank passes its buffers.
+/// Aliasing of a rank's buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Aliasing {
     Apart,
@@ -363,7 +365,7 @@ pub(crate) fn random_program(ccl: &mut dyn Ccl, seed: u64, steps: usize) -> u64 
     digest
 }
 
-/// What must hold of an error that every rank gets.
+/// Checks an error that every rank gets.
 pub(crate) fn assert_mismatch(error: &CclError, parts: &[&str]) {
     let text = error.to_string();
     assert!(matches!(error, CclError::Mismatch { .. }), "{text}");

@@ -78,7 +78,7 @@ impl Fake {
         })
     }
 
-    /// What holds after every test: no rule of NCCL was broken, and no communicator is left.
+    /// Invariant after every test: no rule of NCCL was broken, and no communicator is left.
     pub(crate) fn assert_tidy(&self) {
         assert_eq!(self.ask("fake_violations"), 0);
         assert_eq!(self.ask("fake_live"), 0);
@@ -148,7 +148,7 @@ unsafe impl Send for FakeStream {}
 unsafe impl Sync for FakeStream {}
 
 impl FakeStream {
-    /// Whether the stream has work that does not end.
+    /// Returns true if the stream has work that does not end.
     pub(crate) fn hold(&self, held: bool) {
         // SAFETY: streams are never freed.
         unsafe { (self.hold)(self.raw, c_int::from(held)) };
@@ -164,13 +164,14 @@ impl FakeStream {
         *self.capability.lock().expect("no panic") = Some((major, minor));
     }
 
-    /// What is asked of the stream fails from now on.
+    /// Makes all requests to the stream fail from now on.
     pub(crate) fn fail(&self, error: RpcError) {
         *self.fails.lock().expect("no panic") = Some(error);
     }
 }
 
-// SAFETY: the stand-in knows how far its streams are. Tests that look at scratch memory wait for it.
+// SAFETY: the stand-in knows how far its streams are. Tests that look at scratch memory wait for
+// it.
 unsafe impl DeviceStream for FakeStream {
     fn device(&self) -> Device {
         self.device
@@ -220,7 +221,8 @@ pub(crate) struct Member {
     pub(crate) stream: Arc<FakeStream>,
 }
 
-/// Runs `program` on `size` ranks that are threads; the control communicators are over whatever `launch` has between ranks.
+/// Runs `program` on `size` ranks that are threads; the control communicators are over whatever
+/// `launch` has between ranks.
 pub(crate) fn on_ranks<T: Send>(
     fake: &Fake,
     launch: Launch,
@@ -233,7 +235,8 @@ pub(crate) fn on_ranks<T: Send>(
     })
 }
 
-/// … on devices of their own, whose memory collectives are left to. Buffers are still in that of this process.
+/// … on devices of their own, whose memory collectives are left to. Buffers are still in that of
+/// this process.
 pub(crate) fn on_devices<T: Send>(
     fake: &Fake,
     size: usize,

@@ -10,7 +10,7 @@
  *
  * FAKE_NCCL_HANG in the environment is the number of a collective that the last rank of the first group never begins.
  *
- * Compile with -DVERSION=code for the version to be, without the functions that came later; -DRCCL for what only RCCL has.
+ * Compile with -DVERSION=code for the version to be, without the functions that came later.
  */
 
 #include <pthread.h>
@@ -714,6 +714,3 @@ int ncclCommAbort(void *pointer) {
 int ncclCommCount(void *comm, int *count) { *count = ((Comm *)comm)->world->size; return SUCCESS; }
 int ncclCommUserRank(void *comm, int *rank) { *rank = ((Comm *)comm)->rank; return SUCCESS; }
 
-#ifdef RCCL
-int ncclAllToAllv(void) { return INTERNAL_ERROR; }
-#endif

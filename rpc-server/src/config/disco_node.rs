@@ -1,6 +1,6 @@
 //! Settings of a Disco node that dials its controller: `rpc-server worker`.
 
-use disco::NodePlace;
+use disco::NodeRank;
 use rpc_transports::Address;
 
 use super::units::seconds;
@@ -42,7 +42,7 @@ pub struct WorkerConfig {
     /// Address of the controller.
     pub controller: Address,
     /// Number of the node; `None` for any that is free.
-    pub place: Option<NodePlace>,
+    pub place: Option<NodeRank>,
     /// Time limit for reaching the controller.
     pub join_timeout: Span,
     /// True to start MPI. Without another source the rank in the job is the number of the node.
@@ -61,14 +61,12 @@ impl WorkerSettings {
     /// launcher; [`ConfigError::InsecureController`]; [`ConfigError::MpiIsolated`].
     pub fn resolve(self) -> Result<WorkerConfig, ConfigError> {
         let place = match (self.rank, self.nodes) {
-            (Some(rank), Some(nodes)) if rank < nodes => Some(NodePlace { rank, nodes }),
+            (Some(rank), Some(nodes)) if rank < nodes => Some(NodeRank { rank, nodes }),
             (Some(rank), Some(nodes)) => {
                 let problem = format!("--rank {rank} is none of --nodes {nodes}: ranks begin at 0");
                 return Err(ConfigError::NodePlace { problem });
             }
-            _ => {
-                NodePlace::from_environment().map_err(|error| ConfigError::NodePlace { problem: error.to_string() })?
-            }
+            _ => NodeRank::from_environment().map_err(|error| ConfigError::NodePlace { problem: error.to_string() })?,
         };
         let mut serve = self.serve.with_file()?.complete();
         // The session process would not be part of the job.

@@ -1,6 +1,6 @@
 //! A node of a Disco session as a program: what `rpc-server worker` runs.
 
-use disco::NodePlace;
+use disco::NodeRank;
 use rpc_core::{Devices, Registry};
 use rpc_transports::{Address, Server};
 
@@ -13,7 +13,7 @@ use crate::server::{RpcServer, StopReason};
 #[derive(Debug)]
 pub(crate) struct Join {
     controller: Address,
-    place: Option<NodePlace>,
+    place: Option<NodeRank>,
     timeout: std::time::Duration,
 }
 
@@ -56,7 +56,7 @@ pub fn worker_devices(registry: &Registry) -> Devices {
 /// Part of this process in an MPI job.
 #[cfg(feature = "mpi")]
 mod mpi {
-    use disco::NodePlace;
+    use disco::NodeRank;
     use disco::ccl::host::mpi::Process;
     use rpc_core::RpcError;
 
@@ -67,8 +67,8 @@ mod mpi {
             Process::start().map(Self)
         }
 
-        pub(super) fn place(&self) -> NodePlace {
-            NodePlace { rank: self.0.rank(), nodes: self.0.size() }
+        pub(super) fn place(&self) -> NodeRank {
+            NodeRank { rank: self.0.rank(), nodes: self.0.size() }
         }
 
         /// Finishes the part. Must run on the thread that has started it.
@@ -83,7 +83,7 @@ mod mpi {
 
 #[cfg(not(feature = "mpi"))]
 mod mpi {
-    use disco::NodePlace;
+    use disco::NodeRank;
     use rpc_core::RpcError;
 
     pub(super) enum Job {}
@@ -94,7 +94,7 @@ mod mpi {
             Err(RpcError::unsupported(text))
         }
 
-        pub(super) fn place(&self) -> NodePlace {
+        pub(super) fn place(&self) -> NodeRank {
             match *self {}
         }
 

@@ -1,7 +1,8 @@
-//! What ranks tell each other when they enter a collective, and what all of them conclude from it.
+//! Agreement of ranks on a collective: their announcements when they enter it, and the conclusion
+//! that all draw from them.
 //!
-//! Every rank sees the announcements of all, so that each comes to the same verdict by itself: go on, or the same error
-//! everywhere.
+//! Every rank sees the announcements of all, so that each comes to the same verdict by itself: go
+//! on, or the same error everywhere.
 
 use rpc_core::{DataType, DataTypeCode, RpcError};
 
@@ -15,13 +16,14 @@ pub(super) const MAX_POISON: usize = 2048;
 
 /// One rank's word about the call that it has entered.
 ///
-/// Layout, little-endian: operation `u8`, reduction `u8`, dtype code `u8`, bits `u8`, lanes `u16`, flags `u16` (1 in place, 2 has output),
-/// root or peer `u32`, length of the cause of poison `u32` (0: none), count `u64`, address of input `u64`, of output `u64`, sequence `u64`, step `u64`.
+/// Layout, little-endian: operation `u8`, reduction `u8`, dtype code `u8`, bits `u8`, lanes `u16`,
+/// flags `u16` (1 in place, 2 has output), root or peer `u32`, length of the cause of poison `u32`
+/// (0: none), count `u64`, address of input `u64`, of output `u64`, sequence `u64`, step `u64`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Announcement {
     pub(super) collective: Collective,
     pub(super) sequence: u64,
-    /// What the rank does, as its caller counts; 0 where that is not counted.
+    /// Number of the rank's step, as its caller counts; 0 where steps are not counted.
     pub(super) step: u64,
     pub(super) in_place: bool,
     pub(super) has_output: bool,
@@ -123,11 +125,13 @@ pub(super) fn ahead(announcements: &[Announcement]) -> Option<usize> {
     if all_there { None } else { announcements.iter().position(|one| one.step == most) }
 }
 
-/// What follows from the announcements of all ranks, which come in the order of ranks. `poison` finds the cause that a rank gave.
+/// Returns the conclusion from the announcements of all ranks, which come in the order of ranks.
+/// `poison` finds the cause that a rank gave.
 ///
 /// # Errors
 ///
-/// Two ranks disagree, or one has no input: the same error on every rank, because the lowest ranks are named.
+/// Two ranks disagree, or one has no input: the same error on every rank, because the lowest ranks
+/// are named.
 pub(super) fn agree(
     sequence: u64,
     announcements: &[Announcement],
@@ -152,7 +156,7 @@ pub(super) fn agree(
     }
 }
 
-/// What follows from the announcements of both ends of a transfer.
+/// Returns the conclusion from the announcements of both ends of a transfer.
 ///
 /// # Errors
 ///
@@ -234,8 +238,8 @@ mod tests {
         let error = agree(3, &all, cause).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "collective #3: rank 0 is in allreduce(sum) of 4 bfloat16 and rank 2 is in allreduce(sum) of 5 bfloat16; all ranks \
-             must make the same call"
+            "collective #3: rank 0 is in allreduce(sum) of 4 bfloat16 and rank 2 is in allreduce(sum) of 5 bfloat16; all \
+             ranks must make the same call"
         );
         let error = agree(3, &all[..2], cause).unwrap_err();
         assert_eq!(error, CclError::Poisoned { sequence: 3, rank: Rank(1), cause: RpcError::internal("cause") });

@@ -1,4 +1,4 @@
-//! What can be said of a call before any other rank is asked.
+//! Checks of a call that need no other rank.
 
 use rpc_core::{Device, DeviceType, RpcError};
 
@@ -36,13 +36,15 @@ pub(super) fn transfer(collective: &Collective, rank: Rank, size: usize) -> Opti
     collective.operation.peer().filter(|peer| peer.index() < size && *peer != rank).map(Rank::index)
 }
 
-/// The answer to a transfer that [`transfer`] finds no other end for. Nobody else knows of the call.
+/// The answer to a transfer that [`transfer`] finds no other end for. Nobody else knows of the
+/// call.
 pub(super) fn no_such_peer(collective: &Collective, rank: Rank, sequence: u64) -> Result<(), CclError> {
     let cause = RpcError::invalid_argument(format!("{collective} on rank {rank}: there is no such other rank"));
     Err(CclError::Poisoned { sequence, rank, cause })
 }
 
-/// How elements of a reduction are folded. The type was checked by [`lend`] on every rank, or the ranks would not have agreed.
+/// Returns the type in which the elements of a reduction are folded. [`lend`] has checked the type
+/// on every rank, or the ranks would not have agreed.
 pub(super) fn numeric(collective: &Collective) -> Numeric {
     Numeric::of(collective.dtype).unwrap_or(Numeric::U8)
 }

@@ -1,8 +1,9 @@
 //! Reduction kernels: fold the same stretch of several ranks' memory into one, a block at a time.
 //!
-//! The loops are plain Rust over fixed-size chunks, which LLVM vectorises; they are compiled a second time for AVX2, chosen at run
-//! time. A block of 2048 elements stays in the first-level cache between its sources, so that each source is read once from
-//! memory and nothing is written but the result.
+//! The loops are plain Rust over fixed-size chunks, which LLVM vectorises; they are compiled a
+//! second time for AVX2, chosen at run time. A block of 2048 elements stays in the first-level
+//! cache between its sources, so that each source is read once from memory and nothing is written
+//! but the result.
 
 use std::ptr;
 
@@ -55,13 +56,14 @@ impl Numeric {
     }
 }
 
-/// Folds `sources` in their order, `bytes` of each, and calls `emit` with each stretch of the result and its offset. An average
-/// divides by the number of sources.
+/// Folds `sources` in their order, `bytes` of each, and calls `emit` with each stretch of the
+/// result and its offset. An average divides by the number of sources.
 ///
 /// # Safety
 ///
-/// Each source must be valid for reads of `bytes`, which is a whole number of elements, and nobody may write there meanwhile but `emit`, and it only to
-/// what it is given: at the offsets that it is called with, or before.
+/// Each source must be valid for reads of `bytes`, which is a whole number of elements, and nobody
+/// may write there meanwhile but `emit`, and it only to what it is given: at the offsets that it is
+/// called with, or before.
 pub(super) unsafe fn reduce(
     numeric: Numeric,
     op: ReduceOp,
@@ -140,7 +142,8 @@ unsafe fn reduce_plain<T: Scalar>(
         let len = step.min(bytes - offset);
         let elements = len / size_of::<T>();
         let sums = &mut sums[..elements];
-        // SAFETY: the caller promises `bytes` bytes at each source, and that nobody writes there before `emit` does.
+        // SAFETY: the caller promises `bytes` bytes at each source, and that nobody writes there
+        // before `emit` does.
         let block = |source: *const u8| unsafe { std::slice::from_raw_parts(source.add(offset), len) };
         let (mut rest, first) = match sources {
             [first, rest @ ..] => (rest, *first),
@@ -175,7 +178,7 @@ trait Scalar: Element + Default {
     /// The type of sums.
     type Sum: Copy + Default;
 
-    /// Whether that is the element's own type.
+    /// True if that is the element's own type.
     const IS_SUM: bool;
 
     fn load(sums: &mut [Self::Sum], source: &[u8]);
@@ -350,7 +353,8 @@ fn narrow_bf16(sums: &[f32], result: &mut [half::bf16]) {
     }
 }
 
-/// Copies `len` bytes; with `bypass`, around the caches where the processor can do that: for results so large that they would not stay there anyway.
+/// Copies `len` bytes; with `bypass`, around the caches where the processor can do that: for
+/// results so large that they would not stay there anyway.
 ///
 /// # Safety
 ///
@@ -377,8 +381,9 @@ unsafe fn stream_avx2(from: *const u8, to: *mut u8, len: usize) {
     let head = to.align_offset(64).min(len);
     let lines = (len - head) / 64;
     let tail = head + lines * 64;
-    // SAFETY: the three parts make up the `len` bytes, and the middle one begins on a line's boundary in `to`. The fence makes
-    // the stores visible before any later one, as ordinary stores are.
+    // SAFETY: the three parts make up the `len` bytes, and the middle one begins on a line's
+    // boundary in `to`. The fence makes the stores visible before any later one, as ordinary stores
+    // are.
     unsafe {
         ptr::copy_nonoverlapping(from, to, head);
         for line in 0..lines {

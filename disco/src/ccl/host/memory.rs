@@ -1,4 +1,5 @@
-//! Memory that ranks share: a block of the heap between threads, a sealed memory file between processes.
+//! Memory that ranks share: a block of the heap between threads, a sealed memory file between
+//! processes.
 
 use std::ptr::NonNull;
 
@@ -15,7 +16,8 @@ enum Kind {
     Mapped,
 }
 
-// SAFETY: what is done with the bytes is up to those who take pointers to them; this only tells where they are.
+// SAFETY: what is done with the bytes is up to those who take pointers to them; this only tells
+// where they are.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
@@ -51,7 +53,8 @@ impl Drop for Memory {
             }
             #[cfg(target_os = "linux")]
             Kind::Mapped => {
-                // SAFETY: these pages are ours alone, and are unmapped once. A failure leaves them mapped, which harms nobody.
+                // SAFETY: these pages are ours alone, and are unmapped once. A failure leaves them
+                // mapped, which harms nobody.
                 _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
             }
         }
@@ -71,8 +74,9 @@ mod file {
     use super::{Kind, Memory, NonNull};
 
     impl Memory {
-        /// A new memory file. It has no name in any folder, so that nothing is left of it when its last process ends, and can neither shrink nor
-        /// grow, so that no process can take pages away from another.
+        /// A new memory file. It has no name in any folder, so that nothing is left of it when its
+        /// last process ends, and can neither shrink nor grow, so that no process can take pages
+        /// away from another.
         pub(crate) fn create(len: usize) -> io::Result<(Self, OwnedFd)> {
             let file = memfd_create("disco-ccl", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
             ftruncate(&file, len as u64)?;

@@ -1,12 +1,16 @@
 //! MPI between ranks: for clusters where it is the way between nodes. With the feature `mpi`.
 //!
-//! The processes are started by `mpirun`, `srun` or whatever else starts a job of MPI, and each [starts](Process::start) MPI; a group is made of as many of
-//! them as it needs, in any order. MPI carries the bytes that sockets carry elsewhere, in messages between two ranks that do not block, and the collectives are
-//! those of [sockets](super): the same bits, the same errors, and the same ways to break and to be made anew. What MPI is never
-//! given is a caller's buffer. It cannot take one back from a collective that does not end, so that a rank with such a collective would have
+//! The processes are started by `mpirun`, `srun` or whatever else starts a job of MPI, and each
+//! [starts](Process::start) MPI; a group is made of as many of them as it needs, in any order. MPI
+//! carries the bytes that sockets carry elsewhere, in messages between two ranks that do not block,
+//! and the collectives are those of [sockets](super): the same bits, the same errors, and the same
+//! ways to break and to be made anew. What MPI is never given is a caller's buffer. It cannot take
+//! one back from a collective that does not end, so that a rank with such a collective would have
 //! no other way out than the end of its process; this costs a copy on each side.
 //!
-//! When a process of a job dies, `mpirun` ends all of them, unless it is told otherwise. The ranks of a group prove to each other that they have its key. With [`Options::encrypt`] what they carry can be read by nobody else.
+//! When a process of a job dies, `mpirun` ends all of them, unless it is told otherwise. The ranks
+//! of a group prove to each other that they have its key. With [`Options::encrypt`] what they carry
+//! can be read by nobody else.
 //!
 //! Run with Open MPI 4.1.4.
 
@@ -26,7 +30,7 @@ use super::Options;
 use super::stream::{Member, SessionKey, by_messages};
 use crate::ccl::{Ccl, Rank};
 
-/// How long [`Process::finish`] waits for messages that nobody has taken yet.
+/// Longest time that [`Process::finish`] waits for messages that have not been received yet.
 const LAST_MESSAGES: Duration = Duration::from_secs(5);
 
 /// This process as one of a job of MPI.
@@ -38,8 +42,8 @@ pub struct Process {
     job: String,
 }
 
-/// Which group of its members a communicator is for. Two of the same kind, under the same key and with the same [epoch](Options::epoch), have no member in common, also if
-/// the one is long gone.
+/// Group of its members that a communicator is for. Two of the same kind, under the same key and
+/// with the same [epoch](Options::epoch), have no member in common, even if the one is long gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Circle {
     /// All workers of a session.
@@ -51,8 +55,9 @@ pub enum Circle {
 static PROCESS: OnceLock<Process> = OnceLock::new();
 
 impl Process {
-    /// Starts MPI, unless it has been started, and waits until all processes of the job have come here. The thread that calls this has to call
-    /// [`finish`](Self::finish), before the process ends.
+    /// Starts MPI, unless it has been started, and waits until all processes of the job have come
+    /// here. The thread that calls this has to call [`finish`](Self::finish), before the process
+    /// ends.
     ///
     /// # Errors
     ///
@@ -86,22 +91,23 @@ impl Process {
         self.rank
     }
 
-    /// How many processes the job has.
+    /// Returns the number of processes the job has.
     pub fn size(&self) -> u32 {
         self.size
     }
 
-    /// What the processes of one job, and no others, have in common.
+    /// Returns a text that the processes of one job, and no others, have in common.
     pub fn job(&self) -> &str {
         &self.job
     }
 
-    /// What the library says of itself.
+    /// Returns the version text of the library.
     pub fn version(&self) -> &str {
         self.library.version()
     }
 
-    /// Joins a group as one of `members`, which are numbers of the job in the order of ranks. Blocks until all have come.
+    /// Joins a group as one of `members`, which are numbers of the job in the order of ranks.
+    /// Blocks until all have come.
     ///
     /// # Errors
     ///
@@ -124,8 +130,9 @@ impl Process {
         by_messages(&Member { rank: Rank::of(own), size: members.len(), key, options }, open)
     }
 
-    /// Ends the use of MPI, which all processes of the job do together: call it when no communicator is left, and nothing of MPI after it. Blocks until the
-    /// last messages have been taken, some seconds at most.
+    /// Ends the use of MPI, which all processes of the job do together: call it when no
+    /// communicator is left, and nothing of MPI after it. Blocks until the last messages have been
+    /// taken, some seconds at most.
     ///
     /// # Errors
     ///
@@ -136,8 +143,10 @@ impl Process {
     }
 }
 
-/// Which messages between two processes are of a group: by its key and epoch, so that sessions that share processes, and what an earlier group has left behind, are told
-/// apart. The standard promises tags up to 32767, of which two groups may have the same: then they do not recognise each other's hellos.
+/// Returns the tag of a group's messages between two processes, made of its key and epoch, so that
+/// sessions that share processes, and leftovers of an earlier group, are told apart. The standard
+/// promises tags up to 32767, of which two groups may have the same: then they do not recognise
+/// each other's hellos.
 fn tag(circle: Circle, digest: u64) -> u16 {
     (digest % (1 << 14)) as u16 * 2 + u16::from(circle == Circle::Group)
 }

@@ -1,7 +1,9 @@
-//! Reading the memory of another process of this machine, where the system permits it: `process_vm_readv`.
+//! Reading the memory of another process of this machine, where the system permits it:
+//! `process_vm_readv`.
 //!
-//! It is permitted between processes of one user, unless a security module says otherwise; Yama does where `kernel.yama.ptrace_scope` is 1, but for
-//! processes that one has started. Whether it works is tried out when a group is made.
+//! It is permitted between processes of one user, unless a security module says otherwise; Yama
+//! does where `kernel.yama.ptrace_scope` is 1, but for processes that one has started. Whether it
+//! works is tried out when a group is made.
 
 use std::io;
 
@@ -17,7 +19,8 @@ pub(super) unsafe fn read(process: u32, from: u64, to: *mut u8, len: usize) -> i
         let local = libc::iovec { iov_base: to.wrapping_add(done).cast(), iov_len: len - done };
         let start = (from as usize).wrapping_add(done);
         let remote = libc::iovec { iov_base: std::ptr::without_provenance_mut(start), iov_len: len - done };
-        // SAFETY: the caller promises the memory behind `local`; the kernel checks `remote`, which is the other process's.
+        // SAFETY: the caller promises the memory behind `local`; the kernel checks `remote`, which
+        // is the other process's.
         let read =
             unsafe { libc::process_vm_readv(process as libc::pid_t, &raw const local, 1, &raw const remote, 1, 0) };
         match read {

@@ -1,20 +1,25 @@
-//! Which bytes of whose input go to which bytes of whose output, and by which algorithm: the static table.
+//! Plan of a collective: the static table of the bytes that move from one rank's input to another's
+//! output, and of the algorithm.
 
 use std::ops::Range;
 
 use super::segment::INLINE;
 use crate::ccl::{Collective, Operation};
 
-/// From how many bytes of output on, a rank writes around its caches: they would not hold the result anyway.
+/// From how many bytes of output on, a rank writes around its caches: they would not hold the
+/// result anyway.
 const BYPASS: usize = 4 << 20;
 
-/// How a collective is done in shared memory. Only the launch kind, the call, and whether buffers alias decide, all of which every rank knows of every
-/// other; and since all algorithms fold in the order of ranks, not even the bits of the result depend on it.
+/// Algorithm of a collective in shared memory. It follows from the launch kind, the call, and the
+/// aliasing of buffers alone, which every rank knows of every other. All algorithms fold in the
+/// order of ranks, so that not even the bits of the result depend on the choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Algorithm {
-    /// Inputs travel with the announcements, and every rank does the whole work for itself: one step.
+    /// Inputs travel with the announcements, and every rank does the whole work for itself: one
+    /// step.
     Small,
-    /// Ranks of one address space read each other's inputs and write each other's outputs: data moves once.
+    /// Ranks of one address space read each other's inputs and write each other's outputs: data
+    /// moves once.
     Direct,
     /// Ranks read from each other's inputs and, for an allreduce, from each other's outputs.
     Read,
@@ -22,7 +27,7 @@ pub(super) enum Algorithm {
     Staged,
 }
 
-/// How the ranks of a group get at each other's buffers: all in the same way.
+/// Access of the ranks of a group to each other's buffers: the same for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reach {
     /// By their addresses, as threads of one process.
@@ -49,12 +54,12 @@ impl Algorithm {
     }
 }
 
-/// Whether the inputs of such a collective travel with the announcements.
+/// Returns true if the inputs of such a collective travel with the announcements.
 pub(super) fn travels_inline(operation: Operation, bytes: usize, size: usize) -> bool {
     input_bytes(operation, bytes, size) <= INLINE
 }
 
-/// What a rank that has an input brings.
+/// Returns the size of the input of a rank that has one.
 pub(super) fn input_bytes(operation: Operation, bytes: usize, size: usize) -> usize {
     match operation {
         Operation::ReduceScatter(_) | Operation::Scatter { .. } | Operation::AllToAll => bytes.saturating_mul(size),
@@ -63,7 +68,7 @@ pub(super) fn input_bytes(operation: Operation, bytes: usize, size: usize) -> us
     }
 }
 
-/// Whether `rank` has an input that others need.
+/// Returns true if `rank` has an input that others need.
 pub(super) fn has_input(operation: Operation, rank: usize) -> bool {
     match operation {
         Operation::Broadcast { root } | Operation::Scatter { root } => root.index() == rank,
@@ -72,13 +77,13 @@ pub(super) fn has_input(operation: Operation, rank: usize) -> bool {
     }
 }
 
-/// Whether results so large bypass the caches.
+/// Returns true if results so large bypass the caches.
 pub(super) fn bypasses(bytes: usize) -> bool {
     bytes >= BYPASS
 }
 
-/// Where the `bytes` that `from` has for `to` begin in the input of the one and, unless they are reduced, in the output of the other; `None` if it has
-/// none for it.
+/// Returns the start of the `bytes` that `from` has for `to`, in the input of the one and, unless
+/// they are reduced, in the output of the other; `None` if it has none for it.
 pub(super) fn route(operation: Operation, bytes: usize, from: usize, to: usize) -> Option<(usize, usize)> {
     match operation {
         Operation::Allgather => Some((0, from * bytes)),
@@ -91,12 +96,14 @@ pub(super) fn route(operation: Operation, bytes: usize, from: usize, to: usize) 
     }
 }
 
-/// Whether a rank has other bytes for each rank, rather than the same ones for all that get any.
+/// Returns true if a rank has other bytes for each rank, rather than the same ones for all that get
+/// any.
 pub(super) fn is_personal(operation: Operation) -> bool {
     matches!(operation, Operation::Scatter { .. } | Operation::AllToAll | Operation::ReduceScatter(_))
 }
 
-/// The part of an allreduce of `bytes` that `rank` reduces for all: whole cache lines, and about as many for each.
+/// The part of an allreduce of `bytes` that `rank` reduces for all: whole cache lines, and about as
+/// many for each.
 pub(super) fn share(bytes: usize, rank: usize, size: usize) -> Range<usize> {
     let per_rank = bytes.div_ceil(size).next_multiple_of(64);
     let at = |rank: usize| rank.saturating_mul(per_rank).min(bytes);

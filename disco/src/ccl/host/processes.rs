@@ -1,7 +1,8 @@
 //! A segment between processes: how it is offered, and how ranks join.
 //!
-//! The offering process makes a memory file without a name, and the ticket says where that process has it open. Whoever may open the files of that
-//! process, which is its own user, and knows the nonce can join.
+//! The offering process makes a memory file without a name, and the ticket says where that process
+//! has it open. Whoever may open the files of that process, which is its own user, and knows the
+//! nonce can join.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -22,15 +23,17 @@ use super::shared::SharedCcl;
 use super::{Options, segment_bytes};
 use crate::ccl::{Ccl, Rank};
 
-/// A segment for a group of processes of this machine. It can be joined while this lives; ranks that have joined keep what they have.
+/// A segment for a group of processes of this machine. It can be joined while this lives; ranks
+/// that have joined keep what they have.
 #[derive(Debug)]
 pub struct Offer {
     ticket: Ticket,
-    /// What the ticket's path leads to.
+    /// Open file that the ticket's path leads to.
     _file: OwnedFd,
 }
 
-/// What a rank needs to join: for whoever starts the ranks to hand to each. It has a form for `serde`, and is a secret of the group.
+/// Ticket by which a rank joins, for whoever starts the ranks to hand to each. It has a form for
+/// `serde`, and is a secret of the group.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Ticket {
     path: PathBuf,
@@ -50,7 +53,8 @@ impl Offer {
     ///
     /// # Errors
     ///
-    /// A size of 0 or above [`MAX_SHARED_RANKS`](super::MAX_SHARED_RANKS); no memory, or no such files on this system.
+    /// A size of 0 or above [`MAX_SHARED_RANKS`](super::MAX_SHARED_RANKS); no memory, or no such
+    /// files on this system.
     pub fn new(size: usize, options: &Options) -> Result<Self, RpcError> {
         let (memory, file) = Memory::create(segment_bytes(size)?)?;
         let mut nonce = [0; 16];
@@ -69,13 +73,16 @@ impl Offer {
 }
 
 impl Ticket {
-    /// Joins the group as `rank`, and waits until all ranks have. Of the options, the epoch is the ticket's.
+    /// Joins the group as `rank`, and waits until all ranks have. Of the options, the epoch is the
+    /// ticket's.
     ///
     /// # Errors
     ///
-    /// * [`ErrorKind::NotFound`]: the offer is gone, or belongs to another user or another machine (or container).
+    /// * [`ErrorKind::NotFound`]: the offer is gone, or belongs to another user or another machine
+    ///   (or container).
     /// * [`ErrorKind::Refused`]: it is another group's; or the rank has been taken.
-    /// * [`ErrorKind::DeadlineExceeded`]: some ranks did not come within [`Options::join_timeout`]; the message names them.
+    /// * [`ErrorKind::DeadlineExceeded`]: some ranks did not come within [`Options::join_timeout`];
+    ///   the message names them.
     pub fn join(&self, rank: Rank, options: &Options) -> Result<Box<dyn Ccl>, RpcError> {
         let size = self.size as usize;
         if rank.index() >= size {
@@ -143,7 +150,7 @@ fn await_all(
     Ok(())
 }
 
-/// Whether this process can read from that of `peer`, which has put the nonce somewhere.
+/// Returns true if this process can read from that of `peer`, which has put the nonce somewhere.
 fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
     let word = |word: Word| segment.word(peer, word).load(Ordering::Acquire);
     let address = u64::from(word(Word::ProbeLow)) | u64::from(word(Word::ProbeHigh)) << 32;
@@ -153,8 +160,8 @@ fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
     read.is_ok() && found == nonce
 }
 
-/// A file that becomes readable when the process ends. `None` where the system has none, or hides the process (as between
-/// containers): then its death shows as silence.
+/// A file that becomes readable when the process ends. `None` where the system has none, or hides
+/// the process (as between containers): then its death shows as silence.
 fn process(id: u32) -> Option<OwnedFd> {
     pidfd_open(Pid::from_raw(i32::try_from(id).ok()?)?, PidfdFlags::empty()).ok()
 }

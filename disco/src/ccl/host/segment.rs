@@ -1,7 +1,8 @@
 //! The memory that the ranks of one machine share: its layout, its words, and how to wait for them.
 //!
-//! Nobody ever holds a lock in it. Each word is written by one rank only and counts upward (with wrapping), but for three: `BROKEN`, which
-//! the first to break the group wins, and each rank's `Bell` and `Sleeping`, which wake it.
+//! Nobody ever holds a lock in it. Each word is written by one rank only and counts upward (with
+//! wrapping), but for three: `BROKEN`, which the first to break the group wins, and each rank's
+//! `Bell` and `Sleeping`, which wake it.
 //!
 //! | part | what |
 //! | --- | --- |
@@ -52,13 +53,14 @@ const BOX: usize = BOX_DATA + PARCELS * PARCEL;
 pub(super) enum Word {
     /// The collective that it has entered last.
     Entered = 0,
-    /// The collective that it has finished last: nothing of it is needed, and nobody's buffers are in its hands.
+    /// The collective that it has finished last: nothing of it is needed, and nobody's buffers are
+    /// in its hands.
     Finished = 4,
-    /// How many chunks it has put into its staging, in all.
+    /// Number of chunks that the rank has put into its staging, in all.
     Produced = 8,
-    /// How many it has reduced.
+    /// Number of chunks that the rank has reduced.
     Reduced = 12,
-    /// How many it needs no more of anybody's staging.
+    /// Number of chunks that the rank no longer needs of any staging.
     Consumed = 16,
     /// 1 while it touches the others' buffers.
     Busy = 20,
@@ -70,16 +72,20 @@ pub(super) enum Word {
     Pid = 32,
     /// When it entered its last call: milliseconds of the wall clock, wrapped.
     Since = 36,
-    /// The rank that it sends to or receives from, and which of the two: `2 × (rank + 1) + is_send`; 0 otherwise.
+    /// The rank that it sends to or receives from, and which of the two:
+    /// `2 × (rank + 1) + is_send`; 0 otherwise.
     Transfer = 40,
-    /// From how many KiB on it wants to read from everybody's process, and 1; 0 if that is not known yet, and [`NEVER`] if it cannot.
+    /// From how many KiB on it wants to read from everybody's process, and 1; 0 if that is not
+    /// known yet, and [`NEVER`] if it cannot.
     Reads = 44,
-    /// Where in its process it has put the group's nonce, for others to try: the lower half and the upper half.
+    /// Address in its process at which the rank has put the group's nonce, for others to try: the
+    /// lower half and the upper half.
     ProbeLow = 48,
     ProbeHigh = 52,
     /// The collective of which it has reduced its share last.
     Halfway = 56,
-    /// The last step, as its caller counts, that it is through with without having come to all collectives, perhaps.
+    /// The last step, as its caller counts, that it is through with without having come to all
+    /// collectives, perhaps.
     LeftStep = 60,
     /// Changes when somebody wakes the rank. Written by the others.
     Bell = 64,
@@ -159,7 +165,7 @@ impl Segment {
         self.atomic(self.mailbox(from, to) + word as usize)
     }
 
-    /// Where a rank's small inputs travel in the collective `sequence`.
+    /// Returns the place of a rank's small inputs in the collective `sequence`.
     pub(super) fn inline(&self, rank: usize, sequence: u64) -> *mut u8 {
         self.at(self.slot(rank, sequence) + SLOT_INLINE, INLINE)
     }
@@ -174,12 +180,12 @@ impl Segment {
         self.at(self.mailbox(from, to) + BOX_DATA + chunk as usize % PARCELS * PARCEL, PARCEL)
     }
 
-    /// Where a rank announces the collective `sequence`.
+    /// Returns the offset at which a rank announces the collective `sequence`.
     pub(super) fn slot(&self, rank: usize, sequence: u64) -> usize {
         self.block(rank) + SLOTS + (sequence % 2) as usize * SLOT
     }
 
-    /// Where the sender, or the receiver, of a pair announces a transfer.
+    /// Returns the offset at which the sender, or the receiver, of a pair announces a transfer.
     pub(super) fn note(&self, from: usize, to: usize, by_sender: bool) -> usize {
         self.mailbox(from, to) + BOX_NOTES + if by_sender { 0 } else { SLOT_INLINE }
     }
@@ -206,7 +212,8 @@ impl Segment {
 
     /// Stores `value`, and wakes the ranks that sleep.
     pub(super) fn publish(&self, word: &AtomicU32, value: u32, by: usize) {
-        // In one order with the sleeper's own two steps: either it sees the value, or we see that it sleeps.
+        // In one order with the sleeper's own two steps: either it sees the value, or we see that
+        // it sleeps.
         word.store(value, Ordering::SeqCst);
         for rank in (0..self.size).filter(|rank| *rank != by) {
             if self.word(rank, Word::Sleeping).load(Ordering::SeqCst) != 0 {
@@ -226,7 +233,7 @@ impl Segment {
         sleeping.store(0, Ordering::SeqCst);
     }
 
-    /// Whether the group is broken.
+    /// Returns true if the group is broken.
     pub(super) fn is_broken(&self) -> bool {
         self.atomic(BROKEN).load(Ordering::SeqCst) != 0
     }
@@ -245,7 +252,8 @@ impl Segment {
         }
     }
 
-    /// How the group broke, if it did. `None` for a moment after it did, too, and for good if the process that broke it died just then.
+    /// Returns the breakdown of the group, if there was one. `None` for a moment after it, too, and
+    /// for good if the process that broke it died just then.
     pub(super) fn breakdown(&self) -> Option<Breakdown> {
         if self.atomic(BROKEN).load(Ordering::SeqCst) != 2 {
             return None;
@@ -272,14 +280,16 @@ impl Segment {
 
     fn atomic(&self, offset: usize) -> &AtomicU32 {
         let word = self.at(offset, 4);
-        // SAFETY: in the segment, which lives as long as `self`; aligned, because the segment begins on a page and offsets of words are
-        // multiples of four; and no word is ever accessed in another way.
+        // SAFETY: in the segment, which lives as long as `self`; aligned, because the segment
+        // begins on a page and offsets of words are multiples of four; and no word is ever accessed
+        // in another way.
         unsafe { AtomicU32::from_ptr(word.cast()) }
     }
 
     fn write(&self, offset: usize, bytes: &[u8]) {
         let to = self.at(offset, bytes.len());
-        // SAFETY: in the segment. The protocol of words says who may write where and when; a peer that breaks it gets garbage.
+        // SAFETY: in the segment. The protocol of words says who may write where and when; a peer
+        // that breaks it gets garbage.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
     }
 
@@ -301,7 +311,7 @@ impl Segment {
     }
 }
 
-/// Whether the counter `now` has come to `target`, or beyond.
+/// Returns true if the counter `now` has come to `target`, or beyond.
 pub(super) fn reached(now: u32, target: u32) -> bool {
     now.wrapping_sub(target) as i32 >= 0
 }
@@ -317,7 +327,8 @@ fn wait_on(word: &AtomicU32, value: u32, at_most: Duration) {
     use rustix::thread::futex;
 
     let timeout = futex::Timespec { tv_sec: at_most.as_secs() as i64, tv_nsec: at_most.subsec_nanos().into() };
-    // Not `PRIVATE`: the word may be in several processes. Waking for whatever reason, the waiter looks for itself.
+    // Not `PRIVATE`: the word may be in several processes. Waking for whatever reason, the waiter
+    // looks for itself.
     _ = futex::wait(word, futex::Flags::empty(), value, Some(&timeout));
 }
 

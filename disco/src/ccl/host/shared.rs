@@ -1,10 +1,14 @@
-//! The communicator of ranks that share memory: threads of one process, or processes of one machine.
+//! The communicator of ranks that share memory: threads of one process, or processes of one
+//! machine.
 //!
-//! A collective begins with an announcement in each rank's slot, to which small inputs are attached. A rank goes on when it has seen those of
-//! all. Slots are used in turn: a rank writes into one again only after everybody has announced the collective in between, and with that
-//! has finished the one that the slot was for. So a small collective is one step, and needs no second word.
+//! A collective begins with an announcement in each rank's slot, to which small inputs are
+//! attached. A rank goes on when it has seen those of all. Slots are used in turn: a rank writes
+//! into one again only after everybody has announced the collective in between, and with that has
+//! finished the one that the slot was for. So a small collective is one step, and needs no second
+//! word.
 //!
-//! Whoever waits looks for the end of the group too: it is one word in the segment, and breaking it wakes everybody.
+//! Whoever waits looks for the end of the group too: it is one word in the segment, and breaking it
+//! wakes everybody.
 
 mod direct;
 mod pair;
@@ -31,14 +35,16 @@ use crate::ccl::{
     Rank, Recorder,
 };
 
-/// How long a rank yields before it sleeps: longer than a collective takes, and no longer than is worth a wake-up.
+/// Time that a rank yields before it sleeps: longer than a collective takes, and no longer than is
+/// worth a wake-up.
 const YIELD: Duration = Duration::from_millis(2);
 
 /// The longest sleep between two looks at whether the other rank is alive.
 const SLEEP: Duration = Duration::from_millis(50);
 
-/// How often a rank looks for a word before it begins to yield: for some microseconds. Longer only pays where nothing else wants the core; where something does,
-/// the rank that is waited for may be what waits for it.
+/// Number of times that a rank looks for a word before it begins to yield: some microseconds. More
+/// pays only where nothing else wants the core; otherwise the awaited rank may be waiting for this
+/// core.
 const SPINS: u32 = 100;
 
 /// One rank of a group that shares a segment.
@@ -55,25 +61,26 @@ pub(super) struct SharedCcl {
     cores: usize,
     /// The number of the last collective.
     sequence: u64,
-    /// What the rank does, as its caller counts.
+    /// Number of the rank's step, as its caller counts.
     step: u64,
     /// The chunks that have gone through everybody's staging so far: the same number on all ranks.
     chunks: u32,
-    /// For each other rank, the number of the last transfer to it and from it, and of chunks that have gone through the box.
+    /// For each other rank, the number of the last transfer to it and from it, and of chunks that
+    /// have gone through the box.
     sent: Vec<pair::Count>,
     received: Vec<pair::Count>,
     /// Of the collective that is running.
     announcements: Vec<Announcement>,
-    /// Where contributions of others are read to.
+    /// Memory into which contributions of others are read.
     scratch: Option<Memory>,
 }
 
-/// What a rank waits for.
+/// Event that a rank waits for.
 #[derive(Clone, Copy)]
 enum Phase {
-    /// That the other one comes.
+    /// The entry of the other rank.
     Entry,
-    /// That the other one, which has come, goes on.
+    /// Progress of the other rank, which has entered.
     Progress,
 }
 
@@ -87,7 +94,7 @@ impl SharedCcl {
     ) -> Self {
         let size = segment.size();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // Where ranks have to take turns on a core, spinning only keeps the one from it that is waited for.
+        // If ranks have to take turns on a core, spinning only keeps it from the awaited rank.
         let spins = if options.ranks_on_machine.unwrap_or(size).max(size) > cores { 0 } else { SPINS };
         Self {
             segment,
@@ -149,7 +156,8 @@ impl SharedCcl {
         }
     }
 
-    /// A collective of all ranks, with this rank's buffers, with none because another backend has them, or with the reason why it has no input.
+    /// A collective of all ranks, with this rank's buffers, with none because another backend has
+    /// them, or with the reason why it has no input.
     fn collective(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         let size = self.segment.size();
         let bytes = collective.bytes().unwrap_or(0);
@@ -175,7 +183,8 @@ impl SharedCcl {
             && travels_inline(collective.operation, bytes, size)
         {
             let len = input_bytes(collective.operation, bytes, size);
-            // SAFETY: `lent` has that many bytes, and the slot has room for them; nobody reads the slot before `Entered` says so.
+            // SAFETY: `lent` has that many bytes, and the slot has room for them; nobody reads the
+            // slot before `Entered` says so.
             unsafe { kernel::copy(lent.input, self.segment.inline(self.rank, sequence), len, false) };
         }
         self.publish(Word::Entered, sequence as u32);
@@ -257,7 +266,7 @@ impl SharedCcl {
             } else {
                 limit.is_some_and(|limit| began.elapsed() >= limit).then_some(late)
             };
-            // What it did last, it may have done since we looked.
+            // The last thing that the rank did may have happened since we looked.
             if let Some(cause) = gone
                 && !ready()
             {
@@ -280,7 +289,7 @@ impl SharedCcl {
         false
     }
 
-    /// Whether the peer is through with what this rank is in.
+    /// Returns true if the peer has left the step that this rank is in.
     fn has_left_step(&self, peer: usize) -> bool {
         let left = self.segment.word(peer, Word::LeftStep).load(Ordering::Acquire);
         left != 0 && reached(left, self.step as u32)
@@ -302,7 +311,8 @@ impl SharedCcl {
 
     /// Why the group is broken.
     fn broken(&self) -> CclError {
-        // Between the word that breaks the group and the breakdown lie some microseconds, unless that process was killed there.
+        // Between the word that breaks the group and the breakdown lie some microseconds, unless
+        // that process was killed there.
         let began = Instant::now();
         loop {
             if let Some(breakdown) = self.segment.breakdown() {
@@ -321,8 +331,9 @@ impl SharedCcl {
         }
     }
 
-    /// Waits until no other thread has this rank's buffers in its hands. The group is broken: whoever has begun since sees that and does not touch
-    /// them, and whoever began before looks after each piece, so that this takes microseconds.
+    /// Waits until no other thread has this rank's buffers in its hands. The group is broken:
+    /// whoever has begun since sees that and does not touch them, and whoever began before looks
+    /// after each piece, so that this takes microseconds.
     fn take_back_buffers(&self) {
         for peer in self.peers() {
             while self.reach == Reach::Addresses && self.segment.word(peer, Word::Busy).load(Ordering::SeqCst) != 0 {
@@ -389,7 +400,7 @@ impl Agreement for SharedCcl {
         if self.segment.is_broken() {
             return Err(self.broken());
         }
-        // Who leaves says so before its process ends.
+        // A rank that leaves says so before its process ends.
         let has_left = |peer| self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0;
         match self.peers().find(|peer| self.is_dead(*peer) && !has_left(*peer)) {
             Some(peer) => Err(self.break_up(BreakCause::Died, peer)),
@@ -453,7 +464,8 @@ fn during(recorder: &Recorder) -> String {
     flight.map_or_else(String::new, |flight| format!("{} #{}", flight.collective, flight.sequence))
 }
 
-/// What every rank is known to be doing. Words of others are read while they may change: good enough for people.
+/// Describes the call that each rank is known to be in. Words of others are read while they may
+/// change: good enough for people.
 fn describe(segment: &Segment, own: usize, recorder: &Recorder) -> String {
     use std::fmt::Write as _;
 

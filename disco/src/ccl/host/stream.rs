@@ -1,10 +1,14 @@
 //! The communicator of ranks that are connected by sockets, each with each.
 //!
-//! A collective begins with an announcement to everybody, to which small inputs are attached, as in shared memory. Large data follows straight from and into
-//! the buffers. An allreduce sends each rank the others' contributions to its share, and each rank sends its reduced share to all: the bytes
-//! of a ring, in two steps rather than `2 × (n − 1)`, and with one rounding. A broadcast goes in shares too, which those who get them pass on.
+//! A collective begins with an announcement to everybody, to which small inputs are attached, as in
+//! shared memory. Large data follows straight from and into the buffers. An allreduce sends each
+//! rank the others' contributions to its share, and each rank sends its reduced share to all: the
+//! bytes of a ring, in two steps rather than `2 × (n − 1)`, and with one rounding. A broadcast goes
+//! in shares too, which those who get them pass on.
 
-mod farewell;
+mod abort_notice;
+mod address;
+mod connection;
 mod flow;
 mod join;
 mod link;
@@ -19,7 +23,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::RpcError;
 
-pub use self::join::{Address, Listener, SessionKey};
+pub use self::address::{Address, SessionKey};
+pub use self::join::Listener;
 #[cfg(feature = "mpi")]
 pub(super) use self::join::{Member, by_messages};
 use self::link::{FrameKind, Link};
@@ -40,8 +45,9 @@ const SLEEP: Duration = Duration::from_millis(100);
 /// The same where a rank has to look for itself.
 const NAP: Duration = Duration::from_micros(100);
 
-/// How often a rank looks at its sockets before it sleeps, where it has a core to itself. Where it has not, whoever yields waits for everybody who computes, and
-/// whoever sleeps is woken ahead of them.
+/// Number of times that a rank that has a core to itself looks at its sockets before it sleeps.
+/// Without a core of its own, a rank that yields waits for all that compute, and one that sleeps is
+/// woken ahead of them.
 const LOOKS: u32 = 60;
 
 /// The longest breakdown that is sent, in bytes.
@@ -55,13 +61,13 @@ struct StreamCcl {
     shared: Arc<Shared>,
     looks: u32,
     sequence: u64,
-    /// What the rank does, as its caller counts.
+    /// Number of the rank's step, as its caller counts.
     step: u64,
     sent: Vec<u64>,
     received: Vec<u64>,
 }
 
-/// What the communicator shares with its [`Control`].
+/// State that the communicator shares with its [`Control`].
 struct Shared {
     rank: usize,
     /// Held by the communicator during a call, and else by whoever aborts.
@@ -91,8 +97,8 @@ impl Links {
         self.peers.iter().flatten().map(Link::progress).sum()
     }
 
-    /// Sleeps until a socket is ready for what its link wants, somebody wakes the rank, or for [`SLEEP`]; only for [`NAP`] if one wants something of which no file
-    /// tells.
+    /// Sleeps until a socket is ready for what its link wants, somebody wakes the rank, or for
+    /// [`SLEEP`]; only for [`NAP`] if one wants something of which no file tells.
     fn sleep(&mut self) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -117,16 +123,18 @@ impl Links {
         _ = poll(&mut files, Some(&at_most));
     }
 
-    /// Tells everybody that the group is broken, and lets go of the connections and of whatever buffers they were to fill or to send.
-    fn bid_farewell(&mut self, breakdown: &Breakdown) {
+    /// Tells everybody that the group is broken, and lets go of the connections and of whatever
+    /// buffers they were to fill or to send.
+    fn notify_abort(&mut self, breakdown: &Breakdown) {
         let word = breakdown.to_bytes(BREAKDOWN_ROOM);
         let links = self.peers.iter_mut().filter_map(Option::take);
-        farewell::see_off(links.filter_map(|link| link.part(&word)).collect());
+        abort_notice::drain_and_close(links.filter_map(|link| link.part(&word)).collect());
     }
 }
 
 impl Shared {
-    /// Reads and writes what can be, and hears of it if somebody has broken the group. Says whether anything moved.
+    /// Reads and writes what can be, and hears of it if somebody has broken the group. Says whether
+    /// anything moved.
     fn move_bytes(&self, links: &mut Links) -> bool {
         let mut moved = false;
         for (rank, link) in links.each() {
@@ -154,7 +162,7 @@ impl Shared {
     /// Tells the others, if they have not been told, and gives the error. The group is broken.
     fn end(&self, links: &mut Links) -> CclError {
         let breakdown = self.broken.get_or_init(|| Arc::new(self.breakdown(BreakCause::Left, self.rank)));
-        links.bid_farewell(breakdown);
+        links.notify_abort(breakdown);
         CclError::Broken(Arc::clone(breakdown))
     }
 
@@ -190,7 +198,8 @@ impl Shared {
     }
 }
 
-/// The links while they have the buffers of a call. If the call panics they go, before those buffers do.
+/// The links while they have the buffers of a call. If the call panics they go, before those
+/// buffers do.
 struct Lending<'a> {
     shared: &'a Shared,
     links: MutexGuard<'a, Links>,
@@ -240,15 +249,16 @@ impl StreamCcl {
         self
     }
 
-    /// Moves bytes until `step` says that it is done. `step` is called after each movement, and says which rank it waits for and whether that one has
-    /// entered the call.
+    /// Moves bytes until `step` says that it is done. `step` is called after each movement, and
+    /// says which rank it waits for and whether that one has entered the call.
     fn drive(
         &self,
         links: &mut Links,
         mut step: impl FnMut(&mut Links) -> Result<Step, Fault>,
     ) -> Result<(), CclError> {
         let mut looks = 0;
-        // When the call last got on, and how far; when the others were last told that this rank waits.
+        // When the call last got on, and how far; when the others were last told that this rank
+        // waits.
         let (mut since, mut progress, mut told) = (Instant::now(), links.progress(), None::<Instant>);
         let shortest = self
             .options
@@ -299,7 +309,8 @@ impl StreamCcl {
             } else {
                 (self.options.entry_timeout, BreakCause::NeverEntered)
             };
-            // One that waits in turn knows better who is to blame, and has some more time to say so.
+            // One that waits in turn knows better who is to blame, and has some more time to say
+            // so.
             let in_turn = links.peers[waits_for].as_ref().is_some_and(|link| link.waits(3 * pulse));
             if limit.is_some_and(|limit| waited >= if in_turn { 2 * limit } else { limit }) {
                 return Err(self.shared.break_up(links, late, waits_for));
@@ -307,10 +318,12 @@ impl StreamCcl {
         }
     }
 
-    /// Takes part in a call: with this rank's buffers, with none because another backend has them, or with the reason why it has no input.
+    /// Takes part in a call: with this rank's buffers, with none because another backend has them,
+    /// or with the reason why it has no input.
     fn begin(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         if self.shared.broken.get().is_some() {
-            // By an abort during a call that had all that it needed, perhaps, of which nobody has been told.
+            // By an abort during a call that had all that it needed, perhaps, of which nobody has
+            // been told.
             return Err(self.shared.end(&mut self.shared.lock()));
         }
         let peer = check::transfer(&collective, self.rank(), self.size);
@@ -374,7 +387,7 @@ impl StreamCcl {
                 }
             }
             let missing = notes.iter().position(Option::is_none);
-            // What is said has to be on its way too, before this rank goes away to compute.
+            // Pending words have to be on their way, too, before this rank goes away to compute.
             let unsaid = links.each().find(|(_, link)| link.wants_output() && link.gone().is_none());
             Ok(match (missing, unsaid) {
                 (Some(peer), _) => Step::Waits { peer, has_entered: false },
@@ -489,7 +502,7 @@ impl StreamCcl {
     }
 }
 
-/// What a step of a call has come to.
+/// Outcome of a step of a call.
 enum Step {
     Done,
     /// There is more to do at once.
@@ -500,10 +513,11 @@ enum Step {
     },
 }
 
-/// What a rank did that breaks the group.
+/// Fault of a rank that breaks the group.
 struct Fault(BreakCause, usize);
 
-/// A rank is in another kind of call than this one can agree or disagree with: it has no place for the other's word.
+/// A rank is in another kind of call than this one can agree or disagree with: it has no place for
+/// the other's word.
 fn out_of_order(rank: usize, note: &[u8], own: usize, collective: Collective) -> Fault {
     let theirs = parse(note).map_or_else(|| "something else".to_owned(), |one| one.collective.to_string());
     Fault(BreakCause::Protocol(format!("it is in {theirs}, and rank {own} is in {collective}")), rank)
@@ -568,7 +582,7 @@ impl Ccl for StreamCcl {
         let mut links = self.shared.lock();
         for (_, link) in links.each() {
             link.say(FrameKind::LeftStep, &self.step.to_le_bytes());
-            // What does not fit goes with the next call.
+            // The rest goes with the next call.
             link.write();
         }
     }
@@ -597,7 +611,7 @@ impl Agreement for StreamCcl {
         if self.shared.broken.get().is_some() {
             return Err(self.shared.end(links));
         }
-        // Who has left in good order gives no reason.
+        // A rank that has left in good order gives no reason.
         let lost =
             |(rank, link): (usize, &mut Link)| Some((rank, link.gone().filter(|why| !why.is_empty())?.to_owned()));
         let lost = links.each().find_map(lost);
@@ -640,7 +654,8 @@ impl Control for Shared {
         }
         match self.links.try_lock() {
             Some(mut links) => _ = self.end(&mut links),
-            // The communicator is in a call, and tells the others itself. If the byte does not fit, there are some there already.
+            // The communicator is in a call, and tells the others itself. If the byte does not fit,
+            // there are some there already.
             None => _ = std::io::Write::write(&mut &self.waker, &[1]),
         }
     }

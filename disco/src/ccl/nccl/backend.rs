@@ -12,10 +12,11 @@ use super::watch::{Watched, Watcher};
 use super::{DeviceStream, Library, Options, UniqueId};
 use crate::ccl::{Agreement, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank};
 
-/// One rank of a group on the memory of GPUs. The [module](super) says how it works, and in what it differs from the contract.
+/// One rank of a group on the memory of GPUs. The [module](super) says how it works, and in what it
+/// differs from the contract.
 ///
-/// Dropping it waits for what is under way, leaves the group, and takes the communicator of NCCL down, which may block for
-/// [`Options::close_timeout`] and then [`Options::abort_timeout`].
+/// Dropping it waits for what is under way, leaves the group, and takes the communicator of NCCL
+/// down, which may block for [`Options::close_timeout`] and then [`Options::abort_timeout`].
 pub struct NcclCcl {
     watched: Arc<Watched>,
     /// Looks after what is under way. `None` until there is something.
@@ -25,7 +26,7 @@ pub struct NcclCcl {
     place: Place,
 }
 
-/// What does not change.
+/// Facts that do not change.
 #[derive(Clone, Copy)]
 struct Place {
     rank: Rank,
@@ -45,14 +46,17 @@ impl Drop for Lending<'_> {
 }
 
 impl NcclCcl {
-    /// Joins a group as `rank` of `size`. All ranks call it with the same `id`, which one of them [made](Library::unique_id); it blocks until all have.
+    /// Joins a group as `rank` of `size`. All ranks call it with the same `id`, which one of them
+    /// [made](Library::unique_id); it blocks until all have.
     ///
-    /// `control` is the same rank of a group of the [`host`](crate::ccl::host) backend among the same ranks, which has to be for this alone, and says how long ranks wait for
-    /// each other. All libraries should be of one version.
+    /// `control` is the same rank of a group of the [`host`](crate::ccl::host) backend among the
+    /// same ranks, which has to be for this alone, and says how long ranks wait for each other. All
+    /// libraries should be of one version.
     ///
     /// # Errors
     ///
-    /// The same on all ranks, if one fails or does not come: it has what NCCL said. [`ErrorKind::ApiMisuse`] and [`ErrorKind::Unsupported`] on this rank alone, if `control` is
+    /// The same on all ranks, if one fails or does not come: it has what NCCL said.
+    /// [`ErrorKind::ApiMisuse`] and [`ErrorKind::Unsupported`] on this rank alone, if `control` is
     /// not what it should be; the others see it leave.
     pub fn new(
         library: Arc<Library>,
@@ -89,13 +93,16 @@ impl NcclCcl {
         Self { watched: Arc::new(Watched::new(member)), watcher: None, library, control, place }
     }
 
-    /// Makes a group of those ranks of this one that give the same `color`, in the order of `key` and then of ranks. All ranks of this group call it, each with the `control` of its place in the
-    /// new group; it blocks until all have. The new group has the stream and the settings of this one, and the two are used in the same order on all ranks.
+    /// Makes a group of those ranks of this one that give the same `color`, in the order of `key`
+    /// and then of ranks. All ranks of this group call it, each with the `control` of its place in
+    /// the new group; it blocks until all have. The new group has the stream and the settings of
+    /// this one, and the two are used in the same order on all ranks.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Unsupported`] on all ranks: that needs NCCL 2.18; a group of an [id](Library::unique_id) of its own does not. Else as [`new`](Self::new); a failure
-    /// in NCCL breaks this group.
+    /// [`ErrorKind::Unsupported`] on all ranks: that needs NCCL 2.18; a group of an
+    /// [id](Library::unique_id) of its own does not. Else as [`new`](Self::new); a failure in NCCL
+    /// breaks this group.
     pub fn split(&mut self, color: u32, key: u32, control: Box<dyn Ccl>) -> Result<Self, RpcError> {
         let mut member = self.watched.member();
         // NCCL takes no other call meanwhile.
@@ -127,7 +134,8 @@ impl Ccl for NcclCcl {
         self.place.epoch
     }
 
-    /// Returns when it has been enqueued; or when it is done, if its buffers are in the memory of the host, which the device can be made to use in tests, and for a barrier.
+    /// Returns when it has been enqueued; or when it is done, if its buffers are in the memory of
+    /// the host, which the device can be made to use in tests, and for a barrier.
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
         let is_lent = matches!(&data, CollectiveInput::Ready(buffers) if buffers.device().kind == DeviceType::CPU);
         let mut member = Lending(self.watched.member());
@@ -161,7 +169,7 @@ impl Drop for NcclCcl {
     fn drop(&mut self) {
         self.watcher = None;
         let mut member = self.watched.member();
-        // What is lost has nobody to be told to.
+        // A loss here has no caller that could hear of it.
         _ = member.complete();
         // Of a broken group nothing goes down in good order.
         if let Some(breakdown) = self.control.broken() {

@@ -17,26 +17,30 @@ use super::wait::{Fault, wait, wait_alone};
 use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId};
 use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Operation, Rank};
 
-/// As good as for ever, and yet a time that can be added to now.
+/// Practically for ever, and yet a time that can be added to now.
 pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// The call that makes a communicator of another.
 pub(super) const SPLIT: &str = "ncclCommSplit";
 
-/// A communicator that does not block. Dropping it waits for the work on its stream, at most for [`Options::drain_timeout`], and takes it down, for which NCCL may need the
-/// other ranks, at most for [`Options::close_timeout`] and [`Options::abort_timeout`].
+/// A communicator that does not block. Dropping it waits for the work on its stream, at most for
+/// [`Options::drain_timeout`], and takes it down, for which NCCL may need the other ranks, at most
+/// for [`Options::close_timeout`] and [`Options::abort_timeout`].
 pub(super) struct Communicator {
     pub(super) library: Arc<Library>,
     pub(super) stream: Arc<dyn DeviceStream>,
     pub(super) options: Options,
-    /// Null before it is made, and once it has ended. This has the only copy, but for a thread that ends it.
+    /// Null before it is made, and once it has ended. This has the only copy, but for a thread that
+    /// ends it.
     raw: Comm,
     rank: Rank,
-    /// What the stream has been given and was not done when it was last looked at, the oldest first.
+    /// Work that the stream has been given and was not done when it was last looked at, the oldest
+    /// first.
     under_way: VecDeque<UnderWay>,
-    /// Why the group is broken, if the communicator has to be aborted and that waits for other work on the stream.
+    /// Why the group is broken, if the communicator has to be aborted and that waits for other work
+    /// on the stream.
     broken: Option<Breakdown>,
-    /// Where a split that failed may have left a communicator.
+    /// Communicator that a failed `ncclCommSplit` may have written.
     halfway: Option<Halfway>,
 }
 
@@ -66,8 +70,8 @@ impl UnderWay {
 /// A place that NCCL may write to for as long as the communicator exists that was split.
 struct Halfway(*mut Comm);
 
-// SAFETY: NCCL takes calls with a communicator from any thread, one at a time, and `&mut` or ownership sees to that: `&self` methods are called by the
-// owner alone, as there is no `Sync`.
+// SAFETY: NCCL takes calls with a communicator from any thread, one at a time, and `&mut` or
+// ownership sees to that: `&self` methods are called by the owner alone, as there is no `Sync`.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
@@ -83,14 +87,15 @@ impl Communicator {
         let mut config = self.config();
         let [size, rank] = [size, self.rank.index()].map(|number| c_int::try_from(number).unwrap_or(-1));
         let init = self.library.functions().comm_init_rank_config;
-        // SAFETY: the communicator and the configuration are places of that type for the time of the call, which does not keep them.
+        // SAFETY: the communicator and the configuration are places of that type for the time of
+        // the call, which does not keep them.
         let result = unsafe { init(&raw mut self.raw, size, id, rank, &raw mut config) };
         self.check(CALL, result)?;
         self.settle(control, CALL, self.options.join_timeout)
     }
 
-    /// Makes a communicator of those ranks of this one that give the same `color`, in the order of `key`. All ranks of this one call it. The new one is yet to
-    /// [settle](Self::settle).
+    /// Makes a communicator of those ranks of this one that give the same `color`, in the order of
+    /// `key`. All ranks of this one call it. The new one is yet to [settle](Self::settle).
     pub(super) fn split(&mut self, control: &mut dyn Agreement, color: c_int, key: c_int) -> Result<Self, Fault> {
         let split = self.library.functions().comm_split.get(&self.library)?;
         let mut config = self.config();
@@ -117,7 +122,7 @@ impl Communicator {
         Config::new(self.library.version(), (self.options.min_ctas, self.options.max_ctas))
     }
 
-    /// Which rank this is, and of how many.
+    /// Returns the rank, and the number of ranks.
     pub(super) fn place(&self) -> Result<(Rank, usize), NcclError> {
         let functions = self.library.functions();
         let [rank, size] = [("ncclCommUserRank", functions.comm_user_rank), ("ncclCommCount", functions.comm_count)]
@@ -144,7 +149,7 @@ impl Communicator {
         Ok(state != code::IN_PROGRESS)
     }
 
-    /// Whether a call has failed, which it has not while it is in progress.
+    /// Returns true if a call has failed, which it has not while it is in progress.
     pub(super) fn check(&self, call: &'static str, result: c_int) -> Result<(), NcclError> {
         match result {
             code::SUCCESS | code::IN_PROGRESS => Ok(()),
@@ -156,7 +161,8 @@ impl Communicator {
         self.raw
     }
 
-    /// What is enqueued from here on is this collective's, until its [end](Self::end_of).
+    /// Attributes all that is enqueued from here on to this collective, until its
+    /// [end](Self::end_of).
     pub(super) fn begin(&mut self, collective: Collective) -> Result<(), RpcError> {
         let begin = self.stream.mark()?;
         self.under_way.push_back(UnderWay { collective, begin, begun: None, end: None });
@@ -172,12 +178,13 @@ impl Communicator {
         Ok(())
     }
 
-    /// How many collectives are on the stream, as far as anybody has looked.
+    /// Returns the number of collectives are on the stream, as far as anybody has looked.
     pub(super) fn under_way(&self) -> usize {
         self.under_way.len()
     }
 
-    /// Whether something of value is among them: what was not enqueued to its end is the failure of its own call, and a barrier has no result.
+    /// Returns true if something of value is among them: what was not enqueued to its end is the
+    /// failure of its own call, and a barrier has no result.
     pub(super) fn has_results_to_come(&self) -> bool {
         let has_result = |one: &UnderWay| one.end.is_some() && one.collective.operation != Operation::Barrier;
         self.under_way.iter().any(has_result)
@@ -187,10 +194,11 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// NCCL or the device says that something has failed; or a collective that has begun takes longer than it may.
+    /// NCCL or the device says that something has failed; or a collective that has begun takes
+    /// longer than it may.
     pub(super) fn progress(&mut self) -> Result<bool, Fault> {
         let Some(last) = self.under_way.back() else { return Ok(true) };
-        // What NCCL says goes first: it knows why a stream does not get on.
+        // NCCL's own error goes first: it knows why a stream does not get on.
         self.is_settled(last.end.as_ref().map_or("", |(call, _)| call))?;
         let limit = self.options.limit();
         while let Some(first) = self.under_way.front_mut() {
@@ -211,9 +219,11 @@ impl Communicator {
         Ok(true)
     }
 
-    /// Aborts the communicator, unless it has been, and waits until nothing of it is on the device any more. Calls [`Options::on_stuck`] if that takes too long.
+    /// Aborts the communicator, unless it has been, and waits until nothing of it is on the device
+    /// any more. Calls [`Options::on_stuck`] if that takes too long.
     ///
-    /// Where only the owner's own work is on the stream, NCCL would wait for that, and nobody waits for this communicator: it is aborted when it is dropped.
+    /// If only the owner's own work is on the stream, NCCL would wait for that, and no thread waits
+    /// for this communicator: it is aborted when it is dropped.
     pub(super) fn abort(&mut self, breakdown: &Breakdown) {
         if !self.under_way.is_empty() || self.stream.is_done().unwrap_or(true) {
             self.abort_now(breakdown);
@@ -231,18 +241,20 @@ impl Communicator {
         let mut patience = Patience::new(&self.options, !self.under_way.is_empty());
         let mut is_over = self.wait_for_end(self.end(abort, raw), &mut patience);
         if let Some(Halfway(place)) = self.halfway.take().filter(|_| is_over) {
-            // SAFETY: from `Box::into_raw`, and with the communicator that it was split from NCCL has let go of it.
+            // SAFETY: from `Box::into_raw`, and with the communicator that it was split from NCCL
+            // has let go of it.
             let child = *unsafe { Box::from_raw(place) };
             is_over = child.is_null() || self.wait_for_end(self.end(abort, child), &mut patience);
         }
         if !is_over {
-            // What hangs is touched no more.
+            // Hanging work is not touched any more.
             self.under_way.clear();
             (self.options.on_stuck)(breakdown);
         }
     }
 
-    /// Waits until a call that ends a communicator is back, and nothing of that is on the stream. Says whether it came to that.
+    /// Waits until a call that ends a communicator is back, and nothing of that is on the stream.
+    /// Says whether it came to that.
     fn wait_for_end(&mut self, told: Option<mpsc::Receiver<()>>, patience: &mut Patience) -> bool {
         let Some(told) = told else { return false };
         let mut is_back = false;
@@ -251,7 +263,8 @@ impl Communicator {
             while self.under_way.front().is_some_and(|first| first.end.is_some() && first.is_over().unwrap_or(true)) {
                 self.under_way.pop_front();
             }
-            // Of what was not enqueued to its end nobody knows when it is over, but NCCL when it is back.
+            // Of what was not enqueued to its end nobody knows when it is over, but NCCL when it is
+            // back.
             if is_back && self.under_way.iter().all(|one| one.end.is_none()) {
                 self.under_way.clear();
                 return true;
@@ -272,7 +285,8 @@ impl Communicator {
         }
     }
 
-    /// Waits until the stream has done the owner's own work, which may take as long as in front of a collective.
+    /// Waits until the stream has done the owner's own work, which may take as long as in front of
+    /// a collective.
     fn drain(&self) -> bool {
         let limit = self.options.drain_timeout.unwrap_or(FOR_EVER);
         !self.under_way.is_empty() || wait_alone(Instant::now() + limit, || self.stream.is_done().unwrap_or(true))
@@ -295,7 +309,8 @@ impl Communicator {
         true
     }
 
-    /// Ends `raw` by a call that may hang, on a thread of its own, which tells when it is back. `None` if there is no thread.
+    /// Ends `raw` by a call that may hang, on a thread of its own, which tells when it is back.
+    /// `None` if there is no thread.
     fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int, raw: Comm) -> Option<mpsc::Receiver<()>> {
         /// The one copy of a communicator.
         struct Last(Comm);
@@ -318,7 +333,7 @@ impl Communicator {
         spawned.is_ok().then_some(told)
     }
 
-    /// What to say of a rank that hangs when it leaves.
+    /// Returns the breakdown of a rank that hangs when it leaves.
     fn stuck(&self) -> Breakdown {
         let text = "NCCL's communicator does not go down".to_owned();
         let (cause, rank) = (BreakCause::Backend(text), self.rank);
@@ -344,7 +359,8 @@ impl Drop for Communicator {
     }
 }
 
-/// How long an end may take: a communicator waits for all that is on its device, and the owner's own work may be among that.
+/// Time limit of an end: a communicator waits for all that is on its device, and the owner's own
+/// work may be among that.
 struct Patience {
     /// For NCCL.
     limit: Duration,
@@ -361,7 +377,8 @@ impl Patience {
         Self { limit, last: looked + limit + owners, hanging: Duration::ZERO, looked }
     }
 
-    /// Whether it may go on, where the time since the last question was NCCL's or was not.
+    /// Returns true while there is time left; `is_of_nccl` says whether the time since the last
+    /// question was NCCL's.
     fn lasts(&mut self, is_of_nccl: bool) -> bool {
         let now = Instant::now();
         if is_of_nccl {
@@ -372,5 +389,5 @@ impl Patience {
     }
 }
 
-/// How often somebody who waits for an end looks how far it has come.
+/// Interval at which a thread that waits for an end looks at its progress.
 const LOOK: Duration = Duration::from_millis(1);

@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use super::Version;
 
-/// What stands for "not set": `INT_MIN`.
+/// Value for "not set": `INT_MIN`.
 const UNSET: c_int = c_int::MIN;
 
 /// Says that the structure was filled in.
@@ -13,8 +13,9 @@ const MAGIC: c_uint = 0xcafe_beef;
 /// The newest version whose settings the structure has.
 const NEWEST: Version = Version::new(2, 18, 0);
 
-/// The beginning of `ncclConfig_t`, up to what 2.18 has in it. Newer versions have more: the library takes as many bytes as the structure says that it has, and
-/// its own defaults for what came after the version that the structure names; older libraries take fewer bytes.
+/// The beginning of `ncclConfig_t`, up to what 2.18 has in it. Newer versions have more: the
+/// library takes as many bytes as the structure says that it has, and its own defaults for what
+/// came after the version that the structure names; older libraries take fewer bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Config {
@@ -33,7 +34,8 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// For a communicator that does not block and has between so many blocks of threads on the device, for the library `version`.
+    /// For a communicator that does not block and has between so many blocks of threads on the
+    /// device, for the library `version`.
     pub(super) fn new(version: Version, (min_ctas, max_ctas): (Option<u16>, Option<u16>)) -> Self {
         let setting = |value: Option<u16>| value.map_or(UNSET, c_int::from);
         Self {

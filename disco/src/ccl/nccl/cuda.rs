@@ -11,8 +11,9 @@ use rpc_cuda::{CudaDevice, CudaEvent, CudaStream};
 
 use super::{DeviceStream, Mark};
 
-/// The default stream of a CUDA device, on which everything else of this process runs too: so collectives come behind what was submitted before them,
-/// and memory is zeroed, copied and freed around them in order.
+/// The default stream of a CUDA device, on which everything else of this process runs too: so
+/// collectives come behind what was submitted before them, and memory is zeroed, copied and freed
+/// around them in order.
 ///
 /// # Errors
 ///
@@ -45,7 +46,8 @@ struct DefaultStream {
     scratch: Mutex<Option<Box<dyn Memory>>>,
 }
 
-// SAFETY: the stream is kept, and asked through the driver; scratch memory goes back to the pool behind the stream's work.
+// SAFETY: the stream is kept, and asked through the driver; scratch memory goes back to the pool
+// behind the stream's work.
 unsafe impl DeviceStream for DefaultStream {
     fn device(&self) -> Device {
         Device::cuda(self.index)

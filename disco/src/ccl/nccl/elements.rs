@@ -16,7 +16,7 @@ const E5M2: c_int = 11;
 /// From which on NCCL adds up floats of 8 bits: Hopper.
 const FLOAT8_CAPABILITY: u32 = 9;
 
-/// What a call is told of the elements: their type, and how many stand for `count` of the collective.
+/// Type and number of elements, as a call is told: several may stand for one of the collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Elements {
     pub(super) dtype: c_int,
@@ -26,7 +26,8 @@ pub(super) struct Elements {
 }
 
 impl Elements {
-    /// For `collective`, which has `bytes` on its smaller side. Data that only moves, moves as bytes.
+    /// For `collective`, which has `bytes` on its smaller side. Data that only moves, moves as
+    /// bytes.
     ///
     /// # Errors
     ///
@@ -42,15 +43,14 @@ impl Elements {
         }
         let lane = DataType { lanes: 1, ..collective.dtype };
         let Some(dtype) = code(lane) else {
-            let flavour = library.flavour();
-            return Err(RpcError::unsupported(format!("{collective}: {flavour} does not reduce {lane}")));
+            return Err(RpcError::unsupported(format!("{collective}: NCCL does not reduce {lane}")));
         };
         if matches!(dtype, E4M3 | E5M2) {
             library.needs(format_args!("{collective}"), 2, 24)?;
             if let Some((major, minor)) = capability.filter(|(major, _)| *major < FLOAT8_CAPABILITY) {
-                let flavour = library.flavour();
                 return Err(RpcError::unsupported(format!(
-                    "{collective}: {flavour} reduces {lane} on devices of compute capability {FLOAT8_CAPABILITY}.0 and up, and this one has {major}.{minor}"
+                    "{collective}: NCCL reduces {lane} on devices of compute capability {FLOAT8_CAPABILITY}.0 and \
+                     up, and this one has {major}.{minor}"
                 )));
             }
         }

@@ -1,4 +1,4 @@
-//! How each collective becomes calls of NCCL.
+//! Enqueueing of collectives, as calls of NCCL.
 
 use std::ffi::{c_int, c_void};
 
@@ -28,12 +28,13 @@ enum Transfer {
 }
 
 impl Work {
-    /// Whether it exchanges in place: nobody knows when a part of the buffer may be overwritten, so that what comes goes elsewhere first.
+    /// Returns true if it exchanges in place: a part of the buffer may be overwritten at any time,
+    /// so that incoming data goes elsewhere first.
     pub(super) fn needs_copy(&self) -> bool {
         self.collective.operation == Operation::AllToAll && self.lent.in_place
     }
 
-    /// Whether others need what this rank has.
+    /// Returns true if others need this rank's data.
     fn has_input(&self) -> bool {
         match self.collective.operation {
             Operation::Broadcast { root } | Operation::Scatter { root } => root == self.rank,
@@ -42,7 +43,7 @@ impl Work {
         }
     }
 
-    /// What this rank sends and receives where NCCL has no call for the whole.
+    /// Returns the sends and receives of this rank, where NCCL has no call for the whole.
     fn transfers(&self) -> Vec<Transfer> {
         let bytes = self.elements.bytes();
         let input = |rank: Rank| self.lent.input.wrapping_add(rank.index() * bytes);
@@ -72,7 +73,7 @@ impl Work {
         }
     }
 
-    /// Where what comes goes first.
+    /// Returns the memory to which incoming data goes first.
     fn output(&self) -> *mut u8 {
         if self.needs_copy() { self.scratch.cast() } else { self.lent.output }
     }
@@ -101,7 +102,8 @@ impl Communicator {
         let Work { collective, elements: Elements { dtype, count, .. }, lent, .. } = *work;
         let functions = self.library.functions();
         let (comm, stream) = (self.raw(), self.stream.raw());
-        // Where a rank has no use for one of the two, NCCL does not look at it; what it is given is memory of this device all the same.
+        // If a rank has no use for one of the two, NCCL does not look at it; it gets memory of this
+        // device all the same.
         let (mut input, mut output) = (lent.input.cast::<c_void>(), work.output().cast::<c_void>());
         if !lent.has_output {
             output = input.cast_mut();
@@ -110,8 +112,10 @@ impl Communicator {
             input = output.cast_const();
         }
         let number = |rank: Rank| rank.0 as c_int;
-        // SAFETY of all calls: `lend` checked that the buffers have the lengths that this operation has on this rank, where they are used; they are lent, or their owner
-        // keeps them, until the stream has done this or the communicator is aborted. Communicator and stream exist, and no call is in progress.
+        // SAFETY of all calls: `lend` checked that the buffers have the lengths that this operation
+        // has on this rank, where they are used; they are lent, or their owner keeps them, until
+        // the stream has done this or the communicator is aborted. Communicator and stream exist,
+        // and no call is in progress.
         let (call, result) = match collective.operation {
             Operation::Allreduce(op) => {
                 // SAFETY: see above.

@@ -1,4 +1,4 @@
-//! What can go wrong before a group of ranks is there to break: no library, or a call that it refuses.
+//! Errors before a group of ranks exists: no library, or a call that it refuses.
 
 use std::ffi::c_int;
 use std::fmt;
@@ -10,7 +10,7 @@ use rpc_core::{ErrorKind, RpcError};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub struct LoadError {
-    /// What was tried, in this order.
+    /// Attempts, in their order.
     pub attempts: Vec<Attempt>,
 }
 
@@ -30,7 +30,7 @@ impl fmt::Display for LoadError {
 pub struct Attempt {
     /// Its path, or its name where the system was to look for it.
     pub library: PathBuf,
-    /// What the system said of it, or why it is of no use.
+    /// Error of the system, or the reason why the library is of no use.
     pub reason: String,
 }
 
@@ -61,9 +61,10 @@ pub struct NcclError {
     pub call: &'static str,
     /// Its result. Libraries that are newer than this program have codes that it does not know.
     pub code: c_int,
-    /// What the library calls that code.
+    /// Name of the code in the library.
     pub text: String,
-    /// What went wrong in detail, in the library's words; empty if it says nothing, as without `NCCL_DEBUG=WARN` some versions do.
+    /// Details of the error, in the library's words; empty if it says nothing, as some versions do
+    /// without `NCCL_DEBUG=WARN`.
     pub last_error: String,
 }
 
@@ -84,7 +85,8 @@ impl From<NcclError> for RpcError {
     }
 }
 
-/// The results that have a meaning here. They are never made into an enumeration: a newer library has more of them.
+/// The results that have a meaning here. They are never made into an enumeration: a newer library
+/// has more of them.
 pub(super) mod code {
     use std::ffi::c_int;
 

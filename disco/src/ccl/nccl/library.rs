@@ -10,33 +10,14 @@ use rpc_core::RpcError;
 use serde::{Deserialize, Serialize};
 
 use super::error::code;
-use super::symbols::{Comm, Functions, OLDEST, ONLY_RCCL};
+use super::symbols::{Comm, Functions, OLDEST};
 use super::{Attempt, LoadError, NcclError, Version, places};
 
 /// The bytes of a [`UniqueId`].
 const ID_LEN: usize = 128;
 
-/// Whose library it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Flavour {
-    /// NVIDIA's, for CUDA devices.
-    Nccl,
-    /// AMD's, for ROCm devices.
-    Rccl,
-}
-
-impl fmt::Display for Flavour {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Nccl => "NCCL",
-            Self::Rccl => "RCCL",
-        })
-    }
-}
-
-/// What the ranks of a group find each other by. One rank [makes it](Library::unique_id) and the others get it in some other way; it holds the address at
-/// which that rank listens.
+/// Id by which the ranks of a group find each other. One rank [makes it](Library::unique_id) and
+/// the others get it in some other way; it holds the address at which that rank listens.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct UniqueId {
@@ -67,15 +48,16 @@ impl fmt::Debug for UniqueId {
 pub struct Library {
     path: PathBuf,
     version: Version,
-    flavour: Flavour,
     functions: Functions,
 }
 
 impl Library {
-    /// Loads the library that [`LIBRARY_VARIABLE`](super::LIBRARY_VARIABLE) (`DISCO_NCCL_LIBRARY`) names; or else the first of `libnccl.so.2` and
-    /// `libnccl.so` where the system looks for libraries, that of the Python environment in `VIRTUAL_ENV` or `CONDA_PREFIX`, `librccl.so.1` and `librccl.so`.
+    /// Loads the library that [`LIBRARY_VARIABLE`](super::LIBRARY_VARIABLE) (`DISCO_NCCL_LIBRARY`)
+    /// names; or else the first of `libnccl.so.2` and `libnccl.so` where the system looks for
+    /// libraries, or that of the Python environment in `VIRTUAL_ENV` or `CONDA_PREFIX`.
     ///
-    /// It reads files and blocks for that long, and leaves the devices alone. The library reads its own settings, `NCCL_…`, from the environment.
+    /// It reads files and blocks for that long, and leaves the devices alone. The library reads its
+    /// own settings, `NCCL_…`, from the environment.
     ///
     /// # Errors
     ///
@@ -97,17 +79,19 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// What the system said; or that it is not NCCL, or older than 2.14.
+    /// The error of the system; the library is not NCCL, or older than 2.14.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, LoadError> {
         Self::try_open(path.as_ref()).map_err(|attempt| LoadError { attempts: vec![attempt] })
     }
 
     fn try_open(path: &Path) -> Result<Arc<Self>, Attempt> {
         let failed = |reason: String| Attempt { library: path.to_owned(), reason };
-        // SAFETY: code of the library runs, which whoever named it trusts. NCCL's and RCCL's may run on any thread.
+        // SAFETY: code of the library runs, which whoever named it trusts. NCCL's may run on any
+        // thread.
         let opened = unsafe { rpc_dylib::load(path) };
         let opened = ManuallyDrop::new(opened.map_err(failed)?);
-        // SAFETY: `ManuallyDrop` keeps it loaded, and NCCL has had this function with this type from its beginning.
+        // SAFETY: `ManuallyDrop` keeps it loaded, and NCCL has had this function with this type
+        // from its beginning.
         let get_version = unsafe { opened.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
         let get_version = get_version.map_err(|_| failed("it has no ncclGetVersion".to_owned()))?;
         let mut number = 0;
@@ -123,15 +107,13 @@ impl Library {
         // SAFETY: what has `ncclGetVersion` has NCCL's interface, and it stays loaded.
         let functions = unsafe { Functions::of(&opened) };
         let functions = functions.map_err(|name| failed(format!("it is version {version} and has no {name}")))?;
-        // SAFETY: the address is not used.
-        let is_rccl = unsafe { opened.get::<unsafe extern "C" fn()>(ONLY_RCCL.to_bytes_with_nul()) }.is_ok();
-        let flavour = if is_rccl { Flavour::Rccl } else { Flavour::Nccl };
-        tracing::debug!(path = %path.display(), %version, %flavour, "loaded a library of collectives");
-        Ok(Arc::new(Self { path: path.to_owned(), version, flavour, functions }))
+        tracing::debug!(path = %path.display(), %version, "loaded a library of collectives");
+        Ok(Arc::new(Self { path: path.to_owned(), version, functions }))
     }
 
-    /// Makes what the ranks of one group find each other by. One rank of the group does so, and listens from then on for the others on the network that
-    /// `NCCL_SOCKET_IFNAME` chooses. Needs no device.
+    /// Makes what the ranks of one group find each other by. One rank of the group does so, and
+    /// listens from then on for the others on the network that `NCCL_SOCKET_IFNAME` chooses. Needs
+    /// no device.
     ///
     /// # Errors
     ///
@@ -143,16 +125,10 @@ impl Library {
         if result == code::SUCCESS { Ok(id) } else { Err(self.error("ncclGetUniqueId", result, std::ptr::null_mut())) }
     }
 
-    /// Which version it is.
+    /// Returns the version of the library.
     #[must_use]
     pub fn version(&self) -> Version {
         self.version
-    }
-
-    /// Whose it is.
-    #[must_use]
-    pub fn flavour(&self) -> Flavour {
-        self.flavour
     }
 
     /// The path or the name that it was loaded by.
@@ -161,20 +137,22 @@ impl Library {
         &self.path
     }
 
-    /// What the library calls a result. Any number will do.
+    /// Returns the library's text for a result. Any number will do.
     #[must_use]
     pub fn error_string(&self, code: c_int) -> String {
         // SAFETY: it takes any number, and gives a constant.
         unsafe { text((self.functions.get_error_string)(code)) }
     }
 
-    /// What went wrong last in this process, in the library's words; empty if it says nothing.
+    /// Returns the text of the last error in this process, in the library's words; empty if it says
+    /// nothing.
     #[must_use]
     pub fn last_error(&self) -> String {
         self.last_error_of(std::ptr::null_mut())
     }
 
-    /// … with a communicator, or with any if it is null. It must be one of this library that still exists.
+    /// … with a communicator, or with any if it is null. It must be one of this library that still
+    /// exists.
     fn last_error_of(&self, comm: Comm) -> String {
         // SAFETY: a communicator of this library or null, both of which it takes.
         unsafe { text((self.functions.get_last_error)(comm)) }
@@ -189,7 +167,7 @@ impl Library {
         NcclError { call, code, text: self.error_string(code), last_error: self.last_error_of(comm) }
     }
 
-    /// That something came only with a later version than this.
+    /// Checks that the library has something that came with this version.
     pub(super) fn needs(&self, what: fmt::Arguments<'_>, major: u32, minor: u32) -> Result<(), RpcError> {
         if self.version >= Version::new(major, minor, 0) {
             return Ok(());
@@ -200,15 +178,14 @@ impl Library {
 
 impl fmt::Display for Library {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = if self.flavour == Flavour::Rccl { "RCCL with the interface of " } else { "" };
-        write!(f, "{kind}{} ({})", self.version, self.path.display())
+        write!(f, "{} ({})", self.version, self.path.display())
     }
 }
 
 impl fmt::Debug for Library {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { path, version, flavour, .. } = self;
-        f.debug_struct("Library").field("path", path).field("version", version).field("flavour", flavour).finish()
+        let Self { path, version, .. } = self;
+        f.debug_struct("Library").field("path", path).field("version", version).finish()
     }
 }
 

@@ -1,24 +1,26 @@
-//! What one rank has: its communicators, and what of them is on the device.
+//! One rank: its communicators, and their work on the device.
 
 use std::time::Instant;
 
 use rpc_core::{Device, RpcError};
 
+use super::UniqueId;
 use super::communicator::{Communicator, SPLIT};
 use super::elements::Elements;
 use super::enqueue::Work;
 use super::wait::{EAGER, Fault, pause};
-use super::{Library, UniqueId};
 use crate::ccl::{Agreement, BreakCause, CclError, Collective, CollectiveInput, Operation};
 
 /// The bytes of a barrier's allreduce.
 const WORD: usize = 8;
 
-/// The most collectives on a stream: enough to keep the device busy, and few enough that they do not fill the driver's own queue, behind which NCCL would wait.
+/// The most collectives on a stream: enough to keep the device busy, and few enough that they do
+/// not fill the driver's own queue, behind which NCCL would wait.
 const MAX_UNDER_WAY: usize = 128;
 
 pub(super) struct Member {
-    /// Goes first: NCCL takes a communicator down only with the others, who may have to hear first that this rank leaves.
+    /// Goes first: NCCL takes a communicator down only with the others, who may have to hear first
+    /// that this rank leaves.
     pub(super) control: Box<dyn Agreement>,
     pub(super) communicator: Communicator,
     /// Why something that was under way has not been done, until somebody has been told.
@@ -135,12 +137,13 @@ impl Member {
         }
     }
 
-    /// Looks how far the device has come, and whether the others are still there if that is asked for. Says whether nothing is under way.
+    /// Looks how far the device has come, and whether the others are still there if that is asked
+    /// for. Says whether nothing is under way.
     pub(super) fn look(&mut self, at_others: bool) -> Result<bool, CclError> {
         if self.communicator.under_way() == 0 {
             return Ok(true);
         }
-        // What is done is done, whatever has become of the group.
+        // Finished work is finished, whatever has become of the group.
         let others = if at_others { self.control.look() } else { Ok(()) };
         let looked = match (others, self.communicator.progress()) {
             (Err(broken), Ok(false) | Err(_)) => Err(broken.into()),
@@ -156,7 +159,7 @@ impl Member {
         }
     }
 
-    /// What there is to enqueue, or why this rank has no input.
+    /// Returns the work to enqueue, or the reason why this rank has no input.
     fn work(&self, collective: Collective, data: &CollectiveInput<'_>) -> Result<Work, RpcError> {
         let buffers = match data {
             CollectiveInput::Ready(buffers) => buffers,
@@ -164,12 +167,12 @@ impl Member {
         };
         let Communicator { library, stream, .. } = &self.communicator;
         let (rank, size) = (self.control.rank(), self.control.size());
-        let lent = buffers.lend(&collective, rank, size, |device| reach(device, stream.device(), library))?;
+        let lent = buffers.lend(&collective, rank, size, |device| reach(device, stream.device()))?;
         let bytes = if collective.operation == Operation::Barrier { Some(WORD) } else { collective.bytes() };
         let elements = Elements::of(&collective, bytes.unwrap_or(0), library, stream.compute_capability())?;
         let mut work = Work { collective, elements, lent, scratch: std::ptr::null_mut(), rank, size };
         stream.make_current()?;
-        // What has failed in front of it is why there is no input.
+        // A failure in front of it is the reason why there is no input.
         stream.is_done()?;
         if collective.operation == Operation::Barrier {
             work.scratch = stream.scratch(WORD)?;
@@ -179,7 +182,8 @@ impl Member {
         Ok(work)
     }
 
-    /// What a fault is for all ranks: tells the others if only this one knows, and aborts what is left if the group is broken.
+    /// Turns a fault into the error of all ranks: tells the others if only this one knows, and
+    /// aborts the rest if the group is broken.
     fn conclude(&mut self, fault: Fault) -> CclError {
         let error = match fault {
             Fault::Common(error) => error,
@@ -193,7 +197,7 @@ impl Member {
     /// Aborts what is left if the group is broken, and keeps why that is lost.
     fn lose(&mut self, error: &CclError) {
         let CclError::Broken(breakdown) = error else { return };
-        // What is done by now is not lost. That the rest will not be is known.
+        // Work that is done by now is not lost. That the rest will not be is known.
         _ = self.communicator.progress();
         if self.communicator.has_results_to_come() {
             self.lost.get_or_insert_with(|| error.clone());
@@ -203,10 +207,9 @@ impl Member {
 }
 
 /// Takes memory of the stream's device alone.
-fn reach(device: Device, own: Device, library: &Library) -> Result<(), RpcError> {
+fn reach(device: Device, own: Device) -> Result<(), RpcError> {
     if device == own {
         return Ok(());
     }
-    let flavour = library.flavour();
-    Err(RpcError::unsupported(format!("{flavour} works on memory of {own} here, and the buffers are on {device}")))
+    Err(RpcError::unsupported(format!("NCCL works on memory of {own} here, and the buffers are on {device}")))
 }

@@ -1,32 +1,36 @@
-//! What a rank needs of its device: a stream, and some memory.
+//! Device of a rank: a stream, and some memory.
 
 use std::ffi::c_void;
 
 use rpc_core::{Device, RpcError};
 
-/// A stream of the device that a rank works on: CUDA's, HIP's, or one for tests. Whoever makes the rank implements it.
+/// A stream of the device that a rank works on: CUDA's, HIP's, or one for tests. Whoever makes the
+/// rank implements it.
 ///
-/// The stream outlives every communicator that it was given to. No method blocks; each may be called from any thread, and more than one at a time.
+/// The stream outlives every communicator that it was given to. No method blocks; each may be
+/// called from any thread, and more than one at a time.
 ///
 /// # Safety
 ///
-/// [`raw`](Self::raw) is a stream of [`device`](Self::device) in the library's sense until `self` is dropped; [`is_done`](Self::is_done) and the marks never say that something is done before it is; and
-/// [`scratch`](Self::scratch) stays as it promises. Buffers are given back to their owners by that.
+/// [`raw`](Self::raw) is a stream of [`device`](Self::device) in the library's sense until `self`
+/// is dropped; [`is_done`](Self::is_done) and the marks never say that something is done before it
+/// is; and [`scratch`](Self::scratch) stays as it promises. Buffers are given back to their owners
+/// by that.
 pub unsafe trait DeviceStream: Send + Sync {
     /// The device. Buffers have to be on it.
     fn device(&self) -> Device;
 
-    /// The stream, as the library takes it: a `cudaStream_t` for NCCL, a `hipStream_t` for RCCL.
+    /// The stream, as the library takes it: a `cudaStream_t`.
     fn raw(&self) -> *mut c_void;
 
     /// Makes the device the current one of the calling thread. Comes before the library is called.
     ///
     /// # Errors
     ///
-    /// What the driver says.
+    /// The error of the driver.
     fn make_current(&self) -> Result<(), RpcError>;
 
-    /// Whether all that was enqueued has been done: `cudaStreamQuery` or `hipStreamQuery`.
+    /// Returns true if all enqueued work is done: `cudaStreamQuery` or `hipStreamQuery`.
     ///
     /// # Errors
     ///
@@ -37,15 +41,17 @@ pub unsafe trait DeviceStream: Send + Sync {
     ///
     /// # Errors
     ///
-    /// What the driver says.
+    /// The error of the driver.
     fn mark(&self) -> Result<Box<dyn Mark>, RpcError>;
 
-    /// The major and minor number of what the device can do, as NVIDIA counts that; `None`, the default, where nobody knows.
+    /// The major and minor number of what the device can do, as NVIDIA counts that; `None`, the
+    /// default, where nobody knows.
     fn compute_capability(&self) -> Option<(u32, u32)> {
         None
     }
 
-    /// Memory of the device, at least so many bytes, aligned to 8, for whatever is enqueued next on this stream and until that is done. What is in it does not matter, and it remains the
+    /// Memory of the device, at least so many bytes, aligned to 8, for whatever is enqueued next on
+    /// this stream and until that is done. What is in it does not matter, and it remains the
     /// stream's own. A barrier takes 8 bytes; an in-place `all_to_all` as many as its buffer has.
     ///
     /// # Errors
@@ -60,7 +66,7 @@ pub unsafe trait DeviceStream: Send + Sync {
 ///
 /// It is not said to be reached before the stream has done what was enqueued in front of it.
 pub unsafe trait Mark: Send {
-    /// Whether the stream has come there.
+    /// Returns true if the stream has come there.
     ///
     /// # Errors
     ///

@@ -1,13 +1,15 @@
-//! The functions of the library, as its header declares them: names, types, and the version that each came with.
+//! The functions of the library, as its header declares them: names, types, and the version that
+//! each came with.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 
 use rpc_core::RpcError;
 
 use super::config::Config;
 use super::{UniqueId, Version};
 
-/// The oldest version of any use: communicators that do not block came with it, and only those can be aborted safely.
+/// The oldest version of any use: communicators that do not block came with it, and only those can
+/// be aborted safely.
 pub(super) const OLDEST: Version = Version::new(2, 14, 0);
 
 /// `ncclComm_t`: a communicator.
@@ -41,14 +43,16 @@ macro_rules! functions {
             ///
             /// # Errors
             ///
-            /// The name of the first that even the oldest usable version has, and this library has not.
+            /// The name of the first that even the oldest usable version has, and this library has
+            /// not.
             ///
             /// # Safety
             ///
             /// The library must be NCCL, or have its interface, and never be unloaded.
             pub(super) unsafe fn of(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Self {
-                    // SAFETY: NCCL has declared its functions like this since they came; the caller vouches for the library.
+                    // SAFETY: NCCL has declared its functions like this since they came; the caller
+                    // vouches for the library.
                     $($old: unsafe { find(library, $old_name) }.ok_or(concat!($old_name))?,)*
                     $($new: Newer {
                         name: $new_name,
@@ -101,14 +105,12 @@ functions! {
     }
 }
 
-/// What RCCL has besides NCCL's functions, and NCCL has not.
-pub(super) const ONLY_RCCL: &CStr = c"ncclAllToAllv";
-
 /// The function `name`, if the library has it.
 ///
 /// # Safety
 ///
-/// `F` must be a pointer to a function of the type that the library's has, and the library must never be unloaded.
+/// `F` must be a pointer to a function of the type that the library's has, and the library must
+/// never be unloaded.
 unsafe fn find<F: Copy>(library: &libloading::Library, name: &str) -> Option<F> {
     // SAFETY: promised by the caller.
     unsafe { library.get::<F>(name.as_bytes()) }.ok().map(|symbol| *symbol)

@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::fmt;
 
-/// A version of NCCL; of RCCL, the version of NCCL whose interface it offers.
+/// A version of NCCL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version {
     /// The first number: 2 since 2017.
@@ -21,7 +21,8 @@ impl Version {
         Self { major, minor, patch }
     }
 
-    /// The version that `ncclGetVersion` gives as `code`: `major × 10000 + minor × 100 + patch` from 2.9 on, and `major × 1000 + …` before.
+    /// The version that `ncclGetVersion` gives as `code`: `major × 10000 + minor × 100 + patch`
+    /// from 2.9 on, and `major × 1000 + …` before.
     #[must_use]
     pub fn from_code(code: c_int) -> Self {
         let code = u32::try_from(code).unwrap_or(0);

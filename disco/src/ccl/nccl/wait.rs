@@ -8,10 +8,11 @@ use rpc_core::{ErrorKind, RpcError};
 use super::NcclError;
 use crate::ccl::{Agreement, CclError};
 
-/// How long a rank asks as often as it can: longer than a small collective takes.
+/// Time for which a rank asks as often as it can: longer than a small collective takes.
 pub(super) const EAGER: Duration = Duration::from_millis(1);
 
-/// The shortest and the longest sleep between two questions after that; it grows with the wait, of which it is to be a small part.
+/// The shortest and the longest sleep between two questions after that; it grows with the wait, of
+/// which it is to be a small part.
 const SLEEP: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// Why this rank cannot go on.
@@ -45,7 +46,7 @@ impl From<NcclError> for Fault {
 ///
 /// # Errors
 ///
-/// What `ready` or the control communicator says; or that `what` has taken as long as `limit`.
+/// The error of `ready` or of the control communicator; `what` has taken as long as `limit`.
 pub(super) fn wait(
     control: &mut dyn Agreement,
     what: &str,

@@ -1,5 +1,5 @@
-//! Looks after collectives that are on the device while nobody else does: a rank that has died or a network that is gone would leave the stream
-//! hanging, and with it whoever waits for the stream.
+//! Looks after collectives that are on the device while nobody else does: a rank that has died or a
+//! network that is gone would leave the stream hanging, and with it whoever waits for the stream.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::member::Member;
 
-/// How often it looks.
+/// Interval of looks.
 const PERIOD: Duration = Duration::from_millis(5);
 
 /// A rank, and whether somebody has to look after it.
@@ -59,7 +59,7 @@ impl Watched {
         while self.wait() {
             // The owner is in a call, and looks itself.
             let Some(mut member) = self.member.try_lock() else { continue };
-            // What is lost is kept for the owner.
+            // A loss is kept for the owner.
             let looked = catch_unwind(AssertUnwindSafe(|| member.look(true)));
             if looked.is_err() {
                 member.take_back();

@@ -88,7 +88,8 @@ proptest! {
     }
 }
 
-/// How the bytes are read: what lies together at once, short runs together with the gaps, long runs and wide gaps apart.
+/// Bytes that lie together are read at once, short runs together with the gaps, long runs and wide
+/// gaps apart.
 #[test]
 fn short_runs_are_read_together() {
     let reads = |shape: &[i64], ranges: &[Range<i64>]| {

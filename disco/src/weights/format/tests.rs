@@ -36,7 +36,7 @@ fn a_header_says_what_there_is() {
     assert!(read(&file(r#"{"__metadata__":{}}"#, 0)).unwrap().tensors.is_empty());
 }
 
-/// What is wrong, and the words in which that is said.
+/// Malformed headers, and the words in which they are refused.
 #[test]
 fn a_malformed_file_is_an_error_that_says_why() {
     let one = |fields: &str, data| file(&format!("{{\"x\":{{{fields}}}}}"), data);
@@ -139,7 +139,7 @@ const BOTH: [(Dtype, &str); 22] = [
 ];
 
 proptest! {
-    /// What the reference implementation writes is read as it was meant.
+    /// Files of the reference implementation are read as they were meant.
     #[test]
     fn files_of_the_reference_implementation_are_read(
         tensors in prop::collection::btree_map("[a-z.\"\\\\ä_]{0,6}", (0..BOTH.len(), prop::collection::vec(0_usize..4, 0..4)), 0..8)
@@ -167,8 +167,8 @@ proptest! {
         }
     }
 
-    /// Any change of a file is read, or is an error: it never panics, and nothing that is read lies outside of the file. What is taken here the reference
-    /// implementation takes, too.
+    /// Any change of a file is read, or is an error: it never panics, and nothing that is read lies
+    /// outside of the file. What is taken here the reference implementation takes, too.
     #[test]
     fn changed_files_do_no_harm(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4), cut in any::<prop::sample::Index>()) {
         let json = r#"{"__metadata__":{"a":"b"},"x":{"dtype":"U8","shape":[2,3],"data_offsets":[0,6]},"y":{"dtype":"F16","shape":[2],"data_offsets":[6,10]}}"#;

@@ -38,8 +38,8 @@ fn integer_model(op: ReduceOp, values: &[i128], wrap: impl Fn(i128) -> i128) -> 
     }
 }
 
-/// In `f64`, rounding to the type of sums after each step as the contract says: the sum and product of two `f32` rounded through `f64` are what
-/// `f32` itself gives.
+/// In `f64`, rounding to the type of sums after each step as the contract says: the sum and product
+/// of two `f32` rounded through `f64` are what `f32` itself gives.
 fn float_model(op: ReduceOp, values: &[f64], round: impl Fn(f64) -> f64) -> f64 {
     let fold = |f: fn(f64, f64) -> f64| values.iter().copied().reduce(|a, b| round(f(a, b))).unwrap();
     let extreme = |f: fn(f64, f64) -> f64| {

@@ -1,4 +1,5 @@
-//! The few functions of MPI that are used, made safe: one call at a time, buffers that live as long as MPI may use them, results as errors.
+//! The few functions of MPI that are used, made safe: one call at a time, buffers that live as long
+//! as MPI may use them, results as errors.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::io;
@@ -11,15 +12,15 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::lost;
 
-/// Held during every call, because the library may allow only one at a time. None of them waits for other processes, but those at the beginning and
-/// the end of a job.
+/// Held during every call, because the library may allow only one at a time. None of them waits for
+/// other processes, but those at the beginning and the end of a job.
 static CALLS: Mutex<Calls> = Mutex::new(Calls { left: Vec::new(), held: 0, is_over: false });
 
-/// What is known of the calls so far.
+/// State of the calls so far.
 struct Calls {
     /// The messages whose owners have gone before MPI was through with them.
     left: Vec<Message>,
-    /// How many messages have an owner.
+    /// Number of messages that have an owner.
     held: usize,
     /// MPI has been ended: nothing of it may be called.
     is_over: bool,
@@ -46,18 +47,19 @@ unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
-/// What MPI works on by itself: a message on its way out or in, and its bytes.
+/// Message that MPI works on by itself, on its way out or in, and its bytes.
 #[derive(Debug)]
 struct Message {
     request: ffi::MPI_Request,
     bytes: Vec<u8>,
 }
 
-// SAFETY: a handle, used under `CALLS` only, and bytes that nobody looks at before MPI is through with them.
+// SAFETY: a handle, used under `CALLS` only, and bytes that nobody looks at before MPI is through
+// with them.
 unsafe impl Send for Message {}
 
 impl Message {
-    /// Whether MPI is through with it.
+    /// Returns true once MPI has finished with the message.
     fn is_done(&mut self, _calls: &Calls) -> io::Result<bool> {
         let mut done = 0;
         // SAFETY: the request is this message's own; a finished one is null, which is always done.
@@ -75,7 +77,7 @@ impl Transfer {
     ///
     /// # Errors
     ///
-    /// What the library says.
+    /// The error of the library.
     pub(super) fn poll(&mut self) -> io::Result<Option<Vec<u8>>> {
         let mut calls = calls()?;
         let message = self.0.as_mut().ok_or_else(|| io::Error::other("a message that has been taken"))?;
@@ -95,7 +97,7 @@ impl Drop for Transfer {
         let Some(mut message) = self.0.take() else { return };
         let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
         calls.held -= 1;
-        // Where the library cannot tell, the bytes stay.
+        // If the library cannot tell, the bytes stay.
         if calls.is_over || !message.is_done(&calls).unwrap_or(false) {
             calls.left.push(message);
         }
@@ -107,7 +109,7 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// What the library says; too little support of threads.
+    /// The error of the library; too little support of threads.
     pub(super) fn start() -> Result<Self, RpcError> {
         let _calls = calls().map_err(lost)?;
         let (mut is_started, mut provided) = (0, 0);
@@ -125,7 +127,8 @@ impl Library {
         if provided < unsafe { ffi::RSMPI_THREAD_SERIALIZED } {
             // SAFETY: MPI has been started, by this thread.
             _ = unsafe { ffi::MPI_Finalize() };
-            let text = "this MPI library lets one thread use it; it has to let all of them, one at a time (MPI_THREAD_SERIALIZED)";
+            let text = "this MPI library lets one thread use it; it has to let all of them, one at a time \
+                        (MPI_THREAD_SERIALIZED)";
             return Err(RpcError::unsupported(text));
         }
         // SAFETY: MPI has been started; all pointers are to locals that the calls write.
@@ -157,10 +160,11 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// What the library says.
+    /// The error of the library.
     pub(super) fn share(&self, bytes: &mut [u8; 16]) -> Result<(), RpcError> {
         let _calls = calls().map_err(lost)?;
-        // SAFETY: the buffer has 16 bytes, on every process, and the call returns when MPI is through with them.
+        // SAFETY: the buffer has 16 bytes, on every process, and the call returns when MPI is
+        // through with them.
         let code = unsafe {
             ffi::MPI_Bcast(bytes.as_mut_ptr().cast(), bytes.len() as c_int, ffi::RSMPI_UINT8_T, 0, self.comm.0)
         };
@@ -171,12 +175,13 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// What the library says.
+    /// The error of the library.
     pub(super) fn send(&self, to: u32, tag: u16, bytes: Vec<u8>) -> io::Result<Transfer> {
         let mut calls = calls()?;
         calls.reap();
         let len = c_int::try_from(bytes.len()).map_err(|_| io::Error::other("a message above 2 GiB"))?;
-        // SAFETY: `bytes` live in the message, unmoved on the heap, until MPI is through with them; a null request is a constant.
+        // SAFETY: `bytes` live in the message, unmoved on the heap, until MPI is through with them;
+        // a null request is a constant.
         unsafe {
             let mut message = Message { request: ffi::RSMPI_REQUEST_NULL, bytes };
             let start = message.bytes.as_ptr().cast();
@@ -186,11 +191,12 @@ impl Library {
         }
     }
 
-    /// Begins to receive the next message with this tag, if it is there, into `room`, which it gets from `room_for` its length.
+    /// Begins to receive the next message with this tag, if it is there, into `room`, which it gets
+    /// from `room_for` its length.
     ///
     /// # Errors
     ///
-    /// What the library says; a message of more than `most` bytes.
+    /// The error of the library; a message of more than `most` bytes.
     pub(super) fn receive(
         &self,
         from: u32,
@@ -199,8 +205,9 @@ impl Library {
         room_for: impl FnOnce(usize) -> Vec<u8>,
     ) -> io::Result<Option<Transfer>> {
         let mut calls = calls()?;
-        // SAFETY: all pointers are to locals that the calls write; the status is read only after a match, which fills it. The buffer lives in
-        // the message, unmoved on the heap, until MPI is through with it, and has room for as many bytes as the status says.
+        // SAFETY: all pointers are to locals that the calls write; the status is read only after a
+        // match, which fills it. The buffer lives in the message, unmoved on the heap, until MPI is
+        // through with it, and has room for as many bytes as the status says.
         unsafe {
             let mut found = 0;
             let mut matched = ffi::RSMPI_MESSAGE_NULL;
@@ -223,11 +230,12 @@ impl Library {
         }
     }
 
-    /// Ends MPI, once it is through with all messages. The thread has to be the one that started it.
+    /// Ends MPI, once it is through with all messages. The thread has to be the one that started
+    /// it.
     ///
     /// # Errors
     ///
-    /// That is not so within `limit`; what the library says.
+    /// MPI is still in use after `limit`; the error of the library.
     pub(super) fn finish(&self, limit: Duration) -> Result<(), RpcError> {
         let until = Instant::now() + limit;
         let late = |what: String| {
@@ -249,7 +257,8 @@ impl Library {
                     }
                     if open == 0 {
                         self.take_the_rest().map_err(lost)?;
-                        // SAFETY: MPI has been started, no message is under way, and nothing of it is called after this.
+                        // SAFETY: MPI has been started, no message is under way, and nothing of it
+                        // is called after this.
                         return checked(unsafe { ffi::MPI_Finalize() }).map_err(lost);
                     }
                     if calls.is_over {
@@ -261,14 +270,16 @@ impl Library {
         }
     }
 
-    /// Takes the farewells of groups that are gone, for which nobody waits: MPI wants every message to be received. Blocks until all processes have come
-    /// here, as the end of MPI does. The caller has the right to call.
+    /// Takes the farewells of groups that are gone, for which nobody waits: MPI wants every message
+    /// to be received. Blocks until all processes have come here, as the end of MPI does. The
+    /// caller has the right to call.
     fn take_the_rest(&self) -> io::Result<()> {
         // SAFETY: MPI has been started, and the communicator is one of all processes.
         checked(unsafe { ffi::MPI_Barrier(self.comm.0) })?;
         loop {
-            // SAFETY: all pointers are to locals that the calls write; the status is read only after a match, which fills it; the buffer has room for as many
-            // bytes as the status says, and the call returns when MPI is through with it.
+            // SAFETY: all pointers are to locals that the calls write; the status is read only
+            // after a match, which fills it; the buffer has room for as many bytes as the status
+            // says, and the call returns when MPI is through with it.
             unsafe {
                 let mut found = 0;
                 let mut matched = ffi::RSMPI_MESSAGE_NULL;
@@ -327,7 +338,8 @@ fn checked(code: c_int) -> io::Result<()> {
     }
     let mut text = [0 as c_char; ffi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut len = 0;
-    // SAFETY: the buffer is as long as the library says that it has to be; it was zeroed, so that it ends with a zero.
+    // SAFETY: the buffer is as long as the library says that it has to be; it was zeroed, so that
+    // it ends with a zero.
     let text = unsafe {
         _ = ffi::MPI_Error_string(code, text.as_mut_ptr(), &mut len);
         CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()

@@ -9,7 +9,7 @@ use super::library::{Library, Transfer};
 
 /// The most bytes of a message: a whole frame of data with its head.
 const MESSAGE: usize = 256 * 1024 + 64;
-/// How many messages may be on their way out, and how many on their way in.
+/// Number of messages may be on their way out, and how many on their way in.
 const WINDOW: usize = 4;
 
 /// One end of such a stream. Nobody tells it when the other end's process has gone.

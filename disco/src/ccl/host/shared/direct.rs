@@ -1,7 +1,9 @@
-//! Large collectives between threads: each works on the others' buffers, whose addresses came with the announcements.
+//! Large collectives between threads: each works on the others' buffers, whose addresses came with
+//! the announcements.
 //!
-//! A rank's buffers are lent to all from its announcement until its call returns. It returns with success only once everybody has
-//! finished, and with an error only once the group is broken and nobody is [`Word::Busy`].
+//! A rank's buffers are lent to all from its announcement until its call returns. It returns with
+//! success only once everybody has finished, and with an error only once the group is broken and
+//! nobody is [`Word::Busy`].
 
 use std::sync::atomic::Ordering;
 
@@ -18,7 +20,8 @@ pub(super) struct Busy<'a>(&'a Segment, usize);
 impl<'a> Busy<'a> {
     /// `None` if the group is broken, and the buffers may be gone.
     pub(super) fn begin(segment: &'a Segment, rank: usize) -> Option<Self> {
-        // In one order with breaking the group and looking at this word: whoever breaks it sees that we are busy, or we see that it is broken.
+        // In one order with breaking the group and looking at this word: whoever breaks it sees
+        // that we are busy, or we see that it is broken.
         segment.word(rank, Word::Busy).store(1, Ordering::SeqCst);
         let this = Self(segment, rank);
         (!segment.is_broken()).then_some(this)
@@ -34,8 +37,9 @@ impl Drop for Busy<'_> {
 impl SharedCcl {
     pub(super) fn direct(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<(), CclError> {
         let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
-        // SAFETY: the ranks are threads of this process and agree on the call, so that the addresses are those of buffers that the call's needs were
-        // checked against; and `busy` keeps them lent.
+        // SAFETY: the ranks are threads of this process and agree on the call, so that the
+        // addresses are those of buffers that the call's needs were checked against; and `busy`
+        // keeps them lent.
         unsafe {
             match collective.operation {
                 Operation::Allreduce(_) => {
@@ -88,7 +92,8 @@ impl SharedCcl {
                 *source = input.wrapping_add(at + done);
             }
             let piece = PIECE.min(len - done);
-            // SAFETY: the caller promises it. An output may be an input: what is written lies where all have been read.
+            // SAFETY: the caller promises it. An output may be an input: what is written lies where
+            // all have been read.
             unsafe {
                 kernel::reduce(check::numeric(&collective), op, &sources, piece, &mut |offset, block| {
                     for output in outputs {

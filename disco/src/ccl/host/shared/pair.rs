@@ -1,7 +1,8 @@
 //! Transfers between two ranks, through the box that the sender has for the receiver.
 //!
-//! The sender offers, the receiver answers, and both see from the two announcements whether they agree. Then the bytes move: in one go between
-//! threads, in chunks through the box between processes.
+//! The sender offers, the receiver answers, and both see from the two announcements whether they
+//! agree. Then the bytes move: in one go between threads, in chunks through the box between
+//! processes.
 
 use std::sync::atomic::Ordering;
 
@@ -16,7 +17,7 @@ use crate::ccl::host::plan::{Reach, bypasses};
 use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Rank};
 
-/// What has gone from one rank to another.
+/// Data that has gone from one rank to another.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Count {
     transfers: u64,
@@ -112,7 +113,8 @@ impl SharedCcl {
                 self.read(from, offer.input, lent.output, bytes, hands)?;
             } else {
                 let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
-                // SAFETY: both are threads of this process and agree on the size, and `busy` keeps the sender's buffer lent.
+                // SAFETY: both are threads of this process and agree on the size, and `busy` keeps
+                // the sender's buffer lent.
                 unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes, hands)? };
                 drop(busy);
             }
@@ -128,7 +130,8 @@ impl SharedCcl {
             let begin = chunk as usize * PARCEL;
             let len = PARCEL.min(bytes - begin);
             let parcel = self.segment.parcel(from, self.rank, count);
-            // SAFETY: the sender keeps the box as it is until this rank has consumed it; and the output has room.
+            // SAFETY: the sender keeps the box as it is until this rank has consumed it; and the
+            // output has room.
             unsafe { kernel::copy(parcel, lent.output.add(begin), len, bypasses(bytes)) };
             self.publish_in_box(from, self.rank, BoxWord::Consumed, count.wrapping_add(1));
         }
@@ -136,7 +139,7 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Whether the receiver takes so many bytes from the sender's buffer itself.
+    /// Returns true if the receiver takes so many bytes from the sender's buffer itself.
     fn is_taken(&self, bytes: usize) -> bool {
         match self.reach {
             Reach::Addresses => true,
@@ -170,7 +173,7 @@ impl SharedCcl {
         self.segment.announce(self.segment.note(from, to, by_sender), &announcement, &poison);
     }
 
-    /// Whether the two announcements in the box agree.
+    /// Returns true if the two announcements in the box agree.
     fn compare(&self, from: usize, to: usize, sequence: u64) -> Result<(), CclError> {
         let places = [true, false].map(|by_sender| self.segment.note(from, to, by_sender));
         let [Some(sender), Some(receiver)] = places.map(|place| self.segment.announcement(place)) else {

@@ -1,6 +1,8 @@
-//! Work on many bytes, piece by piece: between two pieces one looks at whether the group is broken, and other threads may take pieces too.
+//! Work on many bytes, piece by piece: between two pieces one looks at whether the group is broken,
+//! and other threads may take pieces too.
 //!
-//! A rank that reads while others have nothing to do would leave their cores idle, where it could have them.
+//! A rank that reads while others have nothing to do would leave their cores idle, where it could
+//! have them.
 
 use std::io;
 use std::ops::Range;
@@ -14,10 +16,10 @@ use crate::ccl::host::segment::Segment;
 /// The most threads that work for one rank: a few fill what memory can give.
 const MAX_HANDS: usize = 4;
 
-/// How many bytes of each buffer are worked on between two looks at whether the group is broken.
+/// Number of bytes of each buffer are worked on between two looks at whether the group is broken.
 pub(super) const PIECE: usize = 256 * 1024;
 
-/// Where a buffer begins that several threads work on.
+/// Start of a buffer that several threads work on.
 pub(super) struct Place(pub *mut u8);
 
 // SAFETY: this only tells where the bytes are; whoever touches them says why they may.
@@ -29,9 +31,10 @@ impl Place {
     }
 }
 
-/// Calls `work` with every piece of `len` bytes, until one fails or the group is broken; what it then has not begun, it leaves. `hands` threads take
-/// pieces in turn, of which the caller is one; fewer if the system gives no more, and the caller alone if the bytes are not worth a thread. All are done
-/// when this returns.
+/// Calls `work` with every piece of `len` bytes, until one fails or the group is broken; what it
+/// then has not begun, it leaves. `hands` threads take pieces in turn, of which the caller is one;
+/// fewer if the system gives no more, and the caller alone if the bytes are not worth a thread. All
+/// are done when this returns.
 pub(super) fn in_pieces(
     segment: &Segment,
     len: usize,
@@ -67,8 +70,8 @@ pub(super) fn in_pieces(
 }
 
 impl SharedCcl {
-    /// How many threads a rank may use that takes what others have: those cores that nobody else needs meanwhile. What each finds is its own business;
-    /// the ranks need not agree.
+    /// Returns the number of threads that a rank may use to take data of others: the cores that no
+    /// other rank needs meanwhile. Each rank decides for itself; they need not agree.
     pub(super) fn hands(&self, operation: Operation) -> usize {
         let size = self.segment.size();
         let readers = match operation {

@@ -1,8 +1,10 @@
-//! Large collectives between processes that may read each other's memory: each takes what it needs from the others' buffers, whose addresses came with
-//! the announcements. So data moves once, and ranks wait for each other once or twice, however much that is.
+//! Large collectives between processes that may read each other's memory: each takes what it needs
+//! from the others' buffers, whose addresses came with the announcements. So data moves once, and
+//! ranks wait for each other once or twice, however much that is.
 //!
-//! Nobody writes to memory of others. A rank returns with success only once all who read from it have finished; with an error it returns at
-//! once, because what others then still read, right or wrong, is never used: the group is broken, and they find that out before they return.
+//! Nobody writes to memory of others. A rank returns with success only once all who read from it
+//! have finished; with an error it returns at once, because what others then still read, right or
+//! wrong, is never used: the group is broken, and they find that out before they return.
 
 use super::pieces::{Place, in_pieces};
 use super::{Phase, SharedCcl};
@@ -12,7 +14,8 @@ use crate::ccl::host::segment::Word;
 use crate::ccl::host::{check, kernel, peek};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Operation};
 
-/// The contributions of all others that are reduced in one go, in bytes: what a second-level cache holds besides the result.
+/// The contributions of all others that are reduced in one go, in bytes: what a second-level cache
+/// holds besides the result.
 const SCRATCH: usize = 256 * 1024;
 
 impl SharedCcl {
@@ -28,7 +31,7 @@ impl SharedCcl {
                 let in_place = self.announcements.iter().any(|one| one.in_place);
                 let mut owners: Vec<usize> = (1..size).map(|step| (self.rank + step) % size).collect();
                 if in_place {
-                    // What is read now goes where others may have had to read.
+                    // These bytes go where others may have had to read.
                     for &owner in &owners {
                         self.wait(self.segment.word(owner, Word::Halfway), sequence, owner, Phase::Progress)?;
                     }
@@ -79,12 +82,13 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Whether `peer` reads from this rank's buffers.
+    /// Returns true if `peer` reads from this rank's buffers.
     fn is_read_by(&self, operation: Operation, peer: usize) -> bool {
         matches!(operation, Operation::Allreduce(_)) || route(operation, 1, self.rank, peer).is_some()
     }
 
-    /// Reduces `len` bytes from `at` on of everybody's input, of which this rank's is at `input`, to `output`.
+    /// Reduces `len` bytes from `at` on of everybody's input, of which this rank's is at `input`,
+    /// to `output`.
     fn read_and_reduce(
         &mut self,
         collective: Collective,
@@ -118,8 +122,8 @@ impl SharedCcl {
                     *source = place.cast_const();
                 }
             }
-            // SAFETY: the pieces in `scratch` have just been filled, and the others are this rank's own. Its output may be its input: what is written
-            // lies where it was read.
+            // SAFETY: the pieces in `scratch` have just been filled, and the others are this rank's
+            // own. Its output may be its input: what is written lies where it was read.
             unsafe {
                 kernel::reduce(check::numeric(&collective), op, &sources, piece, &mut |offset, block| {
                     kernel::copy(block.as_ptr(), output.add(done + offset), block.len(), bypass);
@@ -129,11 +133,13 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Reads `len` bytes at the address `from` of another rank to `to`, which is this rank's, with so many `hands`.
+    /// Reads `len` bytes at the address `from` of another rank to `to`, which is this rank's, with
+    /// so many `hands`.
     pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize, hands: usize) -> Result<(), CclError> {
         let process = self.segment.word(peer, Word::Pid).load(super::Ordering::Relaxed);
         let to = Place(to);
-        // SAFETY: `to` has room for `len` bytes, which nobody else touches: a buffer that the call was lent, or scratch. Every piece is read once.
+        // SAFETY: `to` has room for `len` bytes, which nobody else touches: a buffer that the call
+        // was lent, or scratch. Every piece is read once.
         let read = in_pieces(&self.segment, len, hands, |piece| unsafe {
             peek::read(process, from.wrapping_add(piece.start as u64), to.at(piece.start), piece.len())
         });

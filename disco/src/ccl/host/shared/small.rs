@@ -17,8 +17,9 @@ impl SharedCcl {
                     if let Some((at, to)) = route(operation, bytes, from, self.rank)
                         && lent.has_output
                     {
-                        // SAFETY: every rank has announced this collective with the same size, so that its input lies in its slot, which nobody
-                        // writes to before this rank announces the next one; and `lent` has room for the output.
+                        // SAFETY: every rank has announced this collective with the same size, so
+                        // that its input lies in its slot, which nobody writes to before this rank
+                        // announces the next one; and `lent` has room for the output.
                         unsafe { kernel::copy(inline(from).add(at), lent.output.add(to), bytes, false) };
                     }
                 }

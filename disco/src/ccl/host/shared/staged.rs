@@ -1,8 +1,10 @@
-//! Large collectives between processes: in chunks through the segment, so that a chunk is still in the caches when it is read.
+//! Large collectives between processes: in chunks through the segment, so that a chunk is still in
+//! the caches when it is read.
 //!
-//! Every rank counts the chunks that it has produced, reduced and consumed, since the group began and the same number in each collective, so that no
-//! collective has to wait for the end of the one before. Work on a chunk is spread over rounds, one for each step, so that
-//! what a rank waits for is what its peers did a round ago.
+//! Every rank counts the chunks that it has produced, reduced and consumed, since the group began
+//! and the same number in each collective, so that no collective has to wait for the end of the one
+//! before. Work on a chunk is spread over rounds, one for each step, so that what a rank waits for
+//! is what its peers did a round ago.
 
 use super::{Phase, SharedCcl};
 use crate::ccl::host::plan::{bypasses, is_personal, route, share};
@@ -33,14 +35,15 @@ impl SharedCcl {
         let size = self.segment.size();
         let Some(op) = collective.operation.reduce_op() else { return Ok(0) };
         let longest = share(bytes, 0, size).len();
-        // What fits all stages together goes as one chunk: then there are fewer words to wait for, and too little data for more to pay.
+        // Data that fits all stages together goes as one chunk: then there are fewer words to wait
+        // for, and too little data for more to pay.
         let whole = STAGES * STAGE / size / 64 * 64;
         let (part, stages_each) = if longest <= whole { (whole, STAGES as u32) } else { (STAGE / size / 64 * 64, 1) };
         // Each chunk has a part for each rank. The owner's stays free for its result.
         let chunks = longest.div_ceil(part) as u32;
         // The counters when so many chunks are through.
         let count_at = |chunk: u32| self.chunks.wrapping_add(chunk * stages_each);
-        // Where the chunk of a rank's share begins, and how long it is.
+        // Start and length of the chunk of a rank's share.
         let piece = |owner: usize, chunk: u32| {
             let share = share(bytes, owner, size);
             let begin = (share.start + chunk as usize * part).min(share.end);
@@ -57,8 +60,8 @@ impl SharedCcl {
                 self.wait_for_all(Word::Consumed, count_at(round + 1).wrapping_sub(STAGES as u32))?;
                 for owner in self.peers() {
                     let (begin, len) = piece(owner, round);
-                    // SAFETY: `begin..begin + len` lies in the input, and the stage is this rank's to write, because everybody has consumed what was
-                    // in it before.
+                    // SAFETY: `begin..begin + len` lies in the input, and the stage is this rank's
+                    // to write, because everybody has consumed what was in it before.
                     unsafe { kernel::copy(lent.input.add(begin), stage(self.rank, round, owner), len, false) };
                 }
                 self.publish(Word::Produced, count_at(round + 1));
@@ -71,8 +74,9 @@ impl SharedCcl {
                 }
                 sources[self.rank] = lent.input.wrapping_add(begin);
                 let result = stage(self.rank, chunk, self.rank);
-                // SAFETY: the others' parts were produced, the result's part is nobody's source, and the output is this rank's. It may be its input: what
-                // is written lies where it was read.
+                // SAFETY: the others' parts were produced, the result's part is nobody's source,
+                // and the output is this rank's. It may be its input: what is written lies where it
+                // was read.
                 unsafe {
                     kernel::reduce(check::numeric(&collective), op, &sources, len, &mut |at, block| {
                         kernel::copy(block.as_ptr(), result.add(at), block.len(), false);
@@ -86,8 +90,9 @@ impl SharedCcl {
                     let (begin, len) = piece(owner, chunk);
                     let reduced = self.segment.word(owner, Word::Reduced);
                     self.wait(reduced, count_at(round - 1), owner, Phase::Progress)?;
-                    // SAFETY: the owner has put its result there and keeps it until this rank has consumed it; and in place, this
-                    // part of the input was produced two rounds ago.
+                    // SAFETY: the owner has put its result there and keeps it until this rank has
+                    // consumed it; and in place, this part of the input was produced two rounds
+                    // ago.
                     unsafe { kernel::copy(stage(owner, chunk, owner), lent.output.add(begin), len, bypass) };
                 }
                 self.publish(Word::Consumed, count_at(round - 1));
@@ -96,7 +101,8 @@ impl SharedCcl {
         Ok(chunks * stages_each)
     }
 
-    /// Everything else: each rank puts what others need into its stages, and takes what it needs from theirs.
+    /// Everything else: each rank puts what others need into its stages, and takes what it needs
+    /// from theirs.
     fn staged_exchange(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
         let size = self.segment.size();
         let operation = collective.operation;
@@ -161,8 +167,8 @@ impl SharedCcl {
             for &(from, to) in &receives {
                 self.wait(self.segment.word(from, Word::Produced), count, from, Phase::Progress)?;
                 if operation.reduce_op().is_none() && lent.has_output {
-                    // SAFETY: the sender keeps its stage until this rank has consumed it; and in place, this part of the input was
-                    // produced a round ago.
+                    // SAFETY: the sender keeps its stage until this rank has consumed it; and in
+                    // place, this part of the input was produced a round ago.
                     unsafe {
                         kernel::copy(stage(from, chunk, self.rank), lent.output.add(to + begin), len, bypass);
                     }
@@ -173,7 +179,8 @@ impl SharedCcl {
                     *source = stage(rank, chunk, self.rank).cast_const();
                 }
                 sources[self.rank] = lent.input.wrapping_add(self.rank * bytes + begin);
-                // SAFETY: as above; in place, the output is this rank's part of the input, which nobody else needs.
+                // SAFETY: as above; in place, the output is this rank's part of the input, which
+                // nobody else needs.
                 unsafe {
                     kernel::reduce(check::numeric(&collective), op, &sources, len, &mut |at, block| {
                         kernel::copy(block.as_ptr(), lent.output.add(begin + at), block.len(), bypass);

@@ -1,4 +1,5 @@
-//! Large data over the connections: what goes where, what waits for what, and the reduction in between.
+//! Large data over the connections: what goes where, what waits for what, and the reduction in
+//! between.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -35,7 +36,7 @@ impl StreamCcl {
         lent: Lent,
     ) -> Result<(), CclError> {
         let (rank, size) = (self.rank, self.size);
-        // What arrives may go where something lies that has yet to be sent.
+        // Arriving data may go where bytes lie that have yet to be sent.
         let mut copy = Vec::new();
         let mut lent = lent;
         if collective.operation == Operation::AllToAll && lent.in_place {
@@ -44,7 +45,7 @@ impl StreamCcl {
             lent.input = copy.as_ptr();
         }
         let mut reduction = None;
-        // Whose data this rank passes on to the others, once it has come.
+        // Rank whose data this rank passes on to the others, once it has come.
         let mut forwards = None;
         match collective.operation {
             Operation::Allreduce(_) => {
@@ -161,7 +162,7 @@ fn place(start: *mut u8, range: Range<usize>) -> Option<Incoming> {
     (len > 0).then_some(Incoming { start, len, room: len, received: 0, released: 0, told: len, stays: false })
 }
 
-/// Whether everything has moved, and if not, who is the furthest behind.
+/// Returns the state of the call: all has moved, or the rank that is furthest behind.
 fn state(links: &mut Links) -> Step {
     // Of several stretches the last is the result, which depends on what others have yet to send.
     let receives = links.each().filter_map(|(peer, link)| Some((link.incoming.len(), link.awaited()?.received, peer)));
@@ -193,7 +194,8 @@ fn forward(links: &mut Links, root: usize) -> bool {
 }
 
 impl Reduction {
-    /// Of `own` of this rank's input with everybody's contributions, to `result` of its output. Makes room for them on all links.
+    /// Of `own` of this rank's input with everybody's contributions, to `result` of its output.
+    /// Makes room for them on all links.
     fn new(
         collective: Collective,
         input: *const u8,
@@ -226,7 +228,8 @@ impl Reduction {
         if come < self.len && come - self.done < QUANTUM {
             return false;
         }
-        // Whole quanta but at the end, so that a piece neither splits an element nor runs over the end of a ring.
+        // Whole quanta but at the end, so that a piece neither splits an element nor runs over the
+        // end of a ring.
         let room = self.len.min(RING);
         let at = self.done % room;
         let piece = (come - self.done).min(room - at);
@@ -237,8 +240,8 @@ impl Reduction {
         let sources: Vec<*const u8> = sources.collect();
         let output = self.output.wrapping_add(self.done);
         let bypass = bypasses(self.len);
-        // SAFETY: everybody's bytes have come and are not overwritten before they are released; the output is this rank's. It may be its input: what is
-        // written lies where it was read.
+        // SAFETY: everybody's bytes have come and are not overwritten before they are released; the
+        // output is this rank's. It may be its input: what is written lies where it was read.
         unsafe {
             kernel::reduce(check::numeric(&self.collective), op, &sources, piece, &mut |offset, block| {
                 kernel::copy(block.as_ptr(), output.add(offset), block.len(), bypass);

@@ -1,4 +1,4 @@
-//! How ranks find and recognise each other: addresses, the session's key, and the handshake of a data connection.
+//! Joining of ranks: addresses, the session's key, and the handshake of a data connection.
 //!
 //! The higher rank dials the lower one. All integers are little-endian.
 //!
@@ -9,27 +9,29 @@
 //! | dialler | HMAC-SHA-256 under the session's key over `"disco data 1: dialler"`, the hello and the acceptor's nonce |
 //! | acceptor | status `u8` (0 welcome, 3 not proven), HMAC likewise over `"disco data 1: acceptor"` and the same |
 //!
-//! A connection thus proves the session (whose key it is), the epoch, both ranks and whether it is encrypted, in both directions; what another epoch
-//! left behind cannot be taken for this one's. If it is, all that follows is encrypted as [`super::secure`] says; if not, it is neither encrypted nor
-//! protected.
+//! A connection thus proves the session (whose key it is), the epoch, both ranks and whether it is
+//! encrypted, in both directions; what another epoch left behind cannot be taken for this one's. If
+//! it is, all that follows is encrypted as [`super::secure`] says; if not, it is neither encrypted
+//! nor protected.
 
 use std::collections::{HashMap, HashSet};
-use std::fmt;
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use ring::hmac;
-use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{ErrorKind, RpcError};
-use serde::{Deserialize, Serialize};
 
+use super::address::{Address, SessionKey, random};
+#[cfg(feature = "mpi")]
+use super::connection::boxed;
+use super::connection::{Connection, Stream};
 use super::link::Link;
 use super::secure::Secret;
+#[cfg(feature = "mpi")]
 use super::socket::Socket;
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
@@ -40,11 +42,11 @@ const NONCE: usize = 32;
 #[cfg(feature = "mpi")]
 const WORDS: usize = HELLO + 32;
 const VERSION: u16 = 1;
-/// How long a handshake may take from the connection on, however little of it comes at a time.
+/// Time that a handshake may take from the connection on, however little of it comes at a time.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// What it may take at least, at the end of the time for all of them.
+/// Shortest time for a handshake, at the end of the time for all of them.
 const LEAST_PATIENCE: Duration = Duration::from_millis(100);
-/// How long an attempt to dial may take where there may be a detour.
+/// Time that an attempt to dial may take where there may be a detour.
 const PATIENCE_BEFORE_DETOUR: Duration = Duration::from_secs(2);
 /// Ranks that are dialled at a time, so that some that do not answer hold up nobody.
 const MAX_DIALLED: usize = 16;
@@ -53,7 +55,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Between two looks for a hello that nobody announces.
 #[cfg(feature = "mpi")]
 const LOOK: Duration = Duration::from_micros(200);
-/// How often a rank looks for messages before it sleeps.
+/// Number of times that a rank looks for messages before it sleeps.
 #[cfg(feature = "mpi")]
 const LOOKS_FOR_MESSAGES: u32 = 1000;
 /// Handshakes at a time. More connections wait in the listener's queue.
@@ -68,60 +70,11 @@ const OTHER_PROTECTION: u8 = 4;
 /// The flag of a hello whose sender encrypts what follows.
 const ENCRYPTED: u16 = 1;
 
-/// Connects to the listener of a rank that cannot be dialled, in some other way, until then; or says why not.
+/// Connects to the listener of a rank that cannot be dialled, in some other way, until then; or
+/// says why not.
 pub(crate) type Detour<'a> = dyn Fn(Rank, Instant) -> Result<UnixStream, RpcError> + Sync + 'a;
 
-/// Where a rank listens for the data of others.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Address {
-    /// A TCP address.
-    Tcp(SocketAddr),
-    /// The path of a Unix socket.
-    Unix(PathBuf),
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp(address) => write!(f, "tcp://{address}"),
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
-        }
-    }
-}
-
-/// What the ranks of one session know and nobody else: their data connections are made under it. `Debug` does not show it.
-#[derive(Clone, Serialize, Deserialize)]
-pub struct SessionKey([u8; 32]);
-
-impl SessionKey {
-    /// 256 random bits.
-    ///
-    /// # Errors
-    ///
-    /// The system has no random numbers.
-    pub fn generate() -> Result<Self, RpcError> {
-        random().map(Self)
-    }
-}
-
-#[cfg(feature = "mpi")]
-impl SessionKey {
-    /// A number that follows from the key and the epoch, and tells nothing of the key.
-    pub(in super::super) fn digest(&self, epoch: u64) -> u64 {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
-        let tag = hmac::sign(&key, &[b"disco data 1: epoch".as_slice(), &epoch.to_le_bytes()].concat());
-        tag.as_ref().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
-    }
-}
-
-impl fmt::Debug for SessionKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("SessionKey(..)")
-    }
-}
-
-/// Where one rank can be reached, before the group is made and each time that it is made anew.
+/// Listener of one rank, before the group is made and each time that it is made anew.
 #[derive(Debug)]
 pub struct Listener {
     socket: Bound,
@@ -135,7 +88,8 @@ enum Bound {
 }
 
 impl Listener {
-    /// Listens at `address`. Port 0 becomes a free one; a Unix socket's path must not exist, and is removed when this is dropped.
+    /// Listens at `address`. Port 0 becomes a free one; a Unix socket's path must not exist, and is
+    /// removed when this is dropped.
     ///
     /// # Errors
     ///
@@ -158,19 +112,22 @@ impl Listener {
         Ok(Self { socket, address })
     }
 
-    /// Where it listens.
+    /// Returns the address of the listener.
     #[must_use]
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Makes the group: connects with every other rank, and waits until all have. `addresses` are those of all ranks, in their order; this rank's
-    /// own is not used. All ranks give the same key, [`Options::epoch`] and number of addresses; connections that do not are refused.
+    /// Makes the group: connects with every other rank, and waits until all have. `addresses` are
+    /// those of all ranks, in their order; this rank's own is not used. All ranks give the same
+    /// key, [`Options::epoch`] and number of addresses; connections that do not are refused.
     ///
     /// # Errors
     ///
-    /// * [`ErrorKind::DeadlineExceeded`]: some ranks were not there within [`Options::join_timeout`]; the message names them.
-    /// * [`ErrorKind::Unauthenticated`]: a rank has another key, or only one of two encrypts ([`Options::encrypt`]).
+    /// * [`ErrorKind::DeadlineExceeded`]: some ranks were not there within
+    ///   [`Options::join_timeout`]; the message names them.
+    /// * [`ErrorKind::Unauthenticated`]: a rank has another key, or only one of two encrypts
+    ///   ([`Options::encrypt`]).
     pub fn join(
         &self,
         rank: Rank,
@@ -182,7 +139,8 @@ impl Listener {
         self.join_by(rank, &addresses, key, options, None)
     }
 
-    /// As [`join`](Self::join), where some addresses are not known or of no use: what cannot be dialled is reached by the detour, if there is one.
+    /// As [`join`](Self::join), where some addresses are not known or of no use: what cannot be
+    /// dialled is reached by the detour, if there is one.
     pub(crate) fn join_by(
         &self,
         rank: Rank,
@@ -200,7 +158,7 @@ impl Listener {
         let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
         let (below, above) = links.split_at_mut(rank.index());
         std::thread::scope(|scope| {
-            // Others dial us while we dial others, so that nobody waits in a circle.
+            // Others dial us while we dial others, so that no workers wait in a circle.
             let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until));
             let dialled = group.dial_all(below, addresses, detour, until);
             let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -209,7 +167,8 @@ impl Listener {
         Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone())?))
     }
 
-    /// Takes one connection from each rank above this one. Each handshake has a thread, so that a stranger who says nothing holds up nobody.
+    /// Takes one connection from each rank above this one. Each handshake has a thread, so that a
+    /// stranger who says nothing holds up nobody.
     fn accept_all(&self, group: &Group<'_>, links: &mut [Option<Link>], until: Instant) -> Result<(), RpcError> {
         std::thread::scope(|scope| {
             let (sender, receiver) = mpsc::channel();
@@ -288,7 +247,8 @@ impl Drop for Listener {
     }
 }
 
-/// The connections whose handshakes go on, by number. Those that are left are of no use to anybody when this is dropped, and end.
+/// The connections whose handshakes go on, by number. Those that are left are of no use to anybody
+/// when this is dropped, and end.
 #[derive(Default)]
 struct Handshakes(HashMap<u64, Connection>, u64);
 
@@ -312,7 +272,7 @@ impl Drop for Handshakes {
     }
 }
 
-/// What both sides of a handshake have to agree on.
+/// Facts that both sides of a handshake have to agree on.
 struct Group<'a> {
     rank: u32,
     size: u32,
@@ -330,8 +290,9 @@ pub(in super::super) struct Member<'a> {
     pub(in super::super) options: &'a Options,
 }
 
-/// A communicator over streams that are there already, one to each other rank, which `open` gives by number. The two ends of each tell each other in a hello who they
-/// are, as a dialler does, with a proof that they know the key. Blocks until all have.
+/// A communicator over streams that are there already, one to each other rank, which `open` gives
+/// by number. The two ends of each tell each other in a hello who they are, as a dialler does, with
+/// a proof that they know the key. Blocks until all have.
 ///
 /// # Errors
 ///
@@ -501,7 +462,8 @@ impl Group<'_> {
         errors.into_iter().flatten().collect()
     }
 
-    /// Connects to `peer`, however often that takes. A detour comes with the hosts that have not answered: others there are not dialled.
+    /// Connects to `peer`, however often that takes. A detour comes with the hosts that have not
+    /// answered: others there are not dialled.
     fn dial(
         &self,
         peer: u32,
@@ -606,7 +568,7 @@ impl Group<'_> {
         let peer = u32_at(12);
         let mut nonce = [0; NONCE];
         nonce.copy_from_slice(&hello[28..]);
-        // What the hello would be, if it were right.
+        // The hello of the peer, if it is right.
         let of_peer = Group { rank: peer, ..*self };
         let expected = of_peer.hello(self.rank, &nonce);
         let status = match hello == expected {
@@ -654,7 +616,7 @@ impl Group<'_> {
         hello
     }
 
-    /// What the connection is encrypted with, if it is.
+    /// Returns the secret under which the connection is encrypted, if it is.
     fn secret(&self, hello: &[u8; HELLO], challenge: &[u8], is_dialler: bool) -> Option<Secret> {
         self.encrypt.then(|| Secret::derive(&self.key.0, hello, challenge, is_dialler))
     }
@@ -670,7 +632,7 @@ impl Group<'_> {
     }
 }
 
-/// How long something may take that has until then: at least one attempt, however late it is.
+/// Returns the time that something may take until then: at least one attempt, however late it is.
 fn patience(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).clamp(LEAST_PATIENCE, PATIENCE)
 }
@@ -678,7 +640,8 @@ fn patience(until: Instant) -> Duration {
 /// The most errors of one join that are told in full.
 const MAX_TOLD: usize = 16;
 
-/// One error that says all of these, if there are any, and is of the kind of one that no waiting would help.
+/// One error that says all of these, if there are any, and is of the kind of one that no waiting
+/// would help.
 fn all_of(errors: impl Iterator<Item = RpcError>) -> Result<(), RpcError> {
     let errors: Vec<RpcError> = errors.collect();
     let is_final = |error: &&RpcError| error.kind() != ErrorKind::DeadlineExceeded;
@@ -697,99 +660,3 @@ const BY_DIALLER: &[u8] = b"disco data 1: dialler";
 const BY_ACCEPTOR: &[u8] = b"disco data 1: acceptor";
 #[cfg(feature = "mpi")]
 const BY_MESSAGES: &[u8] = b"disco data 1: by messages";
-
-fn random() -> Result<[u8; 32], RpcError> {
-    let mut bytes = [0; 32];
-    SystemRandom::new().fill(&mut bytes).map_err(|_| RpcError::internal("the system gives no random numbers"))?;
-    Ok(bytes)
-}
-
-enum Connection {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
-
-impl Connection {
-    fn try_clone(&self) -> io::Result<Self> {
-        match self {
-            Self::Tcp(stream) => stream.try_clone().map(Self::Tcp),
-            Self::Unix(stream) => stream.try_clone().map(Self::Unix),
-        }
-    }
-}
-
-/// A connection while it is made: reads and writes block, together for no longer than it was given.
-struct Stream {
-    connection: Connection,
-    until: Instant,
-}
-
-impl Stream {
-    fn new(connection: Connection, patience: Duration) -> io::Result<Self> {
-        match &connection {
-            Connection::Tcp(stream) => stream.set_nonblocking(false)?,
-            Connection::Unix(stream) => stream.set_nonblocking(false)?,
-        }
-        Ok(Self { connection, until: Instant::now() + patience })
-    }
-
-    /// What is left of the time for the handshake.
-    fn left(&self) -> io::Result<Option<Duration>> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
-    }
-
-    /// From here on it does not block; and the kernel looks whether a machine that says nothing is still there.
-    fn into_link(self, secret: Option<Secret>) -> io::Result<Link> {
-        let socket: Box<dyn Socket> = match self.connection {
-            Connection::Tcp(stream) => {
-                stream.set_nodelay(true)?;
-                stream.set_nonblocking(true)?;
-                let keepalive = socket2::TcpKeepalive::new()
-                    .with_time(Duration::from_secs(5))
-                    .with_interval(Duration::from_secs(5))
-                    .with_retries(2);
-                socket2::SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
-                #[cfg(target_os = "linux")]
-                socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(Duration::from_secs(15)))?;
-                boxed(stream, secret)
-            }
-            Connection::Unix(stream) => {
-                stream.set_nonblocking(true)?;
-                boxed(stream, secret)
-            }
-        };
-        Ok(Link::new(socket))
-    }
-}
-
-fn boxed(stream: impl Socket + 'static, secret: Option<Secret>) -> Box<dyn Socket> {
-    match secret {
-        Some(secret) => Box::new(secret.secure(stream)),
-        None => Box::new(stream),
-    }
-}
-
-impl Read for Stream {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let left = self.left()?;
-        match &mut self.connection {
-            Connection::Tcp(stream) => stream.set_read_timeout(left).and_then(|()| stream.read(bytes)),
-            Connection::Unix(stream) => stream.set_read_timeout(left).and_then(|()| stream.read(bytes)),
-        }
-    }
-}
-
-impl Write for Stream {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let left = self.left()?;
-        match &mut self.connection {
-            Connection::Tcp(stream) => stream.set_write_timeout(left).and_then(|()| stream.write(bytes)),
-            Connection::Unix(stream) => stream.set_write_timeout(left).and_then(|()| stream.write(bytes)),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}

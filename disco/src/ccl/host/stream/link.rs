@@ -1,8 +1,10 @@
-//! One connection between two ranks: frames out, frames in, and bytes straight from and into buffers.
+//! One connection between two ranks: frames out, frames in, and bytes straight from and into
+//! buffers.
 //!
-//! A frame is a head of eight bytes (kind `u8`, three zeros, length `u32`, little-endian) and as many bytes. Data goes in frames of up to
-//! [`MAX_DATA`], and only as far as there is room for it at the other end: between ranks that are in the same call, whatever comes can be read at once, and word
-//! of the end of the group is not stuck behind something that waits for a third rank.
+//! A frame is a head of eight bytes (kind `u8`, three zeros, length `u32`, little-endian) and as
+//! many bytes. Data goes in frames of up to [`MAX_DATA`], and only as far as there is room for it
+//! at the other end: between ranks that are in the same call, whatever comes can be read at once,
+//! and word of the end of the group is not stuck behind something that waits for a third rank.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice};
@@ -11,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::super::agreement::{LEN, MAX_POISON};
 use super::super::segment::INLINE;
-use super::farewell::Parting;
+use super::abort_notice::Parting;
 use super::socket::Socket;
 
 const HEAD: usize = 8;
@@ -19,9 +21,10 @@ const HEAD: usize = 8;
 const MAX_DATA: usize = 256 * 1024;
 /// The longest frame of another kind.
 const MAX_NOTE: usize = LEN + MAX_POISON + INLINE + 4096;
-/// The frames about calls that wait to be taken: a rank says no more than one before it has heard the others' words.
+/// The frames about calls that wait to be taken: a rank says no more than one before it has heard
+/// the others' words.
 const MAX_NOTES: usize = 2;
-/// So much more room is worth a word to the peer.
+/// Room of so many bytes more is worth a word to the peer.
 const GRANT: usize = 128 * 1024;
 /// Reads of at least this many bytes of data go straight into place.
 const STRAIGHT: usize = 8 * 1024;
@@ -33,7 +36,7 @@ pub(super) enum FrameKind {
     Announcement = 1,
     /// The announcement of the sending side of a transfer.
     Offer = 2,
-    /// That of the receiving side.
+    /// Announcement of the receiving side.
     Answer = 3,
     /// Bytes of the call that both have agreed on.
     Data = 4,
@@ -45,7 +48,8 @@ pub(super) enum FrameKind {
     LeftStep = 7,
     /// The rank is in a call, and waits for another one.
     Waits = 8,
-    /// The rank has room for so many bytes of the data that it takes in a ring, counted from the first: `u64`.
+    /// The rank has room for so many bytes of the data that it takes in a ring, counted from the
+    /// first: `u64`.
     Room = 9,
 }
 
@@ -63,7 +67,7 @@ impl FrameKind {
 pub(super) struct Outgoing {
     pub(super) start: *const u8,
     pub(super) len: usize,
-    /// How much of it is there to be sent by now.
+    /// Number of bytes that are ready to be sent.
     pub(super) ready: usize,
     /// For how much of it the peer has room.
     pub(super) room: usize,
@@ -71,29 +75,30 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// How much of it may be sent by now.
+    /// Returns the number of bytes that may be sent now.
     fn sendable(&self) -> usize {
         self.ready.min(self.room)
     }
 }
 
-/// Room for bytes of a call to receive: a stretch of a buffer, or a ring of `room` bytes that are used again.
+/// Room for bytes of a call to receive: a stretch of a buffer, or a ring of `room` bytes that are
+/// used again.
 #[derive(Clone, Copy)]
 pub(super) struct Incoming {
     pub(super) start: *mut u8,
     pub(super) len: usize,
     pub(super) room: usize,
     pub(super) received: usize,
-    /// How much of it is needed no more.
+    /// Number of bytes that are no longer needed.
     pub(super) released: usize,
     /// For how much of it the peer knows that there is room.
     pub(super) told: usize,
-    /// Whether it stays when all has come, until who reduces from it takes it away.
+    /// True if the data stays when all has come, until the rank that reduces it takes it away.
     pub(super) stays: bool,
 }
 
 impl Incoming {
-    /// Where the next bytes go, and how many fit there.
+    /// Returns the place of the next bytes, and how many fit there.
     fn place(&self) -> (*mut u8, usize) {
         let at = self.received % self.room.max(1);
         let free = (self.released + self.room).min(self.len) - self.received;
@@ -101,7 +106,8 @@ impl Incoming {
     }
 }
 
-// SAFETY: the pointers are those of buffers that the call at hand was lent, which may be used from any thread; between calls there are none.
+// SAFETY: the pointers are those of buffers that the call at hand was lent, which may be used from
+// any thread; between calls there are none.
 unsafe impl Send for Outgoing {}
 // SAFETY: as above.
 unsafe impl Send for Incoming {}
@@ -111,14 +117,15 @@ pub(super) struct Link {
     /// Whole frames that are to be sent before any data, and how much of the first one is.
     said: VecDeque<Vec<u8>>,
     said_bytes: usize,
-    /// Data to send, one stretch after the other, and the frame of it that is being sent: its head, and how much is left of head and data.
+    /// Data to send, one stretch after the other, and the frame of it that is being sent: its head,
+    /// and how much is left of head and data.
     pub(super) outgoing: VecDeque<Outgoing>,
     head: [u8; HEAD],
     head_left: usize,
     data_left: usize,
     /// The peer takes nothing more.
     mute: bool,
-    /// What was read and not yet looked at.
+    /// Bytes that were read and not yet looked at.
     buffer: Box<[u8]>,
     filled: std::ops::Range<usize>,
     /// The frame that is being read: its kind and how much is left.
@@ -131,7 +138,8 @@ pub(super) struct Link {
     left_step: u64,
     /// When the peer has last said that it waits for another.
     waited: Option<Instant>,
-    /// How many times bytes of data or whole frames that are about calls have gone either way.
+    /// Number of times that bytes of data, or whole frames that are about calls, have gone either
+    /// way.
     progress: u64,
     /// Why there is no more to come; empty if the peer has left.
     gone: Option<String>,
@@ -163,7 +171,7 @@ impl Link {
         }
     }
 
-    /// What says when there is more to read or to write, if anything does.
+    /// Returns the readiness source of the connection, if there is one.
     pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
         self.socket.file()
     }
@@ -181,12 +189,13 @@ impl Link {
         self.notes.pop_front()
     }
 
-    /// What is to come next.
+    /// Returns the transfer that comes next.
     pub(super) fn awaited(&self) -> Option<&Incoming> {
         self.incoming.iter().find(|one| one.received < one.len)
     }
 
-    /// Gives the first `released` bytes of the first stretch that is coming in free again, and tells the peer when that is worth a word.
+    /// Gives the first `released` bytes of the first stretch that is coming in free again, and
+    /// tells the peer when that is worth a word.
     pub(super) fn release(&mut self, released: usize) {
         let Some(ring) = self.incoming.front_mut() else { return };
         ring.released = released;
@@ -202,7 +211,8 @@ impl Link {
         self.abort.as_deref()
     }
 
-    /// The last step that the peer is through with without having come to all collectives, perhaps. All that it announced before has been read.
+    /// The last step that the peer is through with without having come to all collectives, perhaps.
+    /// All that it announced before has been read.
     pub(super) fn left_step(&self) -> u64 {
         self.left_step
     }
@@ -214,7 +224,7 @@ impl Link {
         }
     }
 
-    /// Whether the peer has said within `period` that it waits for another.
+    /// Returns true if the peer has said within `period` that it waits for another.
     pub(super) fn waits(&self, period: Duration) -> bool {
         self.waited.is_some_and(|at| at.elapsed() < period)
     }
@@ -224,12 +234,13 @@ impl Link {
         self.progress
     }
 
-    /// Why nothing more comes from the peer, once that is so and all that it sent has been taken; empty if it has left.
+    /// Why nothing more comes from the peer, once that is so and all that it sent has been taken;
+    /// empty if it has left.
     pub(super) fn gone(&self) -> Option<&str> {
         self.gone.as_deref()
     }
 
-    /// Whether there is anything to write now.
+    /// Returns true if there is anything to write now.
     pub(super) fn wants_output(&self) -> bool {
         if self.gone.is_some() || self.mute {
             return false;
@@ -239,7 +250,7 @@ impl Link {
         !self.said.is_empty() || begun || ready
     }
 
-    /// Whether there is room for anything that the peer may send now.
+    /// Returns true if there is room for anything that the peer may send now.
     pub(super) fn wants_input(&self) -> bool {
         if self.gone.is_some() || self.abort.is_some() {
             return false;
@@ -250,8 +261,8 @@ impl Link {
         }
     }
 
-    /// What becomes of the connection when the group is broken: it brings what has been begun to an end and says `word`. `None` if nobody
-    /// listens. No buffer of the call is used from here on.
+    /// Ends the connection when the group is broken: it finishes the frame that has begun and says
+    /// `word`. `None` if the peer does not listen. No buffer of the call is used from here on.
     pub(super) fn part(mut self, word: &[u8]) -> Option<Parting> {
         if self.gone.is_some() || self.mute {
             return None;
@@ -259,7 +270,8 @@ impl Link {
         self.say(FrameKind::Abort, word);
         let mut rest = self.head[HEAD - self.head_left..].to_vec();
         if let Some(next) = self.outgoing.front().filter(|_| self.data_left > 0) {
-            // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it does not change.
+            // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it
+            // does not change.
             rest.extend_from_slice(unsafe { std::slice::from_raw_parts(next.start.add(next.sent), self.data_left) });
         }
         for (at, frame) in self.said.iter().enumerate() {
@@ -283,7 +295,8 @@ impl Link {
             }
             let result = if self.head_left + self.data_left > 0 {
                 let data = match self.outgoing.front() {
-                    // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it does not change.
+                    // SAFETY: the stretch is of a buffer that the call was lent, and what is ready
+                    // of it does not change.
                     Some(next) => unsafe { std::slice::from_raw_parts(next.start.add(next.sent), self.data_left) },
                     None => &[],
                 };
@@ -303,7 +316,7 @@ impl Link {
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // What it sent before, its word on why it went, may still be there to read; after that the end is.
+                // The peer's last words may still be there to read; after them comes the end.
                 Err(_) => self.mute = true,
             }
         }
@@ -350,7 +363,8 @@ impl Link {
             };
             let result = match straight {
                 Some((place, len)) => {
-                    // SAFETY: room in a buffer that the call was lent, which nobody else touches there.
+                    // SAFETY: room in a buffer that the call was lent, which nobody else touches
+                    // there.
                     self.socket.read(unsafe { std::slice::from_raw_parts_mut(place, len) })
                 }
                 None => {
@@ -456,7 +470,8 @@ impl Link {
             FrameKind::Room => match bytes.first_chunk() {
                 Some(room) => {
                     let room = usize::try_from(u64::from_le_bytes(*room)).unwrap_or(usize::MAX);
-                    // There is one such stretch in a call, and it stays there until the peer has told of room for all of it.
+                    // There is one such stretch in a call, and it stays there until the peer has
+                    // told of room for all of it.
                     if let Some(one) = self.outgoing.iter_mut().find(|one| one.room < one.len) {
                         one.room = one.room.max(room);
                     }

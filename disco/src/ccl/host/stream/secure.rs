@@ -1,9 +1,12 @@
-//! Encryption of a data connection: a stream of records, under keys that both ends derive from what they have proven to each other.
+//! Encryption of a data connection: a stream of records, under keys that both ends derive from what
+//! they have proven to each other.
 //!
-//! A record is the length of what follows, `u32`, little-endian; then up to [`RECORD`] bytes encrypted with AES-256-GCM, and the tag of 16 bytes. The
-//! length is authenticated with them. The nonce is the number of the record in its direction, from 0, `u64`, little-endian, and four zeros. The
-//! key is HKDF-SHA-256 of the session's key, with the hello and the acceptor's nonce as salt and, as information, the name of the direction and the
-//! number of the record divided by 2^20, `u64`, little-endian: so no key is used for too much, and none twice.
+//! A record is the length of what follows, `u32`, little-endian; then up to [`RECORD`] bytes
+//! encrypted with AES-256-GCM, and the tag of 16 bytes. The length is authenticated with them. The
+//! nonce is the number of the record in its direction, from 0, `u64`, little-endian, and four
+//! zeros. The key is HKDF-SHA-256 of the session's key, with the hello and the acceptor's nonce as
+//! salt and, as information, the name of the direction and the number of the record divided by
+//! 2^20, `u64`, little-endian: so no key is used for too much, and none twice.
 
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
 use std::ops::Range;
@@ -20,7 +23,7 @@ const LENGTH: usize = 4;
 /// The records of one key: 64 GiB, far below what AES-GCM bears.
 const RECORDS_PER_KEY: u64 = 1 << 20;
 
-/// What both ends of a connection have in common and nobody else, and which end this is.
+/// Secret that both ends of a connection share, and the end that this is.
 pub(super) struct Secret {
     shared: hkdf::Prk,
     is_dialler: bool,
@@ -85,7 +88,8 @@ impl Direction {
     }
 }
 
-/// An encrypted stream that does not block. What it takes it may hold back for a while: see [`Socket::holds_back`].
+/// An encrypted stream that does not block. What it takes it may hold back for a while: see
+/// [`Socket::holds_back`].
 pub(super) struct Secure<S> {
     stream: S,
     seals: Direction,
@@ -93,7 +97,8 @@ pub(super) struct Secure<S> {
     /// The record that is being sent, and how much of it is.
     sealed: Vec<u8>,
     sent: usize,
-    /// What has been read and not yet opened lies at `read`, and what has been opened and not yet taken at `plain`.
+    /// Bytes that are read and not yet opened lie at `read`, and those opened and not yet taken at
+    /// `plain`.
     input: Vec<u8>,
     read: Range<usize>,
     plain: Range<usize>,
@@ -258,7 +263,7 @@ mod tests {
             carry(&mut a, &mut b, b"the last one of its key");
             carry(&mut a, &mut b, b"the first one of the next");
         }
-        // What one side has sent it does not take for the other's.
+        // A side does not take its own bytes for the other's.
         let (mut a, b) = pair();
         a.write_all(b"reflected").unwrap();
         let Secure { stream: mut far, .. } = b;

@@ -1,4 +1,4 @@
-//! What the bytes between two ranks go through.
+//! Byte stream between two ranks.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -7,10 +7,11 @@ use std::os::unix::net::UnixStream;
 
 /// A stream of bytes, of whichever kind, that does not block.
 pub(in super::super) trait Socket: Read + Write + Send {
-    /// What tells the system's `poll` that it can be read or written; `None` where nothing but an attempt tells that.
+    /// Returns the file for the system's `poll`; `None` where only an attempt tells whether it can
+    /// be read or written.
     fn file(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Whether something that it has taken has yet to leave, by a flush or the next write.
+    /// Returns true if bytes that were written have yet to leave, by a flush or the next write.
     fn holds_back(&self) -> bool {
         false
     }

@@ -1,22 +1,24 @@
-//! How the connections of a broken group end.
+//! End of the connections of a broken group.
 //!
-//! A socket that is full of data has no room for a word at once, and one that is closed while something in it is unread takes with it what is still
-//! on its way out. So each connection is kept until the other side has read all and has gone too. That happens on a thread of its own:
-//! a rank that breaks the group, or hears of it, waits for nobody.
+//! A socket that is full of data has no room for a word at once, and one that is closed while
+//! something in it is unread takes with it what is still on its way out. So each connection is kept
+//! until the other side has read all and has gone too. That happens on a thread of its own: a rank
+//! that breaks the group, or hears of it, waits for nobody.
 
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 
 use super::socket::Socket;
 
-/// How long the others may take to read the last word.
+/// Time that the others may take to read the last word.
 const LINGER: Duration = Duration::from_secs(10);
-/// How long to sleep where nothing says when there is more to do.
+/// Time to sleep where nothing says when there is more to do.
 const NAP: Duration = Duration::from_millis(1);
 /// Reads of one connection in a row.
 const READS: u32 = 16;
 
-/// A connection on which nothing but the rest of what was begun is to be sent, and nothing that comes matters any more.
+/// A connection on which nothing but the rest of what was begun is to be sent, and nothing that
+/// comes matters any more.
 pub(super) struct Parting {
     socket: Box<dyn Socket>,
     rest: Vec<u8>,
@@ -62,15 +64,16 @@ impl Parting {
     }
 }
 
-/// Sends what is left to send, and closes each connection when the other side has closed it, or after [`LINGER`]. Returns at once.
-pub(super) fn see_off(mut connections: Vec<Parting>) {
-    // What there is room for goes before the caller goes on, and perhaps ends.
+/// Sends what is left to send, and closes each connection when the other side has closed it, or
+/// after [`LINGER`]. Returns at once.
+pub(super) fn drain_and_close(mut connections: Vec<Parting>) {
+    // The bytes that fit go before the caller goes on, and perhaps ends.
     let mut waste = vec![0; 64 * 1024];
     connections.retain_mut(|connection| connection.advance(&mut waste));
     if connections.is_empty() {
         return;
     }
-    let thread = std::thread::Builder::new().name("disco-farewell".into());
+    let thread = std::thread::Builder::new().name("disco-abort".into());
     if let Err(error) = thread.spawn(move || linger(connections, &mut waste)) {
         tracing::warn!(%error, "no thread for the end of a broken group: ranks may hear of it as a lost connection");
     }

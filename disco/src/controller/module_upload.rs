@@ -1,4 +1,4 @@
-//! Modules of the controller, brought to all workers.
+//! Upload of a module: a file of the controller, brought to all workers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,16 +13,33 @@ use crate::controller::session::{Content, DiscoSession};
 use crate::error::{Result, WorkerId};
 use crate::wire::command::Scope;
 
-/// Sends the module in `file` to the workers, unless they all have it. The path that [`DiscoSession::load_module`] takes.
-pub(crate) fn upload(session: DiscoSession, file: PathBuf) -> Completion<String> {
-    Completion::spawn(async move {
-        // Files are read, and commands issued, on a thread that may block.
-        let upload = tokio::task::spawn_blocking(move || upload_here(&session, &file)).await;
-        upload.map_err(|error| RpcError::internal(format!("sending a module panicked: {error}")))?
-    })
+impl DiscoSession {
+    /// Brings the module in `file`, a file of the controller, to all workers, and gives the path
+    /// for [`load_module`](Self::load_module): `sha256:` and its digest. If any of them lacks it,
+    /// its bytes go to worker 0 once, which passes them on as a [broadcast](Self::broadcast) does.
+    ///
+    /// The workers must be on servers that allow modules (`rpc-server serve --allow-modules`), and
+    /// these keep it in their stores. Worker 0's memory, and that of the others, must hold it for a
+    /// moment.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read; what a worker's server has against the module, such as that it
+    /// allows none, that its digest is not on the list, or that its store is full; the session has
+    /// ended.
+    pub fn upload_module(&self, file: impl Into<PathBuf>) -> Completion<String> {
+        let (session, file) = (self.clone(), file.into());
+        Completion::spawn(async move {
+            // Files are read, and commands issued, on a thread that may block.
+            let upload = tokio::task::spawn_blocking(move || upload(&session, &file)).await;
+            upload.map_err(|error| RpcError::internal(format!("sending a module panicked: {error}")))?
+        })
+    }
 }
 
-fn upload_here(session: &DiscoSession, file: &Path) -> Result<String> {
+/// Sends the module in `file` to the workers, unless they all have it. Returns the path for
+/// `load_module`.
+fn upload(session: &DiscoSession, file: &Path) -> Result<String> {
     let unreadable = |error| RpcError::new(ErrorKind::Io, format!("cannot read {}: {error}", file.display()));
     let module = fs::read(file).map_err(unreadable)?;
     let mut hash = [0; Digest::LEN];
@@ -41,7 +58,7 @@ fn upload_here(session: &DiscoSession, file: &Path) -> Result<String> {
     Ok(name)
 }
 
-/// What the register holds on every worker.
+/// Returns the content of a register on every worker.
 fn of_all(session: &DiscoSession, register: &DRef) -> Result<Vec<Value>> {
     let workers = (0..session.num_workers()).map(WorkerId);
     // All are asked before the first answer is waited for.

@@ -10,7 +10,7 @@ use super::{in_place, overlap, range};
 use crate::ccl::{Buffers, Rank};
 
 /// As [`super::lend`], for tensors of one device.
-pub(super) fn on_device<R>(
+pub(super) fn lend<R>(
     from: Option<&Tensor>,
     to: Option<&Tensor>,
     rank: Rank,
@@ -31,8 +31,8 @@ pub(super) fn on_device<R>(
         let (_, borrow) = to.write()?.into_parts();
         let start = address(&borrow, to)?;
         let buffers = match in_place(&source, &target, rank) {
-            // SAFETY: the range is of the storage, which this call has borrowed for writing, until `run` returns. Who borrows it next, or
-            // frees it, comes behind on the device's stream.
+            // SAFETY: the range is of the storage, which this call has borrowed for writing, until
+            // `run` returns. Who borrows it next, or frees it, comes behind on the device's stream.
             Some(whole) => unsafe { Buffers::in_place_raw(device, start.wrapping_add(whole.start), whole.len()) },
             None if source.end <= target.start || target.end <= source.start => {
                 let (input, output) = (start.wrapping_add(source.start), start.wrapping_add(target.start));
@@ -53,8 +53,9 @@ pub(super) fn on_device<R>(
     };
     let input = place(&read, from)?.map(|(start, len)| (start.cast_const(), len));
     let output = place(&written, to)?;
-    // SAFETY: both ranges are of their storages, which this call has borrowed, the one for reading and the other for writing, until `run` returns.
-    // Who borrows them next, or frees them, comes behind on the device's stream.
+    // SAFETY: both ranges are of their storages, which this call has borrowed, the one for reading
+    // and the other for writing, until `run` returns. Who borrows them next, or frees them, comes
+    // behind on the device's stream.
     let buffers = unsafe { Buffers::from_raw(device, input, output)? };
     let result = run(buffers);
     drop((read, written));

@@ -1,0 +1,46 @@
+//! Handler of the command by which a worker leaves its communicators and joins others.
+
+use rpc_core::{Packed, RpcError};
+
+use super::executor::Worker;
+use super::slot::Outcome;
+use crate::ccl::accelerated;
+use crate::wire::event::Report;
+use crate::wire::plan::{JoinPlan, Plan};
+
+impl Worker {
+    /// Joins the other workers as a plan says.
+    pub(super) fn init_ccl(&mut self, plan: &Packed) -> Outcome {
+        // It is told, and poisons what it has to.
+        self.settle();
+        // The old communicators go first, so that nobody waits in them.
+        self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
+        let plan: Plan = plan.decode()?;
+        if let Some(device) = plan.devices.get(self.id.index()) {
+            self.this.set_device(*device);
+        }
+        let joined = self.shared.rendezvous().join(&plan, self.layout, self.id, self.shared.relays());
+        let joined = joined.and_then(|membership| {
+            if !plan.nccl {
+                return Ok(membership);
+            }
+            let (device, group) = (self.this.device(), self.layout.group(self.id));
+            accelerated::join(membership, plan.timeouts, device, group)
+        });
+        self.is_accelerated = plan.nccl && joined.is_ok();
+        let failed = joined.as_ref().err().cloned();
+        self.this.set_membership(joined);
+        if let Some(error) = failed {
+            let cause = error.clone().context(format_args!("worker {} has no collectives", self.id));
+            self.this.tell_broken(Report { epoch: plan.epoch, culprit: None, cause });
+            // Without a way to each other only collectives fail.
+            if !matches!(plan.join, JoinPlan::Apart { .. }) {
+                return Err(error.into());
+            }
+        }
+        if self.feed.is_aborted() {
+            self.this.abort_collectives("the session has ended");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,40 @@
+//! Slots: the content of registers, and why there may be none.
+
+use std::sync::Arc;
+
+use rpc_core::{LocalValue, RpcError};
+
+use crate::error::Failure;
+
+/// Content of a register.
+#[derive(Clone, Default)]
+pub(super) enum Slot {
+    #[default]
+    Empty,
+    Value(LocalValue),
+    /// The command that should have set the register failed.
+    Poisoned(Arc<Failure>),
+}
+
+/// Command that has set a register from a collective that the device may still lose.
+pub(super) struct AtStake {
+    pub(super) sequence: u64,
+    pub(super) command: String,
+}
+
+/// Reason why a command has no result.
+pub(super) enum Fault {
+    /// The command failed on this worker.
+    Own(RpcError),
+    /// The command depends on a value whose own command failed.
+    Inherited(Arc<Failure>),
+}
+
+impl From<RpcError> for Fault {
+    fn from(error: RpcError) -> Self {
+        Self::Own(error)
+    }
+}
+
+/// Result of a command, or of a step of it.
+pub(super) type Outcome<T = ()> = Result<T, Fault>;
