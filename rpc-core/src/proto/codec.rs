@@ -21,6 +21,7 @@
 //! stride for each dimension; otherwise `strided` is 0.
 
 use bytes::Bytes;
+use rmp::{Marker, encode};
 
 use crate::dlpack::{DataType, DataTypeCode, Device, DeviceType};
 use crate::error::{ErrorKind, RpcError};
@@ -69,6 +70,15 @@ impl From<CodecError> for RpcError {
 
 type Result<T> = std::result::Result<T, CodecError>;
 
+fn unexpected(marker: Marker) -> CodecError {
+    CodecError::Unexpected(marker.to_u8())
+}
+
+/// Takes the outcome of writing to a `Vec`, which cannot fail.
+fn infallible<T, E>(written: std::result::Result<T, E>) {
+    debug_assert!(written.is_ok(), "memory takes every write");
+}
+
 /// Largest number of values in one message, counting list elements and the keys and values of maps.
 /// More numbers than that belong in a tensor, bytes or a packed value.
 pub(crate) const MAX_VALUES: usize = 1 << 20;
@@ -96,89 +106,45 @@ pub(crate) struct Writer {
 
 impl Writer {
     pub(crate) fn nil(&mut self) {
-        self.body.push(0xc0);
+        infallible(encode::write_nil(&mut self.body));
     }
 
     pub(crate) fn bool(&mut self, value: bool) {
-        self.body.push(if value { 0xc3 } else { 0xc2 });
+        infallible(encode::write_bool(&mut self.body, value));
     }
 
     pub(crate) fn uint(&mut self, value: u64) {
-        match value {
-            0..=0x7f => self.body.push(value as u8),
-            0x80..=0xff => self.body.extend_from_slice(&[0xcc, value as u8]),
-            0x100..=0xffff => self.tagged(0xcd, &(value as u16).to_be_bytes()),
-            0x1_0000..=0xffff_ffff => self.tagged(0xce, &(value as u32).to_be_bytes()),
-            _ => self.tagged(0xcf, &value.to_be_bytes()),
-        }
+        infallible(encode::write_uint(&mut self.body, value));
     }
 
     pub(crate) fn int(&mut self, value: i64) {
-        match value {
-            0.. => self.uint(value.unsigned_abs()),
-            -32..0 => self.body.push(value as i8 as u8),
-            -0x80..-32 => self.body.extend_from_slice(&[0xd0, value as i8 as u8]),
-            -0x8000..-0x80 => self.tagged(0xd1, &(value as i16).to_be_bytes()),
-            -0x8000_0000..-0x8000 => self.tagged(0xd2, &(value as i32).to_be_bytes()),
-            _ => self.tagged(0xd3, &value.to_be_bytes()),
-        }
+        infallible(encode::write_sint(&mut self.body, value));
+    }
+
+    pub(crate) fn float(&mut self, value: f64) {
+        infallible(encode::write_f64(&mut self.body, value));
     }
 
     pub(crate) fn str(&mut self, text: &str) {
-        match text.len() {
-            len @ 0..=31 => self.body.push(0xa0 | len as u8),
-            len @ 32..=0xff => self.body.extend_from_slice(&[0xd9, len as u8]),
-            len @ 0x100..=0xffff => self.tagged(0xda, &(len as u16).to_be_bytes()),
-            len => self.tagged(0xdb, &(len as u32).to_be_bytes()),
-        }
-        self.body.extend_from_slice(text.as_bytes());
+        infallible(encode::write_str(&mut self.body, text));
     }
 
     pub(crate) fn array(&mut self, len: usize) {
-        match len {
-            0..=15 => self.body.push(0x90 | len as u8),
-            16..=0xffff => self.tagged(0xdc, &(len as u16).to_be_bytes()),
-            _ => self.tagged(0xdd, &(len as u32).to_be_bytes()),
-        }
+        infallible(encode::write_array_len(&mut self.body, len as u32));
     }
 
     pub(crate) fn map(&mut self, len: usize) {
-        match len {
-            0..=15 => self.body.push(0x80 | len as u8),
-            16..=0xffff => self.tagged(0xde, &(len as u16).to_be_bytes()),
-            _ => self.tagged(0xdf, &(len as u32).to_be_bytes()),
-        }
-    }
-
-    fn tagged(&mut self, marker: u8, bytes: &[u8]) {
-        self.body.push(marker);
-        self.body.extend_from_slice(bytes);
+        infallible(encode::write_map_len(&mut self.body, len as u32));
     }
 
     fn ext(&mut self, kind: u8, len: usize) {
-        match len {
-            1 => self.body.extend_from_slice(&[0xd4, kind]),
-            2 => self.body.extend_from_slice(&[0xd5, kind]),
-            4 => self.body.extend_from_slice(&[0xd6, kind]),
-            8 => self.body.extend_from_slice(&[0xd7, kind]),
-            16 => self.body.extend_from_slice(&[0xd8, kind]),
-            0..=0xff => self.body.extend_from_slice(&[0xc7, len as u8, kind]),
-            0x100..=0xffff => {
-                self.tagged(0xc8, &(len as u16).to_be_bytes());
-                self.body.push(kind);
-            }
-            _ => {
-                self.tagged(0xc9, &(len as u32).to_be_bytes());
-                self.body.push(kind);
-            }
-        }
+        infallible(encode::write_ext_meta(&mut self.body, len as u32, kind as i8));
     }
 
     /// Writes MessagePack's own `bin` type, which is no [`Value`]: only for fixed fields of a body.
     pub(crate) fn bin<const N: usize>(&mut self, bytes: [u8; N]) {
         const { assert!(N <= u8::MAX as usize) }
-        self.body.extend_from_slice(&[0xc4, N as u8]);
-        self.body.extend_from_slice(&bytes);
+        infallible(encode::write_bin(&mut self.body, &bytes));
     }
 
     pub(crate) fn handle(&mut self, handle: Handle) {
@@ -268,7 +234,7 @@ impl Writer {
             Value::Null => self.nil(),
             Value::Bool(value) => self.bool(*value),
             Value::Int(value) => self.int(*value),
-            Value::Float(value) => self.tagged(0xcb, &value.to_be_bytes()),
+            Value::Float(value) => self.float(*value),
             Value::Str(text) => self.str(text),
             Value::Bytes(bytes) => self.bytes(bytes),
             Value::Shape(shape) => self.shape(shape),
@@ -346,6 +312,10 @@ impl<'a> Reader<'a> {
         Ok(self.fixed::<1>()?[0])
     }
 
+    fn marker(&mut self) -> Result<Marker> {
+        self.byte().map(Marker::from_u8)
+    }
+
     fn peek(&self) -> Result<u8> {
         self.body.first().copied().ok_or(CodecError::Truncated)
     }
@@ -361,7 +331,7 @@ impl<'a> Reader<'a> {
 
     /// Returns true if the next value is nil, and consumes it in that case.
     pub(crate) fn nil(&mut self) -> Result<bool> {
-        let nil = self.peek()? == 0xc0;
+        let nil = self.peek()? == Marker::Null.to_u8();
         if nil {
             self.byte()?;
         }
@@ -369,18 +339,23 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn uint(&mut self) -> Result<u64> {
-        match self.byte()? {
-            small @ 0..=0x7f => Ok(small.into()),
-            marker @ 0xcc..=0xcf => self.number(1 << (marker - 0xcc)),
-            other => Err(CodecError::Unexpected(other)),
+        match self.marker()? {
+            Marker::FixPos(small) => Ok(small.into()),
+            Marker::U8 => self.number(1),
+            Marker::U16 => self.number(2),
+            Marker::U32 => self.number(4),
+            Marker::U64 => self.number(8),
+            other => Err(unexpected(other)),
         }
     }
 
     /// Reads exactly `N` bytes of MessagePack's own `bin` type.
     pub(crate) fn bin<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let len = match self.byte()? {
-            marker @ 0xc4..=0xc6 => self.number_len(1 << (marker - 0xc4))?,
-            other => return Err(CodecError::Unexpected(other)),
+        let len = match self.marker()? {
+            Marker::Bin8 => self.number_len(1)?,
+            Marker::Bin16 => self.number_len(2)?,
+            Marker::Bin32 => self.number_len(4)?,
+            other => return Err(unexpected(other)),
         };
         if len == N { self.fixed() } else { Err(CodecError::OutOfRange) }
     }
@@ -390,55 +365,59 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn array(&mut self) -> Result<usize> {
-        match self.byte()? {
-            marker @ 0x90..=0x9f => Ok((marker & 0x0f).into()),
-            0xdc => self.number_len(2),
-            0xdd => self.number_len(4),
-            other => Err(CodecError::Unexpected(other)),
+        match self.marker()? {
+            Marker::FixArray(len) => Ok(len.into()),
+            Marker::Array16 => self.number_len(2),
+            Marker::Array32 => self.number_len(4),
+            other => Err(unexpected(other)),
         }
     }
 
     pub(crate) fn map(&mut self) -> Result<usize> {
-        match self.byte()? {
-            marker @ 0x80..=0x8f => Ok((marker & 0x0f).into()),
-            0xde => self.number_len(2),
-            0xdf => self.number_len(4),
-            other => Err(CodecError::Unexpected(other)),
+        match self.marker()? {
+            Marker::FixMap(len) => Ok(len.into()),
+            Marker::Map16 => self.number_len(2),
+            Marker::Map32 => self.number_len(4),
+            other => Err(unexpected(other)),
         }
     }
 
     pub(crate) fn str(&mut self) -> Result<String> {
-        let marker = self.byte()?;
+        let marker = self.marker()?;
         self.str_after(marker)
     }
 
-    fn str_after(&mut self, marker: u8) -> Result<String> {
+    fn str_after(&mut self, marker: Marker) -> Result<String> {
         let len = match marker {
-            0xa0..=0xbf => (marker & 0x1f).into(),
-            0xd9 => self.number_len(1)?,
-            0xda => self.number_len(2)?,
-            0xdb => self.number_len(4)?,
-            other => return Err(CodecError::Unexpected(other)),
+            Marker::FixStr(len) => len.into(),
+            Marker::Str8 => self.number_len(1)?,
+            Marker::Str16 => self.number_len(2)?,
+            Marker::Str32 => self.number_len(4)?,
+            other => return Err(unexpected(other)),
         };
         let text = std::str::from_utf8(self.take(len)?).map_err(|_| CodecError::NotUtf8)?;
         Ok(text.to_owned())
     }
 
     /// Reads an extension and returns its type and content.
-    fn ext_after(&mut self, marker: u8) -> Result<(u8, Self)> {
+    fn ext_after(&mut self, marker: Marker) -> Result<(u8, Self)> {
         let len = match marker {
-            0xd4..=0xd8 => 1 << (marker - 0xd4),
-            0xc7 => self.number_len(1)?,
-            0xc8 => self.number_len(2)?,
-            0xc9 => self.number_len(4)?,
-            other => return Err(CodecError::Unexpected(other)),
+            Marker::FixExt1 => 1,
+            Marker::FixExt2 => 2,
+            Marker::FixExt4 => 4,
+            Marker::FixExt8 => 8,
+            Marker::FixExt16 => 16,
+            Marker::Ext8 => self.number_len(1)?,
+            Marker::Ext16 => self.number_len(2)?,
+            Marker::Ext32 => self.number_len(4)?,
+            other => return Err(unexpected(other)),
         };
         let kind = self.byte()?;
         Ok((kind, Reader::new(self.take(len)?, Bytes::new())))
     }
 
     fn ext(&mut self, expected: u8) -> Result<Self> {
-        let marker = self.byte()?;
+        let marker = self.marker()?;
         match self.ext_after(marker)? {
             (kind, content) if kind == expected => Ok(content),
             (kind, _) => Err(CodecError::Unexpected(kind)),
@@ -545,39 +524,39 @@ impl<'a> Reader<'a> {
         if self.values > MAX_VALUES {
             return Err(CodecError::TooMany);
         }
-        let marker = self.byte()?;
+        let marker = self.marker()?;
         Ok(match marker {
-            0xc0 => Value::Null,
-            0xc2 => Value::Bool(false),
-            0xc3 => Value::Bool(true),
-            0x00..=0x7f => Value::Int(marker.into()),
-            0xe0..=0xff => Value::Int((marker as i8).into()),
-            0xcc..=0xcf => {
-                let number = self.number(1 << (marker - 0xcc))?;
-                Value::Int(i64::try_from(number).map_err(|_| CodecError::OutOfRange)?)
-            }
-            0xd0 => Value::Int((self.number(1)? as i8).into()),
-            0xd1 => Value::Int((self.number(2)? as i16).into()),
-            0xd2 => Value::Int((self.number(4)? as i32).into()),
-            0xd3 => Value::Int(self.number(8)? as i64),
-            0xca => Value::Float(f32::from_bits(self.number(4)? as u32).into()),
-            0xcb => Value::Float(f64::from_bits(self.number(8)?)),
-            0xa0..=0xbf | 0xd9..=0xdb => Value::Str(self.str_after(marker)?),
-            0x90..=0x9f => self.list((marker & 0x0f).into(), depth)?,
-            0xdc => {
+            Marker::Null => Value::Null,
+            Marker::False => Value::Bool(false),
+            Marker::True => Value::Bool(true),
+            Marker::FixPos(small) => Value::Int(small.into()),
+            Marker::FixNeg(small) => Value::Int(small.into()),
+            Marker::U8 => Value::Int(self.number(1)? as i64),
+            Marker::U16 => Value::Int(self.number(2)? as i64),
+            Marker::U32 => Value::Int(self.number(4)? as i64),
+            Marker::U64 => Value::Int(i64::try_from(self.number(8)?).map_err(|_| CodecError::OutOfRange)?),
+            Marker::I8 => Value::Int((self.number(1)? as i8).into()),
+            Marker::I16 => Value::Int((self.number(2)? as i16).into()),
+            Marker::I32 => Value::Int((self.number(4)? as i32).into()),
+            Marker::I64 => Value::Int(self.number(8)? as i64),
+            Marker::F32 => Value::Float(f32::from_bits(self.number(4)? as u32).into()),
+            Marker::F64 => Value::Float(f64::from_bits(self.number(8)?)),
+            Marker::FixStr(_) | Marker::Str8 | Marker::Str16 | Marker::Str32 => Value::Str(self.str_after(marker)?),
+            Marker::FixArray(len) => self.list(len.into(), depth)?,
+            Marker::Array16 => {
                 let len = self.number_len(2)?;
                 self.list(len, depth)?
             }
-            0xdd => {
+            Marker::Array32 => {
                 let len = self.number_len(4)?;
                 self.list(len, depth)?
             }
-            0x80..=0x8f => self.pairs((marker & 0x0f).into(), depth)?,
-            0xde => {
+            Marker::FixMap(len) => self.pairs(len.into(), depth)?,
+            Marker::Map16 => {
                 let len = self.number_len(2)?;
                 self.pairs(len, depth)?
             }
-            0xdf => {
+            Marker::Map32 => {
                 let len = self.number_len(4)?;
                 self.pairs(len, depth)?
             }

@@ -51,7 +51,7 @@ pub(super) fn write_request(request: &Request, now: Instant) -> Writer {
             None => writer.nil(),
             Some(deadline) => {
                 let left = deadline.saturating_duration_since(now).as_micros();
-                writer.body.push(0x81);
+                writer.map(1);
                 writer.str("d");
                 writer.uint(u64::try_from(left).unwrap_or(u64::MAX));
             }
