@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 
 use libloading::Library;
+use parking_lot::Mutex;
 
 use crate::driver::Driver;
 use crate::gpu::{Gpu, Handle, lock};

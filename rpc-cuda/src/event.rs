@@ -3,10 +3,10 @@
 use std::fmt;
 use std::hint;
 use std::ptr;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CUevent_flags_enum, CUevent_st, cudaError_enum as Code};
+use parking_lot::Mutex;
 
 use crate::gpu::{Gpu, Handle, Opened, lock};
 use crate::stream::CudaStream;

@@ -6,10 +6,11 @@
 use std::ffi::c_int;
 use std::ptr;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use cudarc::driver::sys::{CUctx_st, CUdevice, CUdevice_attribute_enum, cudaError_enum as Code};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::driver::{Driver, Outcome};
 use crate::event::FreeEvents;
@@ -285,7 +286,7 @@ impl Gpus {
 
 /// No code of others runs under our locks, and ours leaves whole what they guard.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 /// How much of a device's memory may lie idle: a quarter, so that others who use the device find room.

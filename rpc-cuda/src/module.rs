@@ -5,11 +5,12 @@ use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::fmt;
 use std::path::Path;
 use std::ptr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use cudarc::driver::sys::{
     CUfunc_st, CUfunction_attribute_enum as Attribute, CUjit_option_enum as Jit, CUmod_st, cudaError_enum as Code,
 };
+use parking_lot::Mutex;
 
 use crate::CudaDevice;
 use crate::arguments;

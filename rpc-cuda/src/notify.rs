@@ -5,9 +5,10 @@
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::event::Event;
 use rpc_core::device::WhenDone;
@@ -62,12 +63,11 @@ fn watch() {
     loop {
         let mut state = lock();
         if waiting.is_empty() {
-            state = BELL.wait_while(state, |state| state.new.is_empty()).unwrap_or_else(PoisonError::into_inner);
+            BELL.wait_while(&mut state, |state| state.new.is_empty());
         } else {
             let pause = waiting.iter().map(Waiting::pause).min().unwrap_or(LONGEST_PAUSE);
             let is_quiet = |state: &mut State| !state.rung && state.new.is_empty();
-            let woken = BELL.wait_timeout_while(state, pause, is_quiet);
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            BELL.wait_while_for(&mut state, is_quiet, pause);
         }
         state.rung = false;
         waiting.append(&mut state.new);
@@ -94,7 +94,7 @@ impl Waiting {
 }
 
 fn lock() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    STATE.lock()
 }
 
 const SHORTEST_PAUSE: Duration = Duration::from_micros(50);

@@ -5,9 +5,10 @@
 //! stream does not wait for it, unless it is on the same memory. For that each memory keeps the points behind which the last
 //! work on it is done on other streams.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use cudarc::driver::sys::CUstream_st;
+use parking_lot::Mutex;
 
 use crate::CudaMemory;
 use crate::event::Event;

@@ -17,10 +17,10 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdevice_attribute_enum};
+use parking_lot::{Condvar, Mutex};
 
 use crate::event::Event;
 use crate::gpu::{Gpu, Opened, lock};
@@ -135,8 +135,8 @@ impl Pool {
                 return Ok(block);
             }
             let is_stuck = |state: &mut State| state.idle.is_empty() && !state.has_room(size);
-            let state = self.came_back.wait_while(lock(&self.state), is_stuck);
-            let mut state = state.unwrap_or_else(PoisonError::into_inner);
+            let mut state = lock(&self.state);
+            self.came_back.wait_while(&mut state, is_stuck);
             if state.has_room(size) {
                 continue;
             }
@@ -227,7 +227,10 @@ impl Pool {
         let size = block.size;
         lock(&self.state).statistics.allocated_bytes -= size;
         // With a lost device the memory is gone, too.
-        let Ok(opened) = gpu.enter() else { return self.came_back.notify_all() };
+        let Ok(opened) = gpu.enter() else {
+            self.came_back.notify_all();
+            return;
+        };
         let fences = opened
             .streams
             .fences(gpu, opened)

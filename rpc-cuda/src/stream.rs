@@ -4,9 +4,9 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::{self, NonNull};
-use std::sync::Mutex;
 
 use cudarc::driver::sys::{CUstream_flags_enum, CUstream_st, cudaError_enum as Code};
+use parking_lot::Mutex;
 
 use crate::event::Event;
 use crate::gpu::{Gpu, Handle, Opened, lock};

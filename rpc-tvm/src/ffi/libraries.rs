@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use parking_lot::Mutex;
 
 use super::api::Api;
 use super::{TvmFfiOptions, locate};
@@ -34,7 +34,7 @@ pub(super) fn offered(options: &TvmFfiOptions) -> Result<(&'static Api, Vec<Stri
 }
 
 fn with_loaded<T>(options: &TvmFfiOptions, get: impl FnOnce(&Loaded) -> T) -> Result<T> {
-    let mut place = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut place = LOADED.lock();
     let loaded = match &mut *place {
         Some(loaded) => loaded,
         None => {

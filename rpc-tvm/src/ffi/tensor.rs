@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::abi::{self, DlTensor, ManagedTensor};
 use super::api::Api;
@@ -123,7 +125,7 @@ unsafe extern "C" fn delete(managed: *mut ManagedTensor) {
 static SHARED: Mutex<Shared> = Mutex::new(Shared { storages: BTreeMap::new(), swept: 0 });
 
 fn shared() -> MutexGuard<'static, Shared> {
-    SHARED.lock().unwrap_or_else(PoisonError::into_inner)
+    SHARED.lock()
 }
 
 struct Shared {
@@ -245,7 +247,7 @@ pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
     let described = unsafe { Described::read(tensor)? };
     // What two threads are given at once is taken over once.
     static TAKING: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = TAKING.lock();
     if let Some(known) = described.recognise() {
         return known;
     }
