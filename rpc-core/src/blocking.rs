@@ -2,7 +2,7 @@
 //!
 //! Every operation of a session is a future; its blocking form runs that future with [`block_on`].
 //! Two things distinguish it from a parked thread. A session may leave its input and output to the
-//! thread that waits for it ([`ReplyControl::drive`]): the waiting thread then does the work
+//! thread that waits for it ([`Driver`]): the waiting thread then does the work
 //! itself, and a call costs no switch to another thread. And waiting inside an async runtime is an
 //! error, because it would stop the very thread that has to make progress.
 
@@ -15,7 +15,17 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::reply::ReplyControl;
+
+/// The input and output of a session that has no thread of its own for them: the threads that wait for its replies do the
+/// work. Implemented by sessions; see [`Submission::driven`](crate::Submission::driven).
+pub trait Driver: Send + Sync {
+    /// Does the session's input and output on the calling thread until `done` returns true.
+    fn drive(&self, done: &dyn Fn() -> bool);
+
+    /// Sees to it that another thread does the input and output from now on: a reply is awaited in a way that lends no thread,
+    /// as from async code. Must not block.
+    fn attend(&self);
+}
 
 static RUNTIME_PROBE: OnceLock<fn() -> bool> = OnceLock::new();
 
@@ -33,7 +43,7 @@ enum WaitTarget {
     /// No session that this thread has to drive: park it.
     Parked,
     /// One session, which this thread will drive.
-    One(Arc<dyn ReplyControl>),
+    One(Arc<dyn Driver>),
     /// Several sessions: they are asked to drive themselves.
     Many,
 }
@@ -43,27 +53,24 @@ thread_local! {
     static WAITING: RefCell<Option<WaitTarget>> = const { RefCell::new(None) };
 }
 
-/// Records that the future being polled waits for a reply of `control`'s session.
-pub(crate) fn waiting_for(control: &Arc<dyn ReplyControl>) {
-    if !control.must_be_driven() {
-        return;
-    }
+/// Records that the future being polled waits for a reply of a session that has to be driven.
+pub(crate) fn waiting_for(driver: &Arc<dyn Driver>) {
     let attend = WAITING.with_borrow_mut(|waiting| match waiting {
-        None | Some(WaitTarget::Many) => vec![control.clone()],
+        None | Some(WaitTarget::Many) => vec![driver.clone()],
         Some(WaitTarget::Parked) => {
-            *waiting = Some(WaitTarget::One(control.clone()));
+            *waiting = Some(WaitTarget::One(driver.clone()));
             Vec::new()
         }
-        Some(WaitTarget::One(first)) if Arc::ptr_eq(first, control) => Vec::new(),
+        Some(WaitTarget::One(first)) if Arc::ptr_eq(first, driver) => Vec::new(),
         Some(WaitTarget::One(first)) => {
-            let both = vec![first.clone(), control.clone()];
+            let both = vec![first.clone(), driver.clone()];
             *waiting = Some(WaitTarget::Many);
             both
         }
     });
     // Outside of the borrow, because a session may run any code here.
-    for control in attend {
-        control.attend();
+    for driver in attend {
+        driver.attend();
     }
 }
 
@@ -130,7 +137,7 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
         }
         let woken = || signal.woken.load(Ordering::Acquire);
         match WAITING.with_borrow_mut(|waiting| waiting.replace(WaitTarget::Parked)) {
-            Some(WaitTarget::One(control)) => control.drive(&woken),
+            Some(WaitTarget::One(driver)) => driver.drive(&woken),
             _ => {
                 while !woken() {
                     thread::park();

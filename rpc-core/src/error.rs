@@ -187,7 +187,7 @@ impl<'de> Deserialize<'de> for ErrorKind {
 pub struct RpcError(Box<Facts>);
 
 /// Facts of an [`RpcError`], and its form on the wire: a map, so that fields can be added.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
 struct Facts {
     kind: ErrorKind,
     message: Cow<'static, str>,
@@ -333,7 +333,7 @@ impl RpcError {
 
     /// Decodes the output of [`to_wire`](Self::to_wire).
     pub(crate) fn from_wire(bytes: &[u8]) -> Result<Self, rmp_serde::decode::Error> {
-        crate::value::unpack(bytes).map(|facts| Self(Box::new(facts)))
+        crate::msgpack::unpack(bytes).map(|facts| Self(Box::new(facts)))
     }
 }
 
@@ -382,9 +382,15 @@ impl fmt::Display for RpcError {
     }
 }
 
+/// As `Display`, and the backtrace of the place where the error arose, if there is one: what a `main` prints that returns
+/// the error.
 impl fmt::Debug for RpcError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        fmt::Display::fmt(self, f)?;
+        match &self.0.backtrace {
+            Some(backtrace) => write!(f, "\n\nbacktrace of the place where it arose:\n{}", backtrace.trim_end()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -422,6 +428,18 @@ mod tests {
         assert_eq!(
             far.to_string(),
             "application: no such board [my::Error] (at tcp://10.0.0.1:1, hop 1) (the request may have run)"
+        );
+    }
+
+    #[test]
+    fn a_program_that_returns_an_error_prints_one_line_and_the_backtrace_if_there_is_one() {
+        let error = RpcError::invalid_argument("argument 0 of `add`: expected float, got str").from_next_hop();
+        let line = "invalid argument: argument 0 of `add`: expected float, got str (hop 1)";
+        assert_eq!(format!("{error:?}"), line);
+        let error = error.with_backtrace("at src/main.rs:1:1\n");
+        assert_eq!(
+            format!("{error:?}"),
+            format!("{line}\n\nbacktrace of the place where it arose:\nat src/main.rs:1:1")
         );
     }
 }

@@ -8,10 +8,12 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 
-use crate::blocking;
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::blocking::{self, Driver};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::value::Value;
 
@@ -35,26 +37,10 @@ pub trait ReplyControl: Send + Sync {
     /// Frees the objects in a reply that no caller takes. Must not block.
     fn discard(&self, reply: Value);
 
-    /// Tells the session that a caller waits for a reply asynchronously. A session whose callers do
-    /// its input and output themselves (see [`drive`](Self::drive)) must let another thread do it
-    /// from now on.
-    fn attend(&self) {}
-
     /// Returns true if the session has ended, so that the outcome of running requests is not
     /// needed.
     fn has_ended(&self) -> bool {
         false
-    }
-
-    /// Returns true if a waiting thread has to do the session's input and output itself, by calling
-    /// [`drive`](Self::drive).
-    fn must_be_driven(&self) -> bool {
-        false
-    }
-
-    /// Does the session's input and output on the calling thread until `done` returns true.
-    fn drive(&self, done: &dyn Fn() -> bool) {
-        let _ = done;
     }
 }
 
@@ -98,18 +84,27 @@ struct Slot {
     /// Number of [`Responder`]s. The caller's end is not counted.
     responders: AtomicUsize,
     control: Arc<dyn ReplyControl>,
+    /// Input and output of the session, if waiting threads have to do it.
+    driver: Option<Arc<dyn Driver>>,
     state: Mutex<SlotState>,
 }
 
 impl Slot {
     fn state(&self) -> MutexGuard<'_, SlotState> {
         // A panic cannot leave the state half changed: each change is one assignment.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn cancel(&self) {
         self.state().cancelled = true;
         self.control.cancel(self.id);
+    }
+
+    /// Lets the waiting thread drive the session, if it has to be driven.
+    fn wait_driven(&self) {
+        if let Some(driver) = &self.driver {
+            blocking::waiting_for(driver);
+        }
     }
 }
 
@@ -297,7 +292,16 @@ impl Submission {
     /// Returns both ends of a request to be served later. `id` is passed to
     /// [`ReplyControl::cancel`].
     pub fn pending(control: Arc<dyn ReplyControl>, id: u64) -> (Self, Responder) {
-        let slot = Arc::new(Slot { id, responders: AtomicUsize::new(1), control, state: Mutex::default() });
+        Self::with_slot(control, None, id)
+    }
+
+    /// As [`pending`](Self::pending), for a session whose input and output are done by the threads that wait for its replies.
+    pub fn driven(control: Arc<dyn ReplyControl>, driver: Arc<dyn Driver>, id: u64) -> (Self, Responder) {
+        Self::with_slot(control, Some(driver), id)
+    }
+
+    fn with_slot(control: Arc<dyn ReplyControl>, driver: Option<Arc<dyn Driver>>, id: u64) -> (Self, Responder) {
+        let slot = Arc::new(Slot { id, responders: AtomicUsize::new(1), control, driver, state: Mutex::default() });
         let responder = Responder(slot.clone());
         (Self(Some(Inner::Pending(PendingReply { source: Source::Slot(slot) }))), responder)
     }
@@ -394,7 +398,7 @@ impl Future for Submission {
             if let Stage::Queued = state.stage {
                 set_waker(&mut state.waker, cx.waker());
                 drop(state);
-                blocking::waiting_for(&slot.control);
+                slot.wait_driven();
                 return Poll::Pending;
             }
         }
@@ -456,7 +460,9 @@ impl PendingReply {
                         state.stage = stage;
                         state.sink = Some((sink, token));
                         drop(state);
-                        slot.control.attend();
+                        if let Some(driver) = &slot.driver {
+                            driver.attend();
+                        }
                         Canceller(Some(slot))
                     }
                 }
@@ -495,7 +501,7 @@ impl Future for PendingReply {
                     state.stage = stage;
                     set_waker(&mut state.waker, cx.waker());
                     drop(state);
-                    blocking::waiting_for(&slot.control);
+                    slot.wait_driven();
                     return Poll::Pending;
                 }
             };
@@ -608,11 +614,11 @@ mod tests {
     impl Seen {
         fn observer(self: &Arc<Self>) -> impl FnOnce(&Outcome) + Send + 'static {
             let seen = self.clone();
-            move |outcome| seen.0.lock().unwrap().push(outcome.clone())
+            move |outcome| seen.0.lock().push(outcome.clone())
         }
 
         fn kinds(&self) -> Vec<Option<ErrorKind>> {
-            self.0.lock().unwrap().iter().map(|outcome| outcome.as_ref().err().map(RpcError::kind)).collect()
+            self.0.lock().iter().map(|outcome| outcome.as_ref().err().map(RpcError::kind)).collect()
         }
     }
 
@@ -645,7 +651,7 @@ mod tests {
         struct Sink(Mutex<Option<Outcome>>);
         impl ReplySink for Sink {
             fn deliver(&self, _: u64, outcome: Outcome) {
-                *self.0.lock().unwrap() = Some(outcome);
+                *self.0.lock() = Some(outcome);
             }
         }
         let (_, seen, submission, responder) = pending();
@@ -653,7 +659,7 @@ mod tests {
         let _canceller = submission.reply().deliver_to(sink.clone(), 1);
         responder.complete(Err(RpcError::internal("broken")));
         assert_eq!(seen.kinds(), [Some(ErrorKind::Internal)]);
-        assert_eq!(sink.0.lock().unwrap().take().unwrap().unwrap_err().kind(), ErrorKind::Internal);
+        assert_eq!(sink.0.lock().take().unwrap().unwrap_err().kind(), ErrorKind::Internal);
     }
 
     #[test]
@@ -671,8 +677,8 @@ mod tests {
         let (submission, responder) = Submission::pending(control.clone(), 7);
         let reply = Arc::new(Mutex::new(None::<PendingReply>));
         let taken = reply.clone();
-        let submission = submission.inspect(move |_| drop(taken.lock().unwrap().take()));
-        *reply.lock().unwrap() = Some(submission.reply());
+        let submission = submission.inspect(move |_| drop(taken.lock().take()));
+        *reply.lock() = Some(submission.reply());
         assert!(!responder.complete(Ok(Value::Int(1))));
         assert!(responder.is_complete());
         assert_eq!(control.discarded.load(Ordering::Relaxed), 1);

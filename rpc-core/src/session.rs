@@ -20,10 +20,11 @@
 //!    are freed when it ends.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
 
 use crate::device::DeviceAttribute;
 use crate::dlpack::{DataType, Device};
@@ -209,12 +210,12 @@ impl ReadBuffer {
     /// Takes the buffer: the session takes it to fill it, the caller once the reply has arrived.
     /// Returns `None` while the other side has it.
     pub fn take(&self) -> Option<BytesMut> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.lock().take()
     }
 
     /// Puts the buffer back, filled or not.
     pub fn put_back(&self, buffer: BytesMut) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
+        *self.0.lock() = Some(buffer);
     }
 }
 
@@ -261,16 +262,25 @@ pub trait RpcSession: Send + Sync + 'static {
     /// every submission resolves to the error that ended it.
     fn submit(&self, request: Request) -> Submission;
 
+    /// Returns the session inside, if this one wraps another and adds limits, metrics or a policy.
+    ///
+    /// [`is_local`](Self::is_local), [`is_encrypted`](Self::is_encrypted) and
+    /// [`ended`](Self::ended) are those of the session inside by default. Requests are never passed
+    /// on by default, and neither is [`write_in_place`](Self::write_in_place), which a wrapper
+    /// withholds if it has to see every write.
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        None
+    }
+
     /// Returns true if the session's objects live in this process.
     fn is_local(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.is_local())
     }
 
     /// Returns true if others can neither read nor change the traffic between this process and the
     /// first peer on the way to the objects. Makes no statement about the links behind that peer.
-    /// The default is false; a session around another one asks the inner one.
     fn is_encrypted(&self) -> bool {
-        false
+        self.inner().is_some_and(|inner| inner.is_encrypted())
     }
 
     /// Offers memory to receive an [`Operation::Write`] in place, instead of taking its bytes. Used
@@ -284,15 +294,31 @@ pub trait RpcSession: Send + Sync + 'static {
     }
 
     /// Resolves when the session has ended, to the error that ended it
-    /// ([`ErrorKind::Closed`](crate::ErrorKind::Closed) after an orderly shutdown). The default
-    /// never resolves.
+    /// ([`ErrorKind::Closed`](crate::ErrorKind::Closed) after an orderly shutdown). The default is
+    /// the end of the session inside; without one it never resolves.
     fn ended(&self) -> Submission {
-        Submission::never()
+        self.inner().map_or_else(Submission::never, |inner| inner.ended())
+    }
+
+    /// Returns the session as a shared pointer.
+    ///
+    /// Objects belong to one such pointer ([`is_same`]). A session that is cheap to clone returns the pointer that its
+    /// clones share, so that each of them knows the objects of the others.
+    fn into_shared(self) -> SharedSession
+    where
+        Self: Sized,
+    {
+        Arc::new(self)
     }
 }
 
 /// A session of any kind, shared by all references to its objects.
 pub type SharedSession = Arc<dyn RpcSession>;
+
+/// Returns true if both are the same session, and not only of the same kind.
+pub fn is_same(one: &SharedSession, other: &SharedSession) -> bool {
+    Arc::as_ptr(one).cast::<()>() == Arc::as_ptr(other).cast::<()>()
+}
 
 /// Frees all objects in `value`. Never blocks.
 pub fn release(session: &SharedSession, value: &Value) {
@@ -302,25 +328,39 @@ pub fn release(session: &SharedSession, value: &Value) {
     }
 }
 
-impl<S: RpcSession + ?Sized> RpcSession for Arc<S> {
+impl<S: RpcSession> RpcSession for Arc<S> {
     fn submit(&self, request: Request) -> Submission {
         (**self).submit(request)
     }
 
-    fn is_local(&self) -> bool {
-        (**self).is_local()
-    }
-
-    fn is_encrypted(&self) -> bool {
-        (**self).is_encrypted()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&**self)
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         (**self).write_in_place(lane, to, offset, len)
     }
 
-    fn ended(&self) -> Submission {
-        (**self).ended()
+    fn into_shared(self) -> SharedSession {
+        self
+    }
+}
+
+impl RpcSession for SharedSession {
+    fn submit(&self, request: Request) -> Submission {
+        (**self).submit(request)
+    }
+
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&**self)
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        (**self).write_in_place(lane, to, offset, len)
+    }
+
+    fn into_shared(self) -> SharedSession {
+        self
     }
 }
 

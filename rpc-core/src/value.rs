@@ -8,6 +8,9 @@ use serde::{Serialize, de::DeserializeOwned};
 use crate::dlpack::{DataType, Device};
 use crate::error::{Result, RpcError};
 use crate::handle::Handle;
+use crate::msgpack::unpack;
+
+pub use crate::msgpack::MAX_DEPTH;
 
 /// An argument or a return value.
 ///
@@ -151,17 +154,6 @@ impl fmt::Debug for Packed {
         write!(f, "Packed({} bytes)", self.0.len())
     }
 }
-
-/// Decodes MessagePack from a peer, with a limit on nesting, so that decoding cannot overflow the
-/// stack.
-pub(crate) fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
-    let mut deserializer = rmp_serde::Deserializer::from_read_ref(bytes);
-    deserializer.set_max_depth(MAX_DEPTH);
-    T::deserialize(&mut deserializer)
-}
-
-/// Largest nesting depth of lists, maps and packed values. Deeper ones are refused.
-pub const MAX_DEPTH: usize = 64;
 
 impl<O> Value<O> {
     /// Returns the name of the value's type, as error messages use it.

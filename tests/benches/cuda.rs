@@ -166,8 +166,8 @@ fn measure(over: &'static str, session: &Session, driver: &Driver, len: usize) -
     let tensor = session.alloc(Device::cuda(0), DataType::U8, &[len as i64]).wait().unwrap();
     let upload = || session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
     // A byte that is read comes behind all that the device has been left with.
-    let settle = || drop(session.copy_from_remote(&tensor).range(0..1).wait().unwrap());
-    let download = |buffer| session.copy_from_remote(&tensor).into_buffer(buffer).wait().unwrap();
+    let settle = || drop(session.copy_range_from_remote(&tensor, 0..1).wait().unwrap());
+    let download = |buffer| session.copy_from_remote_into(&tensor, None, buffer).wait().unwrap();
     let block = driver.allocate(len);
     let (mut pageable, mut pinned) = (vec![0; len], driver.pin(len));
 

@@ -158,7 +158,7 @@ pub(super) fn copies_from(runtime: &Rc<Runtime>, session: &Session, len: usize) 
             let mut samples = Vec::with_capacity(count);
             for _ in 0..count {
                 let start = Instant::now();
-                buffer = session.copy_from_remote(&tensor).into_buffer(std::mem::take(&mut buffer)).await?;
+                buffer = session.copy_from_remote_into(&tensor, None, std::mem::take(&mut buffer)).await?;
                 samples.push(rate(len, start) / 1e9);
             }
             Ok(samples)

@@ -43,6 +43,6 @@ mod service;
 mod tests;
 
 pub use handler::{CallbackHandler, CallbackReturn};
-pub use service::{MAX_RUNNING, NewCallback, RemoteCallback};
+pub use service::{MAX_RUNNING, RemoteCallback};
 
 pub(crate) use service::stop_all;

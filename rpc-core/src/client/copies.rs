@@ -3,23 +3,19 @@
 //! The loop runs at the client, so that a chain of hops streams instead of storing, other lanes interleave, memory stays
 //! bounded, and progress can be shown.
 
-use std::any::Any;
 use std::collections::VecDeque;
-use std::fmt;
-use std::future::{Future, IntoFuture};
 use std::ops::Range;
-use std::pin::Pin;
-use std::sync::Arc;
-use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 
-use crate::blocking;
+use crate::client::action::{Action, Kept, Options, ScopedAction};
 use crate::client::held_lane;
+use crate::client::references::RemoteTensor;
+use crate::client::session::Session;
+use crate::dlpack::{self, Device, Element};
 use crate::error::{Result, RpcError};
 use crate::reply::PendingReply;
-use crate::session::{Lane, Operation, ReadBuffer, Request, SharedSession};
-use crate::trace;
+use crate::session::{Operation, ReadBuffer, SharedSession};
 use crate::value::{TensorRef, Value};
 
 /// The largest piece of a copy, in bytes: large enough that the cost of a request does not show, small enough that other
@@ -29,102 +25,138 @@ pub const CHUNK: usize = 1 << 20;
 /// How many chunks are under way at once: enough to fill two hops.
 const IN_FLIGHT: usize = 8;
 
-/// Told the bytes copied so far.
-type Progress = Arc<dyn Fn(u64) + Send + Sync>;
-
-#[derive(Clone)]
-struct Options {
-    lane: Lane,
-    deadline: Option<Instant>,
-    progress: Option<Progress>,
-}
-
-impl Options {
-    fn new() -> Self {
-        Self { lane: Lane::DEFAULT, deadline: None, progress: None }
-    }
-
-    fn request(&self, operation: Operation) -> Request {
-        Request { lane: self.lane, deadline: self.deadline, trace: trace::current(), operation }
-    }
-
-    fn report(&self, done: usize) {
-        if let Some(progress) = &self.progress {
-            progress(done as u64);
-        }
-    }
-}
-
-macro_rules! options {
-    ($name:ident) => {
-        impl $name {
-            /// Moves the copy to `lane`; [`Lane::DEFAULT`] without this.
-            pub fn lane(mut self, lane: Lane) -> Self {
-                self.options.lane = lane;
-                self
-            }
-
-            /// Fails the copy at `deadline`.
-            pub fn deadline(mut self, deadline: Instant) -> Self {
-                self.options.deadline = Some(deadline);
-                self
-            }
-
-            /// Calls `progress` with the bytes copied so far, after each chunk.
-            pub fn progress(mut self, progress: impl Fn(u64) + Send + Sync + 'static) -> Self {
-                self.options.progress = Some(Arc::new(progress));
-                self
-            }
-        }
-
-        impl fmt::Debug for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.debug_tuple(stringify!($name)).field(&self.tensor).finish()
-            }
-        }
-    };
-}
-
-/// A copy into a tensor that has not been started: await it, or [`wait`](Self::wait) for it.
-#[must_use = "a copy does nothing until it is awaited or waited for"]
-pub struct CopyTo {
-    session: SharedSession,
-    tensor: Result<TensorRef>,
-    pin: Arc<dyn Any + Send + Sync>,
-    offset: u64,
-    data: Bytes,
-    options: Options,
-}
-
-options!(CopyTo);
-
-impl CopyTo {
-    pub(crate) fn new(
-        session: SharedSession,
-        tensor: Result<TensorRef>,
-        pin: Arc<dyn Any + Send + Sync>,
-        data: Bytes,
-    ) -> Self {
-        Self { session, tensor, pin, offset: 0, data, options: Options::new() }
-    }
-
-    /// Starts at this byte of the tensor.
-    pub fn offset(mut self, offset: u64) -> Self {
-        self.offset = offset;
-        self
-    }
-
-    /// Performs the copy on the calling thread.
+impl Session {
+    /// Allocates a tensor on `cpu:0` and fills it.
     ///
     /// # Errors
     ///
-    /// The copy's own; and [`ApiMisuse`](crate::ErrorKind::ApiMisuse) inside an async runtime.
-    pub fn wait(self) -> Result<()> {
-        blocking::block_on(self.run())?
+    /// As [`alloc`](Self::alloc) and [`copy_to_remote`](Self::copy_to_remote); `data` must have as many elements as
+    /// `shape`.
+    pub fn upload<T: Element>(&self, shape: &[i64], data: &[T]) -> Action<RemoteTensor> {
+        let (session, shape, len, bytes) = (self.clone(), shape.to_vec(), data.len(), dlpack::to_bytes(data));
+        ScopedAction::steps(async move |options: Options<'static>| {
+            let elements = dlpack::element_count(&shape)?;
+            if elements != len as u64 {
+                return Err(RpcError::invalid_argument(format!(
+                    "shape {shape:?} has {elements} elements, and {len} were given"
+                )));
+            }
+            let tensor = options.apply(session.alloc(Device::cpu(), T::DATA_TYPE, &shape)).await?;
+            CopyTo::new(&session, &tensor, 0, bytes).run(options).await?;
+            Ok(tensor)
+        })
     }
 
-    async fn run(self) -> Result<()> {
-        let Self { session, tensor, pin, offset, data, options } = self;
+    /// Reads a densely packed tensor as a vector of its elements.
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_from_remote`](Self::copy_from_remote); the tensor must have elements of type `T`.
+    pub fn download<T: Element>(&self, tensor: &RemoteTensor) -> Action<Vec<T>> {
+        let (dtype, copy) = (tensor.dtype(), CopyFrom::new(self, tensor, None, BytesMut::new()));
+        ScopedAction::steps(async move |options| {
+            if dtype != T::DATA_TYPE {
+                let expected = T::DATA_TYPE;
+                return Err(RpcError::invalid_argument(format!("expected a tensor of {expected}, got one of {dtype}")));
+            }
+            Ok(dlpack::from_bytes(&copy.run(options).await?))
+        })
+    }
+
+    /// Copies bytes into a densely packed tensor, from its start, in chunks that follow each other closely.
+    ///
+    /// A copy that is cancelled or cut leaves its range unspecified.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the bytes do not fit, and whatever ends the session.
+    pub fn copy_to_remote(&self, tensor: &RemoteTensor, data: impl Into<Bytes>) -> Action<()> {
+        self.copy_to_remote_at(tensor, 0, data)
+    }
+
+    /// As [`copy_to_remote`](Self::copy_to_remote), from the byte `offset` of the tensor on.
+    pub fn copy_to_remote_at(&self, tensor: &RemoteTensor, offset: u64, data: impl Into<Bytes>) -> Action<()> {
+        let copy = CopyTo::new(self, tensor, offset, data.into());
+        ScopedAction::steps(move |options| copy.run(options))
+    }
+
+    /// Reads the bytes of a densely packed tensor.
+    ///
+    /// # Errors
+    ///
+    /// Whatever ends the session.
+    pub fn copy_from_remote(&self, tensor: &RemoteTensor) -> Action<BytesMut> {
+        self.copy_from(tensor, None, BytesMut::new())
+    }
+
+    /// As [`copy_from_remote`](Self::copy_from_remote), only the bytes `range` of the tensor.
+    ///
+    /// # Errors
+    ///
+    /// As there, and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range does not fit.
+    pub fn copy_range_from_remote(&self, tensor: &RemoteTensor, range: Range<u64>) -> Action<BytesMut> {
+        self.copy_from(tensor, Some(range), BytesMut::new())
+    }
+
+    /// As [`copy_from_remote`](Self::copy_from_remote), into `buffer`, which becomes the result. Memory that has been used
+    /// before is several times faster than fresh memory. Its content and length do not matter; it grows if it is too small.
+    /// Without a range it is the whole tensor.
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_range_from_remote`](Self::copy_range_from_remote).
+    pub fn copy_from_remote_into(
+        &self,
+        tensor: &RemoteTensor,
+        range: impl Into<Option<Range<u64>>>,
+        buffer: BytesMut,
+    ) -> Action<BytesMut> {
+        self.copy_from(tensor, range.into(), buffer)
+    }
+
+    /// Reads as many bytes as `out` has, from the byte `offset` of the tensor on, into a slice. It costs one copy more
+    /// than [`copy_from_remote_into`](Self::copy_from_remote_into).
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_range_from_remote`](Self::copy_range_from_remote).
+    pub fn copy_from_remote_to_slice<'a>(
+        &self,
+        tensor: &RemoteTensor,
+        offset: u64,
+        out: &'a mut [u8],
+    ) -> ScopedAction<'a, ()> {
+        let range = offset..offset.saturating_add(out.len() as u64);
+        let copy = CopyFrom::new(self, tensor, Some(range), BytesMut::new());
+        ScopedAction::steps(async move |options| {
+            out.copy_from_slice(&copy.run(options).await?);
+            Ok(())
+        })
+    }
+
+    fn copy_from(&self, tensor: &RemoteTensor, range: Option<Range<u64>>, buffer: BytesMut) -> Action<BytesMut> {
+        let copy = CopyFrom::new(self, tensor, range, buffer);
+        ScopedAction::steps(move |options| copy.run(options))
+    }
+}
+
+/// A copy into a tensor.
+struct CopyTo {
+    session: SharedSession,
+    tensor: Result<TensorRef>,
+    pin: Kept,
+    offset: u64,
+    data: Bytes,
+}
+
+impl CopyTo {
+    fn new(session: &Session, tensor: &RemoteTensor, offset: u64, data: Bytes) -> Self {
+        let session = session.shared().clone();
+        Self { tensor: tensor.reference_in(&session), pin: tensor.0.pin(), session, offset, data }
+    }
+
+    async fn run(self, mut options: Options<'_>) -> Result<()> {
+        let Self { session, tensor, pin, offset, data } = self;
         let tensor = tensor?;
         held_lane::check(&session, options.lane)?;
         check_range(&tensor, offset, data.len())?;
@@ -133,7 +165,7 @@ impl CopyTo {
         // A copy of nothing is still one request, so that it has a place in the order and finds a dead session.
         for start in (0..data.len().max(1)).step_by(CHUNK) {
             if window.len() == IN_FLIGHT {
-                finish_write(&mut window, &mut done, &options).await?;
+                finish_write(&mut window, &mut done, &mut options).await?;
             }
             let data = data.slice(start..data.len().min(start + CHUNK));
             let len = data.len();
@@ -147,88 +179,46 @@ impl CopyTo {
             window.push_back((len, submitted?));
         }
         while !window.is_empty() {
-            finish_write(&mut window, &mut done, &options).await?;
+            finish_write(&mut window, &mut done, &mut options).await?;
         }
         drop(pin);
         Ok(())
     }
 }
 
-async fn finish_write(window: &mut VecDeque<(usize, PendingReply)>, done: &mut usize, options: &Options) -> Result<()> {
+async fn finish_write(
+    window: &mut VecDeque<(usize, PendingReply)>,
+    done: &mut usize,
+    options: &mut Options<'_>,
+) -> Result<()> {
     if let Some((len, pending)) = window.pop_front() {
         pending.await.map_err(|error| {
             let may_have_run = *done > 0 || error.request_may_have_run();
             error.may_have_run(may_have_run)
         })?;
         *done += len;
-        options.report(*done);
+        options.report(*done as u64);
     }
     Ok(())
 }
 
-impl IntoFuture for CopyTo {
-    type Output = Result<()>;
-    type IntoFuture = Pin<Box<dyn Future<Output = Result<()>> + Send>>;
-
-    fn into_future(self) -> Self::IntoFuture {
-        Box::pin(self.run())
-    }
-}
-
-/// A copy out of a tensor that has not been started: await it, or [`wait`](Self::wait) for it. It yields the bytes.
-#[must_use = "a copy does nothing until it is awaited or waited for"]
-pub struct CopyFrom {
+/// A copy out of a tensor, of all of it without a range.
+struct CopyFrom {
     session: SharedSession,
     tensor: Result<TensorRef>,
-    pin: Arc<dyn Any + Send + Sync>,
+    pin: Kept,
     range: Option<Range<u64>>,
     buffer: BytesMut,
-    options: Options,
 }
 
-options!(CopyFrom);
-
 impl CopyFrom {
-    pub(crate) fn new(session: SharedSession, tensor: Result<TensorRef>, pin: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { session, tensor, pin, range: None, buffer: BytesMut::new(), options: Options::new() }
+    fn new(session: &Session, tensor: &RemoteTensor, range: Option<Range<u64>>, buffer: BytesMut) -> Self {
+        let session = session.shared().clone();
+        Self { tensor: tensor.reference_in(&session), pin: tensor.0.pin(), session, range, buffer }
     }
 
-    /// Reads only these bytes of the tensor.
-    pub fn range(mut self, range: Range<u64>) -> Self {
-        self.range = Some(range);
-        self
-    }
-
-    /// Reads into `buffer`, which becomes the result. Memory that has been used before is several times faster than fresh
-    /// memory. Its content and length do not matter; it grows if it is too small.
-    pub fn into_buffer(mut self, buffer: BytesMut) -> Self {
-        self.buffer = buffer;
-        self
-    }
-
-    /// Performs the copy on the calling thread.
-    ///
-    /// # Errors
-    ///
-    /// The copy's own; and [`ApiMisuse`](crate::ErrorKind::ApiMisuse) inside an async runtime.
-    pub fn wait(self) -> Result<BytesMut> {
-        blocking::block_on(self.run())?
-    }
-
-    /// As [`wait`](Self::wait), into a slice, which sets the length of the range. It costs one copy more.
-    ///
-    /// # Errors
-    ///
-    /// As [`wait`](Self::wait).
-    pub fn wait_into(mut self, out: &mut [u8]) -> Result<()> {
-        let start = self.range.as_ref().map_or(0, |range| range.start);
-        self.range = Some(start..start.saturating_add(out.len() as u64));
-        out.copy_from_slice(&self.wait()?);
-        Ok(())
-    }
-
-    async fn run(self) -> Result<BytesMut> {
-        let Self { session, tensor, pin, range, buffer, options } = self;
+    async fn run(self, mut options: Options<'_>) -> Result<BytesMut> {
+        let Self { session, tensor, pin, range, buffer } = self;
         let tensor = tensor?;
         held_lane::check(&session, options.lane)?;
         let range = match range {
@@ -249,7 +239,7 @@ impl CopyFrom {
         let mut offset = range.start;
         loop {
             if window.len() == IN_FLIGHT {
-                finish_read(&mut window, &mut filled, &options).await?;
+                finish_read(&mut window, &mut filled, &mut options).await?;
             }
             let piece = rest.split_to(rest.len().min(CHUNK));
             let len = piece.len() as u64;
@@ -262,7 +252,7 @@ impl CopyFrom {
             }
         }
         while !window.is_empty() {
-            finish_read(&mut window, &mut filled, &options).await?;
+            finish_read(&mut window, &mut filled, &mut options).await?;
         }
         drop(pin);
         Ok(filled)
@@ -272,7 +262,7 @@ impl CopyFrom {
 async fn finish_read(
     window: &mut VecDeque<(ReadBuffer, PendingReply)>,
     filled: &mut BytesMut,
-    options: &Options,
+    options: &mut Options<'_>,
 ) -> Result<()> {
     let Some((buffer, pending)) = window.pop_front() else { return Ok(()) };
     let reply = pending.await?;
@@ -287,17 +277,8 @@ async fn finish_read(
     }
     // The pieces lie one behind the other in one allocation, so this moves nothing.
     filled.unsplit(piece);
-    options.report(filled.len());
+    options.report(filled.len() as u64);
     Ok(())
-}
-
-impl IntoFuture for CopyFrom {
-    type Output = Result<BytesMut>;
-    type IntoFuture = Pin<Box<dyn Future<Output = Result<BytesMut>> + Send>>;
-
-    fn into_future(self) -> Self::IntoFuture {
-        Box::pin(self.run())
-    }
 }
 
 fn check_range(tensor: &TensorRef, offset: u64, len: usize) -> Result<()> {

@@ -19,18 +19,16 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::fmt;
-use std::future::{Future, IntoFuture};
 use std::io::{self, Read, Write};
-use std::pin::Pin;
 use std::time::SystemTime;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::blocking;
+use crate::client::action::{Action, Options, Pending, ScopedAction};
 use crate::client::copies::CHUNK;
-use crate::client::session::{Pending, RemoteFunction, RemoteObject, Session};
+use crate::client::references::{RemoteFunction, RemoteObject};
+use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::{FromReply, IntoArgs, Pack};
 use crate::session::Lane;
@@ -52,7 +50,7 @@ pub struct FileEntry {
 /// The files of a session's workspace.
 ///
 /// Paths are relative, with `/` between names, and cannot lead out of the workspace. Every operation does nothing until it
-/// is awaited or [waited for](FileAction::wait).
+/// is awaited or [waited for](ScopedAction::wait). Dropping its future stops the transfer: an upload leaves no file then.
 #[derive(Clone, Debug)]
 pub struct Files {
     session: Session,
@@ -75,22 +73,31 @@ impl Files {
     /// Writes all that `source` yields to the file `path`, which appears in one step when it is complete. The result is
     /// the length in bytes.
     ///
-    /// `source` is read on the thread that polls: if it may block for long, [`wait`](FileAction::wait) on a thread for it.
+    /// `source` is read on the thread that polls: if it may block for long, [`wait`](ScopedAction::wait) on a thread for it.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::InvalidArgument`] for a path that leaves the workspace, or if the length is not the announced one;
     /// [`ErrorKind::LimitExceeded`] if the quota is reached; [`ErrorKind::Io`] if `source` cannot be read;
     /// [`ErrorKind::NotFound`] if the server exchanges no files. What was at `path` before is then still there.
-    pub fn put<'a>(&self, path: &str, source: impl Read + Send + 'a) -> FileAction<'a, u64> {
-        self.put_pieces(path, Reading { source })
+    pub fn put<'a>(&self, path: &str, source: impl Read + Send + 'a) -> ScopedAction<'a, u64> {
+        self.put_pieces(path, None, Reading { source })
+    }
+
+    /// As [`put`](Self::put), for a source whose length is known: the quota is claimed at once, and a source of any other
+    /// length is an error.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn put_sized<'a>(&self, path: &str, len: u64, source: impl Read + Send + 'a) -> ScopedAction<'a, u64> {
+        self.put_pieces(path, Some(len), Reading { source })
     }
 
     /// As [`put`](Self::put), from memory, without copying it.
-    pub fn put_bytes(&self, path: &str, data: impl Into<Bytes>) -> FileAction<'static, u64> {
+    pub fn put_bytes(&self, path: &str, data: impl Into<Bytes>) -> Action<u64> {
         let data = data.into();
-        let len = data.len() as u64;
-        self.put_pieces(path, data).expect_len(len)
+        self.put_pieces(path, Some(data.len() as u64), data)
     }
 
     /// Reads the file `path` into `sink`. The result is the length in bytes.
@@ -102,11 +109,10 @@ impl Files {
     ///
     /// [`ErrorKind::NotFound`] if there is no such file, [`ErrorKind::InvalidArgument`] for a path that leaves the
     /// workspace, [`ErrorKind::Io`] if `sink` cannot be written to or the file became shorter while it was read.
-    pub fn get<'a>(&self, path: &str, mut sink: impl Write + Send + 'a) -> FileAction<'a, u64> {
-        let (this, path) = (self.clone(), path.to_owned());
-        FileAction::new(move |mut report, _| {
-            Box::pin(async move { this.download(&path, &mut sink, &mut report).await })
-        })
+    pub fn get<'a>(&self, path: &str, mut sink: impl Write + Send + 'a) -> ScopedAction<'a, u64> {
+        let (session, path) = (self.session.clone(), path.to_owned());
+        let action = ScopedAction::steps(async move |options| download(&session, &path, &mut sink, options).await);
+        action.lane(self.lane)
     }
 
     /// The files in the folder `dir` and in all folders below it, sorted by name; all files if `dir` is empty. The path of
@@ -115,14 +121,13 @@ impl Files {
     /// # Errors
     ///
     /// [`ErrorKind::NotFound`] if nothing is there, [`ErrorKind::InvalidArgument`] for a path that leaves the workspace.
-    pub fn ls(&self, dir: &str) -> FileAction<'static, Vec<FileEntry>> {
-        let (this, dir) = (self.clone(), dir.to_owned());
-        FileAction::new(move |_, _| {
-            Box::pin(async move {
-                let Pack(entries) = this.call_by_name("rpc.file.ls", (dir,)).await?;
-                Ok(entries)
-            })
-        })
+    pub fn ls(&self, dir: &str) -> Action<Vec<FileEntry>> {
+        let (session, dir) = (self.session.clone(), dir.to_owned());
+        let action = ScopedAction::steps(async move |options: Options<'static>| {
+            let Pack(entries) = call_by_name(&session, &options, "rpc.file.ls", (dir,)).await?;
+            Ok(entries)
+        });
+        action.lane(self.lane)
     }
 
     /// Removes a file, or a folder with all that is in it.
@@ -130,69 +135,76 @@ impl Files {
     /// # Errors
     ///
     /// As [`ls`](Self::ls).
-    pub fn rm(&self, path: &str) -> FileAction<'static, ()> {
-        let (this, path) = (self.clone(), path.to_owned());
-        FileAction::new(move |_, _| Box::pin(async move { this.call_by_name("rpc.file.rm", (path,)).await }))
+    pub fn rm(&self, path: &str) -> Action<()> {
+        let (session, path) = (self.session.clone(), path.to_owned());
+        let call =
+            async move |options: Options<'static>| call_by_name(&session, &options, "rpc.file.rm", (path,)).await;
+        ScopedAction::steps(call).lane(self.lane)
     }
 
-    fn put_pieces<'a>(&self, path: &str, source: impl Pieces + 'a) -> FileAction<'a, u64> {
-        let (this, path) = (self.clone(), path.to_owned());
-        FileAction::new(move |mut report, len| {
-            Box::pin(async move { this.upload(&path, source, len, &mut report).await })
-        })
-    }
-
-    async fn upload(&self, path: &str, source: impl Pieces, len: Option<u64>, report: &mut Report<'_>) -> Result<u64> {
-        let names = ["rpc.file.begin_write", "rpc.file.write", "rpc.file.commit"];
-        let [begin, write, commit] = functions(&self.session, self.lane, names).await?;
-        // Dropped on every error below: that frees the writer, and with it what it has written.
-        let writer: RemoteObject = begin.call((path, len)).lane(self.lane).await?;
-        let sent = send_pieces(&write, &writer, self.lane, source, report).await?;
-        commit.call::<()>((&writer,)).lane(self.lane).await?;
-        Ok(sent)
-    }
-
-    async fn download(&self, path: &str, sink: &mut (impl Write + Send), report: &mut Report<'_>) -> Result<u64> {
-        let [open, read] = functions(&self.session, self.lane, ["rpc.file.open", "rpc.file.read"]).await?;
-        let (reader, len): (RemoteObject, u64) = open.call((path,)).lane(self.lane).await?;
-        let mut window: VecDeque<(u64, Pending<Bytes>)> = VecDeque::with_capacity(IN_FLIGHT);
-        let (mut asked, mut done) = (0, 0);
-        while done < len {
-            while asked < len && window.len() < IN_FLIGHT {
-                let piece = (len - asked).min(CHUNK as u64);
-                let mut pending = read.call((&reader, asked, piece)).lane(self.lane).start();
-                pending.admitted().await?;
-                window.push_back((piece, pending));
-                asked += piece;
-            }
-            let Some((expected, pending)) = window.pop_front() else { break };
-            let piece = pending.await?;
-            if piece.len() as u64 != expected {
-                let got = done + piece.len() as u64;
-                let message =
-                    format!("'{path}' changed while it was read: it had {len} bytes, and now ends after {got}");
-                return Err(RpcError::new(ErrorKind::Io, message));
-            }
-            sink.write_all(&piece).map_err(|error| local_io("cannot store what was received", &error))?;
-            done += expected;
-            report(done);
-        }
-        sink.flush().map_err(|error| local_io("cannot store what was received", &error))?;
-        Ok(done)
-    }
-
-    async fn call_by_name<R: FromReply>(&self, name: &str, args: impl IntoArgs) -> Result<R> {
-        call_by_name(&self.session, self.lane, name, args).await
+    fn put_pieces<'a>(&self, path: &str, len: Option<u64>, source: impl Pieces + 'a) -> ScopedAction<'a, u64> {
+        let (session, path) = (self.session.clone(), path.to_owned());
+        let action = ScopedAction::steps(async move |options| send(&session, &path, len, source, options).await);
+        action.lane(self.lane)
     }
 }
 
-/// Several functions in one round trip.
+async fn send(
+    session: &Session,
+    path: &str,
+    len: Option<u64>,
+    source: impl Pieces,
+    mut options: Options<'_>,
+) -> Result<u64> {
+    let names = ["rpc.file.begin_write", "rpc.file.write", "rpc.file.commit"];
+    let [begin, write, commit] = functions(session, &options, names).await?;
+    // Dropped on every error below: that frees the writer, and with it what it has written.
+    let writer: RemoteObject = options.apply(begin.call((path, len))).await?;
+    let sent = send_pieces(&write, &writer, source, &mut options).await?;
+    options.apply(commit.call::<()>((&writer,))).await?;
+    Ok(sent)
+}
+
+async fn download(
+    session: &Session,
+    path: &str,
+    sink: &mut (impl Write + Send),
+    mut options: Options<'_>,
+) -> Result<u64> {
+    let [open, read] = functions(session, &options, ["rpc.file.open", "rpc.file.read"]).await?;
+    let (reader, len): (RemoteObject, u64) = options.apply(open.call((path,))).await?;
+    let mut window: VecDeque<(u64, Pending<Bytes>)> = VecDeque::with_capacity(IN_FLIGHT);
+    let (mut asked, mut done) = (0, 0);
+    while done < len {
+        while asked < len && window.len() < IN_FLIGHT {
+            let piece = (len - asked).min(CHUNK as u64);
+            let mut pending = options.apply(read.call((&reader, asked, piece))).start();
+            pending.admitted().await?;
+            window.push_back((piece, pending));
+            asked += piece;
+        }
+        let Some((expected, pending)) = window.pop_front() else { break };
+        let piece = pending.await?;
+        if piece.len() as u64 != expected {
+            let got = done + piece.len() as u64;
+            let message = format!("'{path}' changed while it was read: it had {len} bytes, and now ends after {got}");
+            return Err(RpcError::new(ErrorKind::Io, message));
+        }
+        sink.write_all(&piece).map_err(|error| local_io("cannot store what was received", &error))?;
+        done += expected;
+        options.report(done);
+    }
+    sink.flush().map_err(|error| local_io("cannot store what was received", &error))?;
+    Ok(done)
+}
+
+/// Fetches several functions in one round trip.
 pub(crate) async fn functions<const N: usize>(
     session: &Session,
-    lane: Lane,
+    options: &Options<'_>,
     names: [&str; N],
 ) -> Result<[RemoteFunction; N]> {
-    let pending = names.map(|name| session.get_function(name).lane(lane).start());
+    let pending = names.map(|name| options.apply(session.get_function(name)).start());
     let mut functions = Vec::with_capacity(N);
     for function in pending {
         functions.push(function.await?);
@@ -200,24 +212,24 @@ pub(crate) async fn functions<const N: usize>(
     functions.try_into().map_err(|_| RpcError::internal("as many functions as names"))
 }
 
+/// Fetches a function and calls it.
 pub(crate) async fn call_by_name<R: FromReply>(
     session: &Session,
-    lane: Lane,
+    options: &Options<'_>,
     name: &str,
     args: impl IntoArgs,
 ) -> Result<R> {
-    let function = session.get_function(name).lane(lane).await?;
-    function.call(args).lane(lane).await
+    let function = options.apply(session.get_function(name)).await?;
+    options.apply(function.call(args)).await
 }
 
 /// Sends all of `source` to `writer`, by calls of `write` with the writer, the offset and a piece, several of which are under
-/// way at a time. The result is how many bytes there were.
+/// way at a time. Returns how many bytes there were.
 pub(crate) async fn send_pieces(
     write: &RemoteFunction,
     writer: &RemoteObject,
-    lane: Lane,
     mut source: impl Pieces,
-    report: &mut Report<'_>,
+    options: &mut Options<'_>,
 ) -> Result<u64> {
     let (mut sent, mut done) = (0, 0);
     let mut window: VecDeque<(u64, Pending<()>)> = VecDeque::with_capacity(IN_FLIGHT);
@@ -229,77 +241,17 @@ pub(crate) async fn send_pieces(
                 let Some((end, pending)) = window.pop_front() else { break };
                 pending.await?;
                 done = end;
-                report(done);
+                options.report(done);
             }
         }
         if piece.is_empty() {
             return Ok(done);
         }
         let end = sent + piece.len() as u64;
-        let mut pending = write.call((writer, sent, piece)).lane(lane).start();
+        let mut pending = options.apply(write.call((writer, sent, piece))).start();
         pending.admitted().await?;
         window.push_back((end, pending));
         sent = end;
-    }
-}
-
-/// Told the bytes that have arrived so far.
-pub(crate) type Report<'a> = Box<dyn FnMut(u64) + Send + 'a>;
-
-pub(crate) type FileFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
-
-/// What will be done, given the progress report and the announced length.
-type Start<'a, T> = Box<dyn FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a>;
-
-/// An operation on files, or on [modules](crate::client::uploads), that has not been started: await it, or [`wait`](Self::wait) for
-/// it. Dropping the future stops the transfer: an upload leaves no file then.
-#[must_use = "a file operation does nothing until it is awaited or waited for"]
-pub struct FileAction<'a, T> {
-    start: Start<'a, T>,
-    report: Report<'a>,
-    len: Option<u64>,
-}
-
-impl<'a, T> FileAction<'a, T> {
-    pub(crate) fn new(start: impl FnOnce(Report<'a>, Option<u64>) -> FileFuture<'a, T> + Send + 'a) -> Self {
-        Self { start: Box::new(start), report: Box::new(|_| {}), len: None }
-    }
-
-    /// Calls `progress` with the bytes that have arrived so far, after each piece. Listings and removals call it never.
-    pub fn progress(mut self, progress: impl FnMut(u64) + Send + 'a) -> Self {
-        self.report = Box::new(progress);
-        self
-    }
-
-    /// Announces the length of an upload of a file: the quota is claimed at once, and a file of any other length is an error.
-    /// Other operations ignore it.
-    pub fn expect_len(mut self, bytes: u64) -> Self {
-        self.len = Some(bytes);
-        self
-    }
-
-    /// Performs the operation on the calling thread.
-    ///
-    /// # Errors
-    ///
-    /// The operation's own; and [`ErrorKind::ApiMisuse`] inside an async runtime.
-    pub fn wait(self) -> Result<T> {
-        blocking::block_on(self.into_future())?
-    }
-}
-
-impl<'a, T> IntoFuture for FileAction<'a, T> {
-    type Output = Result<T>;
-    type IntoFuture = FileFuture<'a, T>;
-
-    fn into_future(self) -> FileFuture<'a, T> {
-        (self.start)(self.report, self.len)
-    }
-}
-
-impl<T> fmt::Debug for FileAction<'_, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("FileAction")
     }
 }
 

@@ -1,10 +1,9 @@
 //! The one mistake that is easily made in a closure: a request on the lane that waits for it. Each would wait for the other.
 
 use std::cell::RefCell;
-use std::sync::Arc;
 
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::session::{Lane, SharedSession};
+use crate::session::{Lane, SharedSession, is_same};
 
 thread_local! {
     /// The session and lane that wait for the closure which runs on this thread.
@@ -31,11 +30,8 @@ pub(crate) fn hold(session: &SharedSession, lane: Option<Lane>) -> impl Drop {
 ///
 /// [`ErrorKind::ApiMisuse`].
 pub(crate) fn check(session: &SharedSession, lane: Lane) -> Result<()> {
-    let is_held = HELD.with_borrow(|held| {
-        held.as_ref().is_some_and(|(held, waiting)| {
-            *waiting == lane && Arc::as_ptr(held).cast::<()>() == Arc::as_ptr(session).cast::<()>()
-        })
-    });
+    let is_held = HELD
+        .with_borrow(|held| held.as_ref().is_some_and(|(held, waiting)| *waiting == lane && is_same(held, session)));
     if !is_held {
         return Ok(());
     }

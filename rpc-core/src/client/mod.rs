@@ -1,15 +1,20 @@
 //! The caller's view of a session: [`Session`] with all its operations, references to remote objects, copies, files,
 //! uploads of modules, and closures that the session calls back.
 
+pub(crate) mod action;
 pub mod callbacks;
 mod copies;
 mod files;
 mod held_lane;
+mod operations;
+pub(crate) mod references;
 pub(crate) mod session;
 mod uploads;
 
-pub use callbacks::{CallbackHandler, CallbackReturn, NewCallback, RemoteCallback};
-pub use copies::{CHUNK, CopyFrom, CopyTo};
-pub use files::{FileAction, FileEntry, Files};
-pub use session::{Action, Pending, RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, Session, TypedFunction};
+pub use action::{Action, Pending, ScopedAction, ScopedPending};
+pub use callbacks::{CallbackHandler, CallbackReturn, RemoteCallback};
+pub use copies::CHUNK;
+pub use files::{FileEntry, Files};
+pub use references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
+pub use session::Session;
 pub use uploads::{Digest, DigestError, Modules};

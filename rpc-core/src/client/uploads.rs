@@ -25,8 +25,10 @@ use std::str::FromStr;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::client::files::{FileAction, Pieces, Reading, Report, call_by_name, functions, send_pieces};
-use crate::client::session::{Action, RemoteModule, RemoteObject, Session};
+use crate::client::action::{Action, Options, ScopedAction};
+use crate::client::files::{Pieces, Reading, call_by_name, functions, send_pieces};
+use crate::client::references::{RemoteModule, RemoteObject};
+use crate::client::session::Session;
 use crate::error::Result;
 use crate::session::Lane;
 
@@ -146,27 +148,28 @@ impl Modules {
     }
 
     /// Whether the server has the module.
-    pub fn has(&self, digest: Digest) -> FileAction<'static, bool> {
-        let this = self.clone();
-        FileAction::new(move |_, _| Box::pin(async move { this.find(digest).await }))
+    pub fn has(&self, digest: Digest) -> Action<bool> {
+        let session = self.session.clone();
+        let find = async move |options: Options<'static>| find(&session, digest, &options).await;
+        ScopedAction::steps(find).lane(self.lane)
     }
 
     /// Sends the `len` bytes of `source`, whose SHA-256 is `digest`, unless the server has them; the result says whether they
     /// were sent. Nothing is kept until all of it has come and is what was announced.
     ///
-    /// `source` is read on the thread that polls: if it may block for long, [`wait`](FileAction::wait) on a thread for it.
+    /// `source` is read on the thread that polls: if it may block for long, [`wait`](ScopedAction::wait) on a thread for it.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded) if the module is too large or the server has no room;
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `source` has another length or digest;
     /// [`ErrorKind::Io`](crate::ErrorKind::Io) if it cannot be read.
-    pub fn upload<'a>(&self, digest: Digest, len: u64, source: impl Read + Send + 'a) -> FileAction<'a, bool> {
+    pub fn upload<'a>(&self, digest: Digest, len: u64, source: impl Read + Send + 'a) -> ScopedAction<'a, bool> {
         self.upload_pieces(digest, len, Reading { source })
     }
 
     /// As [`upload`](Self::upload), from memory, without copying it.
-    pub fn upload_bytes(&self, digest: Digest, data: impl Into<Bytes>) -> FileAction<'static, bool> {
+    pub fn upload_bytes(&self, digest: Digest, data: impl Into<Bytes>) -> Action<bool> {
         let data = data.into();
         self.upload_pieces(digest, data.len() as u64, data)
     }
@@ -176,16 +179,15 @@ impl Modules {
     /// # Errors
     ///
     /// What is wrong with the file, and the limits of [`upload`](Self::upload).
-    pub fn import(&self, path: &str) -> FileAction<'static, Digest> {
-        let (this, path) = (self.clone(), path.to_owned());
-        FileAction::new(move |_, _| {
-            Box::pin(async move {
-                let digest: String = call_by_name(&this.session, this.lane, "rpc.module.import", (path,)).await?;
-                digest.parse().map_err(|error: DigestError| {
-                    crate::RpcError::new(crate::ErrorKind::Protocol, format!("rpc.module.import: {error}"))
-                })
+    pub fn import(&self, path: &str) -> Action<Digest> {
+        let (session, path) = (self.session.clone(), path.to_owned());
+        let action = ScopedAction::steps(async move |options: Options<'static>| {
+            let digest: String = call_by_name(&session, &options, "rpc.module.import", (path,)).await?;
+            digest.parse().map_err(|error: DigestError| {
+                crate::RpcError::new(crate::ErrorKind::Protocol, format!("rpc.module.import: {error}"))
             })
-        })
+        });
+        action.lane(self.lane)
     }
 
     /// Loads a module that the server has.
@@ -194,34 +196,44 @@ impl Modules {
     }
 
     /// The functions of a module of any kind, with their signatures.
-    pub fn functions(&self, module: &RemoteModule) -> FileAction<'static, Vec<(String, String)>> {
-        let (this, module) = (self.clone(), module.clone());
-        FileAction::new(move |_, _| {
-            Box::pin(async move { call_by_name(&this.session, this.lane, "rpc.module.functions", (&module,)).await })
-        })
+    pub fn functions(&self, module: &RemoteModule) -> Action<Vec<(String, String)>> {
+        let (session, module) = (self.session.clone(), module.clone());
+        let action = ScopedAction::steps(async move |options: Options<'static>| {
+            call_by_name(&session, &options, "rpc.module.functions", (&module,)).await
+        });
+        action.lane(self.lane)
     }
 
-    fn upload_pieces<'a>(&self, digest: Digest, len: u64, source: impl Pieces + 'a) -> FileAction<'a, bool> {
-        let this = self.clone();
-        FileAction::new(move |mut report, _| Box::pin(async move { this.send(digest, len, source, &mut report).await }))
+    fn upload_pieces<'a>(&self, digest: Digest, len: u64, source: impl Pieces + 'a) -> ScopedAction<'a, bool> {
+        let session = self.session.clone();
+        let action = ScopedAction::steps(async move |options| send(&session, digest, len, source, options).await);
+        action.lane(self.lane)
     }
+}
 
-    async fn send(&self, digest: Digest, len: u64, source: impl Pieces, report: &mut Report<'_>) -> Result<bool> {
-        if self.find(digest).await? {
-            return Ok(false);
-        }
-        let names = ["rpc.module.begin_upload", "rpc.module.write", "rpc.module.commit"];
-        let [begin, write, commit] = functions(&self.session, self.lane, names).await?;
-        // Dropped on every error below, and nothing of it stays at the server.
-        let upload: RemoteObject = begin.call((digest.to_string(), len)).lane(self.lane).await?;
-        send_pieces(&write, &upload, self.lane, source, report).await?;
-        commit.call::<()>((&upload,)).lane(self.lane).await?;
-        Ok(true)
+/// Returns true if the module was sent, and false if the server has it already.
+async fn send(
+    session: &Session,
+    digest: Digest,
+    len: u64,
+    source: impl Pieces,
+    mut options: Options<'_>,
+) -> Result<bool> {
+    if find(session, digest, &options).await? {
+        return Ok(false);
     }
+    let names = ["rpc.module.begin_upload", "rpc.module.write", "rpc.module.commit"];
+    let [begin, write, commit] = functions(session, &options, names).await?;
+    // Dropped on every error below, and nothing of it stays at the server.
+    let upload: RemoteObject = options.apply(begin.call((digest.to_string(), len))).await?;
+    send_pieces(&write, &upload, source, &mut options).await?;
+    options.apply(commit.call::<()>((&upload,))).await?;
+    Ok(true)
+}
 
-    async fn find(&self, digest: Digest) -> Result<bool> {
-        call_by_name(&self.session, self.lane, "rpc.module.find", (digest.to_string(),)).await
-    }
+/// Returns true if the server has the module.
+async fn find(session: &Session, digest: Digest, options: &Options<'_>) -> Result<bool> {
+    call_by_name(session, options, "rpc.module.find", (digest.to_string(),)).await
 }
 
 #[cfg(test)]

@@ -9,13 +9,16 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::context::Context;
 use crate::function::convert::{Pack, Shared};
-use crate::function::object::{Context, Function, LocalValue, Signature};
+use crate::function::object::{Function, LocalValue, Signature};
 use crate::panics::drop_each;
 use crate::session::Lane;
 
@@ -148,7 +151,7 @@ impl Exchange {
                 return outcome;
             }
             let Some(deadline) = context.deadline() else {
-                state = answered.wait(state).unwrap_or_else(PoisonError::into_inner);
+                answered.wait(&mut state);
                 continue;
             };
             let left = deadline.saturating_duration_since(Instant::now());
@@ -162,7 +165,7 @@ impl Exchange {
                     RpcError::new(ErrorKind::DeadlineExceeded, "the closure did not answer before the deadline");
                 return Err(error.may_have_run(taken));
             }
-            state = answered.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            answered.wait_for(&mut state, left);
         }
     }
 
@@ -204,7 +207,7 @@ impl Exchange {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // No foreign code runs inside of the lock.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

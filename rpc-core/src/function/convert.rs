@@ -79,6 +79,11 @@ impl fmt::Debug for ArgScope<'_> {
 
 /// A type that can be an argument of a call, at the client.
 pub trait IntoArg {
+    /// The kind of value that the argument becomes, as signatures name it (`int`, `list`, `tensor`), if it is always the same.
+    fn type_kind() -> Option<&'static str> {
+        None
+    }
+
     /// Converts the argument for the call of `scope`.
     ///
     /// # Errors
@@ -89,6 +94,11 @@ pub trait IntoArg {
 
 /// A tuple of arguments, at the client.
 pub trait IntoArgs {
+    /// The [kinds](IntoArg::type_kind) of the arguments, if their number is always the same.
+    fn type_kinds() -> Option<Vec<Option<&'static str>>> {
+        None
+    }
+
     /// Converts the arguments for the call of `scope`.
     ///
     /// # Errors
@@ -99,6 +109,11 @@ pub trait IntoArgs {
 
 /// A type that a reply can be converted to, at the client.
 pub trait FromReply: Sized {
+    /// The kind of value that is expected, as signatures name it (`int`, `list`, `tensor`), if there is only one.
+    fn type_kind() -> Option<&'static str> {
+        None
+    }
+
     /// Converts the reply of `session`. Objects in it that are not taken are freed.
     ///
     /// # Errors
@@ -127,6 +142,10 @@ macro_rules! plain {
             }
 
             impl FromReply for $rust {
+                fn type_kind() -> Option<&'static str> {
+                    Some($name)
+                }
+
                 fn from_reply($value: Value, session: &SharedSession) -> Result<Self> {
                     // None of these types holds an object, so one that came all the same has no owner.
                     if $value.may_hold_objects() {
@@ -148,6 +167,10 @@ macro_rules! plain {
             }
 
             impl IntoArg for $rust {
+                fn type_kind() -> Option<&'static str> {
+                    Some($name)
+                }
+
                 fn into_arg(self, _: &mut ArgScope<'_>) -> Result<Value> {
                     let $this = self;
                     $into
@@ -214,6 +237,10 @@ impl IntoReturn for &'static str {
 }
 
 impl IntoArg for &str {
+    fn type_kind() -> Option<&'static str> {
+        Some("str")
+    }
+
     fn into_arg(self, _: &mut ArgScope<'_>) -> Result<Value> {
         Ok(self.into())
     }
@@ -230,6 +257,10 @@ impl<T: DeserializeOwned> FromArg for Pack<T> {
 }
 
 impl<T: DeserializeOwned> FromReply for Pack<T> {
+    fn type_kind() -> Option<&'static str> {
+        Some("packed")
+    }
+
     fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
         Packed::from_reply(value, session)?.decode().map(Self)
     }
@@ -246,6 +277,10 @@ impl<T: Serialize> IntoReturn for Pack<T> {
 }
 
 impl<T: Serialize> IntoArg for Pack<T> {
+    fn type_kind() -> Option<&'static str> {
+        Some("packed")
+    }
+
     fn into_arg(self, _: &mut ArgScope<'_>) -> Result<Value> {
         Packed::encode(&self.0).map(Value::Packed)
     }
@@ -323,6 +358,10 @@ impl<T: FromArg> FromArg for Vec<T> {
 }
 
 impl<T: FromReply> FromReply for Vec<T> {
+    fn type_kind() -> Option<&'static str> {
+        Some("list")
+    }
+
     fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
         match value {
             // Every element is converted even after an error, so that all objects are owned and freed.
@@ -350,6 +389,10 @@ impl<T: IntoReturn> IntoReturn for Vec<T> {
 }
 
 impl<T: IntoArg> IntoArg for Vec<T> {
+    fn type_kind() -> Option<&'static str> {
+        Some("list")
+    }
+
     fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
         self.into_iter().map(|value| value.into_arg(scope)).collect::<Result<_>>().map(Value::List)
     }
@@ -385,6 +428,10 @@ impl<K: FromArg + Ord, V: FromArg> FromArg for BTreeMap<K, V> {
 }
 
 impl<K: FromReply + Ord, V: FromReply> FromReply for BTreeMap<K, V> {
+    fn type_kind() -> Option<&'static str> {
+        Some("map")
+    }
+
     fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
         let Value::Map(pairs) = value else {
             let error = mismatch("map", &value);
@@ -410,6 +457,10 @@ impl<K: IntoReturn, V: IntoReturn> IntoReturn for BTreeMap<K, V> {
 }
 
 impl<K: IntoArg, V: IntoArg> IntoArg for BTreeMap<K, V> {
+    fn type_kind() -> Option<&'static str> {
+        Some("map")
+    }
+
     fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
         let mut convert = |(key, value): (K, V)| Ok((key.into_arg(scope)?, value.into_arg(scope)?));
         self.into_iter().map(&mut convert).collect::<Result<_>>().map(Value::Map)
@@ -565,6 +616,10 @@ macro_rules! tuples {
     (@args $($item:ident)*) => {
         #[allow(non_snake_case, unused_variables)]
         impl<$($item: IntoArg),*> IntoArgs for ($($item,)*) {
+            fn type_kinds() -> Option<Vec<Option<&'static str>>> {
+                Some(vec![$($item::type_kind()),*])
+            }
+
             fn into_args(self, scope: &mut ArgScope<'_>) -> Result<Vec<Value>> {
                 let ($($item,)*) = self;
                 Ok(vec![$($item.into_arg(scope)?),*])
@@ -576,6 +631,10 @@ macro_rules! tuples {
 
         #[allow(non_snake_case)]
         impl<$($item: FromReply),*> FromReply for ($($item,)*) {
+            fn type_kind() -> Option<&'static str> {
+                Some("list")
+            }
+
             fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
                 const LEN: usize = [$(stringify!($item)),*].len();
                 match value {
@@ -596,6 +655,10 @@ macro_rules! tuples {
 
         #[allow(non_snake_case, unused_variables)]
         impl<$($item: IntoArg),*> IntoArg for ($($item,)*) {
+            fn type_kind() -> Option<&'static str> {
+                Some("list")
+            }
+
             fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
                 self.into_args(scope).map(Value::List)
             }

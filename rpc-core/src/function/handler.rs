@@ -17,8 +17,9 @@ use std::future::Future;
 use std::sync::Arc;
 
 use crate::error::{Result, RpcError};
+use crate::function::context::Context;
 use crate::function::convert::{FromArg, IntoReturn};
-use crate::function::object::{Body, BoxFuture, Context, Function, FunctionKind, Invocation, LocalValue, Signature};
+use crate::function::object::{Body, BoxFuture, Function, FunctionKind, Invocation, LocalValue, Signature, argument};
 use crate::tensor::{Access, Borrow};
 
 impl Function {
@@ -90,9 +91,10 @@ impl Invocation {
     fn take<T: FromArg>(&mut self) -> Result<T> {
         let index = self.args.next;
         match self.next_arg() {
-            Some(arg) => T::from_arg(arg).map_err(|error| error.context(format_args!("argument {index}"))),
+            Some(arg) => T::from_arg(arg).map_err(|error| error.context(argument(index, self.function.as_deref()))),
             None => T::missing().ok_or_else(|| {
-                RpcError::invalid_argument(format!("argument {index} of type {} is missing", T::type_name()))
+                let argument = argument(index, self.function.as_deref());
+                RpcError::invalid_argument(format!("{argument} is missing: expected {}", T::type_name()))
             }),
         }
     }
@@ -100,11 +102,11 @@ impl Invocation {
     fn finish(&mut self) -> Result<()> {
         match self.args.values.len() {
             0 => Ok(()),
-            left => Err(RpcError::invalid_argument(format!(
-                "{} arguments were given, and the function takes {}",
-                self.args.next + left,
-                self.args.next
-            ))),
+            left => {
+                let function = self.function.as_deref().map_or("the function".to_owned(), |name| format!("`{name}`"));
+                let (takes, given) = (self.args.next, self.args.next + left);
+                Err(RpcError::invalid_argument(format!("{given} arguments were given, and {function} takes {takes}")))
+            }
         }
     }
 }

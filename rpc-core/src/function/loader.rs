@@ -1,11 +1,14 @@
 //! Module loaders: where modules come from.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
+
+use parking_lot::RwLock;
 
 use crate::error::{Result, RpcError};
+use crate::function::context::Context;
 use crate::function::handler::{AsyncHandler, Handler};
-use crate::function::object::{Context, Function, Module, Signature};
+use crate::function::object::{Function, Module, Signature};
 
 /// What a loader is asked for.
 #[derive(Debug)]
@@ -39,11 +42,11 @@ pub struct NamedModules(Arc<RwLock<BTreeMap<String, Arc<dyn Module>>>>);
 impl NamedModules {
     /// Adds a module under its own name; one that is there already under that name is replaced.
     pub fn insert(&self, module: Arc<dyn Module>) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(module.name().to_owned(), module);
+        self.0.write().insert(module.name().to_owned(), module);
     }
 
     fn find(&self, name: &str) -> Option<Arc<dyn Module>> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+        self.0.read().get(name).cloned()
     }
 }
 
@@ -102,7 +105,9 @@ impl FunctionModule {
     /// Adds a function that is there already.
     #[must_use]
     pub fn add_function(mut self, name: impl Into<String>, function: Function) -> Self {
-        self.functions.insert(name.into(), function);
+        let name = name.into();
+        let function = function.named(&name);
+        self.functions.insert(name, function);
         self
     }
 }

@@ -4,17 +4,17 @@
 //! [converted](FromArg), and [`ModuleLoader`]s. A running function asks its [`Context`] for the session.
 
 pub(crate) mod callback;
+pub(crate) mod context;
 pub(crate) mod convert;
 pub(crate) mod handler;
 pub(crate) mod loader;
 pub(crate) mod object;
 pub(crate) mod registry;
+pub(crate) mod signature;
 
+pub use context::{Context, Host, ThreadPlace, Usage, WorkspaceFiles};
 pub use convert::{ArgScope, FromArg, FromReply, IntoArg, IntoArgs, IntoReturn, Pack, Shape, Shared};
 pub use handler::{AsyncHandler, FromCall, Handler, Rest};
 pub use loader::{FunctionModule, LoadRequest, ModuleLoader, NamedModules};
-pub use object::{
-    Arg, BoxFuture, Context, Function, FunctionKind, Host, Invocation, LocalValue, Module, Object, Opaque, Signature,
-    ThreadPlace, Usage, WorkspaceFiles,
-};
+pub use object::{Arg, BoxFuture, Function, FunctionKind, Invocation, LocalValue, Module, Object, Opaque, Signature};
 pub use registry::Registry;

@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::Arc;
+
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::{Result, RpcError};
 use crate::function::callback;
 use crate::function::handler::{AsyncHandler, Handler};
 use crate::function::loader::{LoadRequest, ModuleLoader, NamedModules};
 use crate::function::object::{Function, Module, Signature};
+use crate::function::signature;
 
 /// Functions and module loaders, shared by all sessions of a program. Cheap to clone; clones are the same registry.
 ///
@@ -23,11 +26,11 @@ struct Contents {
 }
 
 impl Registry {
-    /// A registry with no functions but those that [callbacks](crate::client::Session::callback) are made of, and one loader: for the modules that [`add_module`](Self::add_module) registers.
+    /// A registry with no functions but `rpc.signature` and those that [callbacks](crate::client::Session::callback) are made of, and one loader: for the modules that [`add_module`](Self::add_module) registers.
     pub fn new() -> Self {
         let named = NamedModules::default();
-        let contents =
-            Contents { functions: callback::functions().into(), loaders: vec![Arc::new(named.clone())], named };
+        let functions = callback::functions().into_iter().chain([signature::function()]).collect();
+        let contents = Contents { functions, loaders: vec![Arc::new(named.clone())], named };
         Self(Arc::new(RwLock::new(contents)))
     }
 
@@ -48,7 +51,9 @@ impl Registry {
 
     /// Registers a function that is there already.
     pub fn add_function(&self, name: impl Into<String>, function: Function) -> &Self {
-        self.write().functions.insert(name.into(), function);
+        let name = name.into();
+        let function = function.named(&name);
+        self.write().functions.insert(name, function);
         self
     }
 
@@ -109,11 +114,11 @@ impl Registry {
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Contents> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
+        self.0.read()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Contents> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
+        self.0.write()
     }
 }
 

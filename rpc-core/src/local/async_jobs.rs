@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Poll, ready};
 
+use super::job::LaneKey;
 use super::lane_runner::{Duty, FirstOutcome};
-use super::lanes::LaneKey;
 use super::{LocalInner, Spawner};
 use crate::device::Stream;
 use crate::error::{Result, RpcError};

@@ -3,13 +3,15 @@
 use std::any::{Any, TypeId};
 use std::sync::{Arc, Weak};
 
-use super::lanes::LaneKey;
-use super::{LocalInner, SessionLimits, lock};
+use super::job::LaneKey;
+use super::{LocalInner, lock};
 use crate::device::{AllocRequest, Devices, Memory, Stream};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::context::{Context, Host, ThreadPlace, Usage, WorkspaceFiles};
 use crate::function::loader::LoadRequest;
-use crate::function::object::{Function, Host, Module, Signature, ThreadPlace, Usage, WorkspaceFiles};
+use crate::function::object::{Function, Module, Signature};
+use crate::limits::SessionLimits;
 use crate::session::Lane;
 use crate::tensor::{Layout, Storage, Tensor};
 
@@ -26,8 +28,8 @@ impl Host for LocalInner {
         self.registry.functions()
     }
 
-    fn load_module(&self, loader: Option<&str>, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
-        self.registry.load_module(loader, request)
+    fn load_module(&self, loader: Option<&str>, path: &str, context: &Context) -> Result<Arc<dyn Module>> {
+        self.registry.load_module(loader, &LoadRequest { path, context })
     }
 
     fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>> {

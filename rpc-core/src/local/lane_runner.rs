@@ -3,18 +3,22 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use super::lanes::{Job, LaneKey, Removed, Turn};
+use parking_lot::Mutex;
+
+use super::job::{Job, LaneKey, Parked};
+use super::lanes::{Removed, Turn};
 use super::resolve::{self, RunsOn, Work};
 use super::thread_quota::WantsThreads;
-use super::threads::{Claim, LaneThread, Parked, WorkerPool};
+use super::threads::{Claim, LaneThread, WorkerPool};
 use super::{LocalInner, deadline_exceeded, lock};
 use crate::blocking;
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::function::object::{Context, Host, Invocation, LocalValue, Started};
+use crate::function::context::{Context, Host};
+use crate::function::object::{Invocation, LocalValue, Started};
 use crate::panics::drop_each;
 use crate::reply::{Outcome, Responder, Submission};
 use crate::session::{InPlaceWrite, Lane};

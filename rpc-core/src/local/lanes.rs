@@ -6,57 +6,18 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::Backlog;
-use super::threads::{Parked, Threads};
+use super::job::{Job, LaneKey, Parked};
+use super::threads::Threads;
 use crate::error::RpcError;
 use crate::handle::Handle;
 use crate::reply::Responder;
 use crate::session::Lane;
-use crate::trace::TraceContext;
-
-/// A lane of the session: one that clients name, or one that was created for a single request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct LaneKey(u64);
-
-impl LaneKey {
-    /// Returns true if the lane was created for one request.
-    pub(super) fn is_single_use(self) -> bool {
-        self.0 > u64::from(u32::MAX)
-    }
-
-    /// Returns the lane with the client's number; a lane for a single request has no number.
-    pub(super) fn shared(lane: Lane) -> Option<Self> {
-        (lane != Lane::CONCURRENT).then_some(Self(u64::from(lane.0)))
-    }
-
-    /// Returns the lane as functions see it.
-    pub(super) fn lane(self) -> Lane {
-        u32::try_from(self.0).map_or(Lane::CONCURRENT, Lane)
-    }
-}
 
 /// Limits above which requests wait for admission.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Capacity {
     pub(super) requests: usize,
     pub(super) bytes: usize,
-}
-
-/// An admitted request. `W` is its work.
-#[derive(Debug)]
-pub(super) struct Job<W> {
-    pub(super) work: W,
-    /// `None` while the submitter waits on its own thread for the job to run.
-    pub(super) responder: Option<Responder>,
-    pub(super) deadline: Option<std::time::Instant>,
-    pub(super) trace: Option<TraceContext>,
-    /// Bytes that it counts against the session's capacity.
-    pub(super) bytes: usize,
-}
-
-impl<W> Job<W> {
-    pub(super) fn has_id(&self, id: u64) -> bool {
-        self.responder.as_ref().is_some_and(|responder| responder.id() == id)
-    }
 }
 
 struct LaneState<W> {

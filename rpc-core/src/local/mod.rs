@@ -3,6 +3,7 @@
 
 mod async_jobs;
 mod host;
+mod job;
 mod lane_runner;
 mod lanes;
 mod operations;
@@ -21,26 +22,28 @@ use std::future::Future;
 use std::hash::{BuildHasher, RandomState};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
+use parking_lot::{Mutex, MutexGuard};
 
+use self::job::{Job, LaneKey, Parked};
 use self::lane_runner::FirstOutcome;
-use self::lanes::{Capacity, Job, LaneKey, Lanes, QueueEntry, Removed, Turn, WaitingRequest};
+use self::lanes::{Capacity, Lanes, QueueEntry, Removed, Turn, WaitingRequest};
 use self::resolve::{RunsOn, Work};
-use self::threads::{Parked, Threads};
+use self::threads::Threads;
 use self::timer::{Deadlines, Expire};
 use crate::device::Devices;
 use crate::dlpack::Device;
 use crate::error::{ErrorKind, RpcError};
-use crate::function::object::{Host, Object, Usage, WorkspaceFiles};
+use crate::function::context::{Host, Usage, WorkspaceFiles};
+use crate::function::object::Object;
 use crate::function::registry::Registry;
 use crate::handle::{Handle, HandleQuota, HandleTable};
-use crate::limits::MemoryQuota;
+use crate::limits::{MemoryQuota, SessionLimits};
 use crate::panics::drop_each;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
-use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession};
+use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession, SharedSession};
 use crate::value::{TensorRef, Value};
 
 pub use self::thread_quota::ThreadQuota;
@@ -49,49 +52,6 @@ pub use self::thread_quota::ThreadQuota;
 pub trait Spawner: Send + Sync {
     /// Runs `future` to completion. Must not block.
     fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>);
-}
-
-/// Limits on the objects, requests, bytes and threads of a session. The defaults suit one of
-/// several clients of a server.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SessionLimits {
-    /// Requests that are admitted and not complete; more wait for admission. 1,024 by default.
-    pub max_requests: usize,
-    /// Bytes of arguments in those requests, as they lie in memory ([`Value::size_hint`]); more
-    /// wait for admission, and a single request that is larger is admitted alone. 128 MiB by
-    /// default.
-    ///
-    /// Requests that wait for admission are in memory, too. Their submitter must bound them: a
-    /// program by waiting for admission, a server by the credit that it grants its clients.
-    /// [`LocalSession::backlog`] returns their size.
-    pub max_queued_bytes: usize,
-    /// Objects that the session holds; more are an error. 1,048,576 by default.
-    pub max_handles: usize,
-    /// Bytes of device memory that the session holds; more are an error. No limit by default.
-    pub max_memory: u64,
-    /// Threads of the session, at least one: the number of blocking functions that run at one time,
-    /// and of asynchronous ones without a [spawner](LocalSessionBuilder::spawner). Jobs for which
-    /// there is no thread wait in the order in which they came to need one, and their lanes with
-    /// them. 64 by default.
-    ///
-    /// Waiting for a lane, a tensor or admission needs no thread. Inline functions and copies of
-    /// ordinary size need none either, so that they continue while all threads are busy. A nested
-    /// call runs on its caller's thread. So the limit blocks no job for ever, unless functions wait
-    /// for each other, as at a barrier: if more functions meet there than there are threads, the
-    /// running ones wait for those that cannot start.
-    pub max_threads: usize,
-}
-
-impl Default for SessionLimits {
-    fn default() -> Self {
-        Self {
-            max_requests: 1024,
-            max_queued_bytes: 128 << 20,
-            max_handles: 1 << 20,
-            max_memory: u64::MAX,
-            max_threads: 64,
-        }
-    }
 }
 
 /// Requests of a session that are not complete.
@@ -292,13 +252,31 @@ impl fmt::Debug for LocalSession {
 
 impl RpcSession for LocalSession {
     fn submit(&self, request: Request) -> Submission {
+        self.0.submit(request)
+    }
+
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&*self.0)
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.0.write_in_place(lane, to, offset, len)
+    }
+
+    fn into_shared(self) -> SharedSession {
+        self.0
+    }
+}
+
+impl RpcSession for EndOnDrop {
+    fn submit(&self, request: Request) -> Submission {
         match request.operation {
             Operation::Release { handles } => {
-                self.0.0.release(handles);
+                self.0.release(handles);
                 Submission::ready(Ok(Value::Null))
             }
-            Operation::Shutdown => self.0.0.shut_down(),
-            _ => self.0.0.submit(request),
+            Operation::Shutdown => self.0.shut_down(),
+            _ => self.0.submit(request),
         }
     }
 
@@ -307,19 +285,19 @@ impl RpcSession for LocalSession {
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
-        self.0.0.write_in_place(lane, to, offset, len)
+        self.0.write_in_place(lane, to, offset, len)
     }
 
     fn ended(&self) -> Submission {
-        let (submission, responder) = self.0.0.pending();
+        let (submission, responder) = self.0.pending();
         responder.admit();
-        lock(&self.0.0.closing).watchers.push(responder);
+        lock(&self.0.closing).watchers.push(responder);
         // `end` sets the flag first and takes the watchers then, so that one of the two sees the
         // other.
-        if self.0.0.gone.load(Ordering::SeqCst)
-            && let Some(error) = lock(&self.0.0.lanes).ended.clone()
+        if self.0.gone.load(Ordering::SeqCst)
+            && let Some(error) = lock(&self.0.lanes).ended.clone()
         {
-            let watchers = std::mem::take(&mut lock(&self.0.0.closing).watchers);
+            let watchers = std::mem::take(&mut lock(&self.0.closing).watchers);
             for watcher in watchers {
                 watcher.complete(Err(error.clone()));
             }
@@ -363,7 +341,7 @@ struct LocalInner {
 /// Locks a mutex, ignoring poison: functions run outside of these locks, so a panic cannot leave
 /// their data half changed.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 impl LocalInner {

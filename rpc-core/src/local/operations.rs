@@ -2,13 +2,14 @@
 
 use bytes::Bytes;
 
-use super::lanes::LaneKey;
+use super::job::LaneKey;
 use super::resolve::{self, Work};
 use super::{LocalInner, lock};
 use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
+use crate::function::context::{Context, Host};
 use crate::function::loader::LoadRequest;
-use crate::function::object::{Context, Host, LocalValue, Object};
+use crate::function::object::{LocalValue, Object};
 use crate::tensor::{Borrow, Tensor};
 use crate::value::Value;
 

@@ -157,7 +157,7 @@ fn try_resolve(table: &mut HandleTable<Object>, operation: Operation, garbage: &
                     Ok(arg) => resolved.push(arg),
                     Err(error) => {
                         garbage.append(&mut resolved);
-                        return Err(error.context(format_args!("argument {index}")));
+                        return Err(function.argument_error(index, error));
                     }
                 }
             }

@@ -12,9 +12,9 @@ use super::*;
 use crate::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, WhenDone};
 use crate::dlpack::DeviceType;
 use crate::error::Result;
+use crate::function::context::{Context, ThreadPlace};
 use crate::function::convert::Shared as SharedObject;
 use crate::function::handler::Rest;
-use crate::function::object::{Context, ThreadPlace};
 use crate::reply::{PendingReply, ReplySink};
 use crate::value::Reference;
 
@@ -35,7 +35,7 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 #[derive(Default)]
 struct Gate {
     state: Mutex<(usize, usize)>,
-    changed: std::sync::Condvar,
+    changed: parking_lot::Condvar,
 }
 
 impl Gate {
@@ -43,7 +43,7 @@ impl Gate {
     fn pass(&self) {
         let mut state = lock(&self.state);
         state.0 += 1;
-        state = self.changed.wait_while(state, |(_, open)| *open == 0).unwrap();
+        self.changed.wait_while(&mut state, |(_, open)| *open == 0);
         state.1 -= 1;
     }
 
@@ -298,7 +298,7 @@ fn threads_that_functions_start_count_until_they_end() {
     let places = held.clone();
     registry.add("reserve", move |context: Context| -> Result<()> {
         let place = context.reserve_thread()?;
-        places.lock().unwrap().push(place);
+        places.lock().push(place);
         Ok(())
     });
     let limits = SessionLimits { max_threads: 3, ..SessionLimits::default() };
@@ -317,7 +317,7 @@ fn threads_that_functions_start_count_until_they_end() {
     call().unwrap();
     assert_eq!(call().unwrap_err().kind(), ErrorKind::LimitExceeded);
     assert_eq!((live_threads(&session), quota.used()), (3, 2));
-    held.lock().unwrap().clear();
+    held.lock().clear();
     assert_eq!((live_threads(&session), quota.used()), (1, 0));
     call().unwrap();
 }
@@ -330,7 +330,7 @@ fn an_idle_thread_makes_room_for_one_that_a_function_starts() {
     let (places, waits) = (held.clone(), gate.clone());
     registry.add("wait", move || waits.pass()).add("reserve", move |context: Context| -> Result<()> {
         let place = context.reserve_thread()?;
-        places.lock().unwrap().push(place);
+        places.lock().push(place);
         Ok(())
     });
     let limits = SessionLimits { max_threads: 3, ..SessionLimits::default() };
@@ -349,7 +349,7 @@ fn an_idle_thread_makes_room_for_one_that_a_function_starts() {
     }
     let refused = session.submit(concurrent(reserve)).reply().wait().unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::LimitExceeded);
-    held.lock().unwrap().clear();
+    held.lock().clear();
     eventually("the two that left are forgotten", || (live_threads(&session), quota.used()) == (1, 0));
 }
 

@@ -1,7 +1,9 @@
 //! Thread quota: a limit on the threads of several sessions together.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Mutex, MutexGuard};
 
 /// Limit on the threads of several sessions together.
 ///
@@ -76,7 +78,7 @@ impl ThreadQuota {
     }
 
     fn state(&self) -> MutexGuard<'_, ThreadState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::lanes::{Job, LaneKey};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::job::{LaneKey, Parked};
 use super::thread_quota::{ThreadLease, ThreadQuota, WantsThreads};
-use crate::tensor::Borrow;
 
 /// Time that an idle thread waits for more work before it ends.
 const IDLE: Duration = Duration::from_secs(10);
@@ -90,9 +91,8 @@ impl LaneThread {
 
     fn run(&self, may_leave: impl Fn(&Self) -> bool) {
         loop {
-            let slot = self.0.slot();
-            let wait = self.0.changed.wait_timeout_while(slot, IDLE, |slot| slot.work.is_none() && !slot.retired);
-            let (mut slot, _) = wait.unwrap_or_else(PoisonError::into_inner);
+            let mut slot = self.0.slot();
+            self.0.changed.wait_while_for(&mut slot, |slot| slot.work.is_none() && !slot.retired, IDLE);
             let (work, retired) = (slot.work.take(), slot.retired);
             drop(slot);
             match work {
@@ -106,16 +106,8 @@ impl LaneThread {
 
 impl ThreadInner {
     fn slot(&self) -> MutexGuard<'_, ThreadSlot> {
-        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+        self.slot.lock()
     }
-}
-
-/// A job that waits for a thread. Its lane waits with it.
-pub(super) struct Parked<W> {
-    pub(super) key: LaneKey,
-    pub(super) job: Job<W>,
-    /// Borrows of the tensors that it uses.
-    pub(super) borrows: Vec<Borrow>,
 }
 
 /// Thread for a job.

@@ -10,8 +10,10 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::reply::{Responder, WeakResponder};
 
@@ -146,7 +148,7 @@ struct TimerState {
 
 impl Timer {
     fn state(&self) -> MutexGuard<'_, TimerState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Calls a session at `next` instead of at `old`.
@@ -196,9 +198,9 @@ impl Timer {
                 }
                 Some(first) => {
                     let wait = first.key().0 - now;
-                    state = self.changed.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
+                    self.changed.wait_for(&mut state, wait);
                 }
-                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => self.changed.wait(&mut state),
             }
         }
     }

@@ -74,7 +74,7 @@ mod solve;
 pub use error::{Origin, PlacementError};
 pub use graph::{Argument, CallGraph, CallId, Constraint, Edge, InputId, OutputId, ValueId};
 pub use plan::{Location, Plan, Step};
-pub use run::{InputData, Run};
+pub use run::InputData;
 pub use site::Site;
 
 #[cfg(test)]

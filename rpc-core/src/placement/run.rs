@@ -1,7 +1,6 @@
 //! Runs a plan: starts every step as soon as its inputs are there.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::future::{Future, IntoFuture, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,8 +10,9 @@ use bytes::{Bytes, BytesMut};
 
 use super::graph::{Argument, CallId, InputId, ValueId};
 use super::plan::{Location, Plan, PlannedStep, Tensor, TensorIndex};
-use crate::blocking;
-use crate::client::session::{RemoteFunction, RemoteTensor, Session};
+use crate::client::action::{Options, ScopedAction};
+use crate::client::references::{RemoteFunction, RemoteTensor};
+use crate::client::session::Session;
 use crate::dlpack::dense_size;
 use crate::error::{Result, RpcError};
 use crate::function::convert::{ArgScope, IntoArg, IntoArgs};
@@ -70,51 +70,27 @@ impl Plan {
     ///
     /// A session or an input that is missing, unknown, or does not fit; or the error of a step,
     /// with the step's name.
-    pub fn run<'a>(&'a self, sessions: &'a [(&'a str, Session)], inputs: Vec<(&'a str, InputData)>) -> Run<'a> {
-        Run(Box::pin(run(self, sessions, inputs)))
+    pub fn run<'a>(
+        &'a self,
+        sessions: &'a [(&'a str, Session)],
+        inputs: Vec<(&'a str, InputData)>,
+    ) -> ScopedAction<'a, BTreeMap<String, RemoteTensor>> {
+        ScopedAction::steps(move |options| run(self, sessions, inputs, options))
     }
 }
-
-/// A run that has not been started: await it, or call [`wait`](Self::wait).
-#[must_use = "a run does nothing until it is awaited or waited for"]
-pub struct Run<'a>(Running<'a, BTreeMap<String, RemoteTensor>>);
 
 type Running<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
 
-impl Run<'_> {
-    /// Runs the plan on the calling thread.
-    ///
-    /// # Errors
-    ///
-    /// Those of the run, and [`ApiMisuse`](crate::ErrorKind::ApiMisuse) inside an async runtime.
-    pub fn wait(self) -> Result<BTreeMap<String, RemoteTensor>> {
-        blocking::block_on(self.0)?
-    }
-}
-
-impl<'a> IntoFuture for Run<'a> {
-    type Output = Result<BTreeMap<String, RemoteTensor>>;
-    type IntoFuture = Running<'a, BTreeMap<String, RemoteTensor>>;
-
-    fn into_future(self) -> Self::IntoFuture {
-        self.0
-    }
-}
-
-impl fmt::Debug for Run<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Run")
-    }
-}
-
-async fn run(
-    plan: &Plan,
-    sessions: &[(&str, Session)],
-    inputs: Vec<(&str, InputData)>,
+async fn run<'a>(
+    plan: &'a Plan,
+    sessions: &'a [(&'a str, Session)],
+    inputs: Vec<(&'a str, InputData)>,
+    options: Options<'a>,
 ) -> Result<BTreeMap<String, RemoteTensor>> {
     let inputs = named_inputs(plan, inputs)?;
     let lanes = LANES_TAKEN.fetch_add(u32::try_from(plan.tensors.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
-    let runner = Runner { plan, functions: BTreeMap::new(), sessions: used_sessions(plan, sessions)?, inputs, lanes };
+    let sessions = used_sessions(plan, sessions)?;
+    let runner = Runner { plan, functions: BTreeMap::new(), sessions, inputs, lanes, options };
     let runner = Runner { functions: runner.find_functions().await?, ..runner };
     let mut tensors: Vec<Option<RemoteTensor>> = vec![None; plan.tensors.len()];
     // Outputs are needed to the end.
@@ -230,6 +206,8 @@ struct Runner<'a> {
     inputs: Vec<InputData>,
     /// First lane of this run, relative to `FIRST_LANE`.
     lanes: u32,
+    /// Options of the run. Its steps take their lanes from the plan.
+    options: Options<'a>,
 }
 
 impl Runner<'_> {
@@ -238,7 +216,8 @@ impl Runner<'_> {
         for step in &self.plan.planned {
             if let PlannedStep::Call { call, location, .. } = step {
                 let name = &self.plan.graph.calls[call.0].function;
-                let find = || self.sessions[&location.session].get_function(name).concurrent().start();
+                let session = self.sessions[&location.session];
+                let find = || self.options.limit(session.get_function(name).concurrent()).start();
                 pending.entry((location.session.clone(), name.clone())).or_insert_with(find);
             }
         }
@@ -289,7 +268,8 @@ impl Runner<'_> {
             )));
         }
         let fresh = self.fresh(tensor).await?;
-        self.sessions[&tensor.location.session].copy_to_remote(&fresh, bytes.clone()).lane(self.lane_of(to)).await?;
+        let write = self.sessions[&tensor.location.session].copy_to_remote(&fresh, bytes.clone());
+        self.options.limit(write.lane(self.lane_of(to))).await?;
         Ok(fresh)
     }
 
@@ -303,7 +283,7 @@ impl Runner<'_> {
         let Tensor { layout, location, .. } = tensor;
         let session = self.sessions[&location.session];
         let alloc = session.alloc_in_scope(location.device, layout.dtype, &layout.shape, Some(&location.memory_scope));
-        alloc.concurrent().await
+        self.options.limit(alloc.concurrent()).await
     }
 
     async fn copy(&self, from: &[RemoteTensor], slot: TensorIndex) -> Result<RemoteTensor> {
@@ -318,9 +298,9 @@ impl Runner<'_> {
         let to = self.fresh(tensor).await?;
         let session = self.sessions[&tensor.location.session];
         if from.reference_in(session.shared()).is_ok() {
-            session.copy_among_remote(from, &to).concurrent().await?;
+            self.options.limit(session.copy_among_remote(from, &to).concurrent()).await?;
         } else {
-            copy_between(from, &to, self.lane_of(slot)).await?;
+            self.copy_between(from, &to, self.lane_of(slot)).await?;
         }
         Ok(to)
     }
@@ -339,9 +319,33 @@ impl Runner<'_> {
         }
         let function = &self.functions[&(location.session.clone(), what.function.clone())];
         let arguments = Arguments { arguments: &what.arguments, tensors: &tensors, results: &made };
-        let returned = function.call::<Value>(arguments).concurrent().await?;
+        let returned = self.options.limit(function.call::<Value>(arguments).concurrent()).await?;
         function.session().release(&returned);
         Ok(made)
+    }
+
+    /// Copies from one session to another, through this process: a piece is read while the previous one
+    /// is written.
+    async fn copy_between(&self, from: &RemoteTensor, to: &RemoteTensor, lane: Lane) -> Result<()> {
+        let (source, target, len) = (from.session(), to.session(), from.size_bytes());
+        let read = |at: u64| {
+            let read = source.copy_range_from_remote(from, at..len.min(at + PIECE));
+            self.options.limit(read.lane(lane))
+        };
+        let mut at = 0;
+        let mut piece = if len > 0 { read(0).await? } else { BytesMut::new() };
+        while at < len {
+            let next = at + piece.len() as u64;
+            let write = self.options.limit(target.copy_to_remote_at(to, at, piece.freeze()).lane(lane));
+            if next < len {
+                piece = both(write, read(next)).await?;
+            } else {
+                write.await?;
+                break;
+            }
+            at = next;
+        }
+        Ok(())
     }
 }
 
@@ -368,27 +372,6 @@ impl IntoArgs for Arguments<'_> {
         }
         Ok(arguments)
     }
-}
-
-/// Copies from one session to another, through this process: a piece is read while the previous one
-/// is written.
-async fn copy_between(from: &RemoteTensor, to: &RemoteTensor, lane: Lane) -> Result<()> {
-    let (source, target, len) = (from.session(), to.session(), from.size_bytes());
-    let read = |at: u64| source.copy_from_remote(from).range(at..len.min(at + PIECE)).lane(lane);
-    let mut at = 0;
-    let mut piece = if len > 0 { read(0).await? } else { BytesMut::new() };
-    while at < len {
-        let next = at + piece.len() as u64;
-        let write = target.copy_to_remote(to, piece.freeze()).offset(at).lane(lane);
-        if next < len {
-            piece = both(write, read(next)).await?;
-        } else {
-            write.await?;
-            break;
-        }
-        at = next;
-    }
-    Ok(())
 }
 
 /// Waits for both futures and returns the result of the second.

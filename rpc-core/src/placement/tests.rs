@@ -490,7 +490,7 @@ fn a_plan_runs_over_sessions_and_devices() {
     let outputs = plan.run(&sessions, vec![("x", dlpack::to_bytes(&input).into())]).wait().unwrap();
     let read = |name: &str| {
         let tensor = &outputs[name];
-        crate::blocking::block_on(tensor.session().download::<f32>(tensor)).unwrap().unwrap()
+        tensor.session().download::<f32>(tensor).wait().unwrap()
     };
     assert!(read("a").iter().zip(&input).all(|(a, x)| *a == x + x + 1.0));
     assert!(read("c").iter().zip(&input).all(|(c, x)| *c == (x + x + 1.0) + x + 10.0 + (x + x + 1.0) + 100.0));
@@ -570,7 +570,7 @@ proptest! {
 }
 
 fn downloaded(tensor: &crate::RemoteTensor) -> Vec<f32> {
-    crate::blocking::block_on(tensor.session().download::<f32>(tensor)).unwrap().unwrap()
+    tensor.session().download::<f32>(tensor).wait().unwrap()
 }
 
 /// Each of the two runs stops in the middle until the other one is there too; and the session's
@@ -662,14 +662,14 @@ fn inputs_are_checked_and_may_be_tensors() {
     graph.output("sum", sum.result(0));
     graph.constrain(x, Constraint::from(on("cpu:0")).in_session("one"), "it is there");
     let plan = graph.plan(&both_sites(&sessions)).unwrap();
-    let upload = |session: &Session| crate::blocking::block_on(session.upload(&[2], &[1.0_f32, 2.0])).unwrap().unwrap();
+    let upload = |session: &Session| session.upload(&[2], &[1.0_f32, 2.0]).wait().unwrap();
     let there = upload(&sessions[0].1);
     let y_bytes = || dlpack::to_bytes(&[10.0_f32, 20.0]);
     let outputs = plan.run(&sessions, vec![("x", there.clone().into()), ("y", y_bytes().into())]).wait().unwrap();
-    let sum = crate::blocking::block_on(sessions[0].1.download::<f32>(&outputs["sum"])).unwrap().unwrap();
+    let sum = sessions[0].1.download::<f32>(&outputs["sum"]).wait().unwrap();
     assert_eq!(sum, [11.5, 22.5]);
     // The caller's tensor is still there.
-    assert_eq!(crate::blocking::block_on(sessions[0].1.download::<f32>(&there)).unwrap().unwrap(), [1.0, 2.0]);
+    assert_eq!(sessions[0].1.download::<f32>(&there).wait().unwrap(), [1.0, 2.0]);
 
     let fails = |sessions: &[(&str, Session)], inputs: Vec<(&str, InputData)>, part: &str| {
         let error = plan.run(sessions, inputs).wait().unwrap_err().to_string();

@@ -20,10 +20,6 @@ const BULK: usize = 16 << 10;
 /// messages is limited already.
 const SMALL: usize = 4 << 10;
 
-/// Bytes that each value of a message counts at least. Roughly its decoded size, which may be a
-/// hundred times its size on the wire.
-pub(super) const VALUE_SIZE: usize = 64;
-
 /// Returns the bytes of the window that a message of this size takes.
 pub(super) fn cost(size: usize) -> u64 {
     if size > SMALL { size as u64 } else { 0 }

@@ -8,7 +8,10 @@ use bytes::{Buf, Bytes};
 
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::ids::IdMap;
-use super::link::VALUE_SIZE;
+
+/// Bytes that each value of a message counts at least. Roughly its decoded size, which may be a
+/// hundred times its size on the wire.
+pub(super) const VALUE_SIZE: usize = 64;
 
 /// Bytes at which staging stops, so that a control frame never waits behind much data.
 const STAGE: usize = 512 << 10;

@@ -1,8 +1,9 @@
 //! Pool of buffers for received payloads: reused memory is several times faster than fresh memory.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 
 /// Idle buffers that are kept: as many as one copy has in flight.
 const KEPT: usize = 8;
@@ -17,7 +18,7 @@ pub(super) struct BufferPool(Arc<Mutex<Vec<Vec<u8>>>>);
 impl BufferPool {
     /// Returns an initialised buffer of `len` bytes. Its content is unspecified.
     pub(super) fn take(&self, len: usize) -> PooledBuffer {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.0.lock();
         let position = kept.iter().position(|buffer| buffer.capacity() >= len && buffer.capacity() <= 2 * len.max(MIN));
         let found = position.map(|position| kept.swap_remove(position));
         drop(kept);
@@ -61,7 +62,7 @@ impl AsRef<[u8]> for PooledBuffer {
 impl Drop for PooledBuffer {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.buffer);
-        let mut kept = self.pool.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.pool.0.lock();
         if buffer.capacity() >= MIN && kept.len() < KEPT {
             kept.push(buffer);
         }

@@ -15,9 +15,10 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::device::{DeviceApi, Memory};
 use crate::dlpack::Device;
@@ -156,7 +157,7 @@ impl Storage {
     /// Locks the state. No foreign code runs under the lock, and a panic here leaves the state
     /// consistent.
     fn lock(&self) -> MutexGuard<'_, BorrowState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Changes the holders or the queue by `change`, then hands borrows to the waiters that can

@@ -53,11 +53,12 @@ pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs)
     options
         .with_session(&args.address, Files::Workspace, async |session| {
             let bar = output.progress(&remote, len);
-            let mut put = RemoteFiles::new(&session).put(&remote, source).progress(|bytes| bar.set_position(bytes));
-            if let Some(len) = len {
-                put = put.expect_len(len);
-            }
-            let bytes = put.await?;
+            let files = RemoteFiles::new(&session);
+            let put = match len {
+                Some(len) => files.put_sized(&remote, len, source),
+                None => files.put(&remote, source),
+            };
+            let bytes = put.progress(|bytes| bar.set_position(bytes)).await?;
             bar.finish_and_clear();
             if output.is_json() {
                 return output.json(&json!({ "path": remote, "bytes": bytes }));

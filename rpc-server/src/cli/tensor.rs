@@ -40,7 +40,7 @@ pub(super) async fn upload(session: &Session, output: &Output, file: &Path) -> R
     let mut piece = read_piece(&mut reader, len).await.map_err(|error| Failure::file("cannot read", file, error))?;
     while !piece.is_empty() {
         let end = offset + piece.len() as u64;
-        let copy = session.copy_to_remote(&tensor, piece).offset(offset);
+        let copy = session.copy_to_remote_at(&tensor, offset, piece);
         let (copied, next) = tokio::join!(copy.into_future(), read_piece(&mut reader, len - end));
         copied?;
         piece = next.map_err(|error| Failure::file("cannot read", file, error))?;
@@ -87,7 +87,7 @@ pub(super) async fn store(
     let mut offset = 0;
     while offset < len {
         let end = len.min(offset + PIECE as u64);
-        buffer = session.copy_from_remote(tensor).range(offset..end).into_buffer(buffer).await?;
+        buffer = session.copy_from_remote_into(tensor, offset..end, buffer).await?;
         target.0.write_all(&buffer).map_err(|error| Failure::file("cannot write", file, error))?;
         offset = end;
         bar.set_position(offset);

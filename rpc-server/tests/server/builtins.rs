@@ -124,7 +124,7 @@ fn a_file_comes_back_as_it_was_put_whatever_its_length() {
     for len in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 11 * CHUNK + 7] {
         let data = pattern(len);
         let mut sent = Vec::new();
-        let put = files.put("folder/file", &data[..]).expect_len(len as u64).progress(|bytes| sent.push(bytes));
+        let put = files.put_sized("folder/file", len as u64, &data[..]).progress(|bytes| sent.push(bytes));
         assert_eq!(put.wait().unwrap(), len as u64);
         assert!(sent.is_sorted() && sent.last().copied().unwrap_or(0) == len as u64);
         let (mut copy, mut got) = (Vec::new(), 0);
@@ -198,7 +198,7 @@ fn an_interrupted_upload_leaves_the_old_file_and_nothing_else() {
     let error = files.put("file", Breaking(12 * CHUNK)).wait().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io);
     assert!(error.message().contains("the disk is gone"), "{error}");
-    let wrong_lens = [files.put("file", &b"four"[..]).expect_len(3), files.put("file", &b"four"[..]).expect_len(5)];
+    let wrong_lens = [3, 5].map(|len| files.put_sized("file", len, &b"four"[..]));
     for put in wrong_lens {
         assert_eq!(put.wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
@@ -216,7 +216,7 @@ fn a_dropped_upload_and_an_ended_session_give_their_room_back() {
     block_on(async {
         let mut put = fixture.files().put_bytes("never", pattern(12 * CHUNK)).into_future();
         while fixture.workspace.used_bytes() == 0 {
-            let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(put.as_mut().poll(cx))).await;
+            let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(std::pin::Pin::new(&mut put).poll(cx))).await;
             assert!(polled.is_pending());
             std::thread::yield_now();
         }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use rpc_core::proto::{ClientEndpoint, LinkConfig, Negotiated};
-use rpc_core::{Request, RpcSession, Submission};
+use rpc_core::{Request, RpcSession, SharedSession, Submission};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, send, sendmsg};
@@ -130,11 +130,15 @@ impl std::fmt::Debug for BlockingClientSession {
 
 impl RpcSession for BlockingClientSession {
     fn submit(&self, request: Request) -> Submission {
-        self.0.submit(request)
+        self.0.as_session().submit(request)
     }
 
-    fn ended(&self) -> Submission {
-        self.0.ended()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(self.0.as_session())
+    }
+
+    fn into_shared(self) -> SharedSession {
+        self.0.into_shared()
     }
 }
 

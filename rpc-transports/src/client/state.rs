@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use rpc_core::blocking::Driver;
 use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
 use rpc_core::reply::ReplyControl;
-use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, Submission, Value};
+use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, SharedSession, Submission, Value};
 
 /// Mover of a session's bytes, and what it keeps for that.
 pub(super) trait Pump: Send + Sync + Sized + 'static {
@@ -139,7 +140,12 @@ impl<P: Pump> ClientState<P> {
     }
 
     fn pending(self: &Arc<Self>) -> (Submission, Responder) {
-        Submission::pending(self.clone(), self.next_id.fetch_add(1, Ordering::Relaxed))
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        if P::DRIVEN_BY_CALLERS {
+            Submission::driven(self.clone(), self.clone(), id)
+        } else {
+            Submission::pending(self.clone(), id)
+        }
     }
 }
 
@@ -179,13 +185,11 @@ impl<P: Pump> ReplyControl for ClientState<P> {
     fn discard(&self, reply: Value) {
         self.change(Change::Release, |endpoint| endpoint.release(reply.handles()));
     }
+}
 
+impl<P: Pump> Driver for ClientState<P> {
     fn attend(&self) {
         P::attend(self);
-    }
-
-    fn must_be_driven(&self) -> bool {
-        P::DRIVEN_BY_CALLERS
     }
 
     fn drive(&self, done: &dyn Fn() -> bool) {
@@ -208,8 +212,24 @@ impl<P: Pump> SessionRef<P> {
         &self.state().peer
     }
 
+    /// Returns the session as its callers see it.
+    pub(super) fn as_session(&self) -> &dyn RpcSession {
+        &*self.0
+    }
+
+    /// Returns the pointer that all clones share.
+    pub(super) fn into_shared(self) -> SharedSession {
+        self.0
+    }
+
     fn state(&self) -> &Arc<ClientState<P>> {
-        &self.0.0
+        self.0.state()
+    }
+}
+
+impl<P: Pump> LastReference<P> {
+    fn state(&self) -> &Arc<ClientState<P>> {
+        &self.0
     }
 }
 
@@ -225,7 +245,7 @@ impl<P: Pump> Drop for LastReference<P> {
     }
 }
 
-impl<P: Pump> RpcSession for SessionRef<P> {
+impl<P: Pump> RpcSession for LastReference<P> {
     fn is_encrypted(&self) -> bool {
         self.state().is_encrypted
     }

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use bytes::BytesMut;
 use rpc_core::proto::{ClientEndpoint, ClientEvent, LinkConfig, Negotiated};
-use rpc_core::{ErrorKind, Request, Responder, RpcError, RpcSession, Submission};
+use rpc_core::{ErrorKind, Request, Responder, RpcError, RpcSession, SharedSession, Submission};
 use tokio::io::AsyncWrite;
 
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
@@ -61,16 +61,16 @@ impl std::fmt::Debug for ClientSession {
 }
 
 impl RpcSession for ClientSession {
-    fn is_encrypted(&self) -> bool {
-        self.0.is_encrypted()
-    }
-
     fn submit(&self, request: Request) -> Submission {
-        self.0.submit(request)
+        self.0.as_session().submit(request)
     }
 
-    fn ended(&self) -> Submission {
-        self.0.ended()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(self.0.as_session())
+    }
+
+    fn into_shared(self) -> SharedSession {
+        self.0.into_shared()
     }
 }
 

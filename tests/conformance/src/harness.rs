@@ -13,7 +13,6 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rpc_core::client::{CopyFrom, CopyTo};
 use rpc_core::{
     Action, FromReply, IntoArgs, Lane, Pending, RemoteFunction, RemoteObject, Result, Session, SessionLimits, Usage,
 };
@@ -163,12 +162,9 @@ macro_rules! both_forms {
 }
 
 both_forms! {
-    [T: FromReply + Send + 'static] Action<T> => T;
-    [T: FromReply + Send + 'static] Pending<T> => T;
-    [] CopyTo => ();
-    [] CopyFrom => bytes::BytesMut;
+    [T: Send + 'static] Action<T> => T;
+    [T: Send + 'static] Pending<T> => T;
     [] rpc_core::PendingReply => rpc_core::Value;
-    [] rpc_core::NewCallback => rpc_core::RemoteCallback;
 }
 
 /// Runs `body` on a thread that knows no runtime, from now on; the future resolves to what it

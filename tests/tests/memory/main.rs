@@ -113,7 +113,7 @@ async fn copies_blocking(transport: Transport) {
         let peak = Peak::of(server.pid());
         let mine = Peak::of(std::process::id());
         let buffer = BytesMut::zeroed(COPY as usize);
-        let back = session.copy_from_remote(&tensor).into_buffer(buffer).wait().unwrap();
+        let back = session.copy_from_remote_into(&tensor, None, buffer).wait().unwrap();
         report("copy_from of 256 MiB by the blocking client, above the tensor", transport, peak.growth(), 16 * MIB);
         println!("of which the client sees {:.1} MiB, other tests included", mine.growth() as f64 / MIB as f64);
         assert!(back == data, "what was copied comes back");

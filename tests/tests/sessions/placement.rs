@@ -81,5 +81,5 @@ fn over_blocking_sessions() {
     let site = |(name, session): &(&str, Session)| blocking::block_on(Site::of(name, session)).unwrap().unwrap();
     let plan = plan(&sessions.iter().map(site).collect::<Vec<_>>());
     let outputs = plan.run(&sessions, vec![("x", dlpack::to_bytes(&input()).into())]).wait().unwrap();
-    check(&blocking::block_on(sessions[0].1.download::<f32>(&outputs["y"])).unwrap().unwrap());
+    check(&sessions[0].1.download::<f32>(&outputs["y"]).wait().unwrap());
 }

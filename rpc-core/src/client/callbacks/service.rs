@@ -5,22 +5,23 @@
 
 use std::any::Any;
 use std::fmt;
-use std::future::{Future, IntoFuture};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 
+use parking_lot::{Mutex, MutexGuard};
+
 use super::handler::CallbackHandler;
-use crate::blocking;
+use crate::client::action::{Action, Options, ScopedAction};
 use crate::client::held_lane;
-use crate::client::session::{RemoteFunction, RemoteObject, Session};
+use crate::client::references::{RemoteFunction, RemoteObject};
+use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::callback;
 use crate::function::convert::{ArgScope, IntoArg};
 use crate::function::object::panic_error;
-use crate::session::{Lane, SharedSession};
+use crate::session::{Lane, SharedSession, is_same};
 use crate::value::{Packed, Reference, Value};
 
 /// The most calls of one callback that run at a time, those included that wait for calls inside of them: one more is an
@@ -50,71 +51,40 @@ impl Session {
     ///
     /// [`ErrorKind::NotFound`] if the origin knows no callbacks, [`ErrorKind::LimitExceeded`] if no thread can be started,
     /// and whatever ends the session.
-    pub fn callback<A, R>(&self, handler: impl CallbackHandler<A, R>) -> NewCallback {
-        let handler = Box::new(move |args, scope: &mut ArgScope<'_>| handler.invoke(args, scope));
-        NewCallback { session: self.clone(), handler }
+    pub fn callback<A, R>(&self, handler: impl CallbackHandler<A, R>) -> Action<RemoteCallback> {
+        let handler: Handler = Box::new(move |args, scope| handler.invoke(args, scope));
+        let session = self.clone();
+        ScopedAction::steps(async move |options| make(session, handler, options).await).concurrent()
     }
 }
 
 type Handler = Box<dyn Fn(Vec<Value>, &mut ArgScope<'_>) -> Result<Value> + Send + Sync>;
 
-/// A callback that has not been made: await it, or [`wait`](Self::wait) for it.
-#[must_use = "nothing is made until it is awaited or waited for"]
-pub struct NewCallback {
-    session: Session,
-    handler: Handler,
-}
-
-impl NewCallback {
-    /// Makes the callback on the calling thread.
-    ///
-    /// # Errors
-    ///
-    /// As [`Session::callback`]; and [`ErrorKind::ApiMisuse`] inside an async runtime.
-    pub fn wait(self) -> Result<RemoteCallback> {
-        blocking::block_on(self.make())?
-    }
-
-    async fn make(self) -> Result<RemoteCallback> {
-        crate::panics::install_hook();
-        let get = |name| self.session.get_function(name).concurrent().start();
-        let (create, next, done) = (get(callback::CREATE), get(callback::NEXT), get(callback::DONE));
-        let (create, next, done) = (create.await?, next.await?, done.await?);
-        let (function, source) = create.call::<(RemoteFunction, RemoteObject)>(()).concurrent().await?;
-        let service = Arc::new(Service {
-            session: self.session,
-            next,
-            done,
-            source: Reference::Object(source.handle()),
-            held: Mutex::new(Some(source)),
-            handler: self.handler,
-            threads: Mutex::new(Threads { waiting: 1, running: 0 }),
-        });
-        // From here on dropping it stops what has been started.
-        let callback = RemoteCallback(Arc::new(Owner { function, service }));
-        let service = &callback.0.service;
-        let mut services = lock(&SERVICES);
-        services.retain(|service| service.strong_count() > 0);
-        services.push(Arc::downgrade(service));
-        drop(services);
-        service.spawn().map_err(no_thread)?;
-        Ok(callback)
-    }
-}
-
-impl IntoFuture for NewCallback {
-    type Output = Result<RemoteCallback>;
-    type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
-
-    fn into_future(self) -> Self::IntoFuture {
-        Box::pin(self.make())
-    }
-}
-
-impl fmt::Debug for NewCallback {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("NewCallback")
-    }
+/// Makes a callback: its functions at the origin, and the first thread that waits for a call.
+async fn make(session: Session, handler: Handler, options: Options<'_>) -> Result<RemoteCallback> {
+    crate::panics::install_hook();
+    let get = |name| options.apply(session.get_function(name)).start();
+    let (create, next, done) = (get(callback::CREATE), get(callback::NEXT), get(callback::DONE));
+    let (create, next, done) = (create.await?, next.await?, done.await?);
+    let (function, source) = options.apply(create.call::<(RemoteFunction, RemoteObject)>(())).await?;
+    let service = Arc::new(Service {
+        session,
+        next,
+        done,
+        source: Reference::Object(source.handle()),
+        held: Mutex::new(Some(source)),
+        handler,
+        threads: Mutex::new(Threads { waiting: 1, running: 0 }),
+    });
+    // From here on dropping it stops what has been started.
+    let callback = RemoteCallback(Arc::new(Owner { function, service }));
+    let service = &callback.0.service;
+    let mut services = lock(&SERVICES);
+    services.retain(|service| service.strong_count() > 0);
+    services.push(Arc::downgrade(service));
+    drop(services);
+    service.spawn().map_err(no_thread)?;
+    Ok(callback)
 }
 
 /// A closure of this process as a function of a session. Cheap to clone; clones are the same callback.
@@ -142,6 +112,10 @@ impl RemoteCallback {
 }
 
 impl IntoArg for &RemoteCallback {
+    fn type_kind() -> Option<&'static str> {
+        Some("function")
+    }
+
     fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
         let owner: Arc<dyn Any + Send + Sync> = self.0.clone();
         scope.pins.push(owner);
@@ -176,7 +150,7 @@ pub(crate) fn stop_all(session: &SharedSession) {
     // Stopped outside of the lock: it frees objects, which is the session's business.
     let services: Vec<_> = lock(&SERVICES).iter().filter_map(Weak::upgrade).collect();
     for service in services {
-        if Arc::as_ptr(service.session.shared()).cast::<()>() == Arc::as_ptr(session).cast::<()>() {
+        if is_same(service.session.shared(), session) {
             service.stop();
         }
     }
@@ -313,5 +287,5 @@ fn no_thread(error: io::Error) -> RpcError {
 
 /// None of the data behind these locks is left half changed by a panic: closures run outside of them.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }

@@ -7,8 +7,9 @@ use std::time::Duration;
 use super::{MAX_RUNNING, RemoteCallback};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::callback::{CREATE, DONE, NEXT};
+use crate::function::context::Context;
 use crate::function::handler::Rest;
-use crate::function::object::{Context, Function};
+use crate::function::object::Function;
 use crate::{Lane, LocalSession, Pack, Pending, Registry, RemoteFunction, RemoteObject, Session, Value};
 
 /// A client that does by hand what the threads of a callback do.

@@ -56,10 +56,10 @@ pub async fn parts_are_copied_and_nothing_else_is_touched(harness: &Harness) {
         let mut expected = vec![0; size];
         let part = pattern(len, offset);
         expected[offset..offset + len].copy_from_slice(&part);
-        client.get(client.session.copy_to_remote(&tensor, part.clone()).offset(offset as u64)).await;
+        client.get(client.session.copy_to_remote_at(&tensor, offset as u64, part.clone())).await;
         assert!(client.get(client.session.copy_from_remote(&tensor)).await == expected, "{len} bytes at {offset}");
         let range = offset as u64..(offset + len) as u64;
-        assert!(client.get(client.session.copy_from_remote(&tensor).range(range)).await == part);
+        assert!(client.get(client.session.copy_range_from_remote(&tensor, range)).await == part);
     }
 }
 
@@ -71,7 +71,7 @@ pub async fn views_are_copied_from_where_they_start(harness: &Harness) {
     let view = tensor.view(10, DataType::F32, &[3, 2], None).view(4, DataType::U8, &[8], None);
     assert_eq!((view.byte_offset(), view.size_bytes()), (14, 8));
     assert_eq!(client.get(client.session.copy_from_remote(&view)).await, pattern(100, 3).slice(14..22));
-    client.get(client.session.copy_to_remote(&view, vec![0xee; 2]).offset(6)).await;
+    client.get(client.session.copy_to_remote_at(&view, 6, vec![0xee; 2])).await;
     let all = client.get(client.session.copy_from_remote(&tensor)).await;
     assert_eq!(
         all[18..24],
@@ -85,13 +85,13 @@ pub async fn ranges_that_do_not_fit_are_refused(harness: &Harness) {
     let tensor = bytes(&client, 10).await;
     let session = &client.session;
     for (offset, len) in [(0, 11), (10, 1), (11, 0), (u64::MAX, 1), (u64::MAX - 3, 4), (1 << 63, 1)] {
-        refused(harness.get(session.copy_to_remote(&tensor, vec![1; len]).offset(offset)).await);
+        refused(harness.get(session.copy_to_remote_at(&tensor, offset, vec![1; len])).await);
     }
     for range in [0..11, 10..11, 11..11, u64::MAX - 1..u64::MAX, 0..u64::MAX] {
-        refused(harness.get(session.copy_from_remote(&tensor).range(range)).await);
+        refused(harness.get(session.copy_range_from_remote(&tensor, range)).await);
     }
     #[expect(clippy::reversed_empty_ranges, reason = "that it is reversed is what must be noticed")]
-    refused(harness.get(session.copy_from_remote(&tensor).range(5..4)).await);
+    refused(harness.get(session.copy_range_from_remote(&tensor, 5..4)).await);
     // Rows with a gap between them are not densely packed.
     let strided = tensor.view(0, DataType::U8, &[2, 2], Some(&[5, 1]));
     refused(harness.get(session.copy_to_remote(&strided, vec![1; 4])).await);
@@ -131,12 +131,12 @@ pub async fn a_buffer_that_is_passed_in_becomes_the_result(harness: &Harness) {
     for len in [0, size, size + 10] {
         buffer.resize(len, 0xff);
         let place = buffer.as_ptr();
-        buffer = client.get(client.session.copy_from_remote(&tensor).into_buffer(buffer)).await;
+        buffer = client.get(client.session.copy_from_remote_into(&tensor, None, buffer)).await;
         assert!(buffer == data);
         assert_eq!(buffer.as_ptr(), place, "a buffer of length {len} was replaced");
     }
     // Too small a buffer grows.
-    let grown = client.get(client.session.copy_from_remote(&tensor).into_buffer(BytesMut::with_capacity(5))).await;
+    let grown = client.get(client.session.copy_from_remote_into(&tensor, None, BytesMut::with_capacity(5))).await;
     assert!(grown == data);
 }
 
@@ -148,13 +148,13 @@ pub async fn the_blocking_form_reads_into_a_slice(harness: &Harness) {
     let session = client.session.clone();
     on_thread(move || {
         let mut out = vec![0; CHUNK + 100];
-        session.copy_from_remote(&tensor).wait_into(&mut out).unwrap();
+        session.copy_from_remote_to_slice(&tensor, 0, &mut out).wait().unwrap();
         assert!(out == data);
         let mut out = [0; 20];
-        session.copy_from_remote(&tensor).range(30..40).wait_into(&mut out).unwrap();
+        session.copy_from_remote_to_slice(&tensor, 30, &mut out).wait().unwrap();
         assert_eq!(out[..], data[30..50]);
-        refused(session.copy_from_remote(&tensor).range(CHUNK as u64 + 90..0).wait_into(&mut out));
-        session.copy_from_remote(&tensor).wait_into(&mut []).unwrap();
+        refused(session.copy_from_remote_to_slice(&tensor, CHUNK as u64 + 90, &mut out).wait());
+        session.copy_from_remote_to_slice(&tensor, 0, &mut []).wait().unwrap();
     })
     .await;
 }

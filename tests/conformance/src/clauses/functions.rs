@@ -162,9 +162,9 @@ pub async fn typed_maps_have_each_key_once(harness: &Harness) {
     let ages = BTreeMap::from([("a".to_owned(), 1_i64), ("b".to_owned(), 2)]);
     assert_eq!(client.run::<BTreeMap<String, i64>>("swap_keys", (BTreeMap::from([(1, "a"), (2, "b")]),)).await, ages);
     for (pairs, place) in [
-        (vec![(1.into(), "a".into()), (1.into(), "b".into())], "argument 0: the key of pair 1"),
-        (vec![(1.into(), Value::Null)], "argument 0: value of pair 0"),
-        (vec![(1.into(), "a".into()), ("b".into(), "b".into())], "argument 0: key of pair 1"),
+        (vec![(1.into(), "a".into()), (1.into(), "b".into())], "argument 0 of `swap_keys`: the key of pair 1"),
+        (vec![(1.into(), Value::Null)], "argument 0 of `swap_keys`: value of pair 0"),
+        (vec![(1.into(), "a".into()), ("b".into(), "b".into())], "argument 0 of `swap_keys`: key of pair 1"),
     ] {
         let error = client.try_run::<Value>("swap_keys", (Value::Map(pairs),)).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");

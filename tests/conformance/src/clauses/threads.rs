@@ -23,7 +23,7 @@ pub async fn a_blocking_form_inside_a_runtime_is_misuse(harness: &Harness) {
     misuse(session.alloc(Device::cpu(), DataType::U8, &[4]).wait());
     misuse(session.copy_to_remote(&tensor, vec![1; 4]).wait());
     misuse(session.copy_from_remote(&tensor).wait());
-    misuse(session.copy_from_remote(&tensor).wait_into(&mut [0; 4]));
+    misuse(session.copy_from_remote_to_slice(&tensor, 0, &mut [0; 4]).wait());
     client.settles_at(baseline).await;
     client.works().await;
 }

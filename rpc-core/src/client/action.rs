@@ -1,0 +1,468 @@
+//! Operations of a session: [`Action`], which has not been started, and [`Pending`], which is under way.
+
+use std::any::Any;
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::blocking;
+use crate::client::held_lane;
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::convert::FromReply;
+use crate::reply::{PendingReply, Submission};
+use crate::session::{Lane, Operation, Request, SharedSession};
+use crate::trace::{self, TraceContext};
+use crate::value::Value;
+
+/// An operation that borrows nothing: the usual kind of [`ScopedAction`].
+pub type Action<T> = ScopedAction<'static, T>;
+
+/// An operation under way that borrows nothing: the usual kind of [`ScopedPending`].
+pub type Pending<T> = ScopedPending<'static, T>;
+
+/// An operation that has not been started: await it, [`wait`](Self::wait) for it, or [`start`](Self::start) it.
+///
+/// Some operations are one request, and others several, such as copies and files. The options and the forms are the same.
+/// `'a` is the lifetime of what the operation reads from or writes to, such as a file of the caller.
+#[must_use = "an action does nothing until it is awaited, waited for or started"]
+pub struct ScopedAction<'a, T> {
+    options: Options<'a>,
+    task: Task<'a, T>,
+}
+
+/// The choices that every operation offers.
+pub(crate) struct Options<'a> {
+    pub(crate) lane: Lane,
+    pub(crate) deadline: Option<Instant>,
+    pub(crate) trace: Option<TraceContext>,
+    /// Never locked: the mutex lets futures share the options across threads, which the closure alone would not.
+    progress: Mutex<Option<Progress<'a>>>,
+}
+
+/// Called with the bytes that have been transferred so far.
+type Progress<'a> = Box<dyn FnMut(u64) + Send + 'a>;
+
+/// A future of several requests.
+pub(crate) type Steps<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + 'a>>;
+
+#[allow(clippy::large_enum_variant, reason = "a call is a single request, and must not cost an allocation more")]
+enum Task<'a, T> {
+    One(OneRequest<T>),
+    Many(StartSteps<'a, T>),
+    /// Several requests that yield a reference, and its conversion: `T` may have a shorter lifetime than the future.
+    Reference(StartSteps<'a, Kept>, fn(Kept) -> Result<T>),
+}
+
+type StartSteps<'a, T> = Box<dyn FnOnce(Options<'a>) -> Steps<'a, T> + Send + 'a>;
+
+/// An operation that is one request, and the conversion of its reply.
+pub(crate) struct OneRequest<T> {
+    session: SharedSession,
+    operation: Result<Operation>,
+    pins: Pins,
+    frees: Option<Arc<dyn Freed>>,
+    before: Option<fn(&SharedSession)>,
+    convert: fn(Value, &SharedSession) -> Result<T>,
+}
+
+/// References that a request names, kept until its reply: the request may not have reached the session before.
+#[derive(Default)]
+#[allow(dead_code, reason = "held for their drops")]
+pub(crate) struct Pins {
+    /// Nearly every call has this one, and no other.
+    pub(crate) function: Option<Kept>,
+    pub(crate) others: Vec<Kept>,
+}
+
+/// One reference that is kept.
+pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
+
+/// A reference whose object an operation frees.
+pub(crate) trait Freed: Send + Sync {
+    /// Notes that the object is freed, so that dropping the reference has nothing left to do.
+    fn mark_freed(&self);
+}
+
+impl<T: FromReply> OneRequest<T> {
+    pub(crate) fn new(session: &SharedSession, operation: Result<Operation>) -> Self {
+        Self {
+            session: session.clone(),
+            operation,
+            pins: Pins::default(),
+            frees: None,
+            before: None,
+            convert: T::from_reply,
+        }
+    }
+
+    /// Calls `before` with the session right before the request is submitted.
+    pub(crate) fn before(mut self, before: fn(&SharedSession)) -> Self {
+        self.before = Some(before);
+        self
+    }
+
+    /// Keeps what the request names.
+    pub(crate) fn pinned(mut self, pins: Pins) -> Self {
+        self.pins = pins;
+        self
+    }
+
+    /// Tells the reference when the operation has succeeded: its object is freed then.
+    pub(crate) fn frees(mut self, reference: Arc<dyn Freed>) -> Self {
+        self.frees = Some(reference);
+        self
+    }
+}
+
+impl<T> From<OneRequest<T>> for Action<T> {
+    fn from(request: OneRequest<T>) -> Self {
+        Self { options: Options::new(Lane::DEFAULT), task: Task::One(request) }
+    }
+}
+
+impl<'a> Options<'a> {
+    fn new(lane: Lane) -> Self {
+        Self { lane, deadline: None, trace: None, progress: Mutex::new(None) }
+    }
+
+    /// Returns the request for one of the operation's steps.
+    pub(crate) fn request(&self, operation: Operation) -> Request {
+        Request { lane: self.lane, deadline: self.deadline, trace: self.trace, operation }
+    }
+
+    /// Gives a step the lane, the deadline and the trace of the whole operation.
+    pub(crate) fn apply<'b, T>(&self, step: ScopedAction<'b, T>) -> ScopedAction<'b, T> {
+        self.limit(step.lane(self.lane))
+    }
+
+    /// Gives a step the deadline and the trace of the whole operation, and leaves its lane.
+    pub(crate) fn limit<'b, T>(&self, mut step: ScopedAction<'b, T>) -> ScopedAction<'b, T> {
+        step.options.deadline = self.deadline;
+        step.options.trace = self.trace;
+        step
+    }
+
+    /// Tells the caller how many bytes have been transferred.
+    pub(crate) fn report(&mut self, bytes: u64) {
+        if let Some(progress) = self.progress.get_mut() {
+            progress(bytes);
+        }
+    }
+}
+
+impl<'a, T> ScopedAction<'a, T> {
+    /// Makes an operation of several requests, which `steps` makes with the options that the caller chooses.
+    pub(crate) fn steps<F>(steps: impl FnOnce(Options<'a>) -> F + Send + 'a) -> Self
+    where
+        F: Future<Output = Result<T>> + Send + 'a,
+    {
+        let task = Task::Many(Box::new(move |options| Box::pin(steps(options))));
+        Self { options: Options::new(Lane::DEFAULT), task }
+    }
+
+    /// As [`steps`](Self::steps), for steps that yield a reference of which `convert` makes the result.
+    pub(crate) fn steps_to_reference<F>(
+        steps: impl FnOnce(Options<'a>) -> F + Send + 'a,
+        convert: fn(Kept) -> Result<T>,
+    ) -> Self
+    where
+        F: Future<Output = Result<Kept>> + Send + 'a,
+    {
+        let task = Task::Reference(Box::new(move |options| Box::pin(steps(options))), convert);
+        Self { options: Options::new(Lane::DEFAULT), task }
+    }
+
+    /// Moves the operation to `lane`; [`Lane::DEFAULT`] without this, except for
+    /// [`Session::callback`](crate::Session::callback), which is concurrent.
+    pub fn lane(mut self, lane: Lane) -> Self {
+        self.options.lane = lane;
+        self
+    }
+
+    /// Lets the operation run beside all others. Of an operation with several requests, each does.
+    pub fn concurrent(self) -> Self {
+        self.lane(Lane::CONCURRENT)
+    }
+
+    /// Fails the operation at `deadline` with [`ErrorKind::DeadlineExceeded`].
+    pub fn deadline(mut self, deadline: Instant) -> Self {
+        self.options.deadline = Some(deadline);
+        self
+    }
+
+    /// As [`deadline`](Self::deadline), from now on.
+    pub fn timeout(self, timeout: Duration) -> Self {
+        match Instant::now().checked_add(timeout) {
+            Some(deadline) => self.deadline(deadline),
+            None => self,
+        }
+    }
+
+    /// Names the span that the operation belongs to; the [current](trace::current) one when it starts without this.
+    pub fn trace(mut self, trace: TraceContext) -> Self {
+        self.options.trace = Some(trace);
+        self
+    }
+
+    /// Calls `progress` with the bytes that have been transferred so far, after each piece of a copy, a file or a module.
+    /// Operations that transfer nothing never call it.
+    pub fn progress(mut self, progress: impl FnMut(u64) + Send + 'a) -> Self {
+        *self.options.progress.get_mut() = Some(Box::new(progress));
+        self
+    }
+
+    /// Submits the operation without waiting for it. Of an operation with several requests this submits the first ones,
+    /// and the others follow as the [pending operation](ScopedPending) is awaited.
+    pub fn start(self) -> ScopedPending<'a, T> {
+        let mut pending = self.prepare();
+        // Whoever awaits it brings the waker that counts.
+        if matches!(pending.0, Stage::Steps(_) | Stage::Reference(..))
+            && let Poll::Ready(outcome) = Pin::new(&mut pending).poll(&mut Context::from_waker(Waker::noop()))
+        {
+            pending.0 = Stage::Done(outcome);
+        }
+        pending
+    }
+
+    /// Performs the operation on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// The operation's own; and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    pub fn wait(self) -> Result<T> {
+        // Nothing is submitted before it is known that waiting is possible.
+        blocking::block_on(async { self.prepare().await })?
+    }
+
+    /// Submits a single request, and makes the future of several, which begin when it is polled.
+    fn prepare(mut self) -> ScopedPending<'a, T> {
+        self.options.trace = self.options.trace.or_else(trace::current);
+        ScopedPending(match self.task {
+            Task::One(OneRequest { session, operation, pins, frees, before, convert }) => {
+                let allowed = operation.and_then(|operation| {
+                    held_lane::check(&session, self.options.lane)?;
+                    Ok(operation)
+                });
+                match allowed {
+                    Ok(operation) => {
+                        if let Some(before) = before {
+                            before(&session);
+                        }
+                        let submission = session.submit(self.options.request(operation));
+                        let reply = Reply { session, convert, _pins: pins, frees };
+                        Stage::Submitted(submission, reply)
+                    }
+                    Err(error) => Stage::Done(Err(error)),
+                }
+            }
+            Task::Many(steps) => Stage::Steps(steps(self.options)),
+            Task::Reference(steps, convert) => Stage::Reference(steps(self.options), convert),
+        })
+    }
+}
+
+impl<'a, T> IntoFuture for ScopedAction<'a, T> {
+    type Output = Result<T>;
+    type IntoFuture = ScopedPending<'a, T>;
+
+    fn into_future(self) -> ScopedPending<'a, T> {
+        self.prepare()
+    }
+}
+
+impl<T> fmt::Debug for ScopedAction<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let operation = match &self.task {
+            Task::One(OneRequest { operation: Ok(operation), .. }) => operation.name(),
+            Task::One(OneRequest { operation: Err(_), .. }) => "invalid",
+            Task::Many(_) | Task::Reference(..) => "several requests",
+        };
+        write!(f, "Action({operation})")
+    }
+}
+
+/// An operation under way. Dropping it cancels the operation if it has not begun.
+#[must_use = "dropping a pending operation cancels it"]
+pub struct ScopedPending<'a, T>(Stage<'a, T>);
+
+enum Stage<'a, T> {
+    Submitted(Submission, Reply<T>),
+    Admitted(PendingReply, Reply<T>),
+    Steps(Steps<'a, T>),
+    Reference(Steps<'a, Kept>, fn(Kept) -> Result<T>),
+    Done(Result<T>),
+    /// The outcome has been taken.
+    Taken,
+}
+
+/// The handling of a reply that has yet to come.
+struct Reply<T> {
+    session: SharedSession,
+    convert: fn(Value, &SharedSession) -> Result<T>,
+    _pins: Pins,
+    frees: Option<Arc<dyn Freed>>,
+}
+
+impl<T> Reply<T> {
+    fn take(&self, outcome: Result<Value>) -> Result<T> {
+        let value = outcome?;
+        if let Some(freed) = &self.frees {
+            freed.mark_freed();
+        }
+        (self.convert)(value, &self.session)
+    }
+}
+
+impl<T> ScopedPending<'_, T> {
+    /// Resolves when the operation has its place in the order: this is where a full queue is felt. An operation of several
+    /// requests takes its places one after the other, and this resolves at once.
+    ///
+    /// # Errors
+    ///
+    /// The reason for which it was refused. The operation itself then fails with the same error.
+    pub async fn admitted(&mut self) -> Result<()> {
+        if let Stage::Submitted(submission, _) = &mut self.0 {
+            let admitted = submission.await;
+            self.0 = match (admitted, std::mem::replace(&mut self.0, Stage::Taken)) {
+                (Ok(pending), Stage::Submitted(_, reply)) => Stage::Admitted(pending, reply),
+                (Err(error), _) => Stage::Done(Err(error)),
+                (Ok(_), other) => other,
+            };
+        }
+        match &self.0 {
+            Stage::Done(Err(error)) => Err(error.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Asks for cancellation and keeps waiting for the terminal reply. An operation of several requests ends with
+    /// [`ErrorKind::Cancelled`]: those that have not begun are cancelled, and the others may have run.
+    pub fn cancel(&mut self) {
+        match &mut self.0 {
+            Stage::Submitted(submission, _) => submission.cancel(),
+            Stage::Admitted(pending, _) => pending.cancel(),
+            steps @ (Stage::Steps(_) | Stage::Reference(..)) => {
+                let error = RpcError::new(ErrorKind::Cancelled, "the operation was cancelled on its way");
+                *steps = Stage::Done(Err(error.may_have_run(true)));
+            }
+            Stage::Done(_) | Stage::Taken => {}
+        }
+    }
+
+    /// Waits on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// As [`ScopedAction::wait`].
+    pub fn wait(self) -> Result<T> {
+        blocking::block_on(self)?
+    }
+}
+
+/// Nothing in a pending operation is pinned in place: the futures of steps are boxed.
+impl<T> Unpin for ScopedPending<'_, T> {}
+
+impl<T> Future for ScopedPending<'_, T> {
+    type Output = Result<T>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<T>> {
+        loop {
+            let stage = &mut self.0;
+            match stage {
+                Stage::Submitted(submission, _) => {
+                    let Poll::Ready(admitted) = Pin::new(submission).poll(cx) else { return Poll::Pending };
+                    let Stage::Submitted(_, reply) = std::mem::replace(stage, Stage::Taken) else { continue };
+                    *stage = match admitted {
+                        Ok(pending) => Stage::Admitted(pending, reply),
+                        Err(error) => Stage::Done(Err(error)),
+                    };
+                }
+                Stage::Admitted(pending, reply) => {
+                    let Poll::Ready(outcome) = Pin::new(pending).poll(cx) else { return Poll::Pending };
+                    let outcome = reply.take(outcome);
+                    *stage = Stage::Taken;
+                    return Poll::Ready(outcome);
+                }
+                Stage::Steps(steps) => {
+                    let Poll::Ready(outcome) = steps.as_mut().poll(cx) else { return Poll::Pending };
+                    *stage = Stage::Taken;
+                    return Poll::Ready(outcome);
+                }
+                Stage::Reference(steps, convert) => {
+                    let Poll::Ready(outcome) = steps.as_mut().poll(cx) else { return Poll::Pending };
+                    let outcome = outcome.and_then(*convert);
+                    *stage = Stage::Taken;
+                    return Poll::Ready(outcome);
+                }
+                Stage::Done(_) => {
+                    if let Stage::Done(outcome) = std::mem::replace(stage, Stage::Taken) {
+                        return Poll::Ready(outcome);
+                    }
+                }
+                Stage::Taken => {
+                    return Poll::Ready(Err(RpcError::new(
+                        ErrorKind::ApiMisuse,
+                        "an operation was polled after its end",
+                    )));
+                }
+            }
+        }
+    }
+}
+
+impl<T> fmt::Debug for ScopedPending<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Pending")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{LocalSession, Registry, Session};
+
+    #[test]
+    fn operations_of_several_requests_have_the_options_of_single_ones() {
+        let session = Session::new(LocalSession::new(Registry::new()));
+        let tensor = session.upload(&[3], &[1.0_f32, 2.0, 3.0]).lane(Lane(7)).wait().unwrap();
+        let mut seen = Vec::new();
+        let mut out = [0; 8];
+        let copy = session.copy_from_remote_to_slice(&tensor, 4, &mut out);
+        copy.progress(|bytes| seen.push(bytes)).timeout(Duration::from_secs(20)).wait().unwrap();
+        assert_eq!((seen, out), (vec![8], [0, 0, 0, 64, 0, 0, 64, 64]));
+        assert_eq!(session.download::<f32>(&tensor).concurrent().wait().unwrap(), [1.0, 2.0, 3.0]);
+
+        let late = session.upload(&[1], &[1_u8]).deadline(Instant::now()).wait();
+        assert_eq!(late.err().map(|error| error.kind()), Some(ErrorKind::DeadlineExceeded));
+        let wrong = session.upload(&[2], &[1_u8]).wait();
+        assert_eq!(wrong.err().map(|error| error.kind()), Some(ErrorKind::InvalidArgument));
+    }
+
+    #[test]
+    fn an_operation_of_several_requests_starts_without_being_awaited_and_can_be_cancelled() {
+        let registry = Registry::new();
+        let (sender, started) = std::sync::mpsc::channel();
+        let (release, wait) = std::sync::mpsc::channel::<()>();
+        let wait = std::sync::Mutex::new(wait);
+        registry.add("hold", move || sender.send(()).is_ok() && wait.lock().is_ok_and(|wait| wait.recv().is_ok()));
+        let session = Session::new(LocalSession::new(registry));
+        let tensor = session.upload(&[1], &[1_u8]).start().wait().unwrap();
+        let held = session.get_function("hold").wait().unwrap().call::<bool>(()).start();
+        started.recv().unwrap();
+        // Behind the function that holds the lane.
+        let mut copy = session.copy_to_remote(&tensor, vec![2]).start();
+        copy.cancel();
+        let error = copy.wait().unwrap_err();
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::Cancelled, true));
+        release.send(()).unwrap();
+        assert!(held.wait().unwrap());
+        assert_eq!(session.download::<u8>(&tensor).wait().unwrap(), [1]);
+    }
+}

@@ -1,0 +1,167 @@
+//! The operations of a [`Session`]: functions, tensors, devices, modules, and its end.
+
+use crate::client::action::{Action, OneRequest, Options, Pins, ScopedAction};
+use crate::client::callbacks;
+use crate::client::references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
+use crate::client::session::Session;
+use crate::device::DeviceAttribute;
+use crate::dlpack::{DataType, Device};
+#[cfg(doc)]
+use crate::error::ErrorKind;
+use crate::function::convert::{ArgScope, FromReply, IntoArgs};
+use crate::function::signature;
+use crate::handle::Handle;
+use crate::session::Operation;
+use crate::value::Value;
+
+impl Session {
+    /// The function registered under `name`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`].
+    pub fn get_function(&self, name: &str) -> Action<RemoteFunction> {
+        self.action(Operation::GetFunction { name: name.to_owned() })
+    }
+
+    /// As [`get_function`](Self::get_function), with the types of its arguments and return.
+    ///
+    /// The types are compared with the function's signature, where the origin tells it and as far as both name plain types.
+    /// The function itself checks each call in any case.
+    ///
+    /// # Errors
+    ///
+    /// As [`get_function`](Self::get_function), and [`ErrorKind::InvalidArgument`] if the types do not fit the signature.
+    pub fn function<A: IntoArgs, R: FromReply>(&self, name: &str) -> Action<TypedFunction<A, R>> {
+        let (session, name) = (self.clone(), name.to_owned());
+        let wanted = signature::Wanted { args: A::type_kinds(), returns: R::type_kind() };
+        let fetch = async move |options: Options<'static>| {
+            let function = options.apply(session.get_function(&name)).start();
+            let signature = options.apply(session.get_function(signature::NAME)).start();
+            let function = function.await?;
+            // An origin without that function, or whose policy withholds it, tells no signatures.
+            if let Ok(signature) = signature.await
+                && let Ok(Some((params, returns))) =
+                    options.apply(signature.call::<Option<(Vec<String>, String)>>((name.as_str(),))).await
+            {
+                wanted.check(&name, &params, &returns)?;
+            }
+            Ok(function.into_kept())
+        };
+        ScopedAction::steps_to_reference(fetch, TypedFunction::from_kept)
+    }
+
+    /// Calls `function`, as [`RemoteFunction::call`].
+    pub fn call_func<R: FromReply>(&self, function: &RemoteFunction, args: impl IntoArgs) -> Action<R> {
+        let mut scope = ArgScope { session: self.shared(), pins: Vec::new() };
+        let operation = function
+            .0
+            .handle_in(self.shared())
+            .and_then(|function| Ok(Operation::Call { function, args: args.into_args(&mut scope)? }));
+        let pins = Pins { function: Some(function.0.pin()), others: scope.pins };
+        OneRequest::new(self.shared(), operation).pinned(pins).into()
+    }
+
+    /// Allocates a zeroed, densely packed tensor.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::DeviceUnavailable`], [`ErrorKind::OutOfMemory`], [`ErrorKind::LimitExceeded`], and
+    /// [`ErrorKind::InvalidArgument`] for an impossible shape.
+    pub fn alloc(&self, device: Device, dtype: DataType, shape: &[i64]) -> Action<RemoteTensor> {
+        self.alloc_in_scope(device, dtype, shape, None)
+    }
+
+    /// As [`alloc`](Self::alloc), in a memory scope of the device, such as `global`.
+    pub fn alloc_in_scope(
+        &self,
+        device: Device,
+        dtype: DataType,
+        shape: &[i64],
+        scope: Option<&str>,
+    ) -> Action<RemoteTensor> {
+        let scope = scope.map(str::to_owned);
+        self.action(Operation::Alloc { device, dtype, shape: shape.to_vec(), scope })
+    }
+
+    /// Copies between two tensors of the session that have equally many bytes, without passing through the client.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] if dtype or size differ, or if the two overlap.
+    pub fn copy_among_remote(&self, from: &RemoteTensor, to: &RemoteTensor) -> Action<()> {
+        let pins = Pins { function: None, others: vec![from.0.pin(), to.0.pin()] };
+        let operation = from
+            .reference_in(self.shared())
+            .and_then(|from| Ok(Operation::Copy { from, to: to.reference_in(self.shared())? }));
+        OneRequest::new(self.shared(), operation).pinned(pins).into()
+    }
+
+    /// Frees an object now, and says whether it was there. Dropping a reference frees as well, without an answer.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidHandle`] if the handle names nothing: twice freed, or of another session.
+    pub fn free_handle(&self, handle: Handle) -> Action<()> {
+        self.action(Operation::Free { handle })
+    }
+
+    /// An attribute of a device; null where the device has no such thing.
+    pub fn attribute(&self, device: Device, attribute: DeviceAttribute) -> Action<Value> {
+        self.action(Operation::Attribute { device, attribute })
+    }
+
+    /// Creates a stream of a device.
+    pub fn create_stream(&self, device: Device) -> Action<RemoteObject> {
+        self.action(Operation::CreateStream { device })
+    }
+
+    /// Frees a stream. What was issued to it still completes.
+    pub fn free_stream(&self, stream: RemoteObject) -> Action<()> {
+        stream.0.free_in(self.shared())
+    }
+
+    /// Makes `stream` the current one of `device` for later requests of the same lane; `None` is the default stream.
+    pub fn set_stream(&self, device: Device, stream: Option<&RemoteObject>) -> Action<()> {
+        self.stream_action(stream, |stream| Operation::SetStream { device, stream })
+    }
+
+    /// Resolves when all that was issued to `stream` has completed; `None` is the lane's current stream of `device`.
+    pub fn stream_wait(&self, device: Device, stream: Option<&RemoteObject>) -> Action<()> {
+        self.stream_action(stream, |stream| Operation::StreamWait { device, stream })
+    }
+
+    /// Loads a module: a file of the session's workspace, or one that the server registered by name.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`] if there is no such file, or no loader takes it.
+    pub fn load_module(&self, path: &str) -> Action<RemoteModule> {
+        self.action(Operation::LoadModule { path: path.to_owned(), loader: None })
+    }
+
+    /// As [`load_module`](Self::load_module), with the loader of that name.
+    pub fn load_module_with(&self, loader: &str, path: &str) -> Action<RemoteModule> {
+        self.action(Operation::LoadModule { path: path.to_owned(), loader: Some(loader.to_owned()) })
+    }
+
+    /// Ends the session in good order: what was admitted before completes first. [Callbacks](crate::client::callbacks) do not go on:
+    /// what waits for one fails.
+    pub fn shutdown(&self) -> Action<()> {
+        OneRequest::new(self.shared(), Ok(Operation::Shutdown)).before(callbacks::stop_all).into()
+    }
+
+    fn action<T: FromReply>(&self, operation: Operation) -> Action<T> {
+        OneRequest::new(self.shared(), Ok(operation)).into()
+    }
+
+    fn stream_action(
+        &self,
+        stream: Option<&RemoteObject>,
+        operation: impl FnOnce(Option<Handle>) -> Operation,
+    ) -> Action<()> {
+        let handle = stream.map(|stream| stream.0.handle_in(self.shared())).transpose();
+        let pins = Pins { function: None, others: stream.map(|stream| stream.0.pin()).into_iter().collect() };
+        OneRequest::new(self.shared(), handle.map(operation)).pinned(pins).into()
+    }
+}

@@ -1,0 +1,334 @@
+//! References to objects of a session: each owns a handle, and frees what it refers to when it is dropped.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::client::action::{Action, Freed, Kept, OneRequest, Pins};
+use crate::client::session::Session;
+use crate::dlpack::{DataType, Device};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::convert::{ArgScope, FromReply, IntoArg, IntoArgs};
+use crate::handle::Handle;
+use crate::session::{Operation, Request, SharedSession, is_same, release};
+use crate::value::{Reference, TensorRef, Value};
+
+/// One handle and its session. The last reference frees the object.
+pub(crate) struct Owned {
+    session: SharedSession,
+    handle: Handle,
+    /// True once the object was freed explicitly, so that dropping has nothing left to do.
+    freed: AtomicBool,
+}
+
+impl Owned {
+    pub(crate) fn new(handle: Handle, session: &SharedSession) -> Arc<Self> {
+        Arc::new(Self { session: session.clone(), handle, freed: AtomicBool::new(false) })
+    }
+
+    pub(crate) fn handle_in(&self, session: &SharedSession) -> Result<Handle> {
+        if is_same(&self.session, session) {
+            Ok(self.handle)
+        } else {
+            Err(RpcError::new(ErrorKind::InvalidHandle, "the object belongs to another session"))
+        }
+    }
+
+    /// Frees the object now. If that is cancelled on its way, dropping the reference frees it.
+    pub(crate) fn free_in(self: &Arc<Self>, session: &SharedSession) -> Action<()> {
+        let operation = self.handle_in(session).map(|handle| Operation::Free { handle });
+        // The operation keeps the reference as what it frees.
+        OneRequest::new(session, operation).frees(self.clone()).into()
+    }
+
+    pub(crate) fn pin(self: &Arc<Self>) -> Kept {
+        self.clone()
+    }
+}
+
+impl Freed for Owned {
+    fn mark_freed(&self) {
+        self.freed.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        if !*self.freed.get_mut() {
+            let release = Request::new(Operation::Release { handles: vec![self.handle] });
+            self.session.submit(release).reply().detach();
+        }
+    }
+}
+
+macro_rules! references {
+    ($($(#[$doc:meta])* $name:ident, $variant:ident, $what:literal;)*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone)]
+            pub struct $name(pub(crate) Arc<Owned>);
+
+            impl $name {
+                /// The handle, still owned by this reference.
+                pub fn handle(&self) -> Handle {
+                    self.0.handle
+                }
+
+                /// The session where the object lives.
+                pub fn session(&self) -> Session {
+                    Session::from(self.0.session.clone())
+                }
+
+                /// Frees the object now, and says whether it was there. Other clones of this reference become invalid.
+                pub fn free(self) -> Action<()> {
+                    self.0.free_in(&self.0.session)
+                }
+            }
+
+            impl FromReply for $name {
+                fn type_kind() -> Option<&'static str> {
+                    Some($what)
+                }
+
+                fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
+                    match value {
+                        Value::Object(Reference::$variant(handle)) => Ok(Self(Owned::new(handle, session))),
+                        other => Err(unexpected($what, &other, session)),
+                    }
+                }
+            }
+
+            impl IntoArg for &$name {
+                fn type_kind() -> Option<&'static str> {
+                    Some($what)
+                }
+
+                fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+                    let handle = self.0.handle_in(scope.session)?;
+                    scope.pins.push(self.0.pin());
+                    Ok(Value::Object(Reference::$variant(handle)))
+                }
+            }
+
+            /// Kept until the reply, and freed then if this was the last reference.
+            impl IntoArg for $name {
+                fn type_kind() -> Option<&'static str> {
+                    Some($what)
+                }
+
+                fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+                    (&self).into_arg(scope)
+                }
+            }
+
+            impl fmt::Debug for $name {
+                fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                    write!(f, concat!(stringify!($name), "({})"), self.0.handle)
+                }
+            }
+        )*
+    };
+}
+
+references! {
+    /// A function of a session. Dropping the last clone frees it there.
+    RemoteFunction, Function, "function";
+    /// A module of a session. Dropping the last clone frees it there; functions that were got from it stay.
+    RemoteModule, Module, "module";
+    /// An object of the application's own, or a stream. Dropping the last clone frees it there.
+    RemoteObject, Object, "object";
+}
+
+fn unexpected(expected: &str, value: &Value, session: &SharedSession) -> RpcError {
+    release(session, value);
+    RpcError::invalid_argument(format!("expected {expected}, got {}", value.type_name()))
+}
+
+impl RemoteFunction {
+    /// The reference without its type.
+    pub(crate) fn into_kept(self) -> Kept {
+        self.0
+    }
+
+    /// Calls the function. Arguments are a tuple of values and references; the return is converted to `R`.
+    ///
+    /// # Errors
+    ///
+    /// The function's own, with its message and backtrace; [`ErrorKind::InvalidArgument`] if arguments or return do not
+    /// fit; and whatever ends the session.
+    pub fn call<R: FromReply>(&self, args: impl IntoArgs) -> Action<R> {
+        self.session().call_func(self, args)
+    }
+}
+
+impl RemoteModule {
+    /// The function `name` of the module.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`].
+    pub fn function(&self, name: &str) -> Action<RemoteFunction> {
+        let operation = Operation::ModuleFunction { module: self.0.handle, name: name.to_owned() };
+        let pins = Pins { function: None, others: vec![self.0.pin()] };
+        OneRequest::new(&self.0.session, Ok(operation)).pinned(pins).into()
+    }
+}
+
+/// A [`RemoteFunction`] with the types of its arguments and return.
+pub struct TypedFunction<A, R> {
+    function: RemoteFunction,
+    types: PhantomData<fn(A) -> R>,
+}
+
+impl<A, R> TypedFunction<A, R> {
+    /// Reverses [`RemoteFunction::into_kept`].
+    pub(crate) fn from_kept(kept: Kept) -> Result<Self> {
+        let owned = kept.downcast::<Owned>().map_err(|_| RpcError::internal("a reference of another type"))?;
+        Ok(Self { function: RemoteFunction(owned), types: PhantomData })
+    }
+}
+
+impl<A: IntoArgs, R: FromReply> TypedFunction<A, R> {
+    /// Calls the function, as [`RemoteFunction::call`].
+    pub fn call(&self, args: A) -> Action<R> {
+        self.function.call(args)
+    }
+
+    /// The function without its types.
+    pub fn untyped(&self) -> &RemoteFunction {
+        &self.function
+    }
+}
+
+impl<A, R> Clone for TypedFunction<A, R> {
+    fn clone(&self) -> Self {
+        Self { function: self.function.clone(), types: PhantomData }
+    }
+}
+
+impl<A, R> fmt::Debug for TypedFunction<A, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.function.fmt(f)
+    }
+}
+
+impl<A: IntoArgs, R: FromReply> FromReply for TypedFunction<A, R> {
+    fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
+        RemoteFunction::from_reply(value, session).map(|function| Self { function, types: PhantomData })
+    }
+}
+
+/// A tensor of a session, or a view of one. Views share the storage; dropping the last of them frees it.
+#[derive(Clone)]
+pub struct RemoteTensor(pub(crate) Arc<Owned>, TensorRef);
+
+impl RemoteTensor {
+    /// The handle of the storage, still owned by this reference.
+    pub fn handle(&self) -> Handle {
+        self.0.handle
+    }
+
+    /// The session where the tensor lives.
+    pub fn session(&self) -> Session {
+        Session::from(self.0.session.clone())
+    }
+
+    /// The dimensions.
+    pub fn shape(&self) -> &[i64] {
+        &self.1.shape
+    }
+
+    /// The strides in elements, or `None` if densely packed.
+    pub fn strides(&self) -> Option<&[i64]> {
+        self.1.strides.as_deref()
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DataType {
+        self.1.dtype
+    }
+
+    /// Where the tensor lies.
+    pub fn device(&self) -> Device {
+        self.1.device
+    }
+
+    /// Where the view starts in the storage, in bytes.
+    pub fn byte_offset(&self) -> u64 {
+        self.1.byte_offset
+    }
+
+    /// The bytes of the elements, densely packed.
+    pub fn size_bytes(&self) -> u64 {
+        self.1.size_bytes().unwrap_or(0)
+    }
+
+    /// Another view of the same storage, `byte_offset` bytes behind the start of this one. Nothing is sent; the layout is
+    /// checked when the view is used.
+    #[must_use]
+    pub fn view(&self, byte_offset: u64, dtype: DataType, shape: &[i64], strides: Option<&[i64]>) -> Self {
+        let reference = TensorRef {
+            storage: self.1.storage,
+            byte_offset: self.1.byte_offset.saturating_add(byte_offset),
+            shape: shape.to_vec(),
+            strides: strides.map(<[i64]>::to_vec),
+            dtype,
+            device: self.1.device,
+        };
+        Self(self.0.clone(), reference)
+    }
+
+    /// Frees the storage now, and says whether it was there. Other views of it become invalid.
+    pub fn free(self) -> Action<()> {
+        self.0.free_in(&self.0.session)
+    }
+
+    /// What names this view in a request to `session`.
+    pub(crate) fn reference_in(&self, session: &SharedSession) -> Result<TensorRef> {
+        self.0.handle_in(session)?;
+        Ok(self.1.clone())
+    }
+}
+
+impl FromReply for RemoteTensor {
+    fn type_kind() -> Option<&'static str> {
+        Some("tensor")
+    }
+
+    fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
+        match value {
+            Value::Object(Reference::Tensor(tensor)) => Ok(Self(Owned::new(tensor.storage, session), tensor)),
+            other => Err(unexpected("tensor", &other, session)),
+        }
+    }
+}
+
+impl IntoArg for &RemoteTensor {
+    fn type_kind() -> Option<&'static str> {
+        Some("tensor")
+    }
+
+    fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+        let reference = self.reference_in(scope.session)?;
+        scope.pins.push(self.0.pin());
+        Ok(reference.into())
+    }
+}
+
+/// Kept until the reply, and freed then if this was the last reference.
+impl IntoArg for RemoteTensor {
+    fn type_kind() -> Option<&'static str> {
+        Some("tensor")
+    }
+
+    fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+        (&self).into_arg(scope)
+    }
+}
+
+impl fmt::Debug for RemoteTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RemoteTensor({} {:?} on {}, {})", self.1.dtype, self.1.shape, self.1.device, self.0.handle)
+    }
+}

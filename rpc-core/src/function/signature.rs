@@ -1,0 +1,138 @@
+//! Signatures for typed clients: the function by which an origin tells them, and the comparison with a client's types.
+
+use crate::error::{Result, RpcError};
+use crate::function::context::Context;
+use crate::function::object::Function;
+
+/// `(name) -> [params, returns]`, or null if no function has that name.
+pub(crate) const NAME: &str = "rpc.signature";
+
+/// Returns the function that every registry has for signatures.
+pub(crate) fn function() -> (String, Function) {
+    let tell = |context: Context, name: String| {
+        let signature = context.function(&name).ok()?.signature().clone();
+        let params: Vec<_> = signature.params.into_iter().map(String::from).collect();
+        Some((params, String::from(signature.returns)))
+    };
+    (NAME.to_owned(), Function::inline(tell))
+}
+
+/// The types that a client calls a function with, as far as they are known.
+pub(crate) struct Wanted {
+    /// The kinds of the arguments; `None` if their number is not known.
+    pub(crate) args: Option<Vec<Option<&'static str>>>,
+    pub(crate) returns: Option<&'static str>,
+}
+
+/// Kinds of values that signatures name. A name that is none of these belongs to a type of the program, which may accept
+/// anything.
+const KINDS: [&str; 16] = [
+    "null", "bool", "int", "float", "str", "bytes", "shape", "dtype", "device", "packed", "list", "map", "function",
+    "module", "tensor", "object",
+];
+
+impl Wanted {
+    /// Compares the types with the signature of `name`. Types that either side leaves open fit.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), with both types.
+    pub(crate) fn check(&self, name: &str, params: &[String], returns: &str) -> Result<()> {
+        if let Some(args) = &self.args {
+            let is_open = params.iter().any(|param| param == "...");
+            let needed = params.iter().filter(|param| matches!(kind(param), Some((_, false)))).count();
+            if !is_open && !(needed..=params.len()).contains(&args.len()) {
+                let (takes, given) = (params.len(), args.len());
+                return Err(RpcError::invalid_argument(format!(
+                    "{given} arguments are given, and `{name}` takes {takes}"
+                )));
+            }
+            let open_at = params.iter().position(|param| param == "...").unwrap_or(params.len());
+            for (index, (param, arg)) in params[..open_at].iter().zip(args).enumerate() {
+                if let (Some((expected, is_optional)), Some(got)) = (kind(param), *arg)
+                    && !fits(got, expected)
+                    && !(is_optional && got == "null")
+                {
+                    return Err(RpcError::invalid_argument(format!(
+                        "argument {index} of `{name}`: expected {param}, got {got}"
+                    )));
+                }
+            }
+        }
+        if let (Some((got, _)), Some(expected)) = (kind(returns), self.returns)
+            && !fits(got, expected)
+        {
+            return Err(RpcError::invalid_argument(format!("return of `{name}`: expected {expected}, got {returns}")));
+        }
+        Ok(())
+    }
+}
+
+/// Returns the kind of values that a name in a signature stands for, and true with it if null is accepted as well.
+fn kind(name: &str) -> Option<(&'static str, bool)> {
+    let (name, is_optional) = match name.strip_suffix('?') {
+        Some(name) => (name, true),
+        None => (name, false),
+    };
+    let base = match name {
+        "mut tensor" => "tensor",
+        _ if name.starts_with("packed<") => "packed",
+        _ if name.starts_with("object<") => "object",
+        _ if name.starts_with('[') || name.starts_with('(') => "list",
+        _ if name.starts_with('{') => "map",
+        _ => name,
+    };
+    KINDS.into_iter().find(|kind| *kind == base).map(|kind| (kind, is_optional))
+}
+
+/// Returns true if a value of kind `got` is converted where one of kind `expected` is needed.
+fn fits(got: &str, expected: &str) -> bool {
+    got == expected || (got == "int" && expected == "float")
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::client::{RemoteTensor, Session};
+    use crate::function::{Pack, Registry};
+    use crate::tensor::TensorView;
+    use crate::{LocalSession, Result, Value};
+
+    #[test]
+    fn the_types_of_a_function_are_compared_with_its_signature_when_it_is_fetched() {
+        let registry = Registry::new();
+        registry.add("add", |a: f64, b: i64| a + b as f64);
+        registry.add("open", |path: String, mode: Option<String>| format!("{path}{mode:?}"));
+        registry.add("norm", |x: TensorView, names: Vec<String>| x.shape().len() as i64 + names.len() as i64);
+        registry.add("pack", |Pack(pair): Pack<(u8, u8)>| pair.0);
+        registry.add("rest", |first: i64, _rest: crate::function::Rest| first);
+        let session = Session::new(LocalSession::new(registry));
+        fn told<T>(outcome: Result<T>) -> String {
+            outcome.err().map_or_else(String::new, |error| error.message().to_owned())
+        }
+
+        assert_eq!(told(session.function::<(f64, i32), f32>("add").wait()), "");
+        assert_eq!(told(session.function::<(u8, u8), f64>("add").wait()), "");
+        assert_eq!(told(session.function::<Vec<Value>, Value>("add").wait()), "");
+        let refused = told(session.function::<(&str, i64), f64>("add").wait());
+        assert_eq!(refused, "argument 0 of `add`: expected float, got str");
+        let refused = told(session.function::<(f64, f64), f64>("add").wait());
+        assert_eq!(refused, "argument 1 of `add`: expected int, got float");
+        assert_eq!(told(session.function::<(f64,), f64>("add").wait()), "1 arguments are given, and `add` takes 2");
+        let refused = told(session.function::<(f64, i64), String>("add").wait());
+        assert_eq!(refused, "return of `add`: expected str, got float");
+
+        assert_eq!(told(session.function::<(&str,), String>("open").wait()), "");
+        assert_eq!(told(session.function::<(&str, ()), String>("open").wait()), "");
+        let refused = told(session.function::<(&str, i64), String>("open").wait());
+        assert_eq!(refused, "argument 1 of `open`: expected str?, got int");
+        assert_eq!(told(session.function::<(&RemoteTensor, Vec<String>), i64>("norm").wait()), "");
+        assert!(
+            told(session.function::<(&RemoteTensor, &str), i64>("norm").wait()).contains("expected [str], got str")
+        );
+        // The names of the types inside of packed values need not be the same at both ends.
+        assert_eq!(told(session.function::<(Pack<[u8; 2]>,), u8>("pack").wait()), "");
+        assert_eq!(told(session.function::<(i64, &str, bool), i64>("rest").wait()), "");
+        assert!(told(session.function::<(bool, &str), i64>("rest").wait()).contains("argument 0 of `rest`"));
+        assert!(told(session.function::<(), ()>("none").wait()).contains("no function is registered"));
+    }
+}
