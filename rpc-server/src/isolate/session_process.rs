@@ -285,16 +285,12 @@ impl RpcSession for ReportingSession {
         submission
     }
 
-    fn is_local(&self) -> bool {
-        true
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&self.inner.session)
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.inner.session.write_in_place(lane, to, offset, len)
-    }
-
-    fn ended(&self) -> Submission {
-        self.inner.session.ended()
     }
 }
 

@@ -92,12 +92,8 @@ impl RpcSession for MeteredSession {
         }
     }
 
-    fn is_local(&self) -> bool {
-        self.inner.is_local()
-    }
-
-    fn is_encrypted(&self) -> bool {
-        self.inner.is_encrypted()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&self.inner)
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
@@ -108,10 +104,6 @@ impl RpcSession for MeteredSession {
             self.monitor.bytes_in.increment(len);
         }
         write
-    }
-
-    fn ended(&self) -> Submission {
-        self.inner.ended()
     }
 }
 

@@ -62,20 +62,12 @@ impl RpcSession for TracedSession {
         }
     }
 
-    fn is_local(&self) -> bool {
-        self.inner.is_local()
-    }
-
-    fn is_encrypted(&self) -> bool {
-        self.inner.is_encrypted()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&self.inner)
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.inner.write_in_place(lane, to, offset, len)
-    }
-
-    fn ended(&self) -> Submission {
-        self.inner.ended()
     }
 }
 

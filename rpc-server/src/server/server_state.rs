@@ -192,15 +192,11 @@ impl RpcSession for ServedSession {
         self.inner.submit(request)
     }
 
-    fn is_local(&self) -> bool {
-        true
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&self.inner)
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.inner.write_in_place(lane, to, offset, len)
-    }
-
-    fn ended(&self) -> Submission {
-        self.inner.ended()
     }
 }

@@ -238,19 +238,11 @@ impl RpcSession for GuardedSession {
         self.session.submit(request)
     }
 
-    fn is_local(&self) -> bool {
-        self.session.is_local()
-    }
-
-    fn is_encrypted(&self) -> bool {
-        self.session.is_encrypted()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&self.session)
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.session.write_in_place(lane, to, offset, len)
-    }
-
-    fn ended(&self) -> Submission {
-        self.session.ended()
     }
 }
