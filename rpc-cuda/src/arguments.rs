@@ -1,4 +1,4 @@
-//! Arguments of kernels: from values to the bytes of parameters.
+//! Kernel arguments: converts values to the bytes of kernel parameters.
 
 use crate::memory::CudaMemory;
 use rpc_core::device::Memory;
@@ -8,14 +8,15 @@ use rpc_core::function::{LocalValue, Object};
 use rpc_core::tensor::Tensor;
 use rpc_core::value::Value;
 
-/// The parameters of one launch.
+/// Packed parameters of one launch.
 ///
-/// The driver reads as many parameters, and as many bytes of each, as the kernel has. Where it does not tell how many
-/// that are, there are enough of both for any kernel, so that a wrong call reads zeros and not whatever lies behind.
+/// The driver reads as many parameters, and as many bytes of each, as the kernel has. If the driver
+/// does not report these numbers, the arrays are large enough for any kernel, so that a wrong call
+/// reads zeros and not unrelated memory.
 pub(super) struct Arguments {
-    /// Each parameter begins with a word of its own; zeros follow.
+    /// Parameter bytes in words; each parameter begins with a word of its own. Zeros follow.
     words: Vec<u64>,
-    /// The word at which each parameter begins.
+    /// Index of the word at which each parameter begins.
     starts: Vec<usize>,
 }
 
@@ -24,13 +25,14 @@ impl Arguments {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`](rpc_core::ErrorKind::InvalidArgument), saying which parameter and why.
+    /// [`ErrorKind::InvalidArgument`](rpc_core::ErrorKind::InvalidArgument), naming the parameter
+    /// and the reason.
     pub(super) fn pack(values: &[LocalValue], sizes: Option<&[usize]>) -> Result<Self> {
         if let Some(sizes) = sizes
             && sizes.len() != values.len()
         {
             let (wanted, given) = (sizes.len(), values.len());
-            return Err(RpcError::invalid_argument(format!("it takes {wanted} parameters, and {given} were given")));
+            return Err(RpcError::invalid_argument(format!("expected {wanted} parameters, got {given}")));
         }
         if values.len() > MAX_PARAMETERS {
             return Err(RpcError::invalid_argument(format!("no kernel takes {} parameters", values.len())));
@@ -54,15 +56,16 @@ impl Arguments {
         Ok(packed)
     }
 
-    /// Where each parameter is, as the driver wants to know it. Valid for as long as `self` is.
+    /// Returns the addresses of all parameters, as the driver expects them. Valid for as long as
+    /// `self` is.
     pub(super) fn pointers(&mut self) -> Vec<*mut std::ffi::c_void> {
         let words = self.words.as_mut_ptr();
-        // In bounds, or one behind the end for a parameter of no bytes.
+        // In bounds, or one past the end for a parameter of no bytes.
         self.starts.iter().map(|start| words.wrapping_add(*start).cast()).collect()
     }
 }
 
-/// The bytes of one parameter of `size` bytes.
+/// Returns the bytes of a parameter of `size` bytes.
 fn bytes_of(value: &LocalValue, size: Option<usize>) -> Result<Vec<u8>> {
     let wrong = |text: String| Err(RpcError::invalid_argument(text));
     let unfit = |what: &str| match size {
@@ -77,7 +80,7 @@ fn bytes_of(value: &LocalValue, size: Option<usize>) -> Result<Vec<u8>> {
         (Value::Int(int), Some(size @ (1 | 2 | 4))) => {
             let bits = 8 * size as u32;
             if (-(1_i64 << (bits - 1))..1_i64 << bits).contains(int) {
-                // The lowest bytes, whether it is meant signed or unsigned.
+                // The lowest bytes, for a signed and for an unsigned parameter.
                 Ok(int.to_le_bytes()[..size].to_vec())
             } else {
                 unfit(&format!("{int}"))
@@ -107,7 +110,7 @@ fn bytes_of(value: &LocalValue, size: Option<usize>) -> Result<Vec<u8>> {
     }
 }
 
-/// Where the first element lies.
+/// Returns the device address of the first element.
 pub(super) fn address(tensor: &Tensor) -> Result<u64> {
     if !tensor.is_dense() {
         return Err(RpcError::invalid_argument(
@@ -119,7 +122,7 @@ pub(super) fn address(tensor: &Tensor) -> Result<u64> {
     Ok(if memory.is_empty() { 0 } else { memory.address(tensor.byte_offset()) })
 }
 
-/// The memory of a tensor on a CUDA device.
+/// Returns the memory of a tensor on a CUDA device.
 pub(super) fn memory(tensor: &Tensor) -> Result<&CudaMemory> {
     let memory = tensor.storage().memory().as_any().downcast_ref();
     memory.ok_or_else(|| {
@@ -128,10 +131,11 @@ pub(super) fn memory(tensor: &Tensor) -> Result<&CudaMemory> {
     })
 }
 
-/// What the parameters of a kernel may take together, in bytes, since CUDA 12.1; it was less before.
+/// Largest size of all parameters of a kernel together, in bytes, since CUDA 12.1. It was smaller
+/// before.
 const MAX_PARAMETER_BYTES: usize = 32 << 10;
 
-/// Each takes a byte at least.
+/// Largest number of parameters: each takes at least one byte.
 const MAX_PARAMETERS: usize = MAX_PARAMETER_BYTES;
 
 #[cfg(test)]
@@ -156,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_says_why() {
+    fn values_that_do_not_fit_are_refused_with_a_reason() {
         for (value, size, text) in [
             (Value::Int(256), 1, "256 does not fit a parameter of 1 bytes"),
             (Value::Int(-129), 1, "-129 does not fit"),
@@ -174,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_kernel_finds_zeros_behind_what_it_is_given() {
+    fn a_kernel_of_unknown_parameters_reads_zeros_behind_the_given_ones() {
         let mut arguments = Arguments::pack(&[Value::Int(5), Value::Bool(true)], None).unwrap();
         let pointers = arguments.pointers();
         assert_eq!(pointers.len(), MAX_PARAMETERS);

@@ -1,4 +1,4 @@
-//! What a GPU answers about itself.
+//! Attributes of a GPU.
 
 use std::ffi::{CStr, c_char};
 
@@ -11,7 +11,7 @@ use rpc_core::device::Target;
 use rpc_core::error::Result;
 use rpc_core::value::Value;
 
-/// The answer to anything but [`DeviceAttribute::Exists`].
+/// Returns the value of any attribute but [`DeviceAttribute::Exists`].
 pub(super) fn answer(gpu: &'static Gpu, attribute: DeviceAttribute) -> Result<Value> {
     gpu.check_not_lost()?;
     let number = |attribute| gpu.attribute(attribute).map(Value::from);
@@ -70,13 +70,15 @@ fn target(gpu: &Gpu) -> Result<Target> {
 
 fn name(gpu: &Gpu) -> Result<String> {
     let mut name: [c_char; 256] = [0; 256];
-    // SAFETY: there is room for as many bytes as are said, the end included, and the last one stays zero.
+    // SAFETY: there is room for the given number of bytes, the terminating zero included, and the
+    // last byte stays zero.
     gpu.check(unsafe { gpu.driver.device_get_name(name.as_mut_ptr(), 255, gpu.device) })?;
     // SAFETY: it ends with a zero within the array, which outlives the text.
     Ok(unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned())
 }
 
-/// As the kernel tells it; CUDA itself only tells which version of its interface the driver has.
+/// Returns the driver's version from the kernel module. CUDA itself only reports the version of the
+/// driver's interface.
 fn driver_version() -> Option<String> {
     let version = std::fs::read_to_string("/sys/module/nvidia/version").ok()?;
     Some(version.trim().to_owned())

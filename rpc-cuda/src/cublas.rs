@@ -1,4 +1,4 @@
-//! cuBLAS, where it is installed: found at run time, as the driver is.
+//! cuBLAS, if it is installed: loaded at run time, like the driver.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -39,24 +39,24 @@ type GemmEx = unsafe extern "C" fn(
     algorithm: c_int,
 ) -> c_int;
 
-/// The library.
+/// The loaded library.
 pub(super) struct Cublas {
     create: Create,
     set_stream: SetStream,
     gemm: GemmEx,
-    /// Since CUDA 11.4.
+    /// Available since CUDA 11.4.
     status_string: Option<StatusString>,
-    /// Handles by device. Each is used by one thread at a time, and never destroyed.
+    /// cuBLAS handles by device. Each is used by one thread at a time, and never destroyed.
     handles: Mutex<BTreeMap<i32, Handle<c_void>>>,
-    /// Keeps the functions.
+    /// Keeps the functions loaded.
     _library: Library,
 }
 
-/// A product of two densely packed row-major matrices: `rows × depth` by `depth × columns`.
+/// Product of two densely packed row-major matrices: `rows × depth` by `depth × columns`.
 pub(super) struct Product {
     pub(super) rows: c_int,
     pub(super) columns: c_int,
-    /// Not 0, nor are the others.
+    /// Not 0, nor are the other dimensions.
     pub(super) depth: c_int,
     /// A `cudaDataType`.
     pub(super) data_type: c_int,
@@ -67,11 +67,11 @@ pub(super) struct Product {
 }
 
 impl Cublas {
-    /// The library of this process, loaded at the first call.
+    /// Returns the library of this process, loaded at the first call.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Unsupported`] if it is not installed; it stays so.
+    /// [`ErrorKind::Unsupported`] if it is not installed. The outcome of the first call is kept.
     pub(super) fn get(driver: &Driver) -> Result<&'static Self> {
         static CUBLAS: OnceLock<Result<Cublas>> = OnceLock::new();
         CUBLAS.get_or_init(|| Self::find(driver)).as_ref().map_err(RpcError::clone)
@@ -79,8 +79,8 @@ impl Cublas {
 
     fn find(driver: &Driver) -> Result<Self> {
         let library = libraries::load(&libraries::cublas(newest_version(driver)))
-            .map_err(|error| RpcError::unsupported(format!("products of matrices need cuBLAS, and {error}")))?;
-        let missing = |_| RpcError::unsupported("the cuBLAS that was found lacks functions that are needed");
+            .map_err(|error| RpcError::unsupported(format!("matrix products need cuBLAS: {error}")))?;
+        let missing = |_| RpcError::unsupported("the installed cuBLAS lacks required functions");
         // SAFETY: the types are those of the functions, which keep them under these names.
         unsafe {
             Ok(Self {
@@ -98,8 +98,8 @@ impl Cublas {
     ///
     /// # Safety
     ///
-    /// The addresses are those of matrices of this form on the stream's GPU, of which nobody touches `out` or writes to the
-    /// others until the stream has come so far.
+    /// The addresses are those of matrices of these shapes on the stream's GPU. Until the stream
+    /// has executed the product, nothing else accesses `out` or writes to the others.
     pub(super) unsafe fn submit(&self, stream: &CudaStream, product: &Product) -> Result<()> {
         let gpu = stream.gpu();
         let opened = gpu.enter()?;
@@ -117,14 +117,15 @@ impl Cublas {
                 handle
             }
         };
-        // SAFETY: both are alive, and the lock keeps the handle ours.
+        // SAFETY: both are alive, and the lock makes the use of the handle exclusive.
         self.check(gpu, "cublasSetStream", unsafe { (self.set_stream)(handle.0, stream.raw()) })?;
         let (one, zero) = (1.0_f32, 0.0_f32);
         let address = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
         let Product { rows, columns, depth, data_type, a, b, out } = *product;
-        // cuBLAS counts by columns, and so sees each matrix transposed: out' = b' a'.
+        // cuBLAS is column-major, and so sees each matrix transposed: out' = b' a'.
         opened.with_room(gpu, || {
-            // SAFETY: the caller's promise; the factors are read before it returns, as it is cuBLAS's default.
+            // SAFETY: the caller's promise; the factors are read before the call returns, which is
+            // cuBLAS's default.
             let status = unsafe {
                 (self.gemm)(
                     handle.0,
@@ -159,14 +160,14 @@ impl Cublas {
             3 => ErrorKind::OutOfMemory,
             // CUBLAS_STATUS_ARCH_MISMATCH and NOT_SUPPORTED.
             8 | 15 => ErrorKind::Unsupported,
-            // The device's own trouble, if it has some, says more.
+            // An error of the device itself, if there is one, is more specific.
             _ => {
                 gpu.settle()?;
                 ErrorKind::Application
             }
         };
         let text = self.status_string.map(|text| {
-            // SAFETY: it takes any number, and gives a constant that ends with a zero.
+            // SAFETY: the function takes any number, and returns a constant that ends with a zero.
             unsafe { CStr::from_ptr(text(status)) }.to_string_lossy()
         });
         let (device, text) = (gpu.as_device(), text.unwrap_or("cuBLAS failed".into()));
@@ -174,10 +175,10 @@ impl Cublas {
     }
 }
 
-/// The newest major version of CUDA that the driver can run.
+/// Returns the newest major version of CUDA that the driver supports.
 fn newest_version(driver: &Driver) -> c_int {
     let mut version = 0;
-    // SAFETY: there is room for the number, which stays 0 if that fails.
+    // SAFETY: there is room for the number, which stays 0 on failure.
     _ = unsafe { driver.driver_get_version(&raw mut version) };
     version / 1000
 }
@@ -185,7 +186,7 @@ fn newest_version(driver: &Driver) -> c_int {
 /// `CUBLAS_OP_N`.
 const NOT_TRANSPOSED: c_int = 0;
 
-/// `CUBLAS_COMPUTE_32F`: whole single precision, no TensorFloat-32.
+/// `CUBLAS_COMPUTE_32F`: full single precision, no TensorFloat-32.
 const COMPUTE_SINGLE: c_int = 68;
 
 /// `CUBLAS_GEMM_DEFAULT`.

@@ -1,6 +1,7 @@
-//! The driver's functions, found by their names, so that one that is missing is an error and never a panic.
+//! Functions of the CUDA driver, looked up by name at run time, so that a missing one is an error
+//! and never a panic.
 //!
-//! Results are plain numbers here: a driver that is newer than these declarations has codes that an `enum` would not.
+//! Results are plain numbers here: a newer driver has codes that are missing in an `enum`.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -12,11 +13,11 @@ use cudarc::driver::sys::{
 
 use crate::libraries;
 
-/// What a function of the driver returned.
+/// Result of a driver function.
 #[derive(Clone, Copy, Debug)]
 #[must_use]
 pub(super) struct Outcome {
-    /// The function's name, without the number of its version.
+    /// Name of the function, without its version suffix.
     pub(super) function: &'static str,
     pub(super) code: u32,
 }
@@ -30,9 +31,12 @@ impl Outcome {
 macro_rules! functions {
     (
         required { $($name:ident = $symbol:literal ($($arg:ident: $type:ty),*);)* }
-        optional { $($since:literal $optional:ident = $optional_symbol:literal ($($optional_arg:ident: $optional_type:ty),*);)* }
+        optional { $(
+            $since:literal $optional:ident = $optional_symbol:literal
+                ($($optional_arg:ident: $optional_type:ty),*);
+        )* }
     ) => {
-        /// The functions that we call.
+        /// Driver functions that this crate calls.
         pub(super) struct Driver {
             $($name: unsafe extern "C" fn($($type),*) -> u32,)*
             $($optional: Option<unsafe extern "C" fn($($optional_type),*) -> u32>,)*
@@ -42,13 +46,13 @@ macro_rules! functions {
         impl Driver {
             fn look_up() -> Result<Self, String> {
                 let library = libraries::load(&libraries::driver()).map_err(|error| {
-                    format!("the driver, which comes with NVIDIA's GPUs, is not there: {error}")
+                    format!("the driver of NVIDIA's GPUs cannot be loaded: {error}")
                 })?;
-                // Never unloaded: it has threads of its own.
+                // Never unloaded, because the driver has threads of its own.
                 let library = Box::leak(Box::new(library));
                 Ok(Self {
                     $(
-                        // SAFETY: the type is that of the driver's function, which keeps it under that name.
+                        // SAFETY: the type is that of the driver's function of this name.
                         $name: *unsafe { library.get($symbol.as_bytes()) }
                             .map_err(|_| format!("the driver has no {}: it is older than CUDA 11.4", $symbol))?,
                     )*
@@ -62,7 +66,7 @@ macro_rules! functions {
             $(
                 /// # Safety
                 ///
-                /// What the driver's function asks for, by its documentation.
+                /// The requirements in the documentation of the driver's function.
                 pub(super) unsafe fn $name(&self, $($arg: $type),*) -> Outcome {
                     // SAFETY: the caller's promise.
                     let code = unsafe { (self.$name)($($arg),*) };
@@ -70,11 +74,11 @@ macro_rules! functions {
                 }
             )*
             $(
-                #[doc = concat!("`None` where the driver is older than CUDA ", $since, ".")]
+                #[doc = concat!("Returns `None` if the driver is older than CUDA ", $since, ".")]
                 ///
                 /// # Safety
                 ///
-                /// What the driver's function asks for, by its documentation.
+                /// The requirements in the documentation of the driver's function.
                 pub(super) unsafe fn $optional(&self, $($optional_arg: $optional_type),*) -> Option<Outcome> {
                     // SAFETY: the caller's promise.
                     let code = unsafe { (self.$optional?)($($optional_arg),*) };
@@ -128,7 +132,8 @@ functions! {
         launch_host_func = "cuLaunchHostFunc"
             (stream: CUstream, function: unsafe extern "C" fn(*mut c_void), argument: *mut c_void);
         module_load_data = "cuModuleLoadDataEx" (
-            module: *mut CUmodule, image: *const c_void, option_count: c_uint, options: *mut u32, values: *mut *mut c_void
+            module: *mut CUmodule, image: *const c_void, option_count: c_uint, options: *mut u32,
+            values: *mut *mut c_void
         );
         module_unload = "cuModuleUnload" (module: CUmodule);
         module_get_function = "cuModuleGetFunction" (function: *mut CUfunction, module: CUmodule, name: *const c_char);
@@ -150,13 +155,14 @@ functions! {
 }
 
 impl Driver {
-    /// The driver of this process, loaded when it is first asked for. If it is not there then, it never is.
+    /// Returns the driver of this process, loaded at the first call. The outcome of the first call
+    /// is kept.
     pub(super) fn get() -> Result<&'static Self, &'static str> {
         static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
         DRIVER.get_or_init(Self::look_up).as_ref().map_err(String::as_str)
     }
 
-    /// CUDA's name for a code, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+    /// Returns CUDA's name of a code, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
     pub(super) fn name_of(&self, code: u32) -> String {
         let mut text = ptr::null();
         // SAFETY: there is room for the pointer.
@@ -164,7 +170,7 @@ impl Driver {
         read_text(outcome, text).unwrap_or_else(|| format!("CUDA error {code}"))
     }
 
-    /// CUDA's words for a code, such as `an illegal memory access was encountered`.
+    /// Returns CUDA's description of a code, such as `an illegal memory access was encountered`.
     pub(super) fn text_of(&self, code: u32) -> String {
         let mut text = ptr::null();
         // SAFETY: there is room for the pointer.
@@ -173,16 +179,16 @@ impl Driver {
     }
 }
 
-/// A constant text of the driver.
+/// Reads a constant text of the driver.
 fn read_text(outcome: Outcome, text: *const c_char) -> Option<String> {
     if !outcome.is(Code::CUDA_SUCCESS) || text.is_null() {
         return None;
     }
-    // SAFETY: on success the driver gives a constant that ends with a zero.
+    // SAFETY: on success the driver returns a constant that ends with a zero.
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
-/// `cuMemAlloc` of `cuMemAlloc_v2`.
+/// Strips the version from a symbol: `cuMemAlloc` for `cuMemAlloc_v2`.
 fn plain_name(symbol: &'static str) -> &'static str {
     symbol.strip_suffix("_v2").unwrap_or(symbol)
 }

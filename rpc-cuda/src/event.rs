@@ -1,4 +1,4 @@
-//! Events: points in the order of a stream that others can wait for.
+//! CUDA events: points in the order of a stream that can be waited for.
 
 use std::fmt;
 use std::hint;
@@ -12,10 +12,10 @@ use crate::gpu::{Gpu, Handle, Opened, lock};
 use crate::stream::CudaStream;
 use rpc_core::error::Result;
 
-/// A point in the order of a [`CudaStream`], behind all that had been submitted to it when this was
+/// A point in the order of a [`CudaStream`], behind all work submitted before it was
 /// [recorded](CudaStream::record).
-// Goes to the `FreeEvents` when it is dropped; whoever has been made to wait for it still does, because waiting looks at
-// what was recorded when it began.
+// On drop, the event returns to `FreeEvents`. Streams that wait for it already still do, because a
+// wait refers to the point that was recorded when it began.
 pub struct Event {
     gpu: &'static Gpu,
     opened: &'static Opened,
@@ -23,12 +23,12 @@ pub struct Event {
 }
 
 impl Event {
-    /// Records the point at which `stream` is now. The caller has entered the GPU, which is the stream's.
+    /// Records the current end of `stream`. The caller has entered the stream's GPU.
     pub(super) fn record(gpu: &'static Gpu, opened: &'static Opened, stream: &CudaStream) -> Result<Self> {
         Self::record_raw(gpu, opened, stream.handle())
     }
 
-    /// As [`record`](Self::record), for a stream that is not being destroyed.
+    /// Records like [`record`](Self::record), for a stream that is not being destroyed.
     pub(super) fn record_raw(
         gpu: &'static Gpu,
         opened: &'static Opened,
@@ -39,7 +39,7 @@ impl Event {
             Some(raw) => raw,
             None => opened.with_room(gpu, || {
                 let mut raw = ptr::null_mut();
-                // Who waits for long sleeps; without the second one the driver would keep a processor busy.
+                // Long waits sleep; without `BLOCKING_SYNC` the driver would keep a processor busy.
                 let flags = CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32
                     | CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
                 // SAFETY: there is room for the handle, and the GPU's context is current.
@@ -48,16 +48,16 @@ impl Event {
             })?,
         };
         let event = Self { gpu, opened, raw };
-        // SAFETY: event and stream are of this context and alive.
+        // SAFETY: event and stream belong to this context and are alive.
         gpu.check(unsafe { gpu.driver.event_record(raw.0, stream.0) })?;
         Ok(event)
     }
 
-    /// Whether the point has been reached. Does not block.
+    /// Returns true once the point has been reached. Does not block.
     ///
     /// # Errors
     ///
-    /// What the work before it failed with, or [`DeviceLost`](rpc_core::ErrorKind::DeviceLost).
+    /// The error of the work before it, or [`DeviceLost`](rpc_core::ErrorKind::DeviceLost).
     pub fn is_done(&self) -> Result<bool> {
         self.gpu.enter()?;
         // SAFETY: the event is alive.
@@ -65,9 +65,9 @@ impl Event {
         if outcome.is(Code::CUDA_ERROR_NOT_READY) { Ok(false) } else { self.gpu.check(outcome).map(|()| true) }
     }
 
-    /// Returns when the point has been reached. The caller has entered the GPU.
+    /// Waits until the point has been reached. The caller has entered the GPU.
     pub(super) fn wait(&self) -> Result<()> {
-        // To be woken up takes longer than a small copy does.
+        // Waking a sleeping thread takes longer than a small copy.
         let since = Instant::now();
         while since.elapsed() < AWAKE {
             // SAFETY: the event is alive.
@@ -100,7 +100,8 @@ impl Drop for Event {
         }
         drop(free);
         let _visit = self.gpu.visit();
-        // SAFETY: the event is alive, and nobody has it any more. The driver keeps what it still needs of it.
+        // SAFETY: the event is alive and no longer in use. The driver keeps what it still needs of
+        // it.
         let outcome = unsafe { self.gpu.driver.event_destroy(self.raw.0) };
         if let Err(error) = self.gpu.check(outcome) {
             tracing::debug!(%error, "an event was not destroyed");
@@ -108,12 +109,14 @@ impl Drop for Event {
     }
 }
 
-/// Events that are not in use, because making one costs more than recording it.
+/// Unused events, kept because creating one costs more than recording it.
 #[derive(Default)]
 pub(super) struct FreeEvents(Mutex<Vec<Handle<CUevent_st>>>);
 
-/// For how long a wait asks again and again before it sleeps: some times what the driver takes to wake somebody up.
+/// Time for which a wait polls before it sleeps: a few times what the driver takes to wake a
+/// thread.
 const AWAKE: Duration = Duration::from_micros(50);
 
-/// Enough for every block of a well-filled pool, and little memory.
+/// Largest number of unused events: enough for every block of a well-filled pool, and little
+/// memory.
 const MAX_FREE_EVENTS: usize = 1024;

@@ -1,4 +1,4 @@
-//! What the driver's result codes mean to a session.
+//! Failures: the meaning of the driver's result codes for a session.
 
 use cudarc::driver::sys::cudaError_enum as Code;
 
@@ -6,32 +6,33 @@ use crate::driver::{Driver, Outcome};
 use rpc_core::dlpack::Device;
 use rpc_core::error::{ErrorKind, RpcError};
 
-/// Whether the context is gone for good after this code, as CUDA's documentation says of each: "the process must be
-/// terminated and relaunched".
+/// Returns true if the context is unusable for good after this code, as CUDA's documentation says
+/// of each: "the process must be terminated and relaunched".
 pub(super) fn is_final(code: u32) -> bool {
     FINAL.iter().any(|known| *known as u32 == code) || LATER_FINAL.contains(&code)
 }
 
-/// Whether the context may be gone after this code, and may as well not be: it is if the device goes on to answer so.
+/// Returns true if the context may be unusable after this code. It is if the device continues to
+/// return the code.
 pub(super) fn may_be_final(code: u32) -> bool {
     [Code::CUDA_ERROR_UNKNOWN, Code::CUDA_ERROR_MPS_RPC_FAILURE].iter().any(|known| *known as u32 == code)
 }
 
-/// The error of everything on a device from the moment on at which `outcome` lost it.
+/// Returns the error for everything on a device after `outcome` has made it unusable.
 pub(super) fn lost(driver: &Driver, outcome: Outcome, device: Device) -> RpcError {
     let text = describe(driver, outcome);
-    let message = format!("{device} is lost: {text}; its context is gone, and this process cannot use it any more");
+    let message = format!("{device} is lost: {text}; its context is gone, and this process can no longer use it");
     RpcError::new(ErrorKind::DeviceLost, message).with_application_kind(driver.name_of(outcome.code)).may_have_run(true)
 }
 
-/// The error for a failure after which the device goes on.
+/// Returns the error for a failure after which the device stays usable.
 pub(super) fn error(driver: &Driver, outcome: Outcome, device: Device) -> RpcError {
     let message = format!("{device}: {}", describe(driver, outcome));
     RpcError::new(kind_of(outcome.code), message).with_application_kind(driver.name_of(outcome.code))
 }
 
-/// CUDA's words for a failure, its name, and the function that reported it. That need not be the one at fault: work fails
-/// after the function that submitted it has returned.
+/// Describes a failure by CUDA's text, its name, and the function that reported it. That function
+/// need not be at fault: work fails after the function that submitted it has returned.
 pub(super) fn describe(driver: &Driver, outcome: Outcome) -> String {
     let (text, name) = (driver.text_of(outcome.code), driver.name_of(outcome.code));
     format!("{text} ({name}, reported by {})", outcome.function)
@@ -69,7 +70,7 @@ fn kind_of(code: u32) -> ErrorKind {
     } else if is(&[Code::CUDA_ERROR_NOT_FOUND]) {
         ErrorKind::NotFound
     } else {
-        // The device's own, as a function's error is its own.
+        // An error of the device itself, reported like a function's own error.
         ErrorKind::Application
     }
 }
@@ -92,8 +93,10 @@ const FINAL: [Code; 14] = [
     Code::CUDA_ERROR_EXTERNAL_DEVICE,
 ];
 
-/// Those that came after CUDA 11.4: `CUDA_ERROR_CONTAINED`, `TENSOR_MEMORY_LEAK` and `MPS_CLIENT_TERMINATED`.
+/// Final codes that were added after CUDA 11.4: `CUDA_ERROR_CONTAINED`, `TENSOR_MEMORY_LEAK` and
+/// `MPS_CLIENT_TERMINATED`.
 const LATER_FINAL: [u32; 3] = [226, 721, 810];
 
-/// `CUDA_ERROR_DEVICE_UNAVAILABLE`, which came after CUDA 11.4: somebody else has the device for himself.
+/// `CUDA_ERROR_DEVICE_UNAVAILABLE`, added after CUDA 11.4: another process uses the device
+/// exclusively.
 const DEVICE_UNAVAILABLE: u32 = 46;

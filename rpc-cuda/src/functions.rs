@@ -1,4 +1,4 @@
-//! The functions that come with the device.
+//! Functions that sessions with CUDA devices register.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,19 +14,21 @@ use rpc_core::error::{Result, RpcError};
 use rpc_core::function::Registry;
 use rpc_core::tensor::{TensorView, TensorViewMut};
 
-/// Registers the functions that come with the device, for sessions that offer it:
+/// Registers this crate's functions, for sessions that offer a CUDA device:
 ///
 /// * `cuda.matmul(a, b, out)` is [`matmul`], on the stream of the lane.
-/// * `cuda.memory_statistics(index)` tells what the pools of a device have done in the process that serves the session: a map
-///   of the scopes `global`, the device's memory, and `host`, pinned memory, to the fields of [`PoolStatistics`] by their
-///   names. See [`CudaDevice::statistics`](crate::CudaDevice::statistics) and
-///   [`pinned_statistics`](crate::CudaDevice::pinned_statistics). A device that was not in use is opened by that, which takes
-///   some of its memory.
-/// * `cuda.trim_memory(index)` is [`CudaDevice::trim`](crate::CudaDevice::trim): gives idle memory back to the driver,
-///   for others, waits for the work that uses it, and returns the bytes.
+/// * `cuda.memory_statistics(index)` returns the statistics of a device's memory pools in the
+///   process that serves the session: a map from the scopes `global`, the device's memory, and
+///   `host`, pinned memory, to the fields of [`PoolStatistics`] by name. See
+///   [`CudaDevice::statistics`](crate::CudaDevice::statistics) and
+///   [`pinned_statistics`](crate::CudaDevice::pinned_statistics). The call opens a device that was
+///   not in use, which takes some of its memory.
+/// * `cuda.trim_memory(index)` is [`CudaDevice::trim`](crate::CudaDevice::trim): returns idle
+///   memory to the driver, for other processes, after waiting for the work that uses it. Returns
+///   the bytes.
 pub fn register(registry: &Registry) {
     registry.add("cuda.matmul", |context: Context, a: TensorView, b: TensorView, mut out: TensorViewMut| {
-        // If there is none, what is wrong with the device is told below.
+        // Without a stream, the error of the device is reported below.
         let lane = context.stream(a.tensor().device()).ok();
         matmul(&a, &b, &mut out, lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()))
     });
@@ -41,7 +43,8 @@ pub fn register(registry: &Registry) {
     });
 }
 
-/// Calls `act` with a device of CUDA's that the session offers, entered. Nothing is loaded for a session that offers none.
+/// Calls `act` with a CUDA device that the session offers, entered. Loads nothing for a session
+/// that offers none.
 fn on_device<R>(
     context: &Context,
     index: i32,
@@ -50,7 +53,7 @@ fn on_device<R>(
     let device = Device::cuda(index);
     let stream: Arc<dyn Stream> = context.devices().get(device)?.default_stream(index)?;
     let Some(stream) = stream.as_any().downcast_ref::<CudaStream>() else {
-        return Err(RpcError::unsupported(format!("{device} of this session is not CUDA's")));
+        return Err(RpcError::unsupported(format!("{device} of this session is not served by rpc-cuda")));
     };
     let gpu = stream.gpu();
     act(gpu, gpu.enter()?)

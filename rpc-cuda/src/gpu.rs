@@ -1,7 +1,8 @@
-//! One GPU of this process: its primary context, what belongs to that, and whether it is lost.
+//! A GPU of this process: its primary context, streams, pools and modules, and its error once it is
+//! lost.
 //!
-//! All of it lives as long as the process. A context that is destroyed while a thread is still in the driver is the
-//! stuff of crashes at exit, and other libraries share the primary one anyway.
+//! All of it lives as long as the process. Destroying a context while a thread is still in the
+//! driver causes crashes at exit, and other libraries share the primary context anyway.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -34,7 +35,7 @@ impl<T> Clone for Handle<T> {
 
 impl<T> Copy for Handle<T> {}
 
-// SAFETY: the driver's handles may be used from any thread, and are never dereferenced by us.
+// SAFETY: the driver's handles may be used from any thread, and are never dereferenced here.
 unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}
@@ -45,13 +46,13 @@ pub(super) struct Gpu {
     pub(super) index: i32,
     pub(super) device: CUdevice,
     opened: OnceLock<Opened>,
-    /// Held while it is opened.
+    /// Held while the GPU is being opened.
     opening: Mutex<()>,
-    /// The error of everything from then on.
+    /// Error of every later operation, once the GPU is lost.
     lost: OnceLock<RpcError>,
 }
 
-/// What a GPU has once it is in use.
+/// Resources of a GPU that is in use.
 pub(super) struct Opened {
     /// Retained, and never released.
     pub(super) context: Handle<CUctx_st>,
@@ -60,12 +61,12 @@ pub(super) struct Opened {
     pub(super) events: FreeEvents,
     pub(super) memory: Pool,
     pub(super) pinned: Pool,
-    /// Pinned memory through which copies go, bounded (P-5).
+    /// Pinned memory for the buffers of copies, bounded (P-5).
     pub(super) copy_buffers: Pool,
     pub(super) retired: Retired,
-    /// How long memory may lie idle in the pools.
+    /// Time that memory may lie idle in the pools.
     pub(super) idle_time: Mutex<Duration>,
-    /// Whether [`release`] knows that there is some.
+    /// True while [`release`] knows that there is idle memory.
     pub(super) is_watched: AtomicBool,
 }
 
@@ -78,8 +79,8 @@ impl Gpu {
         Device::cuda(self.index)
     }
 
-    /// Makes the GPU's context the current one of this thread, which every call below needs, and opens it first if
-    /// nobody has.
+    /// Makes the GPU's context the calling thread's current one, which every driver call needs.
+    /// Opens the GPU first if it is not open.
     pub(super) fn enter(&'static self) -> Result<&'static Opened> {
         self.check_not_lost()?;
         let opened = match self.opened.get() {
@@ -91,8 +92,9 @@ impl Gpu {
         Ok(opened)
     }
 
-    /// As [`enter`](Self::enter), for as long as the visit lasts: then the thread has the context back that it had before. For
-    /// what is dropped, on whatever thread that happens, since nobody expects of a drop that it changes the current context.
+    /// Enters like [`enter`](Self::enter), for the lifetime of the returned value; the thread's
+    /// former context is restored afterwards. For drops, which may happen on any thread and must
+    /// not change its current context.
     pub(super) fn visit(&'static self) -> Result<Visit> {
         let mut before = ptr::null_mut();
         // SAFETY: there is room for the handle.
@@ -111,7 +113,7 @@ impl Gpu {
         self.check(unsafe { self.driver.primary_ctx_retain(&raw mut context, self.device) })?;
         // SAFETY: it has just been retained.
         self.check(unsafe { self.driver.ctx_set_current(context) })?;
-        // The last thing that can fail: dropping a stream would open the GPU.
+        // The last step that can fail: dropping a stream would open the GPU.
         let default_stream = Arc::new(CudaStream::new_default(self)?);
         let opened = Opened {
             context: Handle(context),
@@ -128,12 +130,12 @@ impl Gpu {
         Ok(self.opened.get_or_init(|| opened))
     }
 
-    /// What it has, if it is open, though it may be lost.
+    /// Returns the resources of the GPU, if it is open. It may be lost.
     pub(super) fn opened(&self) -> Option<&Opened> {
         self.opened.get()
     }
 
-    /// The outcome as a result; notes it if the GPU is lost by it.
+    /// Converts an outcome to a result, and records the loss of the GPU if it means that.
     pub(super) fn check(&self, outcome: Outcome) -> Result<()> {
         if outcome.is(Code::CUDA_SUCCESS) {
             return Ok(());
@@ -143,7 +145,7 @@ impl Gpu {
         if is_final {
             let error = failure::lost(self.driver, outcome, self.as_device());
             if outcome.is(Code::CUDA_ERROR_DEINITIALIZED) {
-                // What is dropped while the process ends hears of it, and nobody needs the device any more.
+                // Drops during process exit cause this, when the device is no longer needed.
                 tracing::debug!(device = %self.as_device(), %error, "the driver has ended");
             } else {
                 tracing::error!(device = %self.as_device(), %error, "a device is lost");
@@ -153,12 +155,13 @@ impl Gpu {
         Err(failure::error(self.driver, outcome, self.as_device()))
     }
 
-    /// Whether the default stream, asked how it is, answers with this code. Leaves the thread its context.
+    /// Returns true if a query of the default stream returns this code. Preserves the thread's
+    /// context.
     fn default_stream_answers(&self, code: u32) -> bool {
         let Some(opened) = self.opened.get() else { return false };
         let mut before = ptr::null_mut();
-        // SAFETY: there is room for the handle; the context and its default stream live for ever; and the thread's own context
-        // was current before.
+        // SAFETY: there is room for the handle; the context and its default stream live for ever;
+        // and the thread's own context was current before.
         let answer = unsafe {
             _ = self.driver.ctx_get_current(&raw mut before);
             _ = self.driver.ctx_set_current(opened.context.0);
@@ -175,12 +178,13 @@ impl Gpu {
 
     pub(super) fn attribute(&self, attribute: CUdevice_attribute_enum) -> Result<c_int> {
         let mut value = 0;
-        // SAFETY: there is room for the value, and an attribute that the driver does not know is an error.
+        // SAFETY: there is room for the value, and an attribute that the driver does not know is an
+        // error.
         self.check(unsafe { self.driver.device_get_attribute(&raw mut value, attribute as u32, self.device) })?;
         Ok(value)
     }
 
-    /// In bytes.
+    /// Returns the size of the device's memory in bytes.
     pub(super) fn total_memory(&self) -> Result<u64> {
         let mut bytes = 0;
         // SAFETY: there is room for the value.
@@ -188,7 +192,8 @@ impl Gpu {
         Ok(bytes as u64)
     }
 
-    /// Ordinary memory that is free in the driver's eyes, in bytes. The caller has entered.
+    /// Returns the bytes of ordinary memory that the driver reports as free. The caller has entered
+    /// the GPU.
     pub(super) fn free_memory(&self) -> Result<u64> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: there is room for both values.
@@ -196,20 +201,20 @@ impl Gpu {
         Ok(free as u64)
     }
 
-    /// Waits until all that was submitted to any stream of ours so far is done.
+    /// Waits until all work submitted to any stream of this crate so far is done.
     pub(super) fn settle_all(&'static self) -> Result<()> {
         let opened = self.enter()?;
         opened.streams.fences(self, opened)?.into_iter().try_for_each(|event| event.wait())?;
         self.settle()
     }
 
-    /// Waits until all that was submitted to the default stream so far is done.
+    /// Waits until all work submitted to the default stream so far is done.
     pub(super) fn settle(&'static self) -> Result<()> {
         self.enter()?.default_stream.synchronize()
     }
 }
 
-/// See [`Gpu::visit`].
+/// A temporary change of the current context; see [`Gpu::visit`].
 pub(super) struct Visit {
     driver: &'static Driver,
     /// Null if the thread had none.
@@ -219,27 +224,28 @@ pub(super) struct Visit {
 
 impl Drop for Visit {
     fn drop(&mut self) {
-        // SAFETY: it was current, and whoever destroys a context does not leave it so.
+        // SAFETY: it was current before, and a context is not destroyed while it is current.
         let outcome = unsafe { self.driver.ctx_set_current(self.before.0) };
         if !outcome.is(Code::CUDA_SUCCESS) {
-            tracing::debug!(?outcome, "a thread does not get its context back");
+            tracing::debug!(?outcome, "the former context of a thread was not restored");
         }
     }
 }
 
 impl Opened {
-    /// Gives the idle memory of all pools back to the driver, as [`Pool::trim`] does. The caller has entered the GPU.
+    /// Returns the idle memory of all pools to the driver, like [`Pool::trim`]. The caller has
+    /// entered the GPU.
     pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
         Ok(self.memory.trim(gpu)? + self.pinned.trim(gpu)? + self.copy_buffers.trim(gpu)?)
     }
 
-    /// Those of both pools of pinned memory.
+    /// Returns the combined statistics of both pools of pinned memory.
     pub(super) fn pinned_statistics(&self) -> PoolStatistics {
         self.pinned.statistics().and(self.copy_buffers.statistics())
     }
 
-    /// What `attempt` gives, after a second try if the driver had no memory for it and our pools have some that lies idle.
-    /// The caller has entered the GPU, and holds no lock of a pool.
+    /// Calls `attempt`, and a second time if the driver had no memory for it and the pools had idle
+    /// memory to return. The caller has entered the GPU, and holds no lock of a pool.
     pub(super) fn with_room<T>(&self, gpu: &'static Gpu, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         match attempt() {
             Err(error) if error.kind() == ErrorKind::OutOfMemory && self.trim(gpu)? > 0 => attempt(),
@@ -254,7 +260,8 @@ pub(super) struct Gpus {
 }
 
 impl Gpus {
-    /// Initialises the driver at the first call. If that fails, it stays so.
+    /// Returns the GPUs, initialising the driver at the first call. The outcome of the first call
+    /// is kept.
     pub(super) fn get() -> Result<&'static Self> {
         static GPUS: OnceLock<Result<Gpus>> = OnceLock::new();
         GPUS.get_or_init(Self::find).as_ref().map_err(RpcError::clone)
@@ -273,7 +280,7 @@ impl Gpus {
         // SAFETY: there is room for the number.
         check(unsafe { driver.device_get_count(&raw mut count) })?;
         if count <= 0 {
-            return Err(unavailable("the driver is there and sees no device".to_owned()));
+            return Err(unavailable("the driver is installed but finds no device".to_owned()));
         }
         let find = |index| {
             let mut device = 0;
@@ -284,17 +291,20 @@ impl Gpus {
     }
 }
 
-/// No code of others runs under our locks, and ours leaves whole what they guard.
+/// Locks a mutex, ignoring poison: no foreign code runs under these locks, and a panic here leaves
+/// their data consistent.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock()
 }
 
-/// How much of a device's memory may lie idle: a quarter, so that others who use the device find room.
+/// Fraction of a device's memory that may lie idle: a quarter, so that other users of the device
+/// find room.
 const CACHED_FRACTION: u64 = 4;
 
-/// How much pinned memory may lie idle, in bytes. The kernel cannot swap it.
+/// Pinned memory that may lie idle, in bytes. The kernel cannot swap it.
 const CACHED_PINNED_BYTES: u64 = 64 << 20;
 
-/// How much pinned memory copies may have, in bytes: some milliseconds of the bus, so that writes go on behind a kernel, and
-/// little enough to be left pinned by every session of a machine.
+/// Largest amount of pinned memory for the buffers of copies, in bytes: some milliseconds of the
+/// bus, so that writes proceed behind a kernel, and small enough to stay pinned in every session's
+/// process of a machine.
 const COPY_BUFFER_BYTES: u64 = 64 << 20;

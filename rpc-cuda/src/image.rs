@@ -1,20 +1,24 @@
-//! Files with code for GPUs: PTX, cubin and fatbin.
+//! Images: files with code for GPUs, in PTX, cubin and fatbin form, checked before the driver reads
+//! them.
 //!
-//! The driver is given an address and no length, and believes what the file says of itself. So a file that says more than
-//! it holds is refused here.
+//! The driver is given an address without a length, and trusts the lengths in the file. So a file
+//! with lengths beyond its end is refused here.
 
 use rpc_core::error::{Result, RpcError};
 
-/// A file that the driver may be given.
+/// A checked file that can be passed to the driver.
 pub(super) struct Image {
     /// Ends with a zero, which PTX needs.
     bytes: Vec<u8>,
 }
 
 impl Image {
+    /// Checks a file.
+    ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`](rpc_core::ErrorKind::InvalidArgument) if it is none of the three, or cut off.
+    /// [`ErrorKind::InvalidArgument`](rpc_core::ErrorKind::InvalidArgument) if it has none of the
+    /// three formats, or is cut off.
     pub(super) fn new(mut bytes: Vec<u8>) -> Result<Self> {
         let wrong = |what| Err(RpcError::invalid_argument(what));
         let needed = if bytes.starts_with(&ELF_MAGIC) {
@@ -22,11 +26,12 @@ impl Image {
         } else if bytes.starts_with(&FATBIN_MAGIC) {
             fatbin_len(&bytes)
         } else {
-            // NVRTC counts the zero at the end of the PTX that it makes, and programs write it to the file.
+            // NVRTC includes the terminating zero in the length of its PTX, and programs write it
+            // to the file.
             let text = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
             bytes.truncate(text);
             if bytes.is_empty() || bytes.contains(&0) || std::str::from_utf8(&bytes).is_err() {
-                return wrong("it is neither PTX nor a cubin nor a fatbin");
+                return wrong("the file is neither PTX nor a cubin nor a fatbin");
             }
             Some(0)
         };
@@ -35,7 +40,7 @@ impl Image {
                 bytes.push(0);
                 Ok(Self { bytes })
             }
-            _ => wrong("the file is cut off: it says that it is longer than it is"),
+            _ => wrong("the file is cut off: its header announces more bytes than it has"),
         }
     }
 
@@ -44,7 +49,8 @@ impl Image {
     }
 }
 
-/// Up to the end of the last section, segment or table of a 64-bit little-endian ELF file; `None` if it is no such file.
+/// Returns the end of the last section, segment or table of a 64-bit little-endian ELF file; `None`
+/// for any other file.
 fn elf_len(bytes: &[u8]) -> Option<u64> {
     // EI_CLASS and EI_DATA.
     if bytes.get(4..6)? != [2, 1] {
@@ -55,7 +61,7 @@ fn elf_len(bytes: &[u8]) -> Option<u64> {
     let mut end = segments.end()?.max(sections.end()?);
     for index in 0..sections.count {
         let at = sections.at + index * sections.entry;
-        // SHT_NOBITS has no bytes in the file.
+        // Sections of type SHT_NOBITS have no bytes in the file.
         if number(bytes, at.checked_add(4)?, 4)? != 8 {
             end =
                 end.max(number(bytes, at.checked_add(24)?, 8)?.checked_add(number(bytes, at.checked_add(32)?, 8)?)?);
@@ -80,12 +86,12 @@ impl Table {
     }
 }
 
-/// The header, whose length is at 6, and what follows it, whose length is at 8.
+/// Returns the length of a fatbin: its header's length is at offset 6, that of the rest at 8.
 fn fatbin_len(bytes: &[u8]) -> Option<u64> {
     number(bytes, 6, 2)?.checked_add(number(bytes, 8, 8)?)
 }
 
-/// The little-endian number in `width` bytes at `at`.
+/// Returns the little-endian number of `width` bytes at `at`.
 fn number(bytes: &[u8], at: u64, width: usize) -> Option<u64> {
     let at = usize::try_from(at).ok()?;
     let bytes = bytes.get(at..at.checked_add(width)?)?;
@@ -111,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_files_are_taken_and_end_with_a_zero() {
+    fn complete_files_are_accepted_and_end_with_a_zero() {
         let fatbin = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &3_u64.to_le_bytes(), b"abc"].concat();
         for bytes in [b".version 7.0".to_vec(), elf(128), fatbin] {
             let image = Image::new(bytes.clone()).ok().unwrap();
@@ -120,13 +126,13 @@ mod tests {
     }
 
     #[test]
-    fn ptx_may_end_with_the_zeros_of_its_compiler() {
+    fn ptx_may_end_with_zeros_from_its_compiler() {
         let image = Image::new(b".version 7.0\0\0".to_vec()).ok().unwrap();
         assert_eq!(image.bytes(), b".version 7.0\0");
     }
 
     #[test]
-    fn files_that_say_more_than_they_hold_are_refused() {
+    fn files_with_lengths_beyond_their_end_are_refused() {
         let fatbin = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &4_u64.to_le_bytes(), b"abc"].concat();
         let huge = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &u64::MAX.to_le_bytes()].concat();
         for bytes in [elf(129), elf(u64::MAX), elf(128)[..127].to_vec(), elf(0)[..20].to_vec(), fatbin, huge] {

@@ -1,4 +1,4 @@
-//! Kernels: what they take, and how they are started.
+//! Kernels: their parameters and their launch.
 
 use std::ffi::{CString, c_int, c_uint};
 use std::ptr;
@@ -21,28 +21,31 @@ use rpc_core::value::Value;
 pub(super) struct Kernel {
     gpu: &'static Gpu,
     raw: Handle<CUfunc_st>,
-    /// The sizes of its parameters in bytes, where the driver tells them.
+    /// Sizes of the parameters in bytes, if the driver reports them.
     pub(super) sizes: Option<Vec<usize>>,
-    /// The most threads of a block, which its use of registers decides.
+    /// Largest number of threads in a block, limited by the kernel's registers.
     max_threads: c_int,
-    /// Keeps the code.
+    /// Keeps the code loaded.
     module: Arc<Loaded>,
 }
 
-/// How many of what: three dimensions.
+/// Size of a grid or block in three dimensions.
 #[derive(Clone, Copy)]
 struct Extent([c_uint; 3]);
 
 impl Kernel {
+    /// Looks up a kernel of a module by its name.
+    ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound), and the device's.
+    /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound), and errors of the device.
     pub(super) fn find(gpu: &'static Gpu, module: &Arc<Loaded>, name: &str) -> Result<Self> {
         gpu.enter()?;
         let absent = || RpcError::not_found("the module has no such kernel");
         let symbol = CString::new(name).map_err(|_| absent())?;
         let mut raw = ptr::null_mut();
-        // SAFETY: there is room for the handle, the module is loaded, and the name ends with a zero.
+        // SAFETY: there is room for the handle, the module is loaded, and the name ends with a
+        // zero.
         let outcome = unsafe { gpu.driver.module_get_function(&raw mut raw, module.raw.0, symbol.as_ptr()) };
         if outcome.is(Code::CUDA_ERROR_NOT_FOUND) {
             return Err(absent());
@@ -56,12 +59,13 @@ impl Kernel {
         Ok(Self { gpu, raw: Handle(raw), sizes, max_threads, module: module.clone() })
     }
 
-    /// Starts the kernel on a stream of its device, or on the default one: `args` are the grid, the block, the bytes of
-    /// dynamic shared memory, and the kernel's own. Returns when it has been submitted; or if it has pinned memory, which
-    /// the processor may look at next, when it is done.
+    /// Starts the kernel on a stream of its device, or on the default one. `args` are the grid, the
+    /// block, the bytes of dynamic shared memory, and the kernel's own parameters. Returns once the
+    /// kernel has been submitted. If one of the tensors is in pinned memory, which the processor
+    /// may read next, returns once the kernel is done.
     ///
-    /// The caller holds the borrows of all tensors until then. Nobody can free their memory any sooner than the kernel is
-    /// done, because pools work in the order of the streams.
+    /// The caller holds the borrows of all tensors until then. Their memory cannot be reused before
+    /// the kernel is done, because pools follow the order of the streams.
     pub(super) fn launch(&self, stream: Option<&CudaStream>, args: &[LocalValue]) -> Result<()> {
         let [grid, block, shared_bytes, values @ ..] = args else {
             return Err(RpcError::invalid_argument("expected grid, block, bytes of shared memory, and the parameters"));
@@ -71,7 +75,8 @@ impl Kernel {
         let threads: u64 = block.0.iter().map(|count| u64::from(*count)).product();
         if threads > self.max_threads as u64 {
             let most = self.max_threads;
-            return Err(RpcError::invalid_argument(format!("a block of {threads} threads is above its {most}")));
+            let text = format!("a block of {threads} threads exceeds the kernel's limit of {most}");
+            return Err(RpcError::invalid_argument(text));
         }
         let shared_bytes = match shared_bytes {
             Value::Int(bytes) => c_uint::try_from(*bytes).ok().filter(|bytes| *bytes <= c_int::MAX as c_uint),
@@ -88,7 +93,7 @@ impl Kernel {
             if device != self.gpu.as_device() {
                 let own = self.gpu.as_device();
                 return Err(RpcError::invalid_argument(format!(
-                    "parameter {index}: a tensor on {device}, where others are on {own}"
+                    "parameter {index}: the tensor is on {device}, but others are on {own}"
                 )));
             }
         }
@@ -101,9 +106,9 @@ impl Kernel {
         let (function, raw) = (self.raw.0, stream.handle().0);
         let (params, extra) = (pointers.as_mut_ptr(), ptr::null_mut());
         order::in_order(stream, &memories, || {
-            // SAFETY: the kernel's module is loaded. The driver copies the parameters before it returns: as many as the
-            // kernel has, each as long as it says, and `Arguments` has seen to it that there are as many, or more than any
-            // can have.
+            // SAFETY: the kernel's module is loaded. The driver copies the parameters before it
+            // returns: as many as the kernel has, each of its own size. `Arguments` contains as
+            // many, or more than any kernel can have.
             let outcome = unsafe {
                 self.gpu.driver.launch_kernel(
                     function,
@@ -127,7 +132,7 @@ impl Kernel {
         self.gpu
     }
 
-    /// The memories of the tensors among the parameters, with their places.
+    /// Returns the memories of the tensors among the parameters, with their positions.
     fn memories<'a>(
         &self,
         values: &'a [LocalValue],
@@ -165,7 +170,7 @@ impl Kernel {
     }
 }
 
-/// The sizes of a kernel's parameters in bytes; `None` where the driver does not tell.
+/// Returns the sizes of a kernel's parameters in bytes; `None` if the driver does not report them.
 fn parameter_sizes(gpu: &Gpu, function: *mut CUfunc_st) -> Result<Option<Vec<usize>>> {
     let mut sizes = Vec::new();
     loop {

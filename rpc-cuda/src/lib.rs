@@ -1,33 +1,38 @@
-//! The device kind `cuda`: NVIDIA's GPUs, through the driver that is found at run time.
+//! The device kind `cuda`: NVIDIA GPUs, through the driver that is loaded at run time.
 //!
 #![doc = include_str!("../README.md")]
 //!
 //! # Order
 //!
-//! Each device has one default stream in the process, and zeroing, copies, kernels of [`CudaModules`] and [`matmul`] are
-//! submitted to it. So it happens in the order of the calls, and a call that only starts something may return at once: the
-//! borrow of a tensor ends then, and whoever borrows it next comes behind. Memory comes from a pool and goes back there in the
-//! same order.
+//! Each device has one default stream in the process. Zeroing, copies, kernels of [`CudaModules`]
+//! and [`matmul`] are submitted to it, and so run in the order of the calls. A call that only
+//! starts work may return at once: the borrow of a tensor ends then, and the next user's work runs
+//! behind it. Memory comes from a pool and returns to it in the same order.
 //!
-//! A lane that has set another stream has its kernels and products there. They begin behind what the default stream has by
-//! then, and whatever is done with one of their tensors next comes behind them, on whatever stream; other work of the default
-//! stream, such as the copies of the next tensors, goes on beside them. What functions of one's own owe on streams of their
-//! own is said at [`CudaMemory::device_pointer`].
+//! A lane that has set another stream has its kernels and products there. They begin behind the
+//! default stream's work at that time, and later work on one of their tensors runs behind them, on
+//! any stream; other work of the default stream, such as the copies of the next tensors, runs
+//! beside them. The duties of functions that use streams of their own are documented at
+//! [`CudaMemory::device_pointer`].
 //!
-//! No thread waits for a stream on behalf of a session, or on behalf of another CUDA stream: [`Stream::when_done`] and
-//! [`Stream::wait_for`] block nobody. One thread of the process tells all sessions what the driver has told it.
+//! No thread waits for a stream on behalf of a session, or of another CUDA stream:
+//! [`Stream::when_done`] and [`Stream::wait_for`] do not block. One thread of the process notifies
+//! all sessions of completed work.
 //!
 //! # Errors
 //!
-//! They carry CUDA's words, and CUDA's name as [`application_kind`](rpc_core::RpcError::application_kind). Work that runs
-//! later fails later, at some call that comes after; [`Stream::synchronize`] is the call that tells for certain. After a
-//! trap (a bad address, an assertion, a hardware fault) the context is gone: that call and every later one on the device
-//! is [`ErrorKind::DeviceLost`](rpc_core::ErrorKind::DeviceLost), with the cause, for as long as the process lives.
+//! Errors carry CUDA's description, and CUDA's name as
+//! [`application_kind`](rpc_core::RpcError::application_kind). Work that runs later fails later,
+//! and its error is reported by some later call; [`Stream::synchronize`] reports it for certain.
+//! After a trap (a bad address, an assertion, a hardware fault) the context is gone: that call and
+//! every later one on the device is [`ErrorKind::DeviceLost`](rpc_core::ErrorKind::DeviceLost),
+//! with the cause, for as long as the process lives.
 //!
 //! # State of the tests
 //!
-//! So far all of this has run against a driver made for the tests only, which keeps CUDA's rules of order and addresses on
-//! the processor. No GPU was to be had. `tests/gpu.rs` holds the tests that wait for one.
+//! All of this has been tested only against a simulated driver, which keeps CUDA's rules of order
+//! and addresses on the processor, because no GPU was available. `tests/gpu.rs` holds the tests
+//! that need one.
 
 mod arguments;
 mod attributes;
@@ -74,31 +79,32 @@ pub use on_demand::{CudaModulesOnDemand, CudaOnDemand};
 pub use pool::PoolStatistics;
 pub use stream::CudaStream;
 
-/// The GPUs of this process, `cuda:0` and on, in CUDA's order (`CUDA_VISIBLE_DEVICES` chooses).
+/// The GPUs of this process, from `cuda:0`, in CUDA's order (chosen by `CUDA_VISIBLE_DEVICES`).
 ///
-/// All copies of it are the same: streams, pools and what is lost belong to the process. A device is opened, which takes
-/// memory and some tenths of a second, when it is first used.
+/// All copies are the same: streams, pools and lost devices belong to the process. A device is
+/// opened, which takes memory and some tenths of a second, when it is first used.
 ///
-/// Each call makes the device's primary context the current one of the calling thread, and leaves it so; what is dropped
-/// does not change it.
+/// Each call makes the device's primary context the calling thread's current one, and leaves it so.
+/// Drops do not change it.
 #[derive(Clone, Copy)]
 pub struct CudaDevice {
     gpus: &'static Gpus,
 }
 
 impl CudaDevice {
-    /// Loads and initialises the driver, unless that has been done. It may take a second. The outcome of the first call is
-    /// that of all others in this process.
+    /// Loads and initialises the driver, unless that has been done. It may take a second. The
+    /// outcome of the first call is kept for the process.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`](rpc_core::ErrorKind::DeviceUnavailable), if there is no driver, if it is too old or
-    /// cannot work, or if it sees no device; the message says which.
+    /// [`ErrorKind::DeviceUnavailable`](rpc_core::ErrorKind::DeviceUnavailable), if there is no
+    /// driver, if it is too old or does not work, or if it finds no device; the message gives the
+    /// reason.
     pub fn open() -> Result<Self> {
         Ok(Self { gpus: Gpus::get()? })
     }
 
-    /// The default stream of a device, as its own type; the same one at each call.
+    /// Returns the default stream of a device, as its own type; the same one at each call.
     ///
     /// # Errors
     ///
@@ -107,8 +113,8 @@ impl CudaDevice {
         Ok(self.gpu(index)?.enter()?.default_stream.clone())
     }
 
-    /// The primary context of a device, a `CUcontext`, for other libraries. It has been made current for the calling
-    /// thread, and is never released.
+    /// Returns the primary context of a device, a `CUcontext`, for other libraries. It is made
+    /// current for the calling thread, and is never released.
     ///
     /// # Errors
     ///
@@ -117,7 +123,7 @@ impl CudaDevice {
         Ok(self.gpu(index)?.enter()?.context.0.cast())
     }
 
-    /// What the pool of a device's memory has done so far.
+    /// Returns the statistics of a device's memory pool.
     ///
     /// # Errors
     ///
@@ -126,9 +132,9 @@ impl CudaDevice {
         Ok(self.gpu(index)?.enter()?.memory.statistics())
     }
 
-    /// What the pools of pinned host memory for a device have done so far: that of tensors in the scope `host`, and that of the
-    /// buffers through which copies go. The buffers are 64 MiB at most, in use or idle; `peak_allocated_bytes` is the sum of
-    /// both pools' peaks.
+    /// Returns the combined statistics of the two pools of pinned host memory for a device: that of
+    /// tensors in the scope `host`, and that of the buffers of copies. The buffers take at most 64
+    /// MiB, in use or idle. `peak_allocated_bytes` is the sum of both pools' peaks.
     ///
     /// # Errors
     ///
@@ -137,19 +143,20 @@ impl CudaDevice {
         Ok(self.gpu(index)?.enter()?.pinned_statistics())
     }
 
-    /// Gives the idle memory of a device's pools, pinned memory included, back to the driver, and returns how many bytes
-    /// that was. Waits for the work that uses it.
+    /// Returns the idle memory of a device's pools, pinned memory included, to the driver, after
+    /// waiting for the work that uses it. Returns the number of bytes.
     ///
     /// # Errors
     ///
-    /// As [`stream`](Self::stream), and what that work failed with.
+    /// As [`stream`](Self::stream), and the error of that work.
     pub fn trim(&self, index: i32) -> Result<u64> {
         let gpu = self.gpu(index)?;
         let opened = gpu.enter()?;
         opened.trim(gpu)
     }
 
-    /// Sets how many bytes of a device's memory the pool may keep idle; a quarter of the memory without this.
+    /// Sets the number of bytes of a device's memory that the pool may keep idle; by default a
+    /// quarter of the memory.
     ///
     /// # Errors
     ///
@@ -160,8 +167,9 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Sets how long memory may lie idle in a device's pools, pinned memory included, before the driver gets it back for other
-    /// processes; 10 seconds without this. Giving it back, like taking it, may stop the device for a moment.
+    /// Sets the time that memory may lie idle in a device's pools, pinned memory included, before
+    /// it is returned to the driver for other processes; 10 seconds by default. Returning memory,
+    /// like allocating it, may stop the device for a moment.
     ///
     /// # Errors
     ///
@@ -169,7 +177,7 @@ impl CudaDevice {
     pub fn set_idle_time(&self, index: i32, time: Duration) -> Result<()> {
         let gpu = self.gpu(index)?;
         *gpu::lock(&gpu.enter()?.idle_time) = time;
-        release::look(gpu);
+        release::check_soon(gpu);
         Ok(())
     }
 
@@ -185,7 +193,7 @@ impl DeviceApi for CudaDevice {
     }
 
     fn count(&self) -> Result<i32> {
-        // It came as an `i32` from the driver.
+        // It was an `i32` of the driver.
         Ok(self.gpus.all.len() as i32)
     }
 
@@ -197,7 +205,7 @@ impl DeviceApi for CudaDevice {
         }
     }
 
-    /// Alignments up to 2 MiB. The scope `host` is pinned memory of the host.
+    /// Allocates with alignments up to 2 MiB. The scope `host` is pinned host memory.
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
         Ok(Box::new(CudaMemory::allocate(self.gpu(index)?, request)?))
     }
@@ -241,7 +249,8 @@ impl DeviceApi for CudaDevice {
         }
         let mut gpus = [source, target].into_iter().flatten().map(CudaMemory::gpu).collect::<Vec<_>>();
         gpus.dedup_by_key(|gpu| gpu.index);
-        // Pinned memory is read and written here by the processor, for which no stream waits.
+        // Pinned memory is read and written by the processor here, and a stream does not wait for
+        // that.
         if [source, target].into_iter().flatten().any(CudaMemory::is_pinned) {
             gpus.iter().try_for_each(|gpu| gpu.settle())?;
         }

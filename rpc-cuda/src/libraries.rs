@@ -1,4 +1,4 @@
-//! Where NVIDIA's libraries may be, and how they are loaded.
+//! NVIDIA's libraries: their names and paths, and loading them.
 
 use std::ffi::c_int;
 use std::path::{Path, PathBuf};
@@ -6,21 +6,23 @@ use std::path::{Path, PathBuf};
 use libloading::Library;
 use rpc_dylib::{LibrarySearch, LoadFailures};
 
-/// The environment variable that names the one driver to load, by its path.
+/// Environment variable with the path of the only driver to load.
 pub(super) const DRIVER_VARIABLE: &str = "RPC_CUDA_DRIVER_LIBRARY";
 
-/// The environment variable that names the one cuBLAS to load, by its path.
+/// Environment variable with the path of the only cuBLAS to load.
 pub(super) const BLAS_VARIABLE: &str = "RPC_CUDA_BLAS_LIBRARY";
 
-/// The candidates for the driver: the one that the environment names and no other, or else the system's. The name with a number
-/// comes first, because the toolkit has a library for linkers only by the other one, which some have in their search path.
+/// Returns the candidates for the driver: only the one that the environment names, or else the
+/// system's. The name with a number comes first, because the toolkit has a stub library for linkers
+/// under the other name, which may be in the search path.
 pub(super) fn driver() -> LibrarySearch {
     let usual = if cfg!(windows) { &["nvcuda.dll"][..] } else { &["libcuda.so.1", "libcuda.so"] };
     LibrarySearch::new(DRIVER_VARIABLE).system(usual)
 }
 
-/// The candidates for cuBLAS, for CUDA up to the major version `newest`: the one that the environment names and no other, or
-/// else the system's, the newest first, and then those of Python environments.
+/// Returns the candidates for cuBLAS, for CUDA up to the major version `newest`: only the one that
+/// the environment names, or else the system's, the newest first, and then those of Python
+/// environments.
 pub(super) fn cublas(newest: c_int) -> LibrarySearch {
     LibrarySearch::new(BLAS_VARIABLE).system(cublas_names(newest)).active_environments(&cublas_in_python(newest))
 }
@@ -29,28 +31,31 @@ pub(super) fn cublas(newest: c_int) -> LibrarySearch {
 ///
 /// # Errors
 ///
-/// What the system says of those that are there, or named by a path; of others that it has not found there is nothing to say.
+/// The system's errors for candidates that exist, or that are named by a path. Others were just not
+/// found.
 pub(super) fn load(search: &LibrarySearch) -> Result<Library, LoadFailures> {
     search.first(|place| {
-        // The half of cuBLAS that the other one needs. The system would not find it in a folder that is none of its own.
+        // The part of cuBLAS that the other one needs. The system would not find it outside of its
+        // own folders.
         let beside = beside(place).filter(|beside| beside.exists());
-        // SAFETY: loading NVIDIA's libraries runs their initialisers, which expect no more than any library's.
+        // SAFETY: loading NVIDIA's libraries runs their initialisers, which have no special
+        // requirements.
         let (beside, library) =
             unsafe { (beside.and_then(|beside| rpc_dylib::load(&beside).ok()), rpc_dylib::load(place)?) };
-        // Never unloaded, as the other one is not.
+        // Never unloaded, like the library that needs it.
         std::mem::forget(beside);
         Ok(library)
     })
 }
 
-/// `libcublasLt` in the folder of this `libcublas`, if it is one.
+/// Returns the path of `libcublasLt` in the folder of this `libcublas`, if it is one.
 fn beside(place: &Path) -> Option<PathBuf> {
     let version = place.file_name()?.to_str()?.strip_prefix("libcublas.")?;
     let folder = place.parent().filter(|folder| *folder != Path::new(""))?;
     Some(folder.join(format!("libcublasLt.{version}")))
 }
 
-/// What cuBLAS may be called, the newest first.
+/// Returns the possible names of cuBLAS, the newest first.
 fn cublas_names(newest: c_int) -> Vec<PathBuf> {
     if cfg!(windows) {
         return versions(newest).map(|version| format!("cublas64_{version}.dll").into()).collect();
@@ -59,22 +64,22 @@ fn cublas_names(newest: c_int) -> Vec<PathBuf> {
     numbered.chain(["libcublas.so".to_owned()]).map(PathBuf::from).collect()
 }
 
-/// Where NVIDIA's packages keep the library below a folder of Python packages, the newest first.
+/// Returns the paths of NVIDIA's packages below a folder of Python packages, the newest first.
 fn cublas_in_python(newest: c_int) -> Vec<PathBuf> {
     let of_version = |version: c_int| {
-        // From CUDA 13 on all libraries are in one folder.
+        // From CUDA 13 on, all libraries are in one folder.
         let folder = if version < 13 { "cublas".to_owned() } else { format!("cu{version}") };
         format!("nvidia/{folder}/lib/libcublas.so.{version}").into()
     };
     versions(newest).map(of_version).collect()
 }
 
-/// The major versions of CUDA whose cuBLAS can be used, the newest first.
+/// Returns the major versions of CUDA whose cuBLAS can be used, the newest first.
 fn versions(newest: c_int) -> impl Iterator<Item = c_int> {
     (OLDEST_CUBLAS..=newest.max(OLDEST_CUBLAS)).rev()
 }
 
-/// The major version that first had `cublasGemmEx` with these numbers.
+/// First major version with `cublasGemmEx` and these constants.
 const OLDEST_CUBLAS: c_int = 11;
 
 #[cfg(all(test, not(windows)))]
@@ -104,14 +109,14 @@ mod tests {
         assert!(found(11).is_empty());
         assert_eq!(beside(&twelve).unwrap(), packages.join("cublas/lib/libcublasLt.so.12"));
         assert_eq!(beside(Path::new("libcublas.so.12")), None);
-        // One that is there and is none says so.
-        let search = LibrarySearch::new("A_VARIABLE_THAT_NOBODY_SETS").system([twelve.clone()]);
+        // A library that exists and cannot be loaded is reported.
+        let search = LibrarySearch::new("A_VARIABLE_THAT_IS_NEVER_SET").system([twelve.clone()]);
         let error = load(&search).unwrap_err().to_string();
         assert!(error.starts_with(&format!("none of {} was found; ", twelve.display())), "{error}");
     }
 
     #[test]
-    fn the_driver_comes_before_what_linkers_take_for_it() {
+    fn the_driver_comes_before_the_stub_for_linkers() {
         if rpc_dylib::named_by(DRIVER_VARIABLE).is_none() {
             assert_eq!(driver().candidates(), ["libcuda.so.1", "libcuda.so"].map(PathBuf::from));
         }

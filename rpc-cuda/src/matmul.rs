@@ -1,4 +1,4 @@
-//! The product of matrices.
+//! Products of matrices.
 
 use std::ffi::c_int;
 
@@ -10,18 +10,22 @@ use rpc_core::dlpack::DataType;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::tensor::{Tensor, TensorView, TensorViewMut};
 
-/// Sets `out` to the product of `a` and `b`, by cuBLAS: shapes `[m, k]`, `[k, n]` and `[m, n]`, all of `float32`, `float16` or
-/// `bfloat16`, densely packed, on one CUDA device. Sums are of single precision.
+/// Sets `out` to the product of `a` and `b`, by cuBLAS: shapes `[m, k]`, `[k, n]` and `[m, n]`, all
+/// of `float32`, `float16` or `bfloat16`, densely packed, on one CUDA device. Sums are in single
+/// precision.
 ///
-/// It is submitted to `stream`, or to the device's default one if that is `None`, and returns at once, or when it is done if one
-/// of the three lies in pinned memory. The first call takes longer, since it loads the library: the one that the environment
-/// variable `RPC_CUDA_BLAS_LIBRARY` names by its path, or else the newest `libcublas.so` of the system that the driver can run, or that of a Python
-/// environment (`VIRTUAL_ENV`, `CONDA_PREFIX`), where `pip install nvidia-cublas-cu12` puts one.
+/// The product is submitted to `stream`, or to the device's default one if that is `None`. The
+/// function returns at once, or, if one of the three tensors lies in pinned memory, when it is
+/// done. The first call takes longer, since it loads the library: the one that the environment
+/// variable `RPC_CUDA_BLAS_LIBRARY` names by its path, or else the newest `libcublas.so` of the
+/// system that the driver supports, or that of a Python environment (`VIRTUAL_ENV`,
+/// `CONDA_PREFIX`), for example from `pip install nvidia-cublas-cu12`.
 ///
 /// # Errors
 ///
-/// [`ErrorKind::InvalidArgument`](rpc_core::ErrorKind::InvalidArgument), saying what is wrong with which;
-/// [`ErrorKind::Unsupported`](rpc_core::ErrorKind::Unsupported) where cuBLAS is not installed; and the device's.
+/// [`ErrorKind::InvalidArgument`](rpc_core::ErrorKind::InvalidArgument), naming the tensor and the
+/// reason; [`ErrorKind::Unsupported`](rpc_core::ErrorKind::Unsupported) if cuBLAS is not installed;
+/// and errors of the device.
 pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: Option<&CudaStream>) -> Result<()> {
     let (a, b, out) = (a.tensor(), b.tensor(), out.tensor());
     let named = [("a", a), ("b", b), ("out", out)];
@@ -34,7 +38,7 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
     let gpu = arguments::memory(a).map_err(|error| error.context("a"))?.gpu();
     if let Some(stream) = stream.filter(|stream| !std::ptr::eq(stream.gpu(), gpu)) {
         let (on, other) = (gpu.as_device(), stream.device());
-        return Err(RpcError::invalid_argument(format!("the matrices are on {on}, and the stream is one of {other}")));
+        return Err(RpcError::invalid_argument(format!("the matrices are on {on}, but the stream belongs to {other}")));
     }
     let mut memories = Vec::with_capacity(named.len());
     for (name, tensor) in named {
@@ -43,7 +47,7 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
         let device = memory.gpu().as_device();
         if device != gpu.as_device() || tensor.dtype() != a.dtype() {
             let (dtype, wanted, on) = (tensor.dtype(), a.dtype(), gpu.as_device());
-            let message = format!("{name} is of {dtype} on {device}, and a of {wanted} on {on}");
+            let message = format!("{name} is of {dtype} on {device}, but a is of {wanted} on {on}");
             return Err(RpcError::invalid_argument(message));
         }
     }
@@ -51,11 +55,12 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
     let element = u64::from(a.dtype().bits) / 8;
     let address = |(name, tensor)| {
         let address = arguments::address(tensor).map_err(|error: RpcError| error.context(name))?;
-        // cuBLAS would trap.
+        // A misaligned address would trap in cuBLAS.
         if address.is_multiple_of(element) {
             return Ok(address);
         }
-        Err(RpcError::invalid_argument(format!("{name} does not begin at a multiple of its elements' {element} bytes")))
+        let text = format!("{name} does not begin at a multiple of its element size, {element} bytes");
+        Err(RpcError::invalid_argument(text))
     };
     let [a_address, b_address, out_address] = [address(named[0])?, address(named[1])?, address(named[2])?];
     if rows == 0 || columns == 0 {
@@ -69,8 +74,8 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
             return gpu.check(unsafe { gpu.driver.memset_async(out_address, 0, bytes, stream.handle().0) });
         }
         let product = Product { rows, columns, depth, data_type, a: a_address, b: b_address, out: out_address };
-        // SAFETY: the tensors have these shapes and lie within their memories. They are borrowed, and whoever borrows
-        // them next comes behind on the stream.
+        // SAFETY: the tensors have these shapes and lie within their memories. They are borrowed,
+        // and their next users' work runs behind this on the stream.
         unsafe { cublas.submit(stream, &product) }
     })
 }
@@ -83,11 +88,12 @@ fn shape((name, tensor): (&str, &Tensor)) -> Result<[c_int; 2]> {
     }
     .ok_or_else(|| {
         let shape = tensor.shape();
-        RpcError::invalid_argument(format!("{name} is no matrix with sides below 2147483648, but of shape {shape:?}"))
+        let text = format!("expected {name} to be a matrix with sides below 2147483648, got shape {shape:?}");
+        RpcError::invalid_argument(text)
     })
 }
 
-/// The `cudaDataType`.
+/// Returns the `cudaDataType` of a type.
 fn data_type(dtype: DataType) -> Result<c_int> {
     match dtype {
         DataType::F32 => Ok(0),

@@ -1,4 +1,4 @@
-//! Memory of a GPU, and pinned memory of the host for it.
+//! Memory of a GPU, and pinned host memory for it.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -6,7 +6,7 @@ use std::fmt;
 use std::ptr::{self, NonNull};
 
 use crate::gpu::{Gpu, Opened};
-use crate::order::Elsewhere;
+use crate::order::OtherStreamWork;
 use crate::pool::{Block, Pool, Space};
 use crate::{release, transfer};
 use rpc_core::device::{AllocRequest, Memory};
@@ -15,23 +15,24 @@ use rpc_core::error::{Result, RpcError};
 
 /// A piece of a CUDA device's memory, or of pinned host memory for it (scope `host`).
 ///
-/// It belongs to the device's pool, and goes back there when it is dropped, behind all work that was submitted to the
-/// device's streams of ours by then.
+/// It belongs to the device's pool, and returns to it when it is dropped, behind all work that was
+/// submitted to the device's streams of this crate by then.
 pub struct CudaMemory {
     gpu: &'static Gpu,
     space: Space,
-    /// `None` if there are no bytes, if they are somebody else's, and once it has been given back.
+    /// `None` if there are no bytes, if other code owns them, and once the block has been returned.
     block: Option<Block>,
-    /// Keeps bytes that are not of the pool.
+    /// Owner of bytes that do not belong to the pool.
     owner: Option<Box<dyn Any + Send + Sync>>,
-    /// Lies, with all of `len`, within the block.
+    /// Address of the first byte. All `len` bytes lie within the block.
     start: u64,
     len: u64,
-    pub(super) elsewhere: Elsewhere,
+    pub(super) other_streams: OtherStreamWork,
 }
 
 impl CudaMemory {
-    /// Fresh memory that reads as zeros behind the work of the default stream; pinned memory does so at once.
+    /// Allocates memory that reads as zeros behind the work of the default stream; pinned memory
+    /// reads as zeros at once.
     pub(super) fn allocate(gpu: &'static Gpu, request: &AllocRequest<'_>) -> Result<Self> {
         let space = match request.scope {
             None | Some("" | "global") => Space::Device,
@@ -45,7 +46,8 @@ impl CudaMemory {
         };
         let memory = Self::uninitialised(gpu, space, request.size, request.alignment)?;
         match memory.host() {
-            // SAFETY: the memory is ours alone: nobody else has seen it, and the pool has waited for those before.
+            // SAFETY: no other code has seen the memory, and the pool has waited for its former
+            // users.
             Some(start) => unsafe { ptr::write_bytes(start.as_ptr(), 0, memory.len as usize) },
             None if memory.len > 0 => {
                 let opened = gpu.enter()?;
@@ -58,7 +60,7 @@ impl CudaMemory {
         Ok(memory)
     }
 
-    /// As [`allocate`](Self::allocate), with contents that are unspecified.
+    /// Allocates like [`allocate`](Self::allocate), with unspecified contents.
     pub(super) fn uninitialised(gpu: &'static Gpu, space: Space, len: u64, alignment: u64) -> Result<Self> {
         if alignment != 0 && !alignment.is_power_of_two() {
             return Err(RpcError::invalid_argument(format!("an alignment of {alignment} is not a power of two")));
@@ -68,17 +70,18 @@ impl CudaMemory {
         }
         let opened = gpu.enter()?;
         if len == 0 {
-            // An address for a pointer to nothing, aligned as asked for.
+            // An address for a pointer to nothing, aligned as requested.
             let start = if space == Space::Host { alignment.max(NATURAL_ALIGNMENT) } else { 0 };
-            return Ok(Self { gpu, space, block: None, owner: None, start, len, elsewhere: Elsewhere::default() });
+            let other_streams = OtherStreamWork::default();
+            return Ok(Self { gpu, space, block: None, owner: None, start, len, other_streams });
         }
         let spare = if alignment > NATURAL_ALIGNMENT { alignment } else { 0 };
         let block = pool(opened, space).take(gpu, opened, len.saturating_add(spare))?;
         let start = block.address.next_multiple_of(alignment.max(1));
-        Ok(Self { gpu, space, block: Some(block), owner: None, start, len, elsewhere: Elsewhere::default() })
+        Ok(Self { gpu, space, block: Some(block), owner: None, start, len, other_streams: OtherStreamWork::default() })
     }
 
-    /// The bytes of a library, in the device's memory.
+    /// Wraps bytes in the device's memory that another library owns.
     ///
     /// # Safety
     ///
@@ -92,33 +95,35 @@ impl CudaMemory {
         gpu.enter()?;
         let start = address.as_ptr().expose_provenance() as u64;
         let (space, len, owner) = (Space::Device, len as u64, Some(owner));
-        Ok(Self { gpu, space, block: None, owner, start, len, elsewhere: Elsewhere::default() })
+        Ok(Self { gpu, space, block: None, owner, start, len, other_streams: OtherStreamWork::default() })
     }
 
-    /// The address of the first byte, for kernels and libraries on the same device; null if there are no bytes. Pinned
-    /// memory has the same address on both sides.
+    /// Returns the address of the first byte, for kernels and libraries on the same device; null if
+    /// there are no bytes. Pinned memory has the same address on both sides.
     ///
-    /// Whoever uses it owes the storage a borrow, and the default stream an order: work on another stream first
-    /// [waits for it](rpc_core::device::Stream::wait_for), because that is where the memory is zeroed and copied to, and
-    /// before the borrow ends the default stream waits for the other one. Pinned memory is read by the processor too, so
-    /// that such work must be done when the borrow ends.
+    /// The caller must hold a borrow of the storage, and keep the order with the default stream:
+    /// work on another stream first [waits for it](rpc_core::device::Stream::wait_for), because the
+    /// memory is zeroed and copied there, and before the borrow ends the default stream waits for
+    /// the other stream. Pinned memory is read by the processor, too, so work on it must be done
+    /// when the borrow ends.
     ///
-    /// From this call on the default stream is behind what kernels on other streams have yet to do with the memory.
+    /// From this call on, the default stream is behind the pending work of kernels on other streams
+    /// that use the memory.
     pub fn device_pointer(&self) -> *mut c_void {
         if let Err(error) = self.join() {
-            // A device that is lost says so in whatever is done with the address.
-            tracing::debug!(%error, "work on a memory is not waited for");
+            // Every use of the address reports that the device is lost.
+            tracing::debug!(%error, "the default stream does not wait for other work on a memory");
         }
         let address = if self.len == 0 { 0 } else { self.start };
         ptr::with_exposed_provenance_mut(address as usize)
     }
 
-    /// The device that the memory is of, or for.
+    /// Returns the device of the memory.
     pub fn device(&self) -> Device {
         self.gpu.as_device()
     }
 
-    /// Whether this is pinned host memory.
+    /// Returns true if this is pinned host memory.
     pub fn is_pinned(&self) -> bool {
         self.space == Space::Host
     }
@@ -127,14 +132,15 @@ impl CudaMemory {
         self.gpu
     }
 
-    /// The address of the byte at `offset`, which asks for no order.
+    /// Returns the address of the byte at `offset`, without any ordering.
     pub(super) fn address(&self, offset: u64) -> u64 {
         self.start + offset
     }
 }
 
-// SAFETY: where the bytes are never changes. Pinned memory is mapped until its block is given back, holds zeros from the start, is
-// aligned to 256 bytes at least, and belongs to nobody else: its pool hands it out when its last owner's work is done.
+// SAFETY: the address of the bytes never changes. Pinned memory is mapped until its block is
+// returned, holds zeros from the start, is aligned to 256 bytes at least, and has no other user:
+// its pool hands it out when its last owner's work is done.
 unsafe impl Memory for CudaMemory {
     fn len(&self) -> u64 {
         self.len
@@ -151,12 +157,13 @@ unsafe impl Memory for CudaMemory {
         NonNull::new(self.device_pointer().cast())
     }
 
-    /// Returns when `data` has been read: the last part of it may still be on its way from pinned buffers, behind which
-    /// every later work of the default stream begins. If the device is lost on the way, the next call says so.
+    /// Returns when `data` has been read. Its last part may still be in pinned buffers on the way
+    /// to the device; every later work of the default stream begins behind it. If the device is
+    /// lost meanwhile, the next call reports it.
     unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
         match self.host() {
             Some(start) => {
-                // SAFETY: the caller has checked the range and lets nobody else touch it.
+                // SAFETY: the caller has checked the range and has exclusive access to it.
                 unsafe { ptr::copy_nonoverlapping(data.as_ptr(), start.as_ptr().add(offset as usize), data.len()) };
                 Ok(())
             }
@@ -171,7 +178,7 @@ unsafe impl Memory for CudaMemory {
     unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         match self.host() {
             Some(start) => {
-                // SAFETY: the caller has checked the range and lets nobody write to it.
+                // SAFETY: the caller has checked the range and excludes writers.
                 unsafe { ptr::copy_nonoverlapping(start.as_ptr().add(offset as usize), out.as_mut_ptr(), out.len()) };
                 Ok(())
             }
@@ -194,7 +201,8 @@ impl Drop for CudaMemory {
             release::give_back(self.gpu, owner);
         }
         let Some(block) = self.block.take() else { return };
-        // It is open, or there would be no block; if the device is lost, only the statistics change.
+        // The GPU is open, or there would be no block. If the device is lost, only the statistics
+        // change.
         let _visit = self.gpu.visit();
         if let Some(opened) = self.gpu.opened() {
             pool(opened, self.space).give_back(self.gpu, block);
@@ -220,11 +228,11 @@ fn pool(opened: &'static Opened, space: Space) -> &'static Pool {
     }
 }
 
-/// The memory scope of pinned host memory.
+/// Memory scope of pinned host memory.
 pub(super) const HOST_SCOPE: &str = "host";
 
-/// What the driver's memory is aligned to, at least.
+/// Smallest alignment of the driver's memory.
 const NATURAL_ALIGNMENT: u64 = 256;
 
-/// The driver's granularity; nobody has a use for more.
+/// Largest alignment: the driver's granularity.
 pub(super) const MAX_ALIGNMENT: u64 = 2 << 20;

@@ -25,31 +25,36 @@ use rpc_core::value::Value;
 
 /// The loader `cuda`, for files `*.ptx`, `*.cubin` and `*.fatbin` of the workspace.
 ///
-/// A module's functions are its kernels, by the names that they have in the file (of `extern "C"` ones those in the source).
-/// A call is
+/// A module's functions are its kernels, by their names in the file (of `extern "C"` ones those in
+/// the source). A call is
 ///
 /// ```text
 /// kernel(grid, block, shared_bytes, parameters...)
 /// ```
 ///
-/// where `grid` and `block` are shapes of one to three dimensions, or ints, and `shared_bytes` is the dynamic shared memory
-/// of a block. The parameters of the kernel follow:
+/// `grid` and `block` are shapes of one to three dimensions, or ints, and `shared_bytes` is the
+/// dynamic shared memory of a block. The parameters of the kernel follow:
 ///
-/// * a tensor on a CUDA device, densely packed, is the address of its first element, and null is a null pointer;
-/// * an int has the width of the parameter, 1, 2, 4 or 8 bytes, and must fit it, signed or unsigned;
-/// * a float is a `float` or a `double`, by the width: write `1.0` and not `1`, which is an int. Half precision and bfloat16
-///   are given as the int of their bits;
+/// * a tensor on a CUDA device, densely packed, is the address of its first element, and null is a
+///   null pointer;
+/// * an int has the width of the parameter, 1, 2, 4 or 8 bytes, and must fit it, signed or
+///   unsigned;
+/// * a float is a `float` or a `double`, by the width: write `1.0` and not `1`, which is an int.
+///   Half precision and bfloat16 are given as the int of their bits;
 /// * a bool is 0 or 1 in the width of the parameter;
 /// * bytes are a struct by value, of that size exactly.
 ///
-/// Drivers since CUDA 12.4 tell number and widths of the parameters, by which they are checked. With older ones an int and a
-/// float take 8 bytes, a bool 1, nothing is checked, and what is missing reads as zeros.
+/// Drivers since CUDA 12.4 report the number and widths of the parameters, which are then checked.
+/// With older ones an int and a float take 8 bytes, a bool 1, nothing is checked, and missing
+/// parameters read as zeros.
 ///
-/// The kernel runs on the device of its first tensor, on which all others must be, or on the loader's. It is submitted to the
-/// stream that the call's lane has set for the device, or to the default one, and the call returns null at once, or when the kernel is done if one of the tensors is in pinned
-/// memory. Tensors are borrowed for writing, a storage that is given several times once, because nobody knows what a
-/// kernel reads and writes; it may also reach beyond them, as any code on the device may. What goes wrong while it runs is told
-/// by a later call, and certainly by waiting for the stream.
+/// The kernel runs on the device of its first tensor, on which all others must be, or on the
+/// loader's. It is submitted to the stream that the call's lane has set for the device, or to the
+/// default one. The call returns null at once, or, if one of the tensors is in pinned memory, when
+/// the kernel is done. Tensors are borrowed for writing, a storage that is given several times only
+/// once, because the accesses of a kernel are not known. The kernel may also access memory beyond
+/// them, as any code on the device may. Errors while it runs are reported by a later call, and
+/// certainly by waiting for the stream.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaModules {
     cuda: CudaDevice,
@@ -57,21 +62,22 @@ pub struct CudaModules {
 }
 
 impl CudaModules {
-    /// The name of the loader.
+    /// Name of the loader.
     pub const NAME: &str = "cuda";
 
-    /// Whether a file is one for this loader, by its name.
+    /// Returns true if the name of a file is one for this loader.
     pub fn is_module(path: &Path) -> bool {
         let extension = path.extension().and_then(|extension| extension.to_str());
         extension.is_some_and(|extension| EXTENSIONS.contains(&extension))
     }
 
-    /// The loader for `cuda:0`.
+    /// Creates the loader for `cuda:0`.
     pub fn new(cuda: CudaDevice) -> Self {
         Self::on(cuda, 0)
     }
 
-    /// The loader for another device: modules are loaded there to begin with, and kernels without tensors run there.
+    /// Creates the loader for another device: modules are first loaded there, and kernels without
+    /// tensors run there.
     pub fn on(cuda: CudaDevice, index: i32) -> Self {
         Self { cuda, index }
     }
@@ -88,7 +94,7 @@ impl ModuleLoader for CudaModules {
 
     /// # Errors
     ///
-    /// What is wrong with the file, in the words of CUDA's compiler where it is PTX.
+    /// Errors in the file, with the messages of CUDA's compiler for PTX.
     fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
         let workspace = request.context.workspace();
         let workspace = workspace.ok_or_else(|| RpcError::unsupported("the session has no workspace to load from"))?;
@@ -122,18 +128,18 @@ impl Module for CudaModule {
         let first = kernels.on(self.code.index).map_err(|error| error.context(&label))?;
         let body = move |context: &Context, args: Vec<LocalValue>, borrows| {
             let launched = kernels.for_args(&args).and_then(|kernel| {
-                // Where the session has no such device, no lane can have set a stream of it.
+                // If the session has no such device, no lane can have set a stream of it.
                 let lane = context.stream(kernel.gpu().as_device()).ok();
                 kernel.launch(lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()), &args)
             });
-            // Ended here, where whoever comes next comes behind on the stream.
+            // The borrows end here: the next user's work runs behind the kernel on the stream.
             drop::<Vec<rpc_core::tensor::Borrow>>(borrows);
             launched.map(|()| Value::Null).map_err(|error| error.context(&label))
         };
         Ok(Function::dynamic_exclusive(signature(first.sizes.as_deref()), body))
     }
 
-    /// Empty with drivers older than CUDA 12.4, which do not tell.
+    /// Returns nothing with drivers older than CUDA 12.4, which cannot list functions.
     fn functions(&self) -> Vec<(String, Signature)> {
         let names = self.code.on(self.code.index).and_then(|loaded| loaded.names());
         let named = names.unwrap_or_else(|error| {
@@ -164,7 +170,7 @@ impl Kernels {
         });
         match tensor.map(arguments::memory) {
             Some(Ok(memory)) => self.on(memory.device().index),
-            // The launch will say which parameter it is.
+            // The launch reports the index of the parameter.
             Some(Err(_)) | None => self.on(self.code.index),
         }
     }
@@ -180,7 +186,7 @@ impl Kernels {
     }
 }
 
-/// The code of a file, and the devices that have it.
+/// Code of a file, and the devices that have loaded it.
 struct Source {
     cuda: CudaDevice,
     index: i32,
@@ -190,7 +196,7 @@ struct Source {
 
 impl Source {
     fn on(&self, index: i32) -> Result<Arc<Loaded>> {
-        // Held while it is compiled: others would only do the same beside us.
+        // Held during compilation: concurrent callers would only compile the same code.
         let mut loaded = lock(&self.loaded);
         if let Some(found) = loaded.get(&index) {
             return Ok(found.clone());
@@ -201,12 +207,14 @@ impl Source {
     }
 }
 
-/// A module on one GPU, unloaded some time after it is dropped, when the kernels that were started before are done.
+/// A module on one GPU. It is unloaded some time after it is dropped, when the kernels that were
+/// started before are done.
 pub(super) struct Loaded {
     gpu: &'static Gpu,
     pub(super) raw: Handle<CUmod_st>,
-    /// How much dynamic shared memory each of its functions has been allowed, in bytes, by the function's handle. Only grows.
-    /// The driver keeps one limit for a function, whoever has looked it up, and a lower one would fail the launches of others.
+    /// Dynamic shared memory that each function has been allowed, in bytes, by the function's
+    /// handle. Only grows: the driver keeps one limit for a function, and a lower one would fail
+    /// the launches of others.
     allowed_shared: Mutex<BTreeMap<usize, c_uint>>,
 }
 
@@ -222,8 +230,8 @@ impl Loaded {
         let mut options = [Jit::CU_JIT_ERROR_LOG_BUFFER as u32, Jit::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as u32];
         let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), ptr::without_provenance_mut(LOG_BYTES - 1)];
         let mut raw = ptr::null_mut();
-        // SAFETY: the image is as long as it says, and ends with a zero; the options are those of the values, and the
-        // buffer is as long as is said, without its last zero.
+        // SAFETY: the image is as long as its headers claim, and ends with a zero; the options
+        // match the values, and the log buffer's size is given without its last zero.
         let outcome = unsafe {
             let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
             gpu.driver.module_load_data(&raw mut raw, image.bytes().as_ptr().cast(), 2, options, values)
@@ -236,19 +244,22 @@ impl Loaded {
         Ok(Self { gpu, raw: Handle(raw), allowed_shared: Mutex::default() })
     }
 
-    /// Allows a function of the module as much dynamic shared memory: what goes beyond 48 KiB, with the memory that the
-    /// kernel has anyway, must be allowed before the launch. The caller has entered the GPU.
+    /// Allows a function of the module this much dynamic shared memory. More than 48 KiB, including
+    /// the kernel's static shared memory, must be allowed before the launch. The caller has entered
+    /// the GPU.
     pub(super) fn allow_shared(&self, function: Handle<CUfunc_st>, bytes: c_uint) -> Result<()> {
-        // Held until the driver knows, so that what is noted is never above its limit, and a launch beside never below.
+        // Held until the driver has been called, so that the recorded value never exceeds the
+        // driver's limit, and a concurrent launch never sees a lower one.
         let mut allowed = lock(&self.allowed_shared);
         let most = allowed.entry(function.0.addr()).or_default();
         if bytes > *most {
             let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as u32;
-            // SAFETY: the function is of this module, which is loaded, and a value that is too large is an error.
+            // SAFETY: the function belongs to this module, which is loaded, and a value that is too
+            // large is an error.
             let outcome = unsafe { self.gpu.driver.func_set_attribute(function.0, attribute, bytes as c_int) };
             self.gpu
                 .check(outcome)
-                .map_err(|error| error.context(format_args!("{bytes} bytes of shared memory are too many")))?;
+                .map_err(|error| error.context(format_args!("{bytes} bytes of shared memory are above the limit")))?;
             *most = bytes;
         }
         Ok(())
@@ -270,7 +281,7 @@ impl Loaded {
         }
         let name = |function| {
             let mut name = ptr::null();
-            // SAFETY: there is room for the pointer, and the function is one of the module.
+            // SAFETY: there is room for the pointer, and the function belongs to the module.
             let outcome = unsafe { self.gpu.driver.func_get_name(&raw mut name, function) }?;
             if !outcome.is(Code::CUDA_SUCCESS) || name.is_null() {
                 return None;
@@ -286,7 +297,7 @@ impl Drop for Loaded {
     fn drop(&mut self) {
         let Ok(visit) = self.gpu.visit() else { return };
         let opened = visit.opened;
-        // Kernels run on whatever streams lanes have.
+        // Kernels run on any of the streams.
         let fences = opened.streams.fences(self.gpu, opened).and_then(|mut fences| {
             fences.push(Event::record(self.gpu, opened, &opened.default_stream)?);
             Ok(fences)
@@ -298,18 +309,18 @@ impl Drop for Loaded {
     }
 }
 
-/// Modules that nobody has any more, with the points behind which all of their kernels are done.
+/// Modules that were dropped, with the events behind which all of their kernels are done.
 #[derive(Default)]
 pub(super) struct Retired(Mutex<Vec<(Vec<Event>, Handle<CUmod_st>)>>);
 
 impl Retired {
-    /// Unloads those that are done. The caller has entered the GPU.
+    /// Unloads the modules whose kernels are done. The caller has entered the GPU.
     fn unload(&self, gpu: &'static Gpu) {
         lock(&self.0).retain(|(fences, module)| {
             if !fences.iter().all(|event| matches!(event.is_done(), Ok(true))) {
                 return true;
             }
-            // SAFETY: nobody has the module, and its kernels are done.
+            // SAFETY: the module is no longer in use, and its kernels are done.
             if let Err(error) = gpu.check(unsafe { gpu.driver.module_unload(module.0) }) {
                 tracing::warn!(%error, "a module was not unloaded");
             }
@@ -333,13 +344,13 @@ fn signature(sizes: Option<&[usize]>) -> Signature {
     Signature { params, returns: "null".into() }
 }
 
-/// Grid, block and shared memory.
+/// Number of the arguments in front of a kernel's own: grid, block and shared memory.
 const LAUNCH_ARGS: usize = 3;
 
 const EXTENSIONS: [&str; 3] = ["ptx", "cubin", "fatbin"];
 
-/// The largest that are known have some hundred MiB.
+/// Largest file that is loaded, in bytes. The largest known ones have some hundred MiB.
 const MAX_IMAGE_BYTES: u64 = 1 << 30;
 
-/// Enough for the first errors, which matter, in bytes.
+/// Size of the compiler's log in bytes: enough for the first errors, which matter.
 const LOG_BYTES: usize = 8 << 10;

@@ -1,7 +1,7 @@
-//! Tells when streams have come to a point, by one thread for all who wait.
+//! Notification of waiters when streams reach an event, by one thread for all.
 //!
-//! The driver rings when a stream gets there, and does not when the device is lost on the way; so the thread also asks from
-//! time to time.
+//! The driver calls back when a stream gets there, but not if the device is lost before; so the
+//! thread also polls from time to time.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,71 +14,73 @@ use crate::event::Event;
 use rpc_core::device::WhenDone;
 use rpc_core::error::Result;
 
-/// Somebody who waits.
-struct Waiting {
+/// A wait for an event.
+struct PendingWait {
     event: Event,
     since: Instant,
     done: WhenDone,
 }
 
-struct State {
-    /// Who has come since the thread looked last.
-    new: Vec<Waiting>,
-    /// Whether the driver has rung since.
-    rung: bool,
+struct NotifierState {
+    /// Waits that were added since the thread last checked.
+    new: Vec<PendingWait>,
+    /// True if the driver has called back since then.
+    called_back: bool,
     has_thread: bool,
 }
 
-static STATE: Mutex<State> = Mutex::new(State { new: Vec::new(), rung: false, has_thread: false });
-static BELL: Condvar = Condvar::new();
+static STATE: Mutex<NotifierState> =
+    Mutex::new(NotifierState { new: Vec::new(), called_back: false, has_thread: false });
+static CHANGED: Condvar = Condvar::new();
 
-/// Has `done` called when the event has been reached, or can no longer be.
+/// Calls `done` when the event has been reached, or can no longer be.
 ///
 /// # Errors
 ///
-/// `done`, if there is no thread to be had.
+/// `done`, if no thread can be started.
 pub(super) fn when_reached(event: Event, done: WhenDone) -> Result<(), WhenDone> {
     let mut state = lock();
     if !state.has_thread {
         if let Err(error) = thread::Builder::new().name("rpc-cuda-wait".into()).spawn(watch) {
-            tracing::warn!(%error, "no thread to watch streams");
+            tracing::warn!(%error, "cannot start the thread that watches streams");
             return Err(done);
         }
         state.has_thread = true;
     }
-    state.new.push(Waiting { event, since: Instant::now(), done });
+    state.new.push(PendingWait { event, since: Instant::now(), done });
     drop(state);
-    BELL.notify_one();
+    CHANGED.notify_one();
     Ok(())
 }
 
-/// Called by the driver when a stream has come to a point that somebody waits for; it must not call the driver in turn.
-pub(super) unsafe extern "C" fn ring(_: *mut c_void) {
-    lock().rung = true;
-    BELL.notify_one();
+/// Callback for the driver, called when a stream has reached an awaited event. It must not call the
+/// driver.
+pub(super) unsafe extern "C" fn on_reached(_: *mut c_void) {
+    lock().called_back = true;
+    CHANGED.notify_one();
 }
 
 fn watch() {
-    let mut waiting: Vec<Waiting> = Vec::new();
+    let mut waiting: Vec<PendingWait> = Vec::new();
     loop {
         let mut state = lock();
         if waiting.is_empty() {
-            BELL.wait_while(&mut state, |state| state.new.is_empty());
+            CHANGED.wait_while(&mut state, |state| state.new.is_empty());
         } else {
-            let pause = waiting.iter().map(Waiting::pause).min().unwrap_or(LONGEST_PAUSE);
-            let is_quiet = |state: &mut State| !state.rung && state.new.is_empty();
-            BELL.wait_while_for(&mut state, is_quiet, pause);
+            let pause = waiting.iter().map(PendingWait::pause).min().unwrap_or(LONGEST_PAUSE);
+            let is_quiet = |state: &mut NotifierState| !state.called_back && state.new.is_empty();
+            CHANGED.wait_while_for(&mut state, is_quiet, pause);
         }
-        state.rung = false;
+        state.called_back = false;
         waiting.append(&mut state.new);
         drop(state);
         for one in std::mem::take(&mut waiting) {
             match one.event.is_done() {
                 Ok(false) => waiting.push(one),
                 outcome => {
-                    // Others wait, too.
+                    // A panic must not affect other waits.
                     if catch_unwind(AssertUnwindSafe(|| (one.done)(outcome.map(drop)))).is_err() {
-                        tracing::error!("who waited for a stream panicked");
+                        tracing::error!("the callback of a wait for a stream panicked");
                     }
                 }
             }
@@ -86,14 +88,14 @@ fn watch() {
     }
 }
 
-impl Waiting {
-    /// When to ask next, if nobody rings: soon for what has just begun, and never so late that it would be noticed.
+impl PendingWait {
+    /// Returns the time until the next poll: short for recent waits, and never noticeably long.
     fn pause(&self) -> Duration {
         (self.since.elapsed() / 8).clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
     }
 }
 
-fn lock() -> MutexGuard<'static, State> {
+fn lock() -> MutexGuard<'static, NotifierState> {
     STATE.lock()
 }
 

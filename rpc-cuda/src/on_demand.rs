@@ -1,4 +1,4 @@
-//! CUDA for processes that may never want it: nothing is loaded before somebody does.
+//! CUDA on demand, for processes that may never use it: the first use loads it.
 
 use std::any::Any;
 use std::path::Path;
@@ -13,8 +13,8 @@ use rpc_core::function::Module;
 use rpc_core::function::{LoadRequest, ModuleLoader};
 use rpc_core::value::Value;
 
-/// All of CUDA's devices, for sessions of which nobody knows whether they use any: the first call [opens](CudaDevice::open) them, and all calls fail where that
-/// does.
+/// All CUDA devices, for sessions that may never use them: the first call [opens](CudaDevice::open)
+/// them, and all calls fail if that fails.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CudaOnDemand;
 
@@ -67,12 +67,12 @@ impl DeviceApi for CudaOnDemand {
     }
 }
 
-/// The driver's devices, which are the same at each call.
+/// Returns the driver's devices, the same at each call.
 fn open() -> Result<CudaDevice> {
     CudaDevice::open().map_err(|error| error.context("no cuda"))
 }
 
-/// The loader of [`CudaModules`] that goes with it.
+/// The loader of [`CudaModules`] that belongs to [`CudaOnDemand`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CudaModulesOnDemand;
 

@@ -1,18 +1,22 @@
-//! Memory that is not in use, kept for who asks next: giving it to the driver and taking it back stops the device.
+//! Pools of idle device memory and pinned memory, because allocating from the driver and freeing
+//! stop the device.
 //!
-//! The rules, which the tests cite:
+//! The rules, cited by the tests:
 //!
-//! * P-1: ordinary memory is handed out again at once, because its next user works on the default stream, behind
-//!   everything that was submitted there before; for what other streams of ours were doing when it came back, the
-//!   default stream is made to wait.
-//! * P-2: pinned memory is handed out again when everything that was submitted before it came back is done, because its
-//!   next user is the processor.
-//! * P-3: memory goes back to the driver only when everything that was submitted before it came back is done.
-//! * P-4: whoever takes memory first gives the driver what lies idle above the limit, but for what P-3 keeps. Who gives memory back does not: that is often a
-//!   thread that serves connections, and the driver waits for the whole device.
-//!   Another thread gives the driver what has been idle for some seconds.
-//! * P-5: a bounded pool has no more than its limit, in use or idle. Who would need more waits for what comes free, the oldest
-//!   first, instead of asking the driver. Nobody waits who has a block of the pool already, so that what is in use comes back.
+//! * P-1: Ordinary memory is handed out again at once, because its next user works on the default
+//!   stream, behind everything that was submitted there before. The default stream waits for work
+//!   that other streams of this crate had when the memory came back.
+//! * P-2: Pinned memory is handed out again when everything that was submitted before it came back
+//!   is done, because its next user is the processor.
+//! * P-3: Memory returns to the driver only when everything that was submitted before it came back
+//!   is done.
+//! * P-4: Allocations first return idle memory above the limit to the driver, except for memory
+//!   that P-3 keeps. Releases do not: they often run on a thread that serves connections, and the
+//!   driver waits for the whole device. A separate thread returns memory that has been idle for
+//!   some seconds.
+//! * P-5: A bounded pool never has more than its limit, in use or idle. An allocation beyond it
+//!   waits for a block to come back, the oldest first, instead of asking the driver. A thread that
+//!   holds a block of the pool never waits, so that blocks in use do come back.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -27,8 +31,8 @@ use crate::gpu::{Gpu, Opened, lock};
 use crate::{pinned, release};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
-/// What the pool of one device's memory has done so far. Bytes are those of whole blocks, which are up to an eighth (or
-/// from 16 MiB on 2 MiB) larger than what was asked for.
+/// Statistics of one device's memory pool. Bytes are those of whole blocks, which are up to an
+/// eighth (or from 16 MiB on 2 MiB) larger than the request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStatistics {
@@ -36,17 +40,18 @@ pub struct PoolStatistics {
     pub allocated_bytes: u64,
     /// Bytes that lie idle now.
     pub cached_bytes: u64,
-    /// The most bytes that were in use at one time.
+    /// Largest number of bytes in use at one time.
     pub peak_allocated_bytes: u64,
     /// Allocations that were served from idle memory.
     pub hits: u64,
     /// Allocations that had to ask the driver.
     pub misses: u64,
-    /// How often all idle memory was given back to the driver, on request or because the device had no more.
+    /// Number of times that all idle memory was returned to the driver, on request or because the
+    /// device had no more.
     pub trims: u64,
 }
 
-/// Which of a device's memories a pool is for.
+/// Kind of memory of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Space {
     /// The device's own.
@@ -66,32 +71,33 @@ pub(super) struct Block {
 
 pub(super) struct Pool {
     space: Space,
-    state: Mutex<State>,
-    /// Rung when a block comes back, for those of P-5.
+    state: Mutex<PoolState>,
+    /// Notified when a block comes back, for the waits of P-5.
     came_back: Condvar,
 }
 
-struct State {
-    /// By size; what came back last is at the back.
+struct PoolState {
+    /// Idle blocks by size; the last one that came back is at the back.
     idle: BTreeMap<u64, VecDeque<Idle>>,
     statistics: PoolStatistics,
-    /// In bytes.
+    /// Limit in bytes.
     limit: u64,
-    /// How many of the idle bytes a trim is giving to the driver.
+    /// Idle bytes that a trim is returning to the driver.
     leaving: u64,
 }
 
-/// A block that nobody owns, and the points that must be reached before it is free of its last owner.
+/// An idle block, and the events that must be reached before its last owner's work is done.
 struct Idle {
     block: Block,
     since: Instant,
-    /// `None` if it was not used, or is known to be done.
+    /// `None` if the block was not used, or its use is known to be done.
     default_stream: Option<Event>,
     other_streams: Vec<Event>,
 }
 
 impl PoolStatistics {
-    /// Those of two pools. Nobody knows how much of their peaks was at the same time.
+    /// Adds the statistics of two pools. The peaks are added, too, although they may have been at
+    /// different times.
     pub(super) fn and(self, other: Self) -> Self {
         Self {
             allocated_bytes: self.allocated_bytes + other.allocated_bytes,
@@ -106,11 +112,12 @@ impl PoolStatistics {
 
 impl Pool {
     pub(super) fn new(space: Space, limit: u64) -> Self {
-        let state = State { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit, leaving: 0 };
+        let state = PoolState { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit, leaving: 0 };
         Self { space, state: Mutex::new(state), came_back: Condvar::new() }
     }
 
-    /// A block of `size` bytes at least, whose contents are unspecified. The caller has entered the GPU.
+    /// Takes a block of at least `size` bytes, with unspecified contents. The caller has entered
+    /// the GPU.
     pub(super) fn take(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
         let size = block_size(size).ok_or_else(|| too_large(gpu, self.space, size))?;
         let found = self.take_idle(opened, size)?;
@@ -128,13 +135,13 @@ impl Pool {
         Ok(block)
     }
 
-    /// As [`take`](Self::take), by P-5.
+    /// Takes a block like [`take`](Self::take), by rule P-5.
     pub(super) fn take_bounded(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
         loop {
             if let Some(block) = self.try_take_bounded(gpu, opened, size)? {
                 return Ok(block);
             }
-            let is_stuck = |state: &mut State| state.idle.is_empty() && !state.has_room(size);
+            let is_stuck = |state: &mut PoolState| state.idle.is_empty() && !state.has_room(size);
             let mut state = lock(&self.state);
             self.came_back.wait_while(&mut state, is_stuck);
             if state.has_room(size) {
@@ -142,13 +149,13 @@ impl Pool {
             }
             let Some(oldest) = state.pop_oldest(size) else { continue };
             drop(state);
-            // It counts as idle until then, and is nobody else's.
+            // The block counts as idle until then, and belongs to this thread.
             let waited = oldest.wait();
             let mut state = lock(&self.state);
             if let Err(error) = waited {
                 state.idle.entry(oldest.block.size).or_default().push_front(oldest);
                 drop(state);
-                // Others are to hear of it, too.
+                // Other waiters have to see the error, too.
                 self.came_back.notify_all();
                 return Err(error);
             }
@@ -168,7 +175,8 @@ impl Pool {
         }
     }
 
-    /// As [`take_bounded`](Self::take_bounded); `None` if it would have to wait for a block.
+    /// Takes a block like [`take_bounded`](Self::take_bounded); returns `None` if it would have to
+    /// wait for one.
     pub(super) fn try_take_bounded(
         &self,
         gpu: &'static Gpu,
@@ -182,7 +190,7 @@ impl Pool {
         if !state.has_room(size) {
             return Ok(None);
         }
-        // Counted at once, so that others who ask meanwhile keep to the bound.
+        // Counted at once, so that concurrent allocations keep to the bound.
         state.statistics.misses += 1;
         state.took(size);
         drop(state);
@@ -206,7 +214,7 @@ impl Pool {
                 }
             }
             Space::Host => {
-                // P-2: what came back first is done first.
+                // P-2: the first block that came back is done first.
                 match blocks.front() {
                     Some(idle) if idle.is_done()? => {}
                     _ => return Ok(None),
@@ -222,7 +230,7 @@ impl Pool {
         Ok(Some(idle.block))
     }
 
-    /// Takes back a block. It never blocks.
+    /// Returns a block to the pool. Never blocks.
     pub(super) fn give_back(&self, gpu: &'static Gpu, block: Block) {
         let size = block.size;
         lock(&self.state).statistics.allocated_bytes -= size;
@@ -239,13 +247,14 @@ impl Pool {
             Ok((default_stream, other_streams)) => {
                 self.keep(gpu, block, Some(default_stream), other_streams);
             }
-            // It must not be reused, since nobody can tell when it is free.
+            // The block must not be reused, since the end of its use is unknown.
             Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
         }
         self.came_back.notify_all();
     }
 
-    /// Takes back a block whose use by the device ends with `last`, a point of the default stream; with `None` it has ended.
+    /// Returns a block whose use by the device ends with `last`, an event of the default stream;
+    /// with `None` it has ended.
     pub(super) fn give_back_behind(&self, gpu: &'static Gpu, block: Block, last: Option<Event>) {
         lock(&self.state).statistics.allocated_bytes -= block.size;
         self.keep(gpu, block, last, Vec::new());
@@ -261,7 +270,7 @@ impl Pool {
         release::watch(gpu);
     }
 
-    /// Gives back what is above the limit (P-4), large blocks first.
+    /// Returns idle memory above the limit to the driver (P-4), large blocks first.
     fn evict(&self, gpu: &'static Gpu) {
         self.give_while(gpu, |state| {
             if state.statistics.cached_bytes - state.leaving <= state.limit {
@@ -271,8 +280,9 @@ impl Pool {
         });
     }
 
-    /// Gives the driver what has been idle for as long, but for what P-3 keeps, and tells when the oldest of the rest became
-    /// idle. It may wait for the device. The caller has entered the GPU.
+    /// Returns memory that has been idle for `time` to the driver, except for memory that P-3
+    /// keeps. Returns the time at which the oldest of the rest became idle. It may wait for the
+    /// device. The caller has entered the GPU.
     pub(super) fn release_idle(&self, gpu: &'static Gpu, time: Duration) -> Option<Instant> {
         self.give_while(gpu, |state| {
             let is_due = |idle: &Idle| idle.since.elapsed() >= time && idle.is_done_now();
@@ -282,8 +292,9 @@ impl Pool {
         lock(&self.state).idle.values().filter_map(VecDeque::front).map(|idle| idle.since).min()
     }
 
-    /// Gives the driver, one after the other, the first of the blocks that `choose` finds; they are done (P-3).
-    fn give_while(&self, gpu: &'static Gpu, choose: impl Fn(&State) -> Option<(&u64, &VecDeque<Idle>)>) {
+    /// Returns blocks to the driver one by one, the first of the queue that `choose` finds; they
+    /// are done (P-3).
+    fn give_while(&self, gpu: &'static Gpu, choose: impl Fn(&PoolState) -> Option<(&u64, &VecDeque<Idle>)>) {
         loop {
             let mut state = lock(&self.state);
             let Some(size) = choose(&state).map(|(size, _)| *size) else { return };
@@ -297,7 +308,7 @@ impl Pool {
         }
     }
 
-    /// Gives all idle memory back to the driver, as soon as the work that used it is done (P-3), which it waits for.
+    /// Returns all idle memory to the driver, after waiting for the work that used it (P-3).
     /// Returns the bytes. The caller has entered the GPU.
     pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
         let mut state = lock(&self.state);
@@ -308,10 +319,11 @@ impl Pool {
         let mut outcome = Ok(0);
         for idle in idle {
             let size = idle.block.size;
-            // What one of them failed with is no reason to keep the others.
+            // The error of one block is no reason to keep the others.
             let given = idle.wait().and_then(|()| self.give_to_driver(gpu, idle.block));
             outcome = outcome.and_then(|bytes| given.map(|()| bytes + size));
-            // Until then it counts, so that nobody asks the driver for more in its place (P-5).
+            // The block counts until it has been freed, so that no thread asks the driver for more
+            // in its place (P-5).
             let mut state = lock(&self.state);
             state.statistics.cached_bytes -= size;
             state.leaving -= size;
@@ -357,11 +369,11 @@ impl Pool {
 
     fn give_to_driver(&self, gpu: &Gpu, block: Block) -> Result<()> {
         let outcome = match self.space {
-            // SAFETY: it came from `mem_alloc`, and nobody has it any more.
+            // SAFETY: it came from `mem_alloc`, and is no longer in use.
             Space::Device => unsafe { gpu.driver.mem_free(block.address) },
             Space::Host => {
                 pinned::remove(block.address as usize);
-                // SAFETY: it came from `mem_host_alloc`, and nobody has it any more.
+                // SAFETY: it came from `mem_host_alloc`, and is no longer in use.
                 unsafe { gpu.driver.mem_free_host(ptr::with_exposed_provenance_mut(block.address as usize)) }
             }
         };
@@ -369,19 +381,20 @@ impl Pool {
     }
 }
 
-impl State {
+impl PoolState {
     fn took(&mut self, size: u64) {
         let statistics = &mut self.statistics;
         statistics.allocated_bytes += size;
         statistics.peak_allocated_bytes = statistics.peak_allocated_bytes.max(statistics.allocated_bytes);
     }
 
-    /// By P-5.
+    /// Returns true if P-5 allows `size` more bytes.
     fn has_room(&self, size: u64) -> bool {
         self.statistics.allocated_bytes + self.statistics.cached_bytes + size <= self.limit
     }
 
-    /// What came back first of this size; or else of the next larger one, or of the largest that is smaller.
+    /// Removes the oldest block of this size, or else of the next larger size, or of the largest
+    /// smaller one.
     fn pop_oldest(&mut self, size: u64) -> Option<Idle> {
         let found = self.idle.range(size..).next().or_else(|| self.idle.last_key_value()).map(|(size, _)| *size)?;
         let oldest = self.idle.get_mut(&found)?.pop_front();
@@ -406,7 +419,7 @@ impl Idle {
         Ok(true)
     }
 
-    /// As [`is_done`](Self::is_done), and not if nobody can tell.
+    /// Returns true like [`is_done`](Self::is_done), and false on an error.
     fn is_done_now(&self) -> bool {
         matches!(self.is_done(), Ok(true))
     }
@@ -421,7 +434,7 @@ fn too_large(gpu: &Gpu, space: Space, size: u64) -> RpcError {
     RpcError::new(ErrorKind::OutOfMemory, format!("{memory}{} cannot have {size} bytes", gpu.as_device()))
 }
 
-/// The size of the block for a request: few different ones, so that they find each other again.
+/// Returns the block size for a request: one of few different sizes, so that blocks are reused.
 fn block_size(size: u64) -> Option<u64> {
     if size > isize::MAX as u64 {
         return None;
@@ -430,13 +443,13 @@ fn block_size(size: u64) -> Option<u64> {
     Some(size.max(1).next_multiple_of(step))
 }
 
-/// CUDA aligns everything to 256 bytes at least.
+/// CUDA aligns everything to at least 256 bytes.
 const SMALL_STEP: u64 = 512;
 
-/// From here on an eighth would be much.
+/// Size in bytes from which blocks are rounded to `LARGE_STEP`, since an eighth would be much.
 const LARGE_BYTES: u64 = 16 << 20;
 
-/// The granularity of the driver's own memory.
+/// Granularity of the driver's own memory.
 const LARGE_STEP: u64 = 2 << 20;
 
 #[cfg(test)]
@@ -444,7 +457,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_few_sizes_and_waste_little() {
+    fn block_sizes_are_few_and_waste_little() {
         assert_eq!(block_size(0), Some(512));
         assert_eq!(block_size(513), Some(1024));
         assert_eq!(block_size((1 << 20) + 1), Some((1 << 20) + (1 << 17)));

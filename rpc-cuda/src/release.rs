@@ -1,7 +1,9 @@
-//! What is given back where that may take a while: by one thread of the process, which may wait for devices.
+//! Deferred release: one thread of the process frees memory, because that may have to wait for
+//! devices.
 //!
-//! It drops the owners of libraries' memory, and gives the driver what has been idle in the pools for some time, because other
-//! processes on the same device cannot reach that. While nothing is idle it sleeps.
+//! It drops the owners of libraries' memory, and returns memory that has been idle in the pools for
+//! some time to the driver, because other processes on the device cannot use it otherwise. While
+//! nothing is idle it sleeps.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -15,42 +17,43 @@ use crate::gpu::{Gpu, lock};
 enum Job {
     /// The owner of a library's memory.
     Owner(&'static Gpu, Box<dyn Any + Send + Sync>),
-    /// A GPU has idle memory, of which nobody has told since it was last looked at.
+    /// A GPU with idle memory that was not reported since the last check.
     Idle(&'static Gpu),
 }
 
-/// Drops the owner of a library's memory when all that was submitted to the device so far is done. It never blocks, where there
-/// is a thread to be had: memory is freed on threads that must not.
+/// Drops the owner of a library's memory when all work that was submitted to the device so far is
+/// done. Does not block, if the thread could be started: memory is freed on threads that must not
+/// block.
 pub(super) fn give_back(gpu: &'static Gpu, owner: Box<dyn Any + Send + Sync>) {
     if let Err(mpsc::SendError(job)) = THREAD.send(Job::Owner(gpu, owner)) {
         finish(job);
     }
 }
 
-/// Has the GPU's pools looked after, which have idle memory.
+/// Has the thread check the GPU's pools, which have idle memory.
 pub(super) fn watch(gpu: &'static Gpu) {
     let is_watched = gpu.opened().is_none_or(|opened| opened.is_watched.swap(true, Ordering::AcqRel));
     if !is_watched {
-        look(gpu);
+        check_soon(gpu);
     }
 }
 
-/// Looks at the GPU's pools soon, on that thread.
-pub(super) fn look(gpu: &'static Gpu) {
-    // Without a thread it stays idle until somebody needs it.
+/// Has the thread check the GPU's pools soon.
+pub(super) fn check_soon(gpu: &'static Gpu) {
+    // Without the thread, memory stays idle until it is needed.
     _ = THREAD.send(Job::Idle(gpu));
 }
 
 static THREAD: LazyLock<mpsc::Sender<Job>> = LazyLock::new(|| {
     let (give, given) = mpsc::channel();
     if let Err(error) = thread::Builder::new().name("rpc-cuda-free".into()).spawn(move || run(&given)) {
-        tracing::warn!(%error, "no thread to wait for a device");
+        tracing::warn!(%error, "cannot start the thread that frees device memory");
     }
     give
 });
 
 fn run(jobs: &mpsc::Receiver<Job>) {
-    // When to look at which GPU, by its index.
+    // Time of the next check of each GPU, by its index.
     let mut due: BTreeMap<i32, (Instant, &'static Gpu)> = BTreeMap::new();
     loop {
         let first = due.values().min_by_key(|(at, _)| *at).copied();
@@ -75,29 +78,29 @@ fn run(jobs: &mpsc::Receiver<Job>) {
 fn finish(job: Job) {
     if let Job::Owner(gpu, owner) = job {
         if let Err(error) = gpu.settle_all() {
-            tracing::warn!(%error, "a library's memory is given back, and nobody knows whether it is still in use");
+            tracing::warn!(%error, "a library's memory is released, but it is unknown if the device still uses it");
         }
         drop(owner);
     }
 }
 
-/// Gives the driver what has been idle for long enough, and tells when to look again, if anything is left.
+/// Returns idle memory to the driver. Returns the time of the next check, if any memory is left.
 fn release_idle(gpu: &'static Gpu) -> Option<Instant> {
     // With a lost device the memory is gone, too.
     let opened = gpu.enter().ok()?;
-    // What becomes idle from here on is told again.
+    // Memory that becomes idle from here on is reported again.
     opened.is_watched.store(false, Ordering::Release);
     let time = *lock(&opened.idle_time);
     let pools = [&opened.memory, &opened.pinned, &opened.copy_buffers];
     let oldest = pools.into_iter().filter_map(|pool| pool.release_idle(gpu, time)).min()?;
     opened.is_watched.store(true, Ordering::Release);
-    // What is old enough by now is still in use by the device.
+    // Memory that is old enough by now is still in use by the device.
     oldest.checked_add(time).map(|at| at.max(Instant::now() + PAUSE))
 }
 
-/// How long memory lies idle before the driver gets it, unless somebody says otherwise: longer than the steps of a program
-/// that uses the same memory again and again, and short for who waits for room.
+/// Default time that memory lies idle before it is returned to the driver: longer than the steps of
+/// a program that reuses the same memory, and short for other processes that wait for it.
 pub(super) const IDLE_TIME: Duration = Duration::from_secs(10);
 
-/// Between two looks at memory that is in use for longer than it may be idle.
+/// Pause between two checks of memory that is in use for longer than it may be idle.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -1,4 +1,4 @@
-//! Streams, and the order among them.
+//! CUDA streams, and the order among them.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -17,12 +17,13 @@ use rpc_core::error::Result;
 
 /// A stream of a CUDA device.
 ///
-/// The default stream of a device is one of ours, not CUDA's null stream, but ordered with that: what other libraries in
-/// this process submit to the null stream runs behind what we submitted before, and the other way round. Streams that
-/// [`create_stream`](rpc_core::device::DeviceApi::create_stream) makes have their own order alone.
+/// The default stream of a device is created by this crate. It is not CUDA's null stream, but
+/// ordered with that: work of other libraries on the null stream runs behind work that was
+/// submitted here before, and vice versa. Streams from
+/// [`create_stream`](rpc_core::device::DeviceApi::create_stream) have an order of their own.
 ///
-/// When a stream is dropped, what was submitted to it still runs, and the default stream's later work begins behind it,
-/// so that memory which is freed afterwards is not reused too early.
+/// When a stream is dropped, its submitted work still runs, and the default stream's later work
+/// begins behind it, so that memory which is freed afterwards is not reused too early.
 pub struct CudaStream {
     gpu: &'static Gpu,
     raw: Handle<CUstream_st>,
@@ -30,7 +31,7 @@ pub struct CudaStream {
 }
 
 impl CudaStream {
-    /// The default stream, for whoever opens the GPU, in its context.
+    /// Creates the default stream, while the GPU is being opened, in its context.
     pub(super) fn new_default(gpu: &'static Gpu) -> Result<Self> {
         let raw = Self::create(gpu, CUstream_flags_enum::CU_STREAM_DEFAULT)?;
         Ok(Self { gpu, raw, is_default: true })
@@ -50,30 +51,31 @@ impl CudaStream {
         Ok(Handle(raw))
     }
 
-    /// The driver's `CUstream`, for other libraries; the runtime's `cudaStream_t` is the same. It is valid until `self`
-    /// is dropped, in the primary context of its device. Never null.
+    /// Returns the driver's `CUstream`, for other libraries; the runtime's `cudaStream_t` is the
+    /// same. It is valid until `self` is dropped, in the primary context of its device. Never null.
     ///
-    /// Memory that is given to the library must stay alive until [`synchronize`](Stream::synchronize), or until it is
-    /// dropped on the way: a drop waits for what was submitted to any stream of ours before.
+    /// Memory that is passed to the library must stay alive until
+    /// [`synchronize`](Stream::synchronize), or until it is dropped: its reuse waits for all work
+    /// that was submitted to any stream of this crate before.
     pub fn raw(&self) -> *mut c_void {
         self.raw.0.cast()
     }
 
-    /// Whether all work submitted so far is done. Does not block.
+    /// Returns true if all work submitted so far is done. Does not block.
     ///
     /// # Errors
     ///
-    /// What that work failed with, or [`DeviceLost`](rpc_core::ErrorKind::DeviceLost).
+    /// The error of that work, or [`DeviceLost`](rpc_core::ErrorKind::DeviceLost).
     pub fn query(&self) -> Result<bool> {
         self.gpu.enter()?;
         is_idle(self.gpu, self.raw)
     }
 
-    /// The point behind all work submitted so far.
+    /// Records an event behind all work submitted so far.
     ///
     /// # Errors
     ///
-    /// When the device is lost, or has no more events.
+    /// The device is lost, or has no more events.
     pub fn record(&self) -> Result<Event> {
         Event::record(self.gpu, self.gpu.enter()?, self)
     }
@@ -90,19 +92,20 @@ impl CudaStream {
         self.raw
     }
 
-    /// As [`synchronize`](Stream::synchronize), for who has entered the GPU.
+    /// Waits like [`synchronize`](Stream::synchronize). The caller has entered the GPU.
     pub(super) fn synchronize_raw(&self) -> Result<()> {
         // SAFETY: the stream is alive.
         self.gpu.check(unsafe { self.gpu.driver.stream_synchronize(self.raw.0) })
     }
 
-    /// Makes later work wait for the event, which may be another GPU's. The caller has entered this stream's.
+    /// Lets later work wait for the event, which may belong to another GPU. The caller has entered
+    /// this stream's GPU.
     pub(super) fn wait_event(&self, event: &Event) -> Result<()> {
         // SAFETY: both are alive. No flags are defined.
         self.gpu.check(unsafe { self.gpu.driver.stream_wait_event(self.raw.0, event.handle().0, 0) })
     }
 
-    /// Makes later work begin after what `other` has been given so far, without blocking anybody.
+    /// Lets later work begin after all work submitted to `other` so far, without blocking.
     pub(super) fn wait_for_stream(&self, other: &Self) -> Result<()> {
         if ptr::eq(self, other) {
             return Ok(());
@@ -120,15 +123,16 @@ impl Stream for CudaStream {
     }
 
     fn synchronize(&self) -> Result<()> {
-        // An event can be waited for asleep, and a stream only as the context has been made, which is not ours alone.
+        // A wait for an event can sleep; a wait for a stream behaves as the context was configured,
+        // which other libraries share.
         match self.record() {
             Ok(event) => event.wait(),
-            // What was submitted is under way all the same, and may use memory that the caller is about to give up.
+            // The submitted work may still use memory that the caller is about to release.
             Err(error) => self.gpu.enter().and_then(|_| self.synchronize_raw()).and(Err(error)),
         }
     }
 
-    /// Later work of the stream begins when the driver has told, which takes it some microseconds.
+    /// Later work of the stream begins after the driver's callback, which takes some microseconds.
     fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
         let event = match self.record() {
             Ok(event) => event,
@@ -138,15 +142,15 @@ impl Stream for CudaStream {
             }
         };
         notify::when_reached(event, done)?;
-        // SAFETY: the stream is alive, and the function takes anything.
-        let outcome = unsafe { self.gpu.driver.launch_host_func(self.raw.0, notify::ring, ptr::null_mut()) };
+        // SAFETY: the stream is alive, and the function accepts any argument.
+        let outcome = unsafe { self.gpu.driver.launch_host_func(self.raw.0, notify::on_reached, ptr::null_mut()) };
         if let Err(error) = self.gpu.check(outcome) {
-            tracing::debug!(%error, "a stream is asked how it is, as it cannot tell");
+            tracing::debug!(%error, "a stream is polled, because it cannot call back");
         }
         Ok(())
     }
 
-    /// Blocks nobody if `other` is a CUDA stream too, of whatever device.
+    /// Does not block if `other` is a CUDA stream, too, of any device.
     fn wait_for(&self, other: &dyn Stream) -> Result<()> {
         match other.as_any().downcast_ref() {
             Some(other) => self.wait_for_stream(other),
@@ -172,14 +176,15 @@ impl Drop for CudaStream {
         let Ok(visit) = self.gpu.visit() else { return };
         let opened = visit.opened;
         if !self.is_default {
-            // It stays among those that memory is fenced by until the default stream waits for it.
+            // The stream stays in the list that memory is fenced by until the default stream waits
+            // for it.
             if let Err(error) = opened.default_stream.wait_for_stream(self) {
-                tracing::warn!(%error, "a stream is not destroyed, because nothing could be made to wait for it");
+                tracing::warn!(%error, "a stream is not destroyed, because the default stream cannot wait for it");
                 return;
             }
             lock(&opened.streams.0).retain(|raw| raw.0 != self.raw.0);
         }
-        // SAFETY: nobody has the stream any more; the driver lets it finish.
+        // SAFETY: the stream is no longer in use; the driver lets its work finish.
         if let Err(error) = self.gpu.check(unsafe { self.gpu.driver.stream_destroy(self.raw.0) }) {
             tracing::warn!(%error, "a stream was not destroyed");
         }
@@ -196,12 +201,12 @@ impl fmt::Debug for CudaStream {
     }
 }
 
-/// The streams besides the default one that are alive.
+/// The live streams besides the default one.
 #[derive(Default)]
 pub(super) struct Streams(Mutex<Vec<Handle<CUstream_st>>>);
 
 impl Streams {
-    /// The points at which those that have work to do are now.
+    /// Records an event on each stream that has work to do.
     pub(super) fn fences(&self, gpu: &'static Gpu, opened: &'static Opened) -> Result<Vec<Event>> {
         // Under the lock, so that none of them is destroyed meanwhile.
         let streams = lock(&self.0);

@@ -1,11 +1,12 @@
-//! Copies between host and device, and on devices.
+//! Copies between host and device, and between devices.
 //!
-//! Host memory that is not pinned goes through two pinned buffers of 1 MiB: while the device copies one, the processor
-//! fills or empties the other. All of it is on the default stream. A device has a bounded amount of such buffers: while its
-//! stream is busy, writes are taken until all of them wait for the device, and the next one waits for the oldest.
+//! Host memory that is not pinned is copied through two pinned buffers of 1 MiB: while the device
+//! copies one, the processor fills or empties the other. All copies are on the default stream. A
+//! device has a bounded number of such buffers: while its stream is busy, writes are accepted until
+//! all buffers wait for the device, and the next write waits for the oldest.
 //!
-//! Reads, which wait for the device anyway, use a buffer in parts, so that what sessions read, a buffer at a time, overlaps
-//! in itself. Writes overlap with those behind them.
+//! Reads, which wait for the device anyway, use a buffer in parts, so that a session's reads of a
+//! buffer's size overlap with themselves. Writes overlap with the following ones.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -23,7 +24,8 @@ use rpc_core::error::Result;
 ///
 /// # Safety
 ///
-/// The destination is memory of the GPU, which nobody else touches until the default stream has come so far.
+/// The destination is memory of the GPU, which nothing else accesses until the default stream has
+/// executed the copy.
 pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<()> {
     if data.is_empty() {
         return gpu.check_not_lost();
@@ -31,7 +33,8 @@ pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<(
     let opened = gpu.enter()?;
     let stream = opened.default_stream.handle().0;
     if pinned::contains(data.as_ptr(), data.len()) {
-        // SAFETY: the caller's promise; and `data` lives until this is done, which is waited for.
+        // SAFETY: the caller's promise; and `data` lives until the copy is done, which is waited
+        // for.
         let outcome = unsafe { gpu.driver.memcpy_to_device_async(to, data.as_ptr().cast(), data.len(), stream) };
         gpu.check(outcome)?;
         return gpu.settle();
@@ -39,10 +42,10 @@ pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<(
     let mut buffers = Buffers::new(gpu, opened, data.len())?;
     for (index, part) in data.chunks(BUFFER_BYTES).enumerate() {
         let buffer = buffers.idle(index)?;
-        // SAFETY: the buffer holds as much, and the device has done with it.
+        // SAFETY: the buffer is large enough, and the device no longer uses it.
         unsafe { ptr::copy_nonoverlapping(part.as_ptr(), buffer.start(), part.len()) };
         let at = to + (index * BUFFER_BYTES) as u64;
-        // SAFETY: the caller's promise; and the pool reuses the buffer when this is done.
+        // SAFETY: the caller's promise; and the pool reuses the buffer only after the copy.
         buffer.lend(|start| unsafe { gpu.driver.memcpy_to_device_async(at, start.cast(), part.len(), stream) })?;
     }
     Ok(())
@@ -52,7 +55,7 @@ pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<(
 ///
 /// # Safety
 ///
-/// The source is memory of the GPU, to which nobody writes until this returns.
+/// The source is memory of the GPU, to which nothing writes until this returns.
 pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> Result<()> {
     if out.is_empty() {
         return gpu.check_not_lost();
@@ -60,7 +63,8 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
     let opened = gpu.enter()?;
     let stream = opened.default_stream.handle().0;
     if pinned::contains(out.as_ptr(), out.len()) {
-        // SAFETY: the caller's promise; and `out` lives until this is done, which is waited for.
+        // SAFETY: the caller's promise; and `out` lives until the copy is done, which is waited
+        // for.
         gpu.check(unsafe { gpu.driver.memcpy_to_host_async(out.as_mut_ptr().cast(), from, out.len(), stream) })?;
         return gpu.settle();
     }
@@ -75,7 +79,8 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
             return Ok(None);
         }
         let start = parts[index % parts.len()];
-        // SAFETY: the caller's promise; the part of a buffer has room for it, and what was in there has been taken out.
+        // SAFETY: the caller's promise; the part of a buffer has room for it, and its former
+        // content has been copied out.
         let outcome = unsafe { gpu.driver.memcpy_to_host_async(start.cast(), from + offset as u64, len, stream) };
         gpu.check(outcome)?;
         Event::record(gpu, opened, &opened.default_stream).map(Some)
@@ -87,7 +92,7 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
         if let Some(end) = under_way.pop_front() {
             end.wait()?;
         }
-        // SAFETY: the device has filled as much of this part of a buffer.
+        // SAFETY: the device has filled this part of a buffer.
         unsafe { ptr::copy_nonoverlapping(parts[index % parts.len()], piece.as_mut_ptr(), piece.len()) };
         under_way.extend(request(index + parts.len())?);
     }
@@ -95,12 +100,13 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
     Ok(())
 }
 
-/// Copies between two memories of devices, behind the default streams of both, and returns when it is done.
+/// Copies between two memories of devices, behind the default streams of both, and returns when it
+/// is done.
 ///
 /// # Safety
 ///
-/// Both ranges lie within their memories, and until this returns nobody else writes to the source or touches the
-/// destination.
+/// Both ranges lie within their memories, and until this returns nothing else writes to the source
+/// or accesses the destination.
 pub(super) unsafe fn between(
     from: &CudaMemory,
     from_offset: u64,
@@ -132,20 +138,21 @@ pub(super) unsafe fn between(
 ///
 /// # Safety
 ///
-/// Both ranges are the device's memory, stay alive until the default stream has come so far, and do not overlap.
+/// Both ranges are the device's memory, stay alive until the default stream has executed the copy,
+/// and do not overlap.
 unsafe fn on_device(gpu: &Gpu, opened: &Opened, from: u64, to: u64, len: u64) -> Result<()> {
     let stream = opened.default_stream.handle().0;
     // SAFETY: the caller's promise.
     gpu.check(unsafe { gpu.driver.memcpy_on_device_async(to, from, len as usize, stream) })
 }
 
-/// Copies on one device where the ranges overlap, of which the driver knows nothing: in parts, the one first whose
-/// destination lies outside of the source, and by way of other memory if they are nearer to each other than that is
-/// worth.
+/// Copies on one device where the ranges overlap, which the driver does not support: in parts,
+/// beginning with the one whose destination lies outside of the source. Ranges that are too near to
+/// each other for that are copied through other memory.
 ///
 /// # Safety
 ///
-/// As [`on_device`], but for the overlap.
+/// As [`on_device`], except for the overlap.
 unsafe fn shift(gpu: &'static Gpu, opened: &'static Opened, from: u64, to: u64, len: u64) -> Result<()> {
     let distance = from.abs_diff(to);
     let scratch = if distance < SCRATCH_BYTES {
@@ -158,8 +165,8 @@ unsafe fn shift(gpu: &'static Gpu, opened: &'static Opened, from: u64, to: u64, 
     while done < len {
         let part = step.min(len - done);
         let at = if to > from { len - done - part } else { done };
-        // SAFETY: the caller's promise; no part is longer than the distance, or it goes by way of memory of its own,
-        // which the pool reuses behind this.
+        // SAFETY: the caller's promise; no part is longer than the distance, or it is copied
+        // through memory of its own, which the pool reuses behind this.
         unsafe {
             match &scratch {
                 Some(scratch) => {
@@ -174,8 +181,8 @@ unsafe fn shift(gpu: &'static Gpu, opened: &'static Opened, from: u64, to: u64, 
     Ok(())
 }
 
-/// Copies to another device, on the default stream of the source, while that of the destination waits. The driver goes
-/// by way of the host where the devices cannot reach each other.
+/// Copies to another device, on the default stream of the source, while that of the destination
+/// waits. If the devices cannot access each other, the driver copies through the host.
 ///
 /// # Safety
 ///
@@ -193,42 +200,44 @@ unsafe fn to_peer(from_gpu: &'static Gpu, from: u64, to_gpu: &'static Gpu, to: u
     };
     from_gpu.check(outcome)?;
     from_gpu.settle()?;
-    // Nothing to wait for any more: the bytes are there.
+    // The copy is done, so nothing is left to wait for.
     to_gpu.check_not_lost()
 }
 
-/// The buffers of one copy: one, or two that take turns. They go back to the pool behind the device's use of them.
+/// The buffers of one copy: one, or two in turn. They return to the pool behind the device's use of
+/// them.
 struct Buffers {
     first: Buffer,
     second: Option<Buffer>,
 }
 
-/// Pinned memory of its device's buffers for copies, where it goes back behind the device's use.
+/// A pinned buffer for copies. It returns to its device's pool behind the device's use.
 struct Buffer {
     gpu: &'static Gpu,
     opened: &'static Opened,
-    /// `None` once it has been given back.
+    /// `None` once the block has been returned.
     block: Option<Block>,
-    /// In bytes.
+    /// Length in bytes.
     len: usize,
-    lent: Lent,
+    lent: BufferUse,
 }
 
-/// Whether the device uses a buffer.
-enum Lent {
-    No,
-    /// Until the default stream has come so far.
+/// Use of a buffer by the device.
+enum BufferUse {
+    None,
+    /// In use until the event.
     Until(Event),
-    /// It may, and nobody knows for how long.
+    /// Possibly in use, for an unknown time.
     Unknown,
 }
 
 impl Buffers {
-    /// As many as are good for `len` bytes; one where a second one is not to be had at once. May wait for the first one.
+    /// Takes as many buffers as are useful for `len` bytes; one if a second one is not available at
+    /// once. May wait for the first one.
     fn new(gpu: &'static Gpu, opened: &'static Opened, len: usize) -> Result<Self> {
-        // Few sizes, so that they find each other again.
+        // Few sizes, so that buffers are reused.
         let size = |len: usize| len.min(BUFFER_BYTES).next_power_of_two().max(SMALLEST_BUFFER_BYTES);
-        let buffer = |block, len| Buffer { gpu, opened, block: Some(block), len, lent: Lent::No };
+        let buffer = |block, len| Buffer { gpu, opened, block: Some(block), len, lent: BufferUse::None };
         let len_of_first = size(len);
         let first = opened.copy_buffers.take_bounded(gpu, opened, len_of_first as u64)?;
         let first = buffer(first, len_of_first);
@@ -241,32 +250,33 @@ impl Buffers {
         Ok(Self { first, second })
     }
 
-    /// Where the parts of the buffers begin, each of [`PART_BYTES`]; only the last one may be smaller, and has room for what
-    /// the others leave. The device may use them until they have [`returned`](Self::returned).
+    /// Returns the start of each part of the buffers. A part has [`PART_BYTES`]; only the last one
+    /// may be smaller, and is large enough for the rest. The device may use them until
+    /// [`returned`](Self::returned) is called.
     fn lend_parts(&mut self) -> Vec<*mut u8> {
         let mut parts = Vec::new();
         for buffer in std::iter::once(&mut self.first).chain(&mut self.second) {
-            buffer.lent = Lent::Unknown;
+            buffer.lent = BufferUse::Unknown;
             let start = buffer.start();
             parts.extend((0..buffer.len).step_by(PART_BYTES).map(|offset| start.wrapping_add(offset)));
         }
         parts
     }
 
-    /// The device has done with all parts.
+    /// Records that the device no longer uses any part.
     fn returned(&mut self) {
-        std::iter::once(&mut self.first).chain(&mut self.second).for_each(|buffer| buffer.lent = Lent::No);
+        std::iter::once(&mut self.first).chain(&mut self.second).for_each(|buffer| buffer.lent = BufferUse::None);
     }
 
-    /// The buffer for the part `index`, with which the device has done.
+    /// Returns the buffer for the part `index`, after waiting until the device no longer uses it.
     fn idle(&mut self, index: usize) -> Result<&mut Buffer> {
         let buffer = match &mut self.second {
             Some(second) if !index.is_multiple_of(2) => second,
             _ => &mut self.first,
         };
-        if let Lent::Until(end) = &buffer.lent {
+        if let BufferUse::Until(end) = &buffer.lent {
             end.wait()?;
-            buffer.lent = Lent::No;
+            buffer.lent = BufferUse::None;
         }
         Ok(buffer)
     }
@@ -274,15 +284,15 @@ impl Buffers {
 
 impl Buffer {
     fn start(&self) -> *mut u8 {
-        // The pinned memory's own address on both sides.
+        // Pinned memory has the same address on both sides.
         ptr::with_exposed_provenance_mut(self.block.as_ref().map_or(0, |block| block.address) as usize)
     }
 
-    /// Has `copy` give the device work with the buffer, on the default stream.
+    /// Calls `copy`, which submits work with the buffer to the default stream.
     fn lend(&mut self, copy: impl FnOnce(*mut u8) -> Outcome) -> Result<()> {
-        self.lent = Lent::Unknown;
+        self.lent = BufferUse::Unknown;
         self.gpu.check(copy(self.start()))?;
-        self.lent = Lent::Until(Event::record(self.gpu, self.opened, &self.opened.default_stream)?);
+        self.lent = BufferUse::Until(Event::record(self.gpu, self.opened, &self.opened.default_stream)?);
         Ok(())
     }
 }
@@ -291,23 +301,23 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         let pool = &self.opened.copy_buffers;
-        match std::mem::replace(&mut self.lent, Lent::No) {
-            Lent::No => pool.give_back_behind(self.gpu, block, None),
-            Lent::Until(end) => pool.give_back_behind(self.gpu, block, Some(end)),
-            // Behind all that the device has been given so far.
-            Lent::Unknown => pool.give_back(self.gpu, block),
+        match std::mem::replace(&mut self.lent, BufferUse::None) {
+            BufferUse::None => pool.give_back_behind(self.gpu, block, None),
+            BufferUse::Until(end) => pool.give_back_behind(self.gpu, block, Some(end)),
+            // Behind all work that the device has been given so far.
+            BufferUse::Unknown => pool.give_back(self.gpu, block),
         }
     }
 }
 
-/// As large as the pieces in which sessions copy.
+/// Size of a buffer in bytes: that of the chunks in which sessions copy.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Large enough to keep the bus busy, and small beside a buffer.
+/// Size of a part in bytes: large enough to keep the bus busy, and small beside a buffer.
 const PART_BYTES: usize = 256 << 10;
 
-/// A page, less than which the driver does not pin.
+/// Smallest buffer in bytes: a page, the smallest unit that the driver pins.
 const SMALLEST_BUFFER_BYTES: usize = 4 << 10;
 
-/// Nearer ranges than this are copied by way of other memory of this size, in bytes.
+/// Distance in bytes below which overlapping ranges are copied through other memory of this size.
 const SCRATCH_BYTES: u64 = 16 << 20;

@@ -188,7 +188,7 @@ fn parameters_have_the_widths_that_the_driver_tells() {
         let (session, _folder) = session();
         let out = tensor(&session, Device::cuda(0), DataType::U8, &[27], vec![0; 27]);
         let args = (1, 1, 0, &out, Value::List(vec![]));
-        assert!(refusal(&kernel(&session, "widths"), args).message().contains("takes 7 parameters, and 2 were given"));
+        assert!(refusal(&kernel(&session, "widths"), args).message().contains("expected 7 parameters, got 2"));
         let args = (1, 1, 0, &out, true, -2, 0xffff_fffe_u32, i64::MIN, 0.5, 0.25);
         kernel(&session, "widths").call::<()>(args).wait().unwrap();
         let mut expected = vec![1];
@@ -230,18 +230,24 @@ fn a_wrong_call_names_the_kernel_and_what_is_wrong() {
         let host = tensor(&session, Device::cpu(), DataType::F32, &[2], vec![0; 8]);
         let errors = [
             (refusal(&add, (1, 1)), "expected grid, block"),
-            (refusal(&add, (1, 1, 0, &x, &x, &x)), "takes 4 parameters, and 3 were given"),
+            (refusal(&add, (1, 1, 0, &x, &x, &x)), "expected 4 parameters, got 3"),
             (refusal(&add, (1, 1, 0, &x, &x, &x, 1_i64 << 40)), "parameter 3: 1099511627776 does not fit"),
             (refusal(&add, (1, 1, 0, &x, &x, &host, 1)), "parameter 2: expected a tensor on cuda, got one on cpu:0"),
-            (refusal(&add, (1, 1, 0, &x, &x, &far, 1)), "parameter 2: a tensor on cuda:1, where others are on cuda:0"),
+            (
+                refusal(&add, (1, 1, 0, &x, &x, &far, 1)),
+                "parameter 2: the tensor is on cuda:1, but others are on cuda:0",
+            ),
             (refusal(&add, (1, 1, 0, &x, "y", &x, 1)), "parameter 1: expected a tensor, int"),
             (refusal(&add, (0, 1, 0, &x, &x, &x, 1)), "dimension 0 of the grid is 0"),
             (refusal(&add, (Shape(vec![1, 1, 70_000]), 1, 0, &x, &x, &x, 1)), "dimension 2 of the grid is 70000"),
             (refusal(&add, (Shape(vec![1; 4]), 1, 0, &x, &x, &x, 1)), "expected the grid as a shape"),
-            (refusal(&add, (1, Shape(vec![32, 32]), 0, &x, &x, &x, 1)), "a block of 1024 threads is above its 512"),
+            (
+                refusal(&add, (1, Shape(vec![32, 32]), 0, &x, &x, &x, 1)),
+                "a block of 1024 threads exceeds the kernel's limit of 512",
+            ),
             (refusal(&add, (1, -1, 0, &x, &x, &x, 1)), "dimension 0 of the block is -1"),
             (refusal(&add, (1, 1, -1, &x, &x, &x, 1)), "expected the bytes of shared memory"),
-            (refusal(&add, (1, 1, 1 << 20, &x, &x, &x, 1)), "1048576 bytes of shared memory are too many"),
+            (refusal(&add, (1, 1, 1 << 20, &x, &x, &x, 1)), "1048576 bytes of shared memory are above the limit"),
         ];
         for (error, text) in errors {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
@@ -451,13 +457,16 @@ fn products_are_those_of_row_major_matrices() {
         let bytes = tensor(&session, Device::cuda(0), DataType::U8, &[64], vec![0; 64]);
         let [odd_a, odd_b, odd_out] = [[2, 3], [3, 4], [2, 4]].map(|shape| bytes.view(2, DataType::F32, &shape, None));
         for (error, text) in [
-            (refusal(&matmul, (&odd_a, &b, &out)), "a does not begin at a multiple of its elements' 4 bytes"),
-            (refusal(&matmul, (&a, &odd_b, &out)), "b does not begin at a multiple of its elements' 4 bytes"),
-            (refusal(&matmul, (&a, &b, &odd_out)), "out does not begin at a multiple of its elements' 4 bytes"),
+            (refusal(&matmul, (&odd_a, &b, &out)), "a does not begin at a multiple of its element size, 4 bytes"),
+            (refusal(&matmul, (&a, &odd_b, &out)), "b does not begin at a multiple of its element size, 4 bytes"),
+            (refusal(&matmul, (&a, &b, &odd_out)), "out does not begin at a multiple of its element size, 4 bytes"),
             (refusal(&matmul, (&a, &a, &out)), "the product of shapes [2, 3] and [2, 3] has no shape [2, 4]"),
             (refusal(&matmul, (&host, &b, &out)), "a: expected a tensor on cuda, got one on cpu:0"),
             (refusal(&matmul, (&a, &b, &product)), "has no shape [1, 1]"),
-            (refusal(&matmul, (&left, &matrix(&[2, 1], &[0.0; 2]), &product)), "b is of float32 on cuda:0, and a of"),
+            (
+                refusal(&matmul, (&left, &matrix(&[2, 1], &[0.0; 2]), &product)),
+                "b is of float32 on cuda:0, but a is of",
+            ),
         ] {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             assert!(error.message().contains(text), "{error}");
@@ -475,7 +484,7 @@ fn without_cublas_a_product_says_what_is_missing() {
         let matmul = session.get_function("cuda.matmul").wait().unwrap();
         let error = refusal(&matmul, (&x, &x, &out));
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(error.message().contains("need cuBLAS, and none of /nonexistent/libcublas.so.12 was found"), "{error}");
+        assert!(error.message().contains("need cuBLAS: none of /nonexistent/libcublas.so.12 was found"), "{error}");
     });
 }
 
