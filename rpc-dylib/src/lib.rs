@@ -1,4 +1,5 @@
-//! Finds and loads shared libraries at run time: by a variable, by the system's loader, in Python environments.
+//! Finds and loads shared libraries at run time: by a variable, by the system's loader, in Python
+//! environments.
 #![doc = include_str!("../README.md")]
 
 use std::env;
@@ -18,7 +19,8 @@ pub struct LibrarySearch {
 }
 
 impl LibrarySearch {
-    /// Begins a search. If the environment variable `variable` is set and not empty, its value is the only candidate.
+    /// Begins a search. If the environment variable `variable` is set and not empty, its value is
+    /// the only candidate.
     #[must_use]
     pub fn new(variable: &str) -> Self {
         let named = named_by(variable);
@@ -31,8 +33,9 @@ impl LibrarySearch {
         self.with(|| names.into_iter().map(Into::into).collect())
     }
 
-    /// Adds files of the active Python environments ([`active_environments`]) that exist; the paths are relative to the
-    /// folder of an environment's packages. The environment comes first, then the path, then the newest Python.
+    /// Adds files of the active Python environments ([`active_environments`]) that exist. The paths
+    /// are relative to the folder of an environment's packages. The environment comes first, then
+    /// the path, then the newest Python.
     #[must_use]
     pub fn active_environments(self, paths: &[PathBuf]) -> Self {
         self.with(|| active_environments().iter().flat_map(|prefix| files_in_python(prefix, paths)).collect())
@@ -43,7 +46,8 @@ impl LibrarySearch {
         &self.candidates
     }
 
-    /// Passes the candidates to `open`, one after the other, and returns what it makes of the first that it accepts.
+    /// Passes the candidates to `open`, one after the other, and returns its result for the first
+    /// that it accepts.
     ///
     /// # Errors
     ///
@@ -60,7 +64,7 @@ impl LibrarySearch {
     }
 }
 
-/// As [`LibrarySearch::first`], for candidates that the caller has listed.
+/// Tries candidates like [`LibrarySearch::first`], for a list of the caller's.
 ///
 /// # Errors
 ///
@@ -84,8 +88,8 @@ pub struct LoadFailures {
 }
 
 impl LoadFailures {
-    /// Returns the reasons of the candidates that are there, or were named by a full path. The others were only looked for,
-    /// and the loader has nothing to say of them but that there is no such file.
+    /// Returns the reasons of the candidates that exist, or were named by a full path. For the
+    /// others, the loader only reports that there is no such file.
     pub fn notable(&self) -> impl Iterator<Item = &str> {
         let is_notable = |attempt: &&Attempt| attempt.library.is_absolute() || !attempt.reason.contains("No such file");
         self.attempts.iter().filter(is_notable).map(|attempt| attempt.reason.as_str())
@@ -119,13 +123,15 @@ pub struct Attempt {
 ///
 /// # Safety
 ///
-/// The library's initialisers run, and its finalisers when the [`Library`] is dropped. The caller vouches for both.
+/// The library's initialisers run, and its finalisers when the [`Library`] is dropped. The caller
+/// vouches for both.
 pub unsafe fn load(path: &Path) -> Result<Library, String> {
     // SAFETY: the caller promises the same.
     unsafe { Library::new(path) }.map_err(|error| reason(&error))
 }
 
-/// Returns the system loader's own words on a library that it does not load, which are the source of the error.
+/// Returns the system loader's own message for a library that it does not load, which is the source
+/// of the error.
 pub fn reason(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -135,20 +141,22 @@ pub fn named_by(variable: &str) -> Option<PathBuf> {
     env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
-/// Returns the folders of the active Python environments: those that `VIRTUAL_ENV` and `CONDA_PREFIX` name.
+/// Returns the folders of the active Python environments: those that `VIRTUAL_ENV` and
+/// `CONDA_PREFIX` name.
 pub fn active_environments() -> Vec<PathBuf> {
     environments(|name| env::var_os(name))
 }
 
-/// As [`active_environments`], with `variable` in place of the process's environment variables.
+/// Returns the folders like [`active_environments`], with `variable` in place of the process's
+/// environment variables.
 fn environments(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let named = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable);
     named.filter(|folder| !folder.is_empty()).map(PathBuf::from).collect()
 }
 
-/// Returns the folders below which this machine's Pythons may keep their packages: the active environments, the parents of
-/// folders on `PATH` that hold one of `programs`, the user's `~/.local`, `/usr/local` and `/usr`. `variable` reads the
-/// environment.
+/// Returns the folders below which this machine's Pythons may keep their packages: the active
+/// environments, the parents of folders on `PATH` that hold one of `programs`, the user's
+/// `~/.local`, `/usr/local` and `/usr`. `variable` reads the environment.
 pub fn python_prefixes(programs: &[&str], variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let mut prefixes = Vec::new();
     let mut add = |prefix: PathBuf| {
@@ -168,15 +176,16 @@ pub fn python_prefixes(programs: &[&str], variable: impl Fn(&str) -> Option<OsSt
     prefixes
 }
 
-/// Returns those of `paths` that exist in the Pythons below `prefix`; they are relative to the folder of the packages. In the
-/// order of `paths`, and for each path the newest Python first.
+/// Returns those of `paths` that exist in the Pythons below `prefix`. The paths are relative to the
+/// folder of the packages. In the order of `paths`, and for each path the newest Python first.
 pub fn files_in_python(prefix: &Path, paths: &[PathBuf]) -> Vec<PathBuf> {
     let packages = python_packages(prefix);
     let in_packages = |path: &PathBuf| packages.iter().map(|folder| folder.join(path)).collect::<Vec<_>>();
     paths.iter().flat_map(in_packages).filter(|file| file.exists()).collect()
 }
 
-/// Returns the folders where the Pythons below `prefix` have their packages, the newest Python first. Some may not exist.
+/// Returns the folders where the Pythons below `prefix` keep their packages, the newest Python
+/// first. Some may not exist.
 pub fn python_packages(prefix: &Path) -> Vec<PathBuf> {
     let folders = ["lib", "lib64"].into_iter().filter_map(|lib| fs::read_dir(prefix.join(lib)).ok()).flatten();
     let mut pythons: Vec<_> = folders
@@ -246,8 +255,8 @@ mod tests {
     }
 
     #[test]
-    fn all_candidates_are_tried_and_those_that_are_merely_absent_are_not_explained() {
-        let search = LibrarySearch::new("A_VARIABLE_THAT_NOBODY_SETS").system(["liba.so.1", "liba.so", "libb.so"]);
+    fn all_candidates_are_tried_and_absent_ones_are_listed_without_a_reason() {
+        let search = LibrarySearch::new("A_VARIABLE_THAT_IS_NEVER_SET").system(["liba.so.1", "liba.so", "libb.so"]);
         let open = |path: &Path| match path.to_str() {
             Some("libb.so") => Ok("b"),
             _ => Err(format!("{}: No such file or directory", path.display())),

@@ -1,13 +1,16 @@
-//! TVM-FFI's C interface, as `tvm/ffi/c_api.h` and `dlpack/dlpack.h` of ABI 0.1 lay it out: numbers, structs, signatures.
+//! TVM-FFI's C interface: numbers, structs and signatures of `tvm/ffi/c_api.h` and
+//! `dlpack/dlpack.h` in ABI 0.1.
 
 use std::ffi::{c_char, c_int, c_void};
 
 use rpc_core::dlpack::{DataType, DataTypeCode, Device, DeviceType};
 
-/// The versions that agree with this file: TVM-FFI counts up the second number when it breaks the ABI.
+/// Version whose ABI this file describes: TVM-FFI increments the second number when it breaks the
+/// ABI.
 pub(super) const SUPPORTED: (u32, u32) = (0, 1);
 
-/// `TVMFFITypeIndex`: what an [`Any`] holds. Values below 64 lie in it, all others behind a counted pointer.
+/// `TVMFFITypeIndex`: type of an [`Any`]. Values below 64 are stored in it, all others behind a
+/// counted pointer.
 pub(super) mod type_index {
     pub(crate) const NONE: i32 = 0;
     pub(crate) const INT: i32 = 1;
@@ -16,11 +19,11 @@ pub(super) mod type_index {
     pub(crate) const OPAQUE_POINTER: i32 = 4;
     pub(crate) const DATA_TYPE: i32 = 5;
     pub(crate) const DEVICE: i32 = 6;
-    /// A [`DlTensor`](super::DlTensor) that is lent, in arguments only.
+    /// A borrowed [`DlTensor`](super::DlTensor), in arguments only.
     pub(crate) const DL_TENSOR: i32 = 7;
-    /// A C string that is lent, in arguments only.
+    /// A borrowed C string, in arguments only.
     pub(crate) const RAW_STR: i32 = 8;
-    /// A [`ByteArray`](super::ByteArray) that is lent, in arguments only.
+    /// A borrowed [`ByteArray`](super::ByteArray), in arguments only.
     pub(crate) const BYTE_ARRAY: i32 = 9;
     pub(crate) const SMALL_STR: i32 = 11;
     pub(crate) const SMALL_BYTES: i32 = 12;
@@ -37,12 +40,12 @@ pub(super) mod type_index {
     pub(crate) const DICT: i32 = 76;
 }
 
-/// `TVMFFIAny`: one value. Whether it owns a count of the object behind it depends on where it stands.
+/// `TVMFFIAny`: one value. Its use decides if it owns a count of its object.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Any {
     pub(super) type_index: i32,
-    /// The length of a small string or small bytes; zero in all others.
+    /// Length of a small string or small bytes; zero in all others.
     pub(super) small_len: u32,
     pub(super) payload: Payload,
 }
@@ -87,7 +90,7 @@ impl Any {
         Self::of(type_index::DEVICE, Payload { bytes })
     }
 
-    /// A pointer of the kind that `type_index` says.
+    /// Returns a pointer of the type `type_index`.
     pub(super) const fn pointer(type_index: i32, pointer: *mut c_void) -> Self {
         Self::of(type_index, Payload { pointer })
     }
@@ -105,7 +108,7 @@ pub(super) fn device([k0, k1, k2, k3, i0, i1, i2, i3]: [u8; 8]) -> Device {
     Device::new(DeviceType(i32::from_ne_bytes([k0, k1, k2, k3])), i32::from_ne_bytes([i0, i1, i2, i3]))
 }
 
-/// `TVMFFIObject`: what every object begins with. Its contents follow.
+/// `TVMFFIObject`: header of every object. The contents follow it.
 #[repr(C)]
 pub(super) struct ObjectHeader {
     pub(super) counts: u64,
@@ -114,7 +117,7 @@ pub(super) struct ObjectHeader {
     pub(super) deleter: Option<unsafe extern "C" fn(*mut c_void, c_int)>,
 }
 
-/// `TVMFFIByteArray`, and what a string or bytes object holds.
+/// `TVMFFIByteArray`, and contents of a string or bytes object.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct ByteArray {
@@ -128,19 +131,19 @@ impl ByteArray {
     }
 }
 
-/// `TVMFFIShapeCell`: what a shape object holds.
+/// `TVMFFIShapeCell`: contents of a shape object.
 #[repr(C)]
 pub(super) struct ShapeCell {
     pub(super) data: *const i64,
     pub(super) size: usize,
 }
 
-/// The fields that all versions of `TVMFFIErrorCell` begin with: what an error object holds.
+/// First fields of all versions of `TVMFFIErrorCell`: contents of an error object.
 #[repr(C)]
 pub(super) struct ErrorCell {
     pub(super) kind: ByteArray,
     pub(super) message: ByteArray,
-    /// The innermost call first.
+    /// Backtrace with the innermost call first.
     pub(super) backtrace: ByteArray,
 }
 
@@ -153,7 +156,7 @@ pub(super) struct Version {
     pub(super) patch: u32,
 }
 
-/// `TVMFFITypeInfo`, as far as it is looked at.
+/// First fields of `TVMFFITypeInfo`, as far as they are used.
 #[repr(C)]
 pub(super) struct TypeInfo {
     pub(super) type_index: i32,
@@ -161,7 +164,7 @@ pub(super) struct TypeInfo {
     pub(super) type_key: ByteArray,
 }
 
-/// `DLTensor`, and what a tensor object holds.
+/// `DLTensor`, and contents of a tensor object.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct DlTensor {
@@ -170,7 +173,7 @@ pub(super) struct DlTensor {
     pub(super) ndim: i32,
     pub(super) dtype: DlDataType,
     pub(super) shape: *mut i64,
-    /// In elements; null is densely packed.
+    /// Strides in elements; null is densely packed.
     pub(super) strides: *mut i64,
     pub(super) byte_offset: u64,
 }
@@ -217,7 +220,7 @@ impl From<DlDataType> for DataType {
 /// `DLManagedTensorVersioned`.
 #[repr(C)]
 pub(super) struct ManagedTensor {
-    /// Major and minor of DLPack.
+    /// Major and minor version of DLPack.
     pub(super) version: [u32; 2],
     pub(super) context: *mut c_void,
     pub(super) deleter: Option<unsafe extern "C" fn(*mut Self)>,
@@ -225,13 +228,13 @@ pub(super) struct ManagedTensor {
     pub(super) tensor: DlTensor,
 }
 
-/// The DLPack whose layout [`ManagedTensor`] has.
+/// DLPack version of the layout of [`ManagedTensor`].
 pub(super) const DLPACK_VERSION: [u32; 2] = [1, 1];
 
 /// `TVMFFISafeCallType`.
 pub(super) type SafeCall = unsafe extern "C" fn(*mut c_void, *const Any, i32, *mut Any) -> c_int;
 
-/// How an allocator reports why it has failed: the context it was given, a kind, a message.
+/// Function by which an allocator reports its error: context, kind, message.
 pub(super) type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
 
 /// `DLPackManagedTensorAllocator`.

@@ -1,4 +1,5 @@
-//! The allocator for modules that ask the environment for tensors (`TVMFFIEnvTensorAlloc`): they get the session's memory.
+//! Tensor allocator for modules that ask the environment for tensors (`TVMFFIEnvTensorAlloc`). It
+//! uses the session's memory.
 
 use std::ffi::{CString, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,18 +11,18 @@ use super::{frame, tensor};
 use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
-/// Allocates a densely packed tensor like `prototype` for the call that is under way on this thread.
+/// Allocates a densely packed tensor like `prototype` for the current call on this thread.
 ///
 /// # Safety
 ///
-/// As `DLPackManagedTensorAllocator` of DLPack says.
+/// As in the documentation of DLPack's `DLPackManagedTensorAllocator`.
 pub(super) unsafe extern "C" fn allocate(
     prototype: *mut DlTensor,
     out: *mut *mut ManagedTensor,
     error_context: *mut c_void,
     set_error: Option<SetError>,
 ) -> c_int {
-    // SAFETY: the prototype is there, with its shape.
+    // SAFETY: the prototype and its shape are valid.
     let allocated = catch_unwind(AssertUnwindSafe(|| unsafe { allocate_like(&*prototype) }));
     match allocated.unwrap_or_else(|_| Err(RpcError::internal("the allocator panicked"))) {
         Ok(managed) => {
@@ -33,7 +34,8 @@ pub(super) unsafe extern "C" fn allocate(
             let kind = if error.kind() == ErrorKind::OutOfMemory { c"MemoryError" } else { c"RuntimeError" };
             let message = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default();
             if let Some(set_error) = set_error {
-                // SAFETY: both texts live until it returns, and the context is the one that came with it.
+                // SAFETY: both texts live until the call returns, and the context is the one that
+                // came with the function.
                 unsafe { set_error(error_context, kind.as_ptr(), message.as_ptr()) };
             }
             -1
@@ -43,10 +45,10 @@ pub(super) unsafe extern "C" fn allocate(
 
 /// # Safety
 ///
-/// The shape of `prototype` is there.
+/// The shape of `prototype` is valid.
 unsafe fn allocate_like(prototype: &DlTensor) -> Result<*mut ManagedTensor> {
     let frame = frame::current().ok_or_else(|| {
-        RpcError::new(ErrorKind::ApiMisuse, "tensors can be allocated only on the thread that a function is called on")
+        RpcError::new(ErrorKind::ApiMisuse, "tensors can be allocated only on the thread of a function call")
     })?;
     let rank = usize::try_from(prototype.ndim).unwrap_or_default();
     // SAFETY: the caller's promise.
@@ -54,7 +56,7 @@ unsafe fn allocate_like(prototype: &DlTensor) -> Result<*mut ManagedTensor> {
     let (context, device) = (&frame.context, Device::from(prototype.device));
     let allocated = context.allocate(device, prototype.dtype.into(), shape)?;
     if device.kind != DeviceType::CPU {
-        // It is being zeroed yet.
+        // The memory is still being zeroed.
         LaneStream::of(context, device)?.begin()?;
     }
     Ok(tensor::manage(&allocated)?.as_ptr())

@@ -1,4 +1,4 @@
-//! What is asked of `libtvm_ffi.so`.
+//! Safe bindings of the functions of `libtvm_ffi.so` that this crate uses.
 
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use rpc_core::error::{Result, RpcError};
 
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($type:ty),*) $(-> $return:ty)?;)*) => {
-        /// The functions of the library that are called here.
+        /// Functions of the library that this crate calls.
         struct Functions {
             $($name: unsafe extern "C" fn($($type),*) $(-> $return)?,)*
         }
@@ -23,7 +23,8 @@ macro_rules! functions {
             fn find(library: &Library, path: &Path, version: &str) -> Result<Self> {
                 Ok(Self {
                     $($name: {
-                        // SAFETY: of that name, `tvm/ffi/c_api.h` and `extra/c_env_api.h` declare this type.
+                        // SAFETY: `tvm/ffi/c_api.h` and `extra/c_env_api.h` declare this type for
+                        // the name.
                         let found = unsafe { library.get::<unsafe extern "C" fn($($type),*) $(-> $return)?>($symbol) };
                         *found.map_err(|_| lacking(path, version, $symbol))?
                     },)*
@@ -62,16 +63,16 @@ fn lacking(path: &Path, version: &str, symbol: &str) -> RpcError {
     ))
 }
 
-/// The library. It is never unloaded.
+/// The loaded library. It is never unloaded.
 pub(super) struct Api {
     functions: Functions,
-    /// Where it was found.
+    /// Path of the library.
     pub(super) path: PathBuf,
     pub(super) version: String,
     globals: Globals,
 }
 
-/// Global functions of the library that are used again and again.
+/// Frequently used global functions of the library.
 #[derive(Default)]
 struct Globals {
     shape: OnceLock<Ref>,
@@ -82,7 +83,7 @@ struct Globals {
 }
 
 impl Api {
-    /// The functions of `library`, which lies at `path` and stays loaded.
+    /// Binds the functions of `library`, which lies at `path` and stays loaded.
     ///
     /// # Errors
     ///
@@ -92,65 +93,69 @@ impl Api {
         let functions = Functions::find(library, path, &version)?;
         let api: &'static Self =
             Box::leak(Box::new(Self { functions, path: path.to_owned(), version, globals: Globals::default() }));
-        // SAFETY: the allocator is a function of this program. For every thread, and whoever asked for none of its own.
+        // SAFETY: the allocator is a function of this program. It is set for every thread that has
+        // none of its own.
         api.check(unsafe { (api.functions.env_set_allocator)(allocator::allocate, 1, ptr::null_mut()) })?;
         tracing::debug!(path = %path.display(), version = %api.version, "loaded TVM-FFI");
         Ok(api)
     }
 
-    /// The names of all global functions.
+    /// Returns the names of all global functions.
     pub(super) fn global_names(&'static self) -> Result<Vec<String>> {
-        // It gives a function: of -1 the number of names, of an index the name.
+        // It returns a function: for -1 it returns the number of names, for an index the name.
         let names = self.call(&self.global("ffi.FunctionListGlobalNamesFunctor")?, &mut [])?.to_object()?;
         let count = self.call(&names, &mut [Any::int(-1)])?.to_int()?;
         (0..count).map(|index| self.call(&names, &mut [Any::int(index)])?.to_text()).collect()
     }
 
-    /// The global function of that name.
+    /// Returns the global function of that name.
     ///
     /// # Errors
     ///
     /// [`NotFound`](rpc_core::ErrorKind::NotFound).
     pub(super) fn global(&'static self, name: &str) -> Result<Ref> {
         let mut found = ptr::null_mut();
-        // SAFETY: the name lives, and there is room for the object, of which we get a count.
+        // SAFETY: the name is alive, and there is room for the object, of which this takes a count.
         self.check(unsafe { (self.functions.function_get_global)(&ByteArray::new(name.as_bytes()), &raw mut found) })?;
         // SAFETY: as above.
         let found = NonNull::new(found).map(|object| unsafe { Ref::from_owned(self, object) });
         found.ok_or_else(|| RpcError::not_found(format!("TVM-FFI has no global function '{name}'")))
     }
 
-    fn cached(&'static self, place: &'static OnceLock<Ref>, name: &str) -> Result<&'static Ref> {
-        match place.get() {
+    fn cached(&'static self, cell: &'static OnceLock<Ref>, name: &str) -> Result<&'static Ref> {
+        match cell.get() {
             Some(function) => Ok(function),
             None => {
                 let function = self.global(name)?;
-                Ok(place.get_or_init(|| function))
+                Ok(cell.get_or_init(|| function))
             }
         }
     }
 
-    /// Calls `function`. Objects in `args` are lent to it.
+    /// Calls `function`. Objects in `args` are borrowed by it.
     ///
     /// # Errors
     ///
-    /// What it has raised.
+    /// The error that it has raised.
     pub(super) fn call(&'static self, function: &Ref, args: &mut [Any]) -> Result<OwnedAny> {
         let count = i32::try_from(args.len()).map_err(|_| RpcError::invalid_argument("too many arguments"))?;
         let mut result = Any::NONE;
-        // SAFETY: `function` is a function object, as every caller sees to; the arguments are `count` values that live
-        // until it returns, and there is room for the result, which is ours.
+        // SAFETY: `function` is a function object, as every caller ensures; the arguments are
+        // `count` values that live until it returns, and there is room for the result, which this
+        // owns.
         let code = unsafe { (self.functions.function_call)(function.raw(), args.as_mut_ptr(), count, &raw mut result) };
-        // SAFETY: what the library stores it gives away; nothing if it has failed.
+        // SAFETY: the library gives away the value that it stores; it stores nothing on failure.
         let result = unsafe { OwnedAny::new(self, result) };
         self.check(code).map(|()| result)
     }
 
-    /// A new function object that calls `safe_call` with `context`, and gives that to `deleter` at the end.
+    /// Creates a function object that calls `safe_call` with `context`, and calls `deleter` with it
+    /// at the end.
     ///
     /// # Safety
     ///
-    /// The two may be called with `context` from any thread, `safe_call` several times at once.
+    /// Both functions may be called with `context` from any thread, `safe_call` several times at
+    /// once.
     pub(super) unsafe fn create_function(
         &'static self,
         context: *mut c_void,
@@ -164,14 +169,15 @@ impl Api {
         self.created(function)
     }
 
-    /// A tensor object over `managed`, which it owns from then on, also if this fails.
+    /// Creates a tensor object over `managed` and takes ownership of it, also on failure.
     ///
     /// # Safety
     ///
-    /// `managed` is a whole one, with its deleter.
+    /// `managed` is complete, with its deleter.
     pub(super) unsafe fn tensor(&'static self, managed: NonNull<ManagedTensor>) -> Result<Ref> {
         let mut tensor = ptr::null_mut();
-        // SAFETY: the caller's promise; no alignment and no density is required; there is room for the object.
+        // SAFETY: the caller's promise; no alignment and no density is required; there is room for
+        // the object.
         let code = unsafe { (self.functions.tensor_from_dlpack)(managed.as_ptr(), 0, 0, &raw mut tensor) };
         self.check(code)?;
         self.created(tensor)
@@ -179,7 +185,7 @@ impl Api {
 
     fn created(&'static self, object: *mut ObjectHeader) -> Result<Ref> {
         let object = NonNull::new(object).ok_or_else(|| RpcError::internal("TVM-FFI created no object"))?;
-        // SAFETY: the library gave it with a count that is ours.
+        // SAFETY: the library returned it with a count that this owns.
         Ok(unsafe { Ref::from_owned(self, object) })
     }
 
@@ -197,7 +203,8 @@ impl Api {
         bytes: &[u8],
     ) -> Result<OwnedAny> {
         let mut made = Any::NONE;
-        // SAFETY: the bytes live until they have been copied, and there is room for the value, which is ours.
+        // SAFETY: the bytes live until they have been copied, and there is room for the value,
+        // which this owns.
         let code = unsafe { make(&ByteArray::new(bytes), &raw mut made) };
         // SAFETY: as above.
         let made = unsafe { OwnedAny::new(self, made) };
@@ -214,20 +221,20 @@ impl Api {
         self.call(self.cached(&self.globals.array, "ffi.Array")?, &mut args)
     }
 
-    /// Of keys and values in turns.
+    /// Creates a map from alternating keys and values.
     pub(super) fn map(&'static self, pairs: &[OwnedAny]) -> Result<OwnedAny> {
         let mut args: Vec<_> = pairs.iter().map(OwnedAny::view).collect();
         self.call(self.cached(&self.globals.map, "ffi.Map")?, &mut args)
     }
 
-    /// The function of a module or of what it imports, if there is one.
+    /// Returns the function of a module or of its imports, if there is one.
     pub(super) fn module_function(&'static self, module: &Ref, name: &str) -> Result<Option<Ref>> {
         let ask = self.cached(&self.globals.module_function, "ffi.ModuleGetFunction")?;
         let name = self.text(name)?;
         self.call(ask, &mut [module.as_any(), name.view(), Any::bool(true)])?.to_optional_object()
     }
 
-    /// What the module says about its function: JSON, or nothing.
+    /// Returns the module's metadata of its function: JSON, if there is any.
     pub(super) fn module_metadata(&'static self, module: &Ref, name: &str) -> Result<Option<String>> {
         let ask = self.cached(&self.globals.module_metadata, "ffi.ModuleGetFunctionMetadata")?;
         let name = self.text(name)?;
@@ -235,19 +242,19 @@ impl Api {
         if found.is_none() { Ok(None) } else { found.to_text().map(Some) }
     }
 
-    /// The name of the type of `object`.
+    /// Returns the name of the type of `object`.
     pub(super) fn type_key(&'static self, object: &Ref) -> String {
         let index = object.type_index();
-        // SAFETY: there is such a type, since there is an object of it (of no other index it may be asked: the library ends the
-        // process); types are never taken back, and their names live as long as they.
+        // SAFETY: the type exists, since there is an object of it (for any other index the library
+        // would end the process); types are never removed, and their names live as long as they.
         let key = unsafe { (self.functions.type_info)(index).as_ref().map(|info| failure::text(&info.type_key)) };
         key.unwrap_or_else(|| format!("type {index}"))
     }
 
-    /// Makes `stream` the one of the device for this thread, and gives the one before.
+    /// Sets `stream` as the one of the device for this thread, and returns the former one.
     pub(super) fn set_stream(&'static self, kind: i32, index: i32, stream: *mut c_void) -> Result<*mut c_void> {
         let mut before = ptr::null_mut();
-        // SAFETY: streams are only noted; there is room for one.
+        // SAFETY: streams are only stored; there is room for one.
         self.check(unsafe { (self.functions.env_set_stream)(kind, index, stream, &raw mut before) })?;
         Ok(before)
     }
@@ -255,26 +262,26 @@ impl Api {
     /// Takes the error that this thread has raised, if there is one.
     pub(super) fn take_raised(&'static self) -> Option<Ref> {
         let mut error = ptr::null_mut();
-        // SAFETY: there is room for the object, of which we get the count.
+        // SAFETY: there is room for the object, whose count this takes.
         unsafe { (self.functions.error_move_from_raised)(&raw mut error) };
         // SAFETY: as above.
         NonNull::new(error).map(|error| unsafe { Ref::from_owned(self, error) })
     }
 
-    /// A new error object.
+    /// Creates an error object.
     pub(super) fn error(&'static self, kind: &str, message: &str, backtrace: &str) -> Result<Ref> {
         let [kind, message, backtrace] = [kind, message, backtrace].map(|text| ByteArray::new(text.as_bytes()));
         let mut error = ptr::null_mut();
         // SAFETY: the texts live until they have been copied, and there is room for the object.
         let code = unsafe { (self.functions.error_create)(&kind, &message, &backtrace, &raw mut error) };
-        // Not `check`: it would take an error from this thread that there may not be.
+        // `check` is not used here: it would take an error from this thread that there may not be.
         if code != 0 {
             return Err(RpcError::internal("TVM-FFI cannot create an error"));
         }
         self.created(error)
     }
 
-    /// Makes `error` the one that this thread has raised.
+    /// Sets `error` as the one that this thread has raised.
     pub(super) fn raise(&'static self, error: &Ref) {
         // SAFETY: it is an error object, of which the library takes a count of its own.
         unsafe { (self.functions.error_set_raised)(error.raw()) };
@@ -282,7 +289,7 @@ impl Api {
 
     /// # Safety
     ///
-    /// `object` is one of the library's that is alive.
+    /// `object` belongs to the library and is alive.
     pub(super) unsafe fn retain(&'static self, object: NonNull<ObjectHeader>) {
         // SAFETY: the caller's promise.
         unsafe { (self.functions.object_inc_ref)(object.as_ptr()) };
@@ -296,7 +303,7 @@ impl Api {
         unsafe { (self.functions.object_dec_ref)(object.as_ptr()) };
     }
 
-    /// The error that this thread has raised, if `code` says that there is one.
+    /// Returns the error that this thread has raised, if `code` reports a failure.
     fn check(&'static self, code: c_int) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(failure::take(self)) }
     }
@@ -304,7 +311,7 @@ impl Api {
 
 fn version(library: &Library, path: &Path) -> Result<String> {
     let symbol = "TVMFFIGetVersion";
-    // SAFETY: that is its type, in all versions.
+    // SAFETY: this is its type in all versions.
     let ask = unsafe { library.get::<unsafe extern "C" fn(*mut Version)>(symbol) };
     let ask = ask.map_err(|_| lacking(path, "of no known version", symbol))?;
     let mut version = Version::default();
@@ -314,8 +321,8 @@ fn version(library: &Library, path: &Path) -> Result<String> {
     let (our_major, our_minor) = abi::SUPPORTED;
     if (major, minor) != abi::SUPPORTED {
         return Err(RpcError::unsupported(format!(
-            "{} has TVM-FFI {major}.{minor}.{patch}, whose ABI differs from {our_major}.{our_minor}, which is spoken \
-             here: install apache-tvm-ffi {our_major}.{our_minor}",
+            "{} has TVM-FFI {major}.{minor}.{patch}, but the supported ABI is {our_major}.{our_minor}: install \
+             apache-tvm-ffi {our_major}.{our_minor}",
             path.display()
         )));
     }

@@ -1,4 +1,4 @@
-//! Values of sessions as values of TVM-FFI.
+//! Arguments of foreign functions: converts values of sessions to values of TVM-FFI.
 
 use std::ffi::CString;
 
@@ -10,22 +10,22 @@ use super::callback;
 use super::function::FfiFunction;
 use super::module::FfiModule;
 use super::object::{Held, OwnedAny};
-use super::signature::Wants;
-use super::tensor::{self, Lent};
+use super::signature::ArgForm;
+use super::tensor::{self, BorrowedTensor};
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, LocalValue, Object};
 use rpc_core::value::Value;
 
-/// The arguments of one call, with all that they lend.
+/// Arguments of one call, with the data that they borrow.
 pub(super) struct Arguments {
     values: Vec<Any>,
     _lent: Vec<Keep>,
 }
 
-/// What is behind an argument, until the call is over.
+/// Data behind an argument, until the call has returned.
 enum Keep {
     Value(#[expect(dead_code, reason = "its count is given back on drop")] OwnedAny),
-    Tensor(#[expect(dead_code, reason = "foreign code points to it")] Box<Lent>),
+    Tensor(#[expect(dead_code, reason = "foreign code points to it")] Box<BorrowedTensor>),
     Text(#[expect(dead_code, reason = "foreign code points to it")] CString),
     Bytes(
         #[expect(dead_code, reason = "foreign code points to it")] Box<ByteArray>,
@@ -34,17 +34,23 @@ enum Keep {
 }
 
 impl Arguments {
-    /// `wants` says of each parameter how it is to be passed, as far as that is known.
+    /// Converts the arguments of a call. `forms` is the form of each parameter, as far as it is
+    /// known.
     ///
     /// # Errors
     ///
-    /// A value that has no counterpart.
-    pub(super) fn new(api: &'static Api, context: &Context, values: Vec<LocalValue>, wants: &[Wants]) -> Result<Self> {
+    /// A value without a counterpart in TVM-FFI.
+    pub(super) fn new(
+        api: &'static Api,
+        context: &Context,
+        values: Vec<LocalValue>,
+        forms: &[ArgForm],
+    ) -> Result<Self> {
         let (mut passed, mut lent) = (Vec::with_capacity(values.len()), Vec::new());
         for (index, value) in values.into_iter().enumerate() {
-            let wants = wants.get(index).copied().unwrap_or_default();
+            let form = forms.get(index).copied().unwrap_or_default();
             let (value, keep) =
-                lend(api, context, value, wants).map_err(|error| error.context(format_args!("argument {index}")))?;
+                lend(api, context, value, form).map_err(|error| error.context(format_args!("argument {index}")))?;
             passed.push(value);
             lent.extend(keep);
         }
@@ -56,16 +62,16 @@ impl Arguments {
     }
 }
 
-/// An argument, as cheaply as it goes: tensors and bytes are lent where they lie.
-fn lend(api: &'static Api, context: &Context, value: LocalValue, wants: Wants) -> Result<(Any, Option<Keep>)> {
+/// Converts an argument in the cheapest form: tensors and bytes are borrowed without a copy.
+fn lend(api: &'static Api, context: &Context, value: LocalValue, form: ArgForm) -> Result<(Any, Option<Keep>)> {
     Ok(match value {
-        Value::Object(Object::Tensor(tensor)) if wants != Wants::TensorObject => {
-            let lent = Lent::new(&tensor)?;
+        Value::Object(Object::Tensor(tensor)) if form != ArgForm::TensorObject => {
+            let lent = BorrowedTensor::new(&tensor)?;
             (Any::pointer(type_index::DL_TENSOR, lent.pointer()), Some(Keep::Tensor(lent)))
         }
-        Value::Str(text) if wants == Wants::CString => {
+        Value::Str(text) if form == ArgForm::CString => {
             let text = CString::new(text)
-                .map_err(|_| RpcError::invalid_argument("the function takes a C string, which cannot hold NUL"))?;
+                .map_err(|_| RpcError::invalid_argument("the function takes a C string, which cannot contain NUL"))?;
             (Any::pointer(type_index::RAW_STR, text.as_ptr().cast_mut().cast()), Some(Keep::Text(text)))
         }
         Value::Bytes(bytes) => {
@@ -81,7 +87,7 @@ fn lend(api: &'static Api, context: &Context, value: LocalValue, wants: Wants) -
     })
 }
 
-/// A value that foreign code may keep.
+/// Converts a value to one that foreign code may keep.
 ///
 /// # Errors
 ///
@@ -116,22 +122,23 @@ pub(super) fn to_owned(api: &'static Api, context: &Context, value: LocalValue) 
         Value::Object(Object::Module(module)) => {
             let module = module.as_any().and_then(|module| module.downcast_ref::<FfiModule>());
             let module = module.ok_or_else(|| {
-                RpcError::invalid_argument("the module is not one of TVM-FFI's, and cannot be passed to its functions")
+                RpcError::invalid_argument("the module is not a TVM-FFI module and cannot be passed to its functions")
             })?;
             Ok(module.object().clone().into_any())
         }
         Value::Object(Object::Opaque(opaque)) => {
             let held = opaque.downcast::<Held>().ok_or_else(|| {
                 let name = opaque.type_name();
-                RpcError::invalid_argument(format!("an object of type {name} means nothing to TVM-FFI"))
+                RpcError::invalid_argument(format!("an object of type {name} cannot be passed to TVM-FFI"))
             })?;
             Ok(held.to_owned_any(api))
         }
-        Value::Packed(_) => {
-            Err(RpcError::invalid_argument("packed values mean nothing to TVM-FFI: pass numbers, strings, lists, maps"))
-        }
-        other => {
-            Err(RpcError::invalid_argument(format!("a value of type {} means nothing to TVM-FFI", other.type_name())))
-        }
+        Value::Packed(_) => Err(RpcError::invalid_argument(
+            "packed values cannot be passed to TVM-FFI: pass numbers, strings, lists or maps",
+        )),
+        other => Err(RpcError::invalid_argument(format!(
+            "a value of type {} cannot be passed to TVM-FFI",
+            other.type_name()
+        ))),
     }
 }

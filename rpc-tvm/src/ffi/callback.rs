@@ -1,4 +1,4 @@
-//! Functions of the session, for foreign code to call.
+//! Callbacks: functions of the session that foreign code can call.
 
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,20 +10,22 @@ use super::{arguments, failure, frame, value};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 use rpc_core::function::{Context, Function, FunctionKind};
 
-/// A function object that calls `function`, for as long as foreign code holds it, from any thread.
+/// Creates a function object that calls `function`, for as long as foreign code holds it, from any
+/// thread.
 pub(super) fn create(api: &'static Api, context: &Context, function: Function) -> Result<Ref> {
     let callback = Box::into_raw(Box::new(Callback { api, context: context.detached(), function })).cast();
     // SAFETY: a `Callback` may be shared between threads, and is freed once, by `delete`.
     let created = unsafe { api.create_function(callback, call, delete) };
     created.inspect_err(|_| {
-        // SAFETY: nobody else has it.
+        // SAFETY: nothing else has it.
         drop(unsafe { Box::from_raw(callback.cast::<Callback>()) });
     })
 }
 
 struct Callback {
     api: &'static Api,
-    /// For calls on threads where no function of a module runs: such as those that a module has started.
+    /// Context for calls on threads where no function of a module runs, such as threads that a
+    /// module has started.
     context: Context,
     function: Function,
 }
@@ -31,7 +33,7 @@ struct Callback {
 impl Callback {
     /// # Safety
     ///
-    /// `args` are whole, and all that they refer to is alive.
+    /// `args` are complete values, and everything that they refer to is alive.
     unsafe fn call(&self, args: &[Any]) -> Result<OwnedAny> {
         let frame = frame::current();
         let context = frame.as_ref().map_or(&self.context, |frame| &frame.context);
@@ -56,15 +58,15 @@ impl Callback {
 
 /// # Safety
 ///
-/// `callback` is from [`create`], and the rest as TVM-FFI has it.
+/// `callback` is from [`create`], and the other arguments are as TVM-FFI defines them.
 unsafe extern "C" fn call(callback: *mut c_void, args: *const Any, count: i32, result: *mut Any) -> c_int {
     // SAFETY: it is alive while it is called.
     let callback = unsafe { &*callback.cast::<Callback>() };
-    // SAFETY: there are `count` arguments, whole and alive.
+    // SAFETY: there are `count` arguments, complete and alive.
     let outcome = catch_unwind(AssertUnwindSafe(|| unsafe {
         callback.call(slice_of(args, usize::try_from(count).unwrap_or_default()))
     }));
-    match outcome.unwrap_or_else(|_| Err(RpcError::internal("a function panicked on its way to foreign code"))) {
+    match outcome.unwrap_or_else(|_| Err(RpcError::internal("a callback from foreign code panicked"))) {
         Ok(value) => {
             // SAFETY: there is room for the result, whose count goes to the caller.
             unsafe { result.write(value.into_raw()) };
@@ -79,11 +81,12 @@ unsafe extern "C" fn call(callback: *mut c_void, args: *const Any, count: i32, r
 
 /// # Safety
 ///
-/// `callback` is from [`create`], and nobody uses it any more.
+/// `callback` is from [`create`], and is no longer in use.
 unsafe extern "C" fn delete(callback: *mut c_void) {
-    // SAFETY: it was made by leaking such a box. What is freed with it may run code of others, which must not unwind.
+    // SAFETY: it was created by leaking such a box. Freeing it may run foreign code, which must not
+    // unwind.
     let deleted = catch_unwind(|| drop(unsafe { Box::from_raw(callback.cast::<Callback>()) }));
     if deleted.is_err() {
-        tracing::error!("a function panicked when foreign code let go of it");
+        tracing::error!("a callback panicked when foreign code released it");
     }
 }

@@ -1,4 +1,5 @@
-//! What a file says of itself before it is loaded: whether it can be, and which functions it exports.
+//! Checks of an ELF file before it is loaded: its architecture, its kind, and the functions that it
+//! exports.
 
 use std::fs::File;
 use std::path::Path;
@@ -8,12 +9,12 @@ use object::{Architecture, FileFlags, Object, ObjectKind, ObjectSymbol};
 
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
-/// The names of the functions that the module exports, sorted.
+/// Returns the names of the functions that the module exports, sorted.
 ///
 /// # Errors
 ///
-/// [`ErrorKind::InvalidArgument`] for what is not an ELF shared library of this machine's architecture, or is no module of
-/// TVM-FFI.
+/// [`ErrorKind::InvalidArgument`] for a file that is not an ELF shared library of this machine's
+/// architecture, or not a module of TVM-FFI.
 pub(super) fn exports(path: &Path) -> Result<Vec<String>> {
     let file = File::open(path)
         .map_err(|error| RpcError::new(ErrorKind::Io, format!("cannot open {}: {error}", path.display())))?;
@@ -31,14 +32,14 @@ fn exports_in<'a, R: ReadRef<'a>>(data: R) -> Result<Vec<String>> {
     if ours.is_some_and(|ours| ours != theirs) || file.is_little_endian() != cfg!(target_endian = "little") {
         let endian = if file.is_little_endian() { "little" } else { "big" };
         return Err(RpcError::invalid_argument(format!(
-            "built for {theirs:?}, {endian} endian, and this machine is {}: compile it for this target",
+            "built for {theirs:?}, {endian} endian, but this machine is {}: compile it for this target",
             std::env::consts::ARCH
         )));
     }
-    // The operating system's mark means little; what kind of file it is does.
+    // The operating system in the header is not reliable; the kind of file is.
     if file.kind() != ObjectKind::Dynamic || !matches!(file.flags(), FileFlags::Elf { .. }) {
         return Err(RpcError::invalid_argument(format!(
-            "an ELF file, but no shared library: it is of the kind {:?}; link it with -shared",
+            "an ELF file of kind {:?}, but not a shared library: link it with -shared",
             file.kind()
         )));
     }
@@ -77,13 +78,14 @@ fn architecture() -> Option<Architecture> {
 
 const ELF_MAGIC: &[u8] = b"\x7fELF";
 
-/// What exported functions are called: this, and their name.
+/// Prefix of the symbols of exported functions.
 const PREFIX: &str = "__tvm_ffi_";
 
-/// What follows the prefix in names of other things: metadata and documents of functions, the modules within and their context.
+/// Names behind the prefix of symbols that are no functions: metadata and documentation of
+/// functions, embedded modules and their context.
 const BESIDE: [&str; 4] = ["_metadata_", "_doc_", "_library_bin", "_library_ctx"];
 
-/// As many names as fit an answer.
+/// Largest number of names: as many as fit into one reply.
 const MAX_FUNCTIONS: usize = 1 << 16;
 
 #[cfg(test)]
@@ -97,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_library_of_this_machine_is_refused_and_says_what_it_is() {
+    fn files_that_are_no_library_of_this_machine_are_refused_with_a_reason() {
         assert!(refusal(b"").contains("not an ELF file"));
         assert!(refusal(b"\x7fEL").contains("not an ELF file"));
         assert!(refusal(b"#!/bin/sh\nexit\n").contains("not an ELF file"));
@@ -105,7 +107,7 @@ mod tests {
         let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
         // Position-independent programs are of the same kind as libraries.
         assert!(refusal(&program).contains("no symbol that begins with __tvm_ffi_"), "{}", refusal(&program));
-        // For the machine 0x1234, at offset 18 of the header; any cut of it is no panic.
+        // Machine 0x1234, at offset 18 of the header. Truncated files must not cause a panic.
         let mut foreign = program.clone();
         foreign[18..20].copy_from_slice(&[0x34, 0x12]);
         assert!(refusal(&foreign).contains("built for"), "{}", refusal(&foreign));

@@ -1,4 +1,4 @@
-//! Errors, from the library to sessions and the other way round.
+//! Errors: conversion from the library's to the session's and back.
 
 use super::abi::ByteArray;
 use super::api::Api;
@@ -6,19 +6,20 @@ use super::frame;
 use super::object::{self, slice_of};
 use rpc_core::error::{ErrorKind, RpcError};
 
-/// The error that a function has just raised on this thread.
+/// Takes the error that a function has just raised on this thread.
 ///
-/// If it is one that a function of the session has returned, on its way through foreign code, then that.
+/// If it is an error that a function of the session has returned through foreign code, returns that
+/// one.
 pub(super) fn take(api: &'static Api) -> RpcError {
     let Some(raised) = api.take_raised() else {
-        return RpcError::internal("a TVM-FFI function reported a failure, and raised no error").may_have_run(true);
+        return RpcError::internal("a TVM-FFI function reported a failure without an error").may_have_run(true);
     };
     if let Some(error) = frame::current().and_then(|frame| frame.take_raised(&raised)) {
         return error;
     }
     let [kind, message, backtrace] = object::error_texts(&raised);
     let rpc_kind = match kind.as_str() {
-        // Also what wrappers raise when arguments do not fit.
+        // Wrappers also raise this when arguments do not fit.
         "TypeError" => ErrorKind::InvalidArgument,
         "MemoryError" => ErrorKind::OutOfMemory,
         _ => ErrorKind::Application,
@@ -27,8 +28,8 @@ pub(super) fn take(api: &'static Api) -> RpcError {
     if backtrace.is_empty() { error } else { error.with_backtrace(clip(backtrace, MAX_BACKTRACE)) }
 }
 
-/// Has `error` raised on this thread, for foreign code that called a function of the session. Where that code passes it on,
-/// [`take`] finds it again.
+/// Raises `error` on this thread, for foreign code that called a function of the session. If that
+/// code passes it on, [`take`] recognises it.
 pub(super) fn raise(api: &'static Api, error: RpcError) {
     let kind = error.application_kind().unwrap_or_else(|| class(error.kind()));
     match api.error(kind, error.message(), error.backtrace().unwrap_or_default()) {
@@ -38,11 +39,11 @@ pub(super) fn raise(api: &'static Api, error: RpcError) {
                 frame.keep_raised(raised, error);
             }
         }
-        Err(failure) => tracing::error!(%failure, %error, "an error is lost on its way to foreign code"),
+        Err(failure) => tracing::error!(%failure, %error, "an error could not be passed to foreign code"),
     }
 }
 
-/// The class that foreign code knows such errors by.
+/// Returns the class by which foreign code knows errors of this kind.
 fn class(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::InvalidArgument => "TypeError",
@@ -53,13 +54,13 @@ fn class(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// What `array` says, as far as it is text.
+/// Converts a byte array to text. Invalid UTF-8 is replaced.
 pub(super) fn text(array: &ByteArray) -> String {
-    // SAFETY: whoever has a byte array has what it points to.
+    // SAFETY: the owner of a byte array keeps its data alive.
     String::from_utf8_lossy(unsafe { slice_of(array.data, array.size) }).into_owned()
 }
 
-/// No more of a text than an error should carry.
+/// Shortens a text to the length that an error should carry.
 fn clip(mut text: String, limit: usize) -> String {
     if text.len() > limit {
         let end = (0..=limit).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);

@@ -1,7 +1,7 @@
-//! Calls of foreign functions that are under way on this thread.
+//! Frames: the calls of foreign functions that are running on this thread.
 //!
-//! A function that is called back from foreign code works for the innermost of them: it has that call's context, and may use
-//! the tensors that it was given.
+//! A function that is called back from foreign code runs on behalf of the innermost frame: it has
+//! that call's context, and may use the tensors that the call was given.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -20,66 +20,67 @@ thread_local! {
 /// One call.
 pub(super) struct Frame {
     pub(super) context: Context,
-    /// Where the function runs.
+    /// Kind of the function, which determines its thread.
     pub(super) kind: FunctionKind,
-    /// Those of all tensors that the function was given.
+    /// Storages of all tensors that the function was given.
     pub(super) storages: Vec<Arc<Storage>>,
-    /// Of `storages`; none while the function calls back.
+    /// Borrows of `storages`; none while the function calls back.
     borrows: RefCell<Vec<Borrow>>,
-    /// The streams that the function knows of.
+    /// Streams that the function has been told of.
     lanes: RefCell<Vec<Rc<LaneStream>>>,
-    /// What functions of the session have raised, in the form that foreign code has.
+    /// Last error that a function of the session has raised, with its form in foreign code.
     raised: RefCell<Option<(Ref, RpcError)>>,
 }
 
-/// Begins a call on this thread. It is over when what is returned is dropped.
-pub(super) fn enter(context: &Context, kind: FunctionKind, borrows: Vec<Borrow>) -> Entered {
+/// Begins a call on this thread. It ends when the returned guard is dropped.
+pub(super) fn enter(context: &Context, kind: FunctionKind, borrows: Vec<Borrow>) -> FrameGuard {
     let storages = borrows.iter().map(|borrow| borrow.storage().clone()).collect();
     let (context, borrows) = (context.clone(), RefCell::new(borrows));
     let (lanes, raised) = (RefCell::default(), RefCell::new(None));
     let frame = Rc::new(Frame { context, kind, storages, borrows, lanes, raised });
     STACK.with_borrow_mut(|stack| stack.push(frame.clone()));
-    Entered(frame)
+    FrameGuard(frame)
 }
 
-/// The innermost call.
+/// Returns the innermost call.
 pub(super) fn current() -> Option<Rc<Frame>> {
     STACK.try_with(|stack| stack.borrow().last().cloned()).ok().flatten()
 }
 
-/// A call, until dropped. The borrows in it end with that.
-pub(super) struct Entered(Rc<Frame>);
+/// Guard of a call. Dropping it ends the call and its borrows.
+pub(super) struct FrameGuard(Rc<Frame>);
 
-impl Entered {
-    /// Which streams the function submits its work to.
-    pub(super) fn is_on(&self, lanes: Vec<Rc<LaneStream>>) {
+impl FrameGuard {
+    /// Sets the streams that the function submits its work to.
+    pub(super) fn set_lanes(&self, lanes: Vec<Rc<LaneStream>>) {
         self.0.lanes.replace(lanes);
     }
 }
 
-impl Drop for Entered {
+impl Drop for FrameGuard {
     fn drop(&mut self) {
         let ended = STACK.with_borrow_mut(Vec::pop);
-        // Outside of the borrow: others may be handed the tensors.
+        // Outside of the `RefCell` borrow: dropping it may hand the tensors to others.
         drop(ended);
     }
 }
 
 impl Frame {
-    /// Gives the borrows of the call's tensors away until what is returned is dropped: foreign code that calls back does not
-    /// touch them meanwhile, and whom it calls may want to. Not those of an inline function, which could not wait for them
-    /// afterwards. What is called comes behind what foreign code has submitted to its streams so far.
+    /// Releases the borrows of the call's tensors until the returned guard is dropped: foreign code
+    /// that calls back does not access them meanwhile, and the called function may need them. An
+    /// inline function keeps its borrows, because it could not wait for them afterwards. The called
+    /// function's work runs behind all work that foreign code has submitted to its streams so far.
     pub(super) fn suspend(&self) -> (Suspended<'_>, Vec<Borrow>) {
         self.lanes.borrow().iter().for_each(|lane| lane.end());
         let given = if self.kind == FunctionKind::Inline { Vec::new() } else { self.borrows.take() };
         (Suspended(self), given)
     }
 
-    /// Borrows the tensors again, when those who have them are done.
+    /// Borrows the tensors again, once their other users are done.
     fn resume(&self) {
         self.borrow_again();
         for storage in &self.storages {
-            // Has the default stream come behind what others have yet to do there.
+            // Lets the default stream begin behind pending work of other streams on the memory.
             _ = storage.memory().device_address();
         }
         for lane in self.lanes.borrow().iter() {
@@ -93,32 +94,32 @@ impl Frame {
         if self.kind == FunctionKind::Inline {
             return;
         }
-        let wanted = self.storages.iter().map(|storage| (storage.clone(), Access::Write)).collect();
+        let required = self.storages.iter().map(|storage| (storage.clone(), Access::Write)).collect();
         let (give, given) = mpsc::channel();
-        let borrowed = borrow_all(wanted, Box::new(move |borrows| _ = give.send(borrows)));
+        let borrowed = borrow_all(required, Box::new(move |borrows| _ = give.send(borrows)));
         match borrowed {
             Ok(Some(borrows)) => drop(self.borrows.replace(borrows)),
-            // Whoever has them passes them on when it is done, or goes.
+            // The holder passes the borrows on when it is done, or ends.
             Ok(None) => drop(self.borrows.replace(given.recv().unwrap_or_default())),
             Err(error) => tracing::error!(%error, "storages that were borrowed together conflict"),
         }
     }
 
-    /// Remembers what `raised` stands for.
+    /// Remembers the session's error that `raised` represents.
     pub(super) fn keep_raised(&self, raised: Ref, error: RpcError) {
         let before = self.raised.replace(Some((raised, error)));
         drop(before);
     }
 
-    /// What `raised` stands for, if it is ours.
+    /// Returns the session's error that `raised` represents, if there is one.
     pub(super) fn take_raised(&self, raised: &Ref) -> Option<RpcError> {
         let kept = self.raised.take()?;
-        // The count that was kept has kept the address from being used for another one.
+        // The kept count prevents the reuse of the address by another error.
         (kept.0.raw() == raised.raw()).then_some(kept.1)
     }
 }
 
-/// Tensors of a call that are free for others, until dropped.
+/// Guard that keeps the tensors of a call free for others until it is dropped.
 pub(super) struct Suspended<'a>(&'a Frame);
 
 impl Drop for Suspended<'_> {

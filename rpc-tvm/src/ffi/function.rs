@@ -1,4 +1,4 @@
-//! Foreign functions as functions of the session.
+//! Foreign functions, wrapped as functions of the session.
 
 use std::ffi::c_void;
 use std::rc::Rc;
@@ -16,7 +16,7 @@ use rpc_core::function::{Context, Function, FunctionKind, LocalValue, Object};
 use rpc_core::tensor::Borrow;
 use rpc_core::value::Value;
 
-/// A function object, with what is known of it.
+/// A function object, with its known signature.
 pub(super) struct FfiFunction {
     api: &'static Api,
     object: Ref,
@@ -24,12 +24,12 @@ pub(super) struct FfiFunction {
     kind: FunctionKind,
 }
 
-/// A function of which nothing is known.
+/// Wraps a function with unknown parameters.
 pub(super) fn untyped(api: &'static Api, object: Ref) -> Function {
     wrap(api, object, Typed::unknown(), FunctionKind::Blocking)
 }
 
-/// A function that runs as `kind` says, which is not [`FunctionKind::Async`].
+/// Wraps a function that runs as `kind` says, which is not [`FunctionKind::Async`].
 pub(super) fn wrap(api: &'static Api, object: Ref, typed: Typed, kind: FunctionKind) -> Function {
     let signature = typed.signature.clone();
     let function = Arc::new(FfiFunction { api, object, typed, kind });
@@ -45,38 +45,38 @@ impl FfiFunction {
     }
 
     fn call(&self, context: &Context, values: Vec<LocalValue>, borrows: Vec<Borrow>) -> Result<LocalValue> {
-        if let Some(wants) = &self.typed.wants
-            && wants.len() != values.len()
+        if let Some(forms) = &self.typed.forms
+            && forms.len() != values.len()
         {
-            let (expected, got) = (wants.len(), values.len());
-            return Err(RpcError::invalid_argument(format!(
-                "the function takes {expected} arguments, and {got} were given"
-            )));
+            let (expected, got) = (forms.len(), values.len());
+            return Err(RpcError::invalid_argument(format!("the function takes {expected} arguments, got {got}")));
         }
         let frame = frame::enter(context, self.kind, borrows);
         let streams = Streams::set(self.api, context, &values)?;
-        frame.is_on(streams.lanes());
-        let wants = self.typed.wants.as_deref().unwrap_or_default();
-        let mut arguments = Arguments::new(self.api, context, values, wants)?;
-        // Behind all that giving the tensors' addresses away has had to wait for.
+        frame.set_lanes(streams.lanes());
+        let forms = self.typed.forms.as_deref().unwrap_or_default();
+        let mut arguments = Arguments::new(self.api, context, values, forms)?;
+        // Behind everything that converting the tensors' addresses has made the default stream wait
+        // for.
         streams.begin()?;
         let returned = self.api.call(&self.object, arguments.as_mut_slice())?;
-        // SAFETY: it is whole, and alive until it is dropped.
+        // SAFETY: it is complete, and alive until it is dropped.
         let value = unsafe { value::from_any(self.api, context, &returned.view()) };
         value.map_err(|error| error.context("the return").may_have_run(true))
     }
 }
 
-/// The streams of the devices that a call uses, told to foreign code for as long as it runs. What that submits to them is in
-/// order with the devices' default streams, on which sessions have what else they do with the memory.
+/// Streams of the devices that a call uses, set in foreign code for the duration of the call. Work
+/// that foreign code submits to them is ordered with the devices' default streams, on which
+/// sessions do all other work on the memory.
 struct Streams {
     api: &'static Api,
-    set: Vec<Set>,
+    set: Vec<SetStream>,
 }
 
-struct Set {
+struct SetStream {
     device: Device,
-    /// What foreign code knew before.
+    /// Stream that foreign code had before.
     before: *mut c_void,
     lane: Rc<LaneStream>,
 }
@@ -84,7 +84,7 @@ struct Set {
 /// The stream of a lane.
 pub(super) struct LaneStream {
     stream: Arc<dyn Stream>,
-    /// The device's default stream, if it is another one.
+    /// The device's default stream, if it is a different one.
     default: Option<Arc<dyn Stream>>,
 }
 
@@ -96,16 +96,17 @@ impl LaneStream {
         Ok(Self { stream, default: (!is_default).then_some(default) })
     }
 
-    /// Has what is submitted to the stream begin after what the session has done so far.
+    /// Lets work submitted to the stream begin after the session's work so far.
     pub(super) fn begin(&self) -> Result<()> {
         self.default.as_ref().map_or(Ok(()), |default| self.stream.wait_for(&**default))
     }
 
-    /// Has what the session does from now on come after what was submitted to the stream.
+    /// Lets the session's work from now on begin after the work submitted to the stream.
     pub(super) fn end(&self) {
         let ended = self.default.as_ref().map_or(Ok(()), |default| default.wait_for(&*self.stream));
         if let Err(error) = ended {
-            // All that is left, whatever comes of it; a device that is lost tells everybody.
+            // The only remaining way to keep the order. A lost device is reported by every later
+            // call.
             let waited = self.stream.synchronize();
             tracing::warn!(%error, ?waited, "a stream could not be put in order with the default one");
         }
@@ -124,7 +125,7 @@ impl Streams {
     fn visit(&mut self, context: &Context, value: &LocalValue) -> Result<()> {
         match value {
             Value::Object(Object::Tensor(tensor)) => self.add(context, tensor.device()),
-            // It may be one that only foreign code knows.
+            // The device may be one that only foreign code knows.
             Value::Device(device) if context.devices().get(*device).is_ok() => self.add(context, *device),
             Value::List(values) => values.iter().try_for_each(|value| self.visit(context, value)),
             Value::Map(pairs) => pairs.iter().try_for_each(|(key, value)| {
@@ -142,7 +143,7 @@ impl Streams {
         let lane = LaneStream::of(context, device)?;
         if let Some(handle) = lane.stream.library_handle()? {
             let before = self.api.set_stream(device.kind.0, device.index, handle.as_ptr())?;
-            self.set.push(Set { device, before, lane: Rc::new(lane) });
+            self.set.push(SetStream { device, before, lane: Rc::new(lane) });
         }
         Ok(())
     }
@@ -158,7 +159,7 @@ impl Streams {
 
 impl Drop for Streams {
     fn drop(&mut self) {
-        for Set { device, before, lane } in self.set.drain(..).rev() {
+        for SetStream { device, before, lane } in self.set.drain(..).rev() {
             lane.end();
             if let Err(error) = self.api.set_stream(device.kind.0, device.index, before) {
                 tracing::warn!(%error, %device, "foreign code keeps a stream that may be gone");

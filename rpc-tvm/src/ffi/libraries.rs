@@ -1,4 +1,5 @@
-//! The libraries of the process: `libtvm_ffi.so`, runtimes, and libraries of functions, each loaded once and for good.
+//! Libraries of the process: `libtvm_ffi.so`, runtimes, and libraries of functions, each loaded
+//! once and never unloaded.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -11,36 +12,38 @@ use super::{TvmFfiOptions, locate};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 use rpc_dylib::reason;
 
-/// What has been loaded. The first library serves the process: two would not know each other's objects.
+/// The loaded libraries. The first `libtvm_ffi.so` serves the whole process: two would not know
+/// each other's objects.
 static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
 
 struct Loaded {
     api: &'static Api,
-    /// Runtimes and libraries of functions.
+    /// Paths of opened runtimes and libraries of functions.
     opened: HashSet<PathBuf>,
-    /// The global functions that libraries of functions have brought.
+    /// Global functions that libraries of functions have registered.
     offered: BTreeSet<String>,
 }
 
-/// Loads the library, from where the options say or else from where it is found, and what goes with it, unless that has
-/// been done.
+/// Loads the library from the path in the options or else from where it is found, and the other
+/// libraries of the options, unless that has been done.
 pub(super) fn load(options: &TvmFfiOptions) -> Result<&'static Api> {
     with_loaded(options, |loaded| loaded.api)
 }
 
-/// As [`load`], and the names of the global functions that libraries have brought.
+/// Loads like [`load`], and returns the names of the global functions that libraries have
+/// registered.
 pub(super) fn offered(options: &TvmFfiOptions) -> Result<(&'static Api, Vec<String>)> {
     with_loaded(options, |loaded| (loaded.api, loaded.offered.iter().cloned().collect()))
 }
 
 fn with_loaded<T>(options: &TvmFfiOptions, get: impl FnOnce(&Loaded) -> T) -> Result<T> {
-    let mut place = LOADED.lock();
-    let loaded = match &mut *place {
+    let mut loaded_libraries = LOADED.lock();
+    let loaded = match &mut *loaded_libraries {
         Some(loaded) => loaded,
         None => {
             let path = locate::find(options.library.as_deref())?;
             let api = Api::of(open_global(&path)?, &path)?;
-            place.insert(Loaded { api, opened: HashSet::new(), offered: BTreeSet::new() })
+            loaded_libraries.insert(Loaded { api, opened: HashSet::new(), offered: BTreeSet::new() })
         }
     };
     for path in &options.runtimes {
@@ -56,7 +59,7 @@ fn with_loaded<T>(options: &TvmFfiOptions, get: impl FnOnce(&Loaded) -> T) -> Re
         let (of_tvm, offered): (Vec<_>, Vec<_>) = brought.partition(|name| is_of_tvm(name));
         if !of_tvm.is_empty() {
             let (path, count) = (path.display(), of_tvm.len());
-            tracing::info!(%path, count, "functions that a library brings under names of TVM's own are not offered");
+            tracing::info!(%path, count, "functions that a library registers under TVM's own names are not offered");
         }
         loaded.offered.extend(offered);
     }
@@ -74,8 +77,8 @@ impl Loaded {
     }
 }
 
-/// Whether a global function is TVM's own. Some of them start programs, and read and write files: they come with every
-/// library that needs TVM's runtime, and nobody has meant to offer them.
+/// Returns true if a global function is TVM's own. Some of them start programs, or read and write
+/// files. They come with every library that needs TVM's runtime, and are not meant to be offered.
 fn is_of_tvm(name: &str) -> bool {
     let first = name.split('.').next().unwrap_or(name);
     name.starts_with("__")
@@ -106,14 +109,14 @@ fn is_of_tvm(name: &str) -> bool {
         .contains(&first)
 }
 
-/// Opens a library for good, with its symbols for everybody.
+/// Opens a library for good, with its symbols visible to all others.
 fn open_global(path: &Path) -> Result<&'static Library> {
-    // SAFETY: whoever runs the program has named the library, and answers for what it does when it is loaded.
+    // SAFETY: the operator has named the library, and vouches for its initialisers.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
     let library = library.map_err(|error| {
         let path = path.display();
         RpcError::new(ErrorKind::NotFound, format!("cannot load the library {path}: {}", reason(&error)))
     })?;
-    // Nobody knows when the last pointer into it is gone.
+    // Never closed, because the last pointer into it cannot be known.
     Ok(Box::leak(Box::new(library)))
 }

@@ -1,52 +1,64 @@
-//! Compiled modules and libraries that follow the ABI of [TVM-FFI](https://github.com/apache/tvm-ffi): what TVM, TileLang and
-//! the CuTe DSL compile, or C and C++ against its headers.
+//! Compiled modules and libraries with the ABI of [TVM-FFI](https://github.com/apache/tvm-ffi):
+//! from TVM, TileLang and the CuTe DSL, or from C and C++ compiled against its headers.
 //!
-//! [`TvmFfi`] loads `libtvm_ffi.so` when it is first needed, from where the [options](TvmFfiOptions) say, and modules through it,
-//! so that modules which embed others, or import them, work as in TVM. Nothing of it is needed to build this crate.
+//! [`TvmFfi`] loads `libtvm_ffi.so` when it is first needed, from the path in the
+//! [options](TvmFfiOptions), and modules through it, so that modules which embed or import others
+//! work as in TVM. Building this crate needs no part of TVM.
 //!
 //! # Values
 //!
 //! | here | to a function | from a function |
 //! | --- | --- | --- |
 //! | null, bool, int, float, dtype, device | the same | the same |
-//! | str | a string; a C string where the metadata say `const char*` | str; bytes if it is not UTF-8 |
-//! | bytes | lent as `TVMFFIByteArray`, not copied | bytes; those of a bytes object are not copied |
+//! | str | a string (1) | str; bytes if it is not UTF-8 |
+//! | bytes | borrowed as `TVMFFIByteArray` | bytes; those of a bytes object are not copied |
 //! | shape, list, map | `Shape`, `Array`, `Map` | `Array` and `List`, `Map` and `Dict` alike |
-//! | tensor | lent as `DLTensor`, not copied; a `Tensor` object in lists and maps, and where the metadata say `ffi.Tensor` | the session's own tensor if it lies in one, else one over the object's memory, not copied; a `DLTensor` of the code's own, as an argument of a call back, is copied, because nothing would keep it |
-//! | function | the function object if it is foreign, else one that calls it | function |
+//! | tensor | borrowed as `DLTensor` (2) | a tensor (3) |
+//! | function | the object if it is foreign, else one that calls it | function |
 //! | module | if it is foreign | module |
-//! | object | if it came from a function | any other object, and pointers: held, and only good as arguments |
+//! | object | if it came from a function | any other object, and pointers (4) |
 //!
-//! Packed values are refused. Tensors are lent with the byte offset in the data pointer and with strides, always.
-//! `TVMFFIEnvTensorAlloc` gives a module memory of the session that calls it, and `TVMFFIEnvGetStream` the stream of the call's
-//! lane for each device that its arguments name.
+//! 1. A C string, if the metadata say `const char*`.
+//! 2. A `Tensor` object in lists and maps, and if the metadata say `ffi.Tensor`. Nothing is copied.
+//! 3. The session's own tensor if it lies in one, and otherwise a tensor over the object's memory,
+//!    without a copy. A foreign `DLTensor` in the arguments of a callback is copied, because it
+//!    would not be kept alive.
+//! 4. They are held for the owner of the handle, and only usable as arguments.
 //!
-//! A model that TVM has compiled for its virtual machine has a function `vm_load_executable`, which gives a machine; its
-//! `vm_initialization` takes kind, index and allocator of each device, and then it has the model's functions.
-//! [`Module::instance`] does these two steps.
+//! Packed values are refused. Tensors are always passed with the byte offset in the data pointer
+//! and with strides. `TVMFFIEnvTensorAlloc` gives a module memory of the session that calls it, and
+//! `TVMFFIEnvGetStream` returns the stream of the call's lane for each device that its arguments
+//! name.
+//!
+//! A model that TVM has compiled for its virtual machine has a function `vm_load_executable`, which
+//! returns a machine. Its `vm_initialization` takes kind, index and allocator of each device, and
+//! then the machine has the model's functions. [`Module::instance`] does these two steps.
 //!
 //! # Calls
 //!
-//! A function borrows all tensors that it is given for writing, since nobody knows what it does with them; two calls with
-//! one tensor run one after the other. It runs on the thread of its lane, unless its module exports a function `rpc_inline`
-//! that returns its name among others, with commas between them: those promise not to block, and run where the request was
-//! read. Where metadata tell how many arguments there are, others are refused before the call.
+//! A function borrows all tensors that it is given for writing, since its accesses are not known;
+//! two calls with one tensor run one after the other. It runs on the thread of its lane, unless its
+//! module exports a function `rpc_inline` that returns its name in a list separated by commas:
+//! listed functions promise not to block, and run where the request was read. If metadata tell the
+//! number of arguments, calls with another number are refused.
 //!
-//! While a function calls back, the tensors that it was given go to whom it calls, or are free for others (but for inline
-//! functions, which keep them): it must not touch them meanwhile, on other
-//! threads for example. What it holds of session memory beyond the call, as a `Tensor` object or an allocation, stays valid and
-//! accounted for, and it must not use that outside of calls either.
+//! While a function calls back, its tensors are passed to the called function, or are free for
+//! others (except those of inline functions, which keep them): it must not access them meanwhile,
+//! on other threads for example. Session memory that it holds beyond the call, as a `Tensor` object
+//! or an allocation, stays valid and accounted for, and must not be used outside of calls either.
 //!
-//! Errors carry kind, message and backtrace; the kind is the [`application_kind`](rpc_core::RpcError::application_kind).
-//! `TypeError` is [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument), `MemoryError` is
-//! [`OutOfMemory`](rpc_core::ErrorKind::OutOfMemory), and any other [`Application`](rpc_core::ErrorKind::Application). An error of a session's function
-//! that foreign code called and passed on arrives as it was.
+//! Errors carry kind, message and backtrace; the kind is the
+//! [`application_kind`](rpc_core::RpcError::application_kind). `TypeError` is
+//! [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument), `MemoryError` is
+//! [`OutOfMemory`](rpc_core::ErrorKind::OutOfMemory), and any other
+//! [`Application`](rpc_core::ErrorKind::Application). An error of a session's function that foreign
+//! code called and passed on arrives unchanged.
 //!
 //! # Trust
 //!
-//! Foreign code can do all that the process can, and take it down: give sessions that load modules a process of their own.
-//! Modules and libraries stay loaded until the process ends. There is one `libtvm_ffi.so` in a process: the first that is
-//! loaded.
+//! Foreign code can do everything that the process can, and can crash it: give sessions that load
+//! modules a process of their own. Modules and libraries stay loaded until the process ends. A
+//! process has one `libtvm_ffi.so`: the first that is loaded.
 
 mod abi;
 mod allocator;
@@ -77,52 +89,59 @@ use rpc_core::function::Registry;
 use rpc_core::function::{FunctionKind, Module};
 use rpc_core::function::{LoadRequest, ModuleLoader};
 
-/// What to load, and from where.
+/// Options of [`TvmFfi`]: the libraries to load.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TvmFfiOptions {
-    /// `libtvm_ffi.so`, or the folder that it lies in. Without it: what the environment variable `TVM_FFI_LIBRARY` names, or
-    /// else that of the first Python environment which has the package `apache-tvm-ffi` (that of `VIRTUAL_ENV`, of
-    /// `CONDA_PREFIX`, those on the `PATH`, the user's, the system's), or else one in the system's library folders.
+    /// Path of `libtvm_ffi.so`, or its folder. By default the path in the environment variable
+    /// `TVM_FFI_LIBRARY`, or else that of the first Python environment with the package
+    /// `apache-tvm-ffi` (that of `VIRTUAL_ENV`, of `CONDA_PREFIX`, those on the `PATH`, the user's,
+    /// the system's), or else one in the system's library folders.
     pub library: Option<PathBuf>,
-    /// Libraries that are loaded before all else, in this order, with their symbols for all others: runtimes that modules need,
-    /// such as TVM's `libtvm_runtime.so`. The functions that they register are for modules alone.
+    /// Libraries that are loaded first, in this order, with their symbols visible to all others:
+    /// runtimes that modules need, such as TVM's `libtvm_runtime.so`. The functions that they
+    /// register are for modules alone.
     pub runtimes: Vec<PathBuf>,
-    /// Libraries of functions, which are loaded next, in the same way: what [`TvmFfi::register_globals`] registers.
+    /// Libraries of functions, which are loaded next, in the same way. [`TvmFfi::register_globals`]
+    /// registers their functions.
     pub libraries: Vec<PathBuf>,
 }
 
-/// Loads modules of TVM-FFI. Clones share everything; nothing is loaded before it is needed.
+/// Loader of modules with TVM-FFI's ABI. Clones share everything; nothing is loaded before it is
+/// needed.
 #[derive(Clone)]
 pub struct TvmFfi(Arc<TvmFfiOptions>);
 
 impl TvmFfi {
-    /// The name of the loader.
+    /// Name of the loader.
     pub const NAME: &str = "tvm_ffi";
 
-    /// A loader with these options.
+    /// Creates a loader with these options.
     pub fn new(options: TvmFfiOptions) -> Self {
         Self(Arc::new(options))
     }
 
-    /// Loads the module in `file`, a regular file that nobody changes any more; `name` is what it calls itself. Loading runs
-    /// the module's initialisers, and may block. The module stays loaded until the process ends.
+    /// Loads the module in `file`, a regular file that must not be changed afterwards; `name` is
+    /// the module's name. Loading runs the module's initialisers, and may block. The module stays
+    /// loaded until the process ends.
     ///
     /// # Errors
     ///
-    /// [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument) for a file that is no ELF shared library, is for another
-    /// architecture, exports no function for TVM-FFI, or lacks a symbol or library that it needs;
-    /// [`NotFound`](rpc_core::ErrorKind::NotFound) if TVM-FFI itself or a library of the options is not there, with the places that
-    /// were looked at; [`Unsupported`](rpc_core::ErrorKind::Unsupported) if it has another ABI.
+    /// [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument) for a file that is not an ELF
+    /// shared library, is for another architecture, exports no function for TVM-FFI, or lacks a
+    /// symbol or library that it needs; [`NotFound`](rpc_core::ErrorKind::NotFound) if TVM-FFI
+    /// itself or a library of the options is missing, with the places that were searched;
+    /// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if it has another ABI.
     pub fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
         Ok(Arc::new(FfiModule::load(self.api()?, file, name)?))
     }
 
-    /// Loads all that the options name, now, and registers the global functions that the
-    /// [libraries](TvmFfiOptions::libraries) have registered with TVM-FFI, by their names. Says how many these are. Names that are
-    /// taken in the registry stay what they are.
+    /// Loads all libraries of the options now, and registers the global functions that the
+    /// [libraries](TvmFfiOptions::libraries) have registered with TVM-FFI, by their names. Returns
+    /// their number. Names that are taken in the registry are not replaced.
     ///
-    /// Functions of TVM itself, by the first part of their names, are never registered, though a library may bring them along
-    /// with a runtime that it needs: among them are some that start programs.
+    /// Functions of TVM itself, recognised by the first part of their names, are never registered,
+    /// although a library may bring them along with a runtime that it needs: some of them start
+    /// programs.
     ///
     /// # Errors
     ///
@@ -146,7 +165,8 @@ impl TvmFfi {
         Ok(count)
     }
 
-    /// The version of the library and where it was found; loads it, and what the options name, unless that has been done.
+    /// Returns the version and the path of the library. Loads it, and the other libraries of the
+    /// options, unless that has been done.
     ///
     /// # Errors
     ///
@@ -161,8 +181,8 @@ impl TvmFfi {
     }
 }
 
-/// For programs whose sessions are trusted with every file that they can name: a path that ends in `.so` is one of the
-/// session's workspace, or if the session has none, of this machine.
+/// Loader for programs whose sessions may load any file that they can name: a path that ends in
+/// `.so` is one of the session's workspace, or, if the session has none, of this machine.
 impl ModuleLoader for TvmFfi {
     fn name(&self) -> &str {
         Self::NAME

@@ -1,4 +1,4 @@
-//! Foreign modules.
+//! Foreign modules, wrapped as modules of the session.
 
 use std::any::Any as AnyType;
 use std::path::Path;
@@ -21,22 +21,24 @@ pub(super) struct FfiModule {
     api: &'static Api,
     object: Ref,
     name: String,
-    /// The functions that its file exports. Modules may have more, of which nobody tells.
+    /// Functions that its file exports. A module may have further functions, which cannot be
+    /// listed.
     exports: Vec<String>,
-    /// Those of them that promise not to block.
+    /// Exported functions that promise not to block.
     inline: Vec<String>,
 }
 
 impl FfiModule {
-    /// Loads a file. It stays loaded for as long as the process lives: nobody knows when the last pointer into it is gone.
+    /// Loads a file. It stays loaded for as long as the process lives, because the last pointer
+    /// into it cannot be known.
     pub(super) fn load(api: &'static Api, file: &Path, name: &str) -> Result<Self> {
         let refused = |error: RpcError| error.context(format_args!("cannot load the module {name}"));
         let exports = elf::exports(file).map_err(refused)?;
         let path = file
             .to_str()
             .ok_or_else(|| RpcError::invalid_argument(format!("the path {} is not Unicode", file.display())))?;
-        // TVM-FFI would look for symbols only when they are used, and the process would end where there is none.
-        // SAFETY: whoever may load modules may run code.
+        // TVM-FFI would resolve symbols lazily, and the process would end at a missing one.
+        // SAFETY: a user who may load modules may run code.
         let library = unsafe { Library::open(Some(file), RTLD_NOW | RTLD_LOCAL) };
         let library = library.map_err(|error| refused(RpcError::invalid_argument(reason(&error))))?;
         std::mem::forget(library);
@@ -52,7 +54,7 @@ impl FfiModule {
         Ok(Self { api, object, name: name.to_owned(), exports, inline })
     }
 
-    /// A module that a function has returned, of which is known only what it can be asked.
+    /// Wraps a module that a function has returned, whose file is unknown.
     pub(super) fn returned(api: &'static Api, object: Ref) -> Self {
         let kind = api.type_key(&object);
         Self { api, object, name: kind, exports: Vec::new(), inline: Vec::new() }
@@ -63,14 +65,14 @@ impl FfiModule {
     }
 
     fn typed(&self, name: &str) -> Typed {
-        // Metadata that fail are none.
+        // Metadata that fail count as none.
         let metadata = self.api.module_metadata(&self.object, name).ok().flatten();
         metadata.map_or_else(Typed::unknown, |metadata| Typed::from_metadata(&metadata))
     }
 }
 
-/// The function by which a module says which of its functions do not block: it takes nothing, and returns their names with
-/// commas.
+/// Name of the function by which a module lists its functions that do not block: it takes nothing,
+/// and returns their names, separated by commas.
 pub(super) const INLINE: &str = "rpc_inline";
 
 impl Module for FfiModule {
@@ -82,7 +84,8 @@ impl Module for FfiModule {
         &self.name
     }
 
-    /// For a model that TVM has compiled for its virtual machine: a machine with the model in it, whose memory comes from pools.
+    /// For a model that TVM has compiled for its virtual machine, returns a machine with the model,
+    /// whose memory comes from pools.
     fn instance(&self, context: &Context, device: Device) -> Result<Option<Arc<dyn Module>>> {
         const POOLED: Any = Any::int(2);
 
@@ -96,7 +99,7 @@ impl Module for FfiModule {
             initialise.ok_or_else(|| failed(RpcError::unsupported("its machine is of another version")))?;
         let mut args = vec![Any::int(device.kind.0.into()), Any::int(device.index.into()), POOLED];
         if device.kind != DeviceType::CPU {
-            // Shapes are computed there.
+            // Shapes are computed on the processor.
             args.extend([Any::int(DeviceType::CPU.0.into()), Any::int(0), POOLED]);
         }
         self.api.call(&initialise, &mut args).map_err(failed)?;
@@ -121,7 +124,7 @@ impl Module for FfiModule {
     }
 }
 
-/// As many names as an error message should have.
+/// Lists as many names as an error message should have.
 fn some_of(names: &[String]) -> String {
     let shown = names.iter().take(20).map(String::as_str).collect::<Vec<_>>().join(", ");
     match names.len().checked_sub(20) {

@@ -16,8 +16,8 @@ pub(super) struct Ref {
     object: NonNull<ObjectHeader>,
 }
 
-// SAFETY: objects are counted atomically, and may be used and freed on any thread; TVM-FFI requires that of those who make
-// them.
+// SAFETY: objects are counted atomically, and may be used and freed on any thread; TVM-FFI requires
+// that of their creators.
 unsafe impl Send for Ref {}
 // SAFETY: as above.
 unsafe impl Sync for Ref {}
@@ -25,7 +25,7 @@ unsafe impl Sync for Ref {}
 impl Ref {
     /// # Safety
     ///
-    /// `object` is alive, and the caller gives a count of it away.
+    /// `object` is alive, and the caller gives away a count of it.
     pub(super) const unsafe fn from_owned(api: &'static Api, object: NonNull<ObjectHeader>) -> Self {
         Self { api, object }
     }
@@ -48,24 +48,24 @@ impl Ref {
         unsafe { self.object.as_ref() }.type_index
     }
 
-    /// The value that lends this object.
+    /// Returns the value that borrows this object.
     pub(super) fn as_any(&self) -> Any {
         Any::pointer(self.type_index(), self.object.as_ptr().cast())
     }
 
-    /// The value that owns this object.
+    /// Returns the value that owns this object.
     pub(super) fn into_any(self) -> OwnedAny {
         let (api, value) = (self.api, self.as_any());
         mem::forget(self);
         OwnedAny { api, value }
     }
 
-    /// The text of a string object, or the bytes of a bytes object.
+    /// Returns the text of a string object, or the bytes of a bytes object.
     pub(super) fn byte_array(&self) -> Option<&[u8]> {
         if !matches!(self.type_index(), type_index::STR | type_index::BYTES) {
             return None;
         }
-        // SAFETY: such objects hold this, and never change.
+        // SAFETY: objects of these types have such contents, which never change.
         let array = unsafe { &*self.contents::<ByteArray>() };
         // SAFETY: as above.
         Some(unsafe { slice_of(array.data, array.size) })
@@ -75,20 +75,21 @@ impl Ref {
         if self.type_index() != type_index::SHAPE {
             return None;
         }
-        // SAFETY: such objects hold this, and never change.
+        // SAFETY: objects of this type have such contents, which never change.
         let cell = unsafe { &*self.contents::<ShapeCell>() };
         // SAFETY: as above.
         Some(unsafe { slice_of(cell.data, cell.size) })
     }
 
     pub(super) fn tensor(&self) -> Option<&DlTensor> {
-        // SAFETY: such objects hold this, and never change.
+        // SAFETY: objects of this type have such contents, which never change.
         (self.type_index() == type_index::TENSOR).then(|| unsafe { &*self.contents::<DlTensor>() })
     }
 
-    /// What an error object says; `self` is one.
+    /// Returns the contents of an error object; `self` must be one.
     pub(super) fn error(&self) -> &ErrorCell {
-        // SAFETY: such objects hold this; the backtrace changes only on the thread on its way out, which is ours.
+        // SAFETY: error objects have such contents; the backtrace changes only while the error
+        // passes through this thread.
         unsafe { &*self.contents::<ErrorCell>() }
     }
 
@@ -118,12 +119,12 @@ impl Clone for Ref {
 
 impl Drop for Ref {
     fn drop(&mut self) {
-        // SAFETY: the count was ours.
+        // SAFETY: the count belonged to this reference.
         unsafe { self.api.release(self.object) };
     }
 }
 
-/// A value, with a count of the object in it if there is one.
+/// A value, with a count of its object if there is one.
 pub(super) struct OwnedAny {
     api: &'static Api,
     value: Any,
@@ -137,13 +138,13 @@ impl OwnedAny {
         Self { api, value }
     }
 
-    /// A value that is no object.
+    /// Wraps a value that is no object.
     pub(super) const fn plain(api: &'static Api, value: Any) -> Self {
         debug_assert!(!value.is_object());
         Self { api, value }
     }
 
-    /// The value that lends the object.
+    /// Returns the value that borrows the object.
     pub(super) const fn view(&self) -> Any {
         self.value
     }
@@ -161,7 +162,7 @@ impl OwnedAny {
 
     pub(super) fn to_int(&self) -> Result<i64> {
         match self.value.type_index {
-            // SAFETY: that is what it says it holds.
+            // SAFETY: the type index says that this is stored.
             type_index::INT | type_index::BOOL => Ok(unsafe { self.value.payload.int }),
             _ => Err(self.unexpected("an int")),
         }
@@ -172,7 +173,7 @@ impl OwnedAny {
         if let Some(small) = small_bytes(&self.value) {
             return Ok(text(small));
         }
-        // SAFETY: the value is whole, and lives.
+        // SAFETY: the value is complete and alive.
         let object = unsafe { object_in(self.api, &self.value) };
         object.as_ref().and_then(Ref::byte_array).map(text).ok_or_else(|| self.unexpected("a string"))
     }
@@ -181,28 +182,28 @@ impl OwnedAny {
         self.to_optional_object()?.ok_or_else(|| self.unexpected("an object"))
     }
 
-    /// Nothing, or an object.
+    /// Returns the object, or `None` for null.
     pub(super) fn to_optional_object(&self) -> Result<Option<Ref>> {
         if self.is_none() {
             return Ok(None);
         }
-        // SAFETY: the value is whole, and lives.
+        // SAFETY: the value is complete and alive.
         unsafe { object_in(self.api, &self.value) }.map(Some).ok_or_else(|| self.unexpected("an object"))
     }
 
     fn unexpected(&self, expected: &str) -> RpcError {
-        // SAFETY: the value is whole, and lives.
+        // SAFETY: the value is complete and alive.
         let got = match unsafe { object_in(self.api, &self.value) } {
             Some(object) => self.api.type_key(&object),
             None => format!("a value of type {}", self.value.type_index),
         };
-        RpcError::internal(format!("TVM-FFI answered with {got} where {expected} was expected"))
+        RpcError::internal(format!("expected {expected} from TVM-FFI, got {got}"))
     }
 }
 
 impl Drop for OwnedAny {
     fn drop(&mut self) {
-        // SAFETY: the value is whole, and the count was ours.
+        // SAFETY: the value is complete, and this owned the count.
         unsafe {
             if self.value.is_object()
                 && let Some(object) = NonNull::new(self.value.payload.pointer)
@@ -213,11 +214,11 @@ impl Drop for OwnedAny {
     }
 }
 
-/// A reference of our own to the object in `value`, if there is one.
+/// Returns a new reference to the object in `value`, if there is one.
 ///
 /// # Safety
 ///
-/// `value` is whole, and its object is alive.
+/// `value` is complete, and its object is alive.
 pub(super) unsafe fn object_in(api: &'static Api, value: &Any) -> Option<Ref> {
     // SAFETY: the caller's promise.
     unsafe {
@@ -226,27 +227,27 @@ pub(super) unsafe fn object_in(api: &'static Api, value: &Any) -> Option<Ref> {
     }
 }
 
-/// The bytes of a small string, or small bytes.
+/// Returns the bytes of a small string, or of small bytes.
 pub(super) fn small_bytes(value: &Any) -> Option<&[u8]> {
     if !matches!(value.type_index, type_index::SMALL_STR | type_index::SMALL_BYTES) {
         return None;
     }
-    // SAFETY: any eight bytes that are there are bytes, and every value has them.
+    // SAFETY: any eight bytes are valid bytes, and every value has them.
     let bytes = unsafe { &value.payload.bytes };
     Some(&bytes[..(value.small_len as usize).min(bytes.len())])
 }
 
-/// Something of a module that has no counterpart in sessions, held for whoever has its handle.
+/// A module's value without a counterpart in sessions, held for the owner of its handle.
 pub(super) enum Held {
     Object(Ref),
     /// An address, which never leaves the process.
     Pointer(Pointer),
 }
 
-/// An address that only foreign code follows.
+/// An address that only foreign code dereferences.
 pub(super) struct Pointer(pub(super) *mut c_void);
 
-// SAFETY: nothing is done with it here but to hand it on.
+// SAFETY: the address is only passed on here.
 unsafe impl Send for Pointer {}
 // SAFETY: as above.
 unsafe impl Sync for Pointer {}
@@ -270,7 +271,7 @@ impl Held {
 
 const _: () = assert!(size_of::<Any>() == 16 && size_of::<ObjectHeader>() == 24 && size_of::<DlTensor>() == 48);
 
-/// What an error says of itself.
+/// Returns kind, message and backtrace of an error.
 pub(super) fn error_texts(error: &Ref) -> [String; 3] {
     let abi::ErrorCell { kind, message, backtrace } = error.error();
     [kind, message, backtrace].map(failure::text)

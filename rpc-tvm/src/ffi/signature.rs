@@ -1,7 +1,8 @@
-//! Signatures, from what modules say of their functions.
+//! Signatures of functions, from the modules' metadata.
 //!
-//! Metadata are JSON with a `type_schema`, which is JSON again: `{"type": "ffi.Function", "args": [return, parameter …]}`, or
-//! `{"type": "ffi.Function", "named_args": {"return": [return], "params": [parameter …]}}` from 0.1.13 on.
+//! Metadata are JSON with a `type_schema`, which is JSON again: `{"type": "ffi.Function", "args":
+//! [return, parameter …]}`, or `{"type": "ffi.Function", "named_args": {"return": [return],
+//! "params": [parameter …]}}` from 0.1.13 on.
 
 use std::borrow::Cow;
 
@@ -9,32 +10,32 @@ use serde_json::Value as Json;
 
 use rpc_core::function::Signature;
 
-/// What is known of a function.
+/// Known signature of a function.
 pub(super) struct Typed {
     pub(super) signature: Signature,
-    /// Of each parameter, if the parameters are known.
-    pub(super) wants: Option<Box<[Wants]>>,
+    /// Forms of the parameters, if the parameters are known.
+    pub(super) forms: Option<Box<[ArgForm]>>,
 }
 
-/// In which of several forms a parameter takes its argument.
+/// Form in which a parameter takes its argument.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub(super) enum Wants {
-    /// In the cheapest one.
+pub(super) enum ArgForm {
+    /// The cheapest form.
     #[default]
     Any,
-    /// A tensor object, not a `DLTensor` that is lent.
+    /// A tensor object, not a borrowed `DLTensor`.
     TensorObject,
     /// A C string.
     CString,
 }
 
 impl Typed {
-    /// Any number of arguments of any type.
+    /// Returns the signature for any number of arguments of any type.
     pub(super) fn unknown() -> Self {
-        Self { signature: Signature { params: vec!["...".into()], returns: "any".into() }, wants: None }
+        Self { signature: Signature { params: vec!["...".into()], returns: "any".into() }, forms: None }
     }
 
-    /// What `metadata` say; of those that say nothing, or cannot be read, nothing is known.
+    /// Reads metadata. If they contain no signature, or cannot be read, the signature is unknown.
     pub(super) fn from_metadata(metadata: &str) -> Self {
         Self::parse(metadata).unwrap_or_else(Self::unknown)
     }
@@ -50,29 +51,29 @@ impl Typed {
         }
         let (returns, params) = match schema.get("named_args") {
             Some(named) => (named.get("return")?.get(0)?, named.get("params")?.as_array()?.as_slice()),
-            // A function without arguments here is one of which nothing is known.
+            // In this form, a function without arguments has an unknown signature.
             None => schema.get("args")?.as_array()?.split_first()?,
         };
         let signature =
             Signature { params: params.iter().map(|param| name(param, 0)).collect(), returns: name(returns, 0) };
-        Some(Self { signature, wants: Some(params.iter().map(wants).collect()) })
+        Some(Self { signature, forms: Some(params.iter().map(arg_form).collect()) })
     }
 }
 
-fn wants(param: &Json) -> Wants {
+fn arg_form(param: &Json) -> ArgForm {
     match param.get("type").and_then(Json::as_str) {
-        Some("ffi.Tensor") => Wants::TensorObject,
-        Some("const char*") => Wants::CString,
-        // One of them decides: the others take what it takes.
+        Some("ffi.Tensor") => ArgForm::TensorObject,
+        Some("const char*") => ArgForm::CString,
+        // One of the alternatives decides: the others accept its form.
         Some("Optional" | "Union" | "Variant") => {
             let args = param.get("args").and_then(Json::as_array).into_iter().flatten();
-            args.map(wants).find(|wants| *wants != Wants::Any).unwrap_or_default()
+            args.map(arg_form).find(|form| *form != ArgForm::Any).unwrap_or_default()
         }
-        _ => Wants::Any,
+        _ => ArgForm::Any,
     }
 }
 
-/// A type in the words of sessions.
+/// Returns the session's name of a type.
 fn name(schema: &Json, depth: usize) -> Cow<'static, str> {
     let args = schema.get("args").and_then(Json::as_array).map(Vec::as_slice).unwrap_or_default();
     let arg = |index: usize| args.get(index).map_or(Cow::Borrowed("any"), |arg| name(arg, depth + 1));
@@ -99,7 +100,7 @@ fn name(schema: &Json, depth: usize) -> Cow<'static, str> {
     }
 }
 
-/// As much of a name as a signature should show.
+/// Shortens a name to the length that a signature should show.
 fn clip(name: &str) -> &str {
     let end = (0..=name.len().min(100)).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
     &name[..end]
@@ -118,14 +119,22 @@ mod tests {
 
     #[test]
     fn both_forms_are_read() {
-        let old = r#"{"type":"ffi.Function","args":[{"type":"int"},{"type":"DLTensor*"},{"type":"Optional","args":[{"type":"float"}]}]}"#;
+        let old = concat!(
+            r#"{"type":"ffi.Function","args":[{"type":"int"},{"type":"DLTensor*"},"#,
+            r#"{"type":"Optional","args":[{"type":"float"}]}]}"#
+        );
         assert_eq!(signature(old), "(tensor, float?) -> int");
-        let new = r#"{"type":"ffi.Function","named_args":{"return":[{"type":"None"}],"params":[{"type":"ffi.Map","args":[{"type":"ffi.String"},{"type":"Any"}]},{"type":"ffi.Array","args":[{"type":"ffi.Tensor"}]},{"type":"Variant","args":[{"type":"int"},{"type":"ffi.String"}]},{"type":"relax.Exec"}]}}"#;
+        let new = concat!(
+            r#"{"type":"ffi.Function","named_args":{"return":[{"type":"None"}],"params":["#,
+            r#"{"type":"ffi.Map","args":[{"type":"ffi.String"},{"type":"Any"}]},"#,
+            r#"{"type":"ffi.Array","args":[{"type":"ffi.Tensor"}]},"#,
+            r#"{"type":"Variant","args":[{"type":"int"},{"type":"ffi.String"}]},{"type":"relax.Exec"}]}}"#
+        );
         assert_eq!(signature(new), "({str: any}, [tensor], int | str, object<relax.Exec>) -> null");
     }
 
     #[test]
-    fn what_cannot_be_read_is_unknown() {
+    fn metadata_that_cannot_be_read_give_an_unknown_signature() {
         for schema in
             ["", "{}", "[1]", r#"{"type":"ffi.Function"}"#, r#"{"type":"ffi.Function","args":[]}"#, r#"{"type":"int"}"#]
         {
@@ -134,7 +143,7 @@ mod tests {
         for metadata in ["", "{}", "[]", "\"\"", "{\"type_schema\": 7}"] {
             assert_eq!(Typed::from_metadata(metadata).signature.to_string(), "(...) -> any", "{metadata}");
         }
-        // One that nests without end ends.
+        // Endless nesting is cut off.
         let nested = |levels| {
             let list = (0..levels)
                 .fold(r#"{"type":"int"}"#.to_owned(), |inner, _| format!(r#"{{"type":"ffi.Array","args":[{inner}]}}"#));
@@ -146,10 +155,13 @@ mod tests {
     }
 
     #[test]
-    fn parameters_say_in_which_form_they_take_tensors_and_strings() {
-        let schema = r#"{"type":"ffi.Function","args":[{"type":"None"},{"type":"DLTensor*"},{"type":"ffi.Tensor"},{"type":"const char*"},{"type":"Optional","args":[{"type":"ffi.Tensor"}]}]}"#;
+    fn parameters_have_the_form_in_which_they_take_tensors_and_strings() {
+        let schema = concat!(
+            r#"{"type":"ffi.Function","args":[{"type":"None"},{"type":"DLTensor*"},{"type":"ffi.Tensor"},"#,
+            r#"{"type":"const char*"},{"type":"Optional","args":[{"type":"ffi.Tensor"}]}]}"#
+        );
         let metadata = serde_json::json!({ "type_schema": schema }).to_string();
-        let wants = Typed::from_metadata(&metadata).wants.unwrap();
-        assert!(*wants == [Wants::Any, Wants::TensorObject, Wants::CString, Wants::TensorObject]);
+        let forms = Typed::from_metadata(&metadata).forms.unwrap();
+        assert!(*forms == [ArgForm::Any, ArgForm::TensorObject, ArgForm::CString, ArgForm::TensorObject]);
     }
 }

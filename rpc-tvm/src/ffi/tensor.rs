@@ -1,4 +1,5 @@
-//! Tensors, as foreign code sees them: lent as `DLTensor`, shared as tensor objects, and taken over.
+//! Tensors in foreign code: borrowed as `DLTensor`, shared as tensor objects, and taken over from
+//! foreign code.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -16,14 +17,15 @@ use rpc_core::error::{Result, RpcError};
 use rpc_core::function::Context;
 use rpc_core::tensor::{Layout, Storage, Tensor};
 
-/// A description of a tensor that is lent to foreign code for one call.
-pub(super) struct Lent {
+/// Description of a tensor that foreign code borrows for one call.
+pub(super) struct BorrowedTensor {
     tensor: DlTensor,
     _dimensions: Dimensions,
 }
 
-impl Lent {
-    /// The tensor must be borrowed for as long as it is lent. Nothing is copied.
+impl BorrowedTensor {
+    /// Describes a tensor, which must be borrowed for as long as foreign code uses it. Nothing is
+    /// copied.
     ///
     /// # Errors
     ///
@@ -38,14 +40,14 @@ impl Lent {
     }
 }
 
-/// What the pointers of a description point to, wherever this moves.
+/// Shape and strides that a description points to; they may be moved.
 struct Dimensions {
     shape: Box<[i64]>,
     strides: Box<[i64]>,
 }
 
-/// The description of a tensor, good for as long as the dimensions beside it. The first element is where the data begin: much
-/// compiled code takes no other offset.
+/// Describes a tensor. The description is valid for as long as the returned dimensions. The data
+/// pointer is that of the first element: much compiled code supports no other offset.
 fn describe(tensor: &Tensor) -> Result<(Dimensions, DlTensor)> {
     let start = match tensor.storage().memory().device_address() {
         Some(start) => start.as_ptr(),
@@ -74,18 +76,19 @@ fn describe(tensor: &Tensor) -> Result<(Dimensions, DlTensor)> {
     Ok((dimensions, description))
 }
 
-/// A tensor object over the same storage. It keeps the memory for as long as foreign code holds it, and borrows nothing.
+/// Creates a tensor object over the same storage. It keeps the memory alive while foreign code
+/// holds it, and borrows nothing.
 pub(super) fn share(api: &'static Api, tensor: &Tensor) -> Result<Ref> {
     let managed = manage(tensor)?;
-    // SAFETY: it is whole.
+    // SAFETY: it is complete.
     unsafe { api.tensor(managed) }
 }
 
-/// The same as a tensor that whoever has it must delete.
+/// Creates a managed tensor over the same storage, which its owner must delete.
 ///
 /// # Errors
 ///
-/// As [`Lent::new`].
+/// As [`BorrowedTensor::new`].
 pub(super) fn manage(tensor: &Tensor) -> Result<NonNull<ManagedTensor>> {
     let (_dimensions, description) = describe(tensor)?;
     let storage = tensor.storage().clone();
@@ -104,7 +107,7 @@ pub(super) fn manage(tensor: &Tensor) -> Result<NonNull<ManagedTensor>> {
     Ok(NonNull::from(Box::leak(managed)).cast())
 }
 
-/// What [`manage`] makes. The part that foreign code sees comes first.
+/// Allocation of [`manage`]. The part that foreign code sees comes first.
 #[repr(C)]
 struct Managed {
     managed: ManagedTensor,
@@ -114,28 +117,28 @@ struct Managed {
 
 /// # Safety
 ///
-/// `managed` is from [`manage`], and nobody uses it any more.
+/// `managed` is from [`manage`], and is no longer in use.
 unsafe extern "C" fn delete(managed: *mut ManagedTensor) {
-    // SAFETY: it was made by leaking such a box.
+    // SAFETY: it was created by leaking such a box.
     drop(unsafe { Box::from_raw(managed.cast::<Managed>()) });
 }
 
-/// The storages that foreign code shares, by their address: a tensor that comes back is known by where it lies, so that no
-/// two storages are the same bytes.
-static SHARED: Mutex<Shared> = Mutex::new(Shared { storages: BTreeMap::new(), swept: 0 });
+/// Storages that foreign code shares, by their address: a tensor that comes back is recognised by
+/// its address, so that no two storages have the same bytes.
+static SHARED: Mutex<SharedStorages> = Mutex::new(SharedStorages { storages: BTreeMap::new(), swept: 0 });
 
-fn shared() -> MutexGuard<'static, Shared> {
+fn shared() -> MutexGuard<'static, SharedStorages> {
     SHARED.lock()
 }
 
-struct Shared {
-    /// Also those that are gone, until they are swept out.
+struct SharedStorages {
+    /// Shared storages, including those that are gone, until they are removed.
     storages: BTreeMap<usize, Weak<Storage>>,
-    /// How many there were after that was done last.
+    /// Number of storages after the last removal.
     swept: usize,
 }
 
-impl Shared {
+impl SharedStorages {
     fn note(&mut self, storage: &Arc<Storage>) {
         let Some(address) = storage.memory().device_address() else { return };
         self.storages.insert(address.addr().get(), Arc::downgrade(storage));
@@ -145,17 +148,18 @@ impl Shared {
         }
     }
 
-    /// Those that may lie around the bytes from `start` to `end`: the nearest one below, and all within. To be looked at, and
-    /// let go of, without the lock: the last reference to one may be among them, and freeing it may come back here.
+    /// Returns the storages that may overlap the bytes from `start` to `end`: the nearest one
+    /// below, and all within. The caller must examine and drop them without the lock: the last
+    /// reference to one may be among them, and freeing it may call this again.
     fn around(&self, start: usize, end: usize) -> Vec<Arc<Storage>> {
-        // One that is gone hides nothing below it: storages do not overlap while they are alive.
+        // A storage that is gone hides none below it: live storages do not overlap.
         let below = self.storages.range(..=start).rev().find_map(|(_, storage)| storage.upgrade());
         let within = self.storages.range(start..end).filter_map(|(_, storage)| storage.upgrade());
         below.into_iter().chain(within).collect()
     }
 }
 
-/// Where the storage begins, if it has bytes on that device.
+/// Returns the address of the storage, if it has bytes on that device.
 fn start_of(storage: &Storage, device: Device) -> Option<usize> {
     let start = storage.memory().device_address()?.addr().get();
     (storage.device() == device && !storage.is_empty()).then_some(start)
@@ -166,22 +170,22 @@ fn lies_in(storage: &Storage, device: Device, address: usize) -> bool {
     offset.is_some_and(|offset| (offset as u64) < storage.len())
 }
 
-/// What a `DLTensor` says.
+/// Checked contents of a `DLTensor`.
 struct Described<'a> {
     device: Device,
     dtype: DataType,
     shape: &'a [i64],
     strides: Option<&'a [i64]>,
-    /// Of the first element.
+    /// Address of the first element.
     address: *mut u8,
-    /// In bytes, from there to the end of the last one.
+    /// Bytes from there to the end of the last element.
     extent: u64,
 }
 
 impl<'a> Described<'a> {
     /// # Safety
     ///
-    /// What `tensor` points to is there for as long as it is borrowed.
+    /// The data that `tensor` points to are valid for as long as it is borrowed.
     unsafe fn read(tensor: &'a DlTensor) -> Result<Self> {
         let dtype = DataType::from(tensor.dtype);
         let rank = usize::try_from(tensor.ndim).ok().filter(|rank| *rank <= rpc_core::tensor::MAX_DIMENSIONS);
@@ -198,12 +202,13 @@ impl<'a> Described<'a> {
         };
         let address = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize);
         if extent > 0 && (tensor.data.is_null() || isize::try_from(extent).is_err()) {
-            return Err(RpcError::invalid_argument("a tensor without memory"));
+            return Err(RpcError::invalid_argument("a tensor has no memory"));
         }
         Ok(Self { device: tensor.device.into(), dtype, shape, strides, address, extent })
     }
 
-    /// The tensor of a session that this is, if it lies in a storage that foreign code was given or has given.
+    /// Returns the session's tensor with these bytes, if they lie in a storage that foreign code
+    /// was given or has given.
     fn recognise(&self) -> Option<Result<Tensor>> {
         if self.extent == 0 {
             return None;
@@ -231,21 +236,21 @@ impl<'a> Described<'a> {
     }
 }
 
-/// The error of a tensor that would be a second way to the bytes of another one.
+/// Error for a tensor that would give a second access to the bytes of another one.
 fn overlaps() -> RpcError {
     RpcError::unsupported(
-        "foreign code gives a tensor that overlaps another one which the session has, and reaches beyond it: let go of that one \
-         first, or have the larger one returned first",
+        "foreign code returned a tensor that overlaps another one of the session and reaches beyond it: release \
+         that one first, or have the larger one returned first",
     )
 }
 
-/// The tensor of a tensor object: the session's own if it lies in one of its storages, and else one over the object's memory,
-/// which counts against the session's from now on.
+/// Returns the tensor of a tensor object: the session's own if it lies in one of its storages, and
+/// otherwise one over the object's memory, which counts against the session's from now on.
 pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
     let Some(tensor) = object.tensor() else { return Err(RpcError::internal("an object that is no tensor")) };
-    // SAFETY: a tensor object has what it describes.
+    // SAFETY: a tensor object keeps its data alive.
     let described = unsafe { Described::read(tensor)? };
-    // What two threads are given at once is taken over once.
+    // A tensor that two threads are given at once is taken over once.
     static TAKING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = TAKING.lock();
     if let Some(known) = described.recognise() {
@@ -257,8 +262,8 @@ pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
     };
     let (shape, strides) = (shape.to_vec(), strides.map(<[i64]>::to_vec));
     let api = context.devices().get(device)?;
-    // SAFETY: the object owns these bytes, and lives until the memory is dropped. That the code which made them leaves them
-    // alone from now on, but where it is called with the tensor, is what modules are told to do.
+    // SAFETY: the object owns these bytes, and lives until the memory is dropped. Modules are
+    // documented not to access them from now on, except in calls with the tensor.
     let memory = unsafe { api.adopt(device.index, start, extent as usize, Box::new(object))? };
     let layout = Layout { byte_offset: 0, shape: &shape, strides: strides.as_deref(), dtype };
     let tensor = context.adopt(device, memory, layout)?;
@@ -266,12 +271,12 @@ pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
     Ok(tensor)
 }
 
-/// The tensor of a `DLTensor` that foreign code lends: the session's own if it lies in one of its storages, and else a copy,
-/// since nothing would keep it.
+/// Returns the tensor of a borrowed `DLTensor`: the session's own if it lies in one of its
+/// storages, and otherwise a copy, since nothing would keep it alive.
 ///
 /// # Safety
 ///
-/// What `tensor` points to is there.
+/// The data that `tensor` points to are valid.
 pub(super) unsafe fn copy(context: &Context, tensor: &DlTensor) -> Result<Tensor> {
     // SAFETY: the caller's promise.
     let described = unsafe { Described::read(tensor)? };
@@ -281,12 +286,12 @@ pub(super) unsafe fn copy(context: &Context, tensor: &DlTensor) -> Result<Tensor
     if described.device.kind != DeviceType::CPU {
         let device = described.device;
         return Err(RpcError::unsupported(format!(
-            "foreign code lends a tensor on {device} that it has allocated itself: it has to pass a tensor object"
+            "foreign code passed its own tensor on {device} as a DLTensor: it must pass a tensor object"
         )));
     }
     let copy = context.allocate(described.device, described.dtype, described.shape)?;
     if described.extent > 0 {
-        // SAFETY: as far as the elements reach, which has been computed.
+        // SAFETY: the computed extent of the elements.
         let bytes = unsafe { slice_of(described.address.cast_const(), described.extent as usize) };
         gather(bytes, &described, copy.write()?.bytes_mut()?);
     }
@@ -299,7 +304,7 @@ fn gather(bytes: &[u8], described: &Described<'_>, into: &mut [u8]) {
         Some(strides) if strides != dense_strides(described.shape) => strides,
         _ => return into.copy_from_slice(&bytes[..into.len()]),
     };
-    // Strided tensors have elements of whole bytes, which `strided_extent` has seen to.
+    // Strided tensors have elements of whole bytes, which `strided_extent` has checked.
     let size = described.dtype.bits_per_element() as usize / 8;
     let mut index = vec![0; described.shape.len()];
     for element in into.chunks_exact_mut(size) {

@@ -1,4 +1,4 @@
-//! Values of TVM-FFI as values of sessions.
+//! Conversion of TVM-FFI's values to values of sessions.
 
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -13,11 +13,12 @@ use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, LocalValue, Object, Opaque};
 use rpc_core::value::{MAX_DEPTH, Value};
 
-/// The session's form of `value`. Objects get counts of their own, so that `value` may go.
+/// Converts `value` to the session's form. Objects get counts of their own, so that `value` may be
+/// dropped.
 ///
 /// # Safety
 ///
-/// `value` is whole, and all that it refers to is alive.
+/// `value` is complete, and everything that it refers to is alive.
 pub(super) unsafe fn from_any(api: &'static Api, context: &Context, value: &Any) -> Result<LocalValue> {
     // SAFETY: the caller's promise.
     unsafe { Reader { api, context, left: MAX_VALUES }.read(value, MAX_DEPTH) }
@@ -26,7 +27,7 @@ pub(super) unsafe fn from_any(api: &'static Api, context: &Context, value: &Any)
 struct Reader<'a> {
     api: &'static Api,
     context: &'a Context,
-    /// How many values more it may be.
+    /// Number of values that may still be read.
     left: usize,
 }
 
@@ -77,7 +78,7 @@ impl Reader<'_> {
                 // SAFETY: as above.
                 let object = unsafe { object::object_in(self.api, value) };
                 let object = object.ok_or_else(|| {
-                    RpcError::unsupported(format!("a value of TVM-FFI's type {} has no meaning here", value.type_index))
+                    RpcError::unsupported(format!("a value of TVM-FFI's type {} cannot be converted", value.type_index))
                 })?;
                 return self.read_object(object, depth);
             }
@@ -108,7 +109,7 @@ impl Reader<'_> {
         let count = self.api.call(&size, &mut [object.as_any()])?.to_int()?;
         let read = |index| {
             let element = self.api.call(&item, &mut [object.as_any(), Any::int(index)])?;
-            // SAFETY: it is whole, and alive until it is dropped.
+            // SAFETY: it is complete, and alive until it is dropped.
             unsafe { self.read(&element.view(), depth) }
         };
         (0..count).map(read).collect::<Result<_>>().map(Value::List)
@@ -121,7 +122,8 @@ impl Reader<'_> {
 
         let depth = depth.checked_sub(1).ok_or_else(|| too_large("nested too deeply"))?;
         let count = self.api.call(&self.api.global(size)?, &mut [object.as_any()])?.to_int()?;
-        // A function that stands at one pair: it gives the pair's key and value, and steps to the next one.
+        // An iterator function at one pair: it returns the pair's key and value, and steps to the
+        // next one.
         let pair = self.api.call(&self.api.global(pairs)?, &mut [object.as_any()])?.to_object()?;
         let mut read = Vec::new();
         for at in 0..count {
@@ -129,14 +131,14 @@ impl Reader<'_> {
                 self.api.call(&pair, &mut [NEXT])?;
             }
             let (key, value) = (self.api.call(&pair, &mut [KEY])?, self.api.call(&pair, &mut [VALUE])?);
-            // SAFETY: they are whole, and alive until they are dropped.
+            // SAFETY: they are complete, and alive until they are dropped.
             read.push(unsafe { (self.read(&key.view(), depth)?, self.read(&value.view(), depth)?) });
         }
         Ok(Value::Map(read))
     }
 }
 
-/// Strings of TVM-FFI need not be text: those that are not arrive as bytes.
+/// Converts a string of TVM-FFI, which need not be UTF-8: invalid ones become bytes.
 fn text(bytes: &[u8]) -> LocalValue {
     match str::from_utf8(bytes) {
         Ok(text) => Value::Str(text.to_owned()),
@@ -161,5 +163,5 @@ impl AsRef<[u8]> for OwnedBytes {
     }
 }
 
-/// No message holds more.
+/// Largest number of values in a message.
 const MAX_VALUES: usize = 1 << 20;
