@@ -11,7 +11,8 @@ thread_local! {
 
 static INSTALL: Once = Once::new();
 
-/// Chains a panic hook in front of the program's own that remembers place and backtrace of a thread's last panic.
+/// Installs a panic hook in front of the program's own, which remembers the location and backtrace of
+/// a thread's last panic.
 ///
 /// The backtrace is as long as `RUST_BACKTRACE` asks for; the place is always there.
 pub(crate) fn install_hook() {
@@ -30,12 +31,12 @@ pub(crate) fn install_hook() {
     });
 }
 
-/// What the hook remembered for the calling thread, once.
+/// Takes the location and backtrace that the hook remembered for the calling thread.
 pub(crate) fn take_backtrace() -> Option<String> {
     LAST.with_borrow_mut(Option::take)
 }
 
-/// Drops objects one by one. One that panics harms neither the others nor whoever happened to let it go.
+/// Drops objects one by one. A panic in one of them affects neither the others nor the caller.
 pub(crate) fn drop_each<T>(objects: impl IntoIterator<Item = T>) {
     for object in objects {
         if catch_unwind(AssertUnwindSafe(|| drop(object))).is_err() {

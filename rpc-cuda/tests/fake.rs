@@ -1,5 +1,6 @@
-//! The device kind `cuda` against the fake driver of `tests/cuda`, which runs what is submitted only when somebody waits
-//! for it, and notices every access and every release that comes too early.
+//! Tests of the device kind `cuda` against the fake driver of `tests/cuda`, which runs submitted
+//! work only when a thread waits for it, and detects every access and every release that comes too
+//! early.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 #![cfg(target_os = "linux")]
@@ -20,10 +21,10 @@ use rpc_core::{
 };
 use rpc_cuda::{CudaDevice, CudaMemory, CudaStream};
 
-/// Long enough for anything that is going to happen.
+/// Time limit of each wait; long enough for every expected event.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The size of the buffers through which copies go.
+/// Size of the buffers through which copies go.
 const BUFFER: usize = 1 << 20;
 
 fn pattern(len: usize, seed: usize) -> Vec<u8> {
@@ -47,7 +48,7 @@ fn stream(stream: &Arc<dyn Stream>) -> &CudaStream {
 }
 
 fn write(memory: &dyn Memory, offset: u64, data: &[u8]) {
-    // SAFETY: the tests name ranges within, and use a memory from one thread.
+    // SAFETY: the tests use ranges within the memory, and a memory from one thread.
     unsafe { memory.copy_from_host(offset, data).unwrap() }
 }
 
@@ -125,8 +126,8 @@ fn alignments_and_scopes_are_kept_or_refused() {
 }
 
 #[test]
-fn copies_come_behind_the_default_stream_and_overlaps_keep_the_source() {
-    with_driver("copies_come_behind_the_default_stream_and_overlaps_keep_the_source", &[], &[], |fake| {
+fn copies_run_behind_the_default_stream_and_may_overlap() {
+    with_driver("copies_run_behind_the_default_stream_and_may_overlap", &[], &[], |fake| {
         let cuda = CudaDevice::open().unwrap();
         let len = 40 << 20;
         let memory = allocate(&cuda, 0, len);
@@ -159,7 +160,7 @@ fn bytes_pass_between_devices_and_all_kinds_of_host_memory() {
         let host = CpuDevice::default().allocate(0, &AllocRequest::new(len as u64)).unwrap();
         let (near, far) = (pinned(&cuda, len as u64), pinned(&cuda, len as u64));
         write(&*host, 0, &data);
-        // Each copy reads what the one before wrote.
+        // Each copy reads the bytes that the previous one wrote.
         let chain = [&host, &near, &first, &second, &far, &second, &first, &host, &first, &near, &host];
         for pair in chain.windows(2) {
             let [from, to] = pair else { unreachable!() };
@@ -175,10 +176,10 @@ fn bytes_pass_between_devices_and_all_kinds_of_host_memory() {
         assert_eq!(read(&*host, len as u64 - 2, 2), [7, 7]);
         write(&*near, 0, &data);
 
-        // Memory of the caller's own that happens to be pinned is copied straight: no buffers are taken.
+        // Memory of the caller that happens to be pinned is copied directly: no buffers are taken.
         let before = cuda.pinned_statistics(0).unwrap();
         let bytes = near.host().unwrap();
-        // SAFETY: the pinned memory's own bytes, which nobody else uses.
+        // SAFETY: the pinned memory's own bytes, which nothing else uses.
         write(&*first, 0, unsafe { std::slice::from_raw_parts(bytes.as_ptr(), len) });
         assert_eq!(cuda.pinned_statistics(0).unwrap(), before);
         assert!(read(&*first, 0, len) == data);
@@ -195,7 +196,7 @@ fn an_upload_returns_before_the_device_has_it_and_a_download_waits() {
         write(&*memory, 0, &pattern(2 * BUFFER, 0));
         assert_eq!(fake.count("fake_host_waits"), waits);
         assert!(fake.pending(&stream) > 0);
-        // A third part has to wait for the first one's buffer, and no more.
+        // A third part has to wait for the first one's buffer only.
         write(&*memory, 2 * BUFFER as u64, &pattern(3 * BUFFER, 5));
         assert!(fake.count("fake_host_waits") <= waits + 1);
         assert!(fake.pending(&stream) > 0);
@@ -204,7 +205,7 @@ fn an_upload_returns_before_the_device_has_it_and_a_download_waits() {
     });
 }
 
-/// Sessions read a buffer's worth at a time: one copy and then the other would never overlap.
+/// Sessions read one buffer's worth at a time: whole buffers would never overlap.
 #[test]
 fn a_download_asks_for_all_parts_of_its_buffer_before_it_waits() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
@@ -222,7 +223,7 @@ fn a_download_asks_for_all_parts_of_its_buffer_before_it_waits() {
             let waits = fake.count("fake_host_waits");
             let download = scope.spawn(|| read(&*memory, 0, BUFFER));
             until_waited(fake, waits);
-            // Behind what holds the stream, each with a mark behind it.
+            // Behind the work that holds the stream, each with an event behind it.
             assert_eq!(fake.pending(&stream), 1 + 2 * PARTS as u64);
             MAY_GO_ON.store(true, Ordering::SeqCst);
             assert!(download.join().unwrap() == data);
@@ -232,7 +233,7 @@ fn a_download_asks_for_all_parts_of_its_buffer_before_it_waits() {
     });
 }
 
-/// P-5: each write behind a kernel took pinned memory of its own, without end.
+/// Regression of P-5: each write behind a kernel took pinned memory of its own, without limit.
 #[test]
 fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
@@ -261,7 +262,8 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
             for part in 0..BUFFERS {
                 assert_eq!(told.recv_timeout(LIMIT).unwrap(), (part, 0));
             }
-            // The next one has got as far as to wait, and stays there. Memory of the caller's own is none of the buffers.
+            // The next write waits, and keeps waiting. The caller's own pinned memory does not
+            // count as a buffer.
             until_waited(fake, waits);
             assert!(told.try_recv().is_err());
             assert_eq!(total(), bound);
@@ -269,7 +271,8 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
             assert_eq!(total(), bound + BUFFER as u64);
             side.synchronize().unwrap();
             assert!(told.try_recv().is_err());
-            // Nor does it get more because somebody waits to give the driver what the stream still has.
+            // It gets no more memory because another thread waits to free memory that the stream
+            // still uses.
             let waits = fake.count("fake_host_waits");
             let trim = scope.spawn(|| cuda.trim(0).unwrap());
             until_waited(fake, waits);
@@ -288,16 +291,16 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
     });
 }
 
-/// Returns when a call waits for the device that did not when there had been as many.
+/// Returns once the number of waits for the device differs from `waits`.
 fn until_waited(fake: &fake::Fake, waits: u64) {
     let since = std::time::Instant::now();
     while fake.count("fake_host_waits") == waits {
-        assert!(since.elapsed() < LIMIT, "nobody waits");
+        assert!(since.elapsed() < LIMIT, "no call waits");
         std::thread::yield_now();
     }
 }
 
-/// Lets a stream that is held go on, also if the test fails while somebody waits for it.
+/// Releases a held stream on drop, also if the test fails while a thread waits for it.
 struct GoOn(&'static AtomicBool);
 
 impl Drop for GoOn {
@@ -319,7 +322,7 @@ fn memory_is_reused_behind_the_work_of_its_last_owner() {
         drop(first);
         let again = allocate(&cuda, 0, 900);
         assert_eq!(of(&*again).device_pointer(), address);
-        // The old work is still waiting, and must not come behind the new zeros.
+        // The old work is still waiting, and must not run behind the new zeros.
         assert!(fake.pending(stream(&side)) > 0);
         assert_eq!(read(&*again, 0, 900), [0; 900]);
         fake.run_all();
@@ -327,7 +330,7 @@ fn memory_is_reused_behind_the_work_of_its_last_owner() {
         let statistics = cuda.statistics(0).unwrap();
         assert_eq!((statistics.hits, statistics.misses, statistics.allocated_bytes), (1, 1, 1024));
 
-        // Pinned memory is handed out only when nothing is under way any more.
+        // Pinned memory is handed out only when no work is pending any more.
         let first = pinned(&cuda, 1000);
         let address = first.host();
         fake.fill(of(&*first), 1, 1000, stream(&side));
@@ -343,7 +346,7 @@ fn memory_is_reused_behind_the_work_of_its_last_owner() {
     });
 }
 
-/// P-1, where the stream is gone before the memory.
+/// P-1, if the stream is dropped before the memory.
 #[test]
 fn a_dropped_stream_finishes_before_memory_is_reused() {
     with_driver("a_dropped_stream_finishes_before_memory_is_reused", &[], &[], |fake| {
@@ -363,8 +366,8 @@ fn a_dropped_stream_finishes_before_memory_is_reused() {
 }
 
 #[test]
-fn what_is_dropped_leaves_the_current_context_as_it_was() {
-    with_driver("what_is_dropped_leaves_the_current_context_as_it_was", &[], &[], |fake| {
+fn drops_preserve_the_current_context() {
+    with_driver("drops_preserve_the_current_context", &[], &[], |fake| {
         let cuda = CudaDevice::open().unwrap();
         let (memory, host, side) = (allocate(&cuda, 0, 1000), pinned(&cuda, 1000), cuda.create_stream(0).unwrap());
         // More than are kept for later, so that some are destroyed.
@@ -373,7 +376,7 @@ fn what_is_dropped_leaves_the_current_context_as_it_was() {
         let current = cuda.context(1).unwrap();
         drop((memory, host, side, events));
         assert_eq!(fake.current_context(), current);
-        // A thread that had none has none.
+        // A thread without a context keeps none.
         std::thread::spawn(|| drop(other)).join().unwrap();
         let context_of_other = std::thread::scope(|scope| {
             let memory = allocate(&cuda, 1, 10);
@@ -390,7 +393,7 @@ fn what_is_dropped_leaves_the_current_context_as_it_was() {
     });
 }
 
-/// P-3 and P-4; the fake driver notices memory that is freed while submitted work uses it.
+/// P-3 and P-4; the fake driver detects memory that is freed while submitted work uses it.
 #[test]
 fn idle_memory_is_bounded_and_goes_back_when_its_work_is_done() {
     with_driver("idle_memory_is_bounded_and_goes_back_when_its_work_is_done", &[], &[], |fake| {
@@ -401,7 +404,7 @@ fn idle_memory_is_bounded_and_goes_back_when_its_work_is_done() {
         cuda.stream(0).unwrap().synchronize().unwrap();
         drop(memories);
         cuda.stream(0).unwrap().synchronize().unwrap();
-        // Not by whoever gives it back, which may be no thread to wait for the device; by the next who takes some.
+        // Not by the release, whose thread may not wait for the device, but by the next allocation.
         assert_eq!(cuda.statistics(0).unwrap().cached_bytes, 6 << 20);
         assert_eq!(fake.count("fake_device_waits"), 0);
         let taken = allocate(&cuda, 0, 512);
@@ -417,7 +420,7 @@ fn idle_memory_is_bounded_and_goes_back_when_its_work_is_done() {
     });
 }
 
-/// Other processes on the device cannot reach what lies idle here.
+/// Other processes on the device cannot use memory that lies idle here.
 #[test]
 fn memory_that_stays_idle_goes_back_to_the_driver() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
@@ -442,7 +445,8 @@ fn memory_that_stays_idle_goes_back_to_the_driver() {
         cuda.set_idle_time(0, Duration::ZERO).unwrap();
         is_gone();
         assert_eq!(fake.count("fake_device_waits"), 3);
-        // Whatever comes later, too; and by P-3, of which the fake driver tells, no sooner than it is done.
+        // Memory that comes back later, too; and by P-3, which the fake driver checks, not before
+        // its work is done.
         let busy = allocate(&cuda, 0, 2 << 20);
         fake.hold(cuda.stream(0).unwrap().raw(), &MAY_GO_ON);
         fake.fill(of(&*busy), 1, 100, &cuda.stream(0).unwrap());
@@ -457,16 +461,16 @@ fn memory_that_stays_idle_goes_back_to_the_driver() {
 }
 
 #[test]
-fn a_full_device_gives_back_what_is_idle_before_it_refuses() {
+fn a_full_device_returns_idle_memory_before_it_refuses() {
     let memory = [("FAKE_CUDA_MEMORY", "67108864")];
-    with_driver("a_full_device_gives_back_what_is_idle_before_it_refuses", &[], &memory, |_| {
+    with_driver("a_full_device_returns_idle_memory_before_it_refuses", &[], &memory, |_| {
         let cuda = CudaDevice::open().unwrap();
         cuda.set_cache_limit(0, u64::MAX).unwrap();
         let held = allocate(&cuda, 0, 20 << 20);
         drop(allocate(&cuda, 0, 30 << 20));
         let available = cuda.attribute(0, DeviceAttribute::AvailableMemory).unwrap();
         assert_eq!(available, Value::Int(44 << 20));
-        // Does not fit beside what lies idle.
+        // Does not fit beside the idle memory.
         let large = allocate(&cuda, 0, 40 << 20);
         assert_eq!(read(&*large, (40 << 20) - 5, 5), [0; 5]);
         assert_eq!(cuda.statistics(0).unwrap().trims, 1);
@@ -474,15 +478,15 @@ fn a_full_device_gives_back_what_is_idle_before_it_refuses() {
         assert_eq!(error.kind(), ErrorKind::OutOfMemory);
         assert_eq!(error.application_kind(), Some("CUDA_ERROR_OUT_OF_MEMORY"));
         assert!(error.message().contains("cannot allocate 10485760 bytes: cuda:0: out of memory"), "{error}");
-        // The device goes on.
+        // The device remains usable.
         drop(held);
         assert_eq!(read(&*allocate(&cuda, 0, 20 << 20), 0, 3), [0; 3]);
     });
 }
 
 #[test]
-fn a_lost_device_stays_lost_and_says_why() {
-    with_driver("a_lost_device_stays_lost_and_says_why", &[], &[], |fake| {
+fn a_lost_device_stays_lost_with_the_reason() {
+    with_driver("a_lost_device_stays_lost_with_the_reason", &[], &[], |fake| {
         let cuda = CudaDevice::open().unwrap();
         let (memory, side) = (allocate(&cuda, 0, 1000), cuda.create_stream(0).unwrap());
         let other = allocate(&cuda, 1, 1000);
@@ -491,10 +495,10 @@ fn a_lost_device_stays_lost_and_says_why() {
         assert_eq!(error.kind(), ErrorKind::DeviceLost);
         assert_eq!(error.application_kind(), Some("CUDA_ERROR_ILLEGAL_ADDRESS"));
         assert!(error.message().starts_with("cuda:0 is lost: an illegal memory access was encountered"), "{error}");
-        // Even if the driver has forgotten.
+        // Even if the driver reports success again.
         fake.fail(0, 0);
         let mut out = [0; 10];
-        // SAFETY: ranges within, and nobody else uses the memories.
+        // SAFETY: ranges within the memories, which nothing else uses.
         let copies = unsafe {
             [
                 memory.copy_from_host(0, &[1]).err(),
@@ -522,13 +526,13 @@ fn a_lost_device_stays_lost_and_says_why() {
         assert_eq!(cuda.attribute(0, DeviceAttribute::Exists).unwrap(), Value::Bool(true));
         drop(memory);
         drop(side);
-        // The other device goes on.
+        // The other device remains usable.
         write(&*other, 0, &[5; 10]);
         assert_eq!(read(&*other, 0, 10), [5; 10]);
     });
 }
 
-/// The default stream fails in whatever is asked of it first.
+/// The default stream fails at the next call.
 trait Failing {
     fn unwrap_err_kind(self) -> rpc_core::RpcError;
 }
@@ -540,8 +544,8 @@ impl Failing for rpc_core::Result<Arc<dyn Stream>> {
 }
 
 #[test]
-fn a_code_that_nobody_knows_is_an_error_like_others() {
-    with_driver("a_code_that_nobody_knows_is_an_error_like_others", &[], &[], |fake| {
+fn an_unknown_code_is_an_ordinary_error() {
+    with_driver("an_unknown_code_is_an_ordinary_error", &[], &[], |fake| {
         let cuda = CudaDevice::open().unwrap();
         let memory = allocate(&cuda, 0, 10);
         fake.fail(0, 987_654);
@@ -554,10 +558,10 @@ fn a_code_that_nobody_knows_is_an_error_like_others() {
     });
 }
 
-/// CUDA says of these that they may be anything.
+/// CUDA documents these codes as unspecific.
 #[test]
-fn a_failure_that_may_be_the_end_is_one_if_it_stays() {
-    with_driver("a_failure_that_may_be_the_end_is_one_if_it_stays", &[], &[], |fake| {
+fn an_unspecific_failure_is_final_if_it_persists() {
+    with_driver("an_unspecific_failure_is_final_if_it_persists", &[], &[], |fake| {
         let cuda = CudaDevice::open().unwrap();
         for (index, code) in [(0, 999), (1, 806)] {
             let stream = cuda.stream(index).unwrap();
@@ -581,7 +585,7 @@ fn streams_wait_for_each_other_without_blocking_a_thread() {
         let far = cuda.create_stream(1).unwrap();
         let default = cuda.default_stream(0).unwrap();
         let waits = fake.count("fake_host_waits");
-        // Back to front, so that the order of submission is not the order that is asked for.
+        // In reverse, so that the order of submission differs from the requested order.
         streams[0].wait_for(&*default).unwrap();
         cuda.context(0).unwrap();
         fake.fill(of(&*memory), 1, 1000, stream(&streams[0]));
@@ -609,9 +613,9 @@ fn streams_wait_for_each_other_without_blocking_a_thread() {
 }
 
 #[test]
-fn a_stream_tells_when_it_is_done_and_nobody_waits_for_it() {
+fn a_stream_calls_back_when_it_is_done_without_a_waiting_thread() {
     static MAY_GO_ON: [AtomicBool; 2] = [AtomicBool::new(false), AtomicBool::new(false)];
-    with_driver("a_stream_tells_when_it_is_done_and_nobody_waits_for_it", &[], &[], |fake| {
+    with_driver("a_stream_calls_back_when_it_is_done_without_a_waiting_thread", &[], &[], |fake| {
         let cuda = CudaDevice::open().unwrap();
         let [held, free, far] = [0, 0, 1].map(|index| cuda.create_stream(index).unwrap());
         let (tell, told) = mpsc::channel();
@@ -629,19 +633,20 @@ fn a_stream_tells_when_it_is_done_and_nobody_waits_for_it() {
         assert!(told.try_recv().is_err());
         MAY_GO_ON[0].store(true, Ordering::SeqCst);
         assert_eq!(told.recv_timeout(LIMIT).unwrap(), ("held", Ok(())));
-        // A device that is lost rings no more; who waits for it hears of that all the same, and so do those who come later.
+        // A lost device does not call back; its waiters get the error nevertheless, and so do later
+        // ones.
         fake.fail(1, 719);
         let (name, outcome) = told.recv_timeout(LIMIT).unwrap();
         assert_eq!((name, outcome.unwrap_err().kind()), ("far", ErrorKind::DeviceLost));
         ask("lost", &far);
         assert_eq!(told.recv_timeout(LIMIT).unwrap().1.unwrap_err().kind(), ErrorKind::DeviceLost);
         assert_eq!(fake.count("fake_host_waits"), waits);
-        // What is left of it may not hold up the end of the test.
+        // The rest of its work must not delay the end of the test.
         MAY_GO_ON[1].store(true, Ordering::SeqCst);
     });
 }
 
-/// A session's one thread serves others while a stream is waited for.
+/// A session with one thread serves other lanes while a stream is waited for.
 #[test]
 fn a_session_waits_for_a_stream_without_a_thread() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
@@ -688,8 +693,8 @@ fn attributes_are_those_of_the_driver() {
 }
 
 #[test]
-fn a_driver_without_devices_says_so() {
-    with_driver("a_driver_without_devices_says_so", &[], &[("FAKE_CUDA_INIT", "100")], |_| {
+fn a_driver_without_devices_is_reported() {
+    with_driver("a_driver_without_devices_is_reported", &[], &[("FAKE_CUDA_INIT", "100")], |_| {
         let error = CudaDevice::open().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
         assert!(error.message().contains("no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE"), "{error}");
@@ -697,9 +702,9 @@ fn a_driver_without_devices_says_so() {
 }
 
 #[test]
-fn an_absent_driver_says_so() {
+fn an_absent_driver_is_reported() {
     let nowhere = [("RPC_CUDA_DRIVER_LIBRARY", "/nonexistent/libcuda.so.1")];
-    with_driver("an_absent_driver_says_so", &[], &nowhere, |_| {
+    with_driver("an_absent_driver_is_reported", &[], &nowhere, |_| {
         let error = CudaDevice::open().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
         assert!(error.message().contains("none of /nonexistent/libcuda.so.1 was found"), "{error}");
@@ -707,14 +712,14 @@ fn an_absent_driver_says_so() {
     });
 }
 
-/// The toolkit's library for linkers has that name only, and no driver in it.
+/// The toolkit's stub library for linkers, which is no driver, has only this name.
 #[test]
-fn what_is_for_linkers_is_not_taken_for_the_driver() {
-    let name = "what_is_for_linkers_is_not_taken_for_the_driver";
+fn the_stub_for_linkers_is_not_taken_for_the_driver() {
+    let name = "the_stub_for_linkers_is_not_taken_for_the_driver";
     with_driver(name, &[fake::WITH_A_STUB], &[], |_| assert_eq!(CudaDevice::open().unwrap().count().unwrap(), 2));
 }
 
-/// Memory that a library has made, with word of its end.
+/// Memory that a library has allocated, with a report of its release.
 struct Lent {
     memory: Box<dyn Memory>,
     end: mpsc::Sender<()>,
@@ -729,22 +734,23 @@ impl Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        // Nobody need be left who listens.
+        // The receiver may be gone.
         _ = self.end.send(());
     }
 }
 
-/// `owner`'s bytes as memory of a device.
+/// Wraps `owner`'s bytes as memory of a device.
 fn adopt(cuda: &CudaDevice, owner: Lent) -> Box<dyn Memory> {
     let (address, len) = (owner.memory.device_address().unwrap(), owner.memory.len() as usize);
-    // SAFETY: the bytes are the owner's, which lets nobody else touch them, and which keeps them until it is dropped.
+    // SAFETY: the bytes belong to the owner, which gives no other access to them, and live until it
+    // is dropped.
     unsafe { cuda.adopt(0, address, len, Box::new(owner)).unwrap() }
 }
 
 #[test]
-fn adopted_memory_is_its_owners_again_when_submitted_work_is_done() {
+fn adopted_memory_is_released_when_submitted_work_is_done() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
-    let name = "adopted_memory_is_its_owners_again_when_submitted_work_is_done";
+    let name = "adopted_memory_is_released_when_submitted_work_is_done";
     with_driver(name, &[], &[], |fake| {
         let _end = GoOn(&MAY_GO_ON);
         let cuda = CudaDevice::open().unwrap();
@@ -757,7 +763,7 @@ fn adopted_memory_is_its_owners_again_when_submitted_work_is_done() {
         assert_eq!(read(&*adopted, 0, 1000), pattern(1000, 8));
         write(&*adopted, 10, &[1, 2, 3]);
         assert_eq!(read(&*adopted, 9, 5), [pattern(1000, 8)[9], 1, 2, 3, pattern(1000, 8)[13]]);
-        // Work on another stream holds the owner, and not whoever drops the memory.
+        // Work on another stream delays the release, and does not block the drop.
         side.wait_for(&*cuda.default_stream(0).unwrap()).unwrap();
         fake.hold(stream(&side).raw(), &MAY_GO_ON);
         fake.fill(of(&*adopted), 9, 1000, stream(&side));

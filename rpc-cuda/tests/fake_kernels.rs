@@ -1,4 +1,5 @@
-//! Kernels and products of the device kind `cuda`, called through a session, against the fake driver of `tests/cuda`.
+//! Tests of kernels and products of the device kind `cuda`, called through a session, against the
+//! fake driver of `tests/cuda`.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 #![cfg(target_os = "linux")]
@@ -22,13 +23,13 @@ use rpc_core::{
 use rpc_cuda::{CudaDevice, CudaModules};
 use workspace::Folder;
 
-/// A session with both fake devices, whose workspace holds the module `kernels.ptx`.
+/// Returns a session with both fake devices, whose workspace holds the module `kernels.ptx`.
 fn session() -> (Session, Arc<Folder>) {
     let device = CudaDevice::open().unwrap();
     let registry = Registry::new();
     registry.add_loader(Arc::new(CudaModules::new(device)));
     rpc_cuda::register(&registry);
-    // The stream of the lane that it is called on, as libraries know it.
+    // The stream of the calling lane, in the form that libraries use.
     registry.add("stream_of_lane", |context: Context| -> Result<usize> {
         let stream = context.stream(Device::cuda(0))?.library_handle()?;
         Ok(stream.unwrap().as_ptr().expose_provenance())
@@ -75,11 +76,11 @@ fn a_kernel_is_called_by_its_name_in_the_order_of_the_calls() {
         let (one, block, shared) = grid();
         add.call::<()>((one, block, shared, &a, &b, &sum, 3)).wait().unwrap();
         assert_eq!(read_floats(&session, &sum), [1.5, 2.25, 7.0]);
-        // A storage that is given several times is borrowed once; ints do for one dimension.
+        // A storage that is given several times is borrowed once; an int stands for one dimension.
         add.call::<()>((1, 4, 60_000, &sum, &sum, &sum, 3)).wait().unwrap();
         add.call::<()>((1, 4, 0, &sum, &a, &sum, 2)).wait().unwrap();
         assert_eq!(read_floats(&session, &sum), [4.0, 6.5, 14.0]);
-        // An index chooses the device: that of the tensors.
+        // The index of the tensors chooses the device.
         let far = tensor(&session, Device::cuda(1), DataType::F32, &[1], 5.0_f32.to_le_bytes().into());
         add.call::<()>((1, 1, 0, &far, &far, &far, 1)).wait().unwrap();
         assert_eq!(read_floats(&session, &far), [10.0]);
@@ -87,7 +88,7 @@ fn a_kernel_is_called_by_its_name_in_the_order_of_the_calls() {
     });
 }
 
-/// Each lane's kernels are on its stream, and wait for nothing but what they are about.
+/// Each lane's kernels are on its stream, and wait only for work on their memory.
 #[test]
 fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
@@ -102,17 +103,18 @@ fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
             of_lane.call(()).lane(lane).wait().unwrap()
         });
         assert_ne!(streams[0], streams[1]);
-        // What has just been written is there for a kernel on whatever stream.
+        // Bytes that were just written are visible to a kernel on any stream.
         let (x, y, sum) = (floats(&session, &[1.0, 2.0]), floats(&session, &[10.0, 20.0]), floats(&session, &[0.0; 2]));
         fake.hold(std::ptr::with_exposed_provenance_mut(streams[0]), &MAY_GO_ON);
         add.call::<()>((1, 2, 0, &x, &y, &sum, 2)).lane(one).wait().unwrap();
-        // Others go on: other memory on the default stream and on that of another lane.
+        // Other work continues: other memory on the default stream and on that of another lane.
         let free = floats(&session, &[5.0, 6.0]);
         add.call::<()>((1, 2, 0, &free, &free, &free, 2)).lane(two).wait().unwrap();
         assert_eq!(read_floats(&session, &free), [10.0, 12.0]);
         add.call::<()>((1, 2, 0, &free, &free, &free, 2)).wait().unwrap();
         assert_eq!(read_floats(&session, &free), [20.0, 24.0]);
-        // Whatever is done with what the kernel has comes behind it: a kernel of another lane, a copy, a product.
+        // All later work on the kernel's memory runs behind it: a kernel of another lane, a copy, a
+        // product.
         add.call::<()>((1, 2, 0, &sum, &x, &sum, 2)).lane(two).wait().unwrap();
         let matmul = session.get_function("cuda.matmul").wait().unwrap();
         let read = std::thread::scope(|scope| {
@@ -131,7 +133,7 @@ fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
         matmul.call::<()>((&out, &b, &a)).lane(two).wait().unwrap();
         matmul.call::<()>((&a, &a, &out)).wait().unwrap();
         assert_eq!(read_floats(&session, &out), [48.0 * 48.0]);
-        // A lane's stream goes, and what it had comes in front all the same.
+        // A lane's stream is dropped, and its work still runs first.
         add.call::<()>((1, 1, 0, &x, &x, &x, 1)).lane(two).wait().unwrap();
         session.set_stream(device, None).lane(two).wait().unwrap();
         assert_eq!(read_floats(&session, &x), [2.0, 2.0]);
@@ -139,8 +141,8 @@ fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
 }
 
 #[test]
-fn memory_is_accounted_for_and_given_back_on_request() {
-    with_driver("memory_is_accounted_for_and_given_back_on_request", &[], &[], |_| {
+fn memory_is_accounted_for_and_returned_on_request() {
+    with_driver("memory_is_accounted_for_and_returned_on_request", &[], &[], |_| {
         type Statistics = BTreeMap<String, BTreeMap<String, u64>>;
         let (session, _folder) = session();
         let statistics = session.function::<(i32,), Statistics>("cuda.memory_statistics").wait().unwrap();
@@ -168,10 +170,10 @@ fn memory_is_accounted_for_and_given_back_on_request() {
     });
 }
 
-/// A process with the functions alone, where others have the GPU.
+/// A process that only registers the functions, while other processes have the GPU.
 #[test]
-fn sessions_that_offer_no_gpu_load_none_to_tell_of_its_memory() {
-    with_driver("sessions_that_offer_no_gpu_load_none_to_tell_of_its_memory", &[], &[], |fake| {
+fn memory_statistics_of_a_session_without_gpu_load_no_driver() {
+    with_driver("memory_statistics_of_a_session_without_gpu_load_no_driver", &[], &[], |fake| {
         let registry = Registry::new();
         rpc_cuda::register(&registry);
         let session = Session::new(LocalSession::new(registry));
@@ -183,8 +185,8 @@ fn sessions_that_offer_no_gpu_load_none_to_tell_of_its_memory() {
 }
 
 #[test]
-fn parameters_have_the_widths_that_the_driver_tells() {
-    with_driver("parameters_have_the_widths_that_the_driver_tells", &[], &[], |_| {
+fn parameters_have_the_widths_that_the_driver_reports() {
+    with_driver("parameters_have_the_widths_that_the_driver_reports", &[], &[], |_| {
         let (session, _folder) = session();
         let out = tensor(&session, Device::cuda(0), DataType::U8, &[27], vec![0; 27]);
         let args = (1, 1, 0, &out, Value::List(vec![]));
@@ -205,7 +207,8 @@ fn parameters_have_the_widths_that_the_driver_tells() {
     });
 }
 
-/// The driver has one limit for a kernel, whoever has looked it up: a second handle lowered what the first one needed.
+/// Regression: the driver has one limit for a kernel, whichever handle is used. A second handle
+/// lowered the limit that the first one needed.
 #[test]
 fn shared_memory_that_was_allowed_stays_allowed() {
     with_driver("shared_memory_that_was_allowed_stays_allowed", &[], &[], |_| {
@@ -221,8 +224,8 @@ fn shared_memory_that_was_allowed_stays_allowed() {
 }
 
 #[test]
-fn a_wrong_call_names_the_kernel_and_what_is_wrong() {
-    with_driver("a_wrong_call_names_the_kernel_and_what_is_wrong", &[], &[], |_| {
+fn the_error_of_a_wrong_call_names_the_kernel_and_the_reason() {
+    with_driver("the_error_of_a_wrong_call_names_the_kernel_and_the_reason", &[], &[], |_| {
         let (session, _folder) = session();
         let add = kernel(&session, "vector_add");
         let x = floats(&session, &[1.0, 2.0]);
@@ -259,8 +262,8 @@ fn a_wrong_call_names_the_kernel_and_what_is_wrong() {
 }
 
 #[test]
-fn files_are_found_and_refused_as_their_loader_says() {
-    with_driver("files_are_found_and_refused_as_their_loader_says", &[], &[], |_| {
+fn files_are_found_and_refused_as_the_loader_documents() {
+    with_driver("files_are_found_and_refused_as_the_loader_documents", &[], &[], |_| {
         let (session, folder) = session();
         let refusal = |path: &str| session.load_module(path).wait().err().unwrap();
         folder.write("broken.ptx", b"this is not ptx");
@@ -279,7 +282,7 @@ fn files_are_found_and_refused_as_their_loader_says() {
     });
 }
 
-/// The fake driver notices a module that is unloaded while a kernel of it waits.
+/// The fake driver detects a module that is unloaded while one of its kernels is pending.
 #[test]
 fn a_module_stays_until_its_kernels_are_done() {
     with_driver("a_module_stays_until_its_kernels_are_done", &[], &[], |_| {
@@ -292,7 +295,7 @@ fn a_module_stays_until_its_kernels_are_done() {
     });
 }
 
-/// Not even where they are on the stream of a lane, of which the default one knows nothing.
+/// Also if they are on the stream of a lane, which the default one does not follow.
 #[test]
 fn a_module_stays_until_its_kernels_on_other_streams_are_done() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
@@ -307,7 +310,7 @@ fn a_module_stays_until_its_kernels_on_other_streams_are_done() {
         fake.hold(std::ptr::with_exposed_provenance_mut(raw), &MAY_GO_ON);
         kernel(&session, "vector_add").call::<()>((1, 1, 0, &x, &x, &x, 1)).lane(lane).wait().unwrap();
         for _ in 0..3 {
-            // It is gone as far as the session is concerned; loading another one looks for what can be unloaded.
+            // The session has dropped it; loading another module unloads those that are done.
             session.stream_wait(device, None).wait().unwrap();
             kernel(&session, "nothing").call::<()>((1, 1, 0)).wait().unwrap();
         }
@@ -317,8 +320,8 @@ fn a_module_stays_until_its_kernels_on_other_streams_are_done() {
 }
 
 #[test]
-fn a_trap_is_told_by_the_stream_and_loses_the_device() {
-    with_driver("a_trap_is_told_by_the_stream_and_loses_the_device", &[], &[], |_| {
+fn a_trap_is_reported_by_the_stream_and_loses_the_device() {
+    with_driver("a_trap_is_reported_by_the_stream_and_loses_the_device", &[], &[], |_| {
         let (session, _folder) = session();
         let x = floats(&session, &[1.0]);
         let trap = kernel(&session, "trap");
@@ -335,7 +338,7 @@ fn a_trap_is_told_by_the_stream_and_loses_the_device() {
             assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
             assert!(error.message().contains("cuda:0 is lost: an illegal memory access"), "{error}");
         }
-        // Others go on.
+        // Other devices remain usable.
         let y = tensor(&session, Device::cuda(1), DataType::U8, &[2], vec![1, 2]);
         assert_eq!(session.copy_from_remote(&y).wait().unwrap()[..], [1, 2]);
     });
@@ -348,22 +351,22 @@ fn pinned_memory_is_ready_for_the_processor_when_the_call_returns() {
         let x = floats(&session, &[1.5, 2.5]);
         let out = session.alloc_in_scope(Device::cuda(0), DataType::F32, &[2], Some("host")).wait().unwrap();
         kernel(&session, "vector_add").call::<()>((1, 2, 0, &x, &x, &out, 2)).wait().unwrap();
-        // Read by the processor, for which no stream waits.
+        // Read by the processor, which waits for no stream.
         assert_eq!(read_floats(&session, &out), [3.0, 5.0]);
     });
 }
 
 #[test]
-fn an_old_driver_takes_calls_unchecked_and_without_harm() {
-    with_driver("an_old_driver_takes_calls_unchecked_and_without_harm", &["-DOLD_DRIVER"], &[], |_| {
+fn an_old_driver_accepts_unchecked_calls_without_harm() {
+    with_driver("an_old_driver_accepts_unchecked_calls_without_harm", &["-DOLD_DRIVER"], &[], |_| {
         let (session, _folder) = session();
         let x = floats(&session, &[1.0, 2.0]);
         let add = kernel(&session, "vector_add");
         add.call::<()>((1, 2, 0, &x, &x, &x, 2)).wait().unwrap();
-        // What is missing reads as zero: nothing is added.
+        // Missing parameters read as zero: nothing is added.
         add.call::<()>((1, 2, 0, &x, &x, &x)).wait().unwrap();
         assert_eq!(read_floats(&session, &x), [2.0, 4.0]);
-        // A struct that is cut off, too.
+        // A struct that is too short, too.
         let out = tensor(&session, Device::cuda(0), DataType::U8, &[24], vec![9; 24]);
         kernel(&session, "record").call::<()>((1, 1, 0, &out, 7)).wait().unwrap();
         let bytes = session.copy_from_remote(&out).wait().unwrap();
@@ -371,11 +374,11 @@ fn an_old_driver_takes_calls_unchecked_and_without_harm() {
     });
 }
 
-/// What the pools keep is no reason to refuse what the driver or cuBLAS needs memory for.
+/// Idle memory of the pools is returned when the driver or cuBLAS needs memory.
 #[test]
-fn a_full_device_gives_back_what_is_idle_for_modules_streams_and_products() {
+fn a_full_device_returns_idle_memory_for_modules_streams_and_products() {
     let memory = [("FAKE_CUDA_MEMORY", "67108864"), ("FAKE_CUDA_OVERHEAD", "4194304")];
-    let name = "a_full_device_gives_back_what_is_idle_for_modules_streams_and_products";
+    let name = "a_full_device_returns_idle_memory_for_modules_streams_and_products";
     with_driver(name, &[], &memory, |_| {
         let (session, _folder) = session();
         let cuda = CudaDevice::open().unwrap();
@@ -394,7 +397,7 @@ fn a_full_device_gives_back_what_is_idle_for_modules_streams_and_products() {
         };
         on_a_full_device(&mut || Box::new(cuda.create_stream(0).unwrap()));
         on_a_full_device(&mut || Box::new(session.load_module("kernels.ptx").wait().unwrap()));
-        // The first one makes the handle.
+        // The first product creates the handle.
         for _ in 0..2 {
             on_a_full_device(&mut || {
                 matmul.call::<()>((&one, &one, &out)).wait().unwrap();
@@ -402,7 +405,7 @@ fn a_full_device_gives_back_what_is_idle_for_modules_streams_and_products() {
             });
         }
         assert_eq!(read_floats(&session, &out), [1.0]);
-        // Where nothing is idle it is an error, and the session goes on.
+        // Without idle memory it is an error, and the session continues.
         let Value::Int(free) = cuda.attribute(0, DeviceAttribute::AvailableMemory).unwrap() else { panic!() };
         let rest = cuda.allocate(0, &AllocRequest::new(free as u64 & !0x1f_ffff)).unwrap();
         assert_eq!(refusal(&matmul, (&one, &one, &out)).kind(), ErrorKind::OutOfMemory);
@@ -413,8 +416,8 @@ fn a_full_device_gives_back_what_is_idle_for_modules_streams_and_products() {
 }
 
 #[test]
-fn products_are_those_of_row_major_matrices() {
-    with_driver("products_are_those_of_row_major_matrices", &[], &[], |_| {
+fn products_are_of_row_major_matrices() {
+    with_driver("products_are_of_row_major_matrices", &[], &[], |_| {
         let (session, _folder) = session();
         let matmul = session.get_function("cuda.matmul").wait().unwrap();
         let matrix = |shape: &[i64], values: &[f32]| {
@@ -475,9 +478,9 @@ fn products_are_those_of_row_major_matrices() {
 }
 
 #[test]
-fn without_cublas_a_product_says_what_is_missing() {
+fn without_cublas_the_error_names_the_missing_library() {
     let nowhere = [("RPC_CUDA_BLAS_LIBRARY", "/nonexistent/libcublas.so.12")];
-    with_driver("without_cublas_a_product_says_what_is_missing", &[], &nowhere, |_| {
+    with_driver("without_cublas_the_error_names_the_missing_library", &[], &nowhere, |_| {
         let (session, _folder) = session();
         let x = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], vec![0; 4]);
         let out = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], vec![0; 4]);
@@ -488,11 +491,11 @@ fn without_cublas_a_product_says_what_is_missing() {
     });
 }
 
-/// Where cuBLAS is in no folder of the system.
+/// cuBLAS outside of the system's folders.
 #[test]
 fn cublas_is_found_in_a_python_environment() {
     let is_there = |name: &str| {
-        // SAFETY: it is cuBLAS, if it is there, whose initialisers expect no more than any library's.
+        // SAFETY: it is cuBLAS, if it exists, whose initialisers have no special requirements.
         unsafe { libloading::Library::new(name) }.is_ok()
     };
     if ["libcublas.so.12", "libcublas.so.11", "libcublas.so"].into_iter().any(is_there) {

@@ -1,6 +1,7 @@
-//! The device kind `cuda` on a real GPU, if there is one: the contract that `fake.rs` tests, as far as it can be seen
-//! from outside. Without one each test says so and passes; with `RPC_TESTS_REQUIRE_GPU=1` it fails, as it does where something
-//! else is missing, such as cuBLAS.
+//! Tests of the device kind `cuda` on a real GPU, if there is one: the contract that `fake.rs`
+//! tests, as far as it is visible from outside. Without a GPU each test prints that and passes;
+//! with `RPC_TESTS_REQUIRE_GPU=1` it fails instead, also if another part is missing, such as
+//! cuBLAS.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
@@ -20,19 +21,19 @@ use workspace::Folder;
 
 const BUFFER: usize = 1 << 20;
 
-/// The device, or `None` with the reason printed.
+/// Returns the device, or prints the reason and returns `None`.
 fn gpu() -> Option<CudaDevice> {
     CudaDevice::open().map_err(|error| skip(&format!("no GPU: {error}"))).ok()
 }
 
-/// Says what is missing, which is an error where everything is meant to be there.
+/// Prints the missing part, or fails if everything is required.
 fn skip(missing: &str) {
     let is_required = std::env::var_os("RPC_TESTS_REQUIRE_GPU").is_some_and(|required| required == "1");
     assert!(!is_required, "{missing}");
     eprintln!("SKIPPED: {missing}");
 }
 
-/// Whether the driver tells how wide the parameters of a kernel are.
+/// Returns true if the driver reports the widths of a kernel's parameters.
 fn tells_widths(cuda: CudaDevice) -> bool {
     matches!(cuda.attribute(0, DeviceAttribute::ApiVersion), Ok(Value::Int(version)) if version >= 12_040)
 }
@@ -72,7 +73,7 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 fn write(memory: &dyn Memory, offset: u64, data: &[u8]) {
-    // SAFETY: the tests name ranges within, and use a memory from one thread.
+    // SAFETY: the tests use ranges within the memory, and a memory from one thread.
     unsafe { memory.copy_from_host(offset, data).unwrap() }
 }
 
@@ -161,7 +162,7 @@ fn streams_wait_for_each_other() {
 }
 
 #[test]
-fn too_much_is_refused_and_the_device_goes_on() {
+fn too_large_allocations_are_refused_and_the_device_remains_usable() {
     let Some(cuda) = gpu() else { return };
     let error = cuda.allocate(0, &AllocRequest::new(1 << 50)).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
@@ -183,7 +184,7 @@ fn a_kernel_adds_vectors() {
     session.stream_wait(Device::cuda(0), None).wait().unwrap();
 
     let out = session.alloc_in_scope(Device::cuda(0), DataType::U8, &[27], Some("host")).wait().unwrap();
-    // Where nobody knows that it is a `float`, it has to be given by its bits.
+    // If the width is unknown, a `float` has to be given by its bits.
     let single = if tells_widths(device) { Value::Float(0.5) } else { Value::Int(0.5_f32.to_bits().into()) };
     let args = (1, 1, 0, &out, true, -2, 0xffff_fffe_u32, i64::MIN, single, 0.25);
     kernel(&session, "widths").call::<()>(args).wait().unwrap();
@@ -197,7 +198,7 @@ fn a_kernel_adds_vectors() {
 }
 
 #[test]
-fn broken_ptx_is_refused_in_the_compilers_words() {
+fn broken_ptx_is_refused_with_the_compilers_message() {
     let Some(device) = gpu() else { return };
     let (session, folder) = session(device);
     folder.write("broken.ptx", b".version 7.0\n.target sm_60\n.address_size 64\nnonsense\n");
@@ -209,7 +210,7 @@ fn broken_ptx_is_refused_in_the_compilers_words() {
 }
 
 #[test]
-fn a_product_is_that_of_row_major_matrices() {
+fn a_product_is_of_row_major_matrices() {
     let Some(device) = gpu() else { return };
     let (session, _folder) = session(device);
     let a = floats(&session, &[2, 3], (1..=6).map(|value| value as f32));
@@ -225,7 +226,7 @@ fn a_product_is_that_of_row_major_matrices() {
     }
 }
 
-/// In a process of its own, because the others share the device.
+/// In a process of its own, because the other tests share the device.
 #[test]
 fn a_trap_loses_the_device_and_nothing_else() {
     const CHILD: &str = "RPC_CORE_TRAP";

@@ -1,4 +1,4 @@
-//! Layouts, views, and the rules of borrowing (B-1 to B-4, stated in `storage.rs`).
+//! Tests of layouts, views, and the rules of borrowing (B-1 to B-4, defined in `storage.rs`).
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ fn remote(bytes: &[u8]) -> Arc<Storage> {
     Storage::new(Device::cuda(0), Box::new(Remote::new(bytes)), None)
 }
 
-/// A `Resume` that sends the borrow to whoever has the receiver.
+/// Returns a `Resume` that sends the borrow to the receiver.
 fn sends() -> (Resume, Receiver<Borrow>) {
     let (sender, receiver) = mpsc::channel();
     (Box::new(move |borrow| _ = sender.send(borrow)), receiver)
@@ -45,7 +45,7 @@ mod layout {
     }
 
     #[test]
-    fn what_reaches_beyond_the_storage_is_refused() {
+    fn layouts_beyond_the_storage_are_refused() {
         assert!(Tensor::new(storage(24), 0, [2, 3], None, DataType::F32).is_ok());
         refused(1, &[2, 3], None, DataType::F32);
         refused(0, &[7], None, DataType::F32);
@@ -56,7 +56,7 @@ mod layout {
     }
 
     #[test]
-    fn what_overflows_or_is_negative_is_refused() {
+    fn overflowing_and_negative_layouts_are_refused() {
         refused(0, &[i64::MAX, i64::MAX], None, DataType::F32);
         refused(0, &[i64::MAX], None, DataType::F64);
         refused(0, &[-1], None, DataType::F32);
@@ -69,7 +69,7 @@ mod layout {
         assert!(Tensor::new(storage(24), 0, [1; 32], None, DataType::F32).is_ok());
     }
 
-    /// Multiplying up to the zero overflowed.
+    /// Regression: multiplying up to the zero overflowed.
     #[test]
     fn a_huge_shape_with_a_zero_has_no_elements() {
         let tensor = Tensor::new(storage(0), 0, [i64::MAX, i64::MAX, 0], None, DataType::F32).unwrap();
@@ -78,7 +78,7 @@ mod layout {
     }
 
     #[test]
-    fn strided_extents_decide() {
+    fn strided_layouts_are_checked_by_their_extent() {
         let column = Tensor::new(storage(24), 4, [2], Some(vec![3]), DataType::F32).unwrap();
         assert!(!column.is_dense());
         assert_eq!(column.size_bytes(), 8);
@@ -127,8 +127,8 @@ mod layout {
     }
 
     proptest! {
-        /// Whatever a peer claims, an accepted dense tensor can be read to its last byte, and
-        /// nothing panics.
+        /// For any layout that a peer claims, an accepted dense tensor can be read to its last
+        /// byte, and nothing panics.
         #[test]
         fn accepted_layouts_lie_within_the_storage(
             offset in prop_oneof![0..40_u64, any::<u64>()],
@@ -155,7 +155,7 @@ mod views {
     use super::*;
 
     #[test]
-    fn a_slice_names_what_it_expected_and_got() {
+    fn the_error_of_a_slice_names_both_types() {
         let tensor = Tensor::from_slice([2, 2], &[1_i32, 2, 3, 4]).unwrap();
         let view = tensor.read().unwrap();
         assert_eq!(view.as_slice::<i32>().unwrap(), [1, 2, 3, 4]);
@@ -438,7 +438,7 @@ mod waiting {
     }
 
     #[test]
-    fn thousands_who_drop_their_borrow_at_once_need_no_stack() {
+    fn thousands_of_waiters_that_drop_their_borrow_need_no_stack() {
         let storage = storage(1);
         let borrow = storage.try_borrow(Access::Write).unwrap();
         for _ in 0..100_000 {
@@ -451,7 +451,7 @@ mod waiting {
 
     /// B-3 and B-4.
     #[test]
-    fn who_stops_waiting_is_not_resumed_and_blocks_nobody() {
+    fn a_waiter_that_stops_is_not_resumed_and_blocks_no_other() {
         let storage = storage(1);
         let reader = storage.try_borrow(Access::Read).unwrap();
         let (writer, handed) = wait(&storage, Access::Write);
@@ -467,7 +467,7 @@ mod waiting {
         assert!(!writer.stop());
     }
 
-    /// B-1 and B-4 under contention: nobody sees a torn write, and everybody gets a turn.
+    /// B-1 and B-4 under contention: no thread sees a torn write, and every thread gets a turn.
     #[test]
     fn threads_that_wait_see_no_torn_writes() {
         let tensor = Tensor::zeros([16], DataType::U64).unwrap();
@@ -502,7 +502,7 @@ mod waiting {
     }
 
     #[test]
-    fn one_call_takes_all_its_borrows_in_the_order_wanted() {
+    fn one_call_takes_all_its_borrows_in_the_requested_order() {
         let (one, two) = (storage(1), storage(2));
         let wanted = vec![(two.clone(), Access::Read), (one.clone(), Access::Write), (two.clone(), Access::Read)];
         let ready = borrow_all(wanted, Box::new(|_| panic!("not needed"))).unwrap().unwrap();

@@ -1,5 +1,5 @@
-//! How a client and a server behave towards each other: order, credit, cancellation, deadlines and
-//! ends, on a channel in memory and under virtual time.
+//! Tests of a client and a server together: order, credit, cancellation, deadlines and ends, on a
+//! channel in memory and under virtual time.
 
 use std::time::Duration;
 
@@ -72,7 +72,7 @@ fn a_lane_that_lacks_credit_in_bytes_blocks_no_other() {
     let mut pair = small().build();
     assert!(matches!(pair.submit(1, call(1, 200 * KIB)), Admission::Now));
     assert!(matches!(pair.submit(2, call(2, 100 * KIB)), Admission::Later));
-    // Behind it in its lane although it needs nothing.
+    // Behind the blocked request in its lane, although it needs no credit.
     assert!(matches!(pair.submit(3, call(2, 1)), Admission::Later));
     assert!(matches!(pair.submit(4, call(3, 1)), Admission::Now));
     assert!(matches!(pair.submit(5, call(4, 40 * KIB)), Admission::Now));
@@ -89,7 +89,7 @@ fn a_lane_that_lacks_credit_in_bytes_blocks_no_other() {
 }
 
 #[test]
-fn cancelling_what_blocks_a_lane_lets_the_lane_go_on() {
+fn cancelling_the_request_that_blocks_a_lane_unblocks_it() {
     for expire in [false, true] {
         let mut pair = small().build();
         pair.submit(1, call(1, 200 * KIB));
@@ -112,7 +112,7 @@ fn cancelling_what_blocks_a_lane_lets_the_lane_go_on() {
 }
 
 #[test]
-fn large_replies_wait_for_the_client_to_take_the_ones_before() {
+fn large_replies_wait_until_the_client_has_taken_the_earlier_ones() {
     let mut pair = small().build();
     for id in 1..=8 {
         pair.submit(id, call(id as u32, 1));
@@ -126,7 +126,7 @@ fn large_replies_wait_for_the_client_to_take_the_ones_before() {
     pair.run();
     let sent = |pair: &Pair| pair.server_frames().iter().map(|frame| frame.payload.len()).sum::<usize>();
     assert_eq!(sent(&pair), 200 * KIB);
-    // What is small needs no credit.
+    // Small replies need no credit.
     assert!(kinds(&pair.server_frames()).contains(&(Kind::Reply, 8)));
     pair.client_reads = true;
     pair.run();
@@ -134,11 +134,11 @@ fn large_replies_wait_for_the_client_to_take_the_ones_before() {
     assert_eq!(pair.answered.len(), 8);
 }
 
-/// The client gave credit back only when a quarter of the window was used up. Held back beside a
-/// reply of the largest size, what was left of the window was too little for it, and both sides
+/// Regression: the client returned credit only when a quarter of the window was used up. With that
+/// much held back, the rest of the window was too small for the largest reply, and both sides
 /// waited for ever.
 #[test]
-fn the_largest_reply_finds_room_whatever_came_before_it() {
+fn the_largest_reply_fits_after_any_earlier_replies() {
     for (max_message, window) in [(256, 256), (256, 300), (256, 1000), (64, 256)] {
         let mut pair = Setup::default().limits(max_message << 10, window << 10, 16 << 10, 64).build();
         for (id, len) in [(1, 10), (2, max_message as usize - 1), (3, 20), (4, 33), (5, max_message as usize - 1)] {
@@ -208,7 +208,7 @@ fn long_messages_span_frames_take_turns_and_keep_their_order() {
 }
 
 #[test]
-fn one_byte_at_a_time_makes_no_difference() {
+fn a_channel_that_moves_one_byte_at_a_time_works() {
     for cut in [Cut::Every(1), Cut::Every(7), Cut::Random(Rng(5))] {
         let mut pair = small().cut(cut).build();
         for id in 1..=4 {
@@ -227,7 +227,7 @@ fn one_byte_at_a_time_makes_no_difference() {
 }
 
 #[test]
-fn control_frames_pass_data_that_waits() {
+fn control_frames_overtake_queued_data() {
     let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(8 << 20, 8 << 20, 16 << 10, 64).build();
     pair.server_reads = false;
     pair.submit(1, call(1, 6 << 20));
@@ -246,7 +246,7 @@ fn control_frames_pass_data_that_waits() {
 
 #[test]
 fn frees_do_not_overtake_requests_that_use_the_handle() {
-    // Several lanes, with messages that have left in part.
+    // Several lanes, with messages that have been sent in part.
     let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
     pair.server_reads = false;
     for id in 1..=4 {
@@ -265,8 +265,8 @@ fn frees_do_not_overtake_requests_that_use_the_handle() {
     assert_eq!(pair.released(), [1, 2]);
 }
 
-/// A request that waited for credit was not counted among those that a free must not overtake: an
-/// object whose last reference was dropped while it waited was gone when it was served.
+/// Regression: a request that waited for credit did not hold back frees. An object whose last
+/// reference was dropped meanwhile was gone when the request was served.
 #[test]
 fn frees_do_not_overtake_requests_that_wait_for_credit() {
     let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 16, 1).build();
@@ -279,7 +279,7 @@ fn frees_do_not_overtake_requests_that_wait_for_credit() {
     pair.reply(1, Ok(Value::Null));
     pair.run();
     assert_eq!(pair.arrived[1..], [Arrived::Request(2), Arrived::Release(vec![9])]);
-    // One that is cancelled holds nothing back.
+    // A cancelled request holds nothing back.
     pair.client.release([free(10)]);
     pair.run();
     assert_eq!(pair.released(), [9]);
@@ -304,7 +304,7 @@ fn requests_admitted_out_of_order_are_not_overtaken_either() {
 }
 
 #[test]
-fn many_frees_go_in_few_frames() {
+fn many_frees_share_few_frames() {
     let mut pair = Pair::new(Setup::default());
     pair.client.release((0..20_000).map(Handle::from_bits));
     assert!(!pair.client.is_flushed());
@@ -314,7 +314,7 @@ fn many_frees_go_in_few_frames() {
 }
 
 #[test]
-fn a_request_that_waits_is_cancelled_without_a_word() {
+fn a_request_without_credit_is_cancelled_without_a_frame() {
     let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 16, 1).build();
     pair.submit(1, call(0, 1));
     pair.submit(2, call(0, 1));
@@ -332,7 +332,8 @@ fn cancelling_what_is_queued_partly_sent_and_sent() {
     pair.submit(1, call(1, 2 << 20));
     pair.run();
     pair.submit(2, call(1, 1));
-    // 1 has left in part and must leave whole; 2 has not begun, and never will.
+    // Request 1 has been sent in part and must be sent whole; request 2 has not begun, and never
+    // will.
     pair.client.cancel(1);
     pair.client.cancel(1);
     pair.client.cancel(2);
@@ -349,7 +350,7 @@ fn cancelling_what_is_queued_partly_sent_and_sent() {
     pair.client.cancel(3);
     pair.run();
     assert_eq!(pair.arrived[2..], [Arrived::Request(3), Arrived::Cancel(3)]);
-    // It ran all the same.
+    // It has run nevertheless.
     pair.reply(3, Ok(object(8)));
     pair.run();
     assert_eq!(pair.outcomes[&3], Ok(object(8)));
@@ -361,7 +362,7 @@ fn cancelling_what_is_queued_partly_sent_and_sent() {
 }
 
 #[test]
-fn a_deadline_is_told_at_once_and_a_late_reply_is_freed() {
+fn a_deadline_is_reported_at_once_and_a_late_reply_is_freed() {
     let mut pair = Pair::new(Setup { delay: Duration::from_millis(10), ..Setup::default() });
     let mut request = call(0, 1);
     request.deadline = Some(pair.now + Duration::from_millis(100));
@@ -398,7 +399,7 @@ fn a_request_whose_deadline_has_passed_is_refused_and_not_sent() {
 }
 
 #[test]
-fn a_reply_that_is_too_large_concerns_its_call_alone() {
+fn a_reply_that_is_too_large_fails_only_its_call() {
     let mut pair = small().build();
     pair.submit(1, call(0, 1));
     pair.submit(2, call(1, 1));
@@ -409,7 +410,7 @@ fn a_reply_that_is_too_large_concerns_its_call_alone() {
     assert_eq!(pair.error(1).kind(), ErrorKind::LimitExceeded);
     assert!(pair.error(1).request_may_have_run() && pair.error(1).message().contains("max_message"));
     assert_eq!(pair.outcomes[&2], Ok(bytes(250 * KIB)));
-    // What it held is for the server to free.
+    // The server must free the objects in it.
     assert_eq!(pair.rejected[0].handles(), [free(4)]);
     assert!(pair.ended.is_none());
 }
@@ -426,7 +427,8 @@ fn a_request_that_is_too_large_is_refused_before_it_is_sent() {
     pair.submit(3, call(0, 1));
     pair.run();
     assert_eq!(pair.arrived, [Arrived::Request(3)]);
-    // A reply that no client would take is an error there, and what it holds comes back.
+    // A reply that no client would accept becomes an error at the server, and its value is
+    // returned.
     pair.reply(3, Ok(Value::List(vec![deep, object(1)])));
     pair.run();
     assert_eq!(pair.error(3).kind(), ErrorKind::InvalidArgument);
@@ -434,14 +436,14 @@ fn a_request_that_is_too_large_is_refused_before_it_is_sent() {
 }
 
 #[test]
-fn going_away_serves_what_was_asked_and_refuses_the_rest() {
+fn going_away_serves_earlier_requests_and_refuses_later_ones() {
     let mut setup = Setup { delay: Duration::from_millis(10), ..Setup::default() };
     setup.server.max_requests = 2;
     let mut pair = Pair::new(setup);
     pair.submit(1, call(0, 1));
     pair.run();
     pair.server.go_away(&RpcError::new(ErrorKind::Draining, "maintenance"));
-    // These two cross it; the third waits for credit and is never sent.
+    // Two requests cross the `GoAway`; the third waits for credit and is never sent.
     pair.submit(2, call(0, 1));
     pair.submit(3, call(0, 1));
     pair.run();
@@ -462,8 +464,8 @@ fn going_away_serves_what_was_asked_and_refuses_the_rest() {
     assert_eq!(pair.answered, [3, 4, 1, 2]);
 }
 
-/// The answer to the ping behind `GoAway` passed requests that had been admitted and were still on
-/// their way out: the server took itself for drained and closed upon them.
+/// Regression: the pong behind `GoAway` overtook requests that had been admitted and were still
+/// being sent. The server considered itself drained and closed before they arrived.
 #[test]
 fn a_server_is_not_drained_while_requests_are_on_their_way() {
     let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
@@ -515,7 +517,7 @@ fn a_shutdown_waits_for_what_is_in_flight() {
     let ended = pair.ended.as_ref().unwrap();
     assert_eq!((ended.kind(), ended.hop()), (ErrorKind::Closed, 0));
     assert_eq!(pair.client.poll_timeout(), None);
-    // Afterwards everything has one answer.
+    // Afterwards every submission has the same outcome.
     pair.client.release([free(4)]);
     pair.client.shutdown(Some(52));
     pair.submit(4, call(0, 1));
@@ -523,7 +525,7 @@ fn a_shutdown_waits_for_what_is_in_flight() {
     assert!(pair.client.is_flushed());
 }
 
-/// Objects let go after the word that closes were freed behind it, where nothing is to follow.
+/// Regression: objects released after `Close` were freed behind it, where no frame may follow.
 #[test]
 fn nothing_follows_the_close() {
     let mut pair = Pair::new(Setup { delay: Duration::from_millis(10), ..Setup::default() });
@@ -531,7 +533,7 @@ fn nothing_follows_the_close() {
     pair.client.release([free(4)]);
     pair.run();
     assert_eq!(kinds(&pair.client_frames()), [(Kind::Close, 0)]);
-    // Nor is anything that follows the server's acted on.
+    // Frames behind the server's `Close` are ignored, too.
     let mut pair = Pair::new(Setup::default());
     pair.submit(1, call(0, 1));
     pair.run();
@@ -543,16 +545,16 @@ fn nothing_follows_the_close() {
     assert!(pair.going_away.is_none());
 }
 
-/// The server's last word passed replies that were queued.
+/// Regression: the server's `Close` overtook queued replies.
 #[test]
-fn replies_that_were_given_leave_before_the_close() {
+fn earlier_replies_are_sent_before_the_close() {
     let mut pair = small().limits(4 << 20, 16 << 20, 16 << 10, 64).build();
     pair.submit(1, call(0, 1));
     pair.submit(2, call(1, 1));
     pair.run();
     pair.reply(1, Ok(bytes(2 << 20)));
     pair.close_server(Some(&RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true)));
-    // Too late, and what it holds comes back.
+    // Too late: the value is returned.
     pair.reply(2, Ok(object(3)));
     pair.run();
     assert_eq!(pair.outcomes[&1], Ok(bytes(2 << 20)));
@@ -563,7 +565,7 @@ fn replies_that_were_given_leave_before_the_close() {
 }
 
 #[test]
-fn the_end_of_the_stream_means_three_things() {
+fn the_end_of_the_stream_has_three_meanings() {
     let lost = |prepare: fn(&mut Pair)| {
         let mut pair = Setup::default().limits(1 << 20, 1 << 20, 1 << 20, 2).build();
         for id in 1..=3 {
@@ -578,7 +580,7 @@ fn the_end_of_the_stream_means_three_things() {
     let between = lost(|_| ());
     assert!(between.ended.as_ref().unwrap().message().contains("without closing the session"));
     assert!(between.server_error.as_ref().unwrap().message().contains("without closing the session"));
-    // Those that were sent may have run, and the one that waited has not.
+    // Requests that were sent may have run; the one that waited has not.
     assert!((1..=2).all(|id| between.error(id).request_may_have_run()));
     assert!(between.error(3).is_retryable());
 
@@ -607,7 +609,7 @@ fn the_end_of_the_stream_means_three_things() {
 }
 
 #[test]
-fn a_message_that_did_not_leave_whole_has_not_run() {
+fn a_request_that_was_not_sent_whole_has_not_run() {
     let mut pair = Setup { capacity: 4 << 10, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
     pair.server_reads = false;
     pair.submit(1, call(1, 2 << 20));
@@ -619,7 +621,7 @@ fn a_message_that_did_not_leave_whole_has_not_run() {
 }
 
 #[test]
-fn idle_sides_ping_each_other_and_live() {
+fn idle_sides_ping_each_other_and_stay_connected() {
     let mut pair = Pair::new(Setup::default());
     pair.advance(Duration::from_secs(4));
     assert!(pair.client_frames().is_empty());
@@ -648,12 +650,12 @@ fn a_silent_peer_is_given_up_after_three_intervals() {
 }
 
 #[test]
-fn any_received_byte_is_life() {
+fn any_received_byte_counts_as_a_sign_of_life() {
     let mut pair = Pair::new(Setup::default());
     pair.submit(1, call(0, 1));
     pair.run();
     pair.server_asleep = true;
-    // A reply that crawls.
+    // A reply that arrives very slowly.
     let reply = frame(Kind::Reply, 1, 0, false, &[0xc0], &[]);
     for byte in &reply[..20] {
         pair.advance(Duration::from_secs(14));
@@ -666,11 +668,11 @@ fn any_received_byte_is_life() {
 }
 
 #[test]
-fn data_that_moves_out_is_life_and_pings_are_not() {
+fn outgoing_data_counts_as_a_sign_of_life_and_pings_do_not() {
     let mut pair = Setup { capacity: 64, ..small() }.limits(4 << 20, 16 << 20, 16 << 10, 64).build();
     pair.server_asleep = true;
     pair.submit(1, call(1, 1 << 20));
-    // The server takes a little at a time, and says nothing.
+    // The server reads a little at a time, and sends nothing.
     for _ in 0..20 {
         pair.run();
         pair.advance(Duration::from_secs(10));
@@ -680,15 +682,15 @@ fn data_that_moves_out_is_life_and_pings_are_not() {
     pair.run();
     pair.advance(Duration::from_secs(15));
     assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
-    // Without data, pings are all that moves.
+    // Without data, only pings move.
     let mut pair = Pair::new(Setup::default());
     pair.server_asleep = true;
     pair.advance(Duration::from_secs(15));
     assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::PeerSilent);
 }
 
-/// A process that was stopped for a while, or kept from running, found its time run out before it
-/// looked at what had arrived meanwhile, and gave up a peer that was well.
+/// Regression: a process that was stopped for a while found its time limit exceeded before it had
+/// read the bytes that had arrived meanwhile, and gave up a healthy peer.
 #[test]
 fn a_side_that_slept_does_not_blame_its_peer() {
     let mut pair = Pair::new(Setup::default());
@@ -699,7 +701,7 @@ fn a_side_that_slept_does_not_blame_its_peer() {
     pair.run();
     pair.advance(Duration::from_secs(60));
     assert!(pair.ended.is_none() && pair.server_error.is_none());
-    // And one that slept beside a dead peer finds out in the time that it would have taken awake.
+    // A side that slept beside a dead peer finds out after the same time as an awake one.
     pair.server_reads = false;
     pair.client_reads = false;
     pair.now += Duration::from_secs(100);
@@ -740,7 +742,7 @@ fn a_read_is_received_into_the_buffer_of_the_caller() {
 }
 
 #[test]
-fn a_reply_that_does_not_fit_the_buffer_arrives_beside_it() {
+fn a_reply_that_does_not_fit_the_buffer_arrives_as_bytes() {
     for (given, sent) in [(40_000, 30_000), (30_000, 40_000), (1_000, 1_000)] {
         let mut pair = Pair::new(Setup::default());
         let buffer = ReadBuffer::new(BytesMut::zeroed(given));
@@ -808,7 +810,7 @@ fn a_write_is_received_into_the_tensor() {
         settle(&mut pair, 4);
         assert_eq!(pair.arrived[1..3], [Arrived::Written(2), Arrived::Written(3)]);
         assert_eq!(pair.outcomes[&4], Ok(Value::Bytes(data.into())));
-        // A write that was cut short lets the lane go on.
+        // A write that was cut short releases the lane.
         pair.outcomes.remove(&4);
         let write = Operation::Write { to: tensor.clone(), offset: half as u64 + 1, data: vec![0; half].into() };
         pair.submit(5, Request::new(write));
@@ -817,7 +819,7 @@ fn a_write_is_received_into_the_tensor() {
     }
 }
 
-/// Runs until `id` is answered; the local session may work on threads of its own.
+/// Runs until `id` is answered. The local session may use threads of its own.
 fn settle(pair: &mut Pair, id: u64) {
     for _ in 0..10_000 {
         pair.run();

@@ -1,5 +1,5 @@
-//! Random bytes and random histories, in bounded time and from fixed seeds. `fuzz/` goes on where
-//! this stops.
+//! Random bytes and random histories, in bounded time and from fixed seeds. The targets in `fuzz/`
+//! go further.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ use rpc_core::{
     DataType, Device, ErrorKind, Handle, Lane, Packed, Reference, RpcError, TensorRef, TraceContext, Value,
 };
 
-/// Seeds of histories that once went wrong.
+/// Seeds of histories that failed in the past.
 const SEEDS: &[u64] = &[];
 
-/// Bounds one test's time; a slow machine tries fewer seeds.
+/// Time limit of one test; a slow machine tries fewer seeds.
 pub(crate) fn for_seeds(explicit: &[u64], count: u64, limit: Duration, mut run: impl FnMut(u64)) {
     let start = Instant::now();
     for seed in explicit.iter().copied().chain(1..=count) {
@@ -128,7 +128,7 @@ pub(crate) fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>) {
 }
 
 #[test]
-fn values_survive_the_wire_and_mutated_ones_do_not_panic() {
+fn values_round_trip_and_mutated_ones_do_not_panic() {
     for_seeds(&[], 3_000, Duration::from_secs(3), |seed| {
         let mut rng = Rng(seed);
         let value = random_value(&mut rng, 0);
@@ -139,7 +139,7 @@ fn values_survive_the_wire_and_mutated_ones_do_not_panic() {
             let mut body = body.clone();
             mutate(&mut rng, &mut body);
             if let Ok(value) = decode_value(&body, payload.clone()) {
-                // Whatever was understood can be said again.
+                // A decoded value can be encoded again.
                 let (body, payload) = encode_value(&value);
                 let again = decode_value(&body, payload.concat().into()).unwrap();
                 assert_eq!(format!("{again:?}"), format!("{value:?}"));
@@ -149,7 +149,7 @@ fn values_survive_the_wire_and_mutated_ones_do_not_panic() {
 }
 
 #[test]
-fn requests_survive_the_wire_and_mutated_ones_do_not_panic() {
+fn requests_round_trip_and_mutated_ones_do_not_panic() {
     for_seeds(&[], 3_000, Duration::from_secs(3), |seed| {
         let mut rng = Rng(seed);
         let now = Instant::now();
@@ -169,7 +169,7 @@ fn requests_survive_the_wire_and_mutated_ones_do_not_panic() {
     });
 }
 
-/// Frames as either side might send them, most of them well-formed.
+/// Returns frames that either side might send, most of them well-formed.
 fn random_frames(rng: &mut Rng, now: Instant) -> Vec<u8> {
     let mut bytes = Vec::new();
     for _ in 0..rng.below(12) {
@@ -206,7 +206,7 @@ fn random_frames(rng: &mut Rng, now: Instant) -> Vec<u8> {
 }
 
 #[test]
-fn endpoints_take_any_bytes() {
+fn endpoints_accept_or_refuse_any_bytes() {
     for_seeds(&[], 4_000, Duration::from_secs(4), |seed| {
         let mut rng = Rng(seed);
         let pair = Setup::default().limits(64 << 10, 128 << 10, 20 << 10, 4).build();
@@ -262,7 +262,7 @@ fn endpoints_take_any_bytes() {
 }
 
 #[test]
-fn a_handshake_takes_any_bytes() {
+fn a_handshake_accepts_or_refuses_any_bytes() {
     for_seeds(&[], 3_000, Duration::from_secs(3), |seed| {
         let mut rng = Rng(seed);
         let now = Instant::now();
@@ -308,7 +308,7 @@ fn a_handshake_takes_any_bytes() {
 }
 
 #[test]
-fn headers_are_understood_or_refused() {
+fn headers_are_decoded_or_refused() {
     let mut rng = Rng(1);
     for _ in 0..100_000 {
         let mut bytes = [0; HEADER_LEN];
@@ -324,25 +324,25 @@ fn headers_are_understood_or_refused() {
     }
 }
 
-/// What the test knows of one history.
+/// Expected state of one history.
 #[derive(Default)]
 struct Model {
     next_id: u64,
     submitted: BTreeMap<u64, u32>,
-    /// The object that a request names: it must be alive when the request arrives.
+    /// Objects that a request names: they must be alive when the request arrives.
     names: BTreeMap<u64, u64>,
-    /// The objects that live at the server.
+    /// Objects that are alive at the server.
     live: BTreeSet<u64>,
     minted: u64,
-    /// The objects that the client holds, out of the replies that it has looked at.
+    /// Objects that the client holds, from the replies that it has examined.
     held: Vec<u64>,
     looked_at: BTreeSet<u64>,
-    /// Of what has arrived at the server, how much has been acted on.
+    /// Number of frames from the client that the server has acted on.
     acted: usize,
 }
 
-/// The outcome of one request at the server: sometimes with objects, sometimes too large, sometimes
-/// an error.
+/// Returns the server's outcome of one request: sometimes with objects, sometimes too large,
+/// sometimes an error.
 fn answer(pair: &mut Pair, model: &mut Model, rng: &mut Rng, id: u64) {
     let outcome = match rng.below(8) {
         0 => Err(RpcError::new(ErrorKind::Application, "no")),
@@ -372,7 +372,7 @@ fn answer(pair: &mut Pair, model: &mut Model, rng: &mut Rng, id: u64) {
     }
 }
 
-/// Frees what has arrived, and looks at the replies: what a caller would get to hold.
+/// Frees the released objects, and examines the replies as a caller would.
 fn look(pair: &mut Pair, model: &mut Model) {
     for arrived in &pair.arrived[model.acted..] {
         match arrived {
@@ -428,7 +428,7 @@ fn history(seed: u64) {
                 let id = model.next_id;
                 let len = if rng.one_in(3) { rng.below(max_message as usize) } else { rng.below(5_000) };
                 let lane = if rng.one_in(5) { Lane::CONCURRENT } else { Lane(rng.below(3) as u32) };
-                // Some name an object that must live until they are served.
+                // Some requests name an object that must be alive until they are served.
                 let mut request = match model.held.last() {
                     Some(held) if rng.one_in(2) => {
                         model.names.insert(id, *held);
@@ -459,7 +459,7 @@ fn history(seed: u64) {
             18 => pair.setup.capacity = 1 << (10 + rng.below(8)),
             19 if rng.one_in(10) => pair.server.go_away(&RpcError::new(ErrorKind::Draining, "going")),
             _ => {
-                // Less than a keep-alive in which nobody reads.
+                // Less than a keep-alive interval in which no side reads.
                 let time = if pair.client_reads && pair.server_reads { 10_000 } else { 500 };
                 pair.advance(Duration::from_millis(rng.below(time) as u64));
             }
@@ -495,7 +495,7 @@ fn history(seed: u64) {
     if end > 1 && pair.ended.is_none() {
         assert!(pair.client.is_flushed() && pair.server.is_flushed());
         assert!(pair.client.is_quiet() && pair.server.in_flight() == 0);
-        // What lives is what the client holds, and it can be let go.
+        // The live objects are those that the client holds, and all of them can be released.
         let held: BTreeSet<_> = model.held.iter().copied().collect();
         assert_eq!(held.len(), model.held.len(), "an object was handed out twice");
         assert_eq!(held, model.live, "objects were lost");
@@ -503,7 +503,7 @@ fn history(seed: u64) {
         pair.run();
         look(&mut pair, &mut model);
         assert!(model.live.is_empty());
-        // Idle, there is nothing to do but to ask whether the other lives.
+        // An idle session only sends pings.
         let turns = pair.turns;
         pair.advance(Duration::from_secs(60));
         assert!(pair.ended.is_none() && pair.turns - turns < 3_000, "{}", pair.turns - turns);
@@ -525,8 +525,8 @@ fn check_order(pair: &Pair, model: &Model) {
             assert!(before < id, "{id} came behind {before} in lane {lane}");
         }
     }
-    // A request is at the server before the cancellation that concerns it, and before anything that
-    // frees what it uses.
+    // A request reaches the server before its cancellation, and before the frees of the objects
+    // that it uses.
     let mut seen = BTreeSet::new();
     for arrived in &pair.arrived {
         match arrived {
@@ -538,6 +538,6 @@ fn check_order(pair: &Pair, model: &Model) {
 }
 
 #[test]
-fn any_history_ends_well() {
+fn any_history_ends_with_one_outcome_per_request() {
     for_seeds(SEEDS, 1_500, Duration::from_secs(8), history);
 }

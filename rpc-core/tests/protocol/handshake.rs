@@ -1,4 +1,4 @@
-//! The handshake, byte for byte and under virtual time.
+//! Tests of the handshake, byte for byte and under virtual time.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ fn server() -> Hello {
 
 type Outcome = Result<Negotiated, RpcError>;
 
-/// Lets both sides talk, `cut` bytes at a time, until they are done or have nothing to say.
+/// Lets both sides exchange `cut` bytes at a time, until they are done or have nothing to send.
 fn talk(dialler: &mut Handshake, acceptor: &mut Handshake, cut: usize) -> (Option<Outcome>, Option<Outcome>) {
     let (mut up, mut down) = (BytesMut::new(), BytesMut::new());
     let (mut at_acceptor, mut at_dialler) = (BytesMut::new(), BytesMut::new());
@@ -62,7 +62,7 @@ fn agreed((ours, theirs): (Option<Outcome>, Option<Outcome>)) -> (Negotiated, Ne
     (ours.unwrap().unwrap(), theirs.unwrap().unwrap())
 }
 
-/// Both sides must hear of a refusal, one of them over the wire.
+/// Asserts that both sides get the refusal, one of them over the wire.
 fn refused((ours, theirs): (Option<Outcome>, Option<Outcome>)) -> (RpcError, RpcError) {
     (ours.unwrap().unwrap_err(), theirs.unwrap().unwrap_err())
 }
@@ -110,7 +110,7 @@ fn the_highest_common_version_is_spoken() {
 }
 
 #[test]
-fn who_serves_is_independent_of_who_dialled() {
+fn the_roles_do_not_depend_on_the_side_that_dialled() {
     let (ours, theirs) = agreed(meet(config(server()), config(client())));
     assert_eq!((ours.role, theirs.role), (Role::Server, Role::Client));
     for role in [Role::Client, Role::Server] {
@@ -139,7 +139,7 @@ fn a_key_must_match_unless_the_client_asks_for_none_or_for_a_hop() {
 }
 
 #[test]
-fn limits_that_let_nothing_pass_are_refused() {
+fn limits_that_allow_no_request_are_refused() {
     let break_limits: [fn(&mut Hello); 3] =
         [|hello| hello.chunk = 0, |hello| hello.max_requests = 0, |hello| hello.max_message = 0];
     for change in break_limits {
@@ -148,7 +148,7 @@ fn limits_that_let_nothing_pass_are_refused() {
         let (ours, theirs) = refused(meet(config(offer), config(server())));
         assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Protocol, ErrorKind::Protocol), "{ours}");
     }
-    // Our own window is widened to what a message needs; one on the wire is not.
+    // Our own window is widened to the size of the largest message; the one on the wire is not.
     let mut offer = Hello { window: 1, identities: vec!["none".into()], ..client() };
     let mut acceptor = Handshake::accept(config(server()), Instant::now());
     let error = acceptor.handle_input(&mut hello_bytes(&offer)).unwrap_err();
@@ -169,12 +169,12 @@ fn raw_hello(body: &[u8]) -> BytesMut {
 }
 
 /// Challenge and response over a shared secret: the dialler's challenge, the acceptor's answer and
-/// challenge, the dialler's answer. No cryptography, only its shape.
+/// challenge, the dialler's answer. Only the message flow, without cryptography.
 struct Toy {
     secret: u8,
     dialler: bool,
     round: u32,
-    /// Goes on sending proofs that nobody asked for.
+    /// True to keep sending proofs that the peer does not expect.
     chatty: bool,
 }
 
@@ -234,7 +234,7 @@ fn identity_is_proven_in_several_rounds() {
 }
 
 #[test]
-fn a_wrong_secret_is_refused_and_both_hear_of_it() {
+fn a_wrong_secret_is_refused_and_both_sides_get_the_error() {
     let outcome = meet(with_identity(client(), Toy::new(9, true)), with_identity(server(), Toy::new(8, false)));
     let (ours, theirs) = refused(outcome);
     assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Refused, ErrorKind::Refused));
@@ -272,7 +272,8 @@ fn the_first_method_of_the_dialler_that_the_acceptor_has_is_used() {
             if toy_first { ("acceptor", "dialler") } else { ("anonymous", "anonymous") }
         );
     }
-    // An answer chooses: it neither offers, nor takes what was not offered.
+    // An answer must choose one method: it neither offers several, nor names one that was not
+    // offered.
     for answer in [vec![], vec!["none".into(), "toy".into()], vec!["other".into()]] {
         let mut dialler = Handshake::dial(both(Box::new(Anonymous), Toy::new(9, true), client()), now);
         let error = dialler.handle_input(&mut hello_bytes(&Hello { identities: answer, ..server() })).unwrap_err();
@@ -280,7 +281,7 @@ fn the_first_method_of_the_dialler_that_the_acceptor_has_is_used() {
     }
 }
 
-/// Remembers what it was bound to.
+/// Identity that records the transcript.
 struct Witness(std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>);
 
 impl Identity for Witness {
@@ -299,7 +300,7 @@ impl Identity for Witness {
 }
 
 #[test]
-fn both_sides_bind_their_proofs_to_the_same_words() {
+fn both_sides_bind_their_proofs_to_the_same_transcript() {
     let (near, far) = <(std::sync::Arc<_>, std::sync::Arc<_>)>::default();
     agreed(meet(
         with_identity(Hello { agent: "near".into(), ..client() }, Box::new(Witness(std::sync::Arc::clone(&near)))),
@@ -318,7 +319,7 @@ fn accepting_without_proof_proves_nothing() {
     input.extend_from_slice(&frame(Kind::Accept, 0, 0, false, &[], &[]));
     assert!(acceptor.handle_input(&mut input).unwrap().is_none());
     assert!(acceptor.approve().is_none() && acceptor.awaits_approval().is_none());
-    // A second one is not in the protocol, and session frames are not yet.
+    // A second one is not in the protocol, and session frames are not allowed yet.
     for kind in [Kind::Accept, Kind::Request, Kind::Hello, Kind::Ping] {
         let mut acceptor = Handshake::accept(with_identity(server(), Toy::new(9, false)), Instant::now());
         let mut input = hello_bytes(&Hello { identities: vec!["toy".into()], ..client() });
@@ -329,7 +330,7 @@ fn accepting_without_proof_proves_nothing() {
 }
 
 #[test]
-fn proofs_do_not_go_on_for_ever() {
+fn the_number_of_proofs_is_limited() {
     let chatty = |dialler| Box::new(Toy { secret: 0, dialler, round: u32::from(!dialler), chatty: true });
     let (ours, theirs) = refused(meet(with_identity(client(), chatty(true)), with_identity(server(), chatty(false))));
     assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Protocol, ErrorKind::Protocol));
@@ -341,7 +342,7 @@ fn proofs_do_not_go_on_for_ever() {
 }
 
 #[test]
-fn a_server_that_holds_approves_or_refuses() {
+fn a_server_that_holds_its_accept_approves_or_refuses() {
     let hold = || HandshakeConfig { hold: true, ..config(server()) };
     let now = Instant::now();
     let (mut dialler, mut acceptor) = (Handshake::dial(config(client()), now), Handshake::accept(hold(), now));
@@ -375,7 +376,7 @@ fn approval_before_the_peer_has_accepted_waits_for_it() {
 }
 
 #[test]
-fn garbage_is_shown_and_not_answered() {
+fn garbage_is_quoted_in_the_error_and_not_answered() {
     for (bytes, shown) in
         [(&b"HTTP/1.1 400 Bad Request\r\n"[..], "HTTP/1.1 400 Bad"), (b"\x16\x03\x01", "\\x16\\x03\\x01")]
     {
@@ -388,7 +389,7 @@ fn garbage_is_shown_and_not_answered() {
         let error = dialler.handle_input(&mut BytesMut::from(bytes)).unwrap_err();
         assert!(error.message().contains(shown), "{error}");
     }
-    // What a channel in text mode makes of the magic is found out at the byte that it changed.
+    // A channel in text mode is detected at the first byte of the magic that it changes.
     let mut changed = MAGIC;
     changed[4] = b'\n';
     let mut acceptor = Handshake::accept(config(server()), Instant::now());
@@ -396,7 +397,7 @@ fn garbage_is_shown_and_not_answered() {
 }
 
 #[test]
-fn a_malformed_hello_is_an_error_that_the_peer_is_told() {
+fn a_malformed_hello_is_an_error_that_is_sent_to_the_peer() {
     let good = rmp_serde::to_vec_named(&Hello { identities: vec!["none".into()], ..client() }).unwrap();
     let with_role = |role: &str| {
         let mut map: std::collections::BTreeMap<String, serde_json_like::Any> = rmp_serde::from_slice(&good).unwrap();
@@ -425,7 +426,7 @@ fn a_malformed_hello_is_an_error_that_the_peer_is_told() {
     }
 }
 
-/// Enough of any MessagePack value to change one field of a map.
+/// Minimal MessagePack encoder, to change one field of a map.
 mod serde_json_like {
     use serde::{Deserialize, Serialize};
 
@@ -475,19 +476,19 @@ fn oversized_frames_are_refused_by_their_header() {
 }
 
 #[test]
-fn a_malformed_rejection_is_still_a_rejection() {
+fn a_malformed_reject_frame_is_still_a_refusal() {
     let mut dialler = Handshake::dial(config(client()), Instant::now());
     dialler.take_output();
     let mut input = BytesMut::from(&MAGIC[..]);
     input.extend_from_slice(&frame(Kind::Reject, 0, 0, false, &[0xc1], &[]));
     assert_eq!(dialler.handle_input(&mut input).unwrap_err().kind(), ErrorKind::Refused);
-    // It is not answered, and nothing is expected any more.
+    // It is not answered, and no further frame is expected.
     assert!(dialler.take_output().is_empty());
     assert!(dialler.handle_input(&mut BytesMut::from(&b"x"[..])).unwrap().is_none());
 }
 
 #[test]
-fn the_end_of_the_stream_and_the_time_limit_say_how_far_it_came() {
+fn the_errors_for_end_of_stream_and_time_limit_name_the_stage() {
     let now = Instant::now();
     let mut acceptor = Handshake::accept(config(server()), now);
     assert_eq!(acceptor.deadline(), now + Duration::from_secs(10));
@@ -503,7 +504,7 @@ fn the_end_of_the_stream_and_the_time_limit_say_how_far_it_came() {
 }
 
 #[test]
-fn what_comes_behind_the_handshake_is_left_for_the_session() {
+fn bytes_behind_the_handshake_are_left_for_the_session() {
     let mut acceptor = Handshake::accept(config(server()), Instant::now());
     let mut input = hello_bytes(&Hello { identities: vec!["none".into()], ..client() });
     input.extend_from_slice(&frame(Kind::Accept, 0, 0, false, &[], &[]));

@@ -1,5 +1,5 @@
-//! Peers that break the protocol: each gets an error that says so, nobody panics, and memory stays
-//! within limits.
+//! Tests with peers that break the protocol: each gets an error that names the violation, no side
+//! panics, and memory stays within limits.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -11,7 +11,7 @@ use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{Admission, FrameHeader, Kind, decode_request, decode_value};
 use rpc_core::{ErrorKind, Lane, MemoryQuota, RpcError, Value};
 
-/// Counts what each thread holds, and the most that it ever held.
+/// Allocator that counts the memory of each thread, and its peak.
 struct Counting;
 
 thread_local! {
@@ -50,7 +50,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// The most bytes that this thread held during `action`, beyond what it held before.
+/// Returns the peak memory in bytes that this thread used during `action`, beyond its use before.
 fn peak_of(action: impl FnOnce()) -> usize {
     let before = HELD.get();
     PEAK.set(before);
@@ -62,7 +62,7 @@ fn setup() -> Setup {
     Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 8)
 }
 
-/// A pair whose client has asked once, under number 1.
+/// Returns a pair whose client has made one request, with id 1.
 fn asked() -> Pair {
     let mut pair = setup().build();
     pair.submit(1, call(0, 10));
@@ -79,7 +79,7 @@ fn header(kind: u8, flags: u8, reserved: u16, body: u32, payload: u32) -> Vec<u8
     bytes.to_vec()
 }
 
-/// What no side may send.
+/// Returns frames that no side may send.
 fn bad_frames() -> Vec<(&'static str, Vec<u8>)> {
     let data = frame(Kind::Request, 9, 0, true, &[0x93], &[]);
     vec![
@@ -124,7 +124,7 @@ fn check_server(name: &str, bytes: &[u8]) {
     let error = pair.server_error.as_ref().unwrap_or_else(|| panic!("{name} was taken"));
     assert_eq!(error.kind(), ErrorKind::Protocol, "{name}: {error}");
     assert!(peak < 4 << 20, "{name} took {peak} bytes");
-    // The client is told why, and this is the last word.
+    // The client is told the reason, in the last frame.
     let told = pair.ended.as_ref().unwrap();
     assert_eq!((told.kind(), told.hop()), (ErrorKind::Protocol, 1), "{name}: {told}");
     assert_eq!(told.message(), error.message());
@@ -149,7 +149,7 @@ fn check_client(name: &str, bytes: &[u8]) {
 }
 
 #[test]
-fn what_nobody_may_send_ends_the_session() {
+fn frames_that_no_side_may_send_end_the_session() {
     for (name, bytes) in bad_frames() {
         check_server(name, &bytes);
         check_client(name, &bytes);
@@ -157,7 +157,7 @@ fn what_nobody_may_send_ends_the_session() {
 }
 
 #[test]
-fn what_a_client_may_not_send_ends_the_session() {
+fn frames_that_a_client_may_not_send_end_the_session() {
     let good = |id| request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]);
     let reply = frame(Kind::Reply, 1, 0, false, &[0xc0], &[]);
     let deep = [&[0x93, 2, 0xc0, 0x92, 1][..], &[0x91; 200]].concat();
@@ -207,7 +207,7 @@ fn what_a_client_may_not_send_ends_the_session() {
 }
 
 #[test]
-fn what_a_server_may_not_send_ends_the_session() {
+fn frames_that_a_server_may_not_send_end_the_session() {
     let reply = |id, body: &[u8]| frame(Kind::Reply, id, 0, false, body, &[]);
     let cases: Vec<(&str, Vec<u8>)> = vec![
         ("a request", frame(Kind::Request, 1, 0, false, &[0x93, 7, 0xc0, 0x91, 1], &[])),
@@ -233,7 +233,7 @@ fn what_a_server_may_not_send_ends_the_session() {
     for (name, bytes) in cases {
         check_client(name, &bytes);
     }
-    // The second of two replies.
+    // The second of two replies to one request.
     let mut pair = asked();
     pair.inject_to_client(&[reply(1, &[5]), reply(1, &[6])].concat());
     pair.run();
@@ -242,7 +242,7 @@ fn what_a_server_may_not_send_ends_the_session() {
 }
 
 #[test]
-fn malformed_farewells_are_still_farewells() {
+fn malformed_close_and_go_away_frames_still_count() {
     for body in [&[0xc1][..], &[0x80], &[&[0x81, 0xa1, b'x'][..], &[0x91; 60_000]].concat()] {
         let mut pair = asked();
         pair.inject_to_client(&frame(Kind::GoAway, 0, 0, false, body, &[]));
@@ -260,7 +260,7 @@ fn malformed_farewells_are_still_farewells() {
 }
 
 #[test]
-fn an_unknown_operation_concerns_its_caller_alone() {
+fn an_unknown_operation_fails_only_its_request() {
     let mut pair = asked();
     pair.inject_to_server(&request(5, &[0x93, 99, 0xc0, 0x90], &[]));
     pair.inject_to_server(&request(6, &[0x93, 8, 0xc0, 0x92, 0xd7, 4, 1, 0, 0, 0, 0, 0, 0, 0, 0xcd, 255, 255], &[]));
@@ -271,7 +271,7 @@ fn an_unknown_operation_concerns_its_caller_alone() {
     let errors: Vec<_> = pair.server_frames().iter().map(|frame| (frame.kind(), frame.id())).collect();
     assert_eq!(errors, [(Kind::Error, 5), (Kind::Error, 6), (Kind::Error, 7)]);
     assert_eq!(pair.server.in_flight(), 1);
-    // Extras that it does not know are skipped.
+    // Unknown extras are skipped.
     let mut pair = asked();
     pair.inject_to_server(&request(5, &[0x93, 7, 0x82, 0xa1, b'x', 0x92, 1, 2, 0xa1, b'd', 9, 0x91, 1], &[]));
     pair.run();
@@ -290,8 +290,8 @@ fn extreme_deadlines_do_no_harm() {
 }
 
 #[test]
-fn nothing_is_reserved_for_lengths_that_are_claims() {
-    // Within the limits, and not there.
+fn no_memory_is_reserved_for_claimed_lengths() {
+    // Lengths within the limits, whose bytes never arrive.
     for (body, payload) in [(65_536, 65_536), (65_536, 10), (10, 65_536), (0, 16 << 10)] {
         let mut pair = setup().build();
         let peak = peak_of(|| {
@@ -308,7 +308,7 @@ fn nothing_is_reserved_for_lengths_that_are_claims() {
 }
 
 #[test]
-fn a_message_does_not_go_on_for_ever() {
+fn the_length_of_a_message_is_limited() {
     let part = |kind, id, len: usize| frame(kind, id, 0, true, &[], &vec![0; len]);
     for len in [60_000, 1_000] {
         let mut pair = setup().build();
@@ -331,10 +331,10 @@ fn a_message_does_not_go_on_for_ever() {
     }
 }
 
-/// Messages that never become whole were counted only when another one did: as many of them as a
-/// peer liked took memory, each up to the largest message.
+/// Regression: messages that never became complete were counted only when another one was
+/// completed. A peer could make them take any amount of memory, each up to the largest message.
 #[test]
-fn messages_that_never_become_whole_are_counted() {
+fn messages_that_never_become_complete_are_counted() {
     // Many bytes in few messages: above the window.
     let mut pair = setup().build();
     let mut input = Vec::new();
@@ -355,8 +355,8 @@ fn messages_that_never_become_whole_are_counted() {
         assert_eq!(error.kind(), ErrorKind::Protocol);
     });
     assert!(peak < 64 << 10, "{peak}");
-    // The same from a server: replies to more than was asked are none of ours, and what was asked
-    // is within the window.
+    // The same from a server: replies to more requests than were made are refused, and those to
+    // requests are within the window.
     let mut pair = setup().build();
     (1..=8).for_each(|id| drop(pair.submit(id, call(id as u32, 1))));
     pair.run();
@@ -388,8 +388,8 @@ fn more_requests_than_there_is_credit_for_end_the_session() {
     assert!(pair.requests.len() < 13);
 }
 
-/// A client that asks and never reads: what it asked was answered, so it was not counted any more,
-/// and the answers took ever more memory.
+/// Regression: requests of a client that never reads were answered and then not counted any more,
+/// and the unsent replies took more and more memory.
 #[test]
 fn a_client_that_does_not_read_its_replies_is_limited() {
     let mut pair = Setup { capacity: 4 << 10, ..setup() }.build();
@@ -414,9 +414,9 @@ fn a_client_that_does_not_read_its_replies_is_limited() {
     assert!(peak < 4 << 20, "{peak}");
 }
 
-/// Large replies were counted by their number alone.
+/// Regression: large replies were counted by their number alone.
 #[test]
-fn large_replies_that_nobody_reads_hold_up_further_requests() {
+fn unread_large_replies_hold_back_further_requests() {
     let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
     pair.client_reads = false;
     pair.setup.capacity = 4 << 10;
@@ -437,14 +437,15 @@ fn large_replies_that_nobody_reads_hold_up_further_requests() {
     });
     assert!(pair.server_error.is_none() && pair.arrived.len() < 8, "{:?}", pair.arrived);
     assert!(peak < 4 << 20, "{peak}");
-    // One of those that wait can still be cancelled.
+    // A request that is held back can still be cancelled.
     pair.setup.capacity = usize::MAX;
     pair.inject_to_server(&frame(Kind::Cancel, 899, 0, false, &[], &[]));
     pair.run();
     assert_eq!(pair.server.in_flight(), 900 - pair.arrived.len() - 1);
 }
 
-/// Those that run while nobody reads were all answered, whatever that took.
+/// Regression: requests that ran while the client did not read were all answered, at any cost in
+/// memory.
 #[test]
 fn a_backlog_of_replies_is_bounded() {
     let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
@@ -466,9 +467,9 @@ fn a_backlog_of_replies_is_bounded() {
     assert!(pair.server_error.is_none());
 }
 
-/// One that reads, and gives no leave to send more.
+/// A client that reads, and returns no credit.
 #[test]
-fn the_server_knows_what_waits_for_nothing_but_credit() {
+fn the_server_knows_the_reply_that_waits_only_for_credit() {
     let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
     for id in 1..=4 {
         pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
@@ -479,7 +480,7 @@ fn the_server_knows_what_waits_for_nothing_but_credit() {
     for id in 1..=4 {
         assert!(pair.server.reply(id, reply()).is_none());
     }
-    // Two fit into the client's window.
+    // Two replies fit into the client's window.
     assert_eq!(pair.server.held_back(), None, "the first have not left");
     let now = pair.now;
     let drain = |server: &mut rpc_core::proto::ServerEndpoint| loop {
@@ -502,9 +503,9 @@ fn the_server_knows_what_waits_for_nothing_but_credit() {
     assert_eq!(pair.server.held_back(), Some(4));
 }
 
-/// A list of nils takes a byte each on the wire, and eighty in memory.
+/// A list of nils takes one byte each on the wire, and eighty in memory.
 #[test]
-fn many_small_values_cost_what_they_take_in_memory() {
+fn small_values_count_by_their_size_in_memory() {
     let nils = || call_with(u32::MAX, vec![Value::List(vec![Value::Null; 2_000])]);
     let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
     for id in 1..=4 {
@@ -518,7 +519,7 @@ fn many_small_values_cost_what_they_take_in_memory() {
     pair.run();
     assert_eq!(pair.requests.len(), 4);
     assert!(pair.requests.contains_key(&5) && pair.outcomes[&1].is_ok());
-    // One that takes no notice of credit is cut off.
+    // A client that ignores its credit is cut off.
     let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
     let (body, _) = rpc_core::proto::encode_request(&nils(), pair.now);
     for id in 1..=6 {
@@ -528,9 +529,10 @@ fn many_small_values_cost_what_they_take_in_memory() {
     assert_eq!(pair.server_error.as_ref().unwrap().kind(), ErrorKind::Protocol);
 }
 
-/// A ping between the frames of a message that has the ping's number was taken for one of them.
+/// Regression: a ping between the frames of a message with the ping's number was taken for one of
+/// them.
 #[test]
-fn control_frames_may_have_the_number_of_a_message_under_way() {
+fn control_frames_may_have_the_number_of_a_partial_message() {
     let mut pair = setup().build();
     let (body, payload) = rpc_core::proto::encode_request(&call(0, 100), pair.now);
     let payload = payload.concat();
@@ -546,9 +548,9 @@ fn control_frames_may_have_the_number_of_a_message_under_way() {
     assert_eq!(pair.arrived, [Arrived::Cancel(7), Arrived::Request(7)]);
 }
 
-/// Each ping was answered, whether or not anybody read the answers.
+/// Regression: each ping was answered, even if the answers were never read.
 #[test]
-fn pings_of_a_peer_that_does_not_read_are_not_all_answered() {
+fn not_all_pings_of_a_peer_that_does_not_read_are_answered() {
     let ping = frame(Kind::Ping, 0, 0, false, &[], &[]);
     let flood: Vec<u8> = (0..40_000).flat_map(|_| ping.clone()).collect();
     let mut server = setup().build().server;
@@ -566,7 +568,7 @@ fn pings_of_a_peer_that_does_not_read_are_not_all_answered() {
         }
     });
     assert!(peak < 12 << 20, "{peak}");
-    // Numbered ones are answered with the last.
+    // Numbered pings are answered by one pong with the last number.
     let mut client = setup().build().client;
     let numbered: Vec<u8> = (1..=1_000).flat_map(|id| frame(Kind::Ping, id, 0, false, &[], &[])).collect();
     client.handle_input(&mut BytesMut::from(&numbered[..]), now).unwrap();
@@ -595,7 +597,7 @@ fn endless_credit_does_not_overflow() {
 }
 
 #[test]
-fn pongs_and_cancels_that_mean_nothing_are_ignored() {
+fn unexpected_pongs_and_cancels_are_ignored() {
     let mut pair = asked();
     for id in [0, 1, u64::MAX] {
         pair.inject_to_client(&frame(Kind::Pong, id, 0, false, &[], &[]));
@@ -609,7 +611,7 @@ fn pongs_and_cancels_that_mean_nothing_are_ignored() {
 }
 
 #[test]
-fn a_reply_before_the_request_has_left_does_no_harm() {
+fn a_reply_to_a_request_that_is_still_being_sent_does_no_harm() {
     let mut pair = Setup { capacity: 4 << 10, ..setup() }.build();
     pair.server_reads = false;
     pair.submit(1, call(0, 200 << 10));
@@ -624,7 +626,7 @@ fn a_reply_before_the_request_has_left_does_no_harm() {
 }
 
 #[test]
-fn errors_of_a_peer_keep_their_facts_and_unknown_kinds_survive() {
+fn errors_of_a_peer_keep_their_facts_and_unknown_kinds() {
     let mut pair = asked();
     pair.inject_to_client(&frame(
         Kind::Error,
@@ -641,7 +643,7 @@ fn errors_of_a_peer_keep_their_facts_and_unknown_kinds_survive() {
 }
 
 #[test]
-fn a_server_told_of_a_broken_protocol_says_so_before_data_that_waits() {
+fn a_protocol_error_overtakes_queued_data() {
     let mut pair = Setup::default().limits(8 << 20, 16 << 20, 64 << 10, 8).build();
     pair.submit(1, call(0, 1));
     pair.run();
@@ -657,8 +659,8 @@ fn a_server_told_of_a_broken_protocol_says_so_before_data_that_waits() {
     assert_eq!(pair.error(1).message(), "broken");
 }
 
-/// The deadlines of requests that were over stayed until they had passed: an hour's worth of them,
-/// for calls that may take an hour.
+/// Regression: the deadlines of completed requests were kept until they had passed: an hour's worth
+/// of them, for calls that may take an hour.
 #[test]
 fn deadlines_do_not_outlive_their_requests() {
     let mut pair = Pair::new(setup());
@@ -680,14 +682,14 @@ fn deadlines_do_not_outlive_their_requests() {
     assert!(held < 64 << 10, "{held}");
 }
 
-/// A body of small values took a hundred times its size in memory.
+/// Regression: a body of small values took a hundred times its size in memory.
 #[test]
-fn small_values_do_not_add_up() {
+fn the_number_of_small_values_is_limited() {
     let body = |len: u32| [&[0xdd][..], &len.to_be_bytes(), &vec![0xc0; len as usize]].concat();
     assert!(decode_value(&body((1 << 20) - 1), Bytes::new()).is_ok());
     let body = body(20 << 20);
     assert!(peak_of(|| assert!(decode_value(&body, Bytes::new()).is_err())) < 256 << 20);
-    // The sender is told, and nobody else is troubled.
+    // The sender gets an error; the rest of the session is not affected.
     let mut pair = Setup::default().build();
     let many = Value::List(vec![Value::Null; 1 << 20]);
     assert!(matches!(pair.submit(1, call_with(0, vec![many.clone()])), Admission::Refused(..)));
@@ -698,15 +700,15 @@ fn small_values_do_not_add_up() {
     assert_eq!((pair.error(1).kind(), pair.error(2).kind()), (ErrorKind::InvalidArgument, ErrorKind::InvalidArgument));
 }
 
-/// A pair whose server has room for eight chunks of 16 KiB, and for what all sessions may have
-/// beside.
+/// Returns a pair whose server has room for eight chunks of 16 KiB, and for the shared quota
+/// besides.
 fn crowded(quota: &Arc<MemoryQuota>, chunk: u32) -> Pair {
     Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build().within(quota)
 }
 
 #[test]
-fn what_finds_no_room_is_refused_without_being_kept_and_the_session_goes_on() {
-    // In frames that are received where they belong, and in such as pass through the buffer.
+fn requests_without_room_are_refused_without_being_kept_and_the_session_continues() {
+    // In frames that are received in place, and in frames that pass through the buffer.
     for chunk in [64 << 10, 4 << 10] {
         let free = 8 * chunk as usize;
         let quota = MemoryQuota::new("max_total_queued", 0, None);
@@ -722,8 +724,8 @@ fn what_finds_no_room_is_refused_without_being_kept_and_the_session_goes_on() {
         };
         let kept = held_by(&mut Setup::default().limits(1 << 20, 2 << 20, chunk, 8).build());
         let dropped = held_by(&mut pair);
-        // Beside the request itself there are the buffers of this test's channel, and those that
-        // are kept for what comes next.
+        // Besides the request itself, this test's channel has buffers, and some are kept for later
+        // use.
         assert!(kept - dropped > 500 << 10, "{kept} and {dropped}");
         let error = pair.error(2);
         assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::LimitExceeded, false), "{error}");
@@ -740,7 +742,7 @@ fn what_finds_no_room_is_refused_without_being_kept_and_the_session_goes_on() {
 }
 
 #[test]
-fn sessions_share_what_they_may_queue_and_give_it_back() {
+fn sessions_share_the_queue_quota_and_return_it() {
     let quota = MemoryQuota::new("max_total_queued", 1 << 20, None);
     let (mut first, mut second) = (crowded(&quota, 16 << 10), crowded(&quota, 16 << 10));
     first.submit(1, call(0, 900 << 10));
@@ -755,8 +757,8 @@ fn sessions_share_what_they_may_queue_and_give_it_back() {
     second.submit(2, call(0, 900 << 10));
     second.run();
     assert_eq!(second.requests.len(), 1);
-    // Replies count until they have left. One that finds no room is an error, and what it held
-    // comes back.
+    // Replies count until they have been sent. One without room becomes an error, and its value is
+    // returned.
     let large = || Value::List(vec![Value::Bytes(vec![1; 900 << 10].into()), object(7)]);
     second.client_reads = false;
     second.setup.capacity = 1000;
@@ -777,7 +779,7 @@ fn sessions_share_what_they_may_queue_and_give_it_back() {
 }
 
 #[test]
-fn a_session_that_ends_gives_back_what_it_had_queued() {
+fn a_session_that_ends_returns_its_queue_quota() {
     let quota = MemoryQuota::new("max_total_queued", 1 << 20, None);
     let mut pair = crowded(&quota, 16 << 10);
     pair.submit(1, call(0, 900 << 10));

@@ -1,5 +1,5 @@
 //! Tests of the protocol on a channel in memory and under virtual time: one binary, since each one
-//! links for a second or two.
+//! takes a second or two to link.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 

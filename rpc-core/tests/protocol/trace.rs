@@ -1,4 +1,4 @@
-//! Where the trace context of a request comes from, and who sees it.
+//! Tests of trace contexts: their sources, and the functions that see them.
 
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -35,7 +35,7 @@ fn seen(function: &RemoteFunction, trace: Option<TraceContext>) -> Option<String
     .unwrap()
 }
 
-/// The source is that of the whole process, so all that is said about it is said in one test.
+/// One test for everything about the source, because it belongs to the whole process.
 #[test]
 fn a_request_takes_its_context_from_its_caller_or_from_the_source() {
     let session = Session::new(LocalSession::new(registry()));
@@ -59,7 +59,7 @@ fn a_request_takes_its_context_from_its_caller_or_from_the_source() {
 }
 
 #[test]
-fn what_a_function_calls_belongs_to_the_same_span() {
+fn nested_calls_belong_to_the_same_span() {
     let inner = Session::new(LocalSession::new(registry()));
     let function = inner.get_function("blocking").wait().unwrap();
     let registry = Registry::new();
@@ -82,7 +82,7 @@ fn what_a_function_calls_belongs_to_the_same_span() {
             function.call::<Option<String>>(()).await.unwrap()
         }
     });
-    // One that starts a thread has to name the context itself.
+    // A function that starts a thread has to name the context itself.
     let last = Mutex::new(inner.get_function("async").wait().unwrap());
     registry.add("thread", move |context: Context| {
         let function = last.lock().unwrap().clone();

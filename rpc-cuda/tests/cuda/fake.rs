@@ -1,7 +1,8 @@
-//! The fake driver, for the tests that need no GPU: compiled when they start, found by them in a process of their own.
+//! The fake driver for tests without a GPU: compiled when they start, loaded by them in a process
+//! of their own.
 //!
-//! A process loads the driver once, and a device that is lost stays so. So each test runs itself again as a child, with
-//! `LD_LIBRARY_PATH` naming the folder in which the loader finds the fake one.
+//! A process loads the driver once, and a lost device stays lost. So each test runs itself again as
+//! a child, with `LD_LIBRARY_PATH` naming the folder in which the loader finds the fake driver.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,20 +10,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use libloading::Library;
 
-/// Set in the child: the folder of the fake driver.
+/// Environment variable that is set in the child: the folder of the fake driver.
 const CHILD: &str = "RPC_CORE_FAKE_DRIVER";
 
-/// Among the `defines`: no fake cuBLAS.
+/// Define: without the fake cuBLAS.
 pub(crate) const WITHOUT_CUBLAS: &str = "-DWITHOUT_CUBLAS";
 
-/// Among the `defines`: beside the driver there is what the toolkit has for linkers, which no program should load.
+/// Define: with the toolkit's stub library for linkers beside the driver, which no program should
+/// load.
 pub(crate) const WITH_A_STUB: &str = "-DWITH_A_STUB";
 
-/// The fake driver as the tests see it.
+/// The fake driver's functions for tests.
 pub(crate) struct Fake(Library);
 
-/// Runs `body` in a process that has the fake driver, built with `defines`, under these variables. Says so and passes where
-/// there is no C compiler. `test` is the name of the calling test.
+/// Runs `body` in a process that has the fake driver, built with `defines`, with these environment
+/// variables. Prints a note and passes if there is no C compiler. `test` is the name of the calling
+/// test.
 pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str)], body: impl FnOnce(&Fake)) {
     if let Some(folder) = std::env::var_os(CHILD) {
         // SAFETY: the library is the fake one, which has no initialisers.
@@ -36,7 +39,7 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
     if defines.contains(&WITH_A_STUB) {
         let source = folder.path().join("stub.c");
         std::fs::write(&source, "int nothing;").unwrap();
-        // Without a compiler the driver says so below.
+        // Without a compiler the driver reports that below.
         _ = compile(source.to_str().unwrap(), &folder.path().join("libcuda.so"), &[]);
     }
     for (source, library) in [("fake_driver.c", "libcuda.so.1"), ("fake_cublas.c", "libcublas.so.12")] {
@@ -55,7 +58,7 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args([test, "--exact", "--nocapture"]).env(CHILD, folder.path()).env("LD_LIBRARY_PATH", path);
-    // Whatever this machine has must not come first.
+    // Libraries of this machine must not come first.
     child.env_remove("RPC_CUDA_DRIVER_LIBRARY").env_remove("RPC_CUDA_BLAS_LIBRARY");
     let output = child.envs(variables.iter().copied()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -66,7 +69,7 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
 ///
 /// # Errors
 ///
-/// There is no C compiler.
+/// No C compiler was found.
 pub(crate) fn compile(source: &str, to: &Path, defines: &[&str]) -> std::io::Result<()> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
     let mut compiler = Command::new("cc");
@@ -77,14 +80,14 @@ pub(crate) fn compile(source: &str, to: &Path, defines: &[&str]) -> std::io::Res
 }
 
 impl Fake {
-    /// Runs all that was submitted.
+    /// Runs all submitted work.
     pub(crate) fn run_all(&self) {
         self.count("fake_run_all");
     }
 
-    /// What one of the functions for the tests counts.
+    /// Returns a counter of one of the functions for tests.
     pub(crate) fn count(&self, name: &str) -> u64 {
-        // SAFETY: all functions of this form are such.
+        // SAFETY: all functions for tests have this type.
         unsafe { self.0.get::<unsafe extern "C" fn() -> u64>(name.as_bytes()).unwrap()() }
     }
 
@@ -100,7 +103,7 @@ impl Fake {
         unsafe { self.0.get::<unsafe extern "C" fn(i32)>(b"fake_fail_next").unwrap()(code) }
     }
 
-    /// How many pieces of work wait in a stream.
+    /// Returns the number of pending pieces of work in a stream.
     pub(crate) fn pending(&self, stream: &rpc_cuda::CudaStream) -> u64 {
         // SAFETY: the type is that of the function, and the stream is alive.
         unsafe {
@@ -117,7 +120,7 @@ impl Fake {
         assert_eq!(code, 0);
     }
 
-    /// The context of the calling thread.
+    /// Returns the context of the calling thread.
     pub(crate) fn current_context(&self) -> *mut std::ffi::c_void {
         type Get = unsafe extern "C" fn(*mut *mut std::ffi::c_void) -> i32;
         let mut context = std::ptr::null_mut();
@@ -127,7 +130,7 @@ impl Fake {
         context
     }
 
-    /// Submits work to a stream that is done when the flag is set.
+    /// Submits work to a stream that completes when the flag is set.
     pub(crate) fn hold(&self, stream: *mut std::ffi::c_void, until: &'static AtomicBool) {
         type Work = unsafe extern "C" fn(*mut std::ffi::c_void) -> i32;
         unsafe extern "C" fn is_set(flag: *mut std::ffi::c_void) -> i32 {

@@ -11,7 +11,7 @@ fn parse(text: &str) -> VirtualDevice {
     text.parse().unwrap()
 }
 
-/// From few values, so that many pairs agree.
+/// Devices from few values, so that many pairs agree.
 fn devices() -> impl Strategy<Value = VirtualDevice> {
     let types = prop::sample::select(vec![None, Some(DeviceType::CPU), Some(DeviceType::CUDA)]);
     let targets =
@@ -68,7 +68,7 @@ proptest! {
         prop_assert_eq!(a.default_to(&a), a.clone());
         prop_assert_eq!(a.default_to(&VirtualDevice::unconstrained()), a.clone());
         prop_assert_eq!(VirtualDevice::unconstrained().default_to(&b), b.clone());
-        // Once defaulted, it is defaulted.
+        // Applying defaults twice changes nothing.
         prop_assert_eq!(both.default_to(&b), both.clone());
         if let Some(joined) = a.join(&b) {
             prop_assert_eq!(both, joined);
@@ -113,9 +113,9 @@ proptest! {
     }
 }
 
-/// As TVM's documentation gives them.
+/// The examples of TVM's documentation.
 #[test]
-fn join_and_default_as_documented_there() {
+fn join_and_default_match_the_examples_of_tvm() {
     let llvm =
         |scope: Option<&str>| VirtualDevice { memory_scope: scope.map(str::to_owned), ..parse("cpu,target=llvm") };
     assert_eq!(llvm(None).join(&parse("*:3,scope=global")), Some(parse("cpu:3,scope=global,target=llvm")));
@@ -131,7 +131,7 @@ fn default_drops_a_target_for_another_type() {
 }
 
 #[test]
-fn predicates_and_the_device_that_is_meant() {
+fn predicates_and_the_resulting_device() {
     let full = parse("cuda:1,scope=global,target=cuda");
     assert!(full.is_fully_constrained() && !full.is_fully_unconstrained());
     assert_eq!(full.to_device(), Some(Device::cuda(1)));
@@ -144,7 +144,7 @@ fn predicates_and_the_device_that_is_meant() {
     assert_eq!(VirtualDevice::from(Target::new("llvm").unwrap()).device_type(), Some(DeviceType::CPU));
     assert_eq!(VirtualDevice::from(None::<Device>), VirtualDevice::unconstrained());
     assert_eq!(VirtualDevice::from(DeviceType::CUDA), parse("cuda"));
-    // As -1 means no constraint where the notion comes from.
+    // TVM uses -1 for no constraint.
     assert_eq!(VirtualDevice::from(Device::cuda(-1)), parse("cuda"));
 }
 
@@ -166,7 +166,7 @@ fn the_builder_takes_known_fields_once() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_however_it_comes() {
+fn invalid_fields_are_refused_from_every_source() {
     for (text, part) in [
         ("cuda,target=llvm", "target 'llvm' is for cpu, but the device type is cuda"),
         ("cuda:-1", "-1 is not a device number"),

@@ -1,5 +1,5 @@
 //! A client and a server joined by byte pipes in memory, under virtual time: nothing here waits,
-//! and nothing is random that does not come from a seed.
+//! and all randomness comes from a seed.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::IoSlice;
@@ -15,7 +15,7 @@ use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::session::{Operation, Request};
 use rpc_core::{Handle, Lane, LocalSession, MemoryQuota, RpcError, RpcSession, Value};
 
-/// Numbers from a seed (splitmix64).
+/// Random numbers from a seed (splitmix64).
 #[derive(Clone, Debug)]
 pub(crate) struct Rng(pub(crate) u64);
 
@@ -41,7 +41,7 @@ impl Rng {
     }
 }
 
-/// How many bytes one read or write moves.
+/// Number of bytes that one read or write moves.
 #[derive(Clone, Debug)]
 pub(crate) enum Cut {
     Whole,
@@ -68,7 +68,7 @@ impl Cut {
 struct Pipe {
     under_way: VecDeque<(Instant, Bytes)>,
     len: usize,
-    /// Everything that was ever written.
+    /// All bytes that were ever written.
     log: Vec<u8>,
     closed: bool,
 }
@@ -80,7 +80,7 @@ impl Pipe {
         self.under_way.push_back((arrival, Bytes::copy_from_slice(bytes)));
     }
 
-    /// At most `limit` of the bytes that have arrived.
+    /// Reads at most `limit` of the bytes that have arrived.
     fn read(&mut self, now: Instant, limit: usize) -> Bytes {
         match self.under_way.front_mut() {
             Some((arrival, bytes)) if *arrival <= now => {
@@ -100,7 +100,7 @@ impl Pipe {
     }
 }
 
-/// What the pair is made of.
+/// Settings of a pair.
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) client: Hello,
@@ -108,7 +108,7 @@ pub(crate) struct Setup {
     pub(crate) keep_alive: Duration,
     pub(crate) cut: Cut,
     pub(crate) delay: Duration,
-    /// What the channel holds, each way.
+    /// Capacity of the channel in bytes, in each direction.
     pub(crate) capacity: usize,
 }
 
@@ -126,7 +126,7 @@ impl Default for Setup {
 }
 
 impl Setup {
-    /// The same limits for both sides.
+    /// Sets the same limits for both sides.
     pub(crate) fn limits(mut self, max_message: u64, window: u64, chunk: u32, max_requests: u32) -> Self {
         for hello in [&mut self.client, &mut self.server] {
             hello.max_message = max_message;
@@ -147,8 +147,8 @@ impl Setup {
     }
 }
 
-/// A handshake between two offers, as far as it goes: what each side makes of it, the one that
-/// dials first.
+/// Runs a handshake between two offers as far as it goes. Returns the result of each side, the one
+/// that dials first.
 pub(crate) fn negotiate(client: Hello, server: Hello) -> (Negotiated, Negotiated) {
     let now = Instant::now();
     let config = |hello| HandshakeConfig {
@@ -169,7 +169,7 @@ pub(crate) fn negotiate(client: Hello, server: Hello) -> (Negotiated, Negotiated
     (ours.unwrap(), theirs.unwrap())
 }
 
-/// What has arrived at the server, in order.
+/// An event of the server, in the order of arrival.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Arrived {
     Request(u64),
@@ -193,7 +193,7 @@ pub(crate) struct Pair {
     pub(crate) now: Instant,
     pub(crate) client: ClientEndpoint<u64>,
     pub(crate) server: ServerEndpoint,
-    /// Serves the requests, if there is one; else the test does.
+    /// Session that serves the requests; without it the test does.
     pub(crate) local: Option<LocalSession>,
     mail: Arc<Mail>,
     up: Pipe,
@@ -201,28 +201,28 @@ pub(crate) struct Pair {
     client_input: BytesMut,
     server_input: BytesMut,
     pub(crate) setup: Setup,
-    /// Whether each side reads from the channel.
+    /// True if the side reads from the channel.
     pub(crate) client_reads: bool,
     pub(crate) server_reads: bool,
-    /// The server does nothing at all.
+    /// True if the server does nothing at all.
     pub(crate) server_asleep: bool,
     server_gone: bool,
 
-    /// What the client has been told.
+    /// Events that the client has reported.
     pub(crate) admitted: Vec<u64>,
     pub(crate) outcomes: BTreeMap<u64, Outcome>,
     pub(crate) answered: Vec<u64>,
     pub(crate) going_away: Option<RpcError>,
     pub(crate) ended: Option<RpcError>,
 
-    /// What the server has been told.
+    /// Events that the server has reported.
     pub(crate) arrived: Vec<Arrived>,
     pub(crate) requests: BTreeMap<u64, Request>,
     /// Values that could not be sent.
     pub(crate) rejected: Vec<Value>,
     pub(crate) server_error: Option<RpcError>,
     server_closing: bool,
-    /// Turns taken in which something moved.
+    /// Number of turns in which something moved.
     pub(crate) turns: usize,
 }
 
@@ -261,19 +261,19 @@ impl Pair {
         }
     }
 
-    /// Lets a local session serve.
+    /// Sets a local session that serves the requests.
     pub(crate) fn served_by(mut self, local: LocalSession) -> Self {
         self.local = Some(local);
         self
     }
 
-    /// Counts what the server has queued against `quota`.
+    /// Counts the server's queued memory against `quota`.
     pub(crate) fn within(mut self, quota: &Arc<MemoryQuota>) -> Self {
         self.server = self.server.with_quota(quota.clone());
         self
     }
 
-    /// Submits under `id`, which is the token too.
+    /// Submits a request under `id`, which is also the token.
     pub(crate) fn submit(&mut self, id: u64, request: Request) -> Admission<u64> {
         let admission = self.client.submit(id, request, id, self.now);
         match &admission {
@@ -344,7 +344,7 @@ impl Pair {
         }
     }
 
-    /// Cuts the channel behind what was written so far.
+    /// Cuts the channel behind the bytes written so far.
     pub(crate) fn cut_off(&mut self) {
         self.up.closed = true;
         self.down.closed = true;
@@ -356,7 +356,7 @@ impl Pair {
         self.down.closed = true;
     }
 
-    /// Takes bytes out of the channel that the client wrote, instead of the server.
+    /// Takes bytes from the client out of the channel, instead of the server.
     pub(crate) fn swallow(&mut self, count: usize) {
         let mut left = count;
         while left > 0 {
@@ -491,7 +491,7 @@ impl Pair {
                 break;
             }
         }
-        // What waited for replies to leave.
+        // Frames that waited for replies to be sent.
         self.server_events();
         if self.server_closing && self.server.is_flushed() {
             self.server_gone = true;
@@ -565,18 +565,18 @@ impl Pair {
         }
     }
 
-    /// The server ends the session.
+    /// Ends the session at the server.
     pub(crate) fn close_server(&mut self, error: Option<&RpcError>) {
         self.server.close(error);
         self.server_closing = true;
     }
 
-    /// The frames that the client has sent.
+    /// Returns the frames that the client has sent.
     pub(crate) fn client_frames(&self) -> Vec<Frame> {
         frames(&self.up.log)
     }
 
-    /// The frames that the server has sent.
+    /// Returns the frames that the server has sent.
     pub(crate) fn server_frames(&self) -> Vec<Frame> {
         frames(&self.down.log)
     }
@@ -591,7 +591,7 @@ impl Pair {
         self.up.write(bytes, self.now);
     }
 
-    /// The kind of the error that `id` ended with.
+    /// Returns the kind of the error that `id` ended with.
     pub(crate) fn error(&self, id: u64) -> &RpcError {
         self.outcomes.get(&id).unwrap_or_else(|| panic!("no reply to {id}")).as_ref().unwrap_err()
     }
@@ -665,13 +665,13 @@ pub(crate) fn frames(bytes: &[u8]) -> Vec<Frame> {
     frames
 }
 
-/// The bytes of one frame.
+/// Returns the bytes of one frame.
 pub(crate) fn frame(kind: Kind, id: u64, lane: u32, more: bool, body: &[u8], payload: &[u8]) -> Vec<u8> {
     let header = FrameHeader { body_len: body.len() as u32, payload_len: payload.len() as u32, id, lane, kind, more };
     [&header.encode()[..], body, payload].concat()
 }
 
-/// A request with `len` bytes of payload.
+/// Returns a request with `len` bytes of payload.
 pub(crate) fn call(lane: u32, len: usize) -> Request {
     call_with(lane, vec![Value::Bytes(vec![7; len].into())])
 }
