@@ -650,7 +650,7 @@ impl Stream for Telling {
     }
 
     fn synchronize(&self) -> Result<()> {
-        panic!("nobody has to block")
+        panic!("the session must not block")
     }
 
     fn when_done(&self, done: WhenDone) -> std::result::Result<(), WhenDone> {
@@ -700,8 +700,8 @@ fn waits_for_streams_hold_their_lanes_and_no_thread() {
     assert_eq!(behind.map(|reply| reply.wait().unwrap()), [8, 7, 8].map(Value::Int));
     eventually("nothing is left", || session.backlog() == Backlog::default());
 
-    // Its time may be up before the stream is done, and the session may be gone; whoever tells
-    // later finds nobody.
+    // The deadline may pass before the stream is done, and the session may end: a later callback
+    // then has no effect.
     let deadline = Some(Instant::now() + Duration::from_millis(1));
     let late = session.submit(Request { deadline, ..wait() }).reply();
     assert_eq!(late.wait().unwrap_err().kind(), ErrorKind::DeadlineExceeded);

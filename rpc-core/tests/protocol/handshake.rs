@@ -523,8 +523,9 @@ fn golden_hello() {
     assert_eq!(&output[..8], b"\x93rpc\r\n\x1a\n");
     let hello = &frames(&output[8..])[0];
     assert_eq!((hello.kind(), hello.header.id, hello.header.lane), (Kind::Hello, 0, 0));
-    let golden = b"\x8e\xabversion_min\x01\xabversion_max\x01\xa8features\x91\xa1f\xa4role\xa6client\xaaidentities\x91\xa4none\
-        \xa3key\xa1k\xa9workspace\xa0\xa7forward\x90\xa5agent\xa9rpc/0.1.0\xabmax_message\xce\x04\x00\x00\x00\
-        \xa5chunk\xce\x00\x10\x00\x00\xacmax_requests\xcd\x04\x00\xa6window\xce\x04\x10\x00\x00\xadkeep_alive_ms\xcd\x13\x88";
+    let golden = b"\x8e\xabversion_min\x01\xabversion_max\x01\xa8features\x91\xa1f\xa4role\xa6client\
+        \xaaidentities\x91\xa4none\xa3key\xa1k\xa9workspace\xa0\xa7forward\x90\xa5agent\xa9rpc/0.1.0\
+        \xabmax_message\xce\x04\x00\x00\x00\xa5chunk\xce\x00\x10\x00\x00\xacmax_requests\xcd\x04\x00\
+        \xa6window\xce\x04\x10\x00\x00\xadkeep_alive_ms\xcd\x13\x88";
     assert_eq!(hello.body.escape_ascii().to_string(), golden.escape_ascii().to_string());
 }
