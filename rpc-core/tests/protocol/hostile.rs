@@ -345,7 +345,7 @@ fn messages_that_never_become_complete_are_counted() {
     }
     pair.inject_to_server(&input);
     pair.run();
-    assert!(pair.server_error.as_ref().unwrap().message().contains("bytes under way"), "{:?}", pair.server_error);
+    assert!(pair.server_error.as_ref().unwrap().message().contains("in flight, above the credit"), "{:?}", pair.server_error);
     // Few bytes in many messages: above the number.
     let mut pair = setup().build();
     let input: Vec<u8> = (1..=100_000).flat_map(|id| frame(Kind::Request, id, 0, true, &[], &[])).collect();
@@ -366,7 +366,7 @@ fn messages_that_never_become_complete_are_counted() {
         }
     }
     pair.run();
-    assert!(pair.ended.as_ref().unwrap().message().contains("bytes under way"), "{:?}", pair.ended);
+    assert!(pair.ended.as_ref().unwrap().message().contains("in flight, above the credit"), "{:?}", pair.ended);
 }
 
 #[test]
@@ -384,7 +384,7 @@ fn more_requests_than_there_is_credit_for_end_the_session() {
     let mut pair = setup.build();
     (1..=20).for_each(|id| pair.inject_to_server(&big(id)));
     pair.run();
-    assert!(pair.server_error.as_ref().unwrap().message().contains("bytes under way"));
+    assert!(pair.server_error.as_ref().unwrap().message().contains("in flight, above the credit"));
     assert!(pair.requests.len() < 13);
 }
 
