@@ -9,8 +9,8 @@ use std::fmt::{self, Write};
 use std::io;
 use std::os::fd::OwnedFd;
 
-use rpc_transports::DialOptions;
-use rpc_transports::exec::ChildStderr;
+use rpc_transports::Transports;
+use rpc_transports::exec::{ChildStderr, Exec};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::net::unix::pipe;
 use tracing::field::{Field, Visit};
@@ -106,7 +106,7 @@ pub(crate) fn install() {
 
 /// Has what a child process writes to standard error become lines of its worker's log, as far as
 /// that is wanted; otherwise it goes where this process's own goes.
-pub(crate) fn of_stderr(wanted: Option<u8>, log: impl Fn(LogLine) + Clone + Send + Sync + 'static) -> DialOptions {
+pub(crate) fn of_stderr(wanted: Option<u8>, log: impl Fn(LogLine) + Clone + Send + Sync + 'static) -> Transports {
     let level = number(Level::INFO);
     let take = move |pipe| {
         let log = log.clone();
@@ -121,8 +121,8 @@ pub(crate) fn of_stderr(wanted: Option<u8>, log: impl Fn(LogLine) + Clone + Send
             }
         });
     };
-    let child_stderr = (wanted >= Some(level)).then(|| ChildStderr::new(take));
-    DialOptions { child_stderr, ..DialOptions::default() }
+    let transports = Transports::default();
+    if wanted >= Some(level) { transports.with(Exec::new().stderr(ChildStderr::new(take))) } else { transports }
 }
 
 /// Reads until the end; a line that is too long becomes several.

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use rpc_server::cli::{CommonOptions, Failure, Output, digits};
-use rpc_transports::Address;
+use rpc_transports::{Address, Transports};
 
 use self::cases::{Case, Testbed};
 use self::core_affinity::CoreAssignment;
@@ -145,7 +145,9 @@ fn check(options: &CommonOptions, args: &SessionBenchArgs) -> Result<(), Failure
     if args.pin != Pin::None {
         return usage("--pin cannot move a server that is running already; leave out the address");
     }
-    let is_near = matches!(address.scheme(), "tcp" | "unix") && address.is_loopback() && options.jump().is_empty();
+    let is_near = matches!(address.scheme(), "tcp" | "unix")
+        && Transports::default().check(&address).is_ok_and(|properties| properties.is_local())
+        && options.jump().is_empty();
     if args.baseline && !is_near {
         return usage(
             "--baseline compares with sockets of this machine: the address must be a loopback port or a Unix socket",

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use disco::{CclState, DiscoSession, NodeListener, ReduceOp, Scope, SocketSession};
 use rpc_core::{ErrorKind, Tensor};
-use rpc_transports::{Access, Certificate, ClientTls, Connector, ListenOptions, ServeOptions, ServerTls, Tokens};
+use rpc_transports::{Access, Bind, Certificate, ClientTls, Connector, ServeOptions, ServerTls, Tokens};
 use tempfile::TempDir;
 
 /// A job of so many nodes.
@@ -125,8 +125,7 @@ fn guarded(folder: &TempDir) -> (NodeListener, Connector, String) {
     let certificate = Certificate::from_pem(made.cert.pem().as_bytes(), made.signing_key.serialize_pem().as_bytes());
     let tls = Some(ServerTls::new(certificate.unwrap(), None).unwrap());
     let access = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
-    let (listen, serve) =
-        (ListenOptions { tls, ..ListenOptions::default() }, ServeOptions { access, ..ServeOptions::default() });
+    let (listen, serve) = (Bind { tls, ..Bind::default() }, ServeOptions { access, ..ServeOptions::default() });
     let listener = NodeListener::bind_with("tls://127.0.0.1:0", listen, serve).wait().unwrap();
     let connector = Connector::new().tokens(tokens).tls(ClientTls::unverified(None).unwrap());
     (listener, connector, file.into_os_string().into_string().unwrap())

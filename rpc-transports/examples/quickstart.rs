@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rpc_core::{DataType, Device, LocalSession, Registry, SharedSession, TensorViewMut};
-use rpc_transports::{Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -16,7 +16,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     });
     let open = move |_: &OpenRequest| Ok(Arc::new(LocalSession::new(registry.clone())) as SharedSession);
     let server = Server::new(Arc::new(open), ServeOptions::default());
-    let address = server.listen(&"tcp://127.0.0.1:0".parse()?, &ListenOptions::default()).await?;
+    let address = server.listen(&"tcp://127.0.0.1:0".parse()?, &Bind::default()).await?;
 
     // The client: usually another program on another machine.
     let session = Connector::new().connect(&address.to_string()).await?;

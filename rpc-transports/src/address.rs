@@ -1,4 +1,14 @@
-//! Where a peer is: the text form of an address, parsed once into a value that is valid.
+//! Addresses of peers: one syntax for all schemes, parsed once and printed back byte for byte.
+//!
+//! An address is hierarchical or opaque:
+//!
+//! ```text
+//! scheme://[user@]host[:port][/KEY][?name=value&…]
+//! scheme:rest[?key=KEY&name=value&…]
+//! ```
+//!
+//! Any well-formed scheme parses. The transport of the scheme says with
+//! [`Transport::check`](crate::Transport::check) whether the address is one of its own. These come with the crate:
 //!
 //! | Text | Meaning |
 //! | --- | --- |
@@ -9,353 +19,305 @@
 //! | `exec:command line` | a child process, spoken to over its standard input and output |
 //! | `memory:NAME` | a listener inside this process |
 //! | `local:` | this process itself, without any channel |
-//! | `tracker://host:port/KEY` | whichever server the tracker at that TCP port gives out under that key |
-//! | `tracker+tls://…/KEY`, `tracker+quic://…/KEY`, `tracker+unix:/path?key=KEY` | the same, where the tracker is reached otherwise |
+//! | `tracker://host:port/KEY` | a server that the tracker at that TCP port gives out under that key |
+//! | `tracker+tls://…/KEY`, `tracker+quic://…/KEY`, `tracker+unix:/path?key=KEY` | the same, for other trackers |
 //!
-//! A *key* names one of several servers that are reached through the same address. A command line is
-//! split into words as a shell would, but no shell runs: quotes and backslashes work, while `$`, `*`,
-//! `|`, `>`, `;` and `#` are ordinary characters.
+//! A *key* names one of several servers that are reached through the same address. The rest of an `exec:` address
+//! is a command line: it has no key and no parameters, and a `?` in it is an ordinary character.
 
 mod pattern;
 
-use std::ffi::OsString;
+use std::borrow::Cow;
 use std::fmt::{self, Write as _};
+use std::hash::{Hash, Hasher};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 
 pub(crate) use self::pattern::glob;
-pub use self::pattern::matches_pattern;
+pub(crate) use self::pattern::is_covered;
 
 /// The address of a peer, to dial or to listen on.
 ///
-/// Parsing and displaying round-trip: `address.to_string().parse()` gives an equal address.
+/// Displaying gives the text that was parsed, without the spaces around it. Two addresses are equal if their parts
+/// are: the case of scheme and host, leading zeros of a port and spellings of an IPv6 address do not count.
 ///
 /// ```
 /// use rpc_transports::Address;
 ///
 /// let address: Address = "tcp://[::1]:9090/board-7".parse()?;
+/// assert_eq!((address.scheme(), address.host(), address.port()), ("tcp", Some("::1"), Some(9090)));
 /// assert_eq!(address.key(), Some("board-7"));
-/// assert!(address.is_loopback());
 /// assert_eq!(address.without_key().to_string(), "tcp://[::1]:9090");
 /// # Ok::<(), rpc_transports::AddressError>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone)]
 pub struct Address {
-    /// Only ever built by the constructors below, which check every part.
-    kind: AddressKind,
-    /// `Some` only for kinds whose text has a place for it: those with a host, Unix, and trackers.
-    key: Option<String>,
+    parts: Arc<Parts>,
+    text: Arc<str>,
 }
 
-/// What an [`Address`] points at.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum AddressKind {
-    /// A TCP port.
-    Tcp {
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Parts {
+    /// In lower case.
+    scheme: String,
+    place: Place,
+    key: Option<String>,
+    /// Names and values as they stand in the text, without `key`.
+    parameters: Vec<(String, String)>,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash)]
+enum Place {
+    Host {
+        user: Option<String>,
         /// Lower-case host name, or an IP address; IPv6 without brackets, with its zone if it has one.
         host: String,
-        /// The port; 0 means "any free one" to a listener.
-        port: u16,
+        port: Option<u16>,
     },
-    /// A TCP port behind which TLS is spoken.
-    Tls {
-        /// As for TCP; the server's certificate must be for it.
-        host: String,
-        /// As for TCP.
-        port: u16,
-    },
-    /// A UDP port behind which QUIC is spoken.
-    Quic {
-        /// As for TCP; the server's certificate must be for it.
-        host: String,
-        /// As for TCP.
-        port: u16,
-    },
-    /// A Unix domain socket.
-    Unix {
-        /// The socket file.
-        path: PathBuf,
-    },
-    /// A child process.
-    Exec {
-        /// The program and its arguments; never empty, and the program's name is not empty.
-        argv: Vec<String>,
-    },
-    /// A listener in this process.
-    Memory {
-        /// The name that it was bound to.
-        name: String,
-    },
-    /// This process.
-    Local,
-    /// One of the servers that a tracker gives out. It is asked for one each time a session is opened.
-    Tracker {
-        /// Where the tracker is: a TCP, TLS, QUIC or Unix address without a key.
-        at: Box<Address>,
-    },
+    Opaque(String),
 }
 
+/// The parameter that holds the key of an opaque address.
+const KEY: &str = "key";
+
+/// Schemes whose opaque part is taken as it stands: a command line has question marks of its own.
+const VERBATIM: [&str; 1] = ["exec"];
+
 impl Address {
+    /// The address of a host: `scheme://host:port`. An IPv6 `host` is given without brackets.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Scheme`] and [`AddressError::Host`] if one of them is malformed.
+    pub fn at_host(scheme: &str, host: &str, port: impl Into<Option<u16>>) -> Result<Self, AddressError> {
+        let place = Place::Host { user: None, host: checked_host(host, host)?, port: port.into() };
+        Ok(Self::from_parts(Parts { scheme: checked_scheme(scheme)?, place, key: None, parameters: Vec::new() }))
+    }
+
+    /// An opaque address: `scheme:rest`. Characters of `rest` that mean something in an address, such as `?`, have
+    /// to be escaped by a rule of the scheme's own.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError`] if `scheme:rest` is malformed.
+    pub fn opaque(scheme: &str, rest: &str) -> Result<Self, AddressError> {
+        let this: Self = format!("{}:{rest}", checked_scheme(scheme)?).parse()?;
+        match this.parts.place {
+            Place::Opaque(_) => Ok(this),
+            Place::Host { .. } => Err(AddressError::invalid(&this, "two slashes would start a host name")),
+        }
+    }
+
     /// A TCP address. An IPv6 `host` is given without brackets.
     ///
     /// # Errors
     ///
     /// [`AddressError::Host`] if `host` is neither a host name nor an IP address.
     pub fn tcp(host: &str, port: u16) -> Result<Self, AddressError> {
-        let host = checked_host(host, host)?;
-        Ok(Self::from_kind(AddressKind::Tcp { host, port }))
+        Self::at_host("tcp", host, port)
     }
 
-    /// A TCP address behind which TLS is spoken.
+    /// The same address with this key, which names one of the servers behind it.
     ///
     /// # Errors
     ///
-    /// As [`tcp`](Self::tcp).
-    pub fn tls(host: &str, port: u16) -> Result<Self, AddressError> {
-        let host = checked_host(host, host)?;
-        Ok(Self::from_kind(AddressKind::Tls { host, port }))
-    }
-
-    /// A QUIC address.
-    ///
-    /// # Errors
-    ///
-    /// As [`tcp`](Self::tcp).
-    pub fn quic(host: &str, port: u16) -> Result<Self, AddressError> {
-        let host = checked_host(host, host)?;
-        Ok(Self::from_kind(AddressKind::Quic { host, port }))
-    }
-
-    /// The address of a Unix domain socket file.
-    ///
-    /// # Errors
-    ///
-    /// [`AddressError::Path`] if the path is empty or contains a zero byte.
-    pub fn unix(path: impl Into<PathBuf>) -> Result<Self, AddressError> {
-        let path = path.into();
-        let problem = if path.as_os_str().is_empty() {
-            "it is empty"
-        } else if path.as_os_str().as_bytes().contains(&0) {
-            "it contains a zero byte"
-        } else {
-            return Ok(Self::from_kind(AddressKind::Unix { path }));
-        };
-        let text = path.display().to_string();
-        Err(AddressError::Path { text, problem })
-    }
-
-    /// The address of a child process that is started when dialled.
-    ///
-    /// # Errors
-    ///
-    /// [`AddressError::Command`] if there is no program, or a word contains a zero byte.
-    pub fn exec<I>(argv: I) -> Result<Self, AddressError>
-    where
-        I: IntoIterator,
-        I::Item: Into<String>,
-    {
-        let argv: Vec<String> = argv.into_iter().map(Into::into).collect();
-        let problem = if argv.first().is_none_or(String::is_empty) {
-            "it names no program"
-        } else if argv.iter().any(|word| word.contains('\0')) {
-            "it contains a zero byte"
-        } else {
-            return Ok(Self::from_kind(AddressKind::Exec { argv }));
-        };
-        let text = quoted(&argv);
-        Err(AddressError::Command { text, problem })
-    }
-
-    /// The address of a listener inside this process.
-    ///
-    /// # Errors
-    ///
-    /// [`AddressError::Name`] if the name is empty or has characters other than those of a key.
-    pub fn memory(name: &str) -> Result<Self, AddressError> {
-        if !is_name(name) {
-            return Err(AddressError::Name { text: name.into() });
-        }
-        Ok(Self::from_kind(AddressKind::Memory { name: name.into() }))
-    }
-
-    /// This process.
-    #[must_use]
-    pub fn local() -> Self {
-        Self::from_kind(AddressKind::Local)
-    }
-
-    /// One of the servers that the tracker `at` gives out, under `key`; any of them without one.
-    ///
-    /// # Errors
-    ///
-    /// [`AddressError::Tracker`] if no tracker can be asked there; as [`with_key`](Self::with_key) for the key.
-    pub fn tracker(at: Self, key: Option<&str>) -> Result<Self, AddressError> {
-        let has_form = matches!(
-            at.kind,
-            AddressKind::Tcp { .. } | AddressKind::Tls { .. } | AddressKind::Quic { .. } | AddressKind::Unix { .. }
-        );
-        if !has_form {
-            return Err(AddressError::Tracker { text: at.to_string() });
-        }
-        let this = Self::from_kind(AddressKind::Tracker { at: Box::new(at.without_key()) });
-        match key {
-            Some(key) => this.with_key(key),
-            None => Ok(this),
-        }
-    }
-
-    /// The same address with this key: which of the servers behind it is meant.
-    ///
-    /// # Errors
-    ///
-    /// [`AddressError::Key`] if the key is empty or has characters other than letters, digits and
-    /// `-._~:@+=`, or if addresses of this kind have no place for a key.
+    /// [`AddressError::Key`] if the key is empty or has characters other than letters, digits and `-._~:@+=`, or if
+    /// addresses of this scheme have no place for a key.
     pub fn with_key(self, key: &str) -> Result<Self, AddressError> {
-        let text = || key.to_owned();
-        let has_place = matches!(self.kind, AddressKind::Unix { .. } | AddressKind::Tracker { .. });
-        if self.host_and_port().is_none() && !has_place {
-            let problem = "only tcp://, tls://, quic://, unix: and tracker:// addresses have one";
-            return Err(AddressError::Key { text: text(), problem });
+        let key_error = |problem| AddressError::Key { text: key.to_owned(), problem };
+        if matches!(self.parts.place, Place::Opaque(_)) && VERBATIM.contains(&self.scheme()) {
+            return Err(key_error("a command line has no place for one"));
         }
         if !is_name(key) {
-            let problem = "it must consist of letters, digits and -._~:@+=";
-            return Err(AddressError::Key { text: text(), problem });
+            return Err(key_error(KEY_CHARACTERS));
         }
-        Ok(Self { key: Some(text()), ..self })
+        Ok(Self::from_parts(Parts { key: Some(key.to_owned()), ..self.into_parts() }))
     }
 
-    /// The same address without a key: what is dialled.
+    /// The same address without a key, which is the one to dial.
     #[must_use]
     pub fn without_key(self) -> Self {
-        Self { key: None, ..self }
+        if self.parts.key.is_none() { self } else { Self::from_parts(Parts { key: None, ..self.into_parts() }) }
     }
 
-    /// The same address with another port; kinds without ports are returned as they are.
+    /// The same address with another port. Opaque addresses are returned as they are.
     #[must_use]
-    pub fn with_port(mut self, new: u16) -> Self {
-        match &mut self.kind {
-            AddressKind::Tcp { port, .. } | AddressKind::Tls { port, .. } | AddressKind::Quic { port, .. } => {
-                *port = new
-            }
-            AddressKind::Tracker { at } => **at = at.clone().with_port(new),
-            AddressKind::Unix { .. } | AddressKind::Exec { .. } | AddressKind::Memory { .. } | AddressKind::Local => {}
+    pub fn with_port(self, new: u16) -> Self {
+        let mut parts = self.into_parts();
+        if let Place::Host { port, .. } = &mut parts.place {
+            *port = Some(new);
         }
-        self
+        Self::from_parts(parts)
     }
 
-    /// Which of the servers behind this address is meant, if the address says.
-    #[must_use]
-    pub fn key(&self) -> Option<&str> {
-        self.key.as_deref()
-    }
-
-    /// What the address points at.
-    #[must_use]
-    pub fn kind(&self) -> &AddressKind {
-        &self.kind
-    }
-
-    /// The word before the first colon: `tcp`, `tls`, `quic`, `unix`, `exec`, `memory`, `local` or `tracker`.
-    #[must_use]
-    pub fn scheme(&self) -> &'static str {
-        match self.kind {
-            AddressKind::Tcp { .. } => "tcp",
-            AddressKind::Tls { .. } => "tls",
-            AddressKind::Quic { .. } => "quic",
-            AddressKind::Unix { .. } => "unix",
-            AddressKind::Exec { .. } => "exec",
-            AddressKind::Memory { .. } => "memory",
-            AddressKind::Local => "local",
-            AddressKind::Tracker { .. } => "tracker",
+    /// The same address with another host. Opaque addresses are returned as they are.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Host`] if `new` is neither a host name nor an IP address.
+    pub fn with_host(self, new: &str) -> Result<Self, AddressError> {
+        let mut parts = self.into_parts();
+        if let Place::Host { host, .. } = &mut parts.place {
+            *host = checked_host(new, new)?;
         }
+        Ok(Self::from_parts(parts))
     }
 
-    /// The same place without encryption, for a `tls://` address.
-    pub(crate) fn over_tcp(mut self) -> Self {
-        if let AddressKind::Tls { host, port } = self.kind {
-            self.kind = AddressKind::Tcp { host, port };
-        }
-        self
+    /// The same address with another scheme.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Scheme`] if `scheme` is malformed.
+    pub fn with_scheme(self, scheme: &str) -> Result<Self, AddressError> {
+        Ok(Self::from_parts(Parts { scheme: checked_scheme(scheme)?, ..self.into_parts() }))
     }
 
-    /// Where the tracker is, if a tracker is to be asked for the server.
+    /// The word before the first colon, in lower case.
     #[must_use]
-    pub fn tracker_address(&self) -> Option<&Self> {
-        match &self.kind {
-            AddressKind::Tracker { at } => Some(at),
-            _ => None,
+    pub fn scheme(&self) -> &str {
+        &self.parts.scheme
+    }
+
+    /// The user name in front of the host, if there is one.
+    #[must_use]
+    pub fn user(&self) -> Option<&str> {
+        match &self.parts.place {
+            Place::Host { user, .. } => user.as_deref(),
+            Place::Opaque(_) => None,
         }
     }
 
-    /// Host and port, of the kinds that have them. That of a tracker says nothing of the server, and is not given.
+    /// The host of a hierarchical address: a lower-case name, or an IP address without brackets.
     #[must_use]
-    pub fn host_and_port(&self) -> Option<(&str, u16)> {
-        match &self.kind {
-            AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } | AddressKind::Quic { host, port } => {
-                Some((host, *port))
-            }
-            AddressKind::Unix { .. }
-            | AddressKind::Exec { .. }
-            | AddressKind::Memory { .. }
-            | AddressKind::Local
-            | AddressKind::Tracker { .. } => None,
+    pub fn host(&self) -> Option<&str> {
+        match &self.parts.place {
+            Place::Host { host, .. } => Some(host),
+            Place::Opaque(_) => None,
         }
     }
 
-    /// The port, of the kinds that have one.
+    /// The port, if the address names one.
     #[must_use]
     pub fn port(&self) -> Option<u16> {
-        self.host_and_port().map(|(_, port)| port)
-    }
-
-    /// Whether what is said there can be neither read nor changed on the way: TLS and QUIC.
-    #[must_use]
-    pub fn is_encrypted(&self) -> bool {
-        matches!(self.kind, AddressKind::Tls { .. } | AddressKind::Quic { .. })
-    }
-
-    /// Whether the channel is a socket of the system's and nothing more, which any thread can block on.
-    pub(crate) fn has_plain_socket(&self) -> bool {
-        matches!(self.kind, AddressKind::Tcp { .. } | AddressKind::Unix { .. } | AddressKind::Exec { .. })
-    }
-
-    /// The same kind of address for `socket`, without a key. Kinds without a host become TCP.
-    #[cfg(feature = "tcp")]
-    pub(crate) fn at(&self, socket: SocketAddr) -> Self {
-        let mut address = Self::from(socket);
-        if let AddressKind::Tcp { host, port } = address.kind {
-            address.kind = match self.kind {
-                AddressKind::Tls { .. } => AddressKind::Tls { host, port },
-                AddressKind::Quic { .. } => AddressKind::Quic { host, port },
-                _ => AddressKind::Tcp { host, port },
-            };
+        match self.parts.place {
+            Place::Host { port, .. } => port,
+            Place::Opaque(_) => None,
         }
-        address
     }
 
-    /// Whether only this machine can reach a listener bound here.
+    /// Host and port, of addresses that have both.
+    #[must_use]
+    pub fn host_and_port(&self) -> Option<(&str, u16)> {
+        self.host().zip(self.port())
+    }
+
+    /// The part behind the scheme of an opaque address, without its parameters.
+    #[must_use]
+    pub fn rest(&self) -> Option<&str> {
+        match &self.parts.place {
+            Place::Host { .. } => None,
+            Place::Opaque(rest) => Some(rest),
+        }
+    }
+
+    /// The name of one of the servers behind this address, if the address has one.
+    #[must_use]
+    pub fn key(&self) -> Option<&str> {
+        self.parts.key.as_deref()
+    }
+
+    /// The value of a parameter, with `%XX` decoded. The key is none of the parameters.
     ///
-    /// True for all kinds without a host, for loopback IP addresses and the name `localhost`; any other
-    /// host name counts as reachable, whatever it may resolve to.
+    /// Bytes that are no UTF-8 are replaced; a `%` without two digits stands for itself.
     #[must_use]
-    pub fn is_loopback(&self) -> bool {
-        if let AddressKind::Tracker { at } = &self.kind {
-            return at.is_loopback();
+    pub fn parameter(&self, name: &str) -> Option<Cow<'_, str>> {
+        let value = self.parts.parameters.iter().find(|(known, _)| known == name).map(|(_, value)| value)?;
+        match unescaped(value) {
+            Some(bytes) if value.contains('%') => Some(Cow::Owned(String::from_utf8_lossy(&bytes).into_owned())),
+            _ => Some(Cow::Borrowed(value)),
         }
-        let Some((host, _)) = self.host_and_port() else {
-            return true;
-        };
-        match host.parse::<IpAddr>() {
+    }
+
+    /// The names of the parameters.
+    pub fn parameters(&self) -> impl Iterator<Item = &str> {
+        self.parts.parameters.iter().map(|(name, _)| name.as_str())
+    }
+
+    /// Returns true if the host is a loopback IP address or the name `localhost`. Any other name may stand for any
+    /// machine. An opaque address has no host.
+    ///
+    /// How far an address reaches is for its transport to say: [`Transport::check`](crate::Transport::check).
+    #[must_use]
+    pub fn has_loopback_host(&self) -> bool {
+        self.host().is_some_and(|host| match host.parse::<IpAddr>() {
             Ok(ip) => ip.to_canonical().is_loopback(),
             Err(_) => host == "localhost",
-        }
+        })
     }
 
-    fn from_kind(kind: AddressKind) -> Self {
-        Self { kind, key: None }
+    /// The parameters as they stand in the text, without the key and the question mark.
+    fn query(&self) -> String {
+        joined(self.parts.parameters.iter().map(|(name, value)| (name.as_str(), value.as_str())))
+    }
+
+    fn from_parts(parts: Parts) -> Self {
+        let mut text = format!("{}:", parts.scheme);
+        let mut parameters: Vec<(&str, &str)> = Vec::new();
+        // Writing to a string cannot fail.
+        let _ = match &parts.place {
+            Place::Host { user, host, port } => {
+                let (user, at) = user.as_ref().map_or(("", ""), |user| (user, "@"));
+                let (open, close) = if host.contains(':') { ("[", "]") } else { ("", "") };
+                let port = port.map(|port| format!(":{port}")).unwrap_or_default();
+                let key = parts.key.as_ref().map(|key| format!("/{key}")).unwrap_or_default();
+                write!(text, "//{user}{at}{open}{host}{close}{port}{key}")
+            }
+            Place::Opaque(rest) => {
+                parameters.extend(parts.key.as_deref().map(|key| (KEY, key)));
+                write!(text, "{rest}")
+            }
+        };
+        parameters.extend(parts.parameters.iter().map(|(name, value)| (name.as_str(), value.as_str())));
+        if !parameters.is_empty() {
+            text.push('?');
+            text.push_str(&joined(parameters.into_iter()));
+        }
+        Self { parts: Arc::new(parts), text: text.into() }
+    }
+
+    fn into_parts(self) -> Parts {
+        Arc::unwrap_or_clone(self.parts)
+    }
+}
+
+fn joined<'a>(parameters: impl Iterator<Item = (&'a str, &'a str)>) -> String {
+    parameters.map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join("&")
+}
+
+impl PartialEq for Address {
+    fn eq(&self, other: &Self) -> bool {
+        self.parts == other.parts
+    }
+}
+
+impl Eq for Address {}
+
+impl Hash for Address {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.parts.hash(state);
+    }
+}
+
+impl fmt::Debug for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Address({})", self.text)
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
     }
 }
 
@@ -366,41 +328,8 @@ impl From<SocketAddr> for Address {
             SocketAddr::V6(v6) if v6.scope_id() != 0 => format!("{}%{}", v6.ip(), v6.scope_id()),
             _ => socket.ip().to_string(),
         };
-        let port = socket.port();
-        Self::from_kind(AddressKind::Tcp { host, port })
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scheme = self.scheme();
-        match &self.kind {
-            AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } | AddressKind::Quic { host, port } => {
-                if host.contains(':') {
-                    write!(f, "{scheme}://[{host}]:{port}")?;
-                } else {
-                    write!(f, "{scheme}://{host}:{port}")?;
-                }
-            }
-            AddressKind::Unix { path } => write!(f, "unix:{}", escaped(path))?,
-            AddressKind::Exec { argv } => write!(f, "exec:{}", quoted(argv))?,
-            AddressKind::Memory { name } => write!(f, "memory:{name}")?,
-            AddressKind::Local => f.write_str("local:")?,
-            AddressKind::Tracker { at } => {
-                let text = at.to_string();
-                let rest = text.strip_prefix(at.scheme()).unwrap_or(&text);
-                match at.kind {
-                    AddressKind::Tcp { .. } => write!(f, "tracker{rest}")?,
-                    _ => write!(f, "tracker+{}{rest}", at.scheme())?,
-                }
-            }
-        }
-        let place = self.tracker_address().unwrap_or(self);
-        match (&place.kind, &self.key) {
-            (AddressKind::Unix { .. }, Some(key)) => write!(f, "?key={key}"),
-            (_, Some(key)) => write!(f, "/{key}"),
-            (_, None) => Ok(()),
-        }
+        let place = Place::Host { user: None, host, port: Some(socket.port()) };
+        Self::from_parts(Parts { scheme: "tcp".to_owned(), place, key: None, parameters: Vec::new() })
     }
 }
 
@@ -409,28 +338,32 @@ impl FromStr for Address {
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
         let text = text.trim_start();
-        let Some((scheme, rest)) = text.split_once(':') else {
-            return Err(AddressError::NoScheme { text: text.trim_end().into() });
-        };
-        let scheme = scheme.to_ascii_lowercase();
-        // The words of a command carry their own meaning of spaces; elsewhere one at the end is a slip.
-        match scheme.as_str() {
-            "exec" => parse_exec(rest),
-            "tcp" => parse_host(rest.trim_end(), |host, port| AddressKind::Tcp { host, port }),
-            "tls" => parse_host(rest.trim_end(), |host, port| AddressKind::Tls { host, port }),
-            "quic" => parse_host(rest.trim_end(), |host, port| AddressKind::Quic { host, port }),
-            "unix" => parse_unix(rest.trim_end()),
-            "memory" => Self::memory(rest.trim_end()),
-            "local" if rest.trim_end().is_empty() => Ok(Self::local()),
-            "local" => Err(AddressError::NotEmpty { text: text.trim_end().into() }),
-            "tracker" => parse_tracker("tcp", rest),
-            _ if scheme.starts_with("tracker+") => parse_tracker(&scheme["tracker+".len()..], rest),
-            // `host:9090` and `[::1]:9090` look like a scheme and are a forgotten one.
-            _ if is_port(rest.trim_end()) || scheme.starts_with('[') => {
-                Err(AddressError::NoScheme { text: text.trim_end().into() })
-            }
-            _ => Err(AddressError::UnknownScheme { scheme }),
+        let no_scheme = || AddressError::NoScheme { text: text.trim_end().into() };
+        let (scheme, rest) = text.split_once(':').ok_or_else(no_scheme)?;
+        // `host:9090` and `[::1]:9090` look like a scheme and are a forgotten one.
+        if scheme.is_empty() || is_port(rest.trim_end()) || scheme.starts_with('[') {
+            return Err(no_scheme());
         }
+        let scheme = checked_scheme(scheme)?;
+        let is_verbatim = VERBATIM.contains(&scheme.as_str());
+        // The words of a command carry their own meaning of spaces; elsewhere one at the end is a slip.
+        let (text, rest) = if is_verbatim { (text, rest) } else { (text.trim_end(), rest.trim_end()) };
+        let parts = match rest.strip_prefix("//") {
+            // With an empty host it is a path, written as in a URL.
+            Some(body) if !body.starts_with('/') && !is_verbatim => hierarchical(scheme, rest, body)?,
+            _ if is_verbatim => {
+                Parts { scheme, place: Place::Opaque(rest.to_owned()), key: None, parameters: Vec::new() }
+            }
+            _ => {
+                let (rest, query) = split_query(rest);
+                let (key, parameters) = parsed_query(query)?;
+                if let Some(key) = &key {
+                    check_key(key)?;
+                }
+                Parts { scheme, place: Place::Opaque(rest.to_owned()), key, parameters }
+            }
+        };
+        Ok(Self { parts: Arc::new(parts), text: text.into() })
     }
 }
 
@@ -442,46 +375,76 @@ impl TryFrom<&str> for Address {
     }
 }
 
-/// Why a text is not an address. Each message shows an example of the right form.
+/// An address, or the text of one.
+pub trait ToAddress: Sync {
+    /// Returns the address.
+    ///
+    /// # Errors
+    ///
+    /// The text is malformed.
+    fn to_address(&self) -> Result<Address, AddressError>;
+}
+
+impl ToAddress for Address {
+    fn to_address(&self) -> Result<Address, AddressError> {
+        Ok(self.clone())
+    }
+}
+
+impl ToAddress for str {
+    fn to_address(&self) -> Result<Address, AddressError> {
+        self.parse()
+    }
+}
+
+impl ToAddress for String {
+    fn to_address(&self) -> Result<Address, AddressError> {
+        self.parse()
+    }
+}
+
+impl<T: ToAddress + ?Sized> ToAddress for &T {
+    fn to_address(&self) -> Result<Address, AddressError> {
+        (**self).to_address()
+    }
+}
+
+/// The reason why a text is not an address. Each message shows an example of the right form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddressError {
     /// There is no word with a colon in front.
     #[error("{text:?} does not say how to connect; write for example tcp://host:9090")]
     NoScheme {
-        /// What was given.
+        /// The given text.
         text: String,
     },
-    /// The word before the colon means nothing to us.
-    #[error(
-        "no addresses start with {scheme}:; write for example tcp://host:9090, quic://host:9090, unix:/run/rpc.sock, \
-         exec:program --argument, memory:name, local: or tracker://host:port/KEY"
-    )]
+    /// The word before the colon is no scheme.
+    #[error("{text:?} is no scheme: it consists of letters, digits and +-. ; write for example tcp://host:9090")]
+    Scheme {
+        /// The word before the colon.
+        text: String,
+    },
+    /// No transport is registered for the scheme.
+    #[error("no transport knows {scheme}: addresses; those that can be used here are {known}")]
     UnknownScheme {
         /// The word before the colon.
         scheme: String,
+        /// The known schemes, with commas between them.
+        known: String,
     },
-    /// No tracker can be asked there.
-    #[error(
-        "no tracker can be asked at {text:?}; write tracker://host:port/KEY, tracker+tls://host:port/KEY, \
-         tracker+quic://host:port/KEY or tracker+unix:/path?key=KEY"
-    )]
-    Tracker {
-        /// The address of the tracker.
-        text: String,
-    },
-    /// The host of a TCP, TLS or QUIC address.
+    /// The host, or its user.
     #[error("host {text:?}: {problem}; write for example tcp://board.lan:9090 or tcp://[::1]:9090")]
     Host {
         /// The host, or all after the scheme if no host can be told apart.
         text: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: &'static str,
     },
-    /// The port of a TCP, TLS or QUIC address.
+    /// The port.
     #[error("port {text:?} is not a number from 0 to 65535; write for example tcp://board.lan:9090")]
     Port {
-        /// What stands in the port's place.
+        /// The text in the port's place.
         text: String,
     },
     /// The key of a server.
@@ -492,45 +455,66 @@ pub enum AddressError {
     Key {
         /// The key.
         text: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: &'static str,
     },
-    /// The path of a Unix domain socket.
-    #[error("path {text:?}: {problem}; write for example unix:/run/rpc.sock")]
-    Path {
-        /// The path as given.
+    /// The parameters.
+    #[error("parameters {text:?}: {problem}; write for example ?name=value&other=value (%3F is a literal ?)")]
+    Parameters {
+        /// The text behind the question mark.
         text: String,
-        /// What is wrong with it.
+        /// The problem with it.
         problem: &'static str,
     },
-    /// A command line.
-    #[error("command {text:?}: {problem}; write for example exec:ssh board 'rpc-server serve --stdio'")]
-    Command {
-        /// The command line.
-        text: String,
-        /// What is wrong with it.
-        problem: &'static str,
-    },
-    /// The name of a listener in memory.
-    #[error("name {text:?} must consist of letters, digits and -._~:@+=; write for example memory:test-1")]
-    Name {
-        /// The name.
-        text: String,
-    },
-    /// Something follows `local:`.
-    #[error("{text:?} says more than there is to say about this process; write local:")]
-    NotEmpty {
-        /// What was given.
-        text: String,
+    /// The address is well-formed, and its transport does not take it.
+    #[error("bad address {address}: {problem}")]
+    Invalid {
+        /// The address.
+        address: String,
+        /// The problem with it, and the right form.
+        problem: String,
     },
 }
 
-fn parse_host(rest: &str, kind: impl FnOnce(String, u16) -> AddressKind) -> Result<Address, AddressError> {
+impl AddressError {
+    /// The text that the error is about.
+    pub(crate) fn text(&self) -> &str {
+        match self {
+            Self::NoScheme { text }
+            | Self::Scheme { text }
+            | Self::UnknownScheme { scheme: text, .. }
+            | Self::Host { text, .. }
+            | Self::Port { text }
+            | Self::Key { text, .. }
+            | Self::Parameters { text, .. }
+            | Self::Invalid { address: text, .. } => text,
+        }
+    }
+
+    /// Makes the error by which a transport refuses an address: `problem` says what is wrong with it, and shows the
+    /// right form.
+    #[must_use]
+    pub fn invalid(address: &Address, problem: impl Into<String>) -> Self {
+        Self::Invalid { address: address.to_string(), problem: problem.into() }
+    }
+}
+
+const KEY_CHARACTERS: &str = "it must consist of letters, digits and -._~:@+=";
+
+/// Parses the part behind the scheme; `rest` has the two slashes, and `body` has not.
+fn hierarchical(scheme: String, rest: &str, body: &str) -> Result<Parts, AddressError> {
     let host_error = |problem| AddressError::Host { text: rest.into(), problem };
-    let Some(body) = rest.strip_prefix("//") else {
-        return Err(host_error("two slashes are missing before it"));
-    };
+    let (body, query) = split_query(body);
+    let (in_query, parameters) = parsed_query(query)?;
+    if let Some(key) = in_query {
+        return Err(AddressError::Key { text: key, problem: "behind a host it follows a slash" });
+    }
     let (authority, key) = body.split_once('/').unwrap_or((body, ""));
+    let (user, authority) = match authority.rsplit_once('@') {
+        Some((user, authority)) if is_user(user) => (Some(user.to_owned()), authority),
+        Some(_) => return Err(host_error("a user name has letters, digits and -._")),
+        None => (None, authority),
+    };
     let (host, port) = if let Some(bracketed) = authority.strip_prefix('[') {
         let Some((host, after)) = bracketed.split_once(']') else {
             return Err(host_error("its bracket is not closed"));
@@ -538,11 +522,15 @@ fn parse_host(rest: &str, kind: impl FnOnce(String, u16) -> AddressKind) -> Resu
         if !host.contains(':') {
             return Err(host_error("only IPv6 addresses stand in brackets"));
         }
-        let port = after.strip_prefix(':');
-        (host, port.ok_or_else(|| host_error("no port follows it"))?)
+        match after.strip_prefix(':') {
+            Some(port) => (host, Some(port)),
+            None if after.is_empty() => (host, None),
+            None => return Err(host_error("only a port may follow it")),
+        }
     } else {
-        let Some((host, port)) = authority.rsplit_once(':') else {
-            return Err(host_error("no port follows it"));
+        let (host, port) = match authority.rsplit_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (authority, None),
         };
         if host.contains(':') {
             return Err(host_error("an IPv6 address needs brackets"));
@@ -550,50 +538,61 @@ fn parse_host(rest: &str, kind: impl FnOnce(String, u16) -> AddressKind) -> Resu
         (host, port)
     };
     let host = checked_host(host, rest)?;
-    // `parse` alone would also take a leading plus sign.
-    let port =
-        (is_port(port).then(|| port.parse().ok()).flatten()).ok_or_else(|| AddressError::Port { text: port.into() })?;
-    let address = Address::from_kind(kind(host, port));
-    if key.is_empty() { Ok(address) } else { address.with_key(key) }
-}
-
-fn parse_unix(rest: &str) -> Result<Address, AddressError> {
-    let path_error = |problem| AddressError::Path { text: rest.into(), problem };
-    let (path, query) = match rest.split_once('?') {
-        Some((path, query)) => (path, Some(query)),
-        None => (rest, None),
+    let port_of = |port: &str| {
+        // `parse` alone would also take a leading plus sign.
+        let number = is_port(port).then(|| port.parse().ok()).flatten();
+        number.ok_or_else(|| AddressError::Port { text: port.into() })
     };
-    // Written as a URL with an empty host, the same path has three slashes.
-    let path = match path.strip_prefix("//") {
-        Some(after) if after.starts_with('/') => after,
-        Some(_) => return Err(path_error("two slashes would start a host name")),
-        None => path,
-    };
-    let Some(path) = unescaped(path) else {
-        return Err(path_error("% must be followed by two hexadecimal digits"));
-    };
-    let address = Address::unix(path)?;
-    match query.map(|query| query.strip_prefix("key=")) {
-        None => Ok(address),
-        Some(Some(key)) => address.with_key(key),
-        Some(None) => Err(path_error("only key= may follow the ? (%3F is a literal ?)")),
+    let port = port.map(port_of).transpose()?;
+    let key = (!key.is_empty()).then(|| key.to_owned());
+    if let Some(key) = &key {
+        check_key(key)?;
     }
+    Ok(Parts { scheme, place: Place::Host { user, host, port }, key, parameters })
 }
 
-/// The address of a tracker that is reached by `scheme`, and the key to ask it for.
-fn parse_tracker(scheme: &str, rest: &str) -> Result<Address, AddressError> {
-    let text = format!("{scheme}:{rest}");
-    if !matches!(scheme, "tcp" | "tls" | "quic" | "unix") {
-        return Err(AddressError::Tracker { text });
+fn split_query(text: &str) -> (&str, Option<&str>) {
+    text.split_once('?').map_or((text, None), |(text, query)| (text, Some(query)))
+}
+
+/// The key and the other parameters of a query.
+type Query = (Option<String>, Vec<(String, String)>);
+
+fn parsed_query(query: Option<&str>) -> Result<Query, AddressError> {
+    let Some(query) = query else { return Ok((None, Vec::new())) };
+    let error = |problem| AddressError::Parameters { text: query.into(), problem };
+    let (mut key, mut parameters) = (None, Vec::new());
+    for pair in query.split('&') {
+        let (name, value) = pair.split_once('=').ok_or_else(|| error("each is a name and a value"))?;
+        if name.is_empty() || !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte)) {
+            return Err(error("a name consists of letters, digits, - and _"));
+        }
+        if value.chars().any(|c| c.is_whitespace() || c.is_control() || matches!(c, '?' | '#')) {
+            return Err(error("white space, ? and # are escaped by %XX"));
+        }
+        let is_known = parameters.iter().any(|(known, _)| known == name) || (name == KEY && key.is_some());
+        match name {
+            _ if is_known => return Err(error("each name may be given once")),
+            KEY => key = Some(value.to_owned()),
+            _ => parameters.push((name.to_owned(), value.to_owned())),
+        }
     }
-    let at: Address = text.parse()?;
-    let key = at.key.clone();
-    Address::tracker(at, key.as_deref())
+    Ok((key, parameters))
 }
 
-fn parse_exec(rest: &str) -> Result<Address, AddressError> {
-    let argv = split_words(rest).map_err(|problem| AddressError::Command { text: rest.into(), problem })?;
-    Address::exec(argv)
+fn check_key(key: &str) -> Result<(), AddressError> {
+    if is_name(key) { Ok(()) } else { Err(AddressError::Key { text: key.into(), problem: KEY_CHARACTERS }) }
+}
+
+/// The scheme in lower case.
+fn checked_scheme(scheme: &str) -> Result<String, AddressError> {
+    let mut bytes = scheme.bytes();
+    let starts = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
+    if starts && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte)) {
+        Ok(scheme.to_ascii_lowercase())
+    } else {
+        Err(AddressError::Scheme { text: scheme.into() })
+    }
 }
 
 /// The host in canonical form; `text` is what an error quotes.
@@ -630,46 +629,21 @@ fn is_host_name(text: &str) -> bool {
     text.len() <= 253 && without_root.split('.').all(label)
 }
 
+fn is_user(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+}
+
 fn is_port(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Keys and names use only characters that need no escaping anywhere an address may stand.
-fn is_name(text: &str) -> bool {
+/// Returns true if the text has only characters that need no escaping anywhere in an address: keys and names do.
+pub(crate) fn is_name(text: &str) -> bool {
     !text.is_empty() && (text.bytes()).all(|byte| byte.is_ascii_alphanumeric() || b"-._~:@+=".contains(&byte))
 }
 
-/// The path with each byte that would not survive parsing as `%XX`.
-fn escaped(path: &Path) -> String {
-    let mut text = String::new();
-    let mut bytes = path.as_os_str().as_bytes();
-    // A path may start with two slashes, but our text for that is three of them and one dropped.
-    if bytes.starts_with(b"//") {
-        text.push_str("/%2F");
-        bytes = &bytes[2..];
-    }
-    for chunk in bytes.utf8_chunks() {
-        for character in chunk.valid().chars() {
-            if character == '%' || character == '?' || character.is_whitespace() || character.is_control() {
-                let mut buffer = [0; 4];
-                escape(character.encode_utf8(&mut buffer).as_bytes(), &mut text);
-            } else {
-                text.push(character);
-            }
-        }
-        escape(chunk.invalid(), &mut text);
-    }
-    text
-}
-
-fn escape(bytes: &[u8], text: &mut String) {
-    for byte in bytes {
-        let _ = write!(text, "%{byte:02X}");
-    }
-}
-
-/// The path behind the text, or `None` where a `%` is not followed by two digits.
-fn unescaped(text: &str) -> Option<PathBuf> {
+/// Decodes `%XX`. Returns `None` where a `%` is not followed by two hexadecimal digits.
+pub(crate) fn unescaped(text: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let Some((&byte, after)) = rest.split_first() {
@@ -684,69 +658,7 @@ fn unescaped(text: &str) -> Option<PathBuf> {
             bytes.push(byte);
         }
     }
-    Some(PathBuf::from(OsString::from_vec(bytes)))
-}
-
-/// Splits a command line into words, as a shell does before it expands anything.
-///
-/// White space separates words. Between single quotes all characters stand for themselves. Between
-/// double quotes a backslash takes the meaning from `"`, `\`, `$` and `` ` `` and is itself before
-/// anything else. Outside quotes it takes the meaning from any character.
-fn split_words(line: &str) -> Result<Vec<String>, &'static str> {
-    let mut words = Vec::new();
-    let mut characters = line.chars().peekable();
-    loop {
-        while characters.next_if(|c| c.is_whitespace()).is_some() {}
-        if characters.peek().is_none() {
-            return Ok(words);
-        }
-        let mut word = String::new();
-        while let Some(character) = characters.next_if(|c| !c.is_whitespace()) {
-            match character {
-                '\'' => loop {
-                    match characters.next().ok_or("a single quote is not closed")? {
-                        '\'' => break,
-                        other => word.push(other),
-                    }
-                },
-                '"' => loop {
-                    match characters.next().ok_or("a double quote is not closed")? {
-                        '"' => break,
-                        '\\' => match characters.next_if(|c| matches!(c, '"' | '\\' | '$' | '`')) {
-                            Some(escaped) => word.push(escaped),
-                            None => word.push('\\'),
-                        },
-                        other => word.push(other),
-                    }
-                },
-                '\\' => word.push(characters.next().ok_or("nothing follows the backslash")?),
-                other => word.push(other),
-            }
-        }
-        words.push(word);
-    }
-}
-
-/// The command line that [`split_words`] splits into these words.
-fn quoted(argv: &[String]) -> String {
-    let plain = |c: char| c.is_alphanumeric() || matches!(c, '_' | '@' | '%' | '+' | '=' | ':' | ',' | '.' | '/' | '-');
-    let quote = |word: &String| {
-        if !word.is_empty() && word.chars().all(plain) {
-            word.clone()
-        } else {
-            format!("'{}'", word.replace('\'', r"'\''"))
-        }
-    };
-    let words: Vec<String> = argv.iter().map(quote).collect();
-    words.join(" ")
-}
-
-/// What a peer's name says about its machine: not the port or the process, of which one machine has many.
-pub(crate) fn machine_of(peer: &str) -> String {
-    let address = peer.parse::<Address>().ok();
-    let host = address.as_ref().and_then(Address::host_and_port).map(|(host, _)| host.to_owned());
-    // Whoever is not behind an address with a host is here.
-    host.unwrap_or_else(|| "this machine".to_owned())
+    Some(bytes)
 }
 
 #[cfg(test)]
@@ -765,113 +677,88 @@ mod tests {
     }
 
     #[test]
-    fn canonical_texts_come_back_unchanged() {
+    fn texts_come_back_byte_for_byte() {
         for text in [
             "tcp://localhost:9090",
             "tcp://board-7.lan:0",
             "tcp://10.0.0.5:65535/rack:1",
+            "TCP://LocalHost:09090/",
+            "tcp://[0:0:0:0:0:0:0:1]:1",
             "tcp://[::1]:9090/board-7",
             "tcp://[fe80::1%eth0]:9090",
             "tls://board-7.lan:9090/board-7",
-            "tls://[::1]:9090",
-            "quic://10.0.0.5:9090",
             "quic://[::1]:0/k",
+            "ws://gateway.example/board?proxy=none&path=%2Frpc",
+            "ssh://me@board:2222/k?program=/opt/rpc%20server",
             "unix:/run/rpc.sock",
             "unix:relative.sock",
+            "unix:///run/a.sock",
             "unix:/run/with%20space%3F%25.sock?key=a@b",
             "unix:/run/%FF",
             "unix:/%2Fhost",
             "exec:cat",
+            "exec:  cat 'a?b=c' // ",
             "exec:ssh board 'rpc-server serve --stdio' ''",
             "memory:test-1",
             "local:",
             "tracker://pool.lan:9190/h100",
-            "tracker://[::1]:9190",
             "tracker+tls://pool.lan:9190/h100",
-            "tracker+quic://pool.lan:9190",
             "tracker+unix:/run/pool.sock?key=h100",
         ] {
             let address = parsed(text);
             assert_eq!(address.to_string(), text);
             assert_eq!(parsed(&address.to_string()), address);
+            assert_eq!(Address::from_parts(address.clone().into_parts()), address, "rebuilt {text}");
         }
     }
 
     #[test]
-    fn other_spellings_become_canonical() {
-        for (text, canonical) in [
+    fn spellings_of_the_same_parts_are_equal_and_spaces_around_them_do_not_count() {
+        for (text, same) in [
             (" TCP://LocalHost:09090/ ", "tcp://localhost:9090"),
             ("tcp://[0:0:0:0:0:0:0:1]:1", "tcp://[::1]:1"),
-            ("unix:///run/a.sock", "unix:/run/a.sock"),
-            ("exec:  a\t\"b\" \\ c  ", "exec:a b ' c'"),
             ("local: ", "local:"),
         ] {
-            assert_eq!(parsed(text).to_string(), canonical);
+            assert_eq!(parsed(text), parsed(same));
+            assert_eq!(parsed(text).to_string(), text.trim());
         }
     }
 
     #[test]
-    fn every_path_round_trips() {
-        for path in [&b"/a b?c%d"[..], b"/\xff\xfe\n", b"//x", b"///x", b"a//b", "/\u{a0}ü".as_bytes()] {
-            let path = PathBuf::from(OsString::from_vec(path.to_vec()));
-            let address = Address::unix(&path).unwrap().with_key("k").unwrap();
-            assert_eq!(parsed(&address.to_string()), address, "{address}");
-        }
-    }
-
-    #[test]
-    fn every_argv_round_trips() {
-        for argv in [
-            &["a"][..],
-            &["a", "", " ", "'", "\"", "\\", "it's", "$HOME", "*", "\n", "ü", "a\\'b"],
-            &["a b", "trailing "],
-            &["-", "--x=1,2", "#no-comment"],
-        ] {
-            let address = Address::exec(argv.iter().copied()).unwrap();
-            assert_eq!(parsed(&address.to_string()), address, "{address}");
-        }
-    }
-
-    #[test]
-    fn words_split_as_in_a_shell() {
-        for (line, words) in [
-            ("", &[][..]),
-            (" \t ", &[]),
-            ("a  b", &["a", "b"]),
-            ("a'b c'd", &["ab cd"]),
-            (r#""a \" \\ \n \$x""#, &[r#"a " \ \n $x"#]),
-            (r"a\ b \'", &["a b", "'"]),
-            ("'' \"\"", &["", ""]),
-            ("a|b > $c;d #e", &["a|b", ">", "$c;d", "#e"]),
-        ] {
-            assert_eq!(split_words(line).unwrap(), words, "{line}");
-        }
-        for line in ["'a", "\"a", "a\\", "\"a\\\""] {
-            assert!(split_words(line).is_err(), "{line}");
-        }
+    fn parts_and_parameters_are_told_apart() {
+        let address = parsed("ssh://me@board/k?program=a%20b&x=%");
+        assert_eq!((address.user(), address.host(), address.port()), (Some("me"), Some("board"), None));
+        assert_eq!(address.key(), Some("k"));
+        assert_eq!(address.parameter("program").as_deref(), Some("a b"));
+        assert_eq!(address.parameter("x").as_deref(), Some("%"));
+        assert_eq!(address.parameters().collect::<Vec<_>>(), ["program", "x"]);
+        let address = parsed("unix:/a?key=k&mode=x");
+        assert_eq!((address.rest(), address.key()), (Some("/a"), Some("k")));
+        assert_eq!(address.without_key().to_string(), "unix:/a?mode=x");
+        let address = parsed("exec:a?key=k");
+        assert_eq!((address.rest(), address.key()), (Some("a?key=k"), None));
     }
 
     #[test]
     fn the_error_names_the_part_that_is_wrong() {
         use AddressError as E;
-        for text in ["", "host", "host:9090", "[::1]:9090"] {
+        for text in ["", "host", "host:9090", "[::1]:9090", ":"] {
             assert!(matches!(refused(text), E::NoScheme { .. }), "{text}");
         }
-        for text in ["http://host", ":", "ftp:x"] {
-            assert!(matches!(refused(text), E::UnknownScheme { .. }), "{text}");
+        for text in ["1x:a", "a_b:c", "-a:b"] {
+            assert!(matches!(refused(text), E::Scheme { .. }), "{text}");
         }
         for text in [
-            "tcp:host:1",
-            "tcp://host",
             "tcp://:1",
             "tcp://::1:1",
-            "tcp://[::1]",
             "tcp://[::1",
             "tcp://[host]:1",
             "tcp://[::g]:1",
+            "tcp://[::1]x",
             "tcp://[::1%]:1",
             "tcp://a..b:1",
-            "tcp://user@host:1",
+            "tcp://us er@host:1",
+            "tcp://@host:1",
             "tcp://*:1",
             "tcp://a b:1",
         ] {
@@ -880,69 +767,39 @@ mod tests {
         for text in ["tcp://h:", "tcp://h:x", "tcp://h:65536", "tcp://h:+1", "tcp://h:-1"] {
             assert!(matches!(refused(text), E::Port { .. }), "{text}");
         }
-        for text in ["tcp://h:1/a/b", "tcp://h:1/a b", "tcp://h:1/?", "unix:/a?key="] {
-            assert!(matches!(refused(text), E::Key { .. }), "{text}");
+        for text in ["tcp://h:1/a/b", "tcp://h:1/a b", "tcp://h:1?key=a", "unix:/a?key=", "unix:/a?key=a b"] {
+            assert!(matches!(refused(text), E::Key { .. } | E::Parameters { .. }), "{text}");
         }
-        for text in ["unix:", "unix:?key=a", "unix://host/a", "unix:/a%", "unix:/a%0", "unix:/a%00", "unix:/a?b"] {
-            assert!(matches!(refused(text), E::Path { .. }), "{text}");
+        for text in ["tcp://h:1/?", "unix:/a?b", "unix:/a?=b", "unix:/a?b=c&b=d", "unix:/a?key=a&key=b"] {
+            assert!(matches!(refused(text), E::Parameters { .. }), "{text}");
         }
-        for text in ["exec:", "exec: ", "exec:''", "exec:'a", "exec:a\0"] {
-            assert!(matches!(refused(text), E::Command { .. }), "{text}");
-        }
-        for text in ["memory:", "memory:a b", "memory:a/b"] {
-            assert!(matches!(refused(text), E::Name { .. }), "{text}");
-        }
-        assert!(matches!(refused("local:x"), E::NotEmpty { .. }));
-    }
-
-    #[test]
-    fn a_tracker_is_asked_where_its_address_says() {
-        let address = parsed("tracker+tls://pool.lan:9190/h100");
-        assert_eq!(address.tracker_address(), Some(&parsed("tls://pool.lan:9190")));
-        assert_eq!((address.key(), address.host_and_port()), (Some("h100"), None));
-        assert_eq!(parsed("tracker://127.0.0.1:1").tracker_address(), Some(&parsed("tcp://127.0.0.1:1")));
-        assert!(parsed("tracker://127.0.0.1:1").is_loopback() && !parsed("tracker://pool:1").is_loopback());
-        for text in ["tracker+exec:cat", "tracker+tracker://h:1", "tracker+memory:m", "tracker+:x"] {
-            assert!(matches!(refused(text), AddressError::Tracker { .. }), "{text}");
-        }
-        assert!(matches!(refused("tracker:x"), AddressError::Host { .. }));
-        assert!(Address::tracker(Address::local(), None).is_err());
     }
 
     #[test]
     fn loopback_is_what_other_machines_cannot_reach() {
-        for text in [
-            "tcp://localhost:1",
-            "tcp://127.9.9.9:1",
-            "tcp://[::1]:1",
-            "tcp://[::ffff:127.0.0.1]:1",
-            "unix:/a",
-            "exec:a",
-            "memory:a",
-            "local:",
-        ] {
-            assert!(parsed(text).is_loopback(), "{text}");
+        for text in ["tcp://localhost:1", "tcp://127.9.9.9:1", "tcp://[::1]:1", "tcp://[::ffff:127.0.0.1]:1"] {
+            assert!(parsed(text).has_loopback_host(), "{text}");
         }
         for text in [
             "tcp://0.0.0.0:1",
-            "tls://0.0.0.0:1",
             "quic://10.0.0.1:1",
             "tcp://[::]:1",
-            "tcp://10.0.0.1:1",
             "tcp://localhost.lan:1",
             "tcp://127.1:1",
+            "unix:/a",
         ] {
-            assert!(!parsed(text).is_loopback(), "{text}");
+            assert!(!parsed(text).has_loopback_host(), "{text}");
         }
     }
 
     #[test]
-    fn keys_belong_to_kinds_that_can_show_them() {
+    fn keys_belong_to_addresses_that_can_show_them() {
         let address = parsed("tcp://h:1").with_key("a").unwrap();
-        assert_eq!(address.key(), Some("a"));
+        assert_eq!((address.key(), address.to_string()), (Some("a"), "tcp://h:1/a".to_owned()));
         assert_eq!(address.without_key(), parsed("tcp://h:1"));
+        assert_eq!(parsed("unix:/a").with_key("a").unwrap().to_string(), "unix:/a?key=a");
         assert!(parsed("exec:a").with_key("a").is_err());
-        assert!(parsed("local:").with_key("a").is_err());
+        assert!(parsed("tcp://h:1").with_key("a b").is_err());
     }
 
     #[test]

@@ -4,12 +4,14 @@ use std::any::Any;
 use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use async_trait::async_trait;
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite};
 
@@ -24,17 +26,86 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin + ?Sized> ChannelIo for T {}
 /// Something that lives as long as a channel, such as the child process at its far end.
 pub type ChannelGuard = Box<dyn Any + Send + Sync>;
 
-/// What a channel becomes once both sides have agreed on how it is encrypted.
-pub(crate) type Securing = Pin<Box<dyn Future<Output = io::Result<(Box<dyn ChannelIo>, Security)>> + Send>>;
+/// The handshake below a channel that was accepted, such as that of TLS, which ends with the channel to use.
+type Upgrade = Pin<Box<dyn Future<Output = io::Result<Channel>> + Send>>;
+
+/// Explains how the far side of a channel has ended, where the transport knows: a child process has an exit status.
+///
+/// Asked when a channel ends before there is a session. Implementations wait for what they need to know, a second at most.
+#[async_trait]
+pub trait ExplainEnd: Send + Sync {
+    /// Returns the explanation as the beginning of a sentence: "the program ended (exit status: 1)". `None` if the far
+    /// side has not ended.
+    async fn explain(&self) -> Option<String>;
+
+    /// As [`explain`](Self::explain), and blocks.
+    fn explain_blocking(&self) -> Option<String>;
+}
+
+/// The far side of a channel, as far as the transport knows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    text: String,
+    machine: Machine,
+    user: Option<u32>,
+}
+
+impl Peer {
+    /// A peer that errors and logs name by `text`, best an address, and whose machine is not known.
+    pub fn new(text: impl Into<String>) -> Self {
+        Self { text: text.into(), machine: Machine::Unknown, user: None }
+    }
+
+    /// The same peer, on this machine or another one: per-machine limits of servers count by it.
+    #[must_use]
+    pub fn on(self, machine: Machine) -> Self {
+        Self { machine, ..self }
+    }
+
+    /// The same peer, which runs as this Unix user, as the kernel says.
+    #[must_use]
+    pub fn with_user(self, user: u32) -> Self {
+        Self { user: Some(user), ..self }
+    }
+}
+
+impl<T: Into<String>> From<T> for Peer {
+    fn from(text: T) -> Self {
+        Self::new(text)
+    }
+}
+
+/// The machine that a peer is on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Machine {
+    /// A machine that the transport does not tell. All of them count as one.
+    #[default]
+    Unknown,
+    /// This machine.
+    This,
+    /// The machine with this IP address.
+    At(IpAddr),
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown => f.write_str("unknown machines"),
+            Self::This => f.write_str("this machine"),
+            Self::At(ip) => ip.fmt(f),
+        }
+    }
+}
 
 /// One ordered, reliable byte pipe between two peers.
 pub struct Channel {
     /// Declared before the guard, so that the far side sees the end before the guard acts on it.
     io: Io,
-    peer: String,
+    peer: Peer,
     security: Security,
-    securing: Option<Securing>,
+    upgrade: Option<Upgrade>,
     guard: Option<ChannelGuard>,
+    end: Option<Arc<dyn ExplainEnd>>,
     /// Whether the connection that it is one of is over.
     beneath: Over,
     /// What was read of it by a handshake before the one to come.
@@ -105,13 +176,14 @@ plain_sockets! {
 
 impl Channel {
     /// A channel over `io`. `peer` is the text by which errors name the far side.
-    pub fn new(io: impl ChannelIo + 'static, peer: impl Into<String>) -> Self {
+    pub fn new(io: impl ChannelIo + 'static, peer: impl Into<Peer>) -> Self {
         Self {
             io: Io::new(io),
             peer: peer.into(),
             security: Security::default(),
-            securing: None,
+            upgrade: None,
             guard: None,
+            end: None,
             beneath: Over::default(),
             unread: BytesMut::new(),
         }
@@ -151,10 +223,12 @@ impl Channel {
     }
 
     /// The same bytes, where they lead on to somebody at `peer` of whom nothing is known yet.
-    pub(crate) fn leading_to(self, peer: impl Into<String>) -> Self {
+    pub(crate) fn leading_to(self, text: impl Into<String>) -> Self {
         let encrypted_way = self.security.is_encrypted() || self.security.encrypted_way;
         let security = Security { encrypted_way, ..Security::default() };
-        Self { peer: peer.into(), security, securing: None, ..self }
+        // For limits it comes from the machine that it leads through.
+        let peer = Peer { text: text.into(), user: None, ..self.peer };
+        Self { peer, security, upgrade: None, ..self }
     }
 
     /// The same channel, with something around its bytes, such as a recorder.
@@ -163,15 +237,23 @@ impl Channel {
         Self { io: Io::new(wrap(self.io.boxed())), ..self }
     }
 
-    #[cfg(any(feature = "tls", feature = "exec"))]
-    pub(crate) fn with_security(self, security: Security) -> Self {
+    /// The same channel, whose bytes pass through the encrypted stream that `security` came with, from
+    /// [`ClientTls::connect`](crate::ClientTls::connect) or [`ServerTls::accept`](crate::ServerTls::accept).
+    #[must_use]
+    pub fn with_security(self, security: Security) -> Self {
         Self { security, ..self }
     }
 
-    /// A channel that is there when `securing` is done.
-    #[cfg(feature = "tls")]
-    pub(crate) fn to_be_secured(securing: Securing, peer: impl Into<String>) -> Self {
-        Self { securing: Some(securing), ..Self::new(tokio::io::empty(), peer) }
+    /// The same channel, whose end can be explained.
+    #[must_use]
+    pub fn explained_by(self, end: Arc<dyn ExplainEnd>) -> Self {
+        Self { end: Some(end), ..self }
+    }
+
+    /// A channel that a listener has accepted from `peer`, and that is there when `upgrade` is done, such as a handshake of
+    /// TLS. [`secure`](Self::secure) does it.
+    pub fn upgrading(upgrade: impl Future<Output = io::Result<Self>> + Send + 'static, peer: impl Into<Peer>) -> Self {
+        Self { upgrade: Some(Box::pin(upgrade)), ..Self::new(tokio::io::empty(), peer) }
     }
 
     /// Finishes what an accepted channel needs before its bytes can be used: the handshake of TLS, which a listener leaves to
@@ -182,9 +264,14 @@ impl Channel {
     ///
     /// Why there is no secure channel.
     pub async fn secure(&mut self) -> io::Result<()> {
-        if let Some(securing) = self.securing.take() {
-            let (io, security) = securing.await?;
-            (self.io, self.security) = (Io::Other(io), security);
+        if let Some(upgrade) = self.upgrade.take() {
+            let upgraded = upgrade.await?;
+            (self.io, self.security) = (upgraded.io, upgraded.security);
+            self.guard = match (self.guard.take(), upgraded.guard) {
+                (Some(own), Some(its)) => Some(Box::new((own, its))),
+                (own, its) => own.or(its),
+            };
+            self.end = upgraded.end.or(self.end.take());
         }
         Ok(())
     }
@@ -211,22 +298,40 @@ impl Channel {
         }
     }
 
-    /// The far side, for error messages.
+    /// The name of the far side, for error messages.
     #[must_use]
     pub fn peer(&self) -> &str {
-        &self.peer
+        &self.peer.text
     }
 
-    /// What lives as long as the channel; for an `exec:` address, the `ChildGuard`.
+    /// The machine of the far side.
+    #[must_use]
+    pub fn machine(&self) -> Machine {
+        self.peer.machine
+    }
+
+    /// The Unix user that the far side runs as, if the kernel says.
+    #[must_use]
+    pub fn user(&self) -> Option<u32> {
+        self.peer.user
+    }
+
+    /// The explanation of the channel's end, if there is one.
+    #[must_use]
+    pub fn end(&self) -> Option<&Arc<dyn ExplainEnd>> {
+        self.end.as_ref()
+    }
+
+    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the `ChildGuard`.
     #[must_use]
     pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.guard.as_deref()
     }
 
-    /// Bytes, peer and guard. Dropping the guard may cut the channel, so keep it until the bytes are done.
+    /// Bytes, name of the peer, and guard. Dropping the guard may cut the channel, so keep it until the bytes are done.
     #[must_use]
     pub fn into_parts(self) -> (Box<dyn ChannelIo>, String, Option<ChannelGuard>) {
-        (self.io.boxed(), self.peer, self.guard)
+        (self.io.boxed(), self.peer.text, self.guard)
     }
 }
 
@@ -248,24 +353,36 @@ impl fmt::Debug for Channel {
 /// A channel for a caller's own thread: a standard socket, no runtime.
 ///
 /// It starts in blocking mode. Reads and writes go straight to the socket, each one system call.
-#[derive(Debug)]
 pub struct BlockingChannel {
     /// Declared before the guard, for the same reason as in [`Channel`].
     io: BlockingIo,
     peer: String,
     guard: Option<ChannelGuard>,
+    end: Option<Arc<dyn ExplainEnd>>,
 }
 
 impl BlockingChannel {
     /// A channel over `io`. `peer` is the text by which errors name the far side.
     pub fn new(io: impl Into<BlockingIo>, peer: impl Into<String>) -> Self {
-        Self { io: io.into(), peer: peer.into(), guard: None }
+        Self { io: io.into(), peer: peer.into(), guard: None, end: None }
     }
 
     /// The same channel, keeping `guard` alive for as long as itself.
     #[must_use]
     pub fn with_guard(self, guard: ChannelGuard) -> Self {
         Self { guard: Some(guard), ..self }
+    }
+
+    /// The same channel, whose end can be explained.
+    #[must_use]
+    pub fn explained_by(self, end: Arc<dyn ExplainEnd>) -> Self {
+        Self { end: Some(end), ..self }
+    }
+
+    /// The explanation of the channel's end, if there is one.
+    #[must_use]
+    pub fn end(&self) -> Option<&Arc<dyn ExplainEnd>> {
+        self.end.as_ref()
     }
 
     /// Chooses whether reads and writes wait, or fail with [`io::ErrorKind::WouldBlock`].
@@ -289,7 +406,7 @@ impl BlockingChannel {
         &self.peer
     }
 
-    /// What lives as long as the channel; for an `exec:` address, the `ChildGuard`.
+    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the `ChildGuard`.
     #[must_use]
     pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.guard.as_deref()
@@ -299,6 +416,12 @@ impl BlockingChannel {
     #[must_use]
     pub fn into_parts(self) -> (BlockingIo, String, Option<ChannelGuard>) {
         (self.io, self.peer, self.guard)
+    }
+}
+
+impl fmt::Debug for BlockingChannel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BlockingChannel").field("peer", &self.peer).finish_non_exhaustive()
     }
 }
 
@@ -446,8 +569,6 @@ impl From<UnixStream> for BlockingIo {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
     #[test]

@@ -1,15 +1,19 @@
 //! Errors of transports: why a channel or a listener could not be had.
 
+use std::borrow::Cow;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::address::Address;
+use crate::address::{Address, AddressError};
 
 /// Why a channel could not be had. Each variant names the address as text.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransportError {
+    /// The address is none of a known transport.
+    #[error(transparent)]
+    Address(#[from] AddressError),
     /// The host answered that nobody listens there.
     #[error("{address} refused the connection; is a server listening there?")]
     Refused {
@@ -72,9 +76,9 @@ pub enum TransportError {
         /// What was dialled or to be listened on.
         address: String,
         /// Its kind.
-        scheme: &'static str,
+        scheme: String,
         /// The rest of a sentence that starts with "such addresses".
-        why: &'static str,
+        why: Cow<'static, str>,
     },
     /// The two sides did not agree on how to encrypt the channel, or one does not trust the other's certificate.
     #[error("no secure channel with {address}; {hint}")]
@@ -154,6 +158,7 @@ impl TransportError {
     #[must_use]
     pub fn address(&self) -> &str {
         match self {
+            Self::Address(error) => error.text(),
             Self::Refused { address, .. }
             | Self::TimedOut { address, .. }
             | Self::Unreachable { address, .. }
@@ -170,8 +175,10 @@ impl TransportError {
         }
     }
 
-    pub(crate) fn unsupported(address: &Address, why: &'static str) -> Self {
-        Self::Unsupported { address: address.to_string(), scheme: address.scheme(), why }
+    /// Makes the error of a transport that cannot do what is asked of it. `why` is the rest of a sentence that starts with
+    /// "such addresses".
+    pub fn unsupported(address: &Address, why: impl Into<Cow<'static, str>>) -> Self {
+        Self::Unsupported { address: address.to_string(), scheme: address.scheme().to_owned(), why: why.into() }
     }
 }
 

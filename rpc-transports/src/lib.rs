@@ -1,27 +1,8 @@
-//! How sessions meet: the transports that yield channels, and dialling and listening on them.
+//! Sessions with other processes: dialling, listening, forwarding, and the transports by which it is done.
 //!
-//! A *channel* is one ordered, reliable byte pipe between two peers. An [`Address`] says where a peer
-//! is, [`dial`] opens a channel to it, [`bind`] gives a [`Listener`] on which channels arrive.
-//! [`dial_blocking`] does without an async runtime.
-//!
-//! ```
-//! use rpc_transports::{Address, DialOptions, ListenOptions, bind, dial};
-//! use tokio::io::{AsyncReadExt, AsyncWriteExt};
-//!
-//! # #[tokio::main(flavor = "current_thread")]
-//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let address: Address = "memory:example".parse()?;
-//! let mut listener = bind(&address, &ListenOptions::default()).await?;
-//! let mut near = dial(&address, &DialOptions::default()).await?;
-//! let mut far = listener.accept().await?;
-//!
-//! near.io_mut().write_all(b"hello").await?;
-//! let mut greeting = [0; 5];
-//! far.io_mut().read_exact(&mut greeting).await?;
-//! assert_eq!(&greeting, b"hello");
-//! # Ok(())
-//! # }
-//! ```
+//! A *channel* is one ordered, reliable byte pipe between two peers. An [`Address`] says where a peer is; a
+//! [`Transport`] dials addresses of its schemes and listens on them; [`Transports`] is the registry of those that a
+//! program uses. A [`Connector`] makes sessions, and a [`Server`] serves them.
 //!
 //! Read first [`address`], then [`transport`]; each transport is a file of its own. Cargo features
 //! `tcp`, `tls`, `quic`, `unix` and `exec` switch them; without its feature an address still parses, and dialling it
@@ -33,7 +14,7 @@
 
 pub mod address;
 mod backoff;
-pub mod channel;
+mod channel;
 mod channel_io;
 mod client;
 mod connect;
@@ -45,12 +26,12 @@ mod runtime;
 pub mod self_start;
 mod serve;
 pub mod tracker;
-pub mod transport;
-mod transports;
+mod transport;
+pub mod transports;
 
-pub use address::{Address, AddressError, AddressKind, matches_pattern};
+pub use address::{Address, AddressError, ToAddress};
 pub use backoff::Backoff;
-pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo};
+pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, ExplainEnd, Machine, Peer};
 pub use client::{BlockingClientSession, ClientSession};
 pub use connect::{ConnectError, Connector};
 pub use error::TransportError;
@@ -61,10 +42,12 @@ pub use handshake::certificates::{Certificate, CertificateError, ClientCertifica
 pub use handshake::identity;
 pub use handshake::identity::{Access, Security, Token, TokenError, Tokens};
 pub use limits::WireLimits;
-pub use listener::Listener;
+pub use listener::{Accept, Listener};
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::{Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner};
-pub use transport::{DialOptions, ListenOptions, bind, dial, dial_blocking};
+pub use transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports};
 #[cfg(feature = "exec")]
 pub use transports::exec;
 pub use transports::memory;
+#[cfg(feature = "unix")]
+pub use transports::unix;

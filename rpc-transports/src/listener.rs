@@ -24,14 +24,17 @@ pub struct Listener {
     pause_len: Duration,
 }
 
-/// One transport's own listener.
-pub(crate) trait Accept: Send {
-    /// The next channel, or why there is none now. An error does not end the listener.
+/// The source of a listener's channels, which a transport implements.
+pub trait Accept: Send {
+    /// Returns the next channel, or the reason why there is none now. An error does not end the listener by itself:
+    /// [`Listener::accept`] sorts out those that concern one connection alone.
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>>;
 }
 
 impl Listener {
-    pub(crate) fn new(address: Address, source: impl Accept + 'static) -> Self {
+    /// A listener on `address`, which is what [`local_address`](Self::local_address) says: with the port that was chosen,
+    /// and the key that was asked for.
+    pub fn new(address: Address, source: impl Accept + 'static) -> Self {
         Self { address, source: Box::new(source), pause: None, pause_len: PAUSE_MIN }
     }
 
@@ -147,7 +150,7 @@ mod tests {
     }
 
     fn listener(script: impl IntoIterator<Item = io::Result<Channel>>) -> Listener {
-        Listener::new(Address::local(), Scripted(script.into_iter().collect()))
+        Listener::new("local:".parse().unwrap(), Scripted(script.into_iter().collect()))
     }
 
     fn failure(errno: Errno) -> io::Result<Channel> {

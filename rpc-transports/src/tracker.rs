@@ -21,7 +21,7 @@ mod client;
 mod messages;
 mod ticket;
 
-pub use self::client::{Loan, TrackerClient};
+pub use self::client::{Loan, TrackerClient, address_of};
 pub use self::messages::{
     DeviceOffer, Grant, Holder, HolderState, Loss, LossReason, QueueEntry, Reach, Registered, Registration, Renewed,
     Returned, Sample, ServerRequest, ServerStatus, ServerSummary, Summary, Use, functions,

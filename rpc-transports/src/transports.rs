@@ -1,4 +1,4 @@
-//! The transports of this crate, one file each.
+//! The transports of this crate, one file each. Each owns its own settings.
 
 #[cfg(feature = "exec")]
 // Telling the kernel, between fork and exec, that a child must die with its parent.
@@ -6,12 +6,12 @@
 pub mod exec;
 pub mod memory;
 #[cfg(feature = "quic")]
-pub(crate) mod quic;
+pub mod quic;
 #[cfg(feature = "tcp")]
-pub(crate) mod tcp;
+pub mod tcp;
 #[cfg(feature = "tls")]
-pub(crate) mod tls;
+pub mod tls;
 #[cfg(feature = "unix")]
-pub(crate) mod unix;
+pub mod unix;
 #[cfg(any(feature = "unix", feature = "exec"))]
 mod unix_buffer;

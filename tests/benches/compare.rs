@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rpc_core::{LocalSession, LocalValue, Registry, RpcError, SharedSession};
-use rpc_transports::{Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
 
 const IN_FLIGHT: usize = 64;
 const ROUNDS: usize = 11;
@@ -79,7 +79,7 @@ async fn serve_ours() {
         move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(LocalSession::new(registry.clone()))) };
     let server = Server::new(Arc::new(open), ServeOptions::default());
     let address = "tcp://127.0.0.1:0".parse().expect("a good address");
-    let address = server.listen(&address, &ListenOptions::default()).await.expect("a free port");
+    let address = server.listen(&address, &Bind::default()).await.expect("a free port");
     println!("{address}");
     std::future::pending().await
 }

@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 use rpc_core::proto::{Hello, MAGIC, Role};
 use rpc_core::{Lane, Operation, TypedFunction};
 use rpc_tests::forwarder::{Random, UdpForwarder, Weather};
-use rpc_transports::{Address, ClientTls, Connector, DialOptions};
+use rpc_transports::{Address, ClientTls, Connector, Dial};
 use rustix::process::{Resource, Rlimit, getrlimit, nice, setrlimit};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -330,8 +330,8 @@ async fn half_open_quic(address: &str) {
 }
 
 async fn dial(address: &Address) {
-    let options = DialOptions { tls: Some(ClientTls::unverified(None).unwrap()), ..DialOptions::default() };
-    let _ = rpc_transports::dial(address, &options).await;
+    let options = Dial { tls: Some(ClientTls::unverified(None).unwrap()), ..Dial::default() };
+    let _ = rpc_transports::Transports::default().dial(address, &options).await;
 }
 
 /// First bytes of a client of this kind of server.

@@ -32,7 +32,7 @@ use rpc_transports::tracker::{
     DeviceOffer, Grant, Reach, Registered, Registration, Renewed, ServerRequest, ServerStatus, TrackerClient, Use,
     functions,
 };
-use rpc_transports::{Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
@@ -262,7 +262,7 @@ impl Site {
             Err(rpc_core::RpcError::new(rpc_core::ErrorKind::Refused, "nobody is served here"))
         };
         let server = Server::new(Arc::new(refuse), ServeOptions::default());
-        let address = server.listen(&"tcp://127.0.0.1:0".parse().unwrap(), &ListenOptions::default()).await.unwrap();
+        let address = server.listen(&"tcp://127.0.0.1:0".parse().unwrap(), &Bind::default()).await.unwrap();
         Self { server, address: address.to_string() }
     }
 }

@@ -16,7 +16,7 @@ use rpc_core::{
     ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, Shared, SharedSession, Tensor, TensorView,
     TensorViewMut,
 };
-use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
+use rpc_transports::{Address, Bind, Connector, OpenRequest, ServeOptions, Server, TokioSpawner};
 use tokio::runtime::Runtime;
 
 /// The functions of workers.
@@ -468,7 +468,7 @@ fn listen_with(runtime: &Runtime, options: ServeOptions, data: Option<DataAddres
     runtime.block_on(async {
         let server = node_with(options, data);
         let address = "tcp://127.0.0.1:0".parse().expect("an address");
-        let address = server.listen(&address, &ListenOptions::default()).await.expect("to listen");
+        let address = server.listen(&address, &Bind::default()).await.expect("to listen");
         (address.to_string(), server)
     })
 }

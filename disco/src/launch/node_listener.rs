@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, Result as RpcResult, RpcError, Session, SharedSession};
-use rpc_transports::{Address, ConnectError, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Address, Bind, ConnectError, Connector, OpenRequest, ServeOptions, Server};
 use tokio::time::Instant;
 
 use crate::completion::Completion;
@@ -34,13 +34,13 @@ impl NodeListener {
     /// Listens at `address`, for anybody who can reach it. Its error is an address that cannot be
     /// listened on.
     pub fn bind(address: &str) -> Completion<Self> {
-        Self::bind_with(address, ListenOptions::default(), ServeOptions::default())
+        Self::bind_with(address, Bind::default(), ServeOptions::default())
     }
 
     /// Listens at `address`. `listen` has the certificate for `tls://` and `quic://`; `serve` says
     /// who may dial in ([`ServeOptions::access`]), how many at a time, and how often those that
     /// wait are asked whether they are there. Its error is an address that cannot be listened on.
-    pub fn bind_with(address: &str, listen: ListenOptions, serve: ServeOptions) -> Completion<Self> {
+    pub fn bind_with(address: &str, listen: Bind, serve: ServeOptions) -> Completion<Self> {
         let address = address.to_owned();
         // Nodes that dial in find what they would find at a relay, and the session takes them from
         // there.

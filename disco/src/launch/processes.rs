@@ -81,8 +81,8 @@ impl ProcessSession {
                 None => this_program_as_worker(None)?,
             };
             let node = |number| {
-                let options = logs::of_stderr(logs, move |line| logs::show(WorkerId(number), &line));
-                Source::Address(Box::new(Connector::new().dial_options(options)), address.clone()).into()
+                let transports = logs::of_stderr(logs, move |line| logs::show(WorkerId(number), &line));
+                Source::Address(Box::new(Connector::new().transports(transports)), address.clone()).into()
             };
             Ok((0..count).map(node).collect())
         })

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use rpc_core::{Devices, ErrorKind, Registry, Result as RpcResult, RpcError, SessionLimits};
-use rpc_transports::{Access, Address, Backoff, ConnectError, DialOptions, ParkOptions, ServeOptions, Server};
+use rpc_transports::{Access, Address, Backoff, ConnectError, Dial, ParkOptions, ServeOptions, Server, Transports};
 use tokio::time::Instant;
 
 use crate::completion::Completion;
@@ -83,7 +83,10 @@ pub struct JoinOptions {
     /// Rank of the node. Default: one that is free.
     pub rank: Option<NodeRank>,
     /// Tokens and trust with which the controller is dialled. Default: neither.
-    pub dial: DialOptions,
+    pub dial: Dial,
+    /// Transports by which the controller is dialled. Default: those that this program was compiled
+    /// with.
+    pub transports: Transports,
     /// To whom the node gives a session once it has dialled: the controller proves itself by this.
     /// Default: anybody, so that it is the dialling that counts.
     pub access: Access,
@@ -106,7 +109,8 @@ impl Default for JoinOptions {
     fn default() -> Self {
         Self {
             rank: None,
-            dial: DialOptions::default(),
+            dial: Dial::default(),
+            transports: Transports::default(),
             access: Access::default(),
             patience: Duration::from_secs(60),
             data_address: None,
@@ -136,6 +140,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
         let serve = ServeOptions {
             access: options.access.clone(),
             onward: options.dial.clone(),
+            transports: options.transports.clone(),
             keep_alive: options.keep_alive,
             ..ServeOptions::default()
         };

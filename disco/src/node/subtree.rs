@@ -229,7 +229,7 @@ fn processes(
             SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, children: Vec::new(), ..set_up.clone() };
         let sink = Arc::clone(sink);
         let log = move |line| sink.send(Event::Logged { worker: WorkerId(first), line });
-        let connector = Connector::new().dial_options(logs::of_stderr(set_up.logs, log));
+        let connector = Connector::new().transports(logs::of_stderr(set_up.logs, log));
         (set_up, Source::Address(Box::new(connector), address.clone()))
     };
     Ok(((set_up.first..set_up.first + set_up.count).map(child).collect(), permits))

@@ -15,7 +15,7 @@ use rpc_server::tracker::Tracker;
 use rpc_server::{RpcServer, ServerProcess};
 use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{
-    Address, Certificate, Connector, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, TokioSpawner,
+    Address, Bind, Certificate, Connector, OpenRequest, ServeOptions, Server, ServerTls, TokioSpawner,
 };
 
 use super::functions::registry;
@@ -172,7 +172,7 @@ pub(crate) fn run_node(args: NodeArgs) -> Result<(), Failure> {
         };
         return RpcServer::new(registry()).config(config).run_blocking().map(drop).map_err(failed);
     }
-    let mut options = ListenOptions::default();
+    let mut options = Bind::default();
     if let Some(certificates) = args.certificates.map(Certificates::existing) {
         let read = |path: PathBuf| std::fs::read(&path).map_err(|error| Failure::file("cannot read", &path, error));
         let (chain, key) = (read(certificates.certificate())?, read(certificates.key())?);

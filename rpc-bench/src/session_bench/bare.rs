@@ -12,13 +12,13 @@
 use std::io::{self, Read, Write};
 use std::net::{TcpListener as StdTcpListener, TcpStream as StdTcpStream};
 use std::os::unix::net::{UnixListener as StdUnixListener, UnixStream as StdUnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use quinn::Endpoint;
 use rpc_server::cli::Failure;
-use rpc_transports::{Address, AddressKind, BlockingIo};
+use rpc_transports::{Address, BlockingIo, unix};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
@@ -72,17 +72,17 @@ fn failed(source: io::Error) -> Failure {
 
 /// Returns the socket of an address. Fails for addresses without a port or a path.
 fn socket(address: &Address) -> Result<Socket<'_>, Failure> {
-    match address.kind() {
-        AddressKind::Tcp { host, port } | AddressKind::Tls { host, port } => Ok(Socket::Tcp((host, *port))),
-        AddressKind::Quic { port, .. } => Ok(Socket::Quic(*port)),
-        AddressKind::Unix { path } => Ok(Socket::Unix(path)),
+    match (address.scheme(), address.host_and_port()) {
+        ("tcp" | "tls", Some((host, port))) => Ok(Socket::Tcp((host, port))),
+        ("quic", Some((_, port))) => Ok(Socket::Quic(port)),
+        ("unix", _) => unix::path_of(address).map(Socket::Unix).map_err(|error| Failure::Usage(error.to_string())),
         _ => Err(Failure::Usage(format!("bare sockets cannot use {address}"))),
     }
 }
 
 enum Socket<'a> {
     Tcp((&'a str, u16)),
-    Unix(&'a Path),
+    Unix(PathBuf),
     Quic(u16),
 }
 

@@ -144,7 +144,13 @@ impl Testbed {
         cores: &CoreAssignment,
     ) -> Result<Self, Failure> {
         let scheme = match (&args.address, args.transport) {
-            (Some(address), _) => parse(address)?.scheme(),
+            (Some(address), _) => match parse(address)?.scheme() {
+                "tcp" => "tcp",
+                "unix" => "unix",
+                "tls" => "tls",
+                "quic" => "quic",
+                _ => "other",
+            },
             (None, Transport::Tcp) => "tcp",
             (None, Transport::Unix) => "unix",
             (None, Transport::Tls) => "tls",

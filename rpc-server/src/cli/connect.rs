@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use rpc_core::{Session, VirtualDevice};
-use rpc_transports::tracker::ServerRequest;
-use rpc_transports::{Address, Connector, DialOptions};
+use rpc_transports::tracker::{ServerRequest, address_of};
+use rpc_transports::{Address, Connector, Dial};
 
 use super::failure::Failure;
 use crate::config::{Label, Span};
@@ -100,7 +100,7 @@ impl CommonOptions {
     }
 
     /// Returns the options for opening channels, with tokens and trust from the given files.
-    pub(super) fn dial_options(&self) -> Result<DialOptions, Failure> {
+    pub(super) fn dial_options(&self) -> Result<Dial, Failure> {
         Ok(self.trust.dial_options()?)
     }
 
@@ -108,7 +108,7 @@ impl CommonOptions {
     /// that are reported.
     pub(super) fn bare_connector(&self) -> Result<Connector, Failure> {
         let limit = self.connect_limit() + Duration::from_secs(5);
-        Ok(Connector::new().dial_options(self.dial_options()?).connect_timeout(limit).handshake_timeout(limit))
+        Ok(Connector::new().dial(self.dial_options()?).connect_timeout(limit).handshake_timeout(limit))
     }
 
     /// Returns a connector with the hops that were given, and the requirements on a tracker's
@@ -171,7 +171,7 @@ impl CommonOptions {
 }
 
 fn is_tracker(address: &str) -> bool {
-    address.parse::<Address>().is_ok_and(|address| address.tracker_address().is_some())
+    address.parse::<Address>().is_ok_and(|address| address_of(&address).is_some())
 }
 
 /// Shuts a session down, so that the server does not report it as lost. Waits for a second at most.

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use rpc_core::proto::{MAGIC, VERSION_MAX, VERSION_MIN};
 use rpc_core::{ErrorKind, Pack, RpcError, Session};
-use rpc_transports::tracker::{Summary, functions};
-use rpc_transports::{Address, AddressKind, Channel, ConnectError, Connector, DialOptions, TransportError, dial};
+use rpc_transports::tracker::{Summary, address_of, functions};
+use rpc_transports::{Address, Channel, ConnectError, Connector, Dial, TransportError, Transports, exec, unix};
 use serde_json::json;
 
 use self::recorder::{Received, Recorder};
@@ -63,17 +63,20 @@ async fn examine(options: &CommonOptions, examination: &mut Examination<'_>, tar
     examination.ok("parse", addresses.iter().map(describe).collect::<Vec<_>>().join(", then "));
 
     // A tracker is examined first as a server.
-    let asked = addresses.last().filter(|address| address.tracker_address().is_some()).cloned();
-    let tracker = asked.as_ref().and_then(Address::tracker_address).map(Address::to_string);
-    if let (Some(last), Some(text), Some(address)) = (addresses.last_mut(), route.last_mut(), &tracker) {
-        *last = last.tracker_address().unwrap_or(last).clone();
-        *text = address;
+    let asked = addresses.last().filter(|address| address_of(address).is_some()).cloned();
+    let tracker = asked.as_ref().and_then(address_of);
+    let tracker_text = tracker.as_ref().map(Address::to_string);
+    if let (Some(last), Some(text), Some(address), Some(tracker_text)) =
+        (addresses.last_mut(), route.last_mut(), &tracker, &tracker_text)
+    {
+        *last = address.clone();
+        *text = tracker_text;
     }
 
     // This machine connects to the first server; the others are reached through it.
     let first = &addresses[0];
     resolve(examination, first, limit).await?;
-    if *first.kind() == AddressKind::Local {
+    if first.scheme() == "local" {
         examination.ok("connect", "this process needs no connection");
         return Ok(());
     }
@@ -142,16 +145,22 @@ async fn servers(
 }
 
 fn describe(address: &Address) -> String {
-    match address.kind() {
-        AddressKind::Tracker { at } => {
-            let of = address.key().map_or("a server".to_owned(), |key| format!("a server with the key '{key}'"));
-            format!("{of} of the tracker at {at}")
+    if let Some(at) = address_of(address) {
+        let of = address.key().map_or("a server".to_owned(), |key| format!("a server with the key '{key}'"));
+        return format!("{of} of the tracker at {at}");
+    }
+    match (address.scheme(), address.host_and_port()) {
+        ("tcp", Some((host, port))) => format!("TCP port {port} of {host}"),
+        ("tls", Some((host, port))) => format!("TCP port {port} of {host}, encrypted by TLS"),
+        ("quic", Some((host, port))) => format!("UDP port {port} of {host}, in QUIC"),
+        ("unix", _) => match unix::path_of(address) {
+            Ok(path) => format!("Unix socket {}", path.display()),
+            Err(_) => address.to_string(),
+        },
+        ("exec", _) => {
+            let program = exec::argv_of(address).ok().and_then(|argv| argv.into_iter().next());
+            format!("the program {}", program.unwrap_or_default())
         }
-        AddressKind::Tcp { host, port } => format!("TCP port {port} of {host}"),
-        AddressKind::Tls { host, port } => format!("TCP port {port} of {host}, encrypted by TLS"),
-        AddressKind::Quic { host, port } => format!("UDP port {port} of {host}, in QUIC"),
-        AddressKind::Unix { path } => format!("Unix socket {}", path.display()),
-        AddressKind::Exec { argv } => format!("the program {}", argv.first().map_or("", String::as_str)),
         _ => address.to_string(),
     }
 }
@@ -207,10 +216,10 @@ async fn open(
     limit: Duration,
 ) -> Result<(Channel, Received), TransportError> {
     let address = address.clone().without_key();
-    let options = DialOptions { connect_timeout: limit, ..examination.dial.clone() };
+    let options = Dial { connect_timeout: limit, ..examination.dial.clone() };
     let received = Received::default();
     let record = |io| Recorder { io, received: received.clone() };
-    let channel = dial(&address, &options).await?.map_io(record);
+    let channel = Transports::default().dial(&address, &options).await?.map_io(record);
     Ok((channel, received))
 }
 
@@ -239,11 +248,11 @@ fn transport_finding(error: &TransportError) -> Finding {
         TransportError::Spawn { .. } => {
             ("the program does not start", "check that it is installed, executable, and on PATH")
         }
-        TransportError::Unsupported { scheme: "tls" | "quic", .. } => (
+        TransportError::Unsupported { scheme, .. } if matches!(scheme.as_str(), "tls" | "quic") => (
             "there is nothing to check the server's certificate by",
             "give the certificate of its authority (--ca), or a token that it knows (--token-file)",
         ),
-        TransportError::Unsupported { why, .. } => ("such addresses cannot be dialled", *why),
+        TransportError::Unsupported { why, .. } => ("such addresses cannot be dialled", why.as_ref()),
         TransportError::Insecure { hint, .. } => ("the two sides cannot agree on encryption", *hint),
         TransportError::Unauthenticated { problem, .. } => ("the server refused the connection", *problem),
         TransportError::Closed { .. } => ("the connection was closed at once", "look at the server's log"),

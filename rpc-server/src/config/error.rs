@@ -17,6 +17,12 @@ use crate::pki::trust::TrustError;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
+    /// An address is not one of its transport, or has no transport.
+    #[error(transparent)]
+    Address {
+        /// Error of the transport.
+        source: TransportError,
+    },
     /// The identity of the controller is not proven, so another machine could take its place.
     #[error(
         "the controller at {address} would drive this node without proof of identity: use tls:// or quic:// with \

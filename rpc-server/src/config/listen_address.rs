@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 
-use rpc_transports::{Address, AddressError};
+use rpc_transports::{Address, AddressError, Properties, TransportError, Transports};
 use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, HttpAddress};
@@ -54,17 +54,31 @@ pub(super) fn check_addresses(
     listen: &[ListenAddress],
     trust: &ServerTrust,
     insecure: bool,
+    transports: &Transports,
 ) -> Result<(), ConfigError> {
     for ListenAddress(address) in listen {
-        if matches!(address.scheme(), "exec" | "local" | "tracker") || address.key().is_some() {
+        let properties = match transports.check(address) {
+            Err(source @ TransportError::Address(AddressError::UnknownScheme { .. })) => {
+                // A session opener, such as `tracker:`, has no channels to listen for.
+                let opens_sessions = matches!(address.scheme(), "local" | "tracker");
+                if !opens_sessions {
+                    return Err(ConfigError::Address { source });
+                }
+                None
+            }
+            Err(source) => return Err(ConfigError::Address { source }),
+            Ok(properties) => Some(properties),
+        };
+        let listenable = |properties: &Properties| !properties.starts_programs && address.key().is_none();
+        let Some(properties) = properties.filter(listenable) else {
             return Err(ConfigError::NotListenable { address: address.clone() });
-        }
+        };
         // Without encryption a token proves the identity at the beginning of a connection only.
-        let secure = address.is_loopback() || (address.is_encrypted() && trust.demands());
+        let secure = properties.is_local() || (properties.encrypted && trust.demands());
         if !secure && !insecure {
             return Err(ConfigError::Insecure { address: address.clone() });
         }
-        if address.is_encrypted() && !trust.shows() {
+        if properties.encrypted && !trust.shows() {
             return Err(ConfigError::NoCertificate { address: address.clone() });
         }
     }

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rpc_transports::Transports;
 use serde::{Deserialize, Serialize};
 
 use super::listen_address::{check_addresses, loopback};
@@ -84,7 +85,7 @@ impl RelayConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`],
     /// and those of [`ServeConfig::check`] for the settings that a relay shares with a server.
     pub fn check(&self) -> Result<(), ConfigError> {
-        check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        check_addresses(&self.listen, &self.trust(), self.insecure, &Transports::default())?;
         self.serve_config().check()
     }
 

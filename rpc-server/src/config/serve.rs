@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rpc_transports::Address;
+use rpc_transports::{Address, Transports};
 use serde::{Deserialize, Serialize};
 
 use super::listen_address::{DEFAULT_PORT, check_addresses, check_metrics, loopback};
@@ -329,7 +329,16 @@ impl ServeConfig {
     /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::NoTvmFfi`],
     /// [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
-        check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        self.check_with(&Transports::default())
+    }
+
+    /// As [`check`](Self::check), for a server that uses these transports.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check).
+    pub fn check_with(&self, transports: &Transports) -> Result<(), ConfigError> {
+        check_addresses(&self.listen, &self.trust(), self.insecure, transports)?;
         if let Some(address) = self.data_address.filter(|address| address.is_unspecified() || address.is_multicast()) {
             return Err(ConfigError::DataAddress { address });
         }
@@ -344,7 +353,8 @@ impl ServeConfig {
         for ListenAddress(address) in &self.relay {
             // Clients of the relay reach this server, and only a token proves anything from end to
             // end.
-            let secure = address.is_loopback() || (address.is_encrypted() && self.token_file.is_some());
+            let properties = transports.check(address).map_err(|source| ConfigError::Address { source })?;
+            let secure = properties.is_local() || (properties.encrypted && self.token_file.is_some());
             if !secure && !self.insecure {
                 return Err(ConfigError::InsecureRelay { address: address.clone() });
             }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use rpc_transports::{Address, AddressError};
+use rpc_transports::{Address, AddressError, Transports};
 use serde::{Deserialize, Serialize};
 
 use super::listen_address::{check_addresses, check_metrics, loopback};
@@ -115,7 +115,7 @@ impl TrackerConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::InsecureMetrics`],
     /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
-        check_addresses(&self.listen, &self.trust(), self.insecure)?;
+        check_addresses(&self.listen, &self.trust(), self.insecure, &Transports::default())?;
         if let Some(HttpAddress(address)) = self.http
             && !address.ip().to_canonical().is_loopback()
             && !self.insecure
@@ -150,6 +150,7 @@ impl TrackerConfig {
     /// A file cannot be read or used.
     pub fn options(&self) -> Result<TrackerOptions, TrustError> {
         Ok(TrackerOptions {
+            transports: Transports::default(),
             lease: self.lease.0,
             ticket_lifetime: self.ticket_lifetime.0,
             max_servers: self.max_servers,
@@ -218,7 +219,7 @@ impl FromStr for TrackerAddress {
             let problem = "a server says which key it has by --tracker-key, and not in the tracker's address";
             return Err(AddressError::Key { text: key.to_owned(), problem });
         }
-        Ok(Self(address.tracker_address().unwrap_or(&address).clone()))
+        Ok(Self(rpc_transports::tracker::address_of(&address).unwrap_or(address)))
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use rpc_transports::{
-    Access, Certificate, CertificateError, ClientCertificates, ClientTls, DialOptions, ServerTls, TokenError, Tokens,
+    Access, Certificate, CertificateError, ClientCertificates, ClientTls, Dial, ServerTls, TokenError, Tokens,
 };
 
 /// Files by which a client authenticates servers, and itself to them.
@@ -35,8 +35,8 @@ impl ClientTrust {
     /// # Errors
     ///
     /// A file cannot be read or used.
-    pub fn dial_options(&self) -> Result<DialOptions, TrustError> {
-        let mut options = DialOptions::default();
+    pub fn dial_options(&self) -> Result<Dial, TrustError> {
+        let mut options = Dial::default();
         if let Some(file) = &self.token_file {
             options.tokens = tokens(file)?;
         }

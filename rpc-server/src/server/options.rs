@@ -5,7 +5,9 @@
 use std::sync::Arc;
 
 use rpc_core::SessionLimits;
-use rpc_transports::{Access, DialOptions, FunctionPatterns, RequestPolicy, ServeObserver, ServeOptions, WireLimits};
+use rpc_transports::{
+    Access, Dial, FunctionPatterns, RequestPolicy, ServeObserver, ServeOptions, Transports, WireLimits,
+};
 
 use crate::config::ServeConfig;
 
@@ -31,7 +33,8 @@ pub(crate) fn wire_limits(config: &ServeConfig) -> WireLimits {
 pub(super) fn serve_options(
     config: &ServeConfig,
     access: Access,
-    onward: DialOptions,
+    onward: Dial,
+    transports: Transports,
     relay: bool,
     observer: Option<Arc<dyn ServeObserver>>,
 ) -> ServeOptions {
@@ -53,6 +56,7 @@ pub(super) fn serve_options(
         forward_policy: forward_policy(config),
         trust_proxy: config.trust_proxy.clone(),
         onward,
+        transports,
         relay,
         observer,
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rpc_core::{Fault, Pack, RemoteObject, Result, RpcError, Session};
 use rpc_transports::tracker::{Reach, Registered, Registration, Renewed, ServerStatus, functions};
-use rpc_transports::{Address, Backoff, Connector, DialOptions};
+use rpc_transports::{Address, Backoff, Connector, Dial};
 use tokio::task::JoinHandle;
 
 use super::advertisement::Advertisement;
@@ -51,9 +51,9 @@ impl Registrar {
     }
 
     /// Uses these credentials from the next connection on.
-    pub(super) fn set_dial_options(&self, options: DialOptions) {
+    pub(super) fn set_dial(&self, options: Dial) {
         let mut connector = self.connector.lock();
-        *connector = connector.clone().dial_options(options);
+        *connector = connector.clone().dial(options);
     }
 
     /// Leaves the trackers: the end of the sessions with them ends the registrations.

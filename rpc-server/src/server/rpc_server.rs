@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rpc_core::{Devices, Registry};
-use rpc_transports::DialOptions;
+use rpc_transports::{Dial, Transports};
 
 use super::disco_node::Join;
 use super::running::{Running, StopReason};
@@ -13,13 +13,14 @@ use crate::config::{ConfigError, ListenAddress, ServeConfig, ServeError};
 use crate::monitor::Gauges;
 
 /// Callback that gets the new options for dialling others.
-pub(super) type OnReload = Box<dyn Fn(DialOptions) + Send + Sync>;
+pub(super) type OnReload = Box<dyn Fn(Dial) + Send + Sync>;
 
 /// A server that has not been started.
 pub struct RpcServer {
     pub(super) registry: Registry,
     pub(super) devices: Devices,
     pub(super) config: ServeConfig,
+    pub(super) transports: Transports,
     /// Addresses given to [`listen`](Self::listen), not parsed yet.
     listen: Vec<String>,
     pub(super) is_relay: bool,
@@ -39,6 +40,7 @@ impl RpcServer {
             registry,
             devices: Devices::new(),
             config: ServeConfig::default(),
+            transports: Transports::default(),
             listen: Vec::new(),
             is_relay: false,
             on_reload: None,
@@ -71,6 +73,14 @@ impl RpcServer {
         self
     }
 
+    /// Listens, forwards, registers and reaches relays by these transports; by those that this
+    /// program was compiled with, without this.
+    #[must_use]
+    pub fn transports(mut self, transports: Transports) -> Self {
+        self.transports = transports;
+        self
+    }
+
     /// Makes it a relay, which opens no sessions: see
     /// [`ServeOptions::relay`](rpc_transports::ServeOptions::relay).
     #[must_use]
@@ -82,7 +92,7 @@ impl RpcServer {
     /// Calls `callback` with the options for dialling others each time the credentials have been
     /// read again.
     #[must_use]
-    pub(crate) fn on_reload(mut self, callback: impl Fn(DialOptions) + Send + Sync + 'static) -> Self {
+    pub(crate) fn on_reload(mut self, callback: impl Fn(Dial) + Send + Sync + 'static) -> Self {
         self.on_reload = Some(Box::new(callback));
         self
     }

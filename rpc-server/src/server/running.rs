@@ -93,7 +93,7 @@ impl Running {
         let onward = self.onward.dial_options()?;
         self.server.set_access(self.trust.reload(self.tls.as_ref())?);
         if let Some(registrar) = &self.registrar {
-            registrar.set_dial_options(onward.clone());
+            registrar.set_dial(onward.clone());
         }
         if let Some(on_reload) = &self.on_reload {
             on_reload(onward.clone());

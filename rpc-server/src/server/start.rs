@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use rpc_core::{DeviceType, Devices, Registry};
-use rpc_transports::{Channel, Connector, DialOptions, ListenOptions, ParkOptions, Server, SessionFactory, exec};
+use rpc_transports::{Bind, Channel, Connector, Dial, ParkOptions, Server, SessionFactory, Transports, exec};
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
 use super::local_sessions::LocalSessions;
@@ -43,6 +43,7 @@ struct Checked {
     registry: Registry,
     devices: Devices,
     config: ServeConfig,
+    transports: Transports,
     is_relay: bool,
     on_reload: Option<OnReload>,
     gauges: Option<Arc<dyn Gauges>>,
@@ -50,29 +51,52 @@ struct Checked {
     /// Standard input and output, with `stdio`.
     stdio: Option<Channel>,
     credentials: ServerCredentials,
-    dial: DialOptions,
+    dial: Dial,
 }
 
 impl Checked {
     async fn new(server: RpcServer) -> Result<Self, ServeError> {
-        let RpcServer { registry, devices, mut config, is_relay, on_reload, gauges, .. } = server;
+        let RpcServer { registry, devices, mut config, transports, is_relay, on_reload, gauges, .. } = server;
         if config.isolate == Isolate::Auto {
             config.isolate = choose_isolation(&config, &devices);
         }
-        config.check()?;
+        config.check_with(&transports)?;
         // Before anything can fail: the ready file of an earlier server must be gone, or it would
         // be taken for ours.
         let ready_file = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
         // Before anything is printed: standard output belongs to the peer.
         let stdio = if config.stdio { Some(exec::stdio_channel().await?) } else { None };
         let (credentials, dial) = (config.trust().load()?, config.onward().dial_options()?);
-        Ok(Self { registry, devices, config, is_relay, on_reload, gauges, ready_file, stdio, credentials, dial })
+        Ok(Self {
+            registry,
+            devices,
+            config,
+            transports,
+            is_relay,
+            on_reload,
+            gauges,
+            ready_file,
+            stdio,
+            credentials,
+            dial,
+        })
     }
 
     /// Opens the workspaces and modules, and makes the factory of sessions.
     async fn prepare(self) -> Result<Prepared, ServeError> {
-        let Self { registry, devices, config, is_relay, on_reload, gauges, ready_file, stdio, credentials, dial } =
-            self;
+        let Self {
+            registry,
+            devices,
+            config,
+            transports,
+            is_relay,
+            on_reload,
+            gauges,
+            ready_file,
+            stdio,
+            credentials,
+            dial,
+        } = self;
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
@@ -104,7 +128,7 @@ impl Checked {
             factory = gate.guard(factory);
         }
         let observer = monitoring.as_ref().map(Monitoring::observer);
-        let options = serve_options(&config, credentials.access, dial.clone(), is_relay, observer);
+        let options = serve_options(&config, credentials.access, dial.clone(), transports.clone(), is_relay, observer);
         let running = Running {
             server: Server::new(factory, options),
             trust: config.trust(),
@@ -123,10 +147,10 @@ impl Checked {
             on_reload,
         };
         let registration = gate.map(|gate| {
-            let connector = Connector::new().dial_options(dial).keep_alive(config.keep_alive.0);
+            let connector = Connector::new().transports(transports.clone()).dial(dial).keep_alive(config.keep_alive.0);
             Registration { gate, offered, connector }
         });
-        Ok(Prepared { config, stdio, running, registration })
+        Ok(Prepared { config, transports, stdio, running, registration })
     }
 }
 
@@ -140,6 +164,7 @@ struct Registration {
 /// A server whose parts exist, and which does not listen yet.
 struct Prepared {
     config: ServeConfig,
+    transports: Transports,
     stdio: Option<Channel>,
     running: Running,
     registration: Option<Registration>,
@@ -148,11 +173,12 @@ struct Prepared {
 impl Prepared {
     /// Listens, then waits at the relays and registers with the trackers.
     async fn serve(self) -> Result<Running, ServeError> {
-        let Self { config, stdio, mut running, registration } = self;
+        let Self { config, transports, stdio, mut running, registration } = self;
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
-        let options = ListenOptions { port_range, tls: running.tls.clone(), ..ListenOptions::default() };
+        let options = Bind { port_range, tls: running.tls.clone(), ..Bind::default() };
         for ListenAddress(address) in &config.listen {
-            if !(address.is_loopback() || address.is_encrypted() && running.trust.demands()) {
+            let properties = transports.check(address)?;
+            if !(properties.is_local() || properties.encrypted && running.trust.demands()) {
                 tracing::warn!(%address, "other machines can connect without proof of identity (--insecure)");
             }
             let address = running.server.listen(address, &options).await?;

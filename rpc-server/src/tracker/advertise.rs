@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::limits::clip;
 use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_transports::tracker::{Reach, TICKET_REFUSED};
-use rpc_transports::{Address, AddressKind, ConnectError, Connector, TransportError, matches_pattern};
+use rpc_transports::{Address, ConnectError, Connector, Properties, TransportError, Transports};
 
 /// Time limit of a probe.
 const PROBE_LIMIT: Duration = Duration::from_secs(5);
@@ -23,7 +23,7 @@ const NO_TICKET: &str = "probe";
 /// # Errors
 ///
 /// [`ErrorKind::Refused`] with advice for the operator, and [`ErrorKind::InvalidArgument`].
-pub(super) fn admit(told: &[String], peer: &str, allowed: &[String]) -> Result<Vec<String>> {
+pub(super) fn admit(told: &[String], peer: &str, allowed: &[String], transports: &Transports) -> Result<Vec<String>> {
     let from = machine(peer);
     let last = told.len().saturating_sub(1);
     let admit = |(at, text): (usize, &String)| {
@@ -31,8 +31,12 @@ pub(super) fn admit(told: &[String], peer: &str, allowed: &[String]) -> Result<V
             .parse()
             .map_err(|error| RpcError::invalid_argument(format!("the advertised address '{text}': {error}")))?;
         let address = if at == last { with_host(address, from)? } else { address };
-        let dialable = !matches!(address.scheme(), "exec" | "local" | "tracker");
-        if dialable && (is_own(&address, from) || allowed.iter().any(|pattern| matches_pattern(pattern, &address))) {
+        // Clients and the tracker dial it: that must not start programs.
+        let properties = transports.check(&address).ok().filter(|properties| !properties.starts_programs);
+        let is_allowed = |properties: &Properties| {
+            is_own(&address, properties, from) || allowed.iter().any(|pattern| transports.matches(pattern, &address))
+        };
+        if properties.as_ref().is_some_and(is_allowed) {
             return Ok(address.to_string());
         }
         let from = from.map_or("this machine".to_owned(), |ip| ip.to_string());
@@ -83,22 +87,22 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
 /// Returns the IP address of a peer; `None` if it is on this machine.
 fn machine(peer: &str) -> Option<IpAddr> {
     let address: Address = peer.parse().ok()?;
-    let (host, _) = address.host_and_port()?;
+    let host = address.host()?;
     let ip: IpAddr = host.split('%').next()?.parse().ok()?;
     let ip = ip.to_canonical();
     (!ip.is_loopback()).then_some(ip)
 }
 
 /// Returns true if the address is on the machine of the peer.
-fn is_own(address: &Address, from: Option<IpAddr>) -> bool {
+fn is_own(address: &Address, properties: &Properties, from: Option<IpAddr>) -> bool {
     match from {
-        None => address.is_loopback(),
+        None => properties.is_local(),
         Some(from) => ip_of(address).is_some_and(|ip| ip == from),
     }
 }
 
 fn ip_of(address: &Address) -> Option<IpAddr> {
-    let (host, _) = address.host_and_port()?;
+    let host = address.host()?;
     host.parse().ok().map(|ip: IpAddr| ip.to_canonical())
 }
 
@@ -108,18 +112,7 @@ fn with_host(address: Address, from: Option<IpAddr>) -> Result<Address> {
         return Ok(address);
     }
     let host = from.map_or("127.0.0.1".to_owned(), |ip| ip.to_string());
-    let key = address.key().map(str::to_owned);
-    let with_host = match *address.kind() {
-        AddressKind::Tcp { port, .. } => Address::tcp(&host, port),
-        AddressKind::Tls { port, .. } => Address::tls(&host, port),
-        AddressKind::Quic { port, .. } => Address::quic(&host, port),
-        _ => return Ok(address),
-    };
-    let with_host = with_host.and_then(|address| match key {
-        Some(key) => address.with_key(&key),
-        None => Ok(address),
-    });
-    with_host.map_err(|error| RpcError::invalid_argument(error.to_string()))
+    address.with_host(&host).map_err(|error| RpcError::invalid_argument(error.to_string()))
 }
 
 #[cfg(test)]
@@ -131,7 +124,7 @@ mod tests {
 
     fn admitted(told: &[&str], peer: &str, allowed: &[&str]) -> Result<Vec<String>> {
         let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
-        admit(&owned(told), peer, &owned(allowed))
+        admit(&owned(told), peer, &owned(allowed), &Transports::default())
     }
 
     #[test]

@@ -15,7 +15,7 @@ use rpc_transports::tracker::{
     Loss, LossReason, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket, TicketKey,
     functions,
 };
-use rpc_transports::{Address, Connector, DialOptions};
+use rpc_transports::{Address, Connector, Dial, Transports};
 use tokio::sync::{Notify, Semaphore, watch};
 
 use self::grants::grants;
@@ -63,7 +63,9 @@ pub struct TrackerOptions {
     pub allow_advertise: Vec<String>,
     /// Options for probing servers: trust and tokens. Default: neither. [`Tracker::set_onward`]
     /// replaces them.
-    pub onward: DialOptions,
+    pub onward: Dial,
+    /// Transports by which servers are probed; they say which addresses servers may advertise.
+    pub transports: Transports,
 }
 
 impl Default for TrackerOptions {
@@ -76,7 +78,8 @@ impl Default for TrackerOptions {
             max_waiting: 16384,
             max_waiting_per_client: 1024,
             allow_advertise: Vec::new(),
-            onward: DialOptions::default(),
+            onward: Dial::default(),
+            transports: Transports::default(),
         }
     }
 }
@@ -87,7 +90,7 @@ impl Default for TrackerOptions {
 pub struct Tracker {
     options: TrackerOptions,
     /// Present options for probing servers.
-    onward: Mutex<DialOptions>,
+    onward: Mutex<Dial>,
     started: Instant,
     state: Mutex<TrackerState>,
     /// Notified when the next timeout may have changed.
@@ -211,7 +214,7 @@ impl Tracker {
     }
 
     /// Replaces the options for probing servers.
-    pub fn set_onward(&self, onward: DialOptions) {
+    pub fn set_onward(&self, onward: Dial) {
         *self.onward.lock() = onward;
     }
 
@@ -223,8 +226,10 @@ impl Tracker {
 
     fn add_server(self: &Arc<Self>, client: &Client, registration: Registration) -> Result<(ServerObject, Registered)> {
         let now = Instant::now();
-        let checked = check_registration(&registration)
-            .and_then(|()| advertise::admit(&registration.address, &client.peer, &self.options.allow_advertise));
+        let checked = check_registration(&registration).and_then(|()| {
+            let options = &self.options;
+            advertise::admit(&registration.address, &client.peer, &options.allow_advertise, &options.transports)
+        });
         let Registration { name, key, labels, devices, capacity, address: told, ticket_key, status } = registration;
         let (name, shown_key) = (clip(&name), clip(&key));
         let status = clipped(status);
@@ -314,7 +319,7 @@ impl Tracker {
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
             let onward = tracker.onward.lock().clone();
-            let connector = Connector::new().dial_options(onward);
+            let connector = Connector::new().transports(tracker.options.transports.clone()).dial(onward);
             // The server has left in the meantime.
             if !tracker.lock().servers.contains_key(&id) {
                 return;
@@ -426,6 +431,6 @@ fn limit_key(client: &Client) -> String {
         return format!("identity {}", client.identity);
     }
     let address = client.peer.parse::<Address>().ok();
-    let host = address.as_ref().and_then(Address::host_and_port).map(|(host, _)| host.to_owned());
+    let host = address.as_ref().and_then(Address::host).map(str::to_owned);
     host.unwrap_or_else(|| "this machine".to_owned())
 }

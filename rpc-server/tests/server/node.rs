@@ -10,7 +10,7 @@ use disco::{
 use rpc_core::{ErrorKind, Tensor, Value};
 use rpc_server::ServerProcess;
 use rpc_transports::tracker::ServerRequest;
-use rpc_transports::{Access, ClientTls, Connector, ListenOptions, ServeOptions, ServerTls, Tokens};
+use rpc_transports::{Access, Bind, ClientTls, Connector, ServeOptions, ServerTls, Tokens};
 use tempfile::TempDir;
 
 /// `rpc-server` with these arguments, without what the environment of this test says to it.
@@ -101,7 +101,7 @@ fn nodes_and_controller_prove_themselves_to_each_other() {
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
     let (pem, key) = (made.cert.pem(), made.signing_key.serialize_pem());
     let certificate = rpc_transports::Certificate::from_pem(pem.as_bytes(), key.as_bytes()).unwrap();
-    let listen = ListenOptions { tls: Some(ServerTls::new(certificate, None).unwrap()), ..ListenOptions::default() };
+    let listen = Bind { tls: Some(ServerTls::new(certificate, None).unwrap()), ..Bind::default() };
     let access = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
     let serve = ServeOptions { access, ..ServeOptions::default() };
     let listener = NodeListener::bind_with("quic://127.0.0.1:0", listen, serve).wait().unwrap();

@@ -618,7 +618,7 @@ async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
             .await;
         pool.until(|summary| summary.servers[0].reach == Reach::Reached).await;
         let trust = ClientTrust { token_file: Some(token_file.clone()), ..ClientTrust::default() };
-        let connector = Connector::new().dial_options(trust.dial_options().unwrap());
+        let connector = Connector::new().dial(trust.dial_options().unwrap());
         works(&connector.connect(&pool.key("board")).await.unwrap()).await;
         let error = Connector::new().connect(&pool.key("board")).await.unwrap_err().into_rpc_error();
         assert!(matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::Unsupported), "{error}");

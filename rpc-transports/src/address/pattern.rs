@@ -1,26 +1,37 @@
-//! Patterns for addresses: those that clients may be forwarded to, and those that servers may tell a tracker.
+//! Patterns of addresses, by which operators allow forwarding and advertising.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use crate::address::Address;
 
-/// Whether `address` is one of those that `pattern` stands for.
-///
-/// A pattern is an address in which `*` stands for any text within one part: the scheme, the host or the port. Without a
-/// port it is for all of them. `*` alone is any address with a host. Nothing but a pattern that says so stands for a
-/// program to be started (`exec:…`), for this process (`local:`) or for a path (`unix:…`). A pattern for IP addresses, such
-/// as `tcp://10.0.0.*`, stands for no host name: `10.0.0.example.org` is wherever its owner wants it to be.
-pub fn matches_pattern(pattern: &str, address: &Address) -> bool {
-    let Some((host, port)) = address.host_and_port() else {
+/// Returns true if `pattern` stands for `address`, which is in its canonical spelling: see
+/// [`Transports::matches`](crate::Transports::matches).
+pub(crate) fn is_covered(pattern: &str, address: &Address, starts_programs: bool) -> bool {
+    let Some(host) = address.host() else {
         let (word, text) = (format!("{}:", address.scheme()), address.clone().without_key().to_string());
         // From a folder that is allowed there is a way to any other.
         let climbs = text.split(['/', ':']).any(|part| part == "..");
         return pattern.starts_with(&word) && if climbs { pattern == text } else { glob(pattern, &text) };
     };
-    let Some((scheme, place)) = pattern.split_once("://") else { return pattern == "*" };
+    if starts_programs && !pattern.starts_with(&format!("{}:", address.scheme())) {
+        return false;
+    }
+    let (pattern, parameters) = pattern.split_once('?').unwrap_or((pattern, ""));
+    if !glob(parameters, &address.query()) {
+        return false;
+    }
+    let Some((scheme, place)) = pattern.split_once("://") else { return pattern == "*" && address.user().is_none() };
+    let (user, place) = place.rsplit_once('@').map_or((None, place), |(user, place)| (Some(user), place));
     let (host_pattern, port_pattern) = split(place);
-    glob(scheme, address.scheme())
-        && glob(port_pattern.unwrap_or("*"), &port.to_string())
+    let is_user = match (user, address.user()) {
+        (None, None) => true,
+        (Some(pattern), Some(user)) => glob(pattern, user),
+        _ => false,
+    };
+    let port = address.port().map(|port| port.to_string()).unwrap_or_default();
+    is_user
+        && glob(scheme, address.scheme())
+        && glob(port_pattern.unwrap_or("*"), &port)
         && glob(host_pattern, host)
         && same_family(host_pattern, host)
 }
@@ -36,7 +47,7 @@ fn split(place: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Whether a pattern that is for IP addresses is given one.
+/// Returns true unless the pattern is for IP addresses and the host is none.
 fn same_family(pattern: &str, host: &str) -> bool {
     let wild_only = pattern.bytes().all(|byte| byte == b'*');
     if wild_only {
@@ -50,7 +61,7 @@ fn same_family(pattern: &str, host: &str) -> bool {
     }
 }
 
-/// Whether `text` matches `pattern`, in which `*` stands for any text.
+/// Returns true if `text` matches `pattern`, in which `*` stands for any text.
 pub(crate) fn glob(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(rest) = parts.next().and_then(|first| text.strip_prefix(first)) else { return false };
@@ -67,7 +78,8 @@ pub(crate) fn glob(pattern: &str, text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{glob, matches_pattern};
+    use super::glob;
+    use crate::transport::Transports;
 
     #[test]
     fn a_star_stands_for_anything_and_the_rest_for_itself() {
@@ -101,7 +113,14 @@ mod tests {
             ("*://*:*", "tls://anywhere.example:1", true),
             ("*", "exec:sh", false),
             ("*:*", "exec:sh", false),
+            ("*", "exec://sh", false),
             ("*", "local:", false),
+            ("*", "tracker://pool:9190", false),
+            ("*", "pigeon://roof", false),
+            ("exec:rpc-server *", "exec:rpc-server serve", true),
+            ("exec:rpc-server *", "exec:  'rpc-server'  serve", true),
+            ("tcp://*", "tcp://h", false),
+            ("tcp://*", "tcp://me@h:1", false),
             ("*", "unix:/run/rpc.sock", false),
             ("local:", "local:", true),
             ("unix:/run/*", "unix:/run/rpc.sock", true),
@@ -110,7 +129,8 @@ mod tests {
             ("unix:/run/../tmp/s", "unix:/run/../tmp/s", true),
             ("exec:rpc-server*", "exec:sh", false),
         ] {
-            assert_eq!(matches_pattern(pattern, &address.parse().unwrap()), expected, "{pattern} {address}");
+            let matches = Transports::default().matches(pattern, &address.parse().unwrap());
+            assert_eq!(matches, expected, "{pattern} {address}");
         }
     }
 }

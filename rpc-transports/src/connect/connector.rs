@@ -11,7 +11,7 @@ use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSessi
 
 use super::error::ConnectError;
 use super::hops::Hop;
-use crate::address::{Address, AddressError, AddressKind};
+use crate::address::{Address, AddressError, ToAddress};
 use crate::channel::Channel;
 use crate::client::{BlockingClientSession, ClientSession};
 use crate::error::TransportError;
@@ -20,8 +20,9 @@ use crate::handshake::certificates::ClientTls;
 use crate::handshake::driver::{dial_handshake, dial_handshake_blocking};
 use crate::handshake::identity::{DIALLER, Security, Tokens, of_dialler};
 use crate::limits::WireLimits;
+use crate::tracker;
 use crate::tracker::ServerRequest;
-use crate::transport::{DialOptions, dial, dial_blocking, dial_through};
+use crate::transport::{Dial, Properties, Transports};
 
 /// Makes sessions.
 ///
@@ -37,14 +38,16 @@ use crate::transport::{DialOptions, dial, dial_blocking, dial_through};
 /// ```
 #[derive(Clone, Debug)]
 pub struct Connector {
-    via: Vec<String>,
+    transports: Transports,
+    via: Vec<Hop>,
+    /// The first hop that could not be parsed.
+    malformed: Option<AddressError>,
     key: String,
     workspace: String,
     ticket: String,
-    dial: DialOptions,
+    dial: Dial,
     handshake_timeout: Duration,
     queue_timeout: Option<Duration>,
-    keep_alive: Duration,
     limits: WireLimits,
     local: Option<Registry>,
     /// For trackers.
@@ -57,14 +60,15 @@ impl Connector {
     /// A connector with default settings and no hops.
     pub fn new() -> Self {
         Self {
+            transports: Transports::default(),
             via: Vec::new(),
+            malformed: None,
             key: String::new(),
             workspace: String::new(),
             ticket: String::new(),
-            dial: DialOptions::default(),
+            dial: Dial::default(),
             handshake_timeout: Duration::from_secs(10),
             queue_timeout: None,
-            keep_alive: Duration::from_secs(5),
             limits: WireLimits::default(),
             local: None,
             wanted: None,
@@ -79,7 +83,23 @@ impl Connector {
     /// what is behind the hop: `tls://`, or `tcp://` and `unix:` without encryption.
     #[must_use]
     pub fn via(mut self, hop: &str) -> Self {
-        self.via.push(hop.to_owned());
+        match hop.parse() {
+            Ok(hop) => self.via.push(hop),
+            Err(error) => _ = self.malformed.get_or_insert(error),
+        }
+        self
+    }
+
+    /// Adds a hop that has been parsed.
+    pub(crate) fn through(mut self, hop: Hop) -> Self {
+        self.via.push(hop);
+        self
+    }
+
+    /// The transports by which addresses are dialled. Default: those that this crate was compiled with.
+    #[must_use]
+    pub fn transports(mut self, transports: Transports) -> Self {
+        self.transports = transports;
         self
     }
 
@@ -133,10 +153,10 @@ impl Connector {
         self
     }
 
-    /// How channels are opened, all at once: time limit, tokens and trust.
+    /// The terms on which channels are opened, all at once: time limit, keep-alive, tokens and trust.
     #[must_use]
-    pub fn dial_options(mut self, options: DialOptions) -> Self {
-        self.dial = options;
+    pub fn dial(mut self, terms: Dial) -> Self {
+        self.dial = terms;
         self
     }
 
@@ -164,7 +184,7 @@ impl Connector {
     /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
     #[must_use]
     pub fn keep_alive(mut self, interval: Duration) -> Self {
-        self.keep_alive = interval;
+        self.dial.keep_alive = interval;
         self
     }
 
@@ -188,16 +208,20 @@ impl Connector {
     /// # Errors
     ///
     /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why. Cancel-safe.
-    pub async fn connect(&self, target: &str) -> Result<Session, ConnectError> {
-        let address: Address = target.parse()?;
-        if address.tracker_address().is_some() {
-            return crate::tracker::connect(self, &address, self.queue_timeout).await;
+    pub async fn connect<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Session, ConnectError> {
+        let target = self.target(target)?;
+        self.connect_to(target).await
+    }
+
+    async fn connect_to(&self, target: Hop) -> Result<Session, ConnectError> {
+        if tracker::address_of(&target.address).is_some() {
+            return tracker::connect(self, &target.address, self.queue_timeout).await;
         }
         self.connect_at(target).await
     }
 
     /// As [`connect`](Self::connect), where no tracker is asked.
-    pub(crate) async fn connect_at(&self, target: &str) -> Result<Session, ConnectError> {
+    pub(crate) async fn connect_at(&self, target: Hop) -> Result<Session, ConnectError> {
         let (first, further) = self.route(target);
         Ok(self.forward(&first, &further).await?.into())
     }
@@ -209,27 +233,33 @@ impl Connector {
     /// # Errors
     ///
     /// As [`connect`](Self::connect).
-    pub fn connect_blocking(&self, target: &str) -> Result<Session, ConnectError> {
-        if target.parse::<Address>()?.tracker_address().is_some() {
-            let (this, target) = (self.clone(), target.to_owned());
-            return crate::runtime::run_in_background(async move { this.connect(&target).await });
+    pub fn connect_blocking<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Session, ConnectError> {
+        let target = self.target(target)?;
+        if tracker::address_of(&target.address).is_some() {
+            let this = self.clone();
+            return crate::runtime::run_in_background(async move { this.connect_to(target).await });
         }
         let (first, further) = self.route(target);
         let plan = self.plan(&first, &further)?;
-        if *plan.address.kind() == AddressKind::Local {
-            return Ok(Session::new(LocalSession::new(self.local.clone().unwrap_or_default())));
+        if plan.address.scheme() == LOCAL {
+            return Ok(Session::new(self.local_session(&plan.address)?));
         }
         crate::runtime::install_probe();
-        if plan.tunnel || !plan.address.has_plain_socket() {
+        let dialled = match plan.tunnel {
+            false => self.transports.dial_blocking(&plan.address, &self.dial)?,
+            true => None,
+        };
+        let Some(channel) = dialled else {
             let this = self.clone();
             return crate::runtime::run_in_background(async move { this.forward(&first, &further).await })
                 .map(Session::from);
-        }
-        let channel = dial_blocking(&plan.address, &self.dial)?;
+        };
         let handshake = self.handshake(plan.key, plan.forward, &Security::default());
         let agreed = dial_handshake_blocking(&channel, handshake);
-        #[cfg(feature = "exec")]
-        let agreed = agreed.map_err(|error| crate::transports::exec::explain_blocking(error, channel.guard()));
+        let agreed = agreed.map_err(|error| match channel.end().filter(|_| is_of_the_end(&error)) {
+            Some(end) => explained(error, end.explain_blocking()),
+            None => error,
+        });
         let (mut negotiated, mut input) = agreed?;
         if negotiated.theirs.relay && negotiated.ours.forward.is_empty() {
             spoken_to(&input, channel.peer())?;
@@ -237,8 +267,9 @@ impl Connector {
             (negotiated, input) = dial_handshake_blocking(&channel, handshake)?;
             is_no_relay(&negotiated, channel.peer())?;
         }
+        let peer = channel.peer().to_owned();
         let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
-        let session = session.map_err(|error| TransportError::from_io(target, error))?;
+        let session = session.map_err(|error| TransportError::from_io(peer, error))?;
         Ok(Session::new(session))
     }
 
@@ -251,51 +282,67 @@ impl Connector {
         Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
     }
 
-    /// The first address to go to, and those behind it.
-    fn route(&self, target: &str) -> (String, Vec<String>) {
+    /// The last stop, if it and the hops in front of it are well-formed.
+    fn target<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Hop, ConnectError> {
+        if let Some(error) = &self.malformed {
+            return Err(error.clone().into());
+        }
+        let hop = Hop { address: target.to_address()?, tunnel: false };
+        // The word in front of a tunnel is no scheme.
+        if Hop::is_tunnel(&hop.address) { Err(leads_nowhere(&hop).into()) } else { Ok(hop) }
+    }
+
+    /// The first stop, and those behind it.
+    fn route(&self, target: Hop) -> (Hop, Vec<Hop>) {
         match self.via.split_first() {
-            Some((first, further)) => (first.clone(), further.iter().cloned().chain([target.to_owned()]).collect()),
-            None => (target.to_owned(), Vec::new()),
+            Some((first, further)) => (first.clone(), further.iter().cloned().chain([target]).collect()),
+            None => (target, Vec::new()),
         }
     }
 
     /// Opens a session with `first`, which is to forward to `further`.
-    pub(crate) async fn forward(&self, first: &str, further: &[String]) -> Result<SharedSession, ConnectError> {
+    pub(crate) async fn forward(&self, first: &Hop, further: &[Hop]) -> Result<SharedSession, ConnectError> {
         let (mut first, mut further) = (first, further);
-        let mut way = None;
+        let mut over = None;
         loop {
             let plan = self.plan(first, further)?;
             if !plan.tunnel {
-                return self.open(plan, way).await;
+                return self.open(plan, over).await;
             }
             let Some((next, rest)) = further.split_first() else { return Err(leads_nowhere(first).into()) };
-            way = Some(self.tunnel(plan.address, way, next).await?);
+            over = Some(self.tunnel(plan.address, over, next).await?);
             (first, further) = (next, rest);
         }
     }
 
-    /// Opens a session with a server, at the end of a way that leads there if there is one.
-    async fn open(&self, plan: Plan, way: Option<Channel>) -> Result<SharedSession, ConnectError> {
-        if *plan.address.kind() == AddressKind::Local {
-            if way.is_some() || !self.behind.0.is_empty() {
+    /// Opens a session with a server, over a channel that leads there if there is one.
+    async fn open(&self, plan: Plan, over: Option<Channel>) -> Result<SharedSession, ConnectError> {
+        if plan.address.scheme() == LOCAL {
+            if over.is_some() || !self.behind.0.is_empty() {
                 let text = "'local:' is the process that connects, and nothing that others are brought to";
                 return Err(RpcError::new(ErrorKind::Refused, text).into());
             }
-            let registry = self.local.clone().unwrap_or_default();
-            return Ok(std::sync::Arc::new(LocalSession::new(registry)));
+            return Ok(Arc::new(self.local_session(&plan.address)?));
         }
         crate::runtime::install_probe();
         let Plan { address, key, forward, .. } = plan;
         let client =
             |channel| -> Going<'_, ClientSession> { Box::pin(self.client(channel, key.clone(), forward.clone())) };
-        Ok(std::sync::Arc::new(self.meet(&address, way, &client).await?))
+        Ok(Arc::new(self.meet(&address, over, &client).await?))
+    }
+
+    fn local_session(&self, address: &Address) -> Result<LocalSession, AddressError> {
+        if address.rest() != Some("") || address.parameters().next().is_some() {
+            let problem = "it says more than there is to say about this process; write local:";
+            return Err(AddressError::invalid(address, problem));
+        }
+        Ok(LocalSession::new(self.local.clone().unwrap_or_default()))
     }
 
     /// Opens the way to `next` through the hop at `address`.
-    async fn tunnel(&self, address: Address, way: Option<Channel>, next: &str) -> Result<Channel, ConnectError> {
+    async fn tunnel(&self, address: Address, over: Option<Channel>, next: &Hop) -> Result<Channel, ConnectError> {
         crate::runtime::install_probe();
-        let next: Hop = next.parse()?;
-        let next = next.address.without_key().to_string();
+        let next = next.address.clone().without_key().to_string();
         let lead = |mut channel: Channel| -> Going<'_, Channel> {
             let mut config = self.handshake(String::new(), vec![next.clone()], channel.security());
             config.hello.tunnel = true;
@@ -307,7 +354,7 @@ impl Connector {
                 Ok(channel)
             })
         };
-        let channel = self.meet(&address, way, &lead).await?;
+        let channel = self.meet(&address, over, &lead).await?;
         Ok(channel.leading_to(format!("{next} through {address}")))
     }
 
@@ -317,10 +364,10 @@ impl Connector {
     async fn meet<'a, T>(
         &'a self,
         address: &'a Address,
-        way: Option<Channel>,
+        over: Option<Channel>,
         go_on: &(dyn Fn(Channel) -> Going<'a, T> + Sync),
     ) -> Result<T, ConnectError> {
-        let channel = self.channel(address, way).await?;
+        let channel = self.channel(address, over).await?;
         let Some(connection) = channel.security().connection.clone() else { return go_on(channel).await };
         let mut first = go_on(channel);
         tokio::select! {
@@ -342,22 +389,24 @@ impl Connector {
         }
     }
 
-    /// A channel to `address`, over what leads there if there is such a thing.
-    async fn channel(&self, address: &Address, way: Option<Channel>) -> Result<Channel, ConnectError> {
+    /// A channel to `address`, over one that leads there if there is one.
+    async fn channel(&self, address: &Address, over: Option<Channel>) -> Result<Channel, ConnectError> {
         #[cfg(feature = "tls")]
-        if address.is_encrypted()
+        if self.properties(address)?.encrypted
             && self.dial.tokens.is_empty()
             && self.dial.tls.as_ref().is_some_and(|tls| !tls.verifies())
         {
             return Err(TransportError::unsupported(address, NOBODY_KNOWN).into());
         }
-        let options = &self.dial;
-        #[cfg(feature = "quic")]
-        let options = &DialOptions { quic_idle: crate::transports::quic::idle_for(self.keep_alive), ..options.clone() };
-        Ok(match way {
-            None => dial(address, options).await?,
-            Some(way) => dial_through(address, options, way).await?,
+        Ok(match over {
+            None => self.transports.dial(address, &self.dial).await?,
+            Some(over) => self.transports.dial_over(address, over, &self.dial).await?,
         })
+    }
+
+    /// The properties of an address, as its transport says.
+    pub(crate) fn properties(&self, address: &Address) -> Result<Properties, TransportError> {
+        self.transports.check(address)
     }
 
     async fn client(
@@ -386,10 +435,11 @@ impl Connector {
         channel: &mut Channel,
         handshake: HandshakeConfig,
     ) -> Result<(Negotiated, BytesMut), RpcError> {
-        let agreed = dial_handshake(channel, handshake).await;
-        #[cfg(feature = "exec")]
-        let agreed = match agreed {
-            Err(error) => Err(crate::transports::exec::explain(error, channel.guard()).await),
+        let agreed = match dial_handshake(channel, handshake).await {
+            Err(error) => Err(match channel.end().filter(|_| is_of_the_end(&error)) {
+                Some(end) => explained(error, end.explain().await),
+                None => error,
+            }),
             agreed => agreed,
         };
         if let (Err(error), Some(connection)) = (&agreed, &channel.security().connection)
@@ -405,20 +455,15 @@ impl Connector {
         Ok((negotiated, input))
     }
 
-    /// What is dialled, which key the target must have, and what the dialled one is to forward to.
-    pub(crate) fn plan(&self, first: &str, further: &[String]) -> Result<Plan, ConnectError> {
-        let Hop { address, tunnel } = first.parse()?;
-        let mut target = Hop { address: address.clone(), tunnel };
-        for hop in further {
-            target = hop.parse::<Hop>()?;
-        }
+    /// Returns the address to dial, the key that the target must have, and the stops that the dialled peer forwards to.
+    fn plan(&self, first: &Hop, further: &[Hop]) -> Result<Plan, ConnectError> {
+        let target = further.last().unwrap_or(first);
         if target.tunnel {
-            return Err(leads_nowhere(&target.to_string()).into());
+            return Err(leads_nowhere(target).into());
         }
         let key = target.address.key().map_or_else(|| self.key.clone(), str::to_owned);
-        let forward = further.iter().map(|hop| Ok(hop.parse::<Hop>()?.without_key().to_string()));
-        let forward = forward.collect::<Result<_, AddressError>>()?;
-        Ok(Plan { address: address.without_key(), tunnel, key, forward })
+        let forward = further.iter().map(|hop| hop.clone().without_key().to_string()).collect();
+        Ok(Plan { address: first.address.clone().without_key(), tunnel: first.tunnel, key, forward })
     }
 
     fn handshake(&self, key: String, forward: Vec<String>, security: &Security) -> HandshakeConfig {
@@ -428,7 +473,7 @@ impl Connector {
         hello.ticket.clone_from(&self.ticket);
         hello.forward = forward;
         (hello.path, hello.on_behalf) = self.behind.clone();
-        hello.keep_alive_ms = self.keep_alive.as_millis() as u64;
+        hello.keep_alive_ms = self.dial.keep_alive.as_millis() as u64;
         self.limits.apply(&mut hello);
         let identities = of_dialler(&self.dial.tokens, security);
         HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
@@ -444,7 +489,26 @@ impl Connector {
     }
 
     pub(crate) fn link(&self) -> LinkConfig {
-        LinkConfig { keep_alive: self.keep_alive }
+        LinkConfig { keep_alive: self.dial.keep_alive }
+    }
+}
+
+/// The scheme of this process.
+const LOCAL: &str = "local";
+
+/// Returns true if the error says that the stream has ended, and not what the peer said.
+fn is_of_the_end(error: &RpcError) -> bool {
+    error.hop() == 0 && matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Refused)
+}
+
+/// Adds to an error how the far side has ended, if that is known.
+fn explained(error: RpcError, end: Option<String>) -> RpcError {
+    match end {
+        Some(end) => {
+            let text = format!("{end} before there was a session: {}", error.message());
+            RpcError::new(ErrorKind::PeerLost, text)
+        }
+        None => error,
     }
 }
 
@@ -468,7 +532,7 @@ fn is_no_relay(negotiated: &Negotiated, peer: &str) -> Result<(), RpcError> {
     Err(error.with_peer(peer.to_owned()))
 }
 
-fn leads_nowhere(tunnel: &str) -> RpcError {
+fn leads_nowhere(tunnel: &Hop) -> RpcError {
     let text = format!("'{tunnel}' is a tunnel, and leads nowhere: name the server behind it");
     RpcError::new(ErrorKind::InvalidArgument, text)
 }
@@ -477,11 +541,11 @@ fn leads_nowhere(tunnel: &str) -> RpcError {
 type Going<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> + Send + 'a>>;
 
 /// See [`Connector::plan`].
-pub(crate) struct Plan {
-    pub(crate) address: Address,
-    pub(crate) tunnel: bool,
-    pub(crate) key: String,
-    pub(crate) forward: Vec<String>,
+struct Plan {
+    address: Address,
+    tunnel: bool,
+    key: String,
+    forward: Vec<String>,
 }
 
 impl Default for Connector {

@@ -14,7 +14,7 @@ pub enum ConnectError {
     Address(#[from] AddressError),
     /// No channel could be opened.
     #[error("cannot reach the peer")]
-    Transport(#[from] TransportError),
+    Transport(#[source] TransportError),
     /// The peer, or a hop behind it, was reached and gave no session.
     #[error("no session with the peer")]
     Session(#[from] RpcError),
@@ -44,6 +44,15 @@ impl ConnectError {
                 RpcError::new(kind, text).with_peer(address)
             }
             Self::Session(error) => error,
+        }
+    }
+}
+
+impl From<TransportError> for ConnectError {
+    fn from(error: TransportError) -> Self {
+        match error {
+            TransportError::Address(error) => Self::Address(error),
+            error => Self::Transport(error),
         }
     }
 }

@@ -24,6 +24,11 @@ impl FromStr for Hop {
 }
 
 impl Hop {
+    /// Returns true if the text of a tunnel has been parsed as if it were an address.
+    pub(super) fn is_tunnel(address: &Address) -> bool {
+        TUNNEL.strip_suffix(':') == Some(address.scheme())
+    }
+
     pub(super) fn without_key(self) -> Self {
         Self { address: self.address.without_key(), ..self }
     }

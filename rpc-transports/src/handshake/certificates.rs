@@ -181,7 +181,7 @@ impl fmt::Debug for ClientTls {
 
 /// Returns the name that the certificate of a server at `address` must be for.
 pub(crate) fn server_name(address: &Address) -> Result<ServerName<'static>, CertificateError> {
-    let host = address.host_and_port().map_or("", |(host, _)| host);
+    let host = address.host().unwrap_or_default();
     // The zone names an interface of this machine, and is not part of the name.
     let host = host.split('%').next().unwrap_or(host);
     ServerName::try_from(host.to_owned()).map_err(unfit)

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rpc_core::RpcError;
 use rpc_core::proto::ANONYMOUS;
 
-use crate::address::machine_of;
+use crate::channel::Machine;
 
 /// The places of a server.
 #[derive(Debug)]
@@ -41,14 +41,14 @@ impl Places {
         self.lock().in_all
     }
 
-    /// Takes a place for a client that comes from `peer` and has proven to be `identity`.
+    /// Takes a place for a client that comes from `machine` and has proven to be `identity`.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`](rpc_core::ErrorKind::LimitExceeded), naming the limit.
-    pub(super) fn take(self: &Arc<Self>, peer: &str, identity: &str) -> Result<Place, RpcError> {
+    pub(super) fn take(self: &Arc<Self>, machine: Machine, identity: &str) -> Result<Place, RpcError> {
         let peer = match identity {
-            ANONYMOUS => machine_of(peer),
+            ANONYMOUS => machine.to_string(),
             // Not to be mistaken for an address.
             identity => format!("identity {identity}"),
         };

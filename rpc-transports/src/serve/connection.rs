@@ -21,7 +21,7 @@ use super::options::OpenRequest;
 use super::relay::{Handover, Parked};
 use super::server::{FAR_OFF, Registered, Shared};
 use super::task::{SessionParts, SessionTask};
-use crate::channel::{Channel, ChannelIo};
+use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::half_open::InProgress;
 use crate::handshake::identity::{Access, of_acceptor};
@@ -38,6 +38,8 @@ pub(super) struct Accepted {
 pub(super) struct Connection {
     pub(super) server: Arc<Shared>,
     pub(super) peer: String,
+    /// The machine of the client, by which sessions are counted.
+    pub(super) machine: Machine,
     /// Key that the server has for the clients of this connection.
     pub(super) key: String,
     pub(super) mailbox: Arc<Mailbox>,
@@ -166,7 +168,7 @@ impl Secured {
         let open = async |hello: &Hello, identity: &str| {
             security.may_use(identity, connection.key_to_check(hello))?;
             let identity_served = server.effective_identity(hello, identity);
-            let slot = server.places.take(&connection.peer, &identity_served)?;
+            let slot = server.places.take(connection.machine, &identity_served)?;
             if hello.role == Role::Client {
                 let grant = connection.open(hello, &identity_served).await?;
                 return Ok((grant, slot));

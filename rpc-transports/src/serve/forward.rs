@@ -11,12 +11,9 @@ use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
 use super::mailbox::{Mailbox, STOP};
 use super::server::{FAR_OFF, Shared};
 use super::splice::splice;
-use crate::address::AddressKind;
-use crate::address::matches_pattern;
 use crate::channel::Channel;
-use crate::connect::{Connector, Hop};
+use crate::connect::{ConnectError, Connector, Hop};
 use crate::serve::filter::FilteredSession;
-use crate::transport::dial;
 
 /// The longest chain that there may be.
 const MAX_HOPS: usize = 16;
@@ -31,7 +28,7 @@ impl Shared {
         let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
         let connector = self.connector(&hello.path, identity);
         let connector = connector.key(&hello.key).workspace(&hello.workspace).ticket(&hello.ticket);
-        let next = connector.forward(&target.to_string(), further).await.map_err(|error| error.into_rpc_error())?;
+        let next = connector.forward(&target, &further).await.map_err(|error| error.into_rpc_error())?;
         Ok(match &self.options.forward_policy {
             Some(policy) => Arc::new(FilteredSession::new(next, policy.clone())),
             None => next,
@@ -43,7 +40,8 @@ impl Shared {
         let mut path = path.to_vec();
         path.push(self.name.clone());
         Connector::new()
-            .dial_options(self.onward())
+            .transports(self.options.transports.clone())
+            .dial(self.onward())
             .keep_alive(self.options.keep_alive)
             .limits(self.options.limits.clone())
             .on_the_way(path, identity)
@@ -59,17 +57,15 @@ impl Shared {
         if !further.is_empty() {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "a tunnel leads to one address"));
         }
+        let transports = &self.options.transports;
         // What is encrypted is between the client and whoever is there.
-        let address = match target.address.kind() {
-            AddressKind::Tls { .. } => target.address.clone().over_tcp(),
-            AddressKind::Tcp { .. } | AddressKind::Unix { .. } | AddressKind::Memory { .. } => target.address.clone(),
-            AddressKind::Quic { .. } | AddressKind::Exec { .. } | AddressKind::Local | AddressKind::Tracker { .. } => {
-                let text = format!("a tunnel cannot lead to '{}': it passes the bytes of a connection", target.address);
-                return Err(RpcError::new(ErrorKind::Unsupported, text));
-            }
+        let through = transports.of(&target.address).map(|transport| transport.tunnel_target(&target.address));
+        let Some(address) = through.map_err(|error| ConnectError::from(error).into_rpc_error())? else {
+            let text = format!("a tunnel cannot lead to '{}': it passes the bytes of a connection", target.address);
+            return Err(RpcError::new(ErrorKind::Unsupported, text));
         };
-        let dialled = dial(&address, &self.onward()).await;
-        dialled.map_err(|error| crate::connect::ConnectError::from(error).into_rpc_error())
+        let dialled = transports.dial(&address, &self.onward()).await;
+        dialled.map_err(|error| ConnectError::from(error).into_rpc_error())
     }
 
     /// Passes bytes between a client and where its tunnel leads, until either has gone.
@@ -86,7 +82,7 @@ impl Shared {
     }
 
     /// The address to go to, and those behind it, if the client may go there.
-    fn next_hop<'a>(&self, path: &[String], forward: &'a [String]) -> Result<(Hop, &'a [String]), RpcError> {
+    fn next_hop(&self, path: &[String], forward: &[String]) -> Result<(Hop, Vec<Hop>), RpcError> {
         let Some((next, further)) = forward.split_first() else {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "there is no address to forward to"));
         };
@@ -98,30 +94,29 @@ impl Shared {
             let text = format!("the chain to '{next}' comes back to a server that it has passed");
             return Err(RpcError::new(ErrorKind::Refused, text));
         }
-        let first = self.may_reach(next)?;
+        let first = self.may_reach(parsed(next)?)?;
         let mut tunnel = first.tunnel;
+        let mut stops = Vec::new();
         for next in further {
-            if !tunnel {
-                break;
-            }
+            let next = parsed(next)?;
             // It is this server that goes on behind a tunnel.
-            tunnel = self.may_reach(next)?.tunnel;
+            let next = if tunnel { self.may_reach(next)? } else { next };
+            tunnel &= next.tunnel;
+            stops.push(next);
         }
-        Ok((first, further))
+        Ok((first, stops))
     }
 
-    /// The hop that `text` names, if clients may be brought there.
-    fn may_reach(&self, text: &str) -> Result<Hop, RpcError> {
-        let hop: Hop = text.parse().map_err(|error: crate::AddressError| {
-            RpcError::new(ErrorKind::InvalidArgument, format!("cannot forward to '{text}': {error}"))
-        })?;
+    /// The same hop, if clients may be brought there.
+    fn may_reach(&self, hop: Hop) -> Result<Hop, RpcError> {
+        let text = hop.to_string();
         if hop.address.key().is_some() {
             // Who may ask for which key is looked at where it is said.
             let text = format!("cannot forward to '{text}': the key of a server is told apart from its address");
             return Err(RpcError::new(ErrorKind::InvalidArgument, text));
         }
-        let allowed = &self.options.allow_forward;
-        if allowed.iter().any(|pattern| matches_pattern(pattern, &hop.address)) {
+        let (allowed, transports) = (&self.options.allow_forward, &self.options.transports);
+        if allowed.iter().any(|pattern| transports.matches(pattern, &hop.address)) {
             return Ok(hop);
         }
         Err(RpcError::new(
@@ -130,7 +125,7 @@ impl Shared {
         ))
     }
 
-    pub(super) fn onward(&self) -> crate::transport::DialOptions {
+    pub(super) fn onward(&self) -> crate::transport::Dial {
         self.onward.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -173,7 +168,7 @@ impl Onward {
         let (target, _) = server.next_hop(&self.path, &forward)?;
         let connector = server.connector(&self.path, &self.identity);
         let connector = connector.keep_alive(keep_alive.min(server.options.keep_alive));
-        let next = connector.forward(&target.to_string(), &[]).await.map_err(|error| error.into_rpc_error())?;
+        let next = connector.forward(&target, &[]).await.map_err(|error| error.into_rpc_error())?;
         Ok(match &server.options.forward_policy {
             Some(policy) => Session::from(Arc::new(FilteredSession::new(next, policy.clone())) as SharedSession),
             None => Session::from(next),
@@ -185,6 +180,12 @@ impl fmt::Debug for Onward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Onward").field("identity", &self.identity).finish_non_exhaustive()
     }
+}
+
+fn parsed(text: &str) -> Result<Hop, RpcError> {
+    text.parse().map_err(|error: crate::AddressError| {
+        RpcError::new(ErrorKind::InvalidArgument, format!("cannot forward to '{text}': {error}"))
+    })
 }
 
 /// The longest name that somebody may be known by.

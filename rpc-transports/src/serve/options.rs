@@ -12,9 +12,7 @@ use crate::address::Address;
 use crate::handshake::identity::Access;
 use crate::limits::WireLimits;
 use crate::serve::filter::RequestPolicy;
-use crate::transport::DialOptions;
-#[cfg(feature = "quic")]
-use crate::transport::QuicOptions;
+use crate::transport::{ConnectionLimits, Dial, Transports};
 
 /// What a client asks for when it connects.
 #[derive(Clone, Debug)]
@@ -103,7 +101,10 @@ pub struct ServeOptions {
     pub relay: bool,
     /// How the server opens the sessions that it forwards to, and reaches relays: its own tokens, and whom it trusts. Without
     /// either.
-    pub onward: DialOptions,
+    pub onward: Dial,
+    /// The transports by which the server listens, forwards and reaches relays. Default: those that this crate was compiled
+    /// with.
+    pub transports: Transports,
     /// Hears of what the sessions' factory does not see. Nobody.
     pub observer: Option<Arc<dyn ServeObserver>>,
 }
@@ -119,12 +120,11 @@ pub trait ServeObserver: Send + Sync + fmt::Debug {
     }
 }
 
-#[cfg(feature = "quic")]
 impl ServeOptions {
-    /// The same limits, for what is below sessions there.
-    pub(super) fn quic(&self) -> QuicOptions {
-        QuicOptions {
-            idle: crate::transports::quic::idle_for(self.keep_alive),
+    /// Returns the same limits for connections that carry several sessions.
+    pub(super) fn connection_limits(&self) -> ConnectionLimits {
+        ConnectionLimits {
+            keep_alive: self.keep_alive,
             handshake: self.handshake_timeout,
             max_handshakes: self.max_handshakes,
             // One that is proven has sessions, or had one a moment ago.
@@ -154,7 +154,8 @@ impl Default for ServeOptions {
             forward_policy: None,
             trust_proxy: Vec::new(),
             relay: false,
-            onward: DialOptions::default(),
+            onward: Dial::default(),
+            transports: Transports::default(),
             observer: None,
         }
     }

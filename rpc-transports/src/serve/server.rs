@@ -17,13 +17,13 @@ use super::connection::{Accepted, Connection, LINGER};
 use super::mailbox::{GO_AWAY, Mailbox, STOP};
 use super::options::{ServeOptions, SessionFactory};
 use super::relay::{Parked, Parking};
-use crate::address::{Address, machine_of};
+use crate::address::Address;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector};
 use crate::error::TransportError;
 use crate::handshake::half_open::Handshakes;
 use crate::handshake::identity::Access;
-use crate::transport::{DialOptions, ListenOptions, bind};
+use crate::transport::{Bind, Dial, Transports};
 
 /// Serves sessions on any number of addresses. Cheap to clone; clones are the same server.
 ///
@@ -40,7 +40,7 @@ pub(super) struct Shared {
     /// Whom the server serves, and how often that has changed. Number 0 is for the side that dials.
     pub(super) access: Mutex<(u64, Arc<Access>)>,
     /// How sessions are opened that are forwarded to.
-    pub(super) onward: Mutex<DialOptions>,
+    pub(super) onward: Mutex<Dial>,
     /// Those in their handshake, too.
     pub(super) connections: Mutex<HashMap<u64, Arc<Mailbox>>>,
     pub(super) next_connection: AtomicU64,
@@ -86,10 +86,9 @@ impl Server {
     /// # Errors
     ///
     /// If the address cannot be bound.
-    pub async fn listen(&self, address: &Address, options: &ListenOptions) -> Result<Address, TransportError> {
-        #[cfg(feature = "quic")]
-        let options = &ListenOptions { quic: self.0.options.quic(), ..options.clone() };
-        let mut listener = bind(address, options).await?;
+    pub async fn listen(&self, address: &Address, options: &Bind) -> Result<Address, TransportError> {
+        let options = &Bind { connections: self.0.options.connection_limits(), ..options.clone() };
+        let mut listener = self.0.options.transports.bind(address, options).await?;
         let actual = listener.local_address().clone();
         let (server, name) = (self.clone(), actual.clone());
         let task = tokio::spawn(async move {
@@ -124,7 +123,7 @@ impl Server {
     }
 
     /// Opens the sessions that it forwards to by `onward` from now on.
-    pub fn set_onward(&self, onward: DialOptions) {
+    pub fn set_onward(&self, onward: Dial) {
         *self.0.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
     }
 
@@ -136,7 +135,7 @@ impl Server {
     /// As [`serve_channel`](Self::serve_channel), by the name of `key` if there is one; the task ends with the session, and says
     /// whether there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
-        let permit = self.0.handshakes.begin(machine_of(channel.peer()), channel.beneath());
+        let permit = self.0.handshakes.begin(channel.machine().to_string(), channel.beneath());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());
@@ -144,8 +143,8 @@ impl Server {
         tokio::spawn(async move {
             let registered = Arc::new(Registered { shared: server.clone(), id, served: AtomicBool::new(false) });
             let key = key.unwrap_or_else(|| server.options.key.clone());
-            let peer = channel.peer().to_owned();
-            let connection = Connection { server, peer, key, mailbox, registered: registered.clone() };
+            let (peer, machine) = (channel.peer().to_owned(), channel.machine());
+            let connection = Connection { server, peer, machine, key, mailbox, registered: registered.clone() };
             Accepted { connection, channel, permit }.run().await;
             registered.served.load(Ordering::Relaxed)
         })
@@ -162,8 +161,13 @@ impl Server {
         }
     }
 
+    /// The transports by which others are dialled.
+    pub(crate) fn transports(&self) -> &Transports {
+        &self.0.options.transports
+    }
+
     /// How others are dialled at present.
-    pub(crate) fn onward(&self) -> DialOptions {
+    pub(crate) fn onward(&self) -> Dial {
         self.0.onward()
     }
 

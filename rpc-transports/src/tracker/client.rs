@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::TICKET_REFUSED;
 use super::messages::{Grant, Returned, ServerRequest, Summary, functions};
-use crate::address::{Address, AddressKind};
+use crate::address::{Address, AddressError, ToAddress};
 use crate::backoff::Backoff;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::runtime::run_in_background;
@@ -51,7 +51,7 @@ impl TrackerClient {
     /// # Errors
     ///
     /// A malformed address, a tracker that cannot be reached, and one that refuses, each saying why.
-    pub async fn connect(address: &str) -> Result<Self> {
+    pub async fn connect<A: ToAddress + ?Sized>(address: &A) -> Result<Self> {
         Self::connect_with(Connector::new(), address).await
     }
 
@@ -61,8 +61,8 @@ impl TrackerClient {
     /// # Errors
     ///
     /// As [`connect`](Self::connect).
-    pub async fn connect_with(connector: Connector, address: &str) -> Result<Self> {
-        let address: Address = address.parse().map_err(|error| ConnectError::Address(error).into_rpc_error())?;
+    pub async fn connect_with<A: ToAddress + ?Sized>(connector: Connector, address: &A) -> Result<Self> {
+        let address = address.to_address().map_err(|error| ConnectError::Address(error).into_rpc_error())?;
         let this = Self::new(connector, &address);
         this.session().await?;
         Ok(this)
@@ -73,13 +73,13 @@ impl TrackerClient {
     /// # Errors
     ///
     /// As [`connect`](Self::connect); and [`ErrorKind::ApiMisuse`] inside of async code.
-    pub fn connect_blocking(connector: Connector, address: &str) -> Result<Self> {
-        let address = address.to_owned();
+    pub fn connect_blocking<A: ToAddress + ?Sized>(connector: Connector, address: &A) -> Result<Self> {
+        let address = address.to_address().map_err(|error| ConnectError::Address(error).into_rpc_error())?;
         blocking(async move { Self::connect_with(connector, &address).await })
     }
 
     fn new(connector: Connector, address: &Address) -> Self {
-        let address = address.tracker_address().unwrap_or(address).clone();
+        let address = address_of(address).unwrap_or_else(|| address.clone());
         Self(Arc::new(Inner { connector, address, session: Mutex::new(None) }))
     }
 
@@ -284,7 +284,10 @@ impl TrackerClient {
             return Ok(session.clone());
         }
         let connector = self.0.connector.clone().key("").workspace("").ticket("");
-        let session = connector.connect_at(&self.0.address.to_string()).await.map_err(ConnectError::into_rpc_error)?;
+        let session = connector
+            .connect_at(Hop { address: self.0.address.clone(), tunnel: false })
+            .await
+            .map_err(ConnectError::into_rpc_error)?;
         *current = Some(session.clone());
         Ok(session)
     }
@@ -325,24 +328,60 @@ pub(crate) async fn connect(
 }
 
 async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
-    let Some((target, hops)) = grant.address.split_last() else {
-        return Err(RpcError::new(ErrorKind::Protocol, "the tracker granted a server without an address"));
-    };
+    let mut stops = Vec::new();
     for stop in &grant.address {
-        let kind = stop.parse::<Hop>().map(|hop| hop.address.kind().clone());
-        let is_a_place = |kind: &AddressKind| {
-            !matches!(kind, AddressKind::Exec { .. } | AddressKind::Local | AddressKind::Tracker { .. })
-        };
         // A tracker says where servers are. It is not to start programs here.
-        if !kind.as_ref().is_ok_and(is_a_place) {
+        let hop = stop.parse::<Hop>().ok();
+        let is_a_place =
+            |hop: &Hop| connector.properties(&hop.address).is_ok_and(|properties| !properties.starts_programs);
+        let Some(hop) = hop.filter(is_a_place) else {
             let text = format!("the tracker granted '{stop}', which is not where a server is");
             return Err(RpcError::new(ErrorKind::Protocol, text));
+        };
+        stops.push(hop);
+    }
+    let Some(target) = stops.pop() else {
+        return Err(RpcError::new(ErrorKind::Protocol, "the tracker granted a server without an address"));
+    };
+    // The address says which of the servers is meant.
+    let connector = connector.key("").ticket(&grant.ticket);
+    let connector = stops.into_iter().fold(connector, Connector::through);
+    connector.connect_at(target).await.map_err(ConnectError::into_rpc_error)
+}
+
+/// The prefix of a tracker's scheme in front of that by which the tracker is reached; `tracker` alone is for TCP.
+const SCHEME: &str = "tracker";
+
+/// Returns the address of the tracker itself, without a key, if `address` stands for servers that a tracker gives out.
+#[must_use]
+pub fn address_of(address: &Address) -> Option<Address> {
+    let scheme = match address.scheme().strip_prefix(SCHEME)? {
+        "" => "tcp",
+        other => other.strip_prefix('+')?,
+    };
+    address.clone().without_key().with_scheme(scheme).ok()
+}
+
+impl Address {
+    /// The address of the servers that the tracker `at` gives out, under `key`; of any of them without one.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Invalid`] if no tracker can be asked there; as [`with_key`](Self::with_key) for the key.
+    pub fn tracker(at: Self, key: Option<&str>) -> std::result::Result<Self, AddressError> {
+        let scheme = match at.scheme() {
+            "tcp" => SCHEME.to_owned(),
+            scheme if scheme.starts_with(SCHEME) || matches!(scheme, "exec" | "local") => {
+                return Err(AddressError::invalid(&at, "no tracker can be asked there; write tracker://host:port/KEY"));
+            }
+            scheme => format!("{SCHEME}+{scheme}"),
+        };
+        let this = at.with_scheme(&scheme)?;
+        match key {
+            Some(key) => this.with_key(key),
+            None => Ok(this.without_key()),
         }
     }
-    // Which of the servers is meant is in its address.
-    let connector = connector.key("").ticket(&grant.ticket);
-    let connector = hops.iter().fold(connector, |connector, hop| connector.via(hop));
-    connector.connect_at(target).await.map_err(ConnectError::into_rpc_error)
 }
 
 /// A server that is ours. When this and all clones of the session are dropped, the session ends, and the server is free
@@ -455,6 +494,21 @@ fn blocking<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 's
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_tracker_is_asked_where_its_address_says() {
+        let parsed = |text: &str| text.parse::<Address>().unwrap();
+        let address = parsed("tracker+tls://pool.lan:9190/h100");
+        assert_eq!(address_of(&address), Some(parsed("tls://pool.lan:9190")));
+        assert_eq!(Address::tracker(parsed("tls://pool.lan:9190"), Some("h100")).unwrap(), address);
+        assert_eq!(address_of(&parsed("tracker://127.0.0.1:1")), Some(parsed("tcp://127.0.0.1:1")));
+        let unix = parsed("tracker+unix:/run/pool.sock?key=h100");
+        assert_eq!(address_of(&unix), Some(parsed("unix:/run/pool.sock")));
+        assert_eq!(address_of(&parsed("tcp://127.0.0.1:1")), None);
+        for text in ["exec:cat", "tracker://h:1", "local:"] {
+            assert!(Address::tracker(parsed(text), None).is_err(), "{text}");
+        }
+    }
+
     #[tokio::test]
     async fn a_tracker_does_not_make_its_clients_start_programs() {
         let grant = |address: &[&str]| Grant {
@@ -473,6 +527,7 @@ mod tests {
             &["exec:touch /tmp/started", "tcp://127.0.0.1:1"],
             &["tunnel:exec:touch /tmp/started", "tcp://127.0.0.1:1"],
             &["tracker://127.0.0.1:1/key"],
+            &["pigeon://roof"],
             &["nonsense"],
         ] {
             let error = connect_to(Connector::new(), &grant(address)).await.unwrap_err();

@@ -12,7 +12,6 @@
 //!
 //! The child's side is [`take_stdio`] and [`stdio_channel`].
 
-use std::any::Any;
 use std::fmt;
 use std::fs::OpenOptions;
 use std::io;
@@ -22,25 +21,25 @@ use std::os::unix::net::UnixStream as StdStream;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rpc_core::{ErrorKind, RpcError};
+use async_trait::async_trait;
 use rustix::fs::{FileType, fstat};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
 use tokio::sync::oneshot;
 
-use crate::address::{Address, AddressKind};
-use crate::channel::{BlockingChannel, Channel};
+use crate::address::{Address, AddressError};
+use crate::channel::{BlockingChannel, Channel, ExplainEnd, Machine, Peer};
 use crate::error::TransportError;
 use crate::handshake::identity::Security;
-use crate::transport::DialOptions;
+use crate::transport::{BoxFuture, Dial, Properties, Reach, Transport};
 use crate::transports::unix_buffer::widen_unix_socket;
 
-/// Takes what child processes write to their standard error: see [`DialOptions::child_stderr`].
+/// Takes what child processes write to their standard error: see [`Exec::stderr`].
 #[derive(Clone)]
 pub struct ChildStderr(Arc<dyn Fn(OwnedFd) + Send + Sync>);
 
@@ -58,33 +57,114 @@ impl fmt::Debug for ChildStderr {
     }
 }
 
-pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+/// The transport of `exec:` addresses.
+#[derive(Clone, Debug, Default)]
+pub struct Exec {
+    stderr: Option<ChildStderr>,
+}
+
+impl Exec {
+    /// The transport, whose children share this process's standard error.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The receiver of what children write to standard error. Default: none, and it goes to the standard error of this
+    /// process.
+    #[must_use]
+    pub fn stderr(self, stderr: ChildStderr) -> Self {
+        Self { stderr: Some(stderr) }
+    }
+}
+
+impl Transport for Exec {
+    fn schemes(&self) -> &[&str] {
+        &["exec"]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        argv_of(at).map(|_| Properties::program(Reach::Machine))
+    }
+
+    fn canonical(&self, at: &Address) -> Result<Address, AddressError> {
+        Address::exec(argv_of(at)?)
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, _with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(dial(to, self.stderr.as_ref()))
+    }
+
+    fn dial_blocking(&self, to: &Address, _with: &Dial) -> Option<Result<BlockingChannel, TransportError>> {
+        Some(dial_blocking(to, self.stderr.as_ref()))
+    }
+}
+
+impl Address {
+    /// The address of a child process that is started when dialled.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Invalid`] if there is no program, or a word contains a zero byte.
+    pub fn exec<I>(argv: I) -> Result<Self, AddressError>
+    where
+        I: IntoIterator,
+        I::Item: Into<String>,
+    {
+        let argv: Vec<String> = argv.into_iter().map(Into::into).collect();
+        let address = Self::opaque("exec", &quoted(&argv))?;
+        argv_of(&address)?;
+        Ok(address)
+    }
+}
+
+/// Returns the program of an `exec:` address and its arguments.
+///
+/// # Errors
+///
+/// [`AddressError::Invalid`]: the command line cannot be split into words, names no program, or contains a zero byte.
+pub fn argv_of(address: &Address) -> Result<Vec<String>, AddressError> {
+    let invalid = |problem| {
+        let example = "write for example exec:ssh board 'rpc-server serve --stdio'";
+        AddressError::invalid(address, format!("{problem}; {example}"))
+    };
+    let argv = split_words(address.rest().unwrap_or_default()).map_err(invalid)?;
+    match () {
+        () if argv.first().is_none_or(String::is_empty) => Err(invalid("it names no program")),
+        () if argv.iter().any(|word| word.contains('\0')) => Err(invalid("it contains a zero byte")),
+        () => Ok(argv),
+    }
+}
+
+async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel, TransportError> {
     let (reply, answer) = oneshot::channel();
-    start(address, options, move |outcome| {
+    start(address, stderr, move |outcome| {
         // If nobody waits any more, dropping what was started ends it.
         let _ = reply.send(outcome);
     })?;
     let answer = answer.await.unwrap_or_else(|_| Err(keeper_gone()));
     let started = answer.map_err(|error| spawn_error(address, error))?;
-    let peer = started.peer(address);
+    let (peer, guard) = (started.peer(address), Arc::new(started.guard));
     let stream = (started.stream.set_nonblocking(true))
         .and_then(|()| UnixStream::from_std(started.stream))
         .map_err(|error| TransportError::from_io(address.to_string(), error))?;
-    Ok(Channel::new(stream, peer).with_guard(Box::new(started.guard)))
+    let end = Arc::new(ChildEnd(Arc::downgrade(&guard)));
+    Ok(Channel::new(stream, Peer::new(peer).on(Machine::This)).with_guard(Box::new(guard)).explained_by(end))
 }
 
-pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+fn dial_blocking(address: &Address, stderr: Option<&ChildStderr>) -> Result<BlockingChannel, TransportError> {
     let (reply, answer) = mpsc::sync_channel(1);
-    start(address, options, move |outcome| {
+    start(address, stderr, move |outcome| {
         let _ = reply.send(outcome);
     })?;
     let answer = answer.recv().unwrap_or_else(|_| Err(keeper_gone()));
     let started = answer.map_err(|error| spawn_error(address, error))?;
-    let peer = started.peer(address);
-    Ok(BlockingChannel::new(started.stream, peer).with_guard(Box::new(started.guard)))
+    let (peer, guard) = (started.peer(address), Arc::new(started.guard));
+    let end = Arc::new(ChildEnd(Arc::downgrade(&guard)));
+    Ok(BlockingChannel::new(started.stream, peer).with_guard(Box::new(guard)).explained_by(end))
 }
 
-/// The child process behind a channel, found by downcasting the channel's guard. Dropping it closes the
+/// The child process behind a channel, found by downcasting the channel's guard to an `Arc` of it. Dropping it closes the
 /// channel and ends the child, without waiting for either.
 ///
 /// A child that exits early is not reaped before this is asked or dropped, so its process id stays its
@@ -102,38 +182,24 @@ pub struct ChildGuard {
 /// How long a child that let go of its connection may take to exit.
 const EXIT: Duration = Duration::from_millis(500);
 
-/// Adds to an error how the child at the far end has ended, if there is one and it has.
-pub(crate) async fn explain(error: RpcError, guard: Option<&(dyn Any + Send + Sync)>) -> RpcError {
-    match guard.and_then(<dyn Any + Send + Sync>::downcast_ref::<ChildGuard>) {
-        Some(guard) if is_of_the_end(&error) => {
-            let status = tokio::time::timeout(EXIT, guard.exited()).await;
-            with_status(error, status.ok().and_then(io::Result::ok))
-        }
-        _ => error,
+/// The exit status of a child, as the explanation of a channel's end. Weak, so that it keeps no child alive.
+struct ChildEnd(Weak<ChildGuard>);
+
+#[async_trait]
+impl ExplainEnd for ChildEnd {
+    async fn explain(&self) -> Option<String> {
+        let guard = self.0.upgrade()?;
+        let status = tokio::time::timeout(EXIT, guard.exited()).await;
+        status.ok().and_then(io::Result::ok).map(explained)
+    }
+
+    fn explain_blocking(&self) -> Option<String> {
+        self.0.upgrade()?.exited_within(EXIT).ok().flatten().map(explained)
     }
 }
 
-/// As [`explain`]. Blocks.
-pub(crate) fn explain_blocking(error: RpcError, guard: Option<&(dyn Any + Send + Sync)>) -> RpcError {
-    match guard.and_then(<dyn Any + Send + Sync>::downcast_ref::<ChildGuard>) {
-        Some(guard) if is_of_the_end(&error) => with_status(error, guard.exited_within(EXIT).ok().flatten()),
-        _ => error,
-    }
-}
-
-/// Whether it says that the stream has ended, and not what the child said.
-fn is_of_the_end(error: &RpcError) -> bool {
-    error.hop() == 0 && matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Refused)
-}
-
-fn with_status(error: RpcError, status: Option<ExitStatus>) -> RpcError {
-    match status {
-        Some(status) => {
-            let text = format!("the program ended ({status}) before there was a session: {}", error.message());
-            RpcError::new(ErrorKind::PeerLost, text)
-        }
-        None => error,
-    }
+fn explained(status: ExitStatus) -> String {
+    format!("the program ended ({status})")
 }
 
 impl ChildGuard {
@@ -261,13 +327,10 @@ enum Job {
 
 fn start(
     address: &Address,
-    options: &DialOptions,
+    stderr: Option<&ChildStderr>,
     reply: impl FnOnce(io::Result<Started>) + Send + 'static,
 ) -> Result<(), TransportError> {
-    let AddressKind::Exec { argv } = address.kind() else {
-        return Err(TransportError::unsupported(address, "are not exec:"));
-    };
-    let job = Job::Start { argv: argv.clone(), stderr: options.child_stderr.clone(), reply: Box::new(reply) };
+    let job = Job::Start { argv: argv_of(address)?, stderr: stderr.cloned(), reply: Box::new(reply) };
     submit(job).map_err(|_| spawn_error(address, keeper_gone()))
 }
 
@@ -524,6 +587,60 @@ fn async_stream(stream: StdStream) -> io::Result<UnixStream> {
     UnixStream::from_std(stream)
 }
 
+/// Splits a command line into words, as a shell does before it expands anything.
+///
+/// White space separates words. Between single quotes all characters stand for themselves. Between
+/// double quotes a backslash takes the meaning from `"`, `\`, `$` and `` ` `` and is itself before
+/// anything else. Outside quotes it takes the meaning from any character.
+fn split_words(line: &str) -> Result<Vec<String>, &'static str> {
+    let mut words = Vec::new();
+    let mut characters = line.chars().peekable();
+    loop {
+        while characters.next_if(|c| c.is_whitespace()).is_some() {}
+        if characters.peek().is_none() {
+            return Ok(words);
+        }
+        let mut word = String::new();
+        while let Some(character) = characters.next_if(|c| !c.is_whitespace()) {
+            match character {
+                '\'' => loop {
+                    match characters.next().ok_or("a single quote is not closed")? {
+                        '\'' => break,
+                        other => word.push(other),
+                    }
+                },
+                '"' => loop {
+                    match characters.next().ok_or("a double quote is not closed")? {
+                        '"' => break,
+                        '\\' => match characters.next_if(|c| matches!(c, '"' | '\\' | '$' | '`')) {
+                            Some(escaped) => word.push(escaped),
+                            None => word.push('\\'),
+                        },
+                        other => word.push(other),
+                    }
+                },
+                '\\' => word.push(characters.next().ok_or("nothing follows the backslash")?),
+                other => word.push(other),
+            }
+        }
+        words.push(word);
+    }
+}
+
+/// The command line that [`split_words`] splits into these words.
+fn quoted(argv: &[String]) -> String {
+    let plain = |c: char| c.is_alphanumeric() || matches!(c, '_' | '@' | '%' | '+' | '=' | ':' | ',' | '.' | '/' | '-');
+    let quote = |word: &String| {
+        if !word.is_empty() && word.chars().all(plain) {
+            word.clone()
+        } else {
+            format!("'{}'", word.replace('\'', r"'\''"))
+        }
+    };
+    let words: Vec<String> = argv.iter().map(quote).collect();
+    words.join(" ")
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
@@ -542,15 +659,15 @@ mod tests {
     }
 
     fn guard(channel: &Channel) -> &ChildGuard {
-        channel.guard().unwrap().downcast_ref().unwrap()
+        channel.guard().unwrap().downcast_ref::<Arc<ChildGuard>>().unwrap()
     }
 
     async fn started(argv: &[&str]) -> Channel {
-        dial(&exec(argv), &DialOptions::default()).await.unwrap()
+        dial(&exec(argv), None).await.unwrap()
     }
 
     fn started_blocking(argv: &[&str]) -> BlockingChannel {
-        dial_blocking(&exec(argv), &DialOptions::default()).unwrap()
+        dial_blocking(&exec(argv), None).unwrap()
     }
 
     fn pid(guard: &ChildGuard) -> Pid {
@@ -590,17 +707,54 @@ mod tests {
         assert_eq!(&buffer, b"ping");
         channel.io().shutdown(Shutdown::Write).unwrap();
         assert_eq!(channel.read(&mut buffer).unwrap(), 0);
-        let guard: &ChildGuard = channel.guard().unwrap().downcast_ref().unwrap();
+        let guard: &Arc<ChildGuard> = channel.guard().unwrap().downcast_ref().unwrap();
         assert!(guard.exited_within(PATIENCE).unwrap().unwrap().success());
+    }
+
+    #[test]
+    fn every_argv_round_trips() {
+        for argv in [
+            &["a"][..],
+            &["a", "", " ", "'", "\"", "\\", "it's", "$HOME", "*", "\n", "ü", "a\\'b", "a?key=b"],
+            &["a b", "trailing "],
+            &["//host/program", "x"],
+            &["-", "--x=1,2", "#no-comment"],
+        ] {
+            let address = Address::exec(argv.iter().copied()).unwrap();
+            let parsed: Address = address.to_string().parse().unwrap();
+            assert_eq!(
+                (&parsed, argv_of(&parsed).unwrap()),
+                (&address, argv.iter().map(ToString::to_string).collect())
+            );
+        }
+        for text in ["exec:", "exec: ", "exec:''", "exec:'a", "exec:a\0"] {
+            assert!(Exec::new().check(&text.parse().unwrap()).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn words_split_as_in_a_shell() {
+        for (line, words) in [
+            ("", &[][..]),
+            (" \t ", &[]),
+            ("a  b", &["a", "b"]),
+            ("a'b c'd", &["ab cd"]),
+            (r#""a \" \\ \n \$x""#, &[r#"a " \ \n $x"#]),
+            (r"a\ b \'", &["a b", "'"]),
+            ("'' \"\"", &["", ""]),
+            ("a|b > $c;d #e", &["a|b", ">", "$c;d", "#e"]),
+        ] {
+            assert_eq!(split_words(line).unwrap(), words, "{line}");
+        }
+        for line in ["'a", "\"a", "a\\", "\"a\\\""] {
+            assert!(split_words(line).is_err(), "{line}");
+        }
     }
 
     #[tokio::test]
     async fn a_command_that_does_not_exist_is_a_spawn_error() {
         let address = exec(&["/does/not/exist"]);
-        for error in [
-            dial(&address, &DialOptions::default()).await.unwrap_err(),
-            dial_blocking(&address, &DialOptions::default()).unwrap_err(),
-        ] {
+        for error in [dial(&address, None).await.unwrap_err(), dial_blocking(&address, None).unwrap_err()] {
             let TransportError::Spawn { source, .. } = &error else {
                 panic!("{error:?}");
             };
@@ -701,7 +855,7 @@ mod tests {
             }
             Ok("parent") => {
                 let channel = started_blocking(&["sleep", "1000"]);
-                let guard: &ChildGuard = channel.guard().unwrap().downcast_ref().unwrap();
+                let guard: &Arc<ChildGuard> = channel.guard().unwrap().downcast_ref().unwrap();
                 println!("{READY}{}", guard.pid());
                 // Lives until it is killed.
                 let _ = io::stdin().read(&mut [0]);
@@ -720,7 +874,7 @@ mod tests {
     #[test]
     fn a_child_over_one_socket_serves_and_may_print() {
         let address = Address::exec(acting("echo")).unwrap();
-        let channel = dial_blocking(&address, &DialOptions::default()).unwrap();
+        let channel = dial_blocking(&address, None).unwrap();
         let mut output = BufReader::new(channel.io());
         skip_to_ready(&mut output);
         channel.io().write_all(b"ping").unwrap();
@@ -728,7 +882,7 @@ mod tests {
         let mut echoed = Vec::new();
         output.read_to_end(&mut echoed).unwrap();
         assert_eq!(echoed, b"ping");
-        let guard: &ChildGuard = channel.guard().unwrap().downcast_ref().unwrap();
+        let guard: &Arc<ChildGuard> = channel.guard().unwrap().downcast_ref().unwrap();
         assert!(guard.exited_within(PATIENCE).unwrap().unwrap().success());
     }
 

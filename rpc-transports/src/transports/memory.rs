@@ -8,11 +8,11 @@ use std::task::{Context, Poll};
 
 use tokio::sync::mpsc;
 
-use crate::address::{Address, AddressKind};
-use crate::channel::Channel;
+use crate::address::{Address, AddressError, is_name};
+use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
 use crate::listener::{Accept, Listener};
-use crate::transport::{DialOptions, ListenOptions};
+use crate::transport::{Bind, BoxFuture, Dial, Properties, Reach, Transport};
 
 /// Two ends of one pipe: what is written into one is read from the other.
 ///
@@ -25,12 +25,48 @@ pub fn duplex() -> (Channel, Channel) {
 
 fn named_duplex(peer: String) -> (Channel, Channel) {
     let (left, right) = tokio::io::duplex(CAPACITY_BYTES);
+    let peer = Peer::new(peer).on(Machine::This);
     (Channel::new(left, peer.clone()), Channel::new(right, peer))
 }
 
 const CAPACITY_BYTES: usize = 256 * 1024;
 
-pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+/// The transport of `memory:` addresses.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Memory;
+
+impl Transport for Memory {
+    fn schemes(&self) -> &[&str] {
+        &["memory"]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        name_of(at).map(|_| Properties::plain(Reach::Process))
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(dial(to, with))
+    }
+
+    fn tunnel_target(&self, to: &Address) -> Option<Address> {
+        Some(to.clone())
+    }
+
+    fn dial_over<'a>(
+        &'a self,
+        _to: &'a Address,
+        over: Channel,
+        _with: &'a Dial,
+    ) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(async { Ok(over) })
+    }
+
+    fn bind<'a>(&'a self, at: &'a Address, with: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        Box::pin(bind(at, with))
+    }
+}
+
+async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportError> {
     let name = name_of(address)?;
     let refused = || {
         let error = io::Error::from(io::ErrorKind::ConnectionRefused);
@@ -46,7 +82,7 @@ pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Cha
     }
 }
 
-pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportError> {
     let name = name_of(address)?;
     let backlog = usize::try_from(options.backlog).unwrap_or(usize::MAX);
     let (sender, receiver) = mpsc::channel(backlog.clamp(1, BACKLOG_MAX));
@@ -61,10 +97,24 @@ pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<L
     Ok(Listener::new(address.clone(), source))
 }
 
-fn name_of(address: &Address) -> Result<&str, TransportError> {
-    match address.kind() {
-        AddressKind::Memory { name } => Ok(name),
-        _ => Err(TransportError::unsupported(address, "are not memory:")),
+fn name_of(address: &Address) -> Result<&str, AddressError> {
+    let problem = "its name must consist of letters, digits and -._~:@+=; write for example memory:test-1";
+    match address.rest() {
+        Some(name) if is_name(name) && address.parameters().next().is_none() && address.key().is_none() => Ok(name),
+        _ => Err(AddressError::invalid(address, problem)),
+    }
+}
+
+impl Address {
+    /// The address of a listener inside this process.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Invalid`] if the name is empty or has characters other than those of a key.
+    pub fn memory(name: &str) -> Result<Self, AddressError> {
+        let address = Self::opaque("memory", name)?;
+        name_of(&address)?;
+        Ok(address)
     }
 }
 
@@ -114,12 +164,12 @@ mod tests {
     }
 
     async fn listen(name: &str, backlog: u32) -> Result<Listener, TransportError> {
-        let options = ListenOptions { backlog, ..Default::default() };
+        let options = Bind { backlog, ..Default::default() };
         bind(&address(name), &options).await
     }
 
     async fn connect(name: &str) -> Result<Channel, TransportError> {
-        dial(&address(name), &DialOptions::default()).await
+        dial(&address(name), &Dial::default()).await
     }
 
     #[tokio::test]

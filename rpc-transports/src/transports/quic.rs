@@ -19,16 +19,16 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
-use crate::address::{Address, machine_of};
-use crate::channel::Channel;
+use crate::address::{Address, AddressError};
+use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
 use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
 use crate::handshake::half_open::{Handshakes, InProgress, Over};
 use crate::handshake::identity::{self, Security, Tokens};
 use crate::listener::{Accept, Listener};
-use crate::transport::{DialOptions, ListenOptions, QuicOptions};
+use crate::transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Transport};
 use crate::transports::tcp;
-use crate::transports::tls::{NO_CLIENT_TLS, NO_SERVER_TLS, insecure};
+use crate::transports::tls::{NO_SERVER_TLS, insecure};
 
 /// How much one channel may have under way: enough for a copy at 1 GB/s over 8 ms, or 100 MB/s over 80.
 const STREAM_WINDOW: u32 = 8 << 20;
@@ -59,9 +59,9 @@ const IDLE: VarInt = VarInt::from_u32(1);
 /// The connection gave way to others.
 const CROWDED: VarInt = VarInt::from_u32(2);
 
-/// How long a connection may be silent whose sessions are tested at this interval: twice as long as they, so that it is they
-/// who notice, and say so.
-pub(crate) fn idle_for(keep_alive: Duration) -> Duration {
+/// Returns the silence after which a connection is given up whose sessions are tested at this interval: twice as long as
+/// the sessions wait, so that they notice first, and say so. By default that is 30 s.
+fn idle_for(keep_alive: Duration) -> Duration {
     keep_alive.saturating_mul(6)
 }
 
@@ -151,13 +151,35 @@ fn pooled(key: &PoolKey) -> Option<Arc<Pooled>> {
     found.filter(|pooled| pooled.connection.close_reason().is_none() && !is_suspect(pooled))
 }
 
-pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
-    let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
+/// The transport of `quic://` addresses.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Quic;
+
+impl Transport for Quic {
+    fn schemes(&self) -> &[&str] {
+        &["quic"]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        Ok(Properties::encrypted(tcp::check_host_and_port(at)?))
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(dial(to, with))
+    }
+
+    fn bind<'a>(&'a self, at: &'a Address, with: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        Box::pin(bind(at, with))
+    }
+}
+
+async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportError> {
+    let tls = options.client_tls(address)?;
     let open = async {
         let key = PoolKey {
             address: address.to_string(),
             trust: (Arc::as_ptr(tls.config()).addr(), options.tokens.address()),
-            idle: options.quic_idle,
+            idle: idle_for(options.keep_alive),
             runtime: tokio::runtime::Handle::current().id(),
         };
         // One that has as many channels as the server allows goes on, and another takes its place in the pool.
@@ -177,13 +199,14 @@ pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Cha
 async fn open(address: &Address, pooled: &Arc<Pooled>) -> Result<Channel, quinn::ConnectionError> {
     let (send, recv) = pooled.connection.open_bi().await?;
     let guard = Guard { pooled: Some(pooled.clone()), released: pooled.released.clone() };
-    let channel = Channel::new(QuicIo { send, recv }, address.to_string());
+    let machine = Machine::At(pooled.connection.remote_address().ip().to_canonical());
+    let channel = Channel::new(QuicIo { send, recv }, Peer::new(address.to_string()).on(machine));
     Ok(channel.with_security(pooled.security.clone()).with_guard(Box::new(guard)))
 }
 
 async fn connect(
     address: &Address,
-    options: &DialOptions,
+    options: &Dial,
     tls: &ClientTls,
     key: PoolKey,
 ) -> Result<Arc<Pooled>, TransportError> {
@@ -195,7 +218,7 @@ async fn connect(
         .collect();
     let crypto = QuicClientConfig::try_from(tls.config().clone()).map_err(|error| other(&error))?;
     let mut config = ClientConfig::new(Arc::new(crypto));
-    config.transport_config(Arc::new(transport(options.quic_idle)));
+    config.transport_config(Arc::new(transport(idle_for(options.keep_alive))));
     let name = host.split('%').next().unwrap_or(host);
     let deadline = Instant::now() + options.limit();
     let mut failure = TransportError::TimedOut { address: address.to_string(), limit: options.limit() };
@@ -222,11 +245,11 @@ async fn connect(
     Err(failure)
 }
 
-fn unconnected(address: &Address, options: &DialOptions, error: quinn::ConnectionError) -> TransportError {
+fn unconnected(address: &Address, options: &Dial, error: quinn::ConnectionError) -> TransportError {
     match error {
         // Nobody has said anything about the encryption.
         quinn::ConnectionError::TimedOut => {
-            TransportError::TimedOut { address: address.to_string(), limit: options.quic_idle }
+            TransportError::TimedOut { address: address.to_string(), limit: idle_for(options.keep_alive) }
         }
         error => insecure(address, error.into()),
     }
@@ -291,18 +314,18 @@ fn binding(connection: &quinn::Connection) -> io::Result<[u8; 32]> {
     Ok(binding)
 }
 
-pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportError> {
     let Some(tls) = options.tls.clone() else { return Err(TransportError::unsupported(address, NO_SERVER_TLS)) };
     let socket = tcp::bind_socket(address, options, udp).await?;
     let io_error = |error| TransportError::from_io(address.to_string(), error);
     let bound = socket.local_addr().map_err(io_error)?;
-    let transport = transport_on_probation(options.quic.idle);
+    let transport = transport_on_probation(idle_for(options.connections.keep_alive));
     let config = server_config(&tls, &transport).map_err(io_error)?;
     let endpoint = Endpoint::new(EndpointConfig::default(), Some(config), socket, Arc::new(TokioRuntime));
     let endpoint = endpoint.map_err(io_error)?;
     // One channel waits to be taken; the others wait in their connections.
     let (channels, accepted) = mpsc::channel(1);
-    tokio::spawn(accept_connections(endpoint.clone(), tls, transport, options.quic.clone(), channels));
+    tokio::spawn(accept_connections(endpoint.clone(), tls, transport, options.connections.clone(), channels));
     Ok(Listener::new(tcp::named(address, bound), QuicSource { endpoint, accepted }))
 }
 
@@ -338,7 +361,7 @@ async fn accept_connections(
     endpoint: Endpoint,
     tls: ServerTls,
     transport: Arc<TransportConfig>,
-    options: QuicOptions,
+    options: ConnectionLimits,
     channels: mpsc::Sender<Channel>,
 ) {
     let handshakes = Handshakes::new(options.max_handshakes);
@@ -355,9 +378,9 @@ async fn accept_connections(
             let _ = incoming.retry();
             continue;
         }
-        let peer = name_of_peer(incoming.remote_address());
+        let peer = peer_at(incoming.remote_address());
         let Ok(place) = connections.clone().try_acquire_owned() else {
-            tracing::debug!(peer, limit = options.max_connections, "too many connections");
+            tracing::debug!(?peer, limit = options.max_connections, "too many connections");
             incoming.refuse();
             // Not waited for: whoever floods the server is not to hold up others.
             if let Ok(place) = channels.try_reserve() {
@@ -374,7 +397,7 @@ async fn accept_connections(
                 continue;
             }
         };
-        let handshake = handshakes.begin(machine_of(&peer), Over::default());
+        let handshake = handshakes.begin(machine_of(incoming.remote_address()).to_string(), Over::default());
         let (tls, channels, options) = (tls.clone(), channels.clone(), options.clone());
         tokio::spawn(async move {
             let _place = place;
@@ -403,7 +426,7 @@ async fn accept_connections(
 }
 
 /// Has whoever accepts channels know of a connection that did not come about.
-async fn report(peer: String, error: io::Error, channels: &mpsc::Sender<Channel>) {
+async fn report(peer: Peer, error: io::Error, channels: &mpsc::Sender<Channel>) {
     let by_tls = |error: &quinn::ConnectionError| match error {
         // RFC 9001: the alerts of TLS are the codes from 0x100 on.
         quinn::ConnectionError::TransportError(error) => (0x100..0x200).contains(&u64::from(error.code)),
@@ -415,12 +438,16 @@ async fn report(peer: String, error: io::Error, channels: &mpsc::Sender<Channel>
 }
 
 /// A channel that there is not: whoever wants to use it gets the error.
-fn failed(peer: String, error: io::Error) -> Channel {
-    Channel::to_be_secured(Box::pin(async { Err(error) }), peer).standing_on(Over::already())
+fn failed(peer: Peer, error: io::Error) -> Channel {
+    Channel::upgrading(async { Err(error) }, peer).standing_on(Over::already())
 }
 
-fn name_of_peer(peer: SocketAddr) -> String {
-    format!("quic://{}", SocketAddr::new(peer.ip().to_canonical(), peer.port()))
+fn peer_at(socket: SocketAddr) -> Peer {
+    tcp::peer_at("quic", SocketAddr::new(socket.ip().to_canonical(), socket.port()))
+}
+
+fn machine_of(socket: SocketAddr) -> Machine {
+    Machine::At(socket.ip().to_canonical())
 }
 
 /// A connection that a client has made.
@@ -484,7 +511,7 @@ async fn accept_channels(
             (security.certificate, security.connection) = (None, None);
         }
         // Asked each time: it may have changed.
-        let channel = Channel::new(QuicIo { send, recv }, name_of_peer(connection.remote_address()));
+        let channel = Channel::new(QuicIo { send, recv }, peer_at(connection.remote_address()));
         let channel = channel.with_security(security).standing_on(over.clone()).with_guard(Box::new(used.clone()));
         // Once nobody listens, the stream is dropped, and so refused.
         let _ = channels.send(channel).await;

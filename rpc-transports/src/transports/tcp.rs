@@ -16,17 +16,81 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
-use crate::address::Address;
-use crate::channel::{BlockingChannel, Channel};
+use crate::address::{Address, AddressError};
+use crate::channel::{BlockingChannel, Channel, Machine, Peer};
 use crate::error::TransportError;
 use crate::listener::{Accept, Listener};
-use crate::transport::{DialOptions, ListenOptions};
+use crate::transport::{Bind, BoxFuture, Dial, Properties, Reach, Transport};
 
-pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
-    connect(address, options).await.map(|stream| Channel::new(stream, address.to_string()))
+/// The transport of `tcp://` addresses.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tcp;
+
+impl Transport for Tcp {
+    fn schemes(&self) -> &[&str] {
+        &["tcp"]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        Ok(Properties::plain(check_host_and_port(at)?))
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(dial(to, with))
+    }
+
+    fn dial_blocking(&self, to: &Address, with: &Dial) -> Option<Result<BlockingChannel, TransportError>> {
+        Some(dial_blocking(to, with))
+    }
+
+    fn tunnel_target(&self, to: &Address) -> Option<Address> {
+        Some(to.clone())
+    }
+
+    fn dial_over<'a>(
+        &'a self,
+        _to: &'a Address,
+        over: Channel,
+        _with: &'a Dial,
+    ) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(async { Ok(over) })
+    }
+
+    fn bind<'a>(&'a self, at: &'a Address, with: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        Box::pin(bind(at, with))
+    }
 }
 
-pub(crate) async fn connect(address: &Address, options: &DialOptions) -> Result<TcpStream, TransportError> {
+/// Checks an address that consists of a host, a port and perhaps a key. Returns how far it reaches.
+pub(crate) fn check_host_and_port(at: &Address) -> Result<Reach, AddressError> {
+    let example = format!("write for example {}://board.lan:9090 or {0}://[::1]:9090/KEY", at.scheme());
+    let problem = match () {
+        () if at.host().is_none() => "two slashes and a host are missing",
+        () if at.port().is_none() => "no port follows the host",
+        () if at.user().is_some() => "there are no users",
+        () if at.parameters().next().is_some() => "there are no parameters",
+        () if at.has_loopback_host() => return Ok(Reach::Machine),
+        () => return Ok(Reach::Network),
+    };
+    Err(AddressError::invalid(at, format!("{problem}; {example}")))
+}
+
+async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportError> {
+    let stream = connect(address, options).await?;
+    let peer = peer_of(address, &stream);
+    Ok(Channel::new(stream, peer))
+}
+
+/// The far side of a stream that was dialled.
+pub(crate) fn peer_of(address: &Address, stream: &TcpStream) -> Peer {
+    let peer = Peer::new(address.to_string());
+    match stream.peer_addr() {
+        Ok(socket) => peer.on(Machine::At(socket.ip().to_canonical())),
+        Err(_) => peer,
+    }
+}
+
+pub(crate) async fn connect(address: &Address, options: &Dial) -> Result<TcpStream, TransportError> {
     let (host, port) = host_and_port(address)?;
     let mut attempts = Attempts::new(options.limit());
     match timeout(attempts.left(), tokio::net::lookup_host((host, port))).await {
@@ -47,7 +111,7 @@ pub(crate) async fn connect(address: &Address, options: &DialOptions) -> Result<
     Err(attempts.failure(address))
 }
 
-pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+fn dial_blocking(address: &Address, options: &Dial) -> Result<BlockingChannel, TransportError> {
     let (host, port) = host_and_port(address)?;
     let mut attempts = Attempts::new(options.limit());
     match resolve_within(attempts.left(), host, port) {
@@ -67,7 +131,7 @@ pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<
     Err(attempts.failure(address))
 }
 
-pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportError> {
     let listener = bind_socket(address, options, |target| listen(target, options.backlog)).await?;
     let bound = listener.local_addr().map_err(|error| TransportError::from_io(address.to_string(), error))?;
     Ok(Listener::new(named(address, bound), TcpSource(listener)))
@@ -76,7 +140,7 @@ pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<L
 /// Binds a socket of some kind to one of the addresses of a host, and one of the ports that may be used.
 pub(crate) async fn bind_socket<S>(
     address: &Address,
-    options: &ListenOptions,
+    options: &Bind,
     bind: impl Fn(SocketAddr) -> io::Result<S>,
 ) -> Result<S, TransportError> {
     let (host, port) = host_and_port(address)?;
@@ -103,7 +167,8 @@ pub(crate) async fn bind_socket<S>(
 }
 
 fn host_and_port(address: &Address) -> Result<(&str, u16), TransportError> {
-    address.host_and_port().ok_or_else(|| TransportError::unsupported(address, "have no port"))
+    check_host_and_port(address)?;
+    Ok(address.host_and_port().unwrap_or_default())
 }
 
 fn unresolved(address: &Address, error: io::Error) -> TransportError {
@@ -205,7 +270,7 @@ fn tuned(stream: &impl AsFd) -> io::Result<()> {
 }
 
 /// The address's own port first, then the range.
-fn ports_to_try(port: u16, options: &ListenOptions) -> impl Iterator<Item = u16> {
+fn ports_to_try(port: u16, options: &Bind) -> impl Iterator<Item = u16> {
     let range = options.port_range.clone();
     let own = (port != 0 || range.is_none()).then_some(port);
     own.into_iter().chain(range.into_iter().flatten())
@@ -227,13 +292,20 @@ pub(crate) fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener
     TcpListener::from_std(socket.into())
 }
 
-/// What is listened on, under the key that was asked for.
+/// Returns the address that is listened on, under the key that was asked for.
 pub(crate) fn named(asked: &Address, bound: SocketAddr) -> Address {
-    let address = asked.at(bound);
-    match asked.key().map(|key| address.clone().with_key(key)) {
-        Some(Ok(with_key)) => with_key,
-        _ => address,
-    }
+    // An IP address is a host.
+    let at = asked.clone().with_port(bound.port());
+    at.clone().with_host(&host_of(bound)).unwrap_or(at)
+}
+
+fn host_of(socket: SocketAddr) -> String {
+    Address::from(socket).host().unwrap_or_default().to_owned()
+}
+
+/// The peer that an accepted connection comes from.
+pub(crate) fn peer_at(scheme: &str, socket: SocketAddr) -> Peer {
+    Peer::new(format!("{scheme}://{socket}")).on(Machine::At(socket.ip().to_canonical()))
 }
 
 /// The next stream of a listener, and where it comes from.
@@ -249,7 +321,7 @@ struct TcpSource(TcpListener);
 impl Accept for TcpSource {
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
         let (stream, peer) = ready!(poll_stream(&self.0, cx))?;
-        Poll::Ready(Ok(Channel::new(stream, format!("tcp://{peer}"))))
+        Poll::Ready(Ok(Channel::new(stream, peer_at("tcp", peer))))
     }
 }
 
@@ -263,15 +335,15 @@ mod tests {
 
     async fn listener(host: &str) -> Listener {
         let address = Address::tcp(host, 0).unwrap();
-        bind(&address, &ListenOptions::default()).await.unwrap()
+        bind(&address, &Bind::default()).await.unwrap()
     }
 
-    fn patient() -> DialOptions {
-        DialOptions::default()
+    fn patient() -> Dial {
+        Dial::default()
     }
 
-    fn hasty() -> DialOptions {
-        DialOptions { connect_timeout: Duration::from_millis(300), ..DialOptions::default() }
+    fn hasty() -> Dial {
+        Dial { connect_timeout: Duration::from_millis(300), ..Dial::default() }
     }
 
     async fn echo_once(mut listener: Listener) -> Channel {
@@ -350,7 +422,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[tokio::test]
     async fn a_peer_that_never_answers_times_out() {
-        let options = ListenOptions { backlog: 1, ..Default::default() };
+        let options = Bind { backlog: 1, ..Default::default() };
         let any = Address::tcp("127.0.0.1", 0).unwrap();
         let listener = bind(&any, &options).await.unwrap();
         let address = listener.local_address();
@@ -393,10 +465,10 @@ mod tests {
         let first = listener("127.0.0.1").await;
         let taken = first.local_address().port().unwrap();
         let address = first.local_address().clone().with_key("k").unwrap();
-        let error = bind(&address, &ListenOptions::default()).await.unwrap_err();
+        let error = bind(&address, &Bind::default()).await.unwrap_err();
         assert!(matches!(error, TransportError::AddressInUse { .. }), "{error:?}");
 
-        let options = ListenOptions { port_range: Some(taken..=taken.saturating_add(64)), ..Default::default() };
+        let options = Bind { port_range: Some(taken..=taken.saturating_add(64)), ..Default::default() };
         for asked in [address.clone(), address.with_port(0)] {
             let second = bind(&asked, &options).await.unwrap();
             let port = second.local_address().port().unwrap();

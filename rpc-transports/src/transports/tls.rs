@@ -1,72 +1,178 @@
 //! `tls://` addresses: TLS 1.3 over TCP.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, RpcError};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::address::Address;
-use crate::channel::{Channel, ChannelIo};
+use crate::address::{Address, AddressError};
+use crate::channel::{Channel, ChannelIo, Peer};
 use crate::error::TransportError;
 use crate::handshake::certificates::{ALPN, BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of, server_name};
 use crate::handshake::identity::Security;
 use crate::listener::{Accept, Listener};
-use crate::transport::{DialOptions, ListenOptions};
+use crate::transport::{Bind, BoxFuture, Dial, Properties, Transport};
 use crate::transports::tcp;
 
-pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
-    let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
+/// The transport of `tls://` addresses.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tls;
+
+impl Transport for Tls {
+    fn schemes(&self) -> &[&str] {
+        &["tls"]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        Ok(Properties::encrypted(tcp::check_host_and_port(at)?))
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(dial(to, with))
+    }
+
+    fn tunnel_target(&self, to: &Address) -> Option<Address> {
+        to.clone().with_scheme("tcp").ok()
+    }
+
+    fn dial_over<'a>(
+        &'a self,
+        to: &'a Address,
+        over: Channel,
+        with: &'a Dial,
+    ) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(async move {
+            let tls = with.client_tls(to)?;
+            let machine = over.machine();
+            let (io, _, guard) = over.into_parts();
+            let (io, security) = tls.connect(to, ALPN, io, with.limit()).await?;
+            let channel = Channel::new(io, Peer::new(to.to_string()).on(machine)).with_security(security);
+            Ok(match guard {
+                Some(guard) => channel.with_guard(guard),
+                None => channel,
+            })
+        })
+    }
+
+    fn bind<'a>(&'a self, at: &'a Address, with: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        Box::pin(bind(at, with))
+    }
+}
+
+async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportError> {
+    let tls = options.client_tls(address)?;
     let begun = Instant::now();
     let stream = tcp::connect(address, options).await?;
+    let peer = tcp::peer_of(address, &stream);
     let left = options.limit().saturating_sub(begun.elapsed());
-    secure_dialled(address, options, tls, stream, left).await
+    let (io, security) = tls.connect(address, ALPN, stream, left).await?;
+    Ok(Channel::new(io, peer).with_security(security))
 }
 
-/// TLS over a channel that leads to `address` by way of others.
-pub(crate) async fn dial_through(
-    address: &Address,
-    options: &DialOptions,
-    channel: Channel,
-) -> Result<Channel, TransportError> {
-    let Some(tls) = &options.tls else { return Err(TransportError::unsupported(address, NO_CLIENT_TLS)) };
-    let (io, _, guard) = channel.into_parts();
-    let channel = secure_dialled(address, options, tls, io, options.limit()).await?;
-    Ok(match guard {
-        Some(guard) => channel.with_guard(guard),
-        None => channel,
-    })
+impl Dial {
+    /// Returns the trust in the server at `to`: [`tls`](Self::tls), or with tokens alone one that takes any certificate,
+    /// because both sides prove to know a token for just this connection.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Unsupported`] without either.
+    pub fn client_tls(&self, to: &Address) -> Result<&ClientTls, TransportError> {
+        static BY_TOKEN: LazyLock<Option<ClientTls>> = LazyLock::new(|| ClientTls::unverified(None).ok());
+        match &self.tls {
+            Some(tls) => Ok(tls),
+            None if self.tokens.is_empty() => Err(TransportError::unsupported(to, NO_CLIENT_TLS)),
+            None => BY_TOKEN.as_ref().ok_or_else(|| TransportError::unsupported(to, NO_CLIENT_TLS)),
+        }
+    }
 }
 
-async fn secure_dialled(
-    address: &Address,
-    options: &DialOptions,
-    tls: &ClientTls,
-    stream: impl ChannelIo + 'static,
-    limit: Duration,
-) -> Result<Channel, TransportError> {
-    let name = server_name(address).map_err(|error| insecure(address, io::Error::other(error)))?;
-    let connecting = TlsConnector::from(tls.config().clone()).connect(name, stream);
-    let stream = match tokio::time::timeout(limit, connecting).await {
-        Ok(outcome) => outcome.map_err(|error| insecure(address, error))?,
-        Err(_) => return Err(TransportError::TimedOut { address: address.to_string(), limit: options.limit() }),
-    };
-    let mut security = Security {
-        server_verified: tls.verifies(),
-        showed_certificate: tls.shows_certificate(),
-        ..Security::default()
-    };
-    let binding = stream.get_ref().1.export_keying_material([0; 32], BINDING_LABEL, None);
-    security.binding = Some(binding.map_err(|error| insecure(address, io::Error::other(error)))?);
-    Ok(Channel::new(stream, address.to_string()).with_security(security))
+impl ClientTls {
+    /// Encrypts a stream of bytes that leads to `to`: performs the client's part of a TLS handshake, in which `protocol`
+    /// is the one that both sides must want to speak (ALPN). The certificate must be for the host of `to`.
+    ///
+    /// The [`Security`] that comes with the encrypted stream belongs to the [`Channel`] over it.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::TimedOut`] after `limit`; [`TransportError::Insecure`] and [`TransportError::Unauthenticated`],
+    /// which say what to look at; [`TransportError::Closed`] if the stream ends.
+    pub async fn connect(
+        &self,
+        to: &Address,
+        protocol: &[u8],
+        io: impl ChannelIo + 'static,
+        limit: Duration,
+    ) -> Result<(Box<dyn ChannelIo>, Security), TransportError> {
+        let name = server_name(to).map_err(|error| insecure(to, io::Error::other(error)))?;
+        let mut config = self.config().clone();
+        if protocol != ALPN {
+            Arc::make_mut(&mut config).alpn_protocols = vec![protocol.to_vec()];
+        }
+        let connecting = TlsConnector::from(config).connect(name, io);
+        let stream = match tokio::time::timeout(limit, connecting).await {
+            Ok(outcome) => outcome.map_err(|error| insecure(to, error))?,
+            Err(_) => return Err(TransportError::TimedOut { address: to.to_string(), limit }),
+        };
+        let binding = stream.get_ref().1.export_keying_material([0; 32], BINDING_LABEL, None);
+        let security = Security {
+            binding: Some(binding.map_err(|error| insecure(to, io::Error::other(error)))?),
+            server_verified: self.verifies(),
+            showed_certificate: self.shows_certificate(),
+            ..Security::default()
+        };
+        Ok((Box::new(stream), security))
+    }
 }
 
-pub(crate) const NO_CLIENT_TLS: &str =
-    "need to know whom to trust: give the certificate of an authority (--ca), or a token (--token-file)";
+impl ServerTls {
+    /// Encrypts a stream of bytes from a client: performs the server's part of a TLS handshake, in which the client has
+    /// to name `protocol` (ALPN). Belongs into [`Channel::upgrading`], so that a slow client holds up no other.
+    ///
+    /// The [`Security`] that comes with the encrypted stream belongs to the [`Channel`] over it.
+    ///
+    /// # Errors
+    ///
+    /// Those of TLS: [`InvalidData`](io::ErrorKind::InvalidData) if either side objects to something. The client has
+    /// been told.
+    pub async fn accept(
+        &self,
+        protocol: &[u8],
+        io: impl ChannelIo + 'static,
+    ) -> io::Result<(Box<dyn ChannelIo>, Security)> {
+        let mut config = self.config();
+        if protocol != ALPN {
+            Arc::make_mut(&mut config).alpn_protocols = vec![protocol.to_vec()];
+        }
+        let stream = match TlsAcceptor::from(config).accept(io).into_fallible().await {
+            Ok(stream) => stream,
+            Err((error, stream)) => {
+                let _ = tokio::time::timeout(LINGER, drain(stream)).await;
+                return Err(error);
+            }
+        };
+        let connection = stream.get_ref().1;
+        if connection.alpn_protocol() != Some(protocol) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the client speaks TLS for something else (ALPN)"));
+        }
+        let binding = connection.export_keying_material([0; 32], BINDING_LABEL, None).map_err(io::Error::other)?;
+        let shown = connection.peer_certificates().and_then(<[_]>::first);
+        let security = Security {
+            binding: Some(binding),
+            certificate: shown.and_then(name_of),
+            keys: shown.map(keys_of).unwrap_or_default(),
+            ..Security::default()
+        };
+        Ok((Box::new(stream), security))
+    }
+}
+
+const NO_CLIENT_TLS: &str = "need to know whom to trust: give the certificate of an authority, or a token (Connector::tls or Connector::tokens; \
+     --ca or --token-file)";
 
 pub(crate) const NO_SERVER_TLS: &str = "need a certificate to show; make one with: rpc-cli cert";
 
@@ -146,7 +252,7 @@ fn lost_connection(error: &io::Error) -> Option<&quinn::ConnectionError> {
     cause.downcast_ref()
 }
 
-pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportError> {
     let Some(tls) = options.tls.clone() else { return Err(TransportError::unsupported(address, NO_SERVER_TLS)) };
     let listener = tcp::bind_socket(address, options, |target| tcp::listen(target, options.backlog)).await?;
     let bound = listener.local_addr().map_err(|error| TransportError::from_io(address.to_string(), error))?;
@@ -161,41 +267,23 @@ struct TlsSource {
 impl Accept for TlsSource {
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
         let (stream, peer) = ready!(tcp::poll_stream(&self.listener, cx))?;
-        let acceptor = TlsAcceptor::from(self.tls.config());
-        Poll::Ready(Ok(Channel::to_be_secured(Box::pin(secure(acceptor, stream)), format!("tls://{peer}"))))
+        let (tls, peer) = (self.tls.clone(), tcp::peer_at("tls", peer));
+        let named = peer.clone();
+        let upgrade = async move {
+            let (io, security) = tls.accept(ALPN, stream).await?;
+            Ok(Channel::new(io, named).with_security(security))
+        };
+        Poll::Ready(Ok(Channel::upgrading(upgrade, peer)))
     }
 }
 
-/// How long a client may take to read what TLS has against it.
+/// The time that a client may take to read what TLS has against it.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Lets a client read the alert. A connection that is closed while input waits to be read is reset, and the alert lost.
-async fn drain(mut stream: TcpStream) -> io::Result<()> {
+async fn drain(mut stream: impl ChannelIo) -> io::Result<()> {
     stream.shutdown().await?;
     let mut scrap = [0; 4096];
     while stream.read(&mut scrap).await? > 0 {}
     Ok(())
-}
-
-async fn secure(acceptor: TlsAcceptor, stream: TcpStream) -> io::Result<(Box<dyn ChannelIo>, Security)> {
-    let stream = match acceptor.accept(stream).into_fallible().await {
-        Ok(stream) => stream,
-        Err((error, stream)) => {
-            let _ = tokio::time::timeout(LINGER, drain(stream)).await;
-            return Err(error);
-        }
-    };
-    let connection = stream.get_ref().1;
-    if connection.alpn_protocol() != Some(ALPN) {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the client speaks TLS for something else (ALPN)"));
-    }
-    let binding = connection.export_keying_material([0; 32], BINDING_LABEL, None).map_err(io::Error::other)?;
-    let shown = connection.peer_certificates().and_then(<[_]>::first);
-    let security = Security {
-        binding: Some(binding),
-        certificate: shown.and_then(name_of),
-        keys: shown.map(keys_of).unwrap_or_default(),
-        ..Security::default()
-    };
-    Ok((Box::new(stream), security))
 }

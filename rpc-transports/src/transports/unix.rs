@@ -1,7 +1,10 @@
 //! `unix:` addresses: socket files, who owns them, and what to do with one that was left behind.
 
+use std::ffi::OsString;
+use std::fmt::Write as _;
 use std::fs;
 use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
@@ -12,14 +15,118 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::{UnixListener, UnixStream};
 
-use crate::address::{Address, AddressKind};
-use crate::channel::{BlockingChannel, Channel};
+use crate::address::{Address, AddressError, unescaped};
+use crate::channel::{BlockingChannel, Channel, Machine, Peer};
 use crate::error::TransportError;
 use crate::listener::{Accept, Listener};
-use crate::transport::{DialOptions, ListenOptions};
+use crate::transport::{Bind, BoxFuture, Dial, Properties, Reach, Transport};
 use crate::transports::unix_buffer::widen_unix_socket;
 
-pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Channel, TransportError> {
+/// The transport of `unix:` addresses.
+#[derive(Clone, Copy, Debug)]
+pub struct Unix {
+    mode: u32,
+}
+
+impl Unix {
+    /// The transport, whose listeners only this user may connect to.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { mode: 0o600 }
+    }
+
+    /// The file mode of the socket files of listeners: with `0o660` the group may connect, too. Default: `0o600`, this
+    /// user alone.
+    #[must_use]
+    pub fn mode(self, mode: u32) -> Self {
+        Self { mode }
+    }
+}
+
+impl Default for Unix {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Transport for Unix {
+    fn schemes(&self) -> &[&str] {
+        &["unix"]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        path_of(at).map(|_| Properties::plain(Reach::Machine))
+    }
+
+    fn canonical(&self, at: &Address) -> Result<Address, AddressError> {
+        let address = Address::unix(path_of(at)?)?;
+        match at.key() {
+            Some(key) => address.with_key(key),
+            None => Ok(address),
+        }
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(dial(to, with))
+    }
+
+    fn dial_blocking(&self, to: &Address, with: &Dial) -> Option<Result<BlockingChannel, TransportError>> {
+        Some(dial_blocking(to, with))
+    }
+
+    fn tunnel_target(&self, to: &Address) -> Option<Address> {
+        Some(to.clone())
+    }
+
+    fn dial_over<'a>(
+        &'a self,
+        _to: &'a Address,
+        over: Channel,
+        _with: &'a Dial,
+    ) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(async { Ok(over) })
+    }
+
+    fn bind<'a>(&'a self, at: &'a Address, with: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        Box::pin(bind(at, with, self.mode))
+    }
+}
+
+impl Address {
+    /// The address of a Unix domain socket file.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Invalid`] if the path is empty or contains a zero byte.
+    pub fn unix(path: impl Into<PathBuf>) -> Result<Self, AddressError> {
+        let address = Self::opaque("unix", &escaped(&path.into()))?;
+        path_of(&address)?;
+        Ok(address)
+    }
+}
+
+/// Returns the path of a `unix:` address, with `%XX` decoded.
+///
+/// # Errors
+///
+/// [`AddressError::Invalid`], which says what is wrong with it.
+pub fn path_of(address: &Address) -> Result<PathBuf, AddressError> {
+    let invalid = |problem| AddressError::invalid(address, format!("{problem}; write for example unix:/run/rpc.sock"));
+    let rest = address.rest().ok_or_else(|| invalid("two slashes would start a host name"))?;
+    if address.parameters().next().is_some() {
+        return Err(invalid("only key= may follow the ? (%3F is a literal ?)"));
+    }
+    // Written as a URL with an empty host, the same path has three slashes.
+    let path = if rest.starts_with("///") { &rest[2..] } else { rest };
+    let path = unescaped(path).ok_or_else(|| invalid("% must be followed by two hexadecimal digits"))?;
+    match () {
+        () if path.is_empty() => Err(invalid("its path is empty")),
+        () if path.contains(&0) => Err(invalid("its path contains a zero byte")),
+        () => Ok(PathBuf::from(OsString::from_vec(path))),
+    }
+}
+
+async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportError> {
     let mut attempts = Attempts::new(address, options)?;
     let socket = loop {
         match attempts.connect()? {
@@ -29,10 +136,10 @@ pub(crate) async fn dial(address: &Address, options: &DialOptions) -> Result<Cha
     };
     let stream = UnixStream::from_std(socket.into());
     let stream = stream.map_err(|error| TransportError::from_io(address.to_string(), error))?;
-    Ok(Channel::new(stream, address.to_string()))
+    Ok(Channel::new(stream, Peer::new(address.to_string()).on(Machine::This)))
 }
 
-pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<BlockingChannel, TransportError> {
+fn dial_blocking(address: &Address, options: &Dial) -> Result<BlockingChannel, TransportError> {
     let mut attempts = Attempts::new(address, options)?;
     let socket = loop {
         match attempts.connect()? {
@@ -46,18 +153,11 @@ pub(crate) fn dial_blocking(address: &Address, options: &DialOptions) -> Result<
     Ok(BlockingChannel::new(stream, address.to_string()))
 }
 
-pub(crate) async fn bind(address: &Address, options: &ListenOptions) -> Result<Listener, TransportError> {
+async fn bind(address: &Address, options: &Bind, mode: u32) -> Result<Listener, TransportError> {
     let path = path_of(address)?;
-    match UnixSource::bind(path, options) {
+    match UnixSource::bind(&path, options, mode) {
         Ok(source) => Ok(Listener::new(address.clone(), source)),
         Err(error) => Err(TransportError::from_io(address.to_string(), error)),
-    }
-}
-
-fn path_of(address: &Address) -> Result<&Path, TransportError> {
-    match address.kind() {
-        AddressKind::Unix { path } => Ok(path),
-        _ => Err(TransportError::unsupported(address, "are not unix:")),
     }
 }
 
@@ -65,7 +165,7 @@ fn path_of(address: &Address) -> Result<&Path, TransportError> {
 /// wait for that with a limit, so we ask again.
 struct Attempts<'a> {
     address: &'a Address,
-    path: &'a Path,
+    path: PathBuf,
     limit: Duration,
     deadline: Instant,
 }
@@ -77,14 +177,14 @@ const BEHIND_A_FILE: &str =
     "lead on behind a file, such as a socket; if a key is meant, write it as in unix:/run/rpc.sock?key=KEY";
 
 impl<'a> Attempts<'a> {
-    fn new(address: &'a Address, options: &DialOptions) -> Result<Self, TransportError> {
+    fn new(address: &'a Address, options: &Dial) -> Result<Self, TransportError> {
         let limit = options.limit();
         Ok(Self { address, path: path_of(address)?, limit, deadline: Instant::now() + limit })
     }
 
     /// A connected, non-blocking socket, or `None` if it is worth asking again.
     fn connect(&mut self) -> Result<Option<Socket>, TransportError> {
-        match connect(self.path) {
+        match connect(&self.path) {
             Ok(socket) => Ok(Some(socket)),
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
                 Err(TransportError::unsupported(self.address, BEHIND_A_FILE))
@@ -119,7 +219,7 @@ struct UnixSource {
 }
 
 impl UnixSource {
-    fn bind(path: &Path, options: &ListenOptions) -> io::Result<Self> {
+    fn bind(path: &Path, options: &Bind, mode: u32) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
         socket.set_nonblocking(true)?;
@@ -131,7 +231,7 @@ impl UnixSource {
             socket.bind(&name)?;
         }
         // Between `bind` and `listen` everybody is refused, so nobody slips in before the mode is set.
-        fs::set_permissions(&path, fs::Permissions::from_mode(options.unix_mode))?;
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
         let identity = identity(&path)?;
         socket.listen(i32::try_from(options.backlog).unwrap_or(i32::MAX))?;
         let source = Self {
@@ -154,10 +254,15 @@ impl Accept for UnixSource {
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
         let (stream, _) = ready!(self.listener.poll_accept(cx))?;
         widen_unix_socket(&stream);
-        let pid = stream.peer_cred().ok().and_then(|peer| peer.pid());
-        let peer = match pid {
-            Some(pid) => format!("{} (process {pid})", self.peer),
-            None => self.peer.clone(),
+        let credentials = stream.peer_cred().ok();
+        let peer = match credentials.as_ref().and_then(tokio::net::unix::UCred::pid) {
+            Some(pid) => Peer::new(format!("{} (process {pid})", self.peer)),
+            None => Peer::new(&self.peer),
+        };
+        let peer = peer.on(Machine::This);
+        let peer = match &credentials {
+            Some(credentials) => peer.with_user(credentials.uid()),
+            None => peer,
         };
         Poll::Ready(Ok(Channel::new(stream, peer)))
     }
@@ -199,6 +304,35 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
+/// Returns the path with each byte that would not survive parsing as `%XX`.
+fn escaped(path: &Path) -> String {
+    let mut text = String::new();
+    let mut bytes = path.as_os_str().as_bytes();
+    // A path may start with two slashes, but our text for that is three of them and one dropped.
+    if bytes.starts_with(b"//") {
+        text.push_str("/%2F");
+        bytes = &bytes[2..];
+    }
+    for chunk in bytes.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            if character == '%' || character == '?' || character.is_whitespace() || character.is_control() {
+                let mut buffer = [0; 4];
+                escape(character.encode_utf8(&mut buffer).as_bytes(), &mut text);
+            } else {
+                text.push(character);
+            }
+        }
+        escape(chunk.invalid(), &mut text);
+    }
+    text
+}
+
+fn escape(bytes: &[u8], text: &mut String) {
+    for byte in bytes {
+        let _ = write!(text, "%{byte:02X}");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
@@ -216,15 +350,34 @@ mod tests {
     }
 
     async fn listen(address: &Address) -> Result<Listener, TransportError> {
-        bind(address, &ListenOptions::default()).await
+        bind(address, &Bind::default(), 0o600).await
+    }
+
+    #[test]
+    fn every_path_round_trips() {
+        for path in [&b"/a b?c%d"[..], b"/\xff\xfe\n", b"//x", b"///x", b"a//b", "/\u{a0}ü".as_bytes()] {
+            let path = PathBuf::from(OsString::from_vec(path.to_vec()));
+            let address = Address::unix(&path).unwrap().with_key("k").unwrap();
+            let parsed: Address = address.to_string().parse().unwrap();
+            assert_eq!((&parsed, path_of(&parsed).unwrap()), (&address, path), "{address}");
+        }
+        let same: Address = "unix:///run/%61.sock?key=k".parse().unwrap();
+        assert_eq!(Unix::new().canonical(&same).unwrap().to_string(), "unix:/run/a.sock?key=k");
+    }
+
+    #[test]
+    fn an_address_that_names_no_path_is_invalid() {
+        for text in ["unix:", "unix:?key=a", "unix://host/a", "unix:/a%", "unix:/a%0", "unix:/a%00", "unix:/a?b=c"] {
+            assert!(Unix::new().check(&text.parse().unwrap()).is_err(), "{text}");
+        }
     }
 
     #[tokio::test]
     async fn bytes_cross_async_and_blocking() {
         let (_folder, _, address) = place();
         let mut listener = listen(&address).await.unwrap();
-        let mut near = dial(&address, &DialOptions::default()).await.unwrap();
-        let mut blocking = dial_blocking(&address, &DialOptions::default()).unwrap();
+        let mut near = dial(&address, &Dial::default()).await.unwrap();
+        let mut blocking = dial_blocking(&address, &Dial::default()).unwrap();
         let mut buffer = [0; 4];
         for _ in 0..2 {
             let mut far = listener.accept().await.unwrap();
@@ -248,18 +401,18 @@ mod tests {
         assert_eq!(mode(&path), 0o600);
 
         let (_folder, path, address) = place();
-        let options = ListenOptions { unix_mode: 0o660, ..Default::default() };
-        let _listener = bind(&address, &options).await.unwrap();
+        let transport = Unix::new().mode(0o660);
+        let _listener = transport.bind(&address, &Bind::default()).await.unwrap();
         assert_eq!(mode(&path), 0o660);
     }
 
     #[tokio::test]
     async fn no_file_is_not_found_and_a_file_left_behind_refuses() {
         let (_folder, path, address) = place();
-        let error = dial(&address, &DialOptions::default()).await.unwrap_err();
+        let error = dial(&address, &Dial::default()).await.unwrap_err();
         assert!(matches!(error, TransportError::NotFound { .. }), "{error:?}");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-        let error = dial_blocking(&address, &DialOptions::default()).unwrap_err();
+        let error = dial_blocking(&address, &Dial::default()).unwrap_err();
         assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
     }
 
@@ -268,7 +421,7 @@ mod tests {
         let (_folder, path, address) = place();
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let mut listener = listen(&address).await.unwrap();
-        let _near = dial(&address, &DialOptions::default()).await.unwrap();
+        let _near = dial(&address, &Dial::default()).await.unwrap();
         listener.accept().await.unwrap();
     }
 
@@ -278,7 +431,7 @@ mod tests {
         let listener = listen(&address).await.unwrap();
         let error = listen(&address).await.unwrap_err();
         assert!(matches!(error, TransportError::AddressInUse { .. }), "{error:?}");
-        let _near = dial(&address, &DialOptions::default()).await.unwrap();
+        let _near = dial(&address, &Dial::default()).await.unwrap();
         drop(listener);
 
         fs::write(&path, "precious").unwrap();
@@ -304,9 +457,9 @@ mod tests {
     #[tokio::test]
     async fn a_full_backlog_times_the_dialler_out_and_counts_as_in_use() {
         let (_folder, _, address) = place();
-        let options = ListenOptions { backlog: 1, ..Default::default() };
-        let mut listener = bind(&address, &options).await.unwrap();
-        let hasty = DialOptions { connect_timeout: Duration::from_millis(20), ..DialOptions::default() };
+        let options = Bind { backlog: 1, ..Default::default() };
+        let mut listener = bind(&address, &options, 0o600).await.unwrap();
+        let hasty = Dial { connect_timeout: Duration::from_millis(20), ..Dial::default() };
         let mut queued = Vec::new();
         let error = loop {
             match dial(&address, &hasty).await {
@@ -322,7 +475,7 @@ mod tests {
         assert!(matches!(error, TransportError::AddressInUse { .. }), "{error:?}");
 
         // A dialler that waits gets in as soon as one is accepted.
-        let options = DialOptions::default();
+        let options = Dial::default();
         let (near, far) = tokio::join!(dial(&address, &options), listener.accept());
         near.unwrap();
         far.unwrap();

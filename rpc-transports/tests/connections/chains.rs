@@ -8,8 +8,8 @@ use bytes::BytesMut;
 use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
 use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Access, Address, Certificate, Channel, ClientTls, ConnectError, Connector, DialOptions, FunctionPatterns,
-    ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, Tokens,
+    Access, Address, Bind, Certificate, Channel, ClientTls, ConnectError, Connector, Dial, FunctionPatterns,
+    OpenRequest, ServeOptions, Server, ServerTls, Tokens,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -45,7 +45,7 @@ fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
 
 async fn listen(server: &Server) -> String {
     let address: Address = "tcp://127.0.0.1:0".parse().unwrap();
-    server.listen(&address, &ListenOptions::default()).await.unwrap().to_string()
+    server.listen(&address, &Bind::default()).await.unwrap().to_string()
 }
 
 async fn whoami(session: &Session) -> String {
@@ -105,7 +105,7 @@ async fn behind_a_tunnel_the_handshake_is_with_the_target() {
 async fn encryption_goes_from_end_to_end_through_a_tunnel() {
     let (tls, trust) = certificate();
     let target = server(|_| {});
-    let options = ListenOptions { tls: Some(tls), ..ListenOptions::default() };
+    let options = Bind { tls: Some(tls), ..Bind::default() };
     let secure = target.listen(&"tls://127.0.0.1:0".parse().unwrap(), &options).await.unwrap().to_string();
     let quic = target.listen(&"quic://127.0.0.1:0".parse().unwrap(), &options).await.unwrap().to_string();
     let hop = server(|_| {});
@@ -130,7 +130,7 @@ async fn encryption_goes_from_end_to_end_through_a_tunnel() {
 #[tokio::test]
 async fn a_session_knows_whether_its_first_leg_is_encrypted() {
     let (tls, trust) = certificate();
-    let options = ListenOptions { tls: Some(tls), ..ListenOptions::default() };
+    let options = Bind { tls: Some(tls), ..Bind::default() };
     let target = server(|_| {});
     let plain = listen(&target).await;
     let connector = Connector::new().tls(trust);
@@ -275,7 +275,7 @@ async fn a_chain_that_loops_or_is_too_long_is_refused() {
 fn named_hop(access: usize, onward: usize, trusted: &[&str]) -> Server {
     server(|options| {
         options.access = known_by(access);
-        options.onward = DialOptions { tokens: tokens(onward), ..DialOptions::default() };
+        options.onward = Dial { tokens: tokens(onward), ..Dial::default() };
         options.trust_proxy = trusted.iter().map(ToString::to_string).collect();
     })
 }
@@ -299,7 +299,7 @@ async fn the_identity_that_a_hop_asserts_counts_if_the_hop_is_trusted() {
     }
     // An anonymous client is anonymous at the target, too, and does not get the identity of the
     // hop.
-    let hop = server(|options| options.onward = DialOptions { tokens: tokens(1), ..DialOptions::default() });
+    let hop = server(|options| options.onward = Dial { tokens: tokens(1), ..Dial::default() });
     let target = named_hop(1, 2, &["first"]);
     let (first, address) = (listen(&hop).await, listen(&target).await);
     let session = Connector::new().via(&first).connect(&address).await.unwrap();

@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Access, Address, Channel, ConnectError, Connector, ListenOptions, OpenRequest, ServeObserver, ServeOptions, Server,
-    Tokens,
+    Access, Address, Bind, Channel, ConnectError, Connector, OpenRequest, ServeObserver, ServeOptions, Server, Tokens,
 };
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::sync::Notify;
@@ -31,7 +30,7 @@ fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
 
 async fn listen(server: &Server, address: &str) -> String {
     let address: Address = address.parse().unwrap();
-    server.listen(&address, &ListenOptions::default()).await.unwrap().to_string()
+    server.listen(&address, &Bind::default()).await.unwrap().to_string()
 }
 
 async fn idle(server: &Server) {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Access, Address, Certificate, Channel, ClientTls, ConnectError, Connector, DialOptions, ListenOptions, OpenRequest,
-    ParkOptions, ServeOptions, Server, ServerTls, Tokens,
+    Access, Address, Bind, Certificate, Channel, ClientTls, ConnectError, Connector, Dial, OpenRequest, ParkOptions,
+    ServeOptions, Server, ServerTls, Tokens,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -37,7 +37,7 @@ fn relay(change: impl FnOnce(&mut ServeOptions)) -> Server {
 }
 
 async fn listen(server: &Server, address: &str, tls: Option<ServerTls>) -> Address {
-    let options = ListenOptions { tls, ..ListenOptions::default() };
+    let options = Bind { tls, ..Bind::default() };
     server.listen(&address.parse().unwrap(), &options).await.unwrap()
 }
 
@@ -79,14 +79,14 @@ async fn a_server_behind_a_relay_is_found_by_its_key_and_knows_its_client() {
         let relay = relay(|options| options.access = by_token.clone());
         let address = listen(&relay, &format!("{scheme}://127.0.0.1:0"), Some(tls.clone())).await;
         let trust = ClientTls::new(pem.as_bytes(), None).unwrap();
-        let dial = DialOptions { tokens: tokens.clone(), tls: Some(trust), ..DialOptions::default() };
+        let dial = Dial { tokens: tokens.clone(), tls: Some(trust), ..Dial::default() };
         let server = server(|options| {
             options.access = by_token.clone();
             options.onward = dial.clone();
         });
         server.park(&address, &board(2));
         waiting(&relay, 2).await;
-        let connector = Connector::new().dial_options(dial);
+        let connector = Connector::new().dial(dial);
         let target = format!("{address}/board");
         let session = connector.connect(&target).await.unwrap();
         assert_eq!(whoami(&session).await, "client", "{scheme}");
@@ -205,7 +205,7 @@ async fn a_relay_can_be_the_client_of_servers_parked_at_it() {
         let trust = ClientTls::new(tls.1.as_bytes(), None).unwrap();
         let server = server(|options| {
             options.access = by_token.clone();
-            options.onward = DialOptions { tokens: tokens.clone(), tls: Some(trust), ..DialOptions::default() };
+            options.onward = Dial { tokens: tokens.clone(), tls: Some(trust), ..Dial::default() };
         });
         let waits = tokio::spawn({
             let (server, address) = (server.clone(), address.clone());

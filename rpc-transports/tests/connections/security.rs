@@ -6,8 +6,8 @@ use std::time::Duration;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose, date_time_ymd};
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Access, Address, Certificate, Channel, ClientCertificates, ClientTls, ConnectError, Connector, ListenOptions,
-    OpenRequest, ServeObserver, ServeOptions, Server, ServerTls, Tokens, TransportError,
+    Access, Address, Bind, Certificate, Channel, ClientCertificates, ClientTls, ConnectError, Connector, OpenRequest,
+    ServeObserver, ServeOptions, Server, ServerTls, Tokens, TransportError,
 };
 use tokio::io::copy_bidirectional;
 
@@ -81,7 +81,7 @@ fn server(access: Access) -> Server {
 
 async fn listen(server: &Server, scheme: &str, tls: Option<&ServerTls>) -> String {
     let address: Address = format!("{scheme}://127.0.0.1:0").parse().unwrap();
-    let options = ListenOptions { tls: tls.cloned(), ..ListenOptions::default() };
+    let options = Bind { tls: tls.cloned(), ..Bind::default() };
     server.listen(&address, &options).await.unwrap().to_string()
 }
 
@@ -150,7 +150,7 @@ async fn no_server_is_trusted_by_default() {
         let unverified = Connector::new().tls(ClientTls::unverified(None).unwrap());
         let error = unverified.connect(&address).await.unwrap_err();
         assert!(matches!(&error, ConnectError::Transport(TransportError::Unsupported { .. })), "{error:?}");
-        let nothing_to_show = server.listen(&address.parse().unwrap(), &ListenOptions::default()).await.unwrap_err();
+        let nothing_to_show = server.listen(&address.parse().unwrap(), &Bind::default()).await.unwrap_err();
         assert!(nothing_to_show.to_string().contains("rpc-cli cert"), "{nothing_to_show}");
     }
 }
@@ -284,19 +284,19 @@ async fn a_token_is_of_no_use_to_a_man_in_the_middle() {
     for scheme in SECURE {
         let address = listen(&server, scheme, Some(&tls)).await;
         let own = ServerTls::new(mallory.server().certificate(), None).unwrap();
-        let options = ListenOptions { tls: Some(own), ..ListenOptions::default() };
+        let options = Bind { tls: Some(own), ..Bind::default() };
         let between: Address = format!("{scheme}://127.0.0.1:0").parse().unwrap();
-        let mut between = rpc_transports::bind(&between, &options).await.unwrap();
+        let mut between = rpc_transports::Transports::default().bind(&between, &options).await.unwrap();
         let lure = between.local_address().to_string();
         let target: Address = address.parse().unwrap();
         let relay = tokio::spawn(async move {
             let mut near: Channel = between.accept().await.unwrap();
             near.secure().await.unwrap();
-            let options = rpc_transports::DialOptions {
+            let options = rpc_transports::Dial {
                 tls: Some(ClientTls::unverified(None).unwrap()),
-                ..rpc_transports::DialOptions::default()
+                ..rpc_transports::Dial::default()
             };
-            let mut far = rpc_transports::dial(&target, &options).await.unwrap();
+            let mut far = rpc_transports::Transports::default().dial(&target, &options).await.unwrap();
             let _ = copy_bidirectional(near.io_mut(), far.io_mut()).await;
         });
         let client = Connector::new().tokens(tokens(SECRET)).tls(ClientTls::unverified(None).unwrap());

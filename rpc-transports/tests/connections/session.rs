@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, SharedSession};
-use rpc_transports::{Address, ConnectError, Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Address, Bind, ConnectError, Connector, OpenRequest, ServeOptions, Server};
 
 fn registry() -> Registry {
     let registry = Registry::new();
@@ -24,7 +24,7 @@ fn server(options: ServeOptions) -> Server {
 }
 
 async fn listen(server: &Server, address: &str) -> String {
-    server.listen(&address.parse::<Address>().unwrap(), &ListenOptions::default()).await.unwrap().to_string()
+    server.listen(&address.parse::<Address>().unwrap(), &Bind::default()).await.unwrap().to_string()
 }
 
 async fn exercise(connector: Connector, address: &str) {

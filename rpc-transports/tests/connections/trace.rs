@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rpc_core::{Context, LocalSession, Registry, RpcError, Session, SharedSession, TraceContext};
-use rpc_transports::{Address, Connector, ListenOptions, OpenRequest, ServeOptions, Server, TokioSpawner};
+use rpc_transports::{Address, Bind, Connector, OpenRequest, ServeOptions, Server, TokioSpawner};
 
 async fn serve(registry: Registry) -> (Server, String) {
     let factory = move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
@@ -13,7 +13,7 @@ async fn serve(registry: Registry) -> (Server, String) {
     let options = ServeOptions { allow_forward: vec!["tcp://127.0.0.1:*".into()], ..Default::default() };
     let server = Server::new(Arc::new(factory), options);
     let address = "tcp://127.0.0.1:0".parse::<Address>().unwrap();
-    let address = server.listen(&address, &ListenOptions::default()).await.unwrap().to_string();
+    let address = server.listen(&address, &Bind::default()).await.unwrap().to_string();
     (server, address)
 }
 

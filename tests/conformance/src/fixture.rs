@@ -10,8 +10,8 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SessionLimits, SharedSession};
 use rpc_transports::{
-    Access, Certificate, ClientTls, Connector, DialOptions, ListenOptions, OpenRequest, ServeOptions, Server,
-    ServerTls, Tokens, TokioSpawner, WireLimits,
+    Access, Bind, Certificate, ClientTls, Connector, Dial, OpenRequest, ServeOptions, Server, ServerTls, Tokens,
+    TokioSpawner, WireLimits,
 };
 use tokio::runtime::Handle;
 
@@ -124,14 +124,14 @@ static CREDENTIALS: LazyLock<Credentials> = LazyLock::new(|| {
 /// Returns the options with which servers along `links` are dialled. Each session has its own:
 /// another session's connection may lead to a server that has gone, and whose port a new one has by
 /// now.
-fn dial_options(links: &[Link]) -> DialOptions {
+fn dial_options(links: &[Link]) -> Dial {
     if !links.iter().any(|link| link.encrypted) {
-        return DialOptions::default();
+        return Dial::default();
     }
-    DialOptions {
+    Dial {
         tls: Some(ClientTls::new(CREDENTIALS.pem.as_bytes(), None).unwrap()),
         tokens: Tokens::parse("0123456789abcdef0123456789abcdef").unwrap(),
-        ..DialOptions::default()
+        ..Dial::default()
     }
 }
 
@@ -142,7 +142,7 @@ fn origin(registry: MakeRegistry, limits: &SessionLimits, options: ServeOptions)
     Server::new(Arc::new(factory), options)
 }
 
-fn serve_options(limits: &SessionLimits, onward: &DialOptions) -> ServeOptions {
+fn serve_options(limits: &SessionLimits, onward: &Dial) -> ServeOptions {
     let defaults = WireLimits::default();
     let requests = u32::try_from(limits.max_requests).unwrap_or(u32::MAX);
     // Large enough for the largest call of the suite.
@@ -291,7 +291,7 @@ impl Remote {
     }
 
     async fn listen(&self, server: Server, address: &str, encrypted: bool) -> String {
-        let mut options = ListenOptions::default();
+        let mut options = Bind::default();
         if encrypted {
             options.tls = Some(CREDENTIALS.server.clone());
         }
@@ -318,7 +318,7 @@ impl Remote {
     /// Starts all servers of one session, and returns how and where to connect.
     async fn prepare(&self, limits: &SessionLimits) -> (Connector, String) {
         let dial = dial_options(&self.links);
-        let mut connector = Connector::new().dial_options(dial.clone());
+        let mut connector = Connector::new().dial(dial.clone());
         let (last, hops) = self.links.split_last().expect("at least one link");
         for link in hops {
             let hop = || Server::new(Arc::new(refuse), serve_options(limits, &dial));
@@ -381,7 +381,7 @@ pub async fn serve_stdio(mut args: impl Iterator<Item = String>, registry: Regis
         limits.max_handles = handles as usize;
         limits.max_memory = memory;
     }
-    let options = serve_options(&limits, &DialOptions::default());
+    let options = serve_options(&limits, &Dial::default());
     let factory =
         move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(open(registry.clone(), &limits))) };
     let server = Server::new(Arc::new(factory), options);

@@ -24,8 +24,8 @@ use rpc_tests::forwarder::{Random, UdpForwarder, Weather};
 use rpc_tests::functions;
 use rpc_tests::harness::on_thread;
 use rpc_transports::{
-    Access, Address, Certificate, ClientCertificates, ClientTls, ConnectError, Connector, DialOptions, ListenOptions,
-    ServeOptions, ServerTls, Tokens, TransportError, WireLimits,
+    Access, Address, Bind, Certificate, ClientCertificates, ClientTls, ConnectError, Connector, Dial, ServeOptions,
+    ServerTls, Tokens, TransportError, WireLimits,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
@@ -101,7 +101,7 @@ async fn a_client_with_an_unfit_certificate_gets_in_nowhere(transport: Transport
     let access = Access { anonymous: false, tokens: Tokens::default(), certificates: true };
     let site = Site::new(Transport::Tcp, ServeOptions { access, ..ServeOptions::default() }).await;
     let address: Address = format!("{}://127.0.0.1:0", transport.scheme()).parse().unwrap();
-    let listen = ListenOptions { tls: Some(tls), ..ListenOptions::default() };
+    let listen = Bind { tls: Some(tls), ..Bind::default() };
     let address = site.server.listen(&address, &listen).await.unwrap().to_string();
     let connect = async |certificate: Option<Certificate>| {
         let tls = ClientTls::new(authority.pem.as_bytes(), certificate).unwrap();
@@ -142,8 +142,7 @@ async fn a_server_with_an_unfit_certificate_is_refused(transport: Transport) {
     let of_a_client =
         authority.issue("127.0.0.1", |params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth]);
     for (what, certificate) in [("one of the future", not_yet_valid), ("one for clients", of_a_client)] {
-        let listen =
-            ListenOptions { tls: Some(ServerTls::new(certificate, None).unwrap()), ..ListenOptions::default() };
+        let listen = Bind { tls: Some(ServerTls::new(certificate, None).unwrap()), ..Bind::default() };
         let address: Address = format!("{}://127.0.0.1:0", transport.scheme()).parse().unwrap();
         let address = site.server.listen(&address, &listen).await.unwrap().to_string();
         let outcome = soon("an outcome", Connector::new().tls(authority.trust()).connect(&address)).await;
@@ -212,13 +211,14 @@ async fn a_server_without_the_token_convinces_no_client(transport: Transport) {
     ];
     for (what, identities, answer) in proof {
         let authority = Authority::new();
-        let options = ListenOptions { tls: Some(authority.server("127.0.0.1")), ..ListenOptions::default() };
+        let options = Bind { tls: Some(authority.server("127.0.0.1")), ..Bind::default() };
         let folder = tempfile::tempdir().unwrap();
         let address = match transport {
             Transport::Unix => format!("unix:{}", folder.path().join("socket").display()),
             other => format!("{}://127.0.0.1:0", other.scheme()),
         };
-        let mut listener = rpc_transports::bind(&address.parse().unwrap(), &options).await.unwrap();
+        let mut listener =
+            rpc_transports::Transports::default().bind(&address.parse().unwrap(), &options).await.unwrap();
         let address = listener.local_address().to_string();
         let served = tokio::spawn(async move {
             let mut channel = listener.accept().await.unwrap();
@@ -640,11 +640,11 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
     let mut held = Vec::new();
     let cut_off = Arc::new(AtomicU64::new(0));
     for _ in 0..100 {
-        let options = DialOptions { tls: Some(site.authority.trust()), ..DialOptions::default() };
+        let options = Dial { tls: Some(site.authority.trust()), ..Dial::default() };
         let (address, cut_off) = (site.address.parse::<Address>().unwrap(), cut_off.clone());
         held.push(tokio::spawn(async move {
             // With TLS it may end before there is a channel.
-            let channel = rpc_transports::dial(&address, &options).await;
+            let channel = rpc_transports::Transports::default().dial(&address, &options).await;
             if let Ok(mut channel) = channel {
                 let _ = channel.io_mut().write_all(&MAGIC).await;
                 let _ = channel.io_mut().read_to_end(&mut Vec::new()).await;
@@ -680,8 +680,8 @@ async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
     for _ in 0..400 {
         let (address, tls) = (address.clone(), site.authority.trust());
         attempts.spawn(async move {
-            let options = DialOptions { tls: Some(tls), ..DialOptions::default() };
-            rpc_transports::dial(&address, &options).await.map(drop)
+            let options = Dial { tls: Some(tls), ..Dial::default() };
+            rpc_transports::Transports::default().dial(&address, &options).await.map(drop)
         });
     }
     within(PATIENCE, "they have all begun", async || hole.passed().0 >= 400).await;
@@ -699,8 +699,8 @@ async fn quic_connections_of_strangers_do_not_keep_others_out() {
     let address: Address = site.address.parse().unwrap();
     let mut held = Vec::new();
     for _ in 0..40 {
-        let options = DialOptions { tls: Some(site.authority.trust()), ..DialOptions::default() };
-        held.push(soon("a stranger", rpc_transports::dial(&address, &options)).await.unwrap());
+        let options = Dial { tls: Some(site.authority.trust()), ..Dial::default() };
+        held.push(soon("a stranger", rpc_transports::Transports::default().dial(&address, &options)).await.unwrap());
     }
     works(&good).await;
     works(&soon("another good client", site.connector().connect(&site.address)).await.unwrap()).await;
@@ -1005,8 +1005,8 @@ async fn rubbish_datagrams_disturb_nobody() {
     let address: Address = format!("quic://{}", catcher.local_addr().unwrap()).parse().unwrap();
     let tls = site.authority.trust();
     let attempt = tokio::spawn(async move {
-        let options = DialOptions { tls: Some(tls), ..DialOptions::default() };
-        rpc_transports::dial(&address, &options).await.map(drop)
+        let options = Dial { tls: Some(tls), ..Dial::default() };
+        rpc_transports::Transports::default().dial(&address, &options).await.map(drop)
     });
     let mut valid = vec![0; 2000];
     let (len, _) = soon("a client begins", catcher.recv_from(&mut valid)).await.unwrap();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rpc_core::proto::{FrameHeader, Hello, Kind, MAGIC, Role};
 use rpc_core::{Lane, Operation, Session};
-use rpc_transports::{Connector, DialOptions};
+use rpc_transports::{Connector, Dial};
 use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
 
@@ -147,8 +147,8 @@ async fn half_open_connections_take_nothing_but_their_place(place: Where, transp
         let (address, cut_off) = (front.server.address().to_owned(), cut_off.clone());
         held.spawn(async move {
             // With TLS it may end before there is a channel.
-            let options = DialOptions { tls: Some(peers::trust()), ..DialOptions::default() };
-            if let Ok(channel) = rpc_transports::dial(&address.parse().unwrap(), &options).await {
+            let options = Dial { tls: Some(peers::trust()), ..Dial::default() };
+            if let Ok(channel) = rpc_transports::Transports::default().dial(&address.parse().unwrap(), &options).await {
                 let mut raw = Raw { channel };
                 raw.write(&MAGIC).await;
                 let _ = raw.channel.io_mut().read_to_end(&mut Vec::new()).await;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rpc_core::placement::{CallGraph, Constraint, Plan, Site, ValueId};
 use rpc_core::tensor::{TensorView, TensorViewMut};
 use rpc_core::{DataType, LocalSession, Registry, Result, Session, SharedSession, Value, blocking, dlpack};
-use rpc_transports::{Connector, ListenOptions, OpenRequest, ServeOptions, Server};
+use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
 
 /// More than one piece of a copy between sessions.
 const LEN: i64 = (5 << 20) / 4 + 1;
@@ -25,7 +25,7 @@ async fn server() -> (Server, String) {
     let registry = registry();
     let open = move |_: &OpenRequest| Ok(Arc::new(LocalSession::new(registry.clone())) as SharedSession);
     let server = Server::new(Arc::new(open), ServeOptions::default());
-    let address = server.listen(&"tcp://127.0.0.1:0".parse().unwrap(), &ListenOptions::default()).await.unwrap();
+    let address = server.listen(&"tcp://127.0.0.1:0".parse().unwrap(), &Bind::default()).await.unwrap();
     (server, address.to_string())
 }
 

@@ -1,6 +1,6 @@
 //! The report of an examination: its steps, and what was found.
 
-use rpc_transports::{Connector, DialOptions};
+use rpc_transports::{Connector, Dial};
 use serde::Serialize;
 
 use super::super::output::Output;
@@ -33,7 +33,7 @@ pub(super) struct Examination<'a> {
     pub(super) output: &'a Output,
     pub(super) steps: Vec<Step>,
     pub(super) connector: Connector,
-    pub(super) dial: DialOptions,
+    pub(super) dial: Dial,
 }
 
 impl Examination<'_> {

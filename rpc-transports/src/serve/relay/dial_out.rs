@@ -11,8 +11,7 @@ use crate::connect::ConnectError;
 use crate::handshake::driver::dial_handshake_with_keep_alive;
 use crate::handshake::identity::of_dialler;
 use crate::serve::Server;
-use crate::transport::DialOptions;
-use crate::transport::dial;
+use crate::transport::{Dial, Transports};
 
 /// Shortest and longest pause between attempts to reach a relay.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
@@ -70,7 +69,7 @@ impl Server {
     ///
     /// The relay cannot be reached, refuses, or goes away before a client has come.
     pub async fn park_once(&self, relay: &Address, options: &ParkOptions) -> Result<bool, ConnectError> {
-        let channel = wait_at(relay, options, &self.onward()).await?;
+        let channel = wait_at(relay, options, self.transports(), &self.onward()).await?;
         // A task that panicked has ended as well.
         Ok(self.start(channel, Some(options.key.clone())).await.unwrap_or(true))
     }
@@ -81,7 +80,7 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     let mut lost = false;
     loop {
-        match wait_at(relay, options, &server.onward()).await {
+        match wait_at(relay, options, server.transports(), &server.onward()).await {
             Ok(channel) => {
                 if std::mem::take(&mut lost) {
                     tracing::info!(%relay, "back at the relay");
@@ -105,8 +104,13 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
 }
 
 /// Waits at a relay for one client. Returns the channel that leads to it. The client speaks first.
-async fn wait_at(relay: &Address, options: &ParkOptions, onward: &DialOptions) -> Result<Channel, ConnectError> {
-    let mut channel = dial(&relay.clone().without_key(), onward).await?;
+async fn wait_at(
+    relay: &Address,
+    options: &ParkOptions,
+    transports: &Transports,
+    onward: &Dial,
+) -> Result<Channel, ConnectError> {
+    let mut channel = transports.dial(&relay.clone().without_key(), onward).await?;
     let mut hello = Hello::new(Role::Server);
     hello.key.clone_from(&options.key);
     let identities = of_dialler(&onward.tokens, channel.security());

@@ -20,7 +20,7 @@ use std::{fs, io, panic, thread};
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
 use rpc_core::{ErrorKind, FromReply, IntoArgs, Pack, Packed, Session};
 use rpc_server::builtins::ServerInfo;
-use rpc_transports::{Address, BlockingIo, ClientTls, Connector, DialOptions, dial_blocking};
+use rpc_transports::{Address, BlockingIo, ClientTls, Connector, Dial, Transports};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The program of the other processes.
@@ -467,7 +467,8 @@ pub struct RawPeer {
 impl RawPeer {
     pub fn connect(address: &str) -> Self {
         let address: Address = address.parse().unwrap();
-        Self { io: dial_blocking(&address, &DialOptions::default()).unwrap().into_parts().0 }
+        let channel = Transports::default().dial_blocking(&address, &Dial::default()).unwrap().unwrap();
+        Self { io: channel.into_parts().0 }
     }
 
     /// A client that has finished its handshake.

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, decode_reply, encode_request};
 use rpc_core::{Handle, Lane, Operation, Request, RpcError};
 use rpc_tests::forwarder::Random;
-use rpc_transports::{Address, Channel, ClientTls, DialOptions};
+use rpc_transports::{Address, Channel, ClientTls, Dial};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::site::{Site, soon};
@@ -26,9 +26,10 @@ impl Raw {
     }
 
     pub async fn dial_to(address: &str, tls: ClientTls) -> Self {
-        let options = DialOptions { tls: Some(tls), ..DialOptions::default() };
+        let options = Dial { tls: Some(tls), ..Dial::default() };
         let address: Address = address.parse().unwrap();
-        let dialled = rpc_transports::dial(&address, &options);
+        let transports = rpc_transports::Transports::default();
+        let dialled = transports.dial(&address, &options);
         Self { channel: soon("a raw peer connects", dialled).await.unwrap() }
     }
 

@@ -10,8 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, 
 use rpc_core::{LocalSession, Registry, RpcError, Session, SessionLimits, SharedSession};
 use rpc_tests::functions;
 use rpc_transports::{
-    Certificate, ClientTls, Connector, ListenOptions, OpenRequest, ServeOptions, Server, ServerTls, Tokens,
-    TokioSpawner,
+    Bind, Certificate, ClientTls, Connector, OpenRequest, ServeOptions, Server, ServerTls, Tokens, TokioSpawner,
 };
 use tokio::task::JoinHandle;
 
@@ -104,7 +103,7 @@ impl Site {
             Transport::Unix => format!("unix:{}", folder.path().join("socket").display()),
             other => format!("{}://{host}:0", other.scheme()),
         };
-        let listen = ListenOptions { tls: Some(authority.server(host)), ..ListenOptions::default() };
+        let listen = Bind { tls: Some(authority.server(host)), ..Bind::default() };
         let address = server.listen(&address.parse().unwrap(), &listen).await.unwrap().to_string();
         Self { server, address, authority, keep_alive, _folder: folder }
     }

@@ -1,0 +1,240 @@
+//! The registry of transports: which of them serves an address.
+
+use std::fmt;
+use std::sync::{Arc, LazyLock};
+
+use super::{Bind, Dial, Properties, Transport};
+use crate::address::{Address, AddressError, is_covered};
+use crate::channel::{BlockingChannel, Channel};
+use crate::error::TransportError;
+use crate::listener::Listener;
+use crate::transports;
+
+/// The transports that a program uses, by the schemes of their addresses. Cheap to clone.
+///
+/// The default has those that this crate was compiled with.
+///
+/// ```
+/// use rpc_transports::{Address, Bind, Dial, Transports};
+/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let transports = Transports::default();
+/// let address: Address = "memory:registry".parse()?;
+/// let mut listener = transports.bind(&address, &Bind::default()).await?;
+/// let mut near = transports.dial(&address, &Dial::default()).await?;
+/// let mut far = listener.accept().await?;
+///
+/// near.io_mut().write_all(b"hello").await?;
+/// let mut greeting = [0; 5];
+/// far.io_mut().read_exact(&mut greeting).await?;
+/// assert_eq!(&greeting, b"hello");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Transports(Arc<[Arc<dyn Transport>]>);
+
+/// Transports of this crate that were not compiled in, with the Cargo feature that does.
+const SWITCHED_OFF: &[(&str, &str)] = &[
+    #[cfg(not(feature = "tcp"))]
+    ("tcp", "tcp"),
+    #[cfg(not(feature = "tls"))]
+    ("tls", "tls"),
+    #[cfg(not(feature = "quic"))]
+    ("quic", "quic"),
+    #[cfg(not(feature = "unix"))]
+    ("unix", "unix"),
+    #[cfg(not(feature = "exec"))]
+    ("exec", "exec"),
+];
+
+impl Transports {
+    /// A registry without any transport.
+    #[must_use]
+    pub fn empty() -> Self {
+        Self(Arc::default())
+    }
+
+    /// The same registry with one transport more. It takes precedence over those before it that have the same scheme,
+    /// so that a transport of this crate is replaced by one with other settings.
+    #[must_use]
+    pub fn with(self, transport: impl Transport) -> Self {
+        let added: Arc<dyn Transport> = Arc::new(transport);
+        Self([added].into_iter().chain(self.0.iter().cloned()).collect())
+    }
+
+    /// The known schemes, in alphabetical order.
+    #[must_use]
+    pub fn schemes(&self) -> Vec<&str> {
+        let mut schemes: Vec<&str> = self.0.iter().flat_map(|transport| transport.schemes()).copied().collect();
+        schemes.sort_unstable();
+        schemes.dedup();
+        schemes
+    }
+
+    /// The transport of the scheme, if there is one.
+    #[must_use]
+    pub fn get(&self, scheme: &str) -> Option<&dyn Transport> {
+        let serves = |transport: &&Arc<dyn Transport>| transport.schemes().contains(&scheme);
+        self.0.iter().find(serves).map(|transport| &**transport)
+    }
+
+    /// The transport of an address.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::UnknownScheme`], which lists the known ones, and [`TransportError::Unsupported`] for a transport
+    /// of this crate that was not compiled in.
+    pub fn of(&self, address: &Address) -> Result<&dyn Transport, TransportError> {
+        let scheme = address.scheme();
+        if let Some(transport) = self.get(scheme) {
+            return Ok(transport);
+        }
+        if let Some((_, feature)) = SWITCHED_OFF.iter().find(|(switched_off, _)| *switched_off == scheme) {
+            let why = format!("are switched off in this build; enable the Cargo feature {feature}");
+            return Err(TransportError::unsupported(address, why));
+        }
+        let known = self.schemes().join(", ");
+        Err(AddressError::UnknownScheme { scheme: scheme.to_owned(), known }.into())
+    }
+
+    /// Returns what is known of channels to `address`.
+    ///
+    /// # Errors
+    ///
+    /// As [`of`](Self::of), and [`TransportError::Address`] if its transport does not take the address.
+    pub fn check(&self, address: &Address) -> Result<Properties, TransportError> {
+        Ok(self.of(address)?.check(address)?)
+    }
+
+    /// Opens a channel to the peer at `address`. Needs a tokio runtime with I/O and time.
+    ///
+    /// The key of the address plays no part: it is for the handshake. Dropping the future gives up the attempt; a child
+    /// that was being started is ended.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError`], which says what to look at.
+    pub async fn dial(&self, address: &Address, with: &Dial) -> Result<Channel, TransportError> {
+        self.check(address)?;
+        self.of(address)?.dial(address, with).await
+    }
+
+    /// Opens a channel on this thread, without a runtime. Blocks for up to the time limit. `None` if the transport needs
+    /// a runtime.
+    ///
+    /// # Errors
+    ///
+    /// As [`dial`](Self::dial).
+    pub fn dial_blocking(&self, address: &Address, with: &Dial) -> Result<Option<BlockingChannel>, TransportError> {
+        self.check(address)?;
+        self.of(address)?.dial_blocking(address, with).transpose()
+    }
+
+    /// Opens a channel to `address` over one that leads there.
+    ///
+    /// # Errors
+    ///
+    /// As [`dial`](Self::dial); [`TransportError::Unsupported`] for addresses that a stream of bytes does not lead to.
+    pub async fn dial_over(&self, address: &Address, over: Channel, with: &Dial) -> Result<Channel, TransportError> {
+        self.check(address)?;
+        let transport = self.of(address)?;
+        if transport.tunnel_target(address).is_none() {
+            return Err(TransportError::unsupported(
+                address,
+                "cannot be reached through a tunnel, which passes a stream of bytes",
+            ));
+        }
+        transport.dial_over(address, over, with).await
+    }
+
+    /// Listens on `address`. Needs a tokio runtime with I/O and time.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError`]; addresses that can only be dialled are [`TransportError::Unsupported`].
+    pub async fn bind(&self, address: &Address, with: &Bind) -> Result<Listener, TransportError> {
+        self.check(address)?;
+        self.of(address)?.bind(address, with).await
+    }
+
+    /// Returns true if `pattern` stands for `address`.
+    ///
+    /// A pattern is an address in which `*` stands for any text within one part: the scheme, the host or the port.
+    /// Without a port it is for all of them. `*` alone is any address with a host. A pattern for IP addresses, such as
+    /// `tcp://10.0.0.*`, stands for no host name: `10.0.0.example.org` is wherever its owner wants it to be. A user
+    /// or parameters in the address have to be in the pattern, too; the key plays no part.
+    ///
+    /// Only a pattern that begins with the scheme itself stands for opaque addresses, such as paths, and for addresses
+    /// at which programs are started.
+    #[must_use]
+    pub fn matches(&self, pattern: &str, address: &Address) -> bool {
+        let Ok(transport) = self.of(address) else {
+            // Nothing is known of it: only the address itself stands for it.
+            return pattern == address.to_string();
+        };
+        match (transport.check(address), transport.canonical(address)) {
+            (Ok(properties), Ok(canonical)) => is_covered(pattern, &canonical, properties.starts_programs),
+            _ => false,
+        }
+    }
+}
+
+impl Default for Transports {
+    fn default() -> Self {
+        static COMPILED_IN: LazyLock<Transports> = LazyLock::new(|| {
+            let transports = Transports::empty();
+            #[cfg(feature = "exec")]
+            let transports = transports.with(transports::exec::Exec::new());
+            let transports = transports.with(transports::memory::Memory);
+            #[cfg(feature = "unix")]
+            let transports = transports.with(transports::unix::Unix::new());
+            #[cfg(feature = "quic")]
+            let transports = transports.with(transports::quic::Quic);
+            #[cfg(feature = "tls")]
+            let transports = transports.with(transports::tls::Tls);
+            #[cfg(feature = "tcp")]
+            let transports = transports.with(transports::tcp::Tcp);
+            transports
+        });
+        COMPILED_IN.clone()
+    }
+}
+
+impl fmt::Debug for Transports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Transports").field(&self.schemes()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_operation_that_a_transport_lacks_is_unsupported_and_says_why() {
+        let exec: Address = "exec:cat".parse().unwrap();
+        let error = Transports::default().bind(&exec, &Bind::default()).await.unwrap_err();
+        assert!(matches!(error, TransportError::Unsupported { .. }), "{error:?}");
+        let memory: Address = "memory:registry-test".parse().unwrap();
+        assert!(Transports::default().dial_blocking(&memory, &Dial::default()).unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn an_unknown_scheme_is_an_error_that_lists_the_known_ones() {
+        let address: Address = "carrier-pigeon://roof".parse().unwrap();
+        let error = Transports::default().dial(&address, &Dial::default()).await.unwrap_err();
+        assert!(matches!(error, TransportError::Address(_)), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains("carrier-pigeon:") && text.contains("memory"), "{text}");
+        assert!(Transports::empty().dial(&"memory:x".parse().unwrap(), &Dial::default()).await.is_err());
+    }
+
+    #[test]
+    fn what_is_undeclared_is_cautious() {
+        let properties = Properties::default();
+        assert!(!properties.is_local() && !properties.encrypted && properties.starts_programs);
+    }
+}

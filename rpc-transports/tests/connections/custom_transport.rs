@@ -1,0 +1,144 @@
+//! A transport that this crate does not know, at all the places that take transports.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use rpc_core::{LocalSession, Registry, SharedSession};
+use rpc_transports::{
+    Accept, Address, AddressError, Bind, BoxFuture, Channel, ConnectError, Connector, Dial, Listener, OpenRequest,
+    Properties, Reach, ServeOptions, Server, Transport, TransportError, Transports,
+};
+use tokio::sync::mpsc;
+
+/// Addresses `pigeon://NAME`, which lead to listeners of the same loft.
+#[derive(Clone, Debug, Default)]
+struct Pigeons {
+    loft: Arc<Mutex<HashMap<String, mpsc::Sender<Channel>>>>,
+    /// What the transport declares; the default is to declare nothing.
+    properties: Option<Properties>,
+}
+
+impl Pigeons {
+    fn declared(properties: Properties) -> Self {
+        Self { properties: Some(properties), ..Self::default() }
+    }
+
+    fn name(at: &Address) -> String {
+        at.host().unwrap_or_default().to_owned()
+    }
+}
+
+impl Transport for Pigeons {
+    fn schemes(&self) -> &[&str] {
+        &["pigeon"]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        match at.host() {
+            Some(_) => Ok(self.properties.unwrap_or_default()),
+            None => Err(AddressError::invalid(at, "no loft is named; write for example pigeon://roof")),
+        }
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, _: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(async move {
+            let listener = self.loft.lock().unwrap().get(&Self::name(to)).cloned();
+            let refused = || TransportError::from_io(to.to_string(), io::ErrorKind::ConnectionRefused.into());
+            let (near, far) = tokio::io::duplex(1 << 16);
+            let listener = listener.ok_or_else(refused)?;
+            listener.send(Channel::new(far, "pigeon://")).await.map_err(|_| refused())?;
+            Ok(Channel::new(near, to.to_string()))
+        })
+    }
+
+    fn bind<'a>(&'a self, at: &'a Address, _: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
+        Box::pin(async move {
+            let (sender, arrivals) = mpsc::channel(16);
+            self.loft.lock().unwrap().insert(Self::name(at), sender);
+            Ok(Listener::new(at.clone(), Perch(arrivals)))
+        })
+    }
+}
+
+struct Perch(mpsc::Receiver<Channel>);
+
+impl Accept for Perch {
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+        self.0.poll_recv(cx).map(|channel| channel.ok_or_else(|| io::ErrorKind::BrokenPipe.into()))
+    }
+}
+
+fn server(transports: &Transports, allow_forward: &[&str]) -> Server {
+    let registry = Registry::new();
+    registry.add("add", |a: i64, b: i64| a + b);
+    let open = move |_: &OpenRequest| Ok(Arc::new(LocalSession::new(registry.clone())) as SharedSession);
+    let allow_forward = allow_forward.iter().map(|&pattern| pattern.to_owned()).collect();
+    Server::new(Arc::new(open), ServeOptions { transports: transports.clone(), allow_forward, ..Default::default() })
+}
+
+async fn listen(server: &Server, address: &str) {
+    server.listen(&address.parse().unwrap(), &Bind::default()).await.unwrap();
+}
+
+async fn adds(connector: &Connector, target: &str) -> Result<(), ConnectError> {
+    let session = connector.connect(target).await?;
+    let add = session.function::<(i64, i64), i64>("add").await?;
+    assert_eq!(add.call((1, 2)).await?, 3);
+    Ok(())
+}
+
+fn flock() -> Pigeons {
+    Pigeons::declared(Properties::plain(Reach::Network))
+}
+
+#[tokio::test]
+async fn it_connects_serves_and_is_a_hop() {
+    let transports = Transports::default().with(flock());
+    let (origin, hop) = (server(&transports, &[]), server(&transports, &["pigeon://*"]));
+    listen(&origin, "pigeon://origin").await;
+    listen(&hop, "pigeon://hop").await;
+    let connector = Connector::new().transports(transports);
+    adds(&connector, "pigeon://origin").await.unwrap();
+    adds(&connector.clone().via("pigeon://hop"), "pigeon://origin").await.unwrap();
+    let blocking = tokio::task::spawn_blocking(move || connector.connect_blocking("pigeon://origin").map(drop));
+    blocking.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn what_it_does_not_declare_is_refused_to_wildcards() {
+    let transports = Transports::default().with(Pigeons::default());
+    let origin = server(&transports, &[]);
+    listen(&origin, "pigeon://origin").await;
+    for (number, (pattern, is_allowed)) in
+        [("*", false), ("*://*:*", false), ("pigeon://*", true)].into_iter().enumerate()
+    {
+        let (hop, address) = (server(&transports, &[pattern]), format!("memory:cautious-{number}"));
+        listen(&hop, &address).await;
+        let connector = Connector::new().transports(transports.clone()).via(&address);
+        let outcome = adds(&connector, "pigeon://origin").await;
+        assert_eq!(outcome.is_ok(), is_allowed, "{pattern}: {outcome:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_tunnel_does_not_lead_where_the_transport_names_no_target() {
+    let transports = Transports::default().with(flock());
+    let (origin, hop) = (server(&transports, &[]), server(&transports, &["pigeon://*"]));
+    listen(&origin, "pigeon://origin").await;
+    listen(&hop, "memory:pigeon-tunnel").await;
+    let connector = Connector::new().transports(transports).via("tunnel:memory:pigeon-tunnel");
+    let error = adds(&connector, "pigeon://origin").await.unwrap_err().into_rpc_error();
+    assert_eq!(error.kind(), rpc_core::ErrorKind::Unsupported, "{error}");
+}
+
+#[tokio::test]
+async fn without_it_the_error_lists_the_schemes_that_are_known() {
+    let error = adds(&Connector::new(), "pigeon://origin").await.unwrap_err();
+    assert!(matches!(error, ConnectError::Address(_)), "{error:?}");
+    let text = error.into_rpc_error().to_string();
+    assert!(text.contains("pigeon:") && text.contains("memory"), "{text}");
+    let error = adds(&Connector::new().transports(Transports::empty().with(flock())), "pigeon:roof").await.unwrap_err();
+    assert!(error.into_rpc_error().to_string().contains("no loft is named"));
+}
