@@ -16,14 +16,15 @@ use std::thread::{self, Thread};
 
 use crate::error::{ErrorKind, Result, RpcError};
 
-/// The input and output of a session that has no thread of its own for them: the threads that wait for its replies do the
-/// work. Implemented by sessions; see [`Submission::driven`](crate::Submission::driven).
+/// The input and output of a session that has no thread of its own for them: the threads that wait
+/// for its replies do the work. Implemented by sessions; see
+/// [`Submission::driven`](crate::Submission::driven).
 pub trait Driver: Send + Sync {
     /// Does the session's input and output on the calling thread until `done` returns true.
     fn drive(&self, done: &dyn Fn() -> bool);
 
-    /// Sees to it that another thread does the input and output from now on: a reply is awaited in a way that lends no thread,
-    /// as from async code. Must not block.
+    /// Sees to it that another thread does the input and output from now on: a reply is awaited in
+    /// a way that lends no thread, as from async code. Must not block.
     fn attend(&self);
 }
 

@@ -1,16 +1,16 @@
-//! What a remote session is: values, handles, functions, tensors and devices, the session that serves them in this
-//! process, and the protocol as a state machine. No socket, no async runtime.
+//! Sessions and their parts: values, handles, functions, tensors and devices, the session that
+//! serves them in this process, and the protocol as a state machine. No socket, no async runtime.
 #![doc = include_str!("../README.md")]
 //!
-//! # Where to read on
+//! # Further reading
 //!
 //! * **Calling** a session: [`client`], with [`Session`], [`Action`] and the references.
-//! * **Serving** one: [`function`] (closures, [`Registry`], [`Context`]), [`local`] ([`LocalSession`]), [`device`],
-//!   [`tensor`] and [`limits`].
-//! * **Implementing** one: [`session`] (the contract, [`RpcSession`]), [`reply`], and [`proto`], the protocol without
-//!   input and output.
-//! * **Words of all three**: [`value`], [`handle`], [`dlpack`], [`error`], [`trace`]; [`placement`] plans calls over
-//!   several sessions.
+//! * **Serving** one: [`function`] (closures, [`Registry`], [`Context`]), [`local`]
+//!   ([`LocalSession`]), [`device`], [`tensor`] and [`limits`].
+//! * **Implementing** one: [`session`] (the contract, [`RpcSession`]), [`reply`], and [`proto`],
+//!   the protocol without input and output.
+//! * **Words of all three**: [`value`], [`handle`], [`dlpack`], [`error`], [`trace`]; [`placement`]
+//!   plans calls over several sessions.
 
 #![deny(unsafe_code)]
 
@@ -36,21 +36,21 @@ pub mod tensor;
 pub mod trace;
 pub mod value;
 
-// What every part of a program uses.
+// For every part of a program.
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
 pub use error::{ErrorKind, Fault, Result, RpcError};
 pub use handle::{Handle, HandleQuota, HandleTable};
 pub use trace::TraceContext;
 pub use value::{Packed, Reference, TensorRef, Value};
 
-// What a client needs.
+// For clients.
 pub use client::{
     Action, CallbackHandler, CallbackReturn, Pending, RemoteCallback, RemoteFunction, RemoteModule, RemoteObject,
     RemoteTensor, ScopedAction, ScopedPending, Session, TypedFunction,
 };
 pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};
 
-// What a server needs.
+// For servers.
 pub use device::{DeviceApi, DeviceAttribute, DeviceDescription, Devices, Target, VirtualDevice, VirtualDeviceBuilder};
 pub use function::{
     Context, Function, FunctionKind, FunctionModule, LoadRequest, LocalValue, Module, ModuleLoader, Object, Registry,
@@ -60,6 +60,6 @@ pub use limits::{MemoryQuota, SessionLimits};
 pub use local::{Backlog, LocalSession, LocalSessionBuilder, Spawner, ThreadQuota};
 pub use tensor::{Tensor, TensorView, TensorViewMut};
 
-// What an implementer of a session needs.
+// For implementers of sessions.
 pub use reply::{PendingReply, Responder, Submission};
 pub use session::{Lane, Operation, Request, RpcSession, SharedSession};

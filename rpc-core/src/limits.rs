@@ -13,9 +13,9 @@ use crate::error::{Result, RpcError};
 pub struct SessionLimits {
     /// Requests that are admitted and not complete; more wait for admission. 1,024 by default.
     pub max_requests: usize,
-    /// Bytes of arguments in those requests, as they lie in memory ([`Value::size_hint`](crate::Value::size_hint)); more
-    /// wait for admission, and a single request that is larger is admitted alone. 128 MiB by
-    /// default.
+    /// Bytes of arguments in those requests, as they lie in memory
+    /// ([`Value::size_hint`](crate::Value::size_hint)); more wait for admission, and a single
+    /// request that is larger is admitted alone. 128 MiB by default.
     ///
     /// Requests that wait for admission are in memory, too. Their submitter must bound them: a
     /// program by waiting for admission, a server by the credit that it grants its clients.
@@ -26,9 +26,9 @@ pub struct SessionLimits {
     /// Bytes of device memory that the session holds; more are an error. No limit by default.
     pub max_memory: u64,
     /// Threads of the session, at least one: the number of blocking functions that run at one time,
-    /// and of asynchronous ones without a [spawner](crate::LocalSessionBuilder::spawner). Jobs for which
-    /// there is no thread wait in the order in which they came to need one, and their lanes with
-    /// them. 64 by default.
+    /// and of asynchronous ones without a [spawner](crate::LocalSessionBuilder::spawner). Jobs for
+    /// which there is no thread wait in the order in which they came to need one, and their lanes
+    /// with them. 64 by default.
     ///
     /// Waiting for a lane, a tensor or admission needs no thread. Inline functions and copies of
     /// ordinary size need none either, so that they continue while all threads are busy. A nested

@@ -11,8 +11,8 @@ thread_local! {
 
 static INSTALL: Once = Once::new();
 
-/// Installs a panic hook in front of the program's own, which remembers the location and backtrace of
-/// a thread's last panic.
+/// Installs a panic hook in front of the program's own, which remembers the location and backtrace
+/// of a thread's last panic.
 ///
 /// The backtrace is as long as `RUST_BACKTRACE` asks for; the place is always there.
 pub(crate) fn install_hook() {

@@ -295,7 +295,8 @@ impl Submission {
         Self::with_slot(control, None, id)
     }
 
-    /// As [`pending`](Self::pending), for a session whose input and output are done by the threads that wait for its replies.
+    /// As [`pending`](Self::pending), for a session whose input and output are done by the threads
+    /// that wait for its replies.
     pub fn driven(control: Arc<dyn ReplyControl>, driver: Arc<dyn Driver>, id: u64) -> (Self, Responder) {
         Self::with_slot(control, Some(driver), id)
     }

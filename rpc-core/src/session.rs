@@ -302,8 +302,8 @@ pub trait RpcSession: Send + Sync + 'static {
 
     /// Returns the session as a shared pointer.
     ///
-    /// Objects belong to one such pointer ([`is_same`]). A session that is cheap to clone returns the pointer that its
-    /// clones share, so that each of them knows the objects of the others.
+    /// Objects belong to one such pointer ([`is_same`]). A session that is cheap to clone returns
+    /// the pointer that its clones share, so that each of them knows the objects of the others.
     fn into_shared(self) -> SharedSession
     where
         Self: Sized,

@@ -1,4 +1,5 @@
-//! Operations of a session: [`Action`], which has not been started, and [`Pending`], which is under way.
+//! Operations of a session: [`Action`], which has not been started, and [`Pending`], which is in
+//! progress.
 
 use std::any::Any;
 use std::fmt;
@@ -22,25 +23,28 @@ use crate::value::Value;
 /// An operation that borrows nothing: the usual kind of [`ScopedAction`].
 pub type Action<T> = ScopedAction<'static, T>;
 
-/// An operation under way that borrows nothing: the usual kind of [`ScopedPending`].
+/// A started operation that borrows nothing: the usual kind of [`ScopedPending`].
 pub type Pending<T> = ScopedPending<'static, T>;
 
-/// An operation that has not been started: await it, [`wait`](Self::wait) for it, or [`start`](Self::start) it.
+/// An operation that has not been started: await it, [`wait`](Self::wait) for it, or
+/// [`start`](Self::start) it.
 ///
-/// Some operations are one request, and others several, such as copies and files. The options and the forms are the same.
-/// `'a` is the lifetime of what the operation reads from or writes to, such as a file of the caller.
+/// Some operations are one request, others several, such as copies and files. Options and forms are
+/// the same. `'a` is the lifetime of the data that the operation reads from or writes to, such as a
+/// file of the caller.
 #[must_use = "an action does nothing until it is awaited, waited for or started"]
 pub struct ScopedAction<'a, T> {
     options: Options<'a>,
     task: Task<'a, T>,
 }
 
-/// The choices that every operation offers.
+/// Options that every operation offers.
 pub(crate) struct Options<'a> {
     pub(crate) lane: Lane,
     pub(crate) deadline: Option<Instant>,
     pub(crate) trace: Option<TraceContext>,
-    /// Never locked: the mutex lets futures share the options across threads, which the closure alone would not.
+    /// Never locked: the mutex lets futures share the options across threads, which the closure
+    /// alone would not.
     progress: Mutex<Option<Progress<'a>>>,
 }
 
@@ -54,7 +58,8 @@ pub(crate) type Steps<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + Send + '
 enum Task<'a, T> {
     One(OneRequest<T>),
     Many(StartSteps<'a, T>),
-    /// Several requests that yield a reference, and its conversion: `T` may have a shorter lifetime than the future.
+    /// Several requests that yield a reference, and its conversion: `T` may have a shorter lifetime
+    /// than the future.
     Reference(StartSteps<'a, Kept>, fn(Kept) -> Result<T>),
 }
 
@@ -70,11 +75,12 @@ pub(crate) struct OneRequest<T> {
     convert: fn(Value, &SharedSession) -> Result<T>,
 }
 
-/// References that a request names, kept until its reply: the request may not have reached the session before.
+/// References that a request names, kept until its reply, because the request may not have reached
+/// the session before.
 #[derive(Default)]
 #[allow(dead_code, reason = "held for their drops")]
 pub(crate) struct Pins {
-    /// Nearly every call has this one, and no other.
+    /// Reference of a call's function. Nearly every call has this one, and no other.
     pub(crate) function: Option<Kept>,
     pub(crate) others: Vec<Kept>,
 }
@@ -82,9 +88,9 @@ pub(crate) struct Pins {
 /// One reference that is kept.
 pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// A reference whose object an operation frees.
+/// Reference whose object an operation frees.
 pub(crate) trait Freed: Send + Sync {
-    /// Notes that the object is freed, so that dropping the reference has nothing left to do.
+    /// Records that the object is freed, so that dropping the reference does nothing.
     fn mark_freed(&self);
 }
 
@@ -106,13 +112,13 @@ impl<T: FromReply> OneRequest<T> {
         self
     }
 
-    /// Keeps what the request names.
+    /// Keeps the references that the request names.
     pub(crate) fn pinned(mut self, pins: Pins) -> Self {
         self.pins = pins;
         self
     }
 
-    /// Tells the reference when the operation has succeeded: its object is freed then.
+    /// Marks the reference when the operation has succeeded: its object is freed then.
     pub(crate) fn frees(mut self, reference: Arc<dyn Freed>) -> Self {
         self.frees = Some(reference);
         self
@@ -135,19 +141,19 @@ impl<'a> Options<'a> {
         Request { lane: self.lane, deadline: self.deadline, trace: self.trace, operation }
     }
 
-    /// Gives a step the lane, the deadline and the trace of the whole operation.
+    /// Applies the lane, the deadline and the trace of the whole operation to a step.
     pub(crate) fn apply<'b, T>(&self, step: ScopedAction<'b, T>) -> ScopedAction<'b, T> {
         self.limit(step.lane(self.lane))
     }
 
-    /// Gives a step the deadline and the trace of the whole operation, and leaves its lane.
+    /// Applies the deadline and the trace of the whole operation to a step, and leaves its lane.
     pub(crate) fn limit<'b, T>(&self, mut step: ScopedAction<'b, T>) -> ScopedAction<'b, T> {
         step.options.deadline = self.deadline;
         step.options.trace = self.trace;
         step
     }
 
-    /// Tells the caller how many bytes have been transferred.
+    /// Reports the number of bytes transferred.
     pub(crate) fn report(&mut self, bytes: u64) {
         if let Some(progress) = self.progress.get_mut() {
             progress(bytes);
@@ -156,7 +162,7 @@ impl<'a> Options<'a> {
 }
 
 impl<'a, T> ScopedAction<'a, T> {
-    /// Makes an operation of several requests, which `steps` makes with the options that the caller chooses.
+    /// Creates an operation of several requests. `steps` receives the caller's options.
     pub(crate) fn steps<F>(steps: impl FnOnce(Options<'a>) -> F + Send + 'a) -> Self
     where
         F: Future<Output = Result<T>> + Send + 'a,
@@ -165,7 +171,8 @@ impl<'a, T> ScopedAction<'a, T> {
         Self { options: Options::new(Lane::DEFAULT), task }
     }
 
-    /// As [`steps`](Self::steps), for steps that yield a reference of which `convert` makes the result.
+    /// Creates an operation like [`steps`](Self::steps), for steps that yield a reference, which
+    /// `convert` turns into the result.
     pub(crate) fn steps_to_reference<F>(
         steps: impl FnOnce(Options<'a>) -> F + Send + 'a,
         convert: fn(Kept) -> Result<T>,
@@ -177,14 +184,15 @@ impl<'a, T> ScopedAction<'a, T> {
         Self { options: Options::new(Lane::DEFAULT), task }
     }
 
-    /// Moves the operation to `lane`; [`Lane::DEFAULT`] without this, except for
+    /// Moves the operation to `lane`. The default is [`Lane::DEFAULT`], except for
     /// [`Session::callback`](crate::Session::callback), which is concurrent.
     pub fn lane(mut self, lane: Lane) -> Self {
         self.options.lane = lane;
         self
     }
 
-    /// Lets the operation run beside all others. Of an operation with several requests, each does.
+    /// Lets the operation run concurrently with all others. Of an operation with several requests,
+    /// each does.
     pub fn concurrent(self) -> Self {
         self.lane(Lane::CONCURRENT)
     }
@@ -195,7 +203,7 @@ impl<'a, T> ScopedAction<'a, T> {
         self
     }
 
-    /// As [`deadline`](Self::deadline), from now on.
+    /// Sets the [`deadline`](Self::deadline) to `timeout` from now.
     pub fn timeout(self, timeout: Duration) -> Self {
         match Instant::now().checked_add(timeout) {
             Some(deadline) => self.deadline(deadline),
@@ -203,24 +211,26 @@ impl<'a, T> ScopedAction<'a, T> {
         }
     }
 
-    /// Names the span that the operation belongs to; the [current](trace::current) one when it starts without this.
+    /// Sets the span that the operation belongs to. The default is the [current](trace::current)
+    /// one when it starts.
     pub fn trace(mut self, trace: TraceContext) -> Self {
         self.options.trace = Some(trace);
         self
     }
 
-    /// Calls `progress` with the bytes that have been transferred so far, after each piece of a copy, a file or a module.
-    /// Operations that transfer nothing never call it.
+    /// Calls `progress` with the bytes that have been transferred so far, after each piece of a
+    /// copy, a file or a module. Operations that transfer nothing never call it.
     pub fn progress(mut self, progress: impl FnMut(u64) + Send + 'a) -> Self {
         *self.options.progress.get_mut() = Some(Box::new(progress));
         self
     }
 
-    /// Submits the operation without waiting for it. Of an operation with several requests this submits the first ones,
-    /// and the others follow as the [pending operation](ScopedPending) is awaited.
+    /// Submits the operation without waiting for it. Of an operation with several requests this
+    /// submits the first ones, and the others follow as the [pending operation](ScopedPending) is
+    /// awaited.
     pub fn start(self) -> ScopedPending<'a, T> {
         let mut pending = self.prepare();
-        // Whoever awaits it brings the waker that counts.
+        // The caller that awaits it provides the waker that counts.
         if matches!(pending.0, Stage::Steps(_) | Stage::Reference(..))
             && let Poll::Ready(outcome) = Pin::new(&mut pending).poll(&mut Context::from_waker(Waker::noop()))
         {
@@ -233,13 +243,13 @@ impl<'a, T> ScopedAction<'a, T> {
     ///
     /// # Errors
     ///
-    /// The operation's own; and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    /// Those of the operation, and [`ErrorKind::ApiMisuse`] inside an async runtime.
     pub fn wait(self) -> Result<T> {
         // Nothing is submitted before it is known that waiting is possible.
         blocking::block_on(async { self.prepare().await })?
     }
 
-    /// Submits a single request, and makes the future of several, which begin when it is polled.
+    /// Submits a single request, or creates the future of several, which begin when it is polled.
     fn prepare(mut self) -> ScopedPending<'a, T> {
         self.options.trace = self.options.trace.or_else(trace::current);
         ScopedPending(match self.task {
@@ -286,7 +296,7 @@ impl<T> fmt::Debug for ScopedAction<'_, T> {
     }
 }
 
-/// An operation under way. Dropping it cancels the operation if it has not begun.
+/// A started operation. Dropping it cancels the operation if it has not begun.
 #[must_use = "dropping a pending operation cancels it"]
 pub struct ScopedPending<'a, T>(Stage<'a, T>);
 
@@ -300,7 +310,7 @@ enum Stage<'a, T> {
     Taken,
 }
 
-/// The handling of a reply that has yet to come.
+/// Handling of a reply that has not arrived yet.
 struct Reply<T> {
     session: SharedSession,
     convert: fn(Value, &SharedSession) -> Result<T>,
@@ -319,12 +329,13 @@ impl<T> Reply<T> {
 }
 
 impl<T> ScopedPending<'_, T> {
-    /// Resolves when the operation has its place in the order: this is where a full queue is felt. An operation of several
-    /// requests takes its places one after the other, and this resolves at once.
+    /// Resolves when the operation is admitted, that is, when its position in its lane is fixed;
+    /// this is where a full queue is felt. The requests of an operation of several are admitted one
+    /// after the other, and this resolves at once.
     ///
     /// # Errors
     ///
-    /// The reason for which it was refused. The operation itself then fails with the same error.
+    /// The reason for the refusal. The operation itself then fails with the same error.
     pub async fn admitted(&mut self) -> Result<()> {
         if let Stage::Submitted(submission, _) = &mut self.0 {
             let admitted = submission.await;
@@ -340,8 +351,9 @@ impl<T> ScopedPending<'_, T> {
         }
     }
 
-    /// Asks for cancellation and keeps waiting for the terminal reply. An operation of several requests ends with
-    /// [`ErrorKind::Cancelled`]: those that have not begun are cancelled, and the others may have run.
+    /// Asks for cancellation and keeps waiting for the terminal reply. An operation of several
+    /// requests ends with [`ErrorKind::Cancelled`]: those that have not begun are cancelled, and
+    /// the others may have run.
     pub fn cancel(&mut self) {
         match &mut self.0 {
             Stage::Submitted(submission, _) => submission.cancel(),

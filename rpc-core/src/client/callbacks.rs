@@ -1,4 +1,5 @@
-//! Closures of a client as functions of its session: code that runs there calls them, over any number of hops.
+//! Closures of a client as functions of its session: code that runs there calls them, over any
+//! number of hops.
 //!
 //! ```
 //! use rpc_core::{Context, Function, LocalSession, LocalValue, Registry, Session};
@@ -17,25 +18,28 @@
 //! # Ok::<(), rpc_core::RpcError>(())
 //! ```
 //!
-//! Nothing in the protocol knows of this. Every [`Registry`](crate::Registry) has three functions (`function/callback.rs`), and the
-//! client has threads that ask, by an ordinary call, for the next call of the closure, run it, and answer by another call
-//! (`client/callbacks/service.rs`). So whatever passes calls on passes callbacks on.
+//! The protocol knows nothing of callbacks. Every [`Registry`](crate::Registry) has three functions
+//! (`function/callback.rs`), and the client has threads that ask, by an ordinary call, for the next
+//! call of the closure, run it, and answer by another call (`client/callbacks/service.rs`). So
+//! every session that forwards calls forwards callbacks.
 //!
-//! # What a closure may do
+//! # Rules for closures
 //!
-//! While it runs, the function that called it waits, and with that the lane of whoever called that function. A closure
-//! may use the session freely, and may call functions that call it again, but on **another lane**: a request on the lane
-//! that waits for the closure would wait for it, too. On the closure's own thread that mistake is an
-//! [`ApiMisuse`](crate::ErrorKind::ApiMisuse) error;
-//! [`Action::concurrent`](crate::Action::concurrent) is the usual remedy. The same holds for a tensor which the waiting
-//! function has borrowed: whatever conflicts with that borrow waits for the function.
+//! While a closure runs, the function that called it waits, and with it the lane of that function's
+//! caller. The closure may use the session freely, and may call functions that call it again, but
+//! on **another lane**: a request on the lane that waits for the closure would wait for it, too. On
+//! the closure's own thread that mistake is an [`ApiMisuse`](crate::ErrorKind::ApiMisuse) error;
+//! [`Action::concurrent`](crate::Action::concurrent) is the usual remedy. The same holds for a
+//! tensor which the waiting function has borrowed: an operation that conflicts with that borrow
+//! waits for the function.
 //!
-//! As long as there is a callback two requests of its own wait at the origin. Where asynchronous functions have threads, for
-//! want of a [spawner](crate::LocalSessionBuilder::spawner), they take two of the session's.
+//! As long as a callback exists, two requests of its own wait at the origin. If asynchronous
+//! functions use threads there, for lack of a [spawner](crate::LocalSessionBuilder::spawner), they
+//! take two of the session's.
 //!
-//! At the origin a call of the closure takes the thread of the function that calls it until the answer is there. So an
-//! inline function must not call one: the answer would come on the connection that it holds up. Nor should a future, unless
-//! its runtime has other threads.
+//! At the origin a call of the closure occupies the thread of the calling function until the answer
+//! arrives. So an inline function must not call a closure: the answer would come on the connection
+//! that it blocks. A future must not either, unless its runtime has other threads.
 
 mod handler;
 mod service;

@@ -1,7 +1,8 @@
-//! Copies between the client's memory and a tensor: loops of chunk-sized requests that follow each other closely.
+//! Copies between the client's memory and a tensor: loops of chunk-sized requests that follow each
+//! other closely.
 //!
-//! The loop runs at the client, so that a chain of hops streams instead of storing, other lanes interleave, memory stays
-//! bounded, and progress can be shown.
+//! The loop runs at the client, so that a chain of hops streams instead of storing, other lanes
+//! interleave, memory stays bounded, and progress can be shown.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,11 +19,11 @@ use crate::reply::PendingReply;
 use crate::session::{Operation, ReadBuffer, SharedSession};
 use crate::value::{TensorRef, Value};
 
-/// The largest piece of a copy, in bytes: large enough that the cost of a request does not show, small enough that other
-/// lanes get their turn and that a hop holds little.
+/// Largest piece of a copy, in bytes: large enough that the cost of a request is negligible, small
+/// enough that other lanes get their turn and that a hop stores little.
 pub const CHUNK: usize = 1 << 20;
 
-/// How many chunks are under way at once: enough to fill two hops.
+/// Number of chunks in flight at once: enough to fill two hops.
 const IN_FLIGHT: usize = 8;
 
 impl Session {
@@ -30,8 +31,8 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// As [`alloc`](Self::alloc) and [`copy_to_remote`](Self::copy_to_remote); `data` must have as many elements as
-    /// `shape`.
+    /// As [`alloc`](Self::alloc) and [`copy_to_remote`](Self::copy_to_remote); `data` must have as
+    /// many elements as `shape`.
     pub fn upload<T: Element>(&self, shape: &[i64], data: &[T]) -> Action<RemoteTensor> {
         let (session, shape, len, bytes) = (self.clone(), shape.to_vec(), data.len(), dlpack::to_bytes(data));
         ScopedAction::steps(async move |options: Options<'static>| {
@@ -63,18 +64,20 @@ impl Session {
         })
     }
 
-    /// Copies bytes into a densely packed tensor, from its start, in chunks that follow each other closely.
+    /// Copies bytes into a densely packed tensor, from its start, in chunks that follow each other
+    /// closely.
     ///
     /// A copy that is cancelled or cut leaves its range unspecified.
     ///
     /// # Errors
     ///
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the bytes do not fit, and whatever ends the session.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the bytes do not fit, and errors
+    /// of the session.
     pub fn copy_to_remote(&self, tensor: &RemoteTensor, data: impl Into<Bytes>) -> Action<()> {
         self.copy_to_remote_at(tensor, 0, data)
     }
 
-    /// As [`copy_to_remote`](Self::copy_to_remote), from the byte `offset` of the tensor on.
+    /// Copies like [`copy_to_remote`](Self::copy_to_remote), from the byte `offset` of the tensor.
     pub fn copy_to_remote_at(&self, tensor: &RemoteTensor, offset: u64, data: impl Into<Bytes>) -> Action<()> {
         let copy = CopyTo::new(self, tensor, offset, data.into());
         ScopedAction::steps(move |options| copy.run(options))
@@ -84,23 +87,25 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// Whatever ends the session.
+    /// Errors of the session.
     pub fn copy_from_remote(&self, tensor: &RemoteTensor) -> Action<BytesMut> {
         self.copy_from(tensor, None, BytesMut::new())
     }
 
-    /// As [`copy_from_remote`](Self::copy_from_remote), only the bytes `range` of the tensor.
+    /// Reads like [`copy_from_remote`](Self::copy_from_remote), only the bytes `range` of the
+    /// tensor.
     ///
     /// # Errors
     ///
-    /// As there, and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range does not fit.
+    /// As there, and [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range does not
+    /// fit.
     pub fn copy_range_from_remote(&self, tensor: &RemoteTensor, range: Range<u64>) -> Action<BytesMut> {
         self.copy_from(tensor, Some(range), BytesMut::new())
     }
 
-    /// As [`copy_from_remote`](Self::copy_from_remote), into `buffer`, which becomes the result. Memory that has been used
-    /// before is several times faster than fresh memory. Its content and length do not matter; it grows if it is too small.
-    /// Without a range it is the whole tensor.
+    /// Reads like [`copy_from_remote`](Self::copy_from_remote), into `buffer`, which becomes the
+    /// result. Reused memory is several times faster than fresh memory. The buffer's content and
+    /// length do not matter; it grows if it is too small. The default range is the whole tensor.
     ///
     /// # Errors
     ///
@@ -114,8 +119,8 @@ impl Session {
         self.copy_from(tensor, range.into(), buffer)
     }
 
-    /// Reads as many bytes as `out` has, from the byte `offset` of the tensor on, into a slice. It costs one copy more
-    /// than [`copy_from_remote_into`](Self::copy_from_remote_into).
+    /// Fills `out` with bytes from `offset` of the tensor. It costs one copy more than
+    /// [`copy_from_remote_into`](Self::copy_from_remote_into).
     ///
     /// # Errors
     ///
@@ -162,7 +167,8 @@ impl CopyTo {
         check_range(&tensor, offset, data.len())?;
         let mut window = VecDeque::with_capacity(IN_FLIGHT);
         let mut done = 0;
-        // A copy of nothing is still one request, so that it has a place in the order and finds a dead session.
+        // An empty copy is still one request, so that it is admitted in order and detects a dead
+        // session.
         for start in (0..data.len().max(1)).step_by(CHUNK) {
             if window.len() == IN_FLIGHT {
                 finish_write(&mut window, &mut done, &mut options).await?;
@@ -202,7 +208,7 @@ async fn finish_write(
     Ok(())
 }
 
-/// A copy out of a tensor, of all of it without a range.
+/// A copy out of a tensor; without a range, of all of it.
 struct CopyFrom {
     session: SharedSession,
     tensor: Result<TensorRef>,
@@ -230,7 +236,7 @@ impl CopyFrom {
         check_range(&tensor, range.start, len)?;
         let mut rest = buffer;
         if rest.len() < len {
-            // Not `resize`, which would write the zeros itself: fresh memory is zero already.
+            // `resize` would write the zeros itself, while fresh memory is zero already.
             if rest.capacity() < len { rest = BytesMut::zeroed(len) } else { rest.resize(len, 0) }
         }
         rest.truncate(len);
@@ -275,7 +281,7 @@ async fn finish_read(
             return Err(RpcError::new(crate::ErrorKind::Protocol, error));
         }
     }
-    // The pieces lie one behind the other in one allocation, so this moves nothing.
+    // The pieces are adjacent in one allocation, so this moves nothing.
     filled.unsplit(piece);
     options.report(filled.len() as u64);
     Ok(())

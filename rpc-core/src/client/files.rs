@@ -1,9 +1,10 @@
 //! Files of a session's workspace, from the client's side: put, get, list, remove.
 //!
-//! A server that has a workspace registers the functions `rpc.file.*`; this is what calls them. Files travel in pieces of
-//! [`CHUNK`] bytes that follow each other closely, so a chain of hops streams them and memory stays bounded at both ends.
-//! A file that is being written has no name until it is complete, and belongs to the session until then: if either side
-//! stops midway, nothing of it stays.
+//! A server that has a workspace registers the functions `rpc.file.*`; this module calls them.
+//! Files travel in pieces of [`CHUNK`] bytes that follow each other closely, so a chain of hops
+//! streams them and memory stays bounded at both ends. A file that is being written has no name
+//! until it is complete, and belongs to the session until then: if either side stops midway,
+//! nothing of it remains.
 //!
 //! ```no_run
 //! # fn example(session: &rpc_core::Session) -> rpc_core::Result<()> {
@@ -33,24 +34,25 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::{FromReply, IntoArgs, Pack};
 use crate::session::Lane;
 
-/// How many pieces are under way at once: enough to fill two hops.
+/// Number of pieces in flight at once: enough to fill two hops.
 const IN_FLIGHT: usize = 8;
 
-/// One file of a listing.
+/// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// The path from the workspace's top on, with `/` between the names.
+    /// Path from the root of the workspace, with `/` between the names.
     pub name: String,
-    /// The length in bytes.
+    /// Length in bytes.
     pub size: u64,
-    /// When the file was last written to.
+    /// Time when the file was last written to.
     pub modified: SystemTime,
 }
 
 /// The files of a session's workspace.
 ///
-/// Paths are relative, with `/` between names, and cannot lead out of the workspace. Every operation does nothing until it
-/// is awaited or [waited for](ScopedAction::wait). Dropping its future stops the transfer: an upload leaves no file then.
+/// Paths are relative, with `/` between names, and cannot lead out of the workspace. Every
+/// operation does nothing until it is awaited or [waited for](ScopedAction::wait). Dropping its
+/// future stops the transfer: an upload leaves no file then.
 #[derive(Clone, Debug)]
 pub struct Files {
     session: Session,
@@ -58,34 +60,36 @@ pub struct Files {
 }
 
 impl Files {
-    /// The files of `session`.
+    /// Returns the files of `session`'s workspace.
     pub fn new(session: &Session) -> Self {
         Self { session: session.clone(), lane: Lane::DEFAULT }
     }
 
-    /// Moves all operations to `lane`; [`Lane::DEFAULT`] without this.
+    /// Moves all operations to `lane`. The default is [`Lane::DEFAULT`].
     #[must_use]
     pub fn lane(mut self, lane: Lane) -> Self {
         self.lane = lane;
         self
     }
 
-    /// Writes all that `source` yields to the file `path`, which appears in one step when it is complete. The result is
-    /// the length in bytes.
+    /// Writes all bytes of `source` to the file `path`, which appears in one step when it is
+    /// complete. The result is the length in bytes.
     ///
-    /// `source` is read on the thread that polls: if it may block for long, [`wait`](ScopedAction::wait) on a thread for it.
+    /// `source` is read on the thread that polls. If it may block for long, call
+    /// [`wait`](ScopedAction::wait) on a separate thread.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`] for a path that leaves the workspace, or if the length is not the announced one;
-    /// [`ErrorKind::LimitExceeded`] if the quota is reached; [`ErrorKind::Io`] if `source` cannot be read;
-    /// [`ErrorKind::NotFound`] if the server exchanges no files. What was at `path` before is then still there.
+    /// [`ErrorKind::InvalidArgument`] for a path that leaves the workspace, or if the length is not
+    /// the announced one; [`ErrorKind::LimitExceeded`] if the quota is reached; [`ErrorKind::Io`]
+    /// if `source` cannot be read; [`ErrorKind::NotFound`] if the server exchanges no files. What
+    /// was at `path` before is then still there.
     pub fn put<'a>(&self, path: &str, source: impl Read + Send + 'a) -> ScopedAction<'a, u64> {
         self.put_pieces(path, None, Reading { source })
     }
 
-    /// As [`put`](Self::put), for a source whose length is known: the quota is claimed at once, and a source of any other
-    /// length is an error.
+    /// Writes like [`put`](Self::put), for a source whose length is known: the quota is claimed at
+    /// once, and a source of any other length is an error.
     ///
     /// # Errors
     ///
@@ -94,7 +98,7 @@ impl Files {
         self.put_pieces(path, Some(len), Reading { source })
     }
 
-    /// As [`put`](Self::put), from memory, without copying it.
+    /// Writes like [`put`](Self::put), from memory, without copying it.
     pub fn put_bytes(&self, path: &str, data: impl Into<Bytes>) -> Action<u64> {
         let data = data.into();
         self.put_pieces(path, Some(data.len() as u64), data)
@@ -102,25 +106,28 @@ impl Files {
 
     /// Reads the file `path` into `sink`. The result is the length in bytes.
     ///
-    /// The file is read as it was when it was opened, even if another takes its place meanwhile. `sink` is written to on the
-    /// thread that polls, in order; after an error it holds the beginning of the file.
+    /// The file is read as it was when it was opened, even if another replaces it meanwhile. `sink`
+    /// is written to on the thread that polls, in order; after an error it holds the beginning of
+    /// the file.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if there is no such file, [`ErrorKind::InvalidArgument`] for a path that leaves the
-    /// workspace, [`ErrorKind::Io`] if `sink` cannot be written to or the file became shorter while it was read.
+    /// [`ErrorKind::NotFound`] if there is no such file, [`ErrorKind::InvalidArgument`] for a path
+    /// that leaves the workspace, [`ErrorKind::Io`] if `sink` cannot be written to or the file
+    /// became shorter while it was read.
     pub fn get<'a>(&self, path: &str, mut sink: impl Write + Send + 'a) -> ScopedAction<'a, u64> {
         let (session, path) = (self.session.clone(), path.to_owned());
         let action = ScopedAction::steps(async move |options| download(&session, &path, &mut sink, options).await);
         action.lane(self.lane)
     }
 
-    /// The files in the folder `dir` and in all folders below it, sorted by name; all files if `dir` is empty. The path of
-    /// a file gives that file alone.
+    /// Lists the files in the folder `dir` and in all folders below it, sorted by name; all files
+    /// if `dir` is empty. For the path of a file, lists that file alone.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if nothing is there, [`ErrorKind::InvalidArgument`] for a path that leaves the workspace.
+    /// [`ErrorKind::NotFound`] if nothing is there, [`ErrorKind::InvalidArgument`] for a path that
+    /// leaves the workspace.
     pub fn ls(&self, dir: &str) -> Action<Vec<FileEntry>> {
         let (session, dir) = (self.session.clone(), dir.to_owned());
         let action = ScopedAction::steps(async move |options: Options<'static>| {
@@ -130,7 +137,7 @@ impl Files {
         action.lane(self.lane)
     }
 
-    /// Removes a file, or a folder with all that is in it.
+    /// Removes a file, or a folder with its content.
     ///
     /// # Errors
     ///
@@ -158,7 +165,7 @@ async fn send(
 ) -> Result<u64> {
     let names = ["rpc.file.begin_write", "rpc.file.write", "rpc.file.commit"];
     let [begin, write, commit] = functions(session, &options, names).await?;
-    // Dropped on every error below: that frees the writer, and with it what it has written.
+    // Dropped on every error below, which frees the writer and the bytes that it has written.
     let writer: RemoteObject = options.apply(begin.call((path, len))).await?;
     let sent = send_pieces(&write, &writer, source, &mut options).await?;
     options.apply(commit.call::<()>((&writer,))).await?;
@@ -223,8 +230,8 @@ pub(crate) async fn call_by_name<R: FromReply>(
     options.apply(function.call(args)).await
 }
 
-/// Sends all of `source` to `writer`, by calls of `write` with the writer, the offset and a piece, several of which are under
-/// way at a time. Returns how many bytes there were.
+/// Sends all of `source` to `writer`, by calls of `write` with the writer, the offset and a piece,
+/// several of which are in flight at a time. Returns the number of bytes.
 pub(crate) async fn send_pieces(
     write: &RemoteFunction,
     writer: &RemoteObject,
@@ -255,9 +262,9 @@ pub(crate) async fn send_pieces(
     }
 }
 
-/// Where an upload comes from.
+/// Source of an upload.
 pub(crate) trait Pieces: Send {
-    /// The next piece, no larger than [`CHUNK`]; empty at the end.
+    /// Returns the next piece, of at most [`CHUNK`] bytes; empty at the end.
     fn next_piece(&mut self) -> io::Result<Bytes>;
 }
 

@@ -1,4 +1,5 @@
-//! The one mistake that is easily made in a closure: a request on the lane that waits for it. Each would wait for the other.
+//! Detection of a deadlock in closures: a request on the lane that waits for the closure. Each
+//! would wait for the other.
 
 use std::cell::RefCell;
 
@@ -6,11 +7,11 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::{Lane, SharedSession, is_same};
 
 thread_local! {
-    /// The session and lane that wait for the closure which runs on this thread.
+    /// Session and lane that wait for the closure on this thread.
     static HELD: RefCell<Option<(SharedSession, Lane)>> = const { RefCell::new(None) };
 }
 
-/// Notes on this thread that `lane` of `session` waits for it, until the guard is dropped.
+/// Records that `lane` of `session` waits for this thread, until the guard is dropped.
 pub(crate) fn hold(session: &SharedSession, lane: Option<Lane>) -> impl Drop {
     struct Release;
     impl Drop for Release {

@@ -1,5 +1,5 @@
-//! The caller's view of a session: [`Session`] with all its operations, references to remote objects, copies, files,
-//! uploads of modules, and closures that the session calls back.
+//! The caller's view of a session: [`Session`] with all its operations, references to remote
+//! objects, copies, files, uploads of modules, and closures that the session calls back.
 
 pub(crate) mod action;
 pub mod callbacks;

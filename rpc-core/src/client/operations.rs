@@ -15,7 +15,7 @@ use crate::session::Operation;
 use crate::value::Value;
 
 impl Session {
-    /// The function registered under `name`.
+    /// Looks up the function registered under `name`.
     ///
     /// # Errors
     ///
@@ -24,14 +24,16 @@ impl Session {
         self.action(Operation::GetFunction { name: name.to_owned() })
     }
 
-    /// As [`get_function`](Self::get_function), with the types of its arguments and return.
+    /// Looks up a function like [`get_function`](Self::get_function), with the types of its
+    /// arguments and return.
     ///
-    /// The types are compared with the function's signature, where the origin tells it and as far as both name plain types.
-    /// The function itself checks each call in any case.
+    /// The types are compared with the function's signature, if the origin reports it and as far as
+    /// both name plain types. The function itself checks each call in any case.
     ///
     /// # Errors
     ///
-    /// As [`get_function`](Self::get_function), and [`ErrorKind::InvalidArgument`] if the types do not fit the signature.
+    /// As [`get_function`](Self::get_function), and [`ErrorKind::InvalidArgument`] if the types do
+    /// not fit the signature.
     pub fn function<A: IntoArgs, R: FromReply>(&self, name: &str) -> Action<TypedFunction<A, R>> {
         let (session, name) = (self.clone(), name.to_owned());
         let wanted = signature::Wanted { args: A::type_kinds(), returns: R::type_kind() };
@@ -39,7 +41,7 @@ impl Session {
             let function = options.apply(session.get_function(&name)).start();
             let signature = options.apply(session.get_function(signature::NAME)).start();
             let function = function.await?;
-            // An origin without that function, or whose policy withholds it, tells no signatures.
+            // An origin without that function, or whose policy withholds it, reports no signatures.
             if let Ok(signature) = signature.await
                 && let Ok(Some((params, returns))) =
                     options.apply(signature.call::<Option<(Vec<String>, String)>>((name.as_str(),))).await
@@ -51,7 +53,7 @@ impl Session {
         ScopedAction::steps_to_reference(fetch, TypedFunction::from_kept)
     }
 
-    /// Calls `function`, as [`RemoteFunction::call`].
+    /// Calls `function`, like [`RemoteFunction::call`].
     pub fn call_func<R: FromReply>(&self, function: &RemoteFunction, args: impl IntoArgs) -> Action<R> {
         let mut scope = ArgScope { session: self.shared(), pins: Vec::new() };
         let operation = function
@@ -66,13 +68,13 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`], [`ErrorKind::OutOfMemory`], [`ErrorKind::LimitExceeded`], and
-    /// [`ErrorKind::InvalidArgument`] for an impossible shape.
+    /// [`ErrorKind::DeviceUnavailable`], [`ErrorKind::OutOfMemory`], [`ErrorKind::LimitExceeded`],
+    /// and [`ErrorKind::InvalidArgument`] for an impossible shape.
     pub fn alloc(&self, device: Device, dtype: DataType, shape: &[i64]) -> Action<RemoteTensor> {
         self.alloc_in_scope(device, dtype, shape, None)
     }
 
-    /// As [`alloc`](Self::alloc), in a memory scope of the device, such as `global`.
+    /// Allocates like [`alloc`](Self::alloc), in a memory scope of the device, such as `global`.
     pub fn alloc_in_scope(
         &self,
         device: Device,
@@ -84,7 +86,8 @@ impl Session {
         self.action(Operation::Alloc { device, dtype, shape: shape.to_vec(), scope })
     }
 
-    /// Copies between two tensors of the session that have equally many bytes, without passing through the client.
+    /// Copies between two tensors of the session with equal byte counts, without passing through
+    /// the client.
     ///
     /// # Errors
     ///
@@ -97,16 +100,18 @@ impl Session {
         OneRequest::new(self.shared(), operation).pinned(pins).into()
     }
 
-    /// Frees an object now, and says whether it was there. Dropping a reference frees as well, without an answer.
+    /// Frees an object now, and fails if it does not exist. Dropping a reference frees as well,
+    /// without an answer.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidHandle`] if the handle names nothing: twice freed, or of another session.
+    /// [`ErrorKind::InvalidHandle`] if the handle names nothing: twice freed, or of another
+    /// session.
     pub fn free_handle(&self, handle: Handle) -> Action<()> {
         self.action(Operation::Free { handle })
     }
 
-    /// An attribute of a device; null where the device has no such thing.
+    /// Reads an attribute of a device; null if the device does not have it.
     pub fn attribute(&self, device: Device, attribute: DeviceAttribute) -> Action<Value> {
         self.action(Operation::Attribute { device, attribute })
     }
@@ -116,37 +121,40 @@ impl Session {
         self.action(Operation::CreateStream { device })
     }
 
-    /// Frees a stream. What was issued to it still completes.
+    /// Frees a stream. Work that was issued to it still completes.
     pub fn free_stream(&self, stream: RemoteObject) -> Action<()> {
         stream.0.free_in(self.shared())
     }
 
-    /// Makes `stream` the current one of `device` for later requests of the same lane; `None` is the default stream.
+    /// Makes `stream` the current one of `device` for later requests of the same lane; `None` is
+    /// the default stream.
     pub fn set_stream(&self, device: Device, stream: Option<&RemoteObject>) -> Action<()> {
         self.stream_action(stream, |stream| Operation::SetStream { device, stream })
     }
 
-    /// Resolves when all that was issued to `stream` has completed; `None` is the lane's current stream of `device`.
+    /// Waits until all work that was issued to `stream` has completed; `None` is the lane's current
+    /// stream of `device`.
     pub fn stream_wait(&self, device: Device, stream: Option<&RemoteObject>) -> Action<()> {
         self.stream_action(stream, |stream| Operation::StreamWait { device, stream })
     }
 
-    /// Loads a module: a file of the session's workspace, or one that the server registered by name.
+    /// Loads a module: a file of the session's workspace, or one that the server registered by
+    /// name.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if there is no such file, or no loader takes it.
+    /// [`ErrorKind::NotFound`] if there is no such file, or no loader accepts it.
     pub fn load_module(&self, path: &str) -> Action<RemoteModule> {
         self.action(Operation::LoadModule { path: path.to_owned(), loader: None })
     }
 
-    /// As [`load_module`](Self::load_module), with the loader of that name.
+    /// Loads a module like [`load_module`](Self::load_module), with the loader of that name.
     pub fn load_module_with(&self, loader: &str, path: &str) -> Action<RemoteModule> {
         self.action(Operation::LoadModule { path: path.to_owned(), loader: Some(loader.to_owned()) })
     }
 
-    /// Ends the session in good order: what was admitted before completes first. [Callbacks](crate::client::callbacks) do not go on:
-    /// what waits for one fails.
+    /// Shuts the session down: requests that were admitted before complete first.
+    /// [Callbacks](crate::client::callbacks) end: calls that wait for one fail.
     pub fn shutdown(&self) -> Action<()> {
         OneRequest::new(self.shared(), Ok(Operation::Shutdown)).before(callbacks::stop_all).into()
     }

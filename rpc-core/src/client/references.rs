@@ -1,4 +1,4 @@
-//! References to objects of a session: each owns a handle, and frees what it refers to when it is dropped.
+//! References to objects of a session: each owns a handle, and frees its object when it is dropped.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -35,10 +35,11 @@ impl Owned {
         }
     }
 
-    /// Frees the object now. If that is cancelled on its way, dropping the reference frees it.
+    /// Frees the object now. If that is cancelled before it takes effect, dropping the reference
+    /// frees it.
     pub(crate) fn free_in(self: &Arc<Self>, session: &SharedSession) -> Action<()> {
         let operation = self.handle_in(session).map(|handle| Operation::Free { handle });
-        // The operation keeps the reference as what it frees.
+        // The operation keeps the reference, as the one that it frees.
         OneRequest::new(session, operation).frees(self.clone()).into()
     }
 
@@ -70,17 +71,18 @@ macro_rules! references {
             pub struct $name(pub(crate) Arc<Owned>);
 
             impl $name {
-                /// The handle, still owned by this reference.
+                /// Returns the handle, still owned by this reference.
                 pub fn handle(&self) -> Handle {
                     self.0.handle
                 }
 
-                /// The session where the object lives.
+                /// Returns the session where the object lives.
                 pub fn session(&self) -> Session {
                     Session::from(self.0.session.clone())
                 }
 
-                /// Frees the object now, and says whether it was there. Other clones of this reference become invalid.
+                /// Frees the object now, and fails if it does not exist. Other clones of this
+                /// reference become invalid.
                 pub fn free(self) -> Action<()> {
                     self.0.free_in(&self.0.session)
                 }
@@ -134,9 +136,11 @@ macro_rules! references {
 references! {
     /// A function of a session. Dropping the last clone frees it there.
     RemoteFunction, Function, "function";
-    /// A module of a session. Dropping the last clone frees it there; functions that were got from it stay.
+    /// A module of a session. Dropping the last clone frees it there; functions obtained from it
+    /// stay.
     RemoteModule, Module, "module";
-    /// An object of the application's own, or a stream. Dropping the last clone frees it there.
+    /// An object of a type that the application defines, or a stream. Dropping the last clone frees
+    /// it there.
     RemoteObject, Object, "object";
 }
 
@@ -146,24 +150,25 @@ fn unexpected(expected: &str, value: &Value, session: &SharedSession) -> RpcErro
 }
 
 impl RemoteFunction {
-    /// The reference without its type.
+    /// Returns the reference without its type.
     pub(crate) fn into_kept(self) -> Kept {
         self.0
     }
 
-    /// Calls the function. Arguments are a tuple of values and references; the return is converted to `R`.
+    /// Calls the function. Arguments are a tuple of values and references; the return is converted
+    /// to `R`.
     ///
     /// # Errors
     ///
-    /// The function's own, with its message and backtrace; [`ErrorKind::InvalidArgument`] if arguments or return do not
-    /// fit; and whatever ends the session.
+    /// Those of the function, with its message and backtrace; [`ErrorKind::InvalidArgument`] if
+    /// arguments or return do not fit; and errors of the session.
     pub fn call<R: FromReply>(&self, args: impl IntoArgs) -> Action<R> {
         self.session().call_func(self, args)
     }
 }
 
 impl RemoteModule {
-    /// The function `name` of the module.
+    /// Looks up the function `name` of the module.
     ///
     /// # Errors
     ///
@@ -190,12 +195,12 @@ impl<A, R> TypedFunction<A, R> {
 }
 
 impl<A: IntoArgs, R: FromReply> TypedFunction<A, R> {
-    /// Calls the function, as [`RemoteFunction::call`].
+    /// Calls the function, like [`RemoteFunction::call`].
     pub fn call(&self, args: A) -> Action<R> {
         self.function.call(args)
     }
 
-    /// The function without its types.
+    /// Returns the function without its types.
     pub fn untyped(&self) -> &RemoteFunction {
         &self.function
     }
@@ -219,53 +224,54 @@ impl<A: IntoArgs, R: FromReply> FromReply for TypedFunction<A, R> {
     }
 }
 
-/// A tensor of a session, or a view of one. Views share the storage; dropping the last of them frees it.
+/// A tensor of a session, or a view of one. Views share the storage; dropping the last of them
+/// frees it.
 #[derive(Clone)]
 pub struct RemoteTensor(pub(crate) Arc<Owned>, TensorRef);
 
 impl RemoteTensor {
-    /// The handle of the storage, still owned by this reference.
+    /// Returns the handle of the storage, still owned by this reference.
     pub fn handle(&self) -> Handle {
         self.0.handle
     }
 
-    /// The session where the tensor lives.
+    /// Returns the session where the tensor lives.
     pub fn session(&self) -> Session {
         Session::from(self.0.session.clone())
     }
 
-    /// The dimensions.
+    /// Returns the dimensions.
     pub fn shape(&self) -> &[i64] {
         &self.1.shape
     }
 
-    /// The strides in elements, or `None` if densely packed.
+    /// Returns the strides in elements, or `None` if densely packed.
     pub fn strides(&self) -> Option<&[i64]> {
         self.1.strides.as_deref()
     }
 
-    /// The type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DataType {
         self.1.dtype
     }
 
-    /// Where the tensor lies.
+    /// Returns the device of the tensor.
     pub fn device(&self) -> Device {
         self.1.device
     }
 
-    /// Where the view starts in the storage, in bytes.
+    /// Returns the start of the view in the storage, in bytes.
     pub fn byte_offset(&self) -> u64 {
         self.1.byte_offset
     }
 
-    /// The bytes of the elements, densely packed.
+    /// Returns the size in bytes of the elements, densely packed.
     pub fn size_bytes(&self) -> u64 {
         self.1.size_bytes().unwrap_or(0)
     }
 
-    /// Another view of the same storage, `byte_offset` bytes behind the start of this one. Nothing is sent; the layout is
-    /// checked when the view is used.
+    /// Returns another view of the same storage, `byte_offset` bytes behind the start of this one.
+    /// Nothing is sent; the layout is checked when the view is used.
     #[must_use]
     pub fn view(&self, byte_offset: u64, dtype: DataType, shape: &[i64], strides: Option<&[i64]>) -> Self {
         let reference = TensorRef {
@@ -279,12 +285,12 @@ impl RemoteTensor {
         Self(self.0.clone(), reference)
     }
 
-    /// Frees the storage now, and says whether it was there. Other views of it become invalid.
+    /// Frees the storage now, and fails if it does not exist. Other views of it become invalid.
     pub fn free(self) -> Action<()> {
         self.0.free_in(&self.0.session)
     }
 
-    /// What names this view in a request to `session`.
+    /// Returns the reference to this view in a request to `session`.
     pub(crate) fn reference_in(&self, session: &SharedSession) -> Result<TensorRef> {
         self.0.handle_in(session)?;
         Ok(self.1.clone())

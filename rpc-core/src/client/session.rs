@@ -1,7 +1,8 @@
-//! The client's view: a [`Session`] with all its operations, and references that free what they refer to.
+//! The client's view of a session: [`Session`] with all its operations, and references that free
+//! their objects.
 //!
-//! Every operation returns an [`Action`], which does nothing until it is awaited, waited for on a plain thread
-//! ([`Action::wait`]), or started. All forms are the same code.
+//! Every operation returns an [`Action`], which does nothing until it is awaited, waited for on a
+//! plain thread ([`Action::wait`]), or started. All forms are the same code.
 //!
 //! ```
 //! use rpc_core::{LocalSession, Registry, Session};
@@ -14,7 +15,8 @@
 //! # Ok::<(), rpc_core::RpcError>(())
 //! ```
 //!
-//! The other way, a function of the session may call a closure of the client, see [`crate::client::callbacks`]:
+//! In the other direction, a function of the session may call a closure of the client, see
+//! [`crate::client::callbacks`]:
 //!
 //! ```
 //! use rpc_core::{Context, Function, LocalSession, Registry, Session};
@@ -49,29 +51,31 @@ pub struct Session(SharedSession);
 impl Session {
     /// Makes the operations of `session` available.
     ///
-    /// Objects belong to the session that made them, and all of its handles know them: clones of this, another `Session`
-    /// of the same [`SharedSession`], and other clones of a session that [is cheap to clone](RpcSession::into_shared).
+    /// Objects belong to the session that created them, and all of its handles know them: clones of
+    /// this, another `Session` of the same [`SharedSession`], and other clones of a session that
+    /// [is cheap to clone](RpcSession::into_shared).
     pub fn new(session: impl RpcSession) -> Self {
         Self(session.into_shared())
     }
 
-    /// The session itself, to submit requests to or to wrap.
+    /// Returns the session itself, to submit requests to it or to wrap it.
     pub fn shared(&self) -> &SharedSession {
         &self.0
     }
 
-    /// Whether the session's objects live in this process.
+    /// Returns true if the session's objects live in this process.
     pub fn is_local(&self) -> bool {
         self.0.is_local()
     }
 
-    /// Whether what passes between this process and the first peer on the way to the objects can be neither read nor changed by others, as over TLS
-    /// and QUIC. Of what is behind that peer this says nothing.
+    /// Returns true if others can neither read nor change the traffic between this process and the
+    /// first peer on the way to the objects, as with TLS and QUIC. Makes no statement about the
+    /// links behind that peer.
     pub fn is_encrypted(&self) -> bool {
         self.0.is_encrypted()
     }
 
-    /// Resolves when the session has ended, to the reason.
+    /// Resolves when the session has ended, to the error that ended it.
     pub async fn ended(&self) -> RpcError {
         match self.0.ended().reply().await {
             Err(error) => error,
@@ -137,7 +141,7 @@ mod tests {
             same.copy_to_remote(&tensor, vec![1; 4]).wait().unwrap();
             assert!(same.is_local());
         }
-        // Another session, and a wrapper that is one of its own.
+        // Another session, and a wrapper that is a session of its own.
         for other in [Session::new(LocalSession::new(Registry::new())), Session::from(Arc::new(local) as Arc<_>)] {
             let error = other.copy_from_remote(&tensor).wait().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidHandle);

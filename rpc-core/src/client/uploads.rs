@@ -1,7 +1,9 @@
-//! Modules of native code, from the client's side: upload one that the server lacks, and load it by its digest.
+//! The client's side of native modules: uploads one that the server lacks, and loads it by its
+//! digest.
 //!
-//! A server that takes modules keeps them by their SHA-256 and registers the functions `rpc.module.*`; this is what calls
-//! them. What the server has already is not sent again, and what is loaded is what was hashed here, whoever has sent it.
+//! A server that accepts modules keeps them by their SHA-256 and registers the functions
+//! `rpc.module.*`; this module calls them. Modules that the server has already are not sent again,
+//! and the loaded code is the code that was hashed here, no matter which client has sent it.
 //!
 //! ```no_run
 //! # fn example(session: &rpc_core::Session, code: bytes::Bytes, digest: rpc_core::client::Digest) -> rpc_core::Result<()> {
@@ -15,8 +17,8 @@
 //! # }
 //! ```
 //!
-//! This crate has no cryptography: the caller brings the digest, which `sha256sum` prints and `rpc_server::modules::hash`
-//! computes.
+//! This crate has no cryptography: the caller brings the digest, which `sha256sum` prints and
+//! `rpc_server::modules::hash` computes.
 
 use std::fmt;
 use std::io::Read;
@@ -32,7 +34,7 @@ use crate::client::session::Session;
 use crate::error::Result;
 use crate::session::Lane;
 
-/// The SHA-256 of a module's file, by which servers keep it. Written as 64 hexadecimal digits.
+/// SHA-256 of a module's file, by which servers keep it. Written as 64 hexadecimal digits.
 ///
 /// ```
 /// use rpc_core::client::Digest;
@@ -46,35 +48,36 @@ use crate::session::Lane;
 #[serde(try_from = "String", into = "String")]
 pub struct Digest([u8; 32]);
 
-/// Why a text is no digest.
+/// Error for a text that is no digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a SHA-256 has 64 hexadecimal digits, as sha256sum prints it")]
 #[non_exhaustive]
 pub struct DigestError;
 
 impl Digest {
-    /// How many bytes a digest has.
+    /// Length of a digest in bytes.
     pub const LEN: usize = 32;
 
-    /// What stands in front of a digest in the path of a module.
+    /// Prefix of a digest in the path of a module.
     const SCHEME: &str = "sha256:";
 
-    /// The digest of these bytes, which are a SHA-256 already.
+    /// Wraps bytes that are a SHA-256 already.
     pub const fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }
 
-    /// Its bytes.
+    /// Returns the bytes.
     pub const fn as_bytes(&self) -> &[u8; Self::LEN] {
         &self.0
     }
 
-    /// What [`Session::load_module`] takes to load the module from the server's store: `sha256:` and the digits.
+    /// Returns the path by which [`Session::load_module`] loads the module from the server's store:
+    /// `sha256:` and the digits.
     pub fn module_path(&self) -> String {
         format!("{}{self}", Self::SCHEME)
     }
 
-    /// The digest in a path of that form; `None` for a path that is of another form.
+    /// Returns the digest in a path of that form; `None` for any other path.
     pub fn from_module_path(path: &str) -> Option<std::result::Result<Self, DigestError>> {
         path.strip_prefix(Self::SCHEME).map(str::parse)
     }
@@ -123,11 +126,11 @@ impl From<Digest> for String {
     }
 }
 
-/// The modules that a session's server keeps.
+/// Modules in the store of a session's server.
 ///
-/// All operations fail with [`ErrorKind::Refused`](crate::ErrorKind::Refused) where the server takes no modules, or not this
-/// one; and with [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) where it knows nothing of modules. Every operation does
-/// nothing until it is awaited or waited for.
+/// All operations fail with [`ErrorKind::Refused`](crate::ErrorKind::Refused) if the server accepts
+/// no modules, or not this one; and with [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if it
+/// does not support modules. Every operation does nothing until it is awaited or waited for.
 #[derive(Clone, Debug)]
 pub struct Modules {
     session: Session,
@@ -135,50 +138,54 @@ pub struct Modules {
 }
 
 impl Modules {
-    /// The modules of the server of `session`.
+    /// Returns the modules of `session`'s server.
     pub fn new(session: &Session) -> Self {
         Self { session: session.clone(), lane: Lane::DEFAULT }
     }
 
-    /// Moves all operations to `lane`; [`Lane::DEFAULT`] without this.
+    /// Moves all operations to `lane`. The default is [`Lane::DEFAULT`].
     #[must_use]
     pub fn lane(mut self, lane: Lane) -> Self {
         self.lane = lane;
         self
     }
 
-    /// Whether the server has the module.
+    /// Returns true if the server has the module.
     pub fn has(&self, digest: Digest) -> Action<bool> {
         let session = self.session.clone();
         let find = async move |options: Options<'static>| find(&session, digest, &options).await;
         ScopedAction::steps(find).lane(self.lane)
     }
 
-    /// Sends the `len` bytes of `source`, whose SHA-256 is `digest`, unless the server has them; the result says whether they
-    /// were sent. Nothing is kept until all of it has come and is what was announced.
+    /// Sends the `len` bytes of `source`, whose SHA-256 is `digest`, unless the server has them.
+    /// The result is true if they were sent. The server keeps nothing until all bytes have arrived
+    /// and match the length and digest.
     ///
-    /// `source` is read on the thread that polls: if it may block for long, [`wait`](ScopedAction::wait) on a thread for it.
+    /// `source` is read on the thread that polls. If it may block for long, call
+    /// [`wait`](ScopedAction::wait) on a separate thread.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded) if the module is too large or the server has no room;
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `source` has another length or digest;
-    /// [`ErrorKind::Io`](crate::ErrorKind::Io) if it cannot be read.
+    /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded) if the module is too large or
+    /// the server has no room; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if
+    /// `source` has another length or digest; [`ErrorKind::Io`](crate::ErrorKind::Io) if it cannot
+    /// be read.
     pub fn upload<'a>(&self, digest: Digest, len: u64, source: impl Read + Send + 'a) -> ScopedAction<'a, bool> {
         self.upload_pieces(digest, len, Reading { source })
     }
 
-    /// As [`upload`](Self::upload), from memory, without copying it.
+    /// Uploads like [`upload`](Self::upload), from memory, without copying it.
     pub fn upload_bytes(&self, digest: Digest, data: impl Into<Bytes>) -> Action<bool> {
         let data = data.into();
         self.upload_pieces(digest, data.len() as u64, data)
     }
 
-    /// Has the server take a file of its own as a module: one in the session's workspace, or at an absolute path.
+    /// Makes the server store a file of its own as a module: one in the session's workspace, or at
+    /// an absolute path.
     ///
     /// # Errors
     ///
-    /// What is wrong with the file, and the limits of [`upload`](Self::upload).
+    /// Errors in the file, and the limits of [`upload`](Self::upload).
     pub fn import(&self, path: &str) -> Action<Digest> {
         let (session, path) = (self.session.clone(), path.to_owned());
         let action = ScopedAction::steps(async move |options: Options<'static>| {
@@ -195,7 +202,7 @@ impl Modules {
         self.session.load_module(&digest.module_path()).lane(self.lane)
     }
 
-    /// The functions of a module of any kind, with their signatures.
+    /// Returns the functions of a module of any kind, with their signatures.
     pub fn functions(&self, module: &RemoteModule) -> Action<Vec<(String, String)>> {
         let (session, module) = (self.session.clone(), module.clone());
         let action = ScopedAction::steps(async move |options: Options<'static>| {
@@ -224,7 +231,7 @@ async fn send(
     }
     let names = ["rpc.module.begin_upload", "rpc.module.write", "rpc.module.commit"];
     let [begin, write, commit] = functions(session, &options, names).await?;
-    // Dropped on every error below, and nothing of it stays at the server.
+    // Dropped on every error below, so that nothing of it remains at the server.
     let upload: RemoteObject = options.apply(begin.call((digest.to_string(), len))).await?;
     send_pieces(&write, &upload, source, &mut options).await?;
     options.apply(commit.call::<()>((&upload,))).await?;

@@ -498,8 +498,9 @@ pub fn out_of_range(device: Device, count: i32) -> RpcError {
     RpcError::new(ErrorKind::DeviceUnavailable, format!("no {device}: there are {count} devices of that kind"))
 }
 
-/// Copies between two memories, each of which is host memory or can be copied to and from it: the default of
-/// [`DeviceApi::copy`], and the slow path of devices that have a faster one for their own memory.
+/// Copies between two memories, each of which is host memory or can be copied to and from it: the
+/// default of [`DeviceApi::copy`], and the slow path of devices that have a faster one for their
+/// own memory.
 ///
 /// # Errors
 ///

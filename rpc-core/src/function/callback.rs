@@ -1,9 +1,11 @@
-//! The origin's side: calls wait in an exchange until the client that owns the closure has taken and answered them.
+//! The origin's side of callbacks: calls wait in an exchange until the client that owns the closure
+//! has taken and answered them.
 //!
-//! An exchange has two ends. The *function* is what code at the origin calls; the *source* is what the client takes calls
-//! from. Neither end refers to the other, so that each can go by itself: without the source every call fails, and
-//! without the function nothing is left to take. What has been taken is an object, too: if the client lets go of it
-//! without an answer, or never gets to hold it, dropping it is the answer, and no call is lost.
+//! An exchange has two ends. The *function* is called by code at the origin; the client takes calls
+//! from the *source*. Neither end refers to the other, so that each can be dropped independently:
+//! without the source every call fails, and without the function no call is left to take. A taken
+//! call is an object, too: if the client releases it without an answer, or never receives it,
+//! dropping it is the answer, and no call is lost.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
@@ -29,7 +31,7 @@ pub(crate) const NEXT: &str = "rpc.callback.next";
 /// `(call, value, packed error or null) -> null`
 pub(crate) const DONE: &str = "rpc.callback.done";
 
-/// The functions that every registry has for callbacks.
+/// Returns the functions that every registry has for callbacks.
 pub(crate) fn functions() -> [(String, Function); 3] {
     [
         (CREATE.to_owned(), Function::inline(create)),
@@ -46,7 +48,7 @@ fn create() -> (Function, Shared<Source>) {
     (function, Shared(Arc::new(Source(exchange))))
 }
 
-/// The future holds the exchange alone: it must not keep the source whose end it waits for.
+/// The future holds only the exchange: it must not keep the source whose end it waits for.
 fn next(context: Context, Shared(source): Shared<Source>) -> Next {
     Next { exchange: source.0.clone(), context, ticket: None }
 }
@@ -59,7 +61,7 @@ fn done(Shared(call): Shared<Taken>, value: LocalValue, error: Option<Pack<RpcEr
     call.exchange.answer(call.id, outcome);
 }
 
-/// The client's end. It goes when the client frees it, and with the session.
+/// The client's end. Dropped when the client frees it, and with the session.
 struct Source(Arc<Exchange>);
 
 impl Drop for Source {
@@ -68,7 +70,7 @@ impl Drop for Source {
     }
 }
 
-/// The end that is called. It goes when nobody has the function any more.
+/// The end that is called. Dropped with the last reference to the function.
 struct Callee(Arc<Exchange>);
 
 impl Drop for Callee {
@@ -93,25 +95,25 @@ fn let_go() -> RpcError {
     RpcError::new(ErrorKind::InvalidHandle, "the client that owns the closure has let go of it")
 }
 
-/// Where calls and those who take them meet.
+/// Exchange between calls and the requests that take them.
 ///
-/// Its queue needs no limit of its own: each call in it blocks a thread of whoever called.
+/// Its queue needs no limit of its own: each call in it blocks a thread of its caller.
 #[derive(Default)]
 struct Exchange(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// The source is gone: nobody will take or answer anything.
+    /// True once the source is gone: no call will be taken or answered.
     closed: bool,
-    /// The function is gone: nothing will come any more.
+    /// True once the function is gone: no further call can arrive.
     orphaned: bool,
-    /// The latest number given to a call or to one who waits for calls.
+    /// Last number given to a call or to a taker.
     last: u64,
-    /// Calls that nobody has taken. Each is among `calls`.
+    /// Calls that have not been taken. Each is also in `calls`.
     queue: VecDeque<Queued>,
-    /// All calls that somebody waits for.
+    /// All calls whose callers wait.
     calls: HashMap<u64, Call>,
-    /// Those who wait for a call, the longest-waiting first.
+    /// Requests that wait for a call, the longest-waiting first.
     takers: BTreeMap<u64, Waker>,
 }
 
@@ -169,7 +171,7 @@ impl Exchange {
         }
     }
 
-    /// Ends a call, unless it is over already.
+    /// Ends a call, unless it has ended already.
     fn answer(&self, id: u64, outcome: Result<LocalValue>) {
         let mut state = self.lock();
         match state.calls.get_mut(&id) {
@@ -217,8 +219,8 @@ impl State {
         self.last
     }
 
-    /// The first call that nobody has taken. Those whose deadline has passed stay: their callers, who have been told, are
-    /// about to take them back.
+    /// Takes the first call that has not been taken. Calls whose deadline has passed stay: their
+    /// callers have been told and are about to remove them.
     fn take(&mut self) -> Option<Queued> {
         let in_time = |queued: &Queued| queued.context.deadline().is_none_or(|deadline| Instant::now() < deadline);
         let at = self.queue.iter().position(in_time)?;
@@ -230,22 +232,22 @@ impl State {
     }
 }
 
-/// Resolves to the next call that nobody has taken; to nothing when there will be none.
+/// Future of the next call; resolves to `None` if there will be none.
 struct Next {
     exchange: Arc<Exchange>,
     context: Context,
-    /// Its number among those who wait.
+    /// Its number among the waiting requests.
     ticket: Option<u64>,
 }
 
-/// A call, its arguments, and the lane that waits for it, if it is one of the taker's session.
+/// A call, its arguments, and the lane that waits for it, if that belongs to the taker's session.
 type Delivery = (Shared<Taken>, Vec<LocalValue>, Option<u32>);
 
 impl Future for Next {
     type Output = Option<Delivery>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> Poll<Self::Output> {
-        // Whoever does not wait any more leaves the call to another.
+        // A request that does not wait any more leaves the call to another.
         if self.context.is_cancelled() {
             return Poll::Ready(None);
         }
@@ -272,7 +274,7 @@ impl Drop for Next {
         if let Some(ticket) = self.ticket {
             state.takers.remove(&ticket);
         }
-        // It may have been woken for a call that it has left in the queue.
+        // The request may have been woken for a call that it leaves in the queue.
         let heir = if state.queue.is_empty() { None } else { state.takers.pop_first() };
         drop(state);
         if let Some((_, heir)) = heir {

@@ -1,8 +1,8 @@
-//! The context of a call: everything that a running function may ask of its session ([`Context`]), and what a session
-//! provides for that ([`Host`]).
+//! The context of a call: everything that a running function may request from its session
+//! ([`Context`]), and the session's side of it ([`Host`]).
 //!
-//! This file and `object.rs` import each other: a function's arguments come with its context, and a context finds and calls
-//! functions.
+//! This file and `object.rs` import each other: a function's arguments come with its context, and a
+//! context finds and calls functions.
 
 use std::any::Any;
 use std::fmt;
@@ -20,7 +20,7 @@ use crate::session::Lane;
 use crate::tensor::{Access, Borrow, Layout, Tensor};
 use crate::trace::TraceContext;
 
-/// What a function may ask of the session that it runs in. A parameter of this type takes no argument.
+/// Context of a call, with access to its session. A parameter of this type takes no argument.
 #[derive(Clone)]
 pub struct Context {
     host: Arc<dyn Host>,
@@ -30,71 +30,73 @@ pub struct Context {
     responder: Option<Responder>,
 }
 
-/// The session, as its functions see it. Implemented by sessions.
+/// The session as its functions see it. Implemented by sessions.
 pub trait Host: Send + Sync {
-    /// The devices of the session.
+    /// Returns the devices of the session.
     fn devices(&self) -> &Devices;
 
-    /// The function registered under `name`.
+    /// Returns the function registered under `name`.
     fn function(&self, name: &str) -> Option<Function>;
 
-    /// All registered functions, by name.
+    /// Returns all registered functions, by name.
     fn functions(&self) -> Vec<(String, Signature)>;
 
-    /// Loads a module with the loader of that name, or else with the first that accepts the path. `context` is that of the
-    /// request.
+    /// Loads a module with the loader of that name, or else with the first that accepts the path.
+    /// `context` is that of the request.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if no loader takes it, and the loader's own.
+    /// [`ErrorKind::NotFound`] if no loader accepts it, and errors of the loader.
     fn load_module(&self, loader: Option<&str>, path: &str, context: &Context) -> Result<Arc<dyn Module>>;
 
-    /// The session's folder, if it has one.
+    /// Returns the session's folder, if it has one.
     fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>>;
 
-    /// Something that the embedding program gave to the session, by type.
+    /// Returns a value that the embedding program gave to the session, by its type.
     fn extension(&self, type_id: std::any::TypeId) -> Option<Arc<dyn Any + Send + Sync>>;
 
     /// Allocates a tensor that counts against the session's memory.
     ///
     /// # Errors
     ///
-    /// The device's, and a limit that is reached.
+    /// Errors of the device, and a limit that is reached.
     fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor>;
 
-    /// The stream of `device` for the work of `lane`: the one that was set for it, or else the default one.
+    /// Returns the stream of `device` for the work of `lane`: the one that was set for it, or else
+    /// the default one.
     ///
     /// # Errors
     ///
-    /// The device's.
+    /// Errors of the device.
     fn stream(&self, lane: Lane, device: Device) -> Result<Arc<dyn Stream>>;
 
-    /// A tensor in memory that somebody else has allocated, which counts against the session's from now on.
+    /// Creates a tensor in memory that other code has allocated. It counts against the session's
+    /// memory from now on.
     ///
     /// # Errors
     ///
-    /// A limit that is reached, and a layout that the memory has no room for.
+    /// A limit that is reached, and a layout that does not fit the memory.
     fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor>;
 
-    /// What the session may hold and queue.
+    /// Returns the session's limits.
     fn limits(&self) -> &SessionLimits;
 
-    /// Counts one thread that a function starts for itself, until the place is dropped.
+    /// Counts one thread that a function starts for itself, until the returned value is dropped.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`].
     fn reserve_thread(&self) -> Result<ThreadPlace>;
 
-    /// What the session holds at present.
+    /// Returns the session's current use of handles and memory.
     fn usage(&self) -> Usage;
 }
 
-/// A thread that counts against the limits of its session, until this is dropped.
+/// A thread that counts against the limits of its session until this value is dropped.
 pub struct ThreadPlace(#[allow(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>);
 
 impl ThreadPlace {
-    /// A place that is given back when `held` is dropped.
+    /// Wraps `held`, whose drop ends the count.
     pub fn new(held: impl Any + Send + Sync) -> Self {
         Self(Box::new(held))
     }
@@ -106,25 +108,25 @@ impl std::fmt::Debug for ThreadPlace {
     }
 }
 
-/// What a session holds.
+/// Use of resources by a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Usage {
-    /// Live handles.
+    /// Number of live handles.
     pub handles: u64,
-    /// Bytes of device memory, running calls' included.
+    /// Bytes of device memory, including that of running calls.
     pub memory_bytes: u64,
 }
 
-/// The folder of a session, where files are exchanged and modules are loaded from.
+/// Folder of a session, for file transfers and for loading modules.
 pub trait WorkspaceFiles: Send + Sync {
-    /// The real path of the regular file `path` of the workspace.
+    /// Returns the real path of the regular file `path` in the workspace.
     ///
     /// # Errors
     ///
-    /// A path that leaves the workspace, or that is no file.
+    /// A path that leaves the workspace, or that is not a file.
     fn resolve(&self, path: &str) -> Result<PathBuf>;
 
-    /// The thing itself, for functions that know its type.
+    /// Returns the concrete type, for functions that know it.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -139,15 +141,16 @@ impl Context {
         Self { host, lane, deadline, trace, responder }
     }
 
-    /// A context for work that goes on after the call has returned, such as that of a thread which it has started: it is of
-    /// the same session, and has neither deadline nor caller.
+    /// Returns a context for work that continues after the call has returned, such as that of a
+    /// thread that it has started. It belongs to the same session, and has neither deadline nor
+    /// caller.
     #[must_use]
     pub fn detached(&self) -> Self {
         Self { host: self.host.clone(), lane: self.lane, deadline: None, trace: None, responder: None }
     }
 
-    /// Counts one thread that the function starts for itself, for work that outlives the call, against what the session may
-    /// have. The thread keeps the place until it ends.
+    /// Counts one thread that the function starts for itself, for work that outlives the call,
+    /// against the session's limit. The thread keeps the returned value until it ends.
     ///
     /// # Errors
     ///
@@ -156,26 +159,27 @@ impl Context {
         self.host.reserve_thread()
     }
 
-    /// What the session may hold and queue, for functions that start something outside of it on its behalf.
+    /// Returns the session's limits, for functions that start work outside of it on its behalf.
     pub fn limits(&self) -> &SessionLimits {
         self.host.limits()
     }
 
-    /// The devices of the session.
+    /// Returns the devices of the session.
     pub fn devices(&self) -> &Devices {
         self.host.devices()
     }
 
-    /// Loads a module with the loader of that name, or else with the first that accepts the path. It may block.
+    /// Loads a module with the loader of that name, or else with the first that accepts the path.
+    /// It may block.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if no loader takes it, and the loader's own.
+    /// [`ErrorKind::NotFound`] if no loader accepts it, and errors of the loader.
     pub fn load_module(&self, path: &str, loader: Option<&str>) -> Result<Arc<dyn Module>> {
         self.host.load_module(loader, path, self)
     }
 
-    /// The function registered under `name`.
+    /// Returns the function registered under `name`.
     ///
     /// # Errors
     ///
@@ -184,17 +188,17 @@ impl Context {
         self.host.function(name).ok_or_else(|| RpcError::not_found(format!("no function is registered as '{name}'")))
     }
 
-    /// All registered functions, by name.
+    /// Returns all registered functions, by name.
     pub fn functions(&self) -> Vec<(String, Signature)> {
         self.host.functions()
     }
 
-    /// The session's folder, if it has one.
+    /// Returns the session's folder, if it has one.
     pub fn workspace(&self) -> Option<&Arc<dyn WorkspaceFiles>> {
         self.host.workspace()
     }
 
-    /// Something that the embedding program gave to the session, by type.
+    /// Returns a value that the embedding program gave to the session, by its type.
     pub fn extension<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         self.host.extension(std::any::TypeId::of::<T>())?.downcast().ok()
     }
@@ -203,16 +207,17 @@ impl Context {
     ///
     /// # Errors
     ///
-    /// The device's, and a limit that is reached.
+    /// Errors of the device, and a limit that is reached.
     pub fn allocate(&self, device: Device, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
         self.host.allocate(device, dtype, shape, None)
     }
 
-    /// As [`allocate`](Self::allocate), in a memory scope of the device, such as `global`.
+    /// Allocates like [`allocate`](Self::allocate), in a memory scope of the device, such as
+    /// `global`.
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`allocate`](Self::allocate).
     pub fn allocate_in_scope(
         &self,
         device: Device,
@@ -223,66 +228,70 @@ impl Context {
         self.host.allocate(device, dtype, shape, scope)
     }
 
-    /// The stream of `device` for the work of this call: the one that its lane has set, or else the device's default one.
+    /// Returns the stream of `device` for the work of this call: the one that its lane has set, or
+    /// else the device's default one.
     ///
     /// # Errors
     ///
-    /// The device's.
+    /// Errors of the device.
     pub fn stream(&self, device: Device) -> Result<Arc<dyn Stream>> {
         self.host.stream(self.lane, device)
     }
 
-    /// Makes a tensor of memory on `device` that somebody else has allocated, such as a library. It counts against the
-    /// session's memory until it is dropped.
+    /// Creates a tensor in memory on `device` that other code, such as a library, has allocated. It
+    /// counts against the session's memory until it is dropped.
     ///
     /// # Errors
     ///
-    /// A limit that is reached; [`ErrorKind::InvalidArgument`] for a layout that reaches beyond the memory.
+    /// A limit that is reached; [`ErrorKind::InvalidArgument`] for a layout that reaches beyond the
+    /// memory.
     pub fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor> {
         self.host.adopt(device, memory, layout)
     }
 
-    /// What the session holds at present.
+    /// Returns the session's current use of handles and memory.
     pub fn usage(&self) -> Usage {
         self.host.usage()
     }
 
-    /// The lane of the request.
+    /// Returns the lane of the request.
     pub fn lane(&self) -> Lane {
         self.lane
     }
 
-    /// When the caller stops waiting.
+    /// Returns the time at which the caller stops waiting.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// The span that the function runs in: the caller's, or one that a session on the way has made of it, as a server does
-    /// that exports spans.
+    /// Returns the span that the function runs in: the caller's, or one derived from it by a
+    /// session on the way, such as a server that exports spans.
     ///
     /// Requests that the function makes itself carry it already, see [`crate::trace`].
     pub fn trace(&self) -> Option<TraceContext> {
         self.trace
     }
 
-    /// Whether both are of one session.
+    /// Returns true if both contexts belong to the same session.
     pub(crate) fn is_of_the_session_of(&self, other: &Self) -> bool {
         Arc::as_ptr(&self.host).cast::<()>() == Arc::as_ptr(&other.host).cast::<()>()
     }
 
-    /// Whether nobody waits for the result any more: cancelled, past the deadline, or the session is gone. A function
-    /// that runs for long asks from time to time, and returns early.
+    /// Returns true if the result is no longer needed: the call was cancelled, its deadline has
+    /// passed, or the session has ended. A function that runs for long checks this from time to
+    /// time, and returns early.
     pub fn is_cancelled(&self) -> bool {
         self.responder.as_ref().is_some_and(Responder::is_over)
     }
 
-    /// Calls `function` from inside a call, at once and on this thread: a nested call is not queued behind its caller,
-    /// which would wait for ever.
+    /// Calls `function` from inside a call, at once and on this thread: a nested call is not queued
+    /// behind its caller, where it would wait for ever.
     ///
     /// # Errors
     ///
-    /// The function's; [`ErrorKind::Busy`] if it needs a tensor that is borrowed, by this call or another;
-    /// [`ErrorKind::ApiMisuse`] if `function` is asynchronous: use [`call_async`](Self::call_async).
+    /// Those of the function; [`ErrorKind::Busy`] if it needs a tensor that is borrowed, by this
+    /// call or another; [`ErrorKind::ApiMisuse`] if `function` is asynchronous: use
+    /// [`call_async`](Self::call_async).
     pub fn call(&self, function: &Function, args: Vec<LocalValue>) -> Result<LocalValue> {
         match self.start_nested(function, args, Vec::new())? {
             Started::Done(outcome) => outcome,
@@ -293,11 +302,11 @@ impl Context {
         }
     }
 
-    /// As [`call`](Self::call), for functions of any kind.
+    /// Calls a function like [`call`](Self::call), for functions of any kind.
     ///
     /// # Errors
     ///
-    /// The function's; [`ErrorKind::Busy`] if it needs a tensor that is borrowed.
+    /// Those of the function; [`ErrorKind::Busy`] if it needs a tensor that is borrowed.
     pub async fn call_async(&self, function: &Function, args: Vec<LocalValue>) -> Result<LocalValue> {
         match self.start_nested(function, args, Vec::new())? {
             Started::Done(outcome) => outcome,
@@ -305,9 +314,10 @@ impl Context {
         }
     }
 
-    /// Calls `function` at once, on this thread, and lends it the tensors that the caller has borrowed itself: `function`
-    /// gets those of `held` that it needs, and the other borrows end before it starts. The caller must not touch any of
-    /// these tensors from then on. An asynchronous function runs to its end on this thread.
+    /// Calls `function` at once, on this thread, and lends it the tensors that the caller has
+    /// borrowed itself: `function` gets those of `held` that it needs, and the other borrows end
+    /// before it starts. The caller must not touch any of these tensors from then on. An
+    /// asynchronous function runs to its end on this thread.
     ///
     /// For bridges to foreign code, which borrow every tensor of a call; see [`Function::foreign`].
     ///
@@ -331,7 +341,8 @@ impl Context {
                     held[place].share()
                 }
                 (Some(place), Access::Write) => Some(held.swap_remove(place)).filter(|held| held.access() == access),
-                // A reader does not queue behind writers that wait, perhaps for this very call.
+                // A reader does not queue behind waiting writers, which may wait for this very
+                // call.
                 (None, Access::Read) => storage.try_read(),
                 (None, Access::Write) => storage.try_borrow(access),
             };
@@ -342,7 +353,8 @@ impl Context {
     }
 }
 
-/// The error of a nested call whose argument `index` is borrowed in a conflicting way: waiting might be for its own caller.
+/// Error of a nested call whose argument `index` is borrowed in a conflicting way. Waiting might be
+/// for its own caller.
 fn busy(index: usize) -> RpcError {
     RpcError::new(
         ErrorKind::Busy,

@@ -20,21 +20,22 @@ use crate::value::{Packed, Value};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Pack<T>(pub T);
 
-/// An object of the application's own, as an argument or return of a function: shared, and freed when the client drops
-/// its reference and no call uses it any more.
+/// An object of a type that the application defines, as an argument or return of a function:
+/// shared, and freed when the client drops its reference and no call uses it any more.
 #[derive(Debug)]
 pub struct Shared<T>(pub Arc<T>);
 
-/// The dimensions of a tensor, as an argument or return.
+/// Dimensions of a tensor, as an argument or return.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Shape(pub Vec<i64>);
 
 /// A type that can be a positional parameter of a function.
 pub trait FromArg: Sized {
-    /// How the parameter uses a tensor: borrowed for the whole call before it starts, or not at all.
+    /// Access of the parameter to a tensor: borrowed for the whole call before it starts, or
+    /// `None`.
     const ACCESS: Option<Access> = None;
 
-    /// The name shown in signatures.
+    /// Returns the name shown in signatures.
     fn type_name() -> Cow<'static, str>;
 
     /// Converts the argument.
@@ -44,7 +45,7 @@ pub trait FromArg: Sized {
     /// [`ErrorKind::InvalidArgument`] if it is of another type or out of range.
     fn from_arg(arg: Arg) -> Result<Self>;
 
-    /// The value of an argument that was not given, if it may be left out.
+    /// Returns the value of an omitted argument, if it may be omitted.
     fn missing() -> Option<Self> {
         None
     }
@@ -52,22 +53,23 @@ pub trait FromArg: Sized {
 
 /// A type that a function can return: values, objects, and `Result`s of them.
 pub trait IntoReturn {
-    /// The name shown in signatures.
+    /// Returns the name shown in signatures.
     fn type_name() -> Cow<'static, str>;
 
-    /// Converts the return.
+    /// Converts the return value.
     ///
     /// # Errors
     ///
-    /// The function's own, or a value that does not fit.
+    /// Those of the function, or a value that does not fit.
     fn into_return(self) -> Result<LocalValue>;
 }
 
-/// The call that arguments are being converted for.
+/// The call for which arguments are converted.
 pub struct ArgScope<'a> {
-    /// The session of the call.
+    /// Session of the call.
     pub session: &'a SharedSession,
-    /// References that the arguments name: kept until the reply, so that none is freed before the request has arrived.
+    /// References that the arguments name, kept until the reply, so that none is freed before the
+    /// request has arrived.
     pub pins: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -79,7 +81,8 @@ impl fmt::Debug for ArgScope<'_> {
 
 /// A type that can be an argument of a call, at the client.
 pub trait IntoArg {
-    /// The kind of value that the argument becomes, as signatures name it (`int`, `list`, `tensor`), if it is always the same.
+    /// Returns the kind of value that the argument becomes, as signatures name it (`int`, `list`,
+    /// `tensor`), if it is always the same.
     fn type_kind() -> Option<&'static str> {
         None
     }
@@ -94,7 +97,8 @@ pub trait IntoArg {
 
 /// A tuple of arguments, at the client.
 pub trait IntoArgs {
-    /// The [kinds](IntoArg::type_kind) of the arguments, if their number is always the same.
+    /// Returns the [kinds](IntoArg::type_kind) of the arguments, if their number is always the
+    /// same.
     fn type_kinds() -> Option<Vec<Option<&'static str>>> {
         None
     }
@@ -109,7 +113,8 @@ pub trait IntoArgs {
 
 /// A type that a reply can be converted to, at the client.
 pub trait FromReply: Sized {
-    /// The kind of value that is expected, as signatures name it (`int`, `list`, `tensor`), if there is only one.
+    /// Returns the expected kind of value, as signatures name it (`int`, `list`, `tensor`), if
+    /// there is only one.
     fn type_kind() -> Option<&'static str> {
         None
     }
@@ -126,7 +131,7 @@ fn mismatch<O>(expected: &str, value: &Value<O>) -> RpcError {
     RpcError::invalid_argument(format!("expected {expected}, got {}", value.type_name()))
 }
 
-/// Types that look the same at both ends: plain values without objects.
+/// Types that are the same at both ends: plain values without objects.
 macro_rules! plain {
     ($($rust:ty, $name:literal, |$value:ident| $from:expr, |$this:ident| $into:expr;)*) => {
         $(
@@ -147,7 +152,8 @@ macro_rules! plain {
                 }
 
                 fn from_reply($value: Value, session: &SharedSession) -> Result<Self> {
-                    // None of these types holds an object, so one that came all the same has no owner.
+                    // None of these types holds an object, so one that arrives nevertheless has no
+                    // owner.
                     if $value.may_hold_objects() {
                         release(session, &$value);
                     }
@@ -216,13 +222,25 @@ plain! {
         |this| Ok(this.into());
     Bytes, "bytes", |value| match value { Value::Bytes(bytes) => Ok(bytes), other => Err(mismatch("bytes", &other)) },
         |this| Ok(this.into());
-    Shape, "shape", |value| match value { Value::Shape(shape) => Ok(Self(shape)), other => Err(mismatch("shape", &other)) },
+    Shape, "shape", |value| match value {
+        Value::Shape(shape) => Ok(Self(shape)),
+        other => Err(mismatch("shape", &other)),
+    },
         |this| Ok(Value::Shape(this.0));
-    DataType, "dtype", |value| match value { Value::DataType(dtype) => Ok(dtype), other => Err(mismatch("dtype", &other)) },
+    DataType, "dtype", |value| match value {
+        Value::DataType(dtype) => Ok(dtype),
+        other => Err(mismatch("dtype", &other)),
+    },
         |this| Ok(this.into());
-    Device, "device", |value| match value { Value::Device(device) => Ok(device), other => Err(mismatch("device", &other)) },
+    Device, "device", |value| match value {
+        Value::Device(device) => Ok(device),
+        other => Err(mismatch("device", &other)),
+    },
         |this| Ok(this.into());
-    Packed, "packed", |value| match value { Value::Packed(packed) => Ok(packed), other => Err(mismatch("packed", &other)) },
+    Packed, "packed", |value| match value {
+        Value::Packed(packed) => Ok(packed),
+        other => Err(mismatch("packed", &other)),
+    },
         |this| Ok(this.into());
 }
 
@@ -286,11 +304,11 @@ impl<T: Serialize> IntoArg for Pack<T> {
     }
 }
 
-/// The name of a type without the paths of the types in it.
+/// Returns the name of a type without the paths of the types in it.
 fn short_name<T>() -> String {
     let mut short = String::new();
     for part in std::any::type_name::<T>().split_inclusive(|c: char| !c.is_alphanumeric() && c != '_') {
-        // Of `path::` the name before it goes, too.
+        // The name before `path::` is removed, too.
         match part.strip_suffix(':') {
             Some(_) => {}
             None => short.push_str(part),
@@ -364,7 +382,8 @@ impl<T: FromReply> FromReply for Vec<T> {
 
     fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
         match value {
-            // Every element is converted even after an error, so that all objects are owned and freed.
+            // Every element is converted even after an error, so that all objects are owned and
+            // freed.
             Value::List(values) => {
                 let converted: Vec<_> = values.into_iter().map(|value| T::from_reply(value, session)).collect();
                 converted.into_iter().collect()
@@ -398,7 +417,7 @@ impl<T: IntoArg> IntoArg for Vec<T> {
     }
 }
 
-/// The pairs as a map; the first key that is there twice is an error.
+/// Collects the pairs into a map; a duplicate key is an error.
 fn unique<K: Ord, V>(pairs: impl IntoIterator<Item = (K, V)>) -> Result<BTreeMap<K, V>> {
     let mut map = BTreeMap::new();
     for (at, (key, value)) in pairs.into_iter().enumerate() {
@@ -438,7 +457,8 @@ impl<K: FromReply + Ord, V: FromReply> FromReply for BTreeMap<K, V> {
             release(session, &value);
             return Err(error);
         };
-        // Every key and value is converted even after an error, so that all objects are owned and freed.
+        // Every key and value is converted even after an error, so that all objects are owned and
+        // freed.
         let convert = |(key, value)| (K::from_reply(key, session), V::from_reply(value, session));
         let converted: Vec<_> = pairs.into_iter().map(convert).collect();
         unique(converted.into_iter().map(|(key, value)| Ok((key?, value?))).collect::<Result<Vec<_>>>()?)
@@ -487,7 +507,7 @@ impl IntoReturn for LocalValue {
     }
 }
 
-/// A raw value: whoever takes one takes over its handles, and frees them with [`release`].
+/// A raw value: its receiver takes over its handles, and frees them with [`release`].
 impl FromReply for Value {
     fn from_reply(value: Value, _: &SharedSession) -> Result<Self> {
         Ok(value)
@@ -513,7 +533,7 @@ impl<T: IntoReturn, E: fmt::Display + 'static> IntoReturn for Result<T, E> {
     }
 }
 
-/// What becomes of the error that a function or a closure has returned.
+/// Converts an error that a function or a closure has returned.
 pub(crate) fn failure<E: fmt::Display + 'static>(error: &E) -> RpcError {
     match (error as &dyn Any).downcast_ref::<RpcError>() {
         Some(error) => error.clone(),
@@ -640,7 +660,8 @@ macro_rules! tuples {
                 match value {
                     Value::List(values) if values.len() == LEN => {
                         let mut values = values.into_iter();
-                        // All are converted before the first error counts, so that all objects are owned and freed.
+                        // All are converted before the first error counts, so that all objects are
+                        // owned and freed.
                         $(let $item = $item::from_reply(values.next().unwrap_or_default(), session);)*
                         Ok(($($item?,)*))
                     }

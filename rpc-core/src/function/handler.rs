@@ -23,25 +23,25 @@ use crate::function::object::{Body, BoxFuture, Function, FunctionKind, Invocatio
 use crate::tensor::{Access, Borrow};
 
 impl Function {
-    /// A function that may block: the usual kind.
+    /// Wraps a function that may block: the usual kind.
     pub fn blocking<A, R>(handler: impl Handler<A, R>) -> Self {
         Self::direct(FunctionKind::Blocking, handler)
     }
 
-    /// A function that runs where its request was read, and promises not to block.
+    /// Wraps a function that runs on the thread that reads requests, and promises not to block.
     pub fn inline<A, R>(handler: impl Handler<A, R>) -> Self {
         Self::direct(FunctionKind::Inline, handler)
     }
 
-    /// A function that returns a future.
+    /// Wraps a function that returns a future.
     pub fn asynchronous<A, R>(handler: impl AsyncHandler<A, R>) -> Self {
         let (signature, access) = handler.describe();
         let body = Body::Async(Box::new(move |invocation| handler.start(invocation)));
         Self::from_parts(FunctionKind::Async, signature, access, body)
     }
 
-    /// A blocking function over any number of arguments of any type. Tensors among them are not borrowed: see
-    /// [`Tensor::read`](crate::tensor::Tensor::read).
+    /// Wraps a blocking function over any number of arguments of any type. Tensors among them are
+    /// not borrowed: see [`Tensor::read`](crate::tensor::Tensor::read).
     pub fn dynamic(
         signature: Signature,
         body: impl Fn(&Context, Vec<LocalValue>) -> Result<LocalValue> + Send + Sync + 'static,
@@ -53,10 +53,10 @@ impl Function {
         Self::from_parts(FunctionKind::Blocking, signature, Vec::new(), body)
     }
 
-    /// As [`dynamic`](Self::dynamic), and before each call every tensor among the arguments, in lists and maps too, is
-    /// borrowed for writing: for foreign code, of which nobody knows what it reads and what it writes. A storage that is
-    /// given several times is borrowed once.
-    /// `body` gets the borrows beside the arguments; dropping them ends them.
+    /// Wraps a function like [`dynamic`](Self::dynamic). Before each call every tensor among the
+    /// arguments, in lists and maps too, is borrowed for writing: for foreign code, whose accesses
+    /// are not known. A storage that is given several times is borrowed once. `body` gets the
+    /// borrows beside the arguments; dropping them ends them.
     pub fn dynamic_exclusive(
         signature: Signature,
         body: impl Fn(&Context, Vec<LocalValue>, Vec<Borrow>) -> Result<LocalValue> + Send + Sync + 'static,
@@ -64,9 +64,9 @@ impl Function {
         Self::foreign(FunctionKind::Blocking, signature, None, body)
     }
 
-    /// A function that wraps foreign code, as [`dynamic_exclusive`](Self::dynamic_exclusive), with its kind (any but
-    /// [`FunctionKind::Async`]) and the foreign object that it was [made from](Self::origin), by which a bridge knows its own
-    /// functions again when they come back as arguments.
+    /// Wraps foreign code like [`dynamic_exclusive`](Self::dynamic_exclusive), with its kind (any
+    /// but [`FunctionKind::Async`]) and the foreign object that it was [made from](Self::origin),
+    /// by which a bridge recognises its own functions when they come back as arguments.
     pub fn foreign(
         kind: FunctionKind,
         signature: Signature,
@@ -111,14 +111,14 @@ impl Invocation {
     }
 }
 
-/// What a parameter of a function is made from: an argument, or the call itself.
+/// Source of a function's parameter: an argument, or the call itself.
 ///
-/// Implemented for [`Context`] and for everything that is [`FromArg`].
+/// Implemented for [`Context`] and for every [`FromArg`].
 pub trait FromCall: Sized {
-    /// The type's name and its use of a tensor, if it is a positional parameter.
+    /// Returns the type's name and its access to a tensor, if it is a positional parameter.
     fn describe() -> Option<(Cow<'static, str>, Option<Access>)>;
 
-    /// Makes the parameter.
+    /// Creates the parameter.
     ///
     /// # Errors
     ///
@@ -146,7 +146,7 @@ impl<T: FromArg> FromCall for T {
     }
 }
 
-/// All arguments that are left, of any type. Tensors among them are not borrowed.
+/// All remaining arguments, of any type. Tensors among them are not borrowed.
 #[derive(Debug)]
 pub struct Rest(pub Vec<LocalValue>);
 
@@ -160,9 +160,10 @@ impl FromCall for Rest {
     }
 }
 
-/// A closure that can serve calls: up to eight parameters that are [`FromCall`], and a return that is [`IntoReturn`].
+/// A closure that can serve calls: up to eight parameters that are [`FromCall`], and a return that
+/// is [`IntoReturn`].
 pub trait Handler<A, R>: Send + Sync + 'static {
-    /// The signature, and how each positional parameter uses a tensor.
+    /// Returns the signature, and the access of each positional parameter to a tensor.
     fn describe(&self) -> (Signature, Vec<Option<Access>>);
 
     /// Converts the arguments, runs the closure, converts its return.
@@ -173,12 +174,12 @@ pub trait Handler<A, R>: Send + Sync + 'static {
     fn invoke(&self, invocation: &mut Invocation) -> Result<LocalValue>;
 }
 
-/// As [`Handler`], for closures that return a future.
+/// A [`Handler`] for closures that return a future.
 pub trait AsyncHandler<A, R>: Send + Sync + 'static {
-    /// The signature, and how each positional parameter uses a tensor.
+    /// Returns the signature, and the access of each positional parameter to a tensor.
     fn describe(&self) -> (Signature, Vec<Option<Access>>);
 
-    /// Converts the arguments and makes the future.
+    /// Converts the arguments and creates the future.
     ///
     /// # Errors
     ///
@@ -270,7 +271,7 @@ mod tests {
         let nested =
             Value::List(vec![value(&x), Value::Map(vec![(value(&y), Value::List(vec![value(&x), value(&y)]))])]);
         assert_eq!(foreign.call::<i64>((nested, &x)).wait().unwrap(), 2);
-        // They end with the call.
+        // The borrows end with the call.
         assert_eq!(foreign.call::<i64>((&x, &x, &x, &x)).wait().unwrap(), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! Module loaders: where modules come from.
+//! Module loaders: the sources of modules.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,37 +10,38 @@ use crate::function::context::Context;
 use crate::function::handler::{AsyncHandler, Handler};
 use crate::function::object::{Function, Module, Signature};
 
-/// What a loader is asked for.
+/// Request to a loader.
 #[derive(Debug)]
 pub struct LoadRequest<'a> {
-    /// A path in the session's workspace, or whatever else the loader understands.
+    /// Path in the session's workspace, or another name that the loader understands.
     pub path: &'a str,
-    /// The session, for its workspace and devices.
+    /// Context of the request, for the session's workspace and devices.
     pub context: &'a Context,
 }
 
-/// Turns files or names into modules. Loading may block; it runs on the thread of the request's lane.
+/// Loader of modules from files or names. Loading may block; it runs on the thread of the request's
+/// lane.
 pub trait ModuleLoader: Send + Sync {
-    /// The loader's name, by which requests may choose it.
+    /// Returns the loader's name, by which requests may choose it.
     fn name(&self) -> &str;
 
-    /// Whether the loader wants to load `path` when the request names no loader.
+    /// Returns true if the loader accepts `path` when the request names no loader.
     fn accepts(&self, path: &str) -> bool;
 
-    /// Loads.
+    /// Loads a module.
     ///
     /// # Errors
     ///
-    /// What is wrong with the file, or that there is none.
+    /// Errors in the file, or a missing file.
     fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>>;
 }
 
-/// The loader for modules that a program registered by name.
+/// Loader of modules that a program registered by name.
 #[derive(Clone, Default)]
 pub struct NamedModules(Arc<RwLock<BTreeMap<String, Arc<dyn Module>>>>);
 
 impl NamedModules {
-    /// Adds a module under its own name; one that is there already under that name is replaced.
+    /// Adds a module under its own name, replacing one with the same name.
     pub fn insert(&self, module: Arc<dyn Module>) {
         self.0.write().insert(module.name().to_owned(), module);
     }
@@ -64,7 +65,7 @@ impl ModuleLoader for NamedModules {
     }
 }
 
-/// A module made of functions of this program.
+/// A module that consists of functions of this program.
 ///
 /// ```
 /// use rpc_core::{FunctionModule, Module};
@@ -79,7 +80,7 @@ pub struct FunctionModule {
 }
 
 impl FunctionModule {
-    /// A module without functions.
+    /// Creates a module without functions.
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into(), functions: BTreeMap::new() }
     }
@@ -102,7 +103,7 @@ impl FunctionModule {
         self.add_function(name, Function::asynchronous(handler))
     }
 
-    /// Adds a function that is there already.
+    /// Adds an existing function.
     #[must_use]
     pub fn add_function(mut self, name: impl Into<String>, function: Function) -> Self {
         let name = name.into();

@@ -1,7 +1,9 @@
-//! Functions, modules and objects: everything that a server registers and that calls of its clients reach.
+//! Functions, modules and objects: everything that a server registers and that calls of its clients
+//! reach.
 //!
-//! A [`Registry`] holds [`Function`]s, made of closures ([`Handler`]) whose parameters and returns are
-//! [converted](FromArg), and [`ModuleLoader`]s. A running function asks its [`Context`] for the session.
+//! A [`Registry`] holds [`Function`]s, made of closures ([`Handler`]) whose parameters and returns
+//! are [converted](FromArg), and [`ModuleLoader`]s. A running function accesses its session through
+//! its [`Context`].
 
 pub(crate) mod callback;
 pub(crate) mod context;

@@ -1,7 +1,8 @@
-//! Objects: what lives in a session and is named by handles. Functions, modules, tensors, and the application's own.
+//! Objects of a session, which are named by handles: functions, modules, tensors, and the
+//! application's own.
 //!
-//! This file and `context.rs` import each other: a function's arguments come with its context, and a context finds and calls
-//! functions.
+//! This file and `context.rs` import each other: a function's arguments come with its context, and
+//! a context finds and calls functions.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -19,10 +20,10 @@ use crate::tensor::{Access, Borrow, Storage, Tensor};
 use crate::trace::{self, TraceContext};
 use crate::value::Value;
 
-/// A value as functions see it, at the origin: with the objects themselves in it.
+/// A value as functions at the origin see it: with the objects themselves in it.
 pub type LocalValue = Value<Object>;
 
-/// Something that lives in a session.
+/// An object of a session.
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum Object {
@@ -32,12 +33,12 @@ pub enum Object {
     Module(Arc<dyn Module>),
     /// A tensor, or a view of one.
     Tensor(Tensor),
-    /// Anything that the application made.
+    /// An object of a type that the application defines.
     Opaque(Opaque),
 }
 
 impl Object {
-    /// The name of the object's type, as error messages use it.
+    /// Returns the name of the object's type, as error messages use it.
     pub fn type_name(&self) -> &'static str {
         match self {
             Self::Function(_) => "function",
@@ -67,12 +68,12 @@ impl Opaque {
         Self { value, type_name: std::any::type_name::<T>() }
     }
 
-    /// The value, if it is a `T`.
+    /// Returns the value, if it is a `T`.
     pub fn downcast<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
         self.value.clone().downcast().ok()
     }
 
-    /// The Rust name of the value's type.
+    /// Returns the Rust name of the value's type.
     pub fn type_name(&self) -> &'static str {
         self.type_name
     }
@@ -84,23 +85,24 @@ impl fmt::Debug for Opaque {
     }
 }
 
-/// Where a function runs.
+/// Kind of a function, which determines its thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FunctionKind {
-    /// On the thread of its lane. It may take as long as it likes.
+    /// On the thread of its lane. It may run for any time.
     Blocking,
-    /// Where the request was read. It promises not to block: everything else on that connection waits for it.
+    /// On the thread that reads requests. It promises not to block: all other requests on that
+    /// connection wait for it.
     Inline,
     /// As a future, on the runtime that the session was given.
     Async,
 }
 
-/// What a function takes and returns, for people and for `rpc.functions`.
+/// Types of a function's parameters and return, for people and for `rpc.functions`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signature {
-    /// The types of the positional parameters.
+    /// Types of the positional parameters.
     pub params: Vec<Cow<'static, str>>,
-    /// The type of the return.
+    /// Type of the return value.
     pub returns: Cow<'static, str>,
 }
 
@@ -114,7 +116,7 @@ impl fmt::Display for Signature {
 #[derive(Clone)]
 pub struct Function {
     inner: Arc<FunctionInner>,
-    /// The name under which it was registered, for errors.
+    /// Name under which the function was registered, for errors.
     name: Option<Arc<str>>,
 }
 
@@ -131,7 +133,8 @@ impl Function {
         }
     }
 
-    /// A function that borrows every tensor argument for writing. `origin` is what it was made from.
+    /// Wraps a function that borrows every tensor argument for writing. `origin` is the object that
+    /// it was made from.
     pub(crate) fn exclusive(
         kind: FunctionKind,
         signature: Signature,
@@ -162,28 +165,29 @@ impl Function {
         error.context(argument(index, self.name()))
     }
 
-    /// Where the function runs.
+    /// Returns the kind of the function, which determines its thread.
     pub fn kind(&self) -> FunctionKind {
         self.inner.kind
     }
 
-    /// What the function takes and returns.
+    /// Returns the types of the parameters and the return.
     pub fn signature(&self) -> &Signature {
         &self.inner.signature
     }
 
-    /// What the function was made from, if that is a `T`: whoever wraps foreign functions finds them again when they come
-    /// back as arguments.
+    /// Returns the object that the function was made from, if that is a `T`: bridges to foreign
+    /// code use it to recognise their functions when they come back as arguments.
     pub fn origin<T: Any + Send + Sync>(&self) -> Option<&T> {
         self.inner.origin.as_ref()?.downcast_ref()
     }
 
-    /// Whether any parameter borrows a tensor.
+    /// Returns true if any parameter borrows a tensor.
     pub(crate) fn borrows_tensors(&self) -> bool {
         self.inner.exclusive || self.inner.access.iter().any(Option::is_some)
     }
 
-    /// The storages that the function borrows, with the arguments that they are from, in the order of these.
+    /// Returns the storages that the function borrows, with the index of their argument, in the
+    /// order of the arguments.
     pub(crate) fn borrowed_args<'a>(&self, args: &'a [LocalValue]) -> Vec<(usize, &'a Arc<Storage>, Access)> {
         if self.inner.exclusive {
             return all_storages(args);
@@ -213,7 +217,7 @@ impl Function {
     }
 }
 
-/// The storages of all tensors in `args`, in lists and maps too, each once and for writing.
+/// Returns the storages of all tensors in `args`, in lists and maps too, each once and for writing.
 fn all_storages(args: &[LocalValue]) -> Vec<(usize, &Arc<Storage>, Access)> {
     fn visit<'a>(value: &'a LocalValue, found: &mut impl FnMut(&'a Arc<Storage>)) {
         match value {
@@ -244,13 +248,13 @@ impl fmt::Debug for Function {
     }
 }
 
-/// The future of an asynchronous function.
+/// Future of an asynchronous function.
 pub type BoxFuture = Pin<Box<dyn Future<Output = Result<LocalValue>> + Send>>;
 
-/// Converts the arguments of a call, and goes on from there.
+/// Conversion of a call's arguments, followed by the call.
 type Conversion<T> = Box<dyn Fn(&mut Invocation) -> Result<T> + Send + Sync>;
 
-/// What a function does: at once, or as a future.
+/// Body of a function, by the kind of its result.
 pub(crate) enum Body {
     Direct(Conversion<LocalValue>),
     Async(Conversion<BoxFuture>),
@@ -259,24 +263,24 @@ pub(crate) enum Body {
 struct FunctionInner {
     kind: FunctionKind,
     signature: Signature,
-    /// How each positional parameter uses a tensor. The rest are not borrowed.
+    /// Access of each positional parameter to a tensor. Further arguments are not borrowed.
     access: Vec<Option<Access>>,
-    /// Every tensor argument is borrowed for writing instead, each storage once.
+    /// True if every tensor argument is borrowed for writing instead, each storage once.
     exclusive: bool,
     origin: Option<Arc<dyn Any + Send + Sync>>,
     body: Body,
 }
 
-/// What [`Function::start`] leaves.
+/// Result of [`Function::start`].
 pub(crate) enum Started {
     Done(Result<LocalValue>),
     Future(CatchPanic),
 }
 
-/// A function's future, whose panics are errors.
+/// Future of a function, which turns panics into errors.
 pub(crate) struct CatchPanic {
     future: BoxFuture,
-    /// Of the request that it serves.
+    /// Trace context of the request that it serves.
     trace: Option<TraceContext>,
 }
 
@@ -290,7 +294,7 @@ impl Future for CatchPanic {
     }
 }
 
-/// The error of a panic on this thread, with its message and place.
+/// Returns the error for a panic on this thread, with its message and location.
 pub(crate) fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
     let message = payload
         .downcast_ref::<&str>()
@@ -304,11 +308,12 @@ pub(crate) fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
     }
 }
 
-/// One argument on its way into a function.
+/// One argument of a call, before its conversion.
 #[derive(Debug)]
 pub struct Arg {
     pub(crate) value: LocalValue,
-    /// Taken before the call, as the parameter's [`FromArg::ACCESS`](crate::function::convert::FromArg::ACCESS) asked.
+    /// Borrow taken before the call, as the parameter's
+    /// [`FromArg::ACCESS`](crate::function::convert::FromArg::ACCESS) requires.
     pub(crate) borrow: Option<Borrow>,
 }
 
@@ -316,7 +321,7 @@ pub struct Arg {
 pub struct Invocation {
     pub(crate) args: Args,
     pub(crate) context: Context,
-    /// The name of the function, for errors.
+    /// Name of the function, for errors.
     pub(crate) function: Option<Arc<str>>,
 }
 
@@ -328,10 +333,10 @@ pub(crate) fn argument(index: usize, function: Option<&str>) -> String {
     }
 }
 
-/// The arguments that are left.
+/// The remaining arguments.
 pub(crate) struct Args {
     pub(crate) values: std::vec::IntoIter<LocalValue>,
-    /// The borrows taken for the call, by argument index, in ascending order.
+    /// Borrows taken for the call, by argument index, in ascending order.
     borrows: std::iter::Peekable<std::vec::IntoIter<(usize, Borrow)>>,
     pub(crate) next: usize,
 }
@@ -351,7 +356,7 @@ impl Invocation {
         Self { args, context, function: None }
     }
 
-    /// All arguments and borrows that are left.
+    /// Takes all remaining arguments and borrows.
     pub(crate) fn take_all(&mut self) -> (Vec<LocalValue>, Vec<Borrow>) {
         let borrows = self.args.borrows.by_ref().map(|(_, borrow)| borrow).collect();
         (self.args.by_ref().collect(), borrows)
@@ -365,34 +370,36 @@ impl Invocation {
     }
 }
 
-/// Several functions under one roof, found by name.
+/// A collection of functions, which are found by name.
 pub trait Module: Send + Sync {
-    /// For loaders that know their own modules again when these come back as arguments. None of them.
+    /// Returns the concrete type, for loaders that recognise their own modules when these come back
+    /// as arguments. `None` by default.
     fn as_any(&self) -> Option<&dyn Any> {
         None
     }
 
-    /// A new instance of the module, set up to run on `device`, for modules that are only code and have to be set up before they
-    /// run. `None`, the default: this one serves every device. It may block.
+    /// Returns a new instance of the module, set up to run on `device`, for modules that are only
+    /// code and have to be set up before they run. `None`, the default, means that this module
+    /// serves every device. It may block.
     ///
     /// # Errors
     ///
-    /// The module's, and [`ErrorKind::DeviceUnavailable`].
+    /// Errors of the module, and [`ErrorKind::DeviceUnavailable`].
     fn instance(&self, context: &Context, device: Device) -> Result<Option<Arc<dyn Module>>> {
         let _ = (context, device);
         Ok(None)
     }
 
-    /// What the module calls itself.
+    /// Returns the module's name.
     fn name(&self) -> &str;
 
-    /// The function `name`.
+    /// Returns the function `name`.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::NotFound`].
     fn function(&self, name: &str) -> Result<Function>;
 
-    /// All functions, by name.
+    /// Returns all functions, by name.
     fn functions(&self) -> Vec<(String, Signature)>;
 }

@@ -1,4 +1,4 @@
-//! The registry: what a program offers to its sessions, functions by name and module loaders.
+//! The registry: the functions and module loaders that a program offers to its sessions.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,9 +13,11 @@ use crate::function::loader::{LoadRequest, ModuleLoader, NamedModules};
 use crate::function::object::{Function, Module, Signature};
 use crate::function::signature;
 
-/// Functions and module loaders, shared by all sessions of a program. Cheap to clone; clones are the same registry.
+/// Functions and module loaders, shared by all sessions of a program. Cheap to clone; clones are
+/// the same registry.
 ///
-/// Registering under a name that is taken replaces the function for calls to come; whoever has got the old one keeps it.
+/// Registering under a name that is taken replaces the function for later calls; references to the
+/// old one stay valid.
 #[derive(Clone)]
 pub struct Registry(Arc<RwLock<Contents>>);
 
@@ -26,7 +28,9 @@ struct Contents {
 }
 
 impl Registry {
-    /// A registry with no functions but `rpc.signature` and those that [callbacks](crate::client::Session::callback) are made of, and one loader: for the modules that [`add_module`](Self::add_module) registers.
+    /// Creates a registry whose only functions are `rpc.signature` and those for
+    /// [callbacks](crate::client::Session::callback), with one loader: for the modules that
+    /// [`add_module`](Self::add_module) registers.
     pub fn new() -> Self {
         let named = NamedModules::default();
         let functions = callback::functions().into_iter().chain([signature::function()]).collect();
@@ -39,7 +43,8 @@ impl Registry {
         self.add_function(name, Function::blocking(handler))
     }
 
-    /// Registers a function that promises not to block. It runs where the request was read, and costs no thread switch.
+    /// Registers a function that promises not to block. It runs on the thread that reads requests,
+    /// and costs no thread switch.
     pub fn add_inline<A, R>(&self, name: impl Into<String>, handler: impl Handler<A, R>) -> &Self {
         self.add_function(name, Function::inline(handler))
     }
@@ -49,7 +54,7 @@ impl Registry {
         self.add_function(name, Function::asynchronous(handler))
     }
 
-    /// Registers a function that is there already.
+    /// Registers an existing function.
     pub fn add_function(&self, name: impl Into<String>, function: Function) -> &Self {
         let name = name.into();
         let function = function.named(&name);
@@ -57,23 +62,24 @@ impl Registry {
         self
     }
 
-    /// Registers a module under its own name, to be loaded as that by the loader `named`.
+    /// Registers a module under its own name, for the loader `named`.
     pub fn add_module(&self, module: Arc<dyn Module>) -> &Self {
         self.read().named.insert(module);
         self
     }
 
-    /// Registers a module loader. Loaders are asked in the order of their registration.
+    /// Registers a module loader. Loaders are tried in the order of their registration.
     pub fn add_loader(&self, loader: Arc<dyn ModuleLoader>) -> &Self {
         self.write().loaders.push(loader);
         self
     }
 
-    /// The function registered under `name`.
+    /// Returns the function registered under `name`.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound), with a hint where a registered name is close.
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound), with a hint if a registered name is
+    /// similar.
     pub fn get(&self, name: &str) -> Result<Function> {
         let contents = self.read();
         contents.functions.get(name).cloned().ok_or_else(|| {
@@ -83,7 +89,7 @@ impl Registry {
         })
     }
 
-    /// All functions, by name.
+    /// Returns all functions, by name.
     pub fn functions(&self) -> Vec<(String, Signature)> {
         self.read().functions.iter().map(|(name, function)| (name.clone(), function.signature().clone())).collect()
     }
@@ -92,7 +98,8 @@ impl Registry {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if no loader takes it, and the loader's own.
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if no loader accepts it, and errors of
+    /// the loader.
     pub fn load_module(&self, loader: Option<&str>, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
         let loaders = self.read().loaders.clone();
         let found = match loader {
@@ -134,13 +141,14 @@ impl fmt::Debug for Registry {
     }
 }
 
-/// The beginning of a name that a peer chose, so that error messages stay small.
+/// Returns the beginning of a name that a peer chose, so that error messages stay small.
 fn clip(name: &str) -> &str {
     let end = (0..=name.len().min(120)).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
     &name[..end]
 }
 
-/// Whether two names are equal but for case, or for one character added, left out or replaced.
+/// Returns true if two names are equal except for case, or for one character added, omitted or
+/// replaced.
 fn is_near(known: &str, name: &str) -> bool {
     if known.eq_ignore_ascii_case(name) {
         return true;

@@ -1,4 +1,5 @@
-//! Signatures for typed clients: the function by which an origin tells them, and the comparison with a client's types.
+//! Signatures for typed clients: the function by which an origin reports them, and the comparison
+//! with a client's types.
 
 use crate::error::{Result, RpcError};
 use crate::function::context::Context;
@@ -24,8 +25,8 @@ pub(crate) struct Wanted {
     pub(crate) returns: Option<&'static str>,
 }
 
-/// Kinds of values that signatures name. A name that is none of these belongs to a type of the program, which may accept
-/// anything.
+/// Kinds of values that signatures name. Any other name belongs to a type of the program, which may
+/// accept anything.
 const KINDS: [&str; 16] = [
     "null", "bool", "int", "float", "str", "bytes", "shape", "dtype", "device", "packed", "list", "map", "function",
     "module", "tensor", "object",
@@ -68,7 +69,8 @@ impl Wanted {
     }
 }
 
-/// Returns the kind of values that a name in a signature stands for, and true with it if null is accepted as well.
+/// Returns the kind of values that a name in a signature stands for, and true with it if null is
+/// accepted as well.
 fn kind(name: &str) -> Option<(&'static str, bool)> {
     let (name, is_optional) = match name.strip_suffix('?') {
         Some(name) => (name, true),

@@ -190,7 +190,8 @@ impl<W> Threads<W> {
         if self.live >= self.max {
             return false;
         }
-        // Each session has at least one thread, so that it makes progress independently of the others.
+        // Each session has at least one thread, so that it makes progress independently of the
+        // others.
         if let Some(quota) = &self.quota
             && self.live > 0
         {

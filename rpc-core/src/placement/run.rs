@@ -324,8 +324,8 @@ impl Runner<'_> {
         Ok(made)
     }
 
-    /// Copies from one session to another, through this process: a piece is read while the previous one
-    /// is written.
+    /// Copies from one session to another, through this process: a piece is read while the previous
+    /// one is written.
     async fn copy_between(&self, from: &RemoteTensor, to: &RemoteTensor, lane: Lane) -> Result<()> {
         let (source, target, len) = (from.session(), to.session(), from.size_bytes());
         let read = |at: u64| {

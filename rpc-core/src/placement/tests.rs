@@ -376,8 +376,8 @@ proptest! {
             let device = site.devices.iter().find(|device| device.device == location.device).unwrap();
             prop_assert!(device.satisfies(&constraint.device));
         }
-        // The tensors of a step are made before it, where they are needed, and none is made twice in
-        // one location.
+        // The tensors of a step are made before it, where they are needed, and none is made twice
+        // in one location.
         let mut made: Vec<(ValueId, &Location)> = Vec::new();
         for step in &plan.planned {
             let (needs, makes) = match step {

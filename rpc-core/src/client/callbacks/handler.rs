@@ -1,4 +1,4 @@
-//! Which closures can be callbacks, and how values become their parameters and their returns become values.
+//! Closures that can be callbacks, and the conversion of their parameters and returns.
 
 use std::fmt;
 
@@ -7,31 +7,32 @@ use crate::function::convert::{ArgScope, FromReply, IntoArg, failure};
 use crate::session::{SharedSession, release};
 use crate::value::Value;
 
-/// A closure that a session can call back: up to eight parameters that are [`FromReply`], and a return that is
-/// [`CallbackReturn`].
+/// A closure that a session can call back: up to eight parameters that are [`FromReply`], and a
+/// return that is [`CallbackReturn`].
 ///
-/// Objects among the arguments belong to the closure, and are freed when it drops them; those in a raw [`Value`] it frees
-/// [itself](crate::session::release).
+/// Objects among the arguments belong to the closure, and are freed when it drops them. It must
+/// [free](crate::session::release) those in a raw [`Value`] itself.
 pub trait CallbackHandler<A, R>: Send + Sync + 'static {
     /// Converts the arguments, runs the closure, converts its return for the call of `scope`.
     ///
     /// # Errors
     ///
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for arguments that do not fit, whose objects are freed; and
-    /// the closure's own.
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for arguments that do not fit, whose
+    /// objects are freed; and the errors of the closure.
     fn invoke(&self, args: Vec<Value>, scope: &mut ArgScope<'_>) -> Result<Value>;
 }
 
-/// What a callback can return: arguments of calls, and `Result`s of them.
+/// Type that a callback can return: arguments of calls, and `Result`s of them.
 ///
-/// Tensors and functions of the session may be returned by value. Objects in a raw [`Value`] stay the closure's to free,
-/// when whoever called it has them.
+/// Tensors and functions of the session may be returned by value. The closure must free the objects
+/// in a raw [`Value`], once the caller has them.
 pub trait CallbackReturn {
     /// Converts the return for the call of `scope`.
     ///
     /// # Errors
     ///
-    /// The closure's own, and [`InvalidHandle`](crate::ErrorKind::InvalidHandle) for an object of another session.
+    /// Those of the closure, and [`InvalidHandle`](crate::ErrorKind::InvalidHandle) for an object
+    /// of another session.
     fn into_answer(self, scope: &mut ArgScope<'_>) -> Result<Value>;
 }
 
@@ -50,7 +51,7 @@ impl<T: IntoArg, E: fmt::Display + 'static> CallbackReturn for Result<T, E> {
     }
 }
 
-/// The arguments of a call on their way into the closure.
+/// The remaining arguments of a call.
 struct Arguments<'a> {
     values: std::iter::Enumerate<std::vec::IntoIter<Value>>,
     session: &'a SharedSession,
@@ -86,7 +87,8 @@ macro_rules! handlers {
             fn invoke(&self, args: Vec<Value>, scope: &mut ArgScope<'_>) -> Result<Value> {
                 const WANTED: usize = { let names: &[&str] = &[$(stringify!($param)),*]; names.len() };
                 let mut args = Arguments::new(args, WANTED, scope.session)?;
-                // All are converted before the first error counts, so that all objects are owned and freed.
+                // All are converted before the first error counts, so that all objects are owned
+                // and freed.
                 $(let $param = args.take::<$param>();)*
                 self($($param?),*).into_answer(scope)
             }

@@ -1,7 +1,8 @@
-//! The client's side: the threads that take calls of a closure, run it, and answer.
+//! The client's side of callbacks: the threads that take calls of a closure, run it, and answer.
 //!
-//! One thread at least always waits for the next call. A thread that has got one first sees to it that another waits, so
-//! that the closure can be called again while it runs, from inside of itself included.
+//! At least one thread always waits for the next call. A thread that has taken a call first makes
+//! sure that another waits, so that the closure can be called again while it runs, also from inside
+//! itself.
 
 use std::any::Any;
 use std::fmt;
@@ -24,33 +25,35 @@ use crate::function::object::panic_error;
 use crate::session::{Lane, SharedSession, is_same};
 use crate::value::{Packed, Reference, Value};
 
-/// The most calls of one callback that run at a time, those included that wait for calls inside of them: one more is an
-/// error to its caller, where to let it wait might be for ever.
+/// Largest number of calls of one callback that run at a time, including those that wait for nested
+/// calls. One more is an error to its caller, because letting it wait might be for ever.
 ///
 /// Each of them takes a thread of the client, and at the origin one of the session's
-/// ([`SessionLimits::max_threads`](crate::SessionLimits::max_threads), twice as many by default) for the function that
-/// waits for it.
+/// ([`SessionLimits::max_threads`](crate::SessionLimits::max_threads), twice as many by default)
+/// for the function that waits for it.
 pub const MAX_RUNNING: usize = 32;
 
-/// Threads beyond this many that wait retire. With one alone each call would have to start another.
+/// Number of waiting threads above which further ones retire. With only one, each call would have
+/// to start another.
 const KEPT_WAITING: usize = 2;
 
-/// How often in a row asking for a call may fail at a limit.
+/// Number of consecutive requests for a call that may fail at a limit.
 const MAX_FAILURES: usize = 16;
 
 impl Session {
-    /// Makes `handler` a function of the session: the [callback](RemoteCallback) is passed where a function is expected,
-    /// and whoever calls it there runs the closure here.
+    /// Makes `handler` a function of the session: the [callback](RemoteCallback) is passed where a
+    /// function is expected, and calls of it there run the closure here.
     ///
-    /// The closure runs on threads that the callback owns, up to [`MAX_RUNNING`] calls at a time, and may use the session
-    /// itself; see the [module](crate::client::callbacks) for what it must not do. Its errors reach its caller with all their
-    /// facts; a panic is one of kind [`Panic`](ErrorKind::Panic), and arguments that do not fit are one of kind
+    /// The closure runs on threads that the callback owns, up to [`MAX_RUNNING`] calls at a time,
+    /// and may use the session itself; see the [module](crate::client::callbacks) for its
+    /// restrictions. Its errors reach its caller with all their facts; a panic is one of kind
+    /// [`Panic`](ErrorKind::Panic), and arguments that do not fit are one of kind
     /// [`InvalidArgument`](ErrorKind::InvalidArgument).
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if the origin knows no callbacks, [`ErrorKind::LimitExceeded`] if no thread can be started,
-    /// and whatever ends the session.
+    /// [`ErrorKind::NotFound`] if the origin does not support callbacks,
+    /// [`ErrorKind::LimitExceeded`] if no thread can be started, and errors of the session.
     pub fn callback<A, R>(&self, handler: impl CallbackHandler<A, R>) -> Action<RemoteCallback> {
         let handler: Handler = Box::new(move |args, scope| handler.invoke(args, scope));
         let session = self.clone();
@@ -60,7 +63,7 @@ impl Session {
 
 type Handler = Box<dyn Fn(Vec<Value>, &mut ArgScope<'_>) -> Result<Value> + Send + Sync>;
 
-/// Makes a callback: its functions at the origin, and the first thread that waits for a call.
+/// Creates a callback: its functions at the origin, and the first thread that waits for a call.
 async fn make(session: Session, handler: Handler, options: Options<'_>) -> Result<RemoteCallback> {
     crate::panics::install_hook();
     let get = |name| options.apply(session.get_function(name)).start();
@@ -76,7 +79,7 @@ async fn make(session: Session, handler: Handler, options: Options<'_>) -> Resul
         handler,
         threads: Mutex::new(Threads { waiting: 1, running: 0 }),
     });
-    // From here on dropping it stops what has been started.
+    // From here on, dropping it stops everything that has been started.
     let callback = RemoteCallback(Arc::new(Owner { function, service }));
     let service = &callback.0.service;
     let mut services = lock(&SERVICES);
@@ -87,25 +90,27 @@ async fn make(session: Session, handler: Handler, options: Options<'_>) -> Resul
     Ok(callback)
 }
 
-/// A closure of this process as a function of a session. Cheap to clone; clones are the same callback.
+/// A closure of this process as a function of a session. Cheap to clone; clones are the same
+/// callback.
 ///
-/// A reference to it is an argument that arrives as a function, and keeps it until the reply of that call. Dropping the
-/// last clone never blocks and lets go of the closure: whoever waits for it at the origin, or calls it later, gets an
-/// [`InvalidHandle`](ErrorKind::InvalidHandle) error that says so. Where the closure runs at that moment it runs to its
-/// end, and what it returns is discarded. The end of the session, and [`Session::shutdown`], let go of it as well.
+/// A reference to it is an argument that arrives as a function, and keeps it until the reply of
+/// that call. Dropping the last clone never blocks and releases the closure: callers at the origin
+/// that wait for it or call it later get an [`InvalidHandle`](ErrorKind::InvalidHandle) error that
+/// says so. A call that is running then runs to its end, and its result is discarded. The end of
+/// the session, and [`Session::shutdown`], release it as well.
 ///
 /// A callback that its own closure has captured is never dropped.
 #[derive(Clone)]
 pub struct RemoteCallback(Arc<Owner>);
 
 impl RemoteCallback {
-    /// The function at the origin, to be called by the client itself. It is one like any other and outlives the callback,
-    /// but fails then.
+    /// Returns the function at the origin, to be called by the client itself. It outlives the
+    /// callback, but fails then.
     pub fn function(&self) -> &RemoteFunction {
         &self.0.function
     }
 
-    /// The session whose function it is.
+    /// Returns the session of the function.
     pub fn session(&self) -> Session {
         self.0.service.session.clone()
     }
@@ -129,7 +134,7 @@ impl fmt::Debug for RemoteCallback {
     }
 }
 
-/// Whoever has the callback, as opposed to the threads that serve it.
+/// Owners of the callback, as opposed to the threads that serve it.
 struct Owner {
     function: RemoteFunction,
     service: Arc<Service>,
@@ -141,13 +146,13 @@ impl Drop for Owner {
     }
 }
 
-/// All that may be running, so that a shutdown finds those of its session.
+/// All services that may be running, so that a shutdown finds those of its session.
 static SERVICES: Mutex<Vec<Weak<Service>>> = Mutex::new(Vec::new());
 
-/// Lets go of all closures of `session`, which is about to be shut down: that waits for all requests, and there is always
-/// one of a callback's that waits for a call.
+/// Releases all closures of `session`, which is about to be shut down. A shutdown waits for all
+/// requests, and a callback always has one that waits for a call.
 pub(crate) fn stop_all(session: &SharedSession) {
-    // Stopped outside of the lock: it frees objects, which is the session's business.
+    // Stopped outside of the lock, because stopping frees objects, which calls the session.
     let services: Vec<_> = lock(&SERVICES).iter().filter_map(Weak::upgrade).collect();
     for service in services {
         if is_same(service.session.shared(), session) {
@@ -156,23 +161,23 @@ pub(crate) fn stop_all(session: &SharedSession) {
     }
 }
 
-/// What the threads of one callback share.
+/// State that the threads of one callback share.
 struct Service {
     session: Session,
     next: RemoteFunction,
     done: RemoteFunction,
-    /// Names the source in requests, which do not pin it: freeing it is what ends them.
+    /// Names the source in requests, without pinning it: freeing the source ends them.
     source: Reference,
-    /// Keeps the source. `None` once the closure was let go of.
+    /// Keeps the source. `None` once the closure was released.
     held: Mutex<Option<RemoteObject>>,
     handler: Handler,
     threads: Mutex<Threads>,
 }
 
 struct Threads {
-    /// Those that wait for a call, or are about to.
+    /// Number of threads that wait for a call, or are about to.
     waiting: usize,
-    /// Those that run the closure.
+    /// Number of threads that run the closure.
     running: usize,
 }
 
@@ -180,7 +185,7 @@ struct Threads {
 type Taken = (RemoteObject, Vec<Value>, Option<u32>);
 
 impl Service {
-    /// Starts a thread, which is counted among those that wait.
+    /// Starts a thread, counted as waiting.
     fn spawn(self: &Arc<Self>) -> io::Result<()> {
         let service = self.clone();
         thread::Builder::new().name("rpc-callback".into()).spawn(move || service.serve()).map(drop)
@@ -201,17 +206,18 @@ impl Service {
                 }
             }
         }
-        // Nobody may wait for threads that are not there.
+        // No caller may wait for threads that do not exist.
         self.stop();
     }
 
-    /// The next call; `None` when there will be none.
+    /// Takes the next call; `None` if there will be none.
     fn take(&self) -> Option<Taken> {
         for _ in 0..MAX_FAILURES {
             let args = vec![Value::Object(self.source.clone())];
             match self.next.call::<Option<Taken>>(args).concurrent().wait() {
                 Ok(taken) => return taken,
-                // One call came too large, or was one object too many: its caller has been told, and others may fit.
+                // One call was too large, or had one object too many. Its caller has been told;
+                // others may fit.
                 Err(error) if error.kind() == ErrorKind::LimitExceeded => {}
                 Err(_) => return None,
             }
@@ -219,7 +225,7 @@ impl Service {
         None
     }
 
-    /// Turns a thread that waited into one that runs the closure, and has another one wait.
+    /// Turns a waiting thread into one that runs the closure, and makes another one wait.
     fn begin(self: &Arc<Self>) -> Result<()> {
         let mut threads = lock(&self.threads);
         if threads.running == MAX_RUNNING {
@@ -237,7 +243,7 @@ impl Service {
         Ok(())
     }
 
-    /// Turns a thread that ran the closure into one that waits again. Whether there is a need for one.
+    /// Turns a thread that ran the closure into a waiting one. Returns true if it is needed.
     fn finish(&self) -> bool {
         let mut threads = lock(&self.threads);
         threads.running -= 1;
@@ -248,7 +254,7 @@ impl Service {
 
     fn run(&self, call: &RemoteObject, args: Vec<Value>, lane: Option<Lane>) {
         let session = self.session.shared();
-        // What is returned lives until it has been answered.
+        // The result lives until it has been sent.
         let mut scope = ArgScope { session, pins: Vec::new() };
         let held = held_lane::hold(session, lane);
         let outcome = catch_unwind(AssertUnwindSafe(|| (self.handler)(args, &mut scope)));
@@ -256,7 +262,7 @@ impl Service {
         self.answer(call, outcome.unwrap_or_else(|payload| Err(panic_error(&*payload))));
     }
 
-    /// Tells the caller. One that is gone does not hear it, nor does the closure of that.
+    /// Sends the outcome to the caller. If the caller is gone, it is discarded.
     fn answer(&self, call: &RemoteObject, outcome: Result<Value>) {
         let tell = |outcome: Result<Value>| {
             let mut args = vec![Value::Object(Reference::Object(call.handle()))];
@@ -266,7 +272,7 @@ impl Service {
             }
             self.done.call::<()>(args).concurrent().wait()
         };
-        // A return that cannot be sent is an error that can.
+        // A result that cannot be sent is replaced by an error that can.
         if let Err(error) = tell(outcome)
             && !error.ends_session()
         {
@@ -274,7 +280,8 @@ impl Service {
         }
     }
 
-    /// Lets go of the closure: all who wait for it, here and at the origin, are told by the end of the source.
+    /// Releases the closure: the end of the source is reported to all waiting calls, here and at
+    /// the origin.
     fn stop(&self) {
         let held = lock(&self.held).take();
         drop(held);
@@ -285,7 +292,8 @@ fn no_thread(error: io::Error) -> RpcError {
     RpcError::new(ErrorKind::LimitExceeded, format!("cannot start a thread for the closure: {error}"))
 }
 
-/// None of the data behind these locks is left half changed by a panic: closures run outside of them.
+/// Locks a mutex, ignoring poison: closures run outside of these locks, so a panic cannot leave
+/// their data half changed.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock()
 }

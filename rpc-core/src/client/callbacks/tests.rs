@@ -1,5 +1,5 @@
-//! The two sides of a callback on their own, over a local session. What both do together over any session is in the
-//! conformance suite.
+//! The two sides of a callback on their own, over a local session. What both do together over any
+//! session is in the conformance suite.
 
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
@@ -194,7 +194,8 @@ fn a_call_that_the_session_cannot_hold_fails_and_the_next_one_does_not() {
     let session = Session::new(LocalSession::builder(registry()).limits(limits).build());
     let sum = session.callback(|list: Vec<RemoteFunction>| list.len() as i64).wait().unwrap();
     let echo = sum.function();
-    // The session holds four objects of the callback's, and one more for each call. This one needs two others.
+    // The session holds four objects of the callback's, and one more for each call. This one needs
+    // two others.
     is_let_go(echo.call(Vec::from([Value::List(vec![reference(echo), reference(echo)])])).wait(), true);
     assert_eq!(echo.call::<i64>(Vec::from([Value::List(vec![reference(echo)])])).wait().unwrap(), 1);
 }
