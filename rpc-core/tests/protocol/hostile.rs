@@ -345,7 +345,11 @@ fn messages_that_never_become_complete_are_counted() {
     }
     pair.inject_to_server(&input);
     pair.run();
-    assert!(pair.server_error.as_ref().unwrap().message().contains("in flight, above the credit"), "{:?}", pair.server_error);
+    assert!(
+        pair.server_error.as_ref().unwrap().message().contains("in flight, above the credit"),
+        "{:?}",
+        pair.server_error
+    );
     // Few bytes in many messages: above the number.
     let mut pair = setup().build();
     let input: Vec<u8> = (1..=100_000).flat_map(|id| frame(Kind::Request, id, 0, true, &[], &[])).collect();
