@@ -15,7 +15,7 @@ use async_trait::async_trait;
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use crate::handshake::half_open::Over;
+use crate::handshake::half_open::ClosedFlag;
 use crate::handshake::identity::Security;
 
 /// An ordered, reliable byte pipe as the async runtime sees it. Implemented for all that fits.
@@ -107,7 +107,7 @@ pub struct Channel {
     guard: Option<ChannelGuard>,
     end: Option<Arc<dyn ExplainEnd>>,
     /// Whether the connection that it is one of is over.
-    beneath: Over,
+    parent_connection: ClosedFlag,
     /// What was read of it by a handshake before the one to come.
     unread: BytesMut,
 }
@@ -184,20 +184,20 @@ impl Channel {
             upgrade: None,
             guard: None,
             end: None,
-            beneath: Over::default(),
+            parent_connection: ClosedFlag::default(),
             unread: BytesMut::new(),
         }
     }
 
     /// The same channel, of a connection that may be over before the channel hears of it.
     #[cfg(feature = "quic")]
-    pub(crate) fn standing_on(self, beneath: Over) -> Self {
-        Self { beneath, ..self }
+    pub(crate) fn with_parent_connection(self, parent_connection: ClosedFlag) -> Self {
+        Self { parent_connection, ..self }
     }
 
     /// Whether the connection that it is one of is over.
-    pub(crate) fn beneath(&self) -> Over {
-        self.beneath.clone()
+    pub(crate) fn parent_connection(&self) -> ClosedFlag {
+        self.parent_connection.clone()
     }
 
     /// The same channel, keeping `guard` alive for as long as itself.

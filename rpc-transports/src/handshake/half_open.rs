@@ -1,5 +1,5 @@
-//! The handshakes that a server has in progress: no more than a limit, and none kept out by those
-//! who never finish.
+//! Limit on the handshakes that a server has in progress, under which no client is kept out by others
+//! that never finish.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,165 +7,168 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-/// The handshakes in progress. When there are too many, the oldest of the machine that has most of
-/// them gives way, so that whoever floods a server takes the places of its own.
+/// Limit on handshakes in progress. When it is reached, the oldest handshake of the machine with
+/// most of them is evicted, so that a machine that floods a server displaces its own handshakes.
 #[derive(Debug)]
-pub(crate) struct Handshakes {
+pub(crate) struct HandshakeLimit {
     limit: usize,
-    state: Mutex<State>,
+    state: Mutex<LimitState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    next: u64,
+struct LimitState {
+    next_id: u64,
     count: usize,
-    /// The oldest in front. No machine is without.
-    by_machine: HashMap<String, VecDeque<Place>>,
+    /// Handshakes by machine, the oldest in front. No queue is empty.
+    by_machine: HashMap<String, VecDeque<PendingHandshake>>,
 }
 
+/// Handshake that counts.
 #[derive(Debug)]
-struct Place {
+struct PendingHandshake {
     id: u64,
     evicted: Arc<Notify>,
-    own: Over,
-    beneath: Over,
+    closed: ClosedFlag,
+    parent_connection: ClosedFlag,
 }
 
-/// Whether something is over, although whoever is busy with it may not know yet.
+/// Flag of something that has ended, although the task that is busy with it may not know yet.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Over(Arc<AtomicBool>);
+pub(crate) struct ClosedFlag(Arc<AtomicBool>);
 
-impl Over {
-    /// What was over before it began.
+impl ClosedFlag {
+    /// Flag of something that had ended before it began.
     #[cfg(feature = "quic")]
-    pub(crate) fn already() -> Self {
+    pub(crate) fn closed() -> Self {
         Self(Arc::new(true.into()))
     }
 
-    fn is_so(&self) -> bool {
+    fn is_set(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// A handshake in progress, until dropped.
+/// Permit of a handshake in progress, until dropped.
 #[derive(Debug)]
-pub(crate) struct InProgress {
-    handshakes: Arc<Handshakes>,
+pub(crate) struct HandshakePermit {
+    limit: Arc<HandshakeLimit>,
     machine: String,
     id: u64,
     evicted: Arc<Notify>,
-    #[cfg_attr(not(feature = "quic"), allow(dead_code, reason = "nothing stands on a handshake then"))]
-    over: Over,
+    #[cfg_attr(not(feature = "quic"), allow(dead_code, reason = "only QUIC has channels on a connection"))]
+    closed: ClosedFlag,
 }
 
-impl Handshakes {
-    /// None so far; `limit` is one at least.
+impl HandshakeLimit {
+    /// Creates the limit. It is one at least.
     pub(crate) fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self { limit: limit.max(1), state: Mutex::default() })
     }
 
-    /// Counts a handshake with `machine`. Another one may be [evicted](InProgress::eviction) for
-    /// it, but none for such as take no place, because what they stand on, `beneath`, is over: they
-    /// only have to hear of it.
-    pub(crate) fn begin(self: &Arc<Self>, machine: String, beneath: Over) -> InProgress {
-        let (evicted, over) = (Arc::new(Notify::new()), Over::default());
+    /// Counts a handshake with `machine`, and [evicts](HandshakePermit::eviction) another one if
+    /// there are too many.
+    ///
+    /// A handshake whose `parent_connection` has closed does not count, and evicts none: its task
+    /// only has to find out.
+    pub(crate) fn begin(self: &Arc<Self>, machine: String, parent_connection: ClosedFlag) -> HandshakePermit {
+        let (evicted, closed) = (Arc::new(Notify::new()), ClosedFlag::default());
         let mut state = self.state();
-        let id = state.next;
-        state.next += 1;
-        if !beneath.is_so() {
+        let id = state.next_id;
+        state.next_id += 1;
+        if !parent_connection.is_set() {
             if state.count >= self.limit {
-                state.forget_what_is_over();
+                state.remove_closed();
             }
             if state.count >= self.limit {
                 state.evict_one(&machine);
             }
             state.count += 1;
-            let place = Place { id, evicted: evicted.clone(), own: over.clone(), beneath };
-            state.by_machine.entry(machine.clone()).or_default().push_back(place);
+            let pending = PendingHandshake { id, evicted: evicted.clone(), closed: closed.clone(), parent_connection };
+            state.by_machine.entry(machine.clone()).or_default().push_back(pending);
         }
         drop(state);
-        InProgress { handshakes: self.clone(), machine, id, evicted, over }
+        HandshakePermit { limit: self.clone(), machine, id, evicted, closed }
     }
 
-    /// Whether half of the places are taken.
+    /// Returns true if half of the limit is reached.
     #[cfg(feature = "quic")]
     pub(crate) fn is_busy(&self) -> bool {
         self.state().count >= self.limit.div_ceil(2)
     }
 
-    /// Evicts all.
+    /// Evicts all handshakes.
     pub(crate) fn evict_all(&self) {
         let mut state = self.state();
         state.count = 0;
         let all = std::mem::take(&mut state.by_machine);
         drop(state);
-        all.into_values().flatten().for_each(|place| place.evict());
+        all.into_values().flatten().for_each(|pending| pending.evict());
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LimitState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Place {
+impl PendingHandshake {
     fn evict(&self) {
-        self.own.0.store(true, Ordering::Release);
+        self.closed.0.store(true, Ordering::Release);
         self.evicted.notify_one();
     }
 }
 
-impl State {
-    /// Frees the places of those whose task has yet to hear that it is over.
-    fn forget_what_is_over(&mut self) {
-        self.by_machine.retain(|_, places| {
-            places.retain(|place| !place.beneath.is_so());
-            !places.is_empty()
+impl LimitState {
+    /// Removes handshakes whose parent connection has closed, although their tasks do not know yet.
+    fn remove_closed(&mut self) {
+        self.by_machine.retain(|_, pending| {
+            pending.retain(|pending| !pending.parent_connection.is_set());
+            !pending.is_empty()
         });
         self.count = self.by_machine.values().map(VecDeque::len).sum();
     }
 
-    /// Evicts the oldest handshake of the machine with most of them, which is the newcomer's if
-    /// that has as many as any.
+    /// Evicts the oldest handshake of the machine with most of them. That is the newcomer's machine
+    /// if it has as many as any other.
     fn evict_one(&mut self, newcomer: &str) {
         let of = |machine: &str| self.by_machine.get(machine).map_or(0, VecDeque::len);
-        let greediest = self.by_machine.iter().max_by_key(|(_, handshakes)| handshakes.len());
-        let Some((greediest, most)) = greediest.map(|(machine, handshakes)| (machine.clone(), handshakes.len())) else {
+        let greediest = self.by_machine.iter().max_by_key(|(_, pending)| pending.len());
+        let Some((greediest, most)) = greediest.map(|(machine, pending)| (machine.clone(), pending.len())) else {
             return;
         };
         let machine = if of(newcomer) == most { newcomer.to_owned() } else { greediest };
-        if let Some(handshakes) = self.by_machine.get_mut(&machine)
-            && let Some(place) = handshakes.pop_front()
+        if let Some(pending) = self.by_machine.get_mut(&machine)
+            && let Some(oldest) = pending.pop_front()
         {
-            place.evict();
+            oldest.evict();
             self.count -= 1;
-            if handshakes.is_empty() {
+            if pending.is_empty() {
                 self.by_machine.remove(&machine);
             }
         }
     }
 }
 
-impl InProgress {
-    /// Is told when the handshake has to give way.
+impl HandshakePermit {
+    /// Returns what is notified when the handshake is evicted.
     pub(crate) fn eviction(&self) -> Arc<Notify> {
         self.evicted.clone()
     }
 
-    /// Whether it has given way, for what stands on it.
+    /// Returns the flag that is set when the handshake is evicted, for channels on its connection.
     #[cfg(feature = "quic")]
-    pub(crate) fn over(&self) -> Over {
-        self.over.clone()
+    pub(crate) fn closed_flag(&self) -> ClosedFlag {
+        self.closed.clone()
     }
 }
 
-impl Drop for InProgress {
+impl Drop for HandshakePermit {
     fn drop(&mut self) {
-        let mut state = self.handshakes.state();
-        let Some(handshakes) = state.by_machine.get_mut(&self.machine) else { return };
-        // The order of numbers is that of age.
-        let Ok(at) = handshakes.binary_search_by_key(&self.id, |place| place.id) else { return };
-        handshakes.remove(at);
-        if handshakes.is_empty() {
+        let mut state = self.limit.state();
+        let Some(pending) = state.by_machine.get_mut(&self.machine) else { return };
+        // Ids ascend with age.
+        let Ok(at) = pending.binary_search_by_key(&self.id, |pending| pending.id) else { return };
+        pending.remove(at);
+        if pending.is_empty() {
             state.by_machine.remove(&self.machine);
         }
         state.count -= 1;
@@ -180,26 +183,27 @@ mod tests {
 
     use super::*;
 
-    fn is_evicted(handshake: &InProgress) -> bool {
+    fn is_evicted(handshake: &HandshakePermit) -> bool {
         pin!(handshake.eviction().notified()).poll(&mut Context::from_waker(Waker::noop())).is_ready()
     }
 
     #[test]
-    fn whoever_floods_takes_the_places_of_its_own() {
-        let handshakes = Handshakes::new(4);
-        let good = handshakes.begin("good".into(), Over::default());
-        let mut flood: Vec<_> = (0..3).map(|_| handshakes.begin("bad".into(), Over::default())).collect();
+    fn a_machine_that_floods_displaces_its_own_handshakes() {
+        let handshakes = HandshakeLimit::new(4);
+        let good = handshakes.begin("good".into(), ClosedFlag::default());
+        let mut flood: Vec<_> = (0..3).map(|_| handshakes.begin("bad".into(), ClosedFlag::default())).collect();
         for round in 0..100 {
-            let next = handshakes.begin("bad".into(), Over::default());
+            let next = handshakes.begin("bad".into(), ClosedFlag::default());
             assert!(is_evicted(&flood.remove(0)), "round {round}");
             flood.push(next);
         }
-        // The first of another machine takes one of theirs, too.
-        let other = handshakes.begin("other".into(), Over::default());
+        // The first handshake of another machine displaces one of theirs as well.
+        let other = handshakes.begin("other".into(), ClosedFlag::default());
         assert!(is_evicted(&flood[0]) && !is_evicted(&flood[1]));
         assert!(!is_evicted(&good) && !is_evicted(&other));
         drop((good, other));
-        let _room = [handshakes.begin("a".into(), Over::default()), handshakes.begin("b".into(), Over::default())];
+        let _room =
+            [handshakes.begin("a".into(), ClosedFlag::default()), handshakes.begin("b".into(), ClosedFlag::default())];
         assert!(!is_evicted(&flood[1]) && !is_evicted(&flood[2]));
         handshakes.evict_all();
         assert!(is_evicted(&flood[1]) && is_evicted(&flood[2]));
@@ -209,11 +213,11 @@ mod tests {
     }
 
     #[test]
-    fn nobody_gives_way_for_those_that_are_over_or_beside_them() {
-        let (connections, channels) = (Handshakes::new(2), Handshakes::new(2));
+    fn no_handshake_is_evicted_for_one_whose_connection_has_closed() {
+        let (connections, channels) = (HandshakeLimit::new(2), HandshakeLimit::new(2));
         let open = || {
-            let connection = connections.begin("bad".into(), Over::default());
-            let channel = channels.begin("bad".into(), Over(connection.over.0.clone()));
+            let connection = connections.begin("bad".into(), ClosedFlag::default());
+            let channel = channels.begin("bad".into(), connection.closed.clone());
             (connection, channel)
         };
         let (first, second) = (open(), open());
@@ -222,8 +226,8 @@ mod tests {
         let third = open();
         assert!(is_evicted(&first.0));
         assert!(![&second.0, &third.0, &second.1, &third.1].into_iter().any(is_evicted));
-        // A channel that comes when its connection has given way takes no place.
-        let late = channels.begin("bad".into(), Over(first.0.over.0.clone()));
+        // A channel that comes after its connection was evicted does not count.
+        let late = channels.begin("bad".into(), first.0.closed.clone());
         assert!(![&second.1, &third.1].into_iter().any(is_evicted));
         assert_eq!(channels.state().count, 2);
         drop((late, first, second, third));

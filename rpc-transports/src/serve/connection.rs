@@ -23,7 +23,7 @@ use super::server::{FAR_OFF, Registered, Shared};
 use super::task::{SessionParts, SessionTask};
 use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
-use crate::handshake::half_open::InProgress;
+use crate::handshake::half_open::HandshakePermit;
 use crate::handshake::identity::{Access, of_acceptor};
 
 /// Connection whose channel may still have to be secured.
@@ -31,7 +31,7 @@ pub(super) struct Accepted {
     pub(super) connection: Connection,
     pub(super) channel: Channel,
     /// Place among the handshakes in progress.
-    pub(super) permit: InProgress,
+    pub(super) permit: HandshakePermit,
 }
 
 /// Facts about a connection that all stages share.
@@ -50,7 +50,7 @@ pub(super) struct Connection {
 struct Secured {
     connection: Connection,
     channel: Channel,
-    permit: InProgress,
+    permit: HandshakePermit,
     /// End of the time for the handshake.
     deadline: Instant,
 }

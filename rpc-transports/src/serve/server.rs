@@ -21,7 +21,7 @@ use crate::address::Address;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector};
 use crate::error::TransportError;
-use crate::handshake::half_open::Handshakes;
+use crate::handshake::half_open::HandshakeLimit;
 use crate::handshake::identity::Access;
 use crate::transport::{Bind, Dial, Transports};
 
@@ -44,7 +44,7 @@ pub(super) struct Shared {
     /// Those in their handshake, too.
     pub(super) connections: Mutex<HashMap<u64, Arc<Mailbox>>>,
     pub(super) next_connection: AtomicU64,
-    pub(super) handshakes: Arc<Handshakes>,
+    pub(super) handshakes: Arc<HandshakeLimit>,
     pub(super) places: Arc<Places>,
     pub(super) parking: Parking,
     /// What all sessions may have queued.
@@ -68,7 +68,7 @@ impl Server {
             access: Mutex::new((1, Arc::new(options.access.clone()))),
             connections: Mutex::default(),
             next_connection: AtomicU64::new(1),
-            handshakes: Handshakes::new(options.max_handshakes),
+            handshakes: HandshakeLimit::new(options.max_handshakes),
             onward: Mutex::new(options.onward.clone()),
             queued: MemoryQuota::new("max_total_queued", options.max_total_queued, None),
             parking: Parking::default(),
@@ -135,7 +135,7 @@ impl Server {
     /// As [`serve_channel`](Self::serve_channel), by the name of `key` if there is one; the task ends with the session, and says
     /// whether there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
-        let permit = self.0.handshakes.begin(channel.machine().to_string(), channel.beneath());
+        let permit = self.0.handshakes.begin(channel.machine().to_string(), channel.parent_connection());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());

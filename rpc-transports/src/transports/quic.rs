@@ -23,7 +23,7 @@ use crate::address::{Address, AddressError};
 use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
 use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
-use crate::handshake::half_open::{Handshakes, InProgress, Over};
+use crate::handshake::half_open::{ClosedFlag, HandshakeLimit, HandshakePermit};
 use crate::handshake::identity::{self, Security, Tokens};
 use crate::listener::{Accept, Listener};
 use crate::transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Transport};
@@ -364,7 +364,7 @@ async fn accept_connections(
     options: ConnectionLimits,
     channels: mpsc::Sender<Channel>,
 ) {
-    let handshakes = Handshakes::new(options.max_handshakes);
+    let handshakes = HandshakeLimit::new(options.max_handshakes);
     let connections = Arc::new(Semaphore::new(options.max_connections.min(Semaphore::MAX_PERMITS)));
     let options = Arc::new(options);
     loop {
@@ -397,7 +397,7 @@ async fn accept_connections(
                 continue;
             }
         };
-        let handshake = handshakes.begin(machine_of(incoming.remote_address()).to_string(), Over::default());
+        let handshake = handshakes.begin(machine_of(incoming.remote_address()).to_string(), ClosedFlag::default());
         let (tls, channels, options) = (tls.clone(), channels.clone(), options.clone());
         tokio::spawn(async move {
             let _place = place;
@@ -439,7 +439,7 @@ async fn report(peer: Peer, error: io::Error, channels: &mpsc::Sender<Channel>) 
 
 /// A channel that there is not: whoever wants to use it gets the error.
 fn failed(peer: Peer, error: io::Error) -> Channel {
-    Channel::upgrading(async { Err(error) }, peer).standing_on(Over::already())
+    Channel::upgrading(async { Err(error) }, peer).with_parent_connection(ClosedFlag::closed())
 }
 
 fn peer_at(socket: SocketAddr) -> Peer {
@@ -457,17 +457,17 @@ struct Established {
     chain: Vec<CertificateDer<'static>>,
     security: Security,
     /// Whether it has given way to others.
-    over: Over,
+    over: ClosedFlag,
 }
 
 /// The client is in its `handshake` until it has proven who it is.
 async fn establish(
     incoming: Incoming,
     config: ServerConfig,
-    handshake: InProgress,
+    handshake: HandshakePermit,
     max_channels: u32,
 ) -> io::Result<Established> {
-    let over = handshake.over();
+    let over = handshake.closed_flag();
     let connection = incoming.accept_with(Arc::new(config))?.await?;
     let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
     let chain = shown.map_or_else(Vec::new, |chain| *chain);
@@ -512,7 +512,8 @@ async fn accept_channels(
         }
         // Asked each time: it may have changed.
         let channel = Channel::new(QuicIo { send, recv }, peer_at(connection.remote_address()));
-        let channel = channel.with_security(security).standing_on(over.clone()).with_guard(Box::new(used.clone()));
+        let channel =
+            channel.with_security(security).with_parent_connection(over.clone()).with_guard(Box::new(used.clone()));
         // Once nobody listens, the stream is dropped, and so refused.
         let _ = channels.send(channel).await;
     }
