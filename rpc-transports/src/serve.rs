@@ -5,14 +5,16 @@ mod connection;
 pub(crate) mod filter;
 mod forward;
 mod mailbox;
+mod onward;
 mod options;
 mod relay;
 mod server;
 mod splice;
+mod state;
 mod task;
 mod timeouts;
 
-pub use self::forward::Onward;
+pub use self::onward::Onward;
 pub use self::options::{OpenRequest, ServeObserver, ServeOptions, SessionFactory};
 pub use self::relay::ParkOptions;
 pub use self::server::{Server, TokioSpawner};

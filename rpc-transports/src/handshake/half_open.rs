@@ -1,5 +1,5 @@
-//! Limit on the handshakes that a server has in progress, under which no client is kept out by others
-//! that never finish.
+//! Limit on the handshakes that a server has in progress, under which no client is kept out by
+//! others that never finish.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,4 @@
-//! Places for sessions: so many in all, and so many for each client.
+//! Admission of sessions: limits on their number in all, and for each client.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -9,47 +9,47 @@ use rpc_core::proto::ANONYMOUS;
 
 use crate::channel::Machine;
 
-/// The places of a server.
+/// Limits on the sessions of a server.
 #[derive(Debug)]
-pub(super) struct Places {
+pub(super) struct SessionSlots {
     max: usize,
     max_per_peer: usize,
-    taken: Mutex<Taken>,
+    taken: Mutex<SlotCounts>,
 }
 
 #[derive(Debug, Default)]
-struct Taken {
+struct SlotCounts {
     in_all: usize,
-    /// Nobody is in it without a place.
+    /// Number of sessions by client. No number is 0.
     by_peer: HashMap<String, usize>,
 }
 
-/// The place of one session, until dropped.
+/// Slot of one session, until dropped.
 #[derive(Debug)]
-pub(super) struct Place {
-    places: Arc<Places>,
+pub(super) struct SessionSlot {
+    slots: Arc<SessionSlots>,
     peer: String,
 }
 
-impl Places {
+impl SessionSlots {
     pub(super) fn new(max: usize, max_per_peer: usize) -> Arc<Self> {
         Arc::new(Self { max, max_per_peer, taken: Mutex::default() })
     }
 
-    /// How many are taken.
+    /// Returns the number of slots that are taken.
     pub(super) fn taken(&self) -> usize {
         self.lock().in_all
     }
 
-    /// Takes a place for a client that comes from `machine` and has proven to be `identity`.
+    /// Takes a slot for a client that comes from `machine` and has proven `identity`.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`](rpc_core::ErrorKind::LimitExceeded), naming the limit.
-    pub(super) fn take(self: &Arc<Self>, machine: Machine, identity: &str) -> Result<Place, RpcError> {
+    pub(super) fn take(self: &Arc<Self>, machine: Machine, identity: &str) -> Result<SessionSlot, RpcError> {
         let peer = match identity {
             ANONYMOUS => machine.to_string(),
-            // Not to be mistaken for an address.
+            // With a prefix, so that it cannot be mistaken for an address.
             identity => format!("identity {identity}"),
         };
         let mut taken = self.lock();
@@ -63,17 +63,17 @@ impl Places {
         }
         taken.in_all = in_all;
         taken.by_peer.insert(peer.clone(), of_peer);
-        Ok(Place { places: self.clone(), peer })
+        Ok(SessionSlot { slots: self.clone(), peer })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Taken> {
+    fn lock(&self) -> MutexGuard<'_, SlotCounts> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Place {
+impl Drop for SessionSlot {
     fn drop(&mut self) {
-        let mut taken = self.places.lock();
+        let mut taken = self.slots.lock();
         taken.in_all -= 1;
         if let Entry::Occupied(mut count) = taken.by_peer.entry(std::mem::take(&mut self.peer)) {
             *count.get_mut() -= 1;

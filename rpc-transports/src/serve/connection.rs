@@ -14,12 +14,12 @@ use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated, Role};
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::admission::Place;
-use super::forward::Onward;
+use super::admission::SessionSlot;
 use super::mailbox::{GO_AWAY, Mailbox};
+use super::onward::Onward;
 use super::options::OpenRequest;
-use super::relay::{Handover, Parked};
-use super::server::{FAR_OFF, Registered, Shared};
+use super::relay::pool::{Handover, ParkedServer};
+use super::state::{ConnectionEntry, FAR_OFF, ServerState};
 use super::task::{SessionParts, SessionTask};
 use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
@@ -36,14 +36,14 @@ pub(super) struct Accepted {
 
 /// Facts about a connection that all stages share.
 pub(super) struct Connection {
-    pub(super) server: Arc<Shared>,
+    pub(super) server: Arc<ServerState>,
     pub(super) peer: String,
     /// The machine of the client, by which sessions are counted.
     pub(super) machine: Machine,
     /// Key that the server has for the clients of this connection.
     pub(super) key: String,
     pub(super) mailbox: Arc<Mailbox>,
-    pub(super) registered: Arc<Registered>,
+    pub(super) entry: Arc<ConnectionEntry>,
 }
 
 /// Connection whose channel is as secure as its transport makes it.
@@ -63,14 +63,14 @@ struct Admitted {
     /// Input that was read beyond the handshake.
     input: BytesMut,
     grant: Grant,
-    slot: Place,
+    slot: SessionSlot,
 }
 
 /// Connection with a session.
 struct Serving {
     peer: String,
     task: SessionTask,
-    _slot: Place,
+    _slot: SessionSlot,
 }
 
 /// Result of a client's request for a connection.
@@ -79,7 +79,7 @@ enum Grant {
     /// Channel to the target of the client's tunnel.
     Tunnel(Channel),
     /// Server that was parked at this relay. The client's bytes pass to it.
-    ParkedServer(Parked),
+    ParkedServer(ParkedServer),
     /// For a server that has parked: where its channel goes, because a client has come.
     Handover(Handover),
 }
@@ -168,7 +168,7 @@ impl Secured {
         let open = async |hello: &Hello, identity: &str| {
             security.may_use(identity, connection.key_to_check(hello))?;
             let identity_served = server.effective_identity(hello, identity);
-            let slot = server.places.take(connection.machine, &identity_served)?;
+            let slot = server.slots.take(connection.machine, &identity_served)?;
             if hello.role == Role::Client {
                 let grant = connection.open(hello, &identity_served).await?;
                 return Ok((grant, slot));
@@ -181,7 +181,7 @@ impl Secured {
             }
             keep_alive.start(server.options.keep_alive);
             tokio::select! {
-                handover = server.parking.park(&hello.key) => Ok((Grant::Handover(handover?), slot)),
+                handover = server.parked.park(&hello.key) => Ok((Grant::Handover(handover?), slot)),
                 () = connection.mailbox.told(GO_AWAY) => {
                     Err(RpcError::new(ErrorKind::Draining, "the relay is going away"))
                 }
@@ -253,7 +253,7 @@ impl Connection {
             return server.open_next(hello, identity).await.map(Grant::Session);
         }
         if server.options.relay {
-            return server.parking.claim(&hello.key).await.map(Grant::ParkedServer);
+            return server.parked.claim(&hello.key).await.map(Grant::ParkedServer);
         }
         let named = |name: &String| (!name.is_empty()).then(|| name.clone());
         let request = OpenRequest {
@@ -273,7 +273,7 @@ impl Admitted {
     /// ended.
     async fn serve(self) -> Option<Serving> {
         let Self { connection, mut channel, negotiated, input, grant, slot } = self;
-        let Connection { server, peer, mailbox, registered, .. } = connection;
+        let Connection { server, peer, mailbox, entry, .. } = connection;
         let session = match grant {
             Grant::Session(session) => session,
             Grant::Tunnel(to) => {
@@ -281,7 +281,7 @@ impl Admitted {
                 return None;
             }
             Grant::ParkedServer(parked) => {
-                let Parked { channel: to, input: early, _place, _registered } = parked;
+                let ParkedServer { channel: to, input: early, held: _held } = parked;
                 // A parked server that spoke before it was spoken to breaks the protocol.
                 if early.is_empty() {
                     server.run_tunnel(&mut channel, to, input, &mailbox).await;
@@ -290,13 +290,13 @@ impl Admitted {
             }
             Grant::Handover(handover) => {
                 // If the client has gone, the server finds out by the end of its channel.
-                let parked = Parked { channel, input, _place: slot, _registered: registered };
+                let parked = ParkedServer { channel, input, held: Box::new((slot, entry)) };
                 let _ = handover.send(parked);
                 return None;
             }
         };
-        registered.served.store(true, Ordering::Relaxed);
-        let parts = SessionParts { session, mailbox, queued: server.queued.clone(), registered };
+        entry.served.store(true, Ordering::Relaxed);
+        let parts = SessionParts { session, mailbox, queued: server.queued.clone(), entry };
         let task = SessionTask::new(channel, &negotiated, input, parts, &server.options);
         Some(Serving { peer, task, _slot: slot })
     }

@@ -1,4 +1,4 @@
-//! What a server is told: whom it serves, with what, and within which limits.
+//! Options of a server, the request for a session, and the factory that opens sessions.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,41 +7,41 @@ use std::time::Duration;
 use async_trait::async_trait;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
-use super::forward::Onward;
+use super::onward::Onward;
 use crate::address::Address;
 use crate::handshake::identity::Access;
 use crate::limits::WireLimits;
 use crate::serve::filter::RequestPolicy;
 use crate::transport::{ConnectionLimits, Dial, Transports};
 
-/// What a client asks for when it connects.
+/// Request of a client for a session.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct OpenRequest {
-    /// The address that the client comes from.
+    /// Address that the client comes from.
     pub peer: String,
-    /// Whom the client has proven to be; `anonymous` without proof. Of a client behind a hop that is trusted with it, what the
-    /// hop says.
+    /// Identity of the client: the one that it has proven, `anonymous` without proof, or the one
+    /// that a trusted hop asserts.
     pub identity: String,
-    /// The key that the client asks for, if any.
+    /// Key that the client asks for, if any.
     pub key: Option<String>,
-    /// The named workspace that the client wants; `None` for a private one.
+    /// Named workspace that the client wants. `None` for a private one.
     pub workspace: Option<String>,
-    /// What a tracker gave the client for this server, if it did.
+    /// Ticket that a tracker gave the client for this server, if any.
     pub ticket: Option<String>,
-    /// How functions of the session may reach other servers on the client's behalf.
+    /// Access to other servers on the client's behalf, for functions of the session.
     pub onward: Onward,
 }
 
-/// Opens the session that a client will have. Closures do, if they need not wait.
+/// Factory of the sessions that clients get. Implemented by closures that need not wait.
 #[async_trait]
 pub trait SessionFactory: Send + Sync + 'static {
-    /// Opens a session. It ends when the server drops it. Part of the handshake: the future is dropped when its time is
-    /// up, or the client gone.
+    /// Opens a session, which ends when the server drops it. This is part of the handshake: the
+    /// future is dropped when the time for that is over, or the client gone.
     ///
     /// # Errors
     ///
-    /// Why this client gets none. It is told so as the answer to its connection attempt.
+    /// The reason why this client gets no session. It is the answer to its connection attempt.
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError>;
 }
 
@@ -52,69 +52,79 @@ impl<F: Fn(&OpenRequest) -> Result<SharedSession, RpcError> + Send + Sync + 'sta
     }
 }
 
-/// How a server serves.
+/// Options of a server.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// What the server is, for clients that ask for a key; empty for nothing in particular.
+    /// Key of the server, for clients that ask for one. Empty for none.
     pub key: String,
-    /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
+    /// Interval of silence after which a channel is tested by a ping. It is given up after three of
+    /// them. 5 s.
     pub keep_alive: Duration,
-    /// How long a handshake may take, that of TLS included. 10 s.
+    /// Longest time for a handshake, that of TLS included. 10 s.
     pub handshake_timeout: Duration,
-    /// What one session may have on the wire and in queues.
+    /// Limits on what one session may have on the wire and in queues.
     pub limits: WireLimits,
-    /// How many bytes of requests and replies the sessions may have queued together, beside eight chunks for each. What
-    /// finds no room fails with [`LimitExceeded`](ErrorKind::LimitExceeded), and the session goes on. No limit.
+    /// Bytes of requests and replies that all sessions may have queued together, beside eight
+    /// chunks for each. A request or reply over the limit fails with
+    /// [`LimitExceeded`](ErrorKind::LimitExceeded), and its session goes on. No limit.
     pub max_total_queued: u64,
-    /// How many sessions there may be at one time. 4,096.
+    /// Number of sessions that there may be at one time. 4,096.
     pub max_sessions: usize,
-    /// How many sessions one client may have at one time: one that has proven who it is wherever it comes from, and others
-    /// by the address of their machine, whatever processes they are. 1,024.
+    /// Number of sessions that one client may have at one time. Clients with a proven identity
+    /// count by that, wherever they come from; others count by the address of their machine,
+    /// whatever processes they are. 1,024.
     pub max_sessions_per_peer: usize,
-    /// How many connections may be in their handshake at one time. For one more, the oldest one of the machine that has most
-    /// of them is closed, so that nobody is kept out by those who never finish. 1,024.
+    /// Number of connections that may be in their handshake at one time. For one more, the oldest
+    /// one of the machine with most of them is closed, so that no client is kept out by others that
+    /// never finish. 1,024.
     pub max_handshakes: usize,
-    /// How long a session may last, from the end of its handshake. It ends with
-    /// [`SessionTimeout`](ErrorKind::SessionTimeout) then, whatever it is doing. No limit.
+    /// Longest duration of a session, from the end of its handshake. It ends with
+    /// [`SessionTimeout`](ErrorKind::SessionTimeout) then, even while requests run. No limit.
     pub session_duration: Option<Duration>,
-    /// How long a session may go without a request. It ends with [`SessionTimeout`](ErrorKind::SessionTimeout) then. No
-    /// limit.
+    /// Longest time that a session may go without a request. It ends with
+    /// [`SessionTimeout`](ErrorKind::SessionTimeout) then. No limit.
     pub idle_timeout: Option<Duration>,
-    /// How long a client may take no byte of what it is being sent. Its connection is closed then: nothing can be said to
-    /// it. 60 s.
+    /// Longest time that a client may take no byte of pending output. Its connection is closed
+    /// then, without a message, which it would not take either. 60 s.
     pub write_timeout: Duration,
-    /// The slowest that a client may send a message that it has begun, or take what it is being sent, in bytes per second,
-    /// over each `write_timeout`. Its connection is closed then. 0 for no limit. 64.
+    /// Lowest rate, in bytes per second over each `write_timeout`, at which a client may send a
+    /// message that it has begun, or take pending output. Below it the connection is closed. 0 for
+    /// no limit. 64.
     pub min_rate: u64,
-    /// Whom the server serves; [`Server::set_access`](crate::Server::set_access) changes it later. Anybody.
+    /// Clients that the server serves. [`Server::set_access`](crate::Server::set_access) changes it
+    /// later. All clients.
     pub access: Access,
-    /// The addresses that clients may be forwarded to, as patterns: `tcp://10.0.0.*:9090`, `tls://*.lab`, `unix:/run/*`. `*`
-    /// stands for any text within the scheme, the host or the port; without a port it is for all of them. `*` alone is for
-    /// all addresses with a host, and not for programs, paths and this process. None.
+    /// The addresses that clients may be forwarded to, as patterns: `tcp://10.0.0.*:9090`,
+    /// `tls://*.lab`, `unix:/run/*`. `*` stands for any text within the scheme, the host or the
+    /// port; without a port it is for all of them. `*` alone is for all addresses with a host, and
+    /// not for programs, paths and this process. None.
     pub allow_forward: Vec<String>,
-    /// What may pass through the sessions that it forwards to. Everything.
+    /// Policy on requests that are forwarded to other servers. All are allowed.
     pub forward_policy: Option<Arc<dyn RequestPolicy>>,
-    /// The names of hops that are believed when they say whom they forward for: what tokens or certificates prove. None.
+    /// Names of hops whose assertion of their client's identity is trusted. The hops prove the
+    /// names by tokens or certificates. None.
     pub trust_proxy: Vec<String>,
-    /// Whether this is a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and clients are brought
-    /// together with them by key. A relay opens no sessions itself; the factory is not asked. No.
+    /// True for a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and
+    /// clients are connected to them by key. A relay opens no sessions itself, and does not ask the
+    /// factory. No.
     pub relay: bool,
-    /// How the server opens the sessions that it forwards to, and reaches relays: its own tokens, and whom it trusts. Without
-    /// either.
+    /// Settings by which the server dials further servers and relays: its own tokens, and the
+    /// servers that it trusts. None.
     pub onward: Dial,
-    /// The transports by which the server listens, forwards and reaches relays. Default: those that this crate was compiled
-    /// with.
+    /// The transports by which the server listens, forwards and reaches relays. Default: those that
+    /// this crate was compiled with.
     pub transports: Transports,
-    /// Hears of what the sessions' factory does not see. Nobody.
+    /// Observer of events that the factory of sessions does not see. None.
     pub observer: Option<Arc<dyn ServeObserver>>,
 }
 
-/// Hears of what happens at a server. Called on tasks that serve others: it must not block.
+/// Observer of a server. Called on tasks that serve clients, and must not block.
 pub trait ServeObserver: Send + Sync + fmt::Debug {
-    /// A client got no session.
+    /// Called when a client got no session.
     fn refused(&self, reason: ErrorKind);
 
-    /// An address is not listened on any more, although the server was not told to stop. Nothing.
+    /// Called when the server has stopped listening on an address, although it was not told to.
+    /// Does nothing by default.
     fn stopped_listening(&self, address: &Address) {
         let _ = address;
     }

@@ -1,7 +1,6 @@
 //! Relays: servers that nobody can dial dial out and wait, and a relay leads clients to them.
 
 mod dial_out;
-mod pool;
+pub(super) mod pool;
 
 pub use self::dial_out::ParkOptions;
-pub(super) use self::pool::{Handover, Parked, Parking};

@@ -13,9 +13,9 @@ use rpc_core::proto::{LinkConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
 
-use super::ServeOptions;
 use super::mailbox::{EndOfSession, GO_AWAY, Mailbox, STOP};
-use super::server::Registered;
+use super::options::ServeOptions;
+use super::state::ConnectionEntry;
 use super::timeouts::StallTimeouts;
 use crate::channel::{Channel, ChannelGuard, ChannelIo};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
@@ -47,7 +47,7 @@ pub(super) struct SessionTask {
     closing: Option<RpcError>,
     /// True once the client was sent a last message, which it may not have received yet.
     pub(super) last_message_sent: bool,
-    registered: Option<Arc<Registered>>,
+    entry: Option<Arc<ConnectionEntry>>,
     /// Keeps alive what the channel needs, such as a child process.
     _guard: Option<ChannelGuard>,
 }
@@ -58,7 +58,7 @@ pub(super) struct SessionParts {
     pub(super) mailbox: Arc<Mailbox>,
     /// Bytes that all sessions of the server may have queued.
     pub(super) queued: Arc<MemoryQuota>,
-    pub(super) registered: Arc<Registered>,
+    pub(super) entry: Arc<ConnectionEntry>,
 }
 
 impl SessionTask {
@@ -69,7 +69,7 @@ impl SessionTask {
         parts: SessionParts,
         options: &ServeOptions,
     ) -> Self {
-        let SessionParts { session, mailbox, queued, registered } = parts;
+        let SessionParts { session, mailbox, queued, entry } = parts;
         let now = Instant::now();
         let (io, _, guard) = channel.into_parts();
         let config = LinkConfig { keep_alive: options.keep_alive };
@@ -90,7 +90,7 @@ impl SessionTask {
             is_going_away: false,
             closing: None,
             last_message_sent: false,
-            registered: Some(registered),
+            entry: Some(entry),
             _guard: guard,
         }
     }
@@ -297,7 +297,7 @@ impl SessionTask {
         }
         if let Some(session) = self.session.take() {
             // Freeing may take long: it unmaps memory and removes folders.
-            let remains = (session, self.registered.take());
+            let remains = (session, self.entry.take());
             match tokio::runtime::Handle::try_current() {
                 Ok(runtime) => drop(runtime.spawn_blocking(move || drop(remains))),
                 Err(_) => drop(remains),

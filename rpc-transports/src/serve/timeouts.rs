@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, RpcError};
 
-use super::ServeOptions;
+use super::options::ServeOptions;
 
 /// Timeouts of one session: its duration, its idle time, and stalls of the client.
 pub(super) struct StallTimeouts {

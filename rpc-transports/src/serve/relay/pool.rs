@@ -2,33 +2,31 @@
 //! key.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::BytesMut;
 use rpc_core::{ErrorKind, RpcError};
 use tokio::sync::{Notify, oneshot};
 
 use crate::channel::Channel;
-use crate::serve::admission::Place;
-use crate::serve::server::Registered;
 
 /// Channel of a parked server behind its handshake with the relay, and its share in the relay's
 /// limits.
-pub(in crate::serve) struct Parked {
+pub(in crate::serve) struct ParkedServer {
     pub(in crate::serve) channel: Channel,
     /// Input that was read beyond the handshake: none, if the server waits for its client to speak
     /// first.
     pub(in crate::serve) input: BytesMut,
-    pub(in crate::serve) _place: Place,
-    pub(in crate::serve) _registered: Arc<Registered>,
+    /// Share of the server in the relay's limits, kept for as long as the channel.
+    pub(in crate::serve) held: Box<dyn Send + Sync>,
 }
 
 /// Sender by which a server's task hands its channel over, once the server is accepted.
-pub(in crate::serve) type Handover = oneshot::Sender<Parked>;
+pub(in crate::serve) type Handover = oneshot::Sender<ParkedServer>;
 
 /// Servers that wait.
 #[derive(Default)]
-pub(in crate::serve) struct Parking {
+pub(in crate::serve) struct ServerPool {
     state: Mutex<PoolState>,
     /// Notified whenever a server has come.
     arrived: Notify,
@@ -43,12 +41,12 @@ struct PoolState {
 
 /// Entry of a waiting server, which is removed when dropped.
 struct PoolEntry<'a> {
-    parking: &'a Parking,
+    pool: &'a ServerPool,
     key: String,
     id: u64,
 }
 
-impl Parking {
+impl ServerPool {
     /// Waits for a client that asks for `key`. The server is to be accepted then, and its channel
     /// handed over. Cancel-safe.
     pub(in crate::serve) async fn park(&self, key: &str) -> Result<Handover, RpcError> {
@@ -58,7 +56,7 @@ impl Parking {
     }
 
     /// Returns the channel of a server with this key, for one client.
-    pub(in crate::serve) async fn claim(&self, key: &str) -> Result<Parked, RpcError> {
+    pub(in crate::serve) async fn claim(&self, key: &str) -> Result<ParkedServer, RpcError> {
         loop {
             let Some(claim) = self.take(key) else {
                 let text = match key {
@@ -79,7 +77,7 @@ impl Parking {
 
     /// Returns the channel and the key of the first server whose key is `wanted`, or waits for one.
     /// Cancel-safe.
-    pub(in crate::serve) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, Parked) {
+    pub(in crate::serve) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, ParkedServer) {
         loop {
             let arrived = self.arrived.notified();
             let mut arrived = std::pin::pin!(arrived);
@@ -106,7 +104,7 @@ impl Parking {
         state.by_key.entry(key.to_owned()).or_default().push_back((id, claim));
         drop(state);
         self.arrived.notify_waiters();
-        PoolEntry { parking: self, key: key.to_owned(), id }
+        PoolEntry { pool: self, key: key.to_owned(), id }
     }
 
     /// Returns the number of waiting servers by key.
@@ -131,7 +129,7 @@ impl Parking {
 
 impl Drop for PoolEntry<'_> {
     fn drop(&mut self) {
-        let mut state = self.parking.state();
+        let mut state = self.pool.state();
         let Some(waiting) = state.by_key.get_mut(&self.key) else { return };
         // Ids ascend with age.
         if let Ok(at) = waiting.binary_search_by_key(&self.id, |(id, _)| *id) {

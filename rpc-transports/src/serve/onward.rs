@@ -1,0 +1,62 @@
+//! Access of a session to further servers, on behalf of its client.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use rpc_core::{ErrorKind, RpcError, Session};
+
+/// Server that opens sessions with further servers.
+#[async_trait]
+pub(super) trait OnwardServer: Send + Sync {
+    /// Opens a session with the server at `target`, for a client with this identity that has come
+    /// by `path`.
+    async fn connect_onward(
+        &self,
+        path: &[String],
+        identity: &str,
+        target: &str,
+        keep_alive: Duration,
+    ) -> Result<Session, RpcError>;
+}
+
+/// Access of a session to further servers: to those that the operator of its server allows
+/// ([`ServeOptions::allow_forward`](super::ServeOptions::allow_forward)), with the server's own
+/// identity, and on behalf of the session's client.
+///
+/// A factory gives it to the session as an [extension](rpc_core::LocalSessionBuilder::extension),
+/// where functions find it.
+#[derive(Clone)]
+pub struct Onward {
+    server: Weak<dyn OnwardServer>,
+    path: Arc<[String]>,
+    identity: Arc<str>,
+}
+
+impl Onward {
+    pub(super) fn new(server: Weak<dyn OnwardServer>, path: &[String], identity: &str) -> Self {
+        Self { server, path: path.into(), identity: identity.into() }
+    }
+
+    /// Opens a session with the server at `target`. Its keep-alive is that of this session's
+    /// server, or `keep_alive` if that is shorter. Has to be called inside of a tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// * [`ErrorKind::Refused`]: the operator does not allow it, or the chain comes back to a
+    ///   server that it has passed.
+    /// * [`ErrorKind::Closed`]: the server is gone.
+    /// * Those of [`Connector::connect`](crate::Connector::connect).
+    pub async fn connect(&self, target: &str, keep_alive: Duration) -> Result<Session, RpcError> {
+        let gone = || RpcError::new(ErrorKind::Closed, "the server of this session is gone");
+        let server = self.server.upgrade().ok_or_else(gone)?;
+        server.connect_onward(&self.path, &self.identity, target, keep_alive).await
+    }
+}
+
+impl fmt::Debug for Onward {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Onward").field("identity", &self.identity).finish_non_exhaustive()
+    }
+}
