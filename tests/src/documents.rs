@@ -19,6 +19,7 @@ documents! {
     Modules: "docs/modules.md";
     Operations: "docs/operations.md";
     Security: "docs/security.md";
+    Transports: "docs/transports.md";
     Weights: "docs/weights.md";
     DiscoCrate: "disco/README.md";
     RpcServer: "rpc-server/README.md";
