@@ -23,4 +23,5 @@ documents! {
     Weights: "docs/weights.md";
     DiscoCrate: "disco/README.md";
     RpcServer: "rpc-server/README.md";
+    RpcTransports: "rpc-transports/README.md";
 }
