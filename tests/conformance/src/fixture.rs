@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SessionLimits, SharedSession};
 use rpc_transports::{
     Access, Bind, Certificate, ClientTls, Connector, Dial, OpenRequest, ServeOptions, Server, ServerTls, Tokens,
-    TokioSpawner, WireLimits,
+    TokioSpawner, Transports, WireLimits,
 };
 use tokio::runtime::Handle;
 
@@ -142,7 +142,7 @@ fn origin(registry: MakeRegistry, limits: &SessionLimits, options: ServeOptions)
     Server::new(Arc::new(factory), options)
 }
 
-fn serve_options(limits: &SessionLimits, onward: &Dial) -> ServeOptions {
+fn serve_options(limits: &SessionLimits, onward: &Dial, transports: &Transports) -> ServeOptions {
     let defaults = WireLimits::default();
     let requests = u32::try_from(limits.max_requests).unwrap_or(u32::MAX);
     // Large enough for the largest call of the suite.
@@ -151,6 +151,7 @@ fn serve_options(limits: &SessionLimits, onward: &Dial) -> ServeOptions {
     let access = Access { anonymous: onward.tokens.is_empty(), tokens: onward.tokens.clone(), certificates: false };
     ServeOptions {
         limits,
+        transports: transports.clone(),
         access,
         onward: onward.clone(),
         allow_forward: ["*", "unix:*", "exec:*", "memory:*"].map(str::to_owned).into(),
@@ -247,6 +248,7 @@ impl Link {
 pub struct Remote {
     /// Links from the client to the origin; at least one.
     links: Vec<Link>,
+    transports: Transports,
     registry: MakeRegistry,
     runtime: Handle,
     folder: tempfile::TempDir,
@@ -279,7 +281,23 @@ impl Remote {
         assert!(!links.is_empty(), "an origin is reached by a link");
         let folder = tempfile::tempdir().expect("a folder for sockets");
         let (next, servers) = (AtomicU64::new(0), Mutex::default());
-        Self { links, registry: functions::registry, runtime: Handle::current(), folder, next, servers }
+        Self {
+            links,
+            transports: Transports::default(),
+            registry: functions::registry,
+            runtime: Handle::current(),
+            folder,
+            next,
+            servers,
+        }
+    }
+
+    /// Uses these transports in all clients and servers, in place of those of `rpc-transports`
+    /// alone.
+    #[must_use]
+    pub fn transports(mut self, transports: Transports) -> Self {
+        self.transports = transports;
+        self
     }
 
     /// Serves other functions than those of the suite alone. A program of [`Link::program`] has its
@@ -318,13 +336,13 @@ impl Remote {
     /// Starts all servers of one session, and returns how and where to connect.
     async fn prepare(&self, limits: &SessionLimits) -> (Connector, String) {
         let dial = dial_options(&self.links);
-        let mut connector = Connector::new().dial(dial.clone());
+        let mut connector = Connector::new().transports(self.transports.clone()).dial(dial.clone());
         let (last, hops) = self.links.split_last().expect("at least one link");
         for link in hops {
-            let hop = || Server::new(Arc::new(refuse), serve_options(limits, &dial));
+            let hop = || Server::new(Arc::new(refuse), serve_options(limits, &dial, &self.transports));
             connector = connector.via(&self.serve(link, limits, hop).await);
         }
-        let origin = || origin(self.registry, limits, serve_options(limits, &dial));
+        let origin = || origin(self.registry, limits, serve_options(limits, &dial, &self.transports));
         let target = self.serve(last, limits, origin).await;
         (connector, target)
     }
@@ -381,7 +399,7 @@ pub async fn serve_stdio(mut args: impl Iterator<Item = String>, registry: Regis
         limits.max_handles = handles as usize;
         limits.max_memory = memory;
     }
-    let options = serve_options(&limits, &Dial::default());
+    let options = serve_options(&limits, &Dial::default(), &Transports::default());
     let factory =
         move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(open(registry.clone(), &limits))) };
     let server = Server::new(Arc::new(factory), options);

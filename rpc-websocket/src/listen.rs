@@ -1,0 +1,144 @@
+//! Listening: TCP connections, each with TLS for `wss://` and the HTTP upgrade as its own handshake.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use rpc_transports::transports::tcp::Tcp;
+use rpc_transports::{Accept, Address, Bind, Channel, Listener, Peer, Security, ServerTls, Transport, TransportError};
+use tokio_tungstenite::accept_hdr_async_with_config;
+use tokio_tungstenite::tungstenite::handshake::server::{ErrorResponse, Request, Response};
+use tokio_tungstenite::tungstenite::http::header::ORIGIN;
+use tokio_tungstenite::tungstenite::http::{HeaderValue, StatusCode};
+
+use crate::dial::{CHANNEL_HEADER, ENCRYPTED, PLAIN};
+use crate::stream::{MessageStream, into_io, limits};
+use crate::{ALPN, is_encrypted, over_tcp};
+
+/// Listens on `at`, for clients that are no web pages, and for the pages of `origins`.
+pub(crate) async fn bind(
+    origins: Arc<BTreeSet<String>>,
+    at: &Address,
+    with: &Bind,
+) -> Result<Listener, TransportError> {
+    let tls = match (is_encrypted(at), &with.tls) {
+        (false, _) => None,
+        (true, Some(tls)) => Some(tls.clone()),
+        (true, None) => return Err(TransportError::unsupported(at, NO_CERTIFICATE)),
+    };
+    let Some(tcp) = over_tcp(at) else { return Err(TransportError::unsupported(at, "name a host")) };
+    let listener = Tcp.bind(&tcp, with).await?;
+    let local = match listener.local_address().port() {
+        Some(port) => at.clone().with_port(port),
+        None => at.clone(),
+    };
+    Ok(Listener::new(local, Upgrades { next: accept(listener), origins, tls }))
+}
+
+const NO_CERTIFICATE: &str = "need a certificate to show; make one with: rpc-cli cert";
+
+/// Accepted TCP connections, each as a channel that has its upgrade before it.
+struct Upgrades {
+    /// The connection that is waited for. It owns the listener meanwhile, so that a pause for lack of
+    /// files is kept when the task that polls is woken for another reason.
+    next: Accepting,
+    origins: Arc<BTreeSet<String>>,
+    tls: Option<ServerTls>,
+}
+
+type Accepting = Pin<Box<dyn Future<Output = (Listener, Result<Channel, TransportError>)> + Send>>;
+
+fn accept(mut listener: Listener) -> Accepting {
+    Box::pin(async move {
+        let accepted = listener.accept().await;
+        (listener, accepted)
+    })
+}
+
+impl Accept for Upgrades {
+    fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>> {
+        let (listener, accepted) = ready!(self.next.as_mut().poll(cx));
+        self.next = accept(listener);
+        // The listener below has passed over what concerns one connection alone.
+        let channel = accepted.map_err(io::Error::other)?;
+        let peer = Peer::new(channel.peer()).on(channel.machine());
+        let upgrade = upgrade(channel, peer.clone(), Arc::clone(&self.origins), self.tls.clone());
+        Poll::Ready(Ok(Channel::upgrading(upgrade, peer)))
+    }
+}
+
+/// Performs the handshakes of an accepted connection: TLS, if there is a certificate, and HTTP.
+async fn upgrade(
+    over: Channel,
+    peer: Peer,
+    origins: Arc<BTreeSet<String>>,
+    tls: Option<ServerTls>,
+) -> io::Result<Channel> {
+    let (io, name, guard) = over.into_parts();
+    let encrypted = tls.is_some();
+    let (io, security) = match tls {
+        Some(tls) => tls.accept(ALPN, io).await?,
+        None => (io, Security::default()),
+    };
+    #[allow(clippy::result_large_err, reason = "the library's type")]
+    let answer = |request: &Request, mut response: Response| {
+        if let Err(origin) = check_origin(request, &origins) {
+            tracing::warn!(peer = %name, origin, "a web page was refused: its origin is not allowed");
+            return Err(forbidden());
+        }
+        let arrives = if encrypted { ENCRYPTED } else { PLAIN };
+        response.headers_mut().insert(CHANNEL_HEADER, HeaderValue::from_static(arrives));
+        Ok(response)
+    };
+    let socket = accept_hdr_async_with_config(io, answer, Some(limits())).await.map_err(into_io)?;
+    let channel = Channel::new(MessageStream::new(socket), peer).with_security(security);
+    Ok(match guard {
+        Some(guard) => channel.with_guard(guard),
+        None => channel,
+    })
+}
+
+/// Checks that a request is not one of a web page, or of a page that is allowed. Fails with the
+/// origin, cut for the log.
+fn check_origin(request: &Request, origins: &BTreeSet<String>) -> Result<(), String> {
+    for origin in request.headers().get_all(ORIGIN) {
+        let origin = String::from_utf8_lossy(origin.as_bytes()).to_ascii_lowercase();
+        if !origins.contains(&origin) {
+            return Err(origin.chars().take(200).collect());
+        }
+    }
+    Ok(())
+}
+
+fn forbidden() -> ErrorResponse {
+    let mut response = ErrorResponse::new(Some("this origin is not allowed here".to_owned()));
+    *response.status_mut() = StatusCode::FORBIDDEN;
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_pages_of_listed_origins_pass() {
+        let origins = BTreeSet::from(["https://console.example".to_owned()]);
+        let of = |origins_sent: &[&str]| {
+            let mut request = Request::builder();
+            for origin in origins_sent {
+                request = request.header(ORIGIN, *origin);
+            }
+            check_origin(&request.body(()).unwrap(), &origins)
+        };
+        assert_eq!(of(&[]), Ok(()), "programs send no origin");
+        assert_eq!(of(&["https://console.example"]), Ok(()));
+        assert_eq!(of(&["https://Console.Example"]), Ok(()));
+        for refused in ["null", "http://console.example", "https://console.example:8443", "https://evil.example", ""] {
+            assert!(of(&[refused]).is_err(), "{refused}");
+            assert!(of(&["https://console.example", refused]).is_err(), "one of two, {refused}");
+        }
+    }
+}
