@@ -19,7 +19,6 @@ NOT_YET = {
     ("width", "disco"): 57,
     ("width", "rpc-core"): 3,
     ("width", "rpc-server"): 11,
-    ("width", "rpc-transports"): 186,
 }
 
 

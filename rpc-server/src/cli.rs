@@ -27,6 +27,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use rpc_transports::Transports;
 
 use crate::logging::{self, LogFormat};
 
@@ -104,7 +105,13 @@ enum Command {
 
 /// Runs the tool with the arguments of this process. Returns its exit code.
 pub fn main() -> ExitCode {
-    let Cli { options, command } = Cli::parse();
+    main_with(Transports::default())
+}
+
+/// As [`main`], with these transports: for a program that registers more than this crate has.
+pub fn main_with(transports: Transports) -> ExitCode {
+    let Cli { mut options, command } = Cli::parse();
+    options.set_transports(transports);
     let output = Output::new(&options);
     if let Ok(filter) = options.log_level().parse() {
         logging::init(&filter, LogFormat::Text);

@@ -14,6 +14,7 @@ use crate::tracker::Tracker;
 use crate::{builtins, logging};
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_core::Registry;
+use rpc_transports::Transports;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -88,6 +89,11 @@ enum Command {
 /// Runs the daemon with the arguments of this process. Returns its exit code. Call it first in
 /// `main`: session processes and workers are this program again.
 pub fn main() -> ExitCode {
+    main_with(Transports::default())
+}
+
+/// As [`main`], with these transports: for a program that registers more than this crate has.
+pub fn main_with(transports: Transports) -> ExitCode {
     gpu::answer_if_asked();
     let registry = Registry::new();
     builtins::register(&registry);
@@ -95,12 +101,12 @@ pub fn main() -> ExitCode {
     disco::serve_if_worker_with(&registry, || disco_node::worker_devices(&registry));
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
-        Command::Serve(settings) => exit_code::of_server(&serve(*settings)).into(),
+        Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports)).into(),
         Command::Worker(settings) => exit_code::of_server(&work(*settings)).into(),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
-        Command::Relay(settings) => exit_code::of_server(&relay(*settings)).into(),
+        Command::Relay(settings) => exit_code::of_server(&relay(*settings, transports)).into(),
         Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
-        Command::Tracker(settings) => exit_code::of_server(&track(*settings)).into(),
+        Command::Tracker(settings) => exit_code::of_server(&track(*settings, transports)).into(),
         Command::TrackerConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Completions { shell } => {
             let mut script = Vec::new();
@@ -118,22 +124,22 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn serve(settings: ServeSettings) -> Result<StopReason, ServeError> {
-    let config = settings.resolve()?;
+fn serve(settings: ServeSettings, transports: Transports) -> Result<StopReason, ServeError> {
+    let config = settings.resolve_with(&transports)?;
     logging::init(&config.log_level, config.log_format);
-    RpcServer::default().devices(gpu::for_server(&config)).config(config).run_blocking()
+    RpcServer::default().devices(gpu::for_server(&config)).config(config).transports(transports).run_blocking()
 }
 
-fn relay(settings: RelaySettings) -> Result<StopReason, ServeError> {
-    let config = settings.resolve()?;
+fn relay(settings: RelaySettings, transports: Transports) -> Result<StopReason, ServeError> {
+    let config = settings.resolve_with(&transports)?;
     logging::init(&config.log_level, config.log_format);
-    Relay::new(&config)?.run_blocking()
+    Relay::with_transports(&config, transports)?.run_blocking()
 }
 
-fn track(settings: TrackerSettings) -> Result<StopReason, ServeError> {
-    let config = settings.resolve()?;
+fn track(settings: TrackerSettings, transports: Transports) -> Result<StopReason, ServeError> {
+    let config = settings.resolve_with(&transports)?;
     logging::init(&config.log_level, config.log_format);
-    Tracker::run_blocking(&config)
+    Tracker::run_blocking_with(&config, transports)
 }
 
 fn work(settings: WorkerSettings) -> Result<StopReason, ServeError> {

@@ -8,22 +8,24 @@
 //! ```
 //!
 //! Any well-formed scheme parses. The transport of the scheme says with
-//! [`Transport::check`](crate::Transport::check) whether the address is one of its own. These come with the crate:
+//! [`Transport::check`](crate::Transport::check) whether the address is one of its own. These come
+//! with the crate:
 //!
 //! | Text | Meaning |
 //! | --- | --- |
-//! | `tcp://host:port[/KEY]` | a TCP port; IPv6 in brackets; port 0 asks for any free port when listening |
+//! | `tcp://host:port[/KEY]` | a TCP port; IPv6 in brackets; to a listener, 0 is any free port |
 //! | `tls://host:port[/KEY]` | the same, encrypted by TLS 1.3 |
 //! | `quic://host:port[/KEY]` | a UDP port, spoken to in QUIC |
 //! | `unix:/path[?key=KEY]` | a Unix domain socket; in the path `%XX` stands for one byte |
 //! | `exec:command line` | a child process, spoken to over its standard input and output |
 //! | `memory:NAME` | a listener inside this process |
 //! | `local:` | this process itself, without any channel |
-//! | `tracker://host:port/KEY` | a server that the tracker at that TCP port gives out under that key |
-//! | `tracker+tls://…/KEY`, `tracker+quic://…/KEY`, `tracker+unix:/path?key=KEY` | the same, for other trackers |
+//! | `tracker://host:port/KEY` | a server with that key that the tracker gives out |
+//! | `tracker+tls://…/KEY`, `tracker+unix:/path?key=KEY`, … | the same, for trackers elsewhere |
 //!
-//! A *key* names one of several servers that are reached through the same address. The rest of an `exec:` address
-//! is a command line: it has no key and no parameters, and a `?` in it is an ordinary character.
+//! A *key* names one of several servers that are reached through the same address. The rest of an
+//! `exec:` address is a command line: it has no key and no parameters, and a `?` in it is an
+//! ordinary character.
 
 mod pattern;
 
@@ -39,14 +41,16 @@ pub(crate) use self::pattern::is_covered;
 
 /// The address of a peer, to dial or to listen on.
 ///
-/// Displaying gives the text that was parsed, without the spaces around it. Two addresses are equal if their parts
-/// are: the case of scheme and host, leading zeros of a port and spellings of an IPv6 address do not count.
+/// Displaying gives the text that was parsed, without the spaces around it. Two addresses are equal
+/// if their parts are: the case of scheme and host, leading zeros of a port and spellings of an
+/// IPv6 address do not count.
 ///
 /// ```
 /// use rpc_transports::Address;
 ///
 /// let address: Address = "tcp://[::1]:9090/board-7".parse()?;
-/// assert_eq!((address.scheme(), address.host(), address.port()), ("tcp", Some("::1"), Some(9090)));
+/// assert_eq!(address.scheme(), "tcp");
+/// assert_eq!((address.host(), address.port()), (Some("::1"), Some(9090)));
 /// assert_eq!(address.key(), Some("board-7"));
 /// assert_eq!(address.without_key().to_string(), "tcp://[::1]:9090");
 /// # Ok::<(), rpc_transports::AddressError>(())
@@ -71,7 +75,8 @@ struct Parts {
 enum Place {
     Host {
         user: Option<String>,
-        /// Lower-case host name, or an IP address; IPv6 without brackets, with its zone if it has one.
+        /// Lower-case host name, or an IP address; IPv6 without brackets, with its zone if it has
+        /// one.
         host: String,
         port: Option<u16>,
     },
@@ -95,8 +100,8 @@ impl Address {
         Ok(Self::from_parts(Parts { scheme: checked_scheme(scheme)?, place, key: None, parameters: Vec::new() }))
     }
 
-    /// An opaque address: `scheme:rest`. Characters of `rest` that mean something in an address, such as `?`, have
-    /// to be escaped by a rule of the scheme's own.
+    /// An opaque address: `scheme:rest`. Characters of `rest` that mean something in an address,
+    /// such as `?`, have to be escaped by a rule of the scheme's own.
     ///
     /// # Errors
     ///
@@ -122,8 +127,8 @@ impl Address {
     ///
     /// # Errors
     ///
-    /// [`AddressError::Key`] if the key is empty or has characters other than letters, digits and `-._~:@+=`, or if
-    /// addresses of this scheme have no place for a key.
+    /// [`AddressError::Key`] if the key is empty or has characters other than letters, digits and
+    /// `-._~:@+=`, or if addresses of this scheme have no place for a key.
     pub fn with_key(self, key: &str) -> Result<Self, AddressError> {
         let key_error = |problem| AddressError::Key { text: key.to_owned(), problem };
         if matches!(self.parts.place, Place::Opaque(_)) && VERBATIM.contains(&self.scheme()) {
@@ -244,10 +249,11 @@ impl Address {
         self.parts.parameters.iter().map(|(name, _)| name.as_str())
     }
 
-    /// Returns true if the host is a loopback IP address or the name `localhost`. Any other name may stand for any
-    /// machine. An opaque address has no host.
+    /// Returns true if the host is a loopback IP address or the name `localhost`. Any other name
+    /// may stand for any machine. An opaque address has no host.
     ///
-    /// How far an address reaches is for its transport to say: [`Transport::check`](crate::Transport::check).
+    /// How far an address reaches is for its transport to say:
+    /// [`Transport::check`](crate::Transport::check).
     #[must_use]
     pub fn has_loopback_host(&self) -> bool {
         self.host().is_some_and(|host| match host.parse::<IpAddr>() {
@@ -346,7 +352,8 @@ impl FromStr for Address {
         }
         let scheme = checked_scheme(scheme)?;
         let is_verbatim = VERBATIM.contains(&scheme.as_str());
-        // The words of a command carry their own meaning of spaces; elsewhere one at the end is a slip.
+        // The words of a command carry their own meaning of spaces; elsewhere one at the end is a
+        // slip.
         let (text, rest) = if is_verbatim { (text, rest) } else { (text.trim_end(), rest.trim_end()) };
         let parts = match rest.strip_prefix("//") {
             // With an empty host it is a path, written as in a URL.
@@ -491,8 +498,8 @@ impl AddressError {
         }
     }
 
-    /// Makes the error by which a transport refuses an address: `problem` says what is wrong with it, and shows the
-    /// right form.
+    /// Makes the error by which a transport refuses an address: `problem` says what is wrong with
+    /// it, and shows the right form.
     #[must_use]
     pub fn invalid(address: &Address, problem: impl Into<String>) -> Self {
         Self::Invalid { address: address.to_string(), problem: problem.into() }
@@ -637,7 +644,8 @@ fn is_port(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Returns true if the text has only characters that need no escaping anywhere in an address: keys and names do.
+/// Returns true if the text has only characters that need no escaping anywhere in an address: keys
+/// and names do.
 pub(crate) fn is_name(text: &str) -> bool {
     !text.is_empty() && (text.bytes()).all(|byte| byte.is_ascii_alphanumeric() || b"-._~:@+=".contains(&byte))
 }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use ring::rand::{SecureRandom, SystemRandom};
 
-/// Pauses between attempts: each up to twice as long as the one before, and none of the same length as another's, so that
-/// those who lost the same peer do not all come back at the same moment.
+/// Pauses between attempts: each up to twice as long as the one before, and none of the same length
+/// as another's, so that those who lost the same peer do not all come back at the same moment.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     first: Duration,

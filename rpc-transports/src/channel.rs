@@ -1,4 +1,5 @@
-//! Channels: one ordered, reliable byte pipe between two peers, for async code and for plain threads.
+//! Channels: one ordered, reliable byte pipe between two peers, for async code and for plain
+//! threads.
 
 use std::any::Any;
 use std::fmt;
@@ -26,16 +27,19 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin + ?Sized> ChannelIo for T {}
 /// Something that lives as long as a channel, such as the child process at its far end.
 pub type ChannelGuard = Box<dyn Any + Send + Sync>;
 
-/// The handshake below a channel that was accepted, such as that of TLS, which ends with the channel to use.
+/// The handshake below a channel that was accepted, such as that of TLS, which ends with the
+/// channel to use.
 type Upgrade = Pin<Box<dyn Future<Output = io::Result<Channel>> + Send>>;
 
-/// Explains how the far side of a channel has ended, where the transport knows: a child process has an exit status.
+/// Explains how the far side of a channel has ended, where the transport knows: a child process has
+/// an exit status.
 ///
-/// Asked when a channel ends before there is a session. Implementations wait for what they need to know, a second at most.
+/// Asked when a channel ends before there is a session. Implementations wait for what they need to
+/// know, a second at most.
 #[async_trait]
 pub trait ExplainEnd: Send + Sync {
-    /// Returns the explanation as the beginning of a sentence: "the program ended (exit status: 1)". `None` if the far
-    /// side has not ended.
+    /// Returns the explanation as the beginning of a sentence: "the program ended (exit status:
+    /// 1)". `None` if the far side has not ended.
     async fn explain(&self) -> Option<String>;
 
     /// As [`explain`](Self::explain), and blocks.
@@ -119,7 +123,8 @@ enum Io {
     Other(Box<dyn ChannelIo>),
 }
 
-/// What the kernel can move bytes from and to by itself: what tokio's sockets have in common beside bytes.
+/// What the kernel can move bytes from and to by itself: what tokio's sockets have in common beside
+/// bytes.
 #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "only there it moves them"))]
 pub(crate) trait PlainSocket: ChannelIo + AsFd {
     fn poll_read_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
@@ -152,7 +157,10 @@ macro_rules! plain_sockets {
 
         impl Io {
             fn new<I: ChannelIo + 'static>(io: I) -> Self {
-                #[cfg_attr(not(any(feature = "tcp", feature = "unix")), allow(unused_mut, reason = "there are no sockets then"))]
+                #[cfg_attr(
+                    not(any(feature = "tcp", feature = "unix")),
+                    allow(unused_mut, reason = "there are no sockets then")
+                )]
                 let mut io = Some(io);
                 $(
                     #[cfg(feature = $feature)]
@@ -237,8 +245,9 @@ impl Channel {
         Self { io: Io::new(wrap(self.io.boxed())), ..self }
     }
 
-    /// The same channel, whose bytes pass through the encrypted stream that `security` came with, from
-    /// [`ClientTls::connect`](crate::ClientTls::connect) or [`ServerTls::accept`](crate::ServerTls::accept).
+    /// The same channel, whose bytes pass through the encrypted stream that `security` came with,
+    /// from [`ClientTls::connect`](crate::ClientTls::connect) or
+    /// [`ServerTls::accept`](crate::ServerTls::accept).
     #[must_use]
     pub fn with_security(self, security: Security) -> Self {
         Self { security, ..self }
@@ -250,15 +259,16 @@ impl Channel {
         Self { end: Some(end), ..self }
     }
 
-    /// A channel that a listener has accepted from `peer`, and that is there when `upgrade` is done, such as a handshake of
-    /// TLS. [`secure`](Self::secure) does it.
+    /// A channel that a listener has accepted from `peer`, and that is there when `upgrade` is
+    /// done, such as a handshake of TLS. [`secure`](Self::secure) does it.
     pub fn upgrading(upgrade: impl Future<Output = io::Result<Self>> + Send + 'static, peer: impl Into<Peer>) -> Self {
         Self { upgrade: Some(Box::pin(upgrade)), ..Self::new(tokio::io::empty(), peer) }
     }
 
-    /// Finishes what an accepted channel needs before its bytes can be used: the handshake of TLS, which a listener leaves to
-    /// whoever takes the channel, so that a slow client holds up no other. Nothing for other channels. Has no time limit of
-    /// its own; a channel whose future was dropped is of no use.
+    /// Finishes what an accepted channel needs before its bytes can be used: the handshake of TLS,
+    /// which a listener leaves to whoever takes the channel, so that a slow client holds up no
+    /// other. Nothing for other channels. Has no time limit of its own; a channel whose future was
+    /// dropped is of no use.
     ///
     /// # Errors
     ///
@@ -322,13 +332,15 @@ impl Channel {
         self.end.as_ref()
     }
 
-    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the `ChildGuard`.
+    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the
+    /// `ChildGuard`.
     #[must_use]
     pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.guard.as_deref()
     }
 
-    /// Bytes, name of the peer, and guard. Dropping the guard may cut the channel, so keep it until the bytes are done.
+    /// Bytes, name of the peer, and guard. Dropping the guard may cut the channel, so keep it until
+    /// the bytes are done.
     #[must_use]
     pub fn into_parts(self) -> (Box<dyn ChannelIo>, String, Option<ChannelGuard>) {
         (self.io.boxed(), self.peer.text, self.guard)
@@ -394,7 +406,8 @@ impl BlockingChannel {
         self.io.set_nonblocking(nonblocking)
     }
 
-    /// The socket. A shared reference can read and write, and other threads may do so at the same time.
+    /// The socket. A shared reference can read and write, and other threads may do so at the same
+    /// time.
     #[must_use]
     pub fn io(&self) -> &BlockingIo {
         &self.io
@@ -406,13 +419,15 @@ impl BlockingChannel {
         &self.peer
     }
 
-    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the `ChildGuard`.
+    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the
+    /// `ChildGuard`.
     #[must_use]
     pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.guard.as_deref()
     }
 
-    /// Socket, peer and guard. Dropping the guard may cut the channel, so keep it until the bytes are done.
+    /// Socket, peer and guard. Dropping the guard may cut the channel, so keep it until the bytes
+    /// are done.
     #[must_use]
     pub fn into_parts(self) -> (BlockingIo, String, Option<ChannelGuard>) {
         (self.io, self.peer, self.guard)

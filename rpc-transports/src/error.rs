@@ -80,7 +80,8 @@ pub enum TransportError {
         /// The rest of a sentence that starts with "such addresses".
         why: Cow<'static, str>,
     },
-    /// The two sides did not agree on how to encrypt the channel, or one does not trust the other's certificate.
+    /// The two sides did not agree on how to encrypt the channel, or one does not trust the other's
+    /// certificate.
     #[error("no secure channel with {address}; {hint}")]
     Insecure {
         /// What was dialled.
@@ -90,8 +91,8 @@ pub enum TransportError {
         /// What to look at.
         hint: &'static str,
     },
-    /// The server does not take the client's certificate, or wants one. Where the server says so only after the client has
-    /// a channel, the same is said of the session.
+    /// The server does not take the client's certificate, or wants one. Where the server says so
+    /// only after the client has a channel, the same is said of the session.
     #[error("the server refused the connection: {problem}")]
     Unauthenticated {
         /// What was dialled.
@@ -130,8 +131,8 @@ pub enum TransportError {
 impl TransportError {
     /// Sorts an error of the system into a variant.
     ///
-    /// The kernel's own time-out counts as [`Unreachable`](Self::Unreachable), since no limit was set
-    /// that it could name.
+    /// The kernel's own time-out counts as [`Unreachable`](Self::Unreachable), since no limit was
+    /// set that it could name.
     pub fn from_io(address: impl Into<String>, error: io::Error) -> Self {
         use io::ErrorKind as Kind;
         let address = address.into();
@@ -175,8 +176,8 @@ impl TransportError {
         }
     }
 
-    /// Makes the error of a transport that cannot do what is asked of it. `why` is the rest of a sentence that starts with
-    /// "such addresses".
+    /// Makes the error of a transport that cannot do what is asked of it. `why` is the rest of a
+    /// sentence that starts with "such addresses".
     pub fn unsupported(address: &Address, why: impl Into<Cow<'static, str>>) -> Self {
         Self::Unsupported { address: address.to_string(), scheme: address.scheme().to_owned(), why: why.into() }
     }

@@ -1,12 +1,14 @@
-//! Sessions with other processes: dialling, listening, forwarding, and the transports by which it is done.
+//! Sessions with other processes: dialling, listening, forwarding, and the transports by which it
+//! is done.
 //!
-//! A *channel* is one ordered, reliable byte pipe between two peers. An [`Address`] says where a peer is; a
-//! [`Transport`] dials addresses of its schemes and listens on them; [`Transports`] is the registry of those that a
-//! program uses. A [`Connector`] makes sessions, and a [`Server`] serves them.
+//! A *channel* is one ordered, reliable byte pipe between two peers. An [`Address`] says where a
+//! peer is; a [`Transport`] dials addresses of its schemes and listens on them; [`Transports`] is
+//! the registry of those that a program uses. A [`Connector`] makes sessions, and a [`Server`]
+//! serves them.
 //!
 //! Read first [`address`], then [`transport`]; each transport is a file of its own. Cargo features
-//! `tcp`, `tls`, `quic`, `unix` and `exec` switch them; without its feature an address still parses, and dialling it
-//! says what is missing. This crate is for Unix systems.
+//! `tcp`, `tls`, `quic`, `unix` and `exec` switch them; without its feature an address still
+//! parses, and dialling it says what is missing. This crate is for Unix systems.
 
 #![deny(unsafe_code)]
 // A test that panics has failed, which is what is wanted of it.

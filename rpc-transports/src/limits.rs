@@ -5,13 +5,15 @@ use rpc_core::proto::Hello;
 /// How much one session may have on the wire and in queues.
 #[derive(Clone, Debug)]
 pub struct WireLimits {
-    /// The largest message, in bytes: the arguments of a call, or its return. Copies have no limit. 64 MiB.
+    /// The largest message, in bytes: the arguments of a call, or its return. Copies have no limit.
+    /// 64 MiB.
     pub max_message: u64,
     /// The largest payload of a frame, in bytes; copies are cut into such pieces. 1 MiB.
     pub chunk: u32,
     /// The requests that a client may have unanswered. 1,024.
     pub max_requests: u32,
-    /// The bytes of large requests that a client may have under way. At least `max_message`. 65 MiB.
+    /// The bytes of large requests that a client may have under way. At least `max_message`. 65
+    /// MiB.
     pub window: u64,
 }
 

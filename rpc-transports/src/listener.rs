@@ -17,8 +17,8 @@ use crate::error::TransportError;
 pub struct Listener {
     address: Address,
     source: Box<dyn Accept>,
-    /// Set while accepting must wait for something to be freed. Kept here rather than in the future of
-    /// `accept`, so that dropping that future neither loses nor shortens the wait.
+    /// Set while accepting must wait for something to be freed. Kept here rather than in the future
+    /// of `accept`, so that dropping that future neither loses nor shortens the wait.
     pause: Option<Instant>,
     /// How long the next pause lasts.
     pause_len: Duration,
@@ -26,22 +26,22 @@ pub struct Listener {
 
 /// The source of a listener's channels, which a transport implements.
 pub trait Accept: Send {
-    /// Returns the next channel, or the reason why there is none now. An error does not end the listener by itself:
-    /// [`Listener::accept`] sorts out those that concern one connection alone.
+    /// Returns the next channel, or the reason why there is none now. An error does not end the
+    /// listener by itself: [`Listener::accept`] sorts out those that concern one connection alone.
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>>;
 }
 
 impl Listener {
-    /// A listener on `address`, which is what [`local_address`](Self::local_address) says: with the port that was chosen,
-    /// and the key that was asked for.
+    /// A listener on `address`, which is what [`local_address`](Self::local_address) says: with the
+    /// port that was chosen, and the key that was asked for.
     pub fn new(address: Address, source: impl Accept + 'static) -> Self {
         Self { address, source: Box::new(source), pause: None, pause_len: PAUSE_MIN }
     }
 
     /// Waits for the next channel. Cancel-safe: dropping the future loses no connection.
     ///
-    /// A connection that died while it waited is passed over. When files or memory run out, accepting
-    /// pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by itself.
+    /// A connection that died while it waited is passed over. When files or memory run out,
+    /// accepting pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by itself.
     ///
     /// # Errors
     ///
@@ -107,8 +107,8 @@ impl AcceptFailure {
     fn of(error: &io::Error) -> Self {
         match Errno::from_io_error(error) {
             Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => Self::Exhausted,
-            // Besides a reset, Linux hands the network errors of the new connection to `accept`, and a
-            // firewall's refusal as a missing permission.
+            // Besides a reset, Linux hands the network errors of the new connection to `accept`,
+            // and a firewall's refusal as a missing permission.
             Some(
                 Errno::CONNABORTED
                 | Errno::CONNRESET

@@ -1,14 +1,16 @@
 //! Guard against a program that starts itself without end.
 //!
-//! Some launches start the running program again: workers of Disco as child processes, a server of one's own. The child
-//! is told by its first argument what to be, and a *hook* at the top of its `main` takes over there. In a program
-//! without the hook, or with a hook that comes too late, the child would go on into `main` and launch again.
+//! Some launches start the running program again: workers of Disco as child processes, a server of
+//! one's own. The child is told by its first argument what to be, and a *hook* at the top of its
+//! `main` takes over there. In a program without the hook, or with a hook that comes too late, the
+//! child would go on into `main` and launch again.
 //!
 //! Each launch therefore has two defences:
 //!
 //! 1. It fails unless this process has called the hook (the crate with the hook remembers that).
-//! 2. Children carry [`STARTED_BY`] in their environment. A process that its own program has started, and in which no
-//!    hook has taken over ([`hook_took_over`]), launches nothing ([`check`]).
+//! 2. Children carry [`STARTED_BY`] in their environment. A process that its own program has
+//!    started, and in which no hook has taken over ([`hook_took_over`]), launches nothing
+//!    ([`check`]).
 
 use std::env;
 use std::ffi::OsString;
@@ -21,7 +23,8 @@ pub const STARTED_BY: &str = "RPC_STARTED_BY";
 /// True once a hook has recognised this process as a child and serves in it.
 static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 
-/// Error of a launch in a process that was itself started by such a launch and has not become what it was started as.
+/// Error of a launch in a process that was itself started by such a launch and has not become what
+/// it was started as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "this process was started by its own program (the environment variable {STARTED_BY} says so), and no hook in its \
@@ -31,7 +34,8 @@ static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 #[non_exhaustive]
 pub struct EndlessStart;
 
-/// Puts the mark of a child into the environment of `command`. Does nothing if the executable of this process is unknown.
+/// Puts the mark of a child into the environment of `command`. Does nothing if the executable of
+/// this process is unknown.
 pub fn mark(command: &mut Command) {
     if let Ok(program) = env::current_exe() {
         command.env(STARTED_BY, program);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use rpc_core::{Session, VirtualDevice};
 use rpc_transports::tracker::{ServerRequest, address_of};
-use rpc_transports::{Address, Connector, Dial};
+use rpc_transports::{Address, Connector, Dial, Transports};
 
 use super::failure::Failure;
 use crate::config::{Label, Span};
@@ -37,6 +37,9 @@ pub enum ColorChoice {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Common options")]
 pub struct CommonOptions {
+    /// Transports of the program.
+    #[arg(skip)]
+    transports: Transports,
     /// Hops on the way to the server, in order, as with ssh; may be repeated, or given as a list
     /// with commas
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
@@ -74,6 +77,16 @@ pub struct CommonOptions {
 }
 
 impl CommonOptions {
+    /// Connects by these transports from now on.
+    pub(super) fn set_transports(&mut self, transports: Transports) {
+        self.transports = transports;
+    }
+
+    /// Returns the transports of the program.
+    pub(super) fn transports(&self) -> &Transports {
+        &self.transports
+    }
+
     pub(super) fn timeout(&self) -> Option<Duration> {
         self.timeout.map(|Span(timeout)| timeout)
     }
@@ -108,7 +121,11 @@ impl CommonOptions {
     /// that are reported.
     pub(super) fn bare_connector(&self) -> Result<Connector, Failure> {
         let limit = self.connect_limit() + Duration::from_secs(5);
-        Ok(Connector::new().dial(self.dial_options()?).connect_timeout(limit).handshake_timeout(limit))
+        Ok(Connector::new()
+            .transports(self.transports.clone())
+            .dial(self.dial_options()?)
+            .connect_timeout(limit)
+            .handshake_timeout(limit))
     }
 
     /// Returns a connector with the hops that were given, and the requirements on a tracker's

@@ -6,7 +6,7 @@ use clap::Args;
 use rpc_core::proto::{MAGIC, VERSION_MAX, VERSION_MIN};
 use rpc_core::{ErrorKind, Pack, RpcError, Session};
 use rpc_transports::tracker::{Summary, address_of, functions};
-use rpc_transports::{Address, Channel, ConnectError, Connector, Dial, TransportError, Transports, exec, unix};
+use rpc_transports::{Address, Channel, ConnectError, Connector, Dial, TransportError, exec, unix};
 use serde_json::json;
 
 use self::recorder::{Received, Recorder};
@@ -29,7 +29,7 @@ pub(super) struct DoctorArgs {
 
 pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: DoctorArgs) -> Result<(), Failure> {
     let (connector, dial) = (options.bare_connector()?, options.dial_options()?);
-    let mut examination = Examination { output, steps: Vec::new(), connector, dial };
+    let mut examination = Examination { output, steps: Vec::new(), connector, dial, transports: options.transports() };
     let outcome = examine(options, &mut examination, &args.address).await;
     let code = outcome.as_ref().err().copied().unwrap_or(0);
     if output.is_json() {
@@ -219,7 +219,7 @@ async fn open(
     let options = Dial { connect_timeout: limit, ..examination.dial.clone() };
     let received = Received::default();
     let record = |io| Recorder { io, received: received.clone() };
-    let channel = Transports::default().dial(&address, &options).await?.map_io(record);
+    let channel = examination.transports.dial(&address, &options).await?.map_io(record);
     Ok((channel, received))
 }
 

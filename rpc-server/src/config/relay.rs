@@ -85,8 +85,17 @@ impl RelayConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`],
     /// and those of [`ServeConfig::check`] for the settings that a relay shares with a server.
     pub fn check(&self) -> Result<(), ConfigError> {
-        check_addresses(&self.listen, &self.trust(), self.insecure, &Transports::default())?;
-        self.serve_config().check()
+        self.check_with(&Transports::default())
+    }
+
+    /// As [`check`](Self::check), for a program that uses these transports.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check).
+    pub fn check_with(&self, transports: &Transports) -> Result<(), ConfigError> {
+        check_addresses(&self.listen, &self.trust(), self.insecure, transports)?;
+        self.serve_config().check_with(transports)
     }
 
     fn listen_by_default(&mut self) {

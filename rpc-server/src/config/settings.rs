@@ -87,9 +87,18 @@ macro_rules! settings {
             ///
             /// The file or the settings as a whole are wrong.
             pub fn resolve(self) -> Result<$config, ConfigError> {
+                self.resolve_with(&rpc_transports::Transports::default())
+            }
+
+            /// As [`resolve`](Self::resolve), for a program that uses these transports.
+            ///
+            /// # Errors
+            ///
+            /// As [`resolve`](Self::resolve).
+            pub fn resolve_with(self, transports: &rpc_transports::Transports) -> Result<$config, ConfigError> {
                 let mut config = self.with_file()?.complete();
                 config.listen_by_default();
-                config.check()?;
+                config.check_with(transports)?;
                 Ok(config)
             }
 

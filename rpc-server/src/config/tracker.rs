@@ -115,7 +115,16 @@ impl TrackerConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::InsecureMetrics`],
     /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
-        check_addresses(&self.listen, &self.trust(), self.insecure, &Transports::default())?;
+        self.check_with(&Transports::default())
+    }
+
+    /// As [`check`](Self::check), for a program that uses these transports.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check).
+    pub fn check_with(&self, transports: &Transports) -> Result<(), ConfigError> {
+        check_addresses(&self.listen, &self.trust(), self.insecure, transports)?;
         if let Some(HttpAddress(address)) = self.http
             && !address.ip().to_canonical().is_loopback()
             && !self.insecure

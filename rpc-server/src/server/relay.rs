@@ -1,5 +1,7 @@
 //! A relay as a server: what `rpc-server relay` runs.
 
+use rpc_transports::Transports;
+
 use crate::config::{RelayConfig, ServeError};
 use crate::server::{RpcServer, Running, StopReason};
 
@@ -16,8 +18,17 @@ impl Relay {
     ///
     /// Settings contradict each other.
     pub fn new(config: &RelayConfig) -> Result<Self, ServeError> {
-        config.check()?;
-        Ok(Self { server: RpcServer::default().config(config.serve_config()).relay() })
+        Self::with_transports(config, Transports::default())
+    }
+
+    /// As [`new`](Self::new), with these transports.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn with_transports(config: &RelayConfig, transports: Transports) -> Result<Self, ServeError> {
+        config.check_with(&transports)?;
+        Ok(Self { server: RpcServer::default().config(config.serve_config()).transports(transports).relay() })
     }
 
     /// Starts the relay. Needs a tokio runtime with I/O and time.

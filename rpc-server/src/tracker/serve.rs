@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rpc_core::Registry;
+use rpc_transports::Transports;
 
 use super::page;
 use super::scheduler::SlotTotals;
-use super::service::Tracker;
+use super::service::{Tracker, TrackerOptions};
 use crate::config::{HttpAddress, ServeError, TrackerConfig};
 use crate::http::HttpServer;
 use crate::monitor::Gauges;
@@ -37,7 +38,7 @@ impl Tracker {
     ///
     /// As [`RpcServer::start`]; and [`ServeError::Page`].
     pub async fn start(config: &TrackerConfig) -> Result<RunningTracker, ServeError> {
-        let (tracker, server) = build(config)?;
+        let (tracker, server) = build(config, Transports::default())?;
         let page = serve_page(config, &tracker).await?;
         Ok(RunningTracker { server: server.start().await?, tracker, page })
     }
@@ -49,10 +50,19 @@ impl Tracker {
     ///
     /// As [`RpcServer::run_blocking`]; and [`ServeError::Page`].
     pub fn run_blocking(config: &TrackerConfig) -> Result<StopReason, ServeError> {
+        Self::run_blocking_with(config, Transports::default())
+    }
+
+    /// As [`run_blocking`](Self::run_blocking), with these transports.
+    ///
+    /// # Errors
+    ///
+    /// As [`run_blocking`](Self::run_blocking).
+    pub fn run_blocking_with(config: &TrackerConfig, transports: Transports) -> Result<StopReason, ServeError> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("rpc-tracker").build();
         let runtime = runtime.map_err(ServeError::Runtime)?;
         let reason = runtime.block_on(async {
-            let (tracker, mut server) = build(config)?;
+            let (tracker, mut server) = build(config, transports)?;
             let page = serve_page(config, &tracker).await?;
             if let Some(page) = &page {
                 server.announce_also(format!("status page on http://{}", page.address()));
@@ -64,13 +74,13 @@ impl Tracker {
     }
 }
 
-fn build(config: &TrackerConfig) -> Result<(Arc<Tracker>, RpcServer), ServeError> {
-    config.check()?;
-    let tracker = Tracker::new(config.options()?);
+fn build(config: &TrackerConfig, transports: Transports) -> Result<(Arc<Tracker>, RpcServer), ServeError> {
+    config.check_with(&transports)?;
+    let tracker = Tracker::new(TrackerOptions { transports: transports.clone(), ..config.options()? });
     let registry = Registry::new();
     tracker.register(&registry);
     let reloaded = Arc::downgrade(&tracker);
-    let server = RpcServer::new(registry).config(config.serve_config());
+    let server = RpcServer::new(registry).config(config.serve_config()).transports(transports);
     let server = server.gauges(tracker.clone()).on_reload(move |onward| {
         if let Some(tracker) = reloaded.upgrade() {
             tracker.set_onward(onward);

@@ -1,8 +1,8 @@
 //! State of a client's session: requests, replies, frees and ends. It performs no input or output.
 //!
-//! [`ClientState`] is what callers see of a session, with the protocol's endpoint under one lock. A [`Pump`] moves the bytes
-//! between the endpoint and the channel: the [task](super::task) of an async runtime, or the
-//! [threads](super::blocking) that wait for replies.
+//! [`ClientState`] is what callers see of a session, with the protocol's endpoint under one lock. A
+//! [`Pump`] moves the bytes between the endpoint and the channel: the [task](super::task) of an
+//! async runtime, or the [threads](super::blocking) that wait for replies.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

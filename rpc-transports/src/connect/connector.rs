@@ -52,7 +52,8 @@ pub struct Connector {
     local: Option<Registry>,
     /// For trackers.
     wanted: Option<Arc<ServerRequest>>,
-    /// Set where a server connects for its client: the servers that the chain has passed, and who the client is.
+    /// Set where a server connects for its client: the servers that the chain has passed, and who
+    /// the client is.
     behind: (Vec<String>, String),
 }
 
@@ -76,11 +77,13 @@ impl Connector {
         }
     }
 
-    /// Adds a hop: a server that will forward to the next one, or to the target. Several are passed in order, as with ssh.
+    /// Adds a hop: a server that will forward to the next one, or to the target. Several are passed
+    /// in order, as with ssh.
     ///
-    /// A hop sees requests and data, and proves its own identity to the next one. With `tunnel:` in front of its address it
-    /// passes bytes that it does not look into, and the handshake, proof of identity and encryption are between this side and
-    /// what is behind the hop: `tls://`, or `tcp://` and `unix:` without encryption.
+    /// A hop sees requests and data, and proves its own identity to the next one. With `tunnel:` in
+    /// front of its address it passes bytes that it does not look into, and the handshake, proof of
+    /// identity and encryption are between this side and what is behind the hop: `tls://`, or
+    /// `tcp://` and `unix:` without encryption.
     #[must_use]
     pub fn via(mut self, hop: &str) -> Self {
         match hop.parse() {
@@ -96,7 +99,8 @@ impl Connector {
         self
     }
 
-    /// The transports by which addresses are dialled. Default: those that this crate was compiled with.
+    /// The transports by which addresses are dialled. Default: those that this crate was compiled
+    /// with.
     #[must_use]
     pub fn transports(mut self, transports: Transports) -> Self {
         self.transports = transports;
@@ -108,15 +112,17 @@ impl Connector {
         self
     }
 
-    /// Accepts only a server with this key. The path of an address, as in `tcp://host:9090/KEY`, does the same.
+    /// Accepts only a server with this key. The path of an address, as in `tcp://host:9090/KEY`,
+    /// does the same.
     #[must_use]
     pub fn key(mut self, key: &str) -> Self {
         key.clone_into(&mut self.key);
         self
     }
 
-    /// What a server must have that a tracker gives out: labels, devices, and how urgent it is. One server is asked for, with the key of
-    /// the [address](Self::connect) or of [`key`](Self::key) if one of them names any. Addresses of servers are not affected.
+    /// What a server must have that a tracker gives out: labels, devices, and how urgent it is. One
+    /// server is asked for, with the key of the [address](Self::connect) or of [`key`](Self::key)
+    /// if one of them names any. Addresses of servers are not affected.
     #[must_use]
     pub fn server_request(mut self, wanted: ServerRequest) -> Self {
         self.wanted = Some(Arc::new(wanted));
@@ -137,15 +143,16 @@ impl Connector {
         self
     }
 
-    /// Proves itself by one of these tokens, and takes only servers that know it, or that have proven themselves by a
-    /// certificate. None.
+    /// Proves itself by one of these tokens, and takes only servers that know it, or that have
+    /// proven themselves by a certificate. None.
     #[must_use]
     pub fn tokens(mut self, tokens: Tokens) -> Self {
         self.dial.tokens = tokens;
         self
     }
 
-    /// How servers at `tls://` and `quic://` addresses are trusted. Without this such addresses cannot be reached.
+    /// How servers at `tls://` and `quic://` addresses are trusted. Without this such addresses
+    /// cannot be reached.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn tls(mut self, tls: ClientTls) -> Self {
@@ -153,7 +160,8 @@ impl Connector {
         self
     }
 
-    /// The terms on which channels are opened, all at once: time limit, keep-alive, tokens and trust.
+    /// The terms on which channels are opened, all at once: time limit, keep-alive, tokens and
+    /// trust.
     #[must_use]
     pub fn dial(mut self, terms: Dial) -> Self {
         self.dial = terms;
@@ -174,14 +182,16 @@ impl Connector {
         self
     }
 
-    /// How long to wait for a server at a `tracker://` address while others have them all. No limit.
+    /// How long to wait for a server at a `tracker://` address while others have them all. No
+    /// limit.
     #[must_use]
     pub fn queue_timeout(mut self, timeout: Duration) -> Self {
         self.queue_timeout = Some(timeout);
         self
     }
 
-    /// A channel on which nothing was heard for this long is tested, and is given up after three times as long. 5 s.
+    /// A channel on which nothing was heard for this long is tested, and is given up after three
+    /// times as long. 5 s.
     #[must_use]
     pub fn keep_alive(mut self, interval: Duration) -> Self {
         self.dial.keep_alive = interval;
@@ -202,12 +212,14 @@ impl Connector {
         self
     }
 
-    /// Opens a session with the server at `target`, or with one that the tracker gives out, if that is a `tracker://`
-    /// address; see [`tracker`](crate::tracker) for more than that. Its input and output run as a task of the current tokio runtime.
+    /// Opens a session with the server at `target`, or with one that the tracker gives out, if that
+    /// is a `tracker://` address; see [`tracker`](crate::tracker) for more than that. Its input and
+    /// output run as a task of the current tokio runtime.
     ///
     /// # Errors
     ///
-    /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why. Cancel-safe.
+    /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why.
+    /// Cancel-safe.
     pub async fn connect<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Session, ConnectError> {
         let target = self.target(target)?;
         self.connect_to(target).await
@@ -226,9 +238,10 @@ impl Connector {
         Ok(self.forward(&first, &further).await?.into())
     }
 
-    /// As [`connect`](Self::connect), on the calling thread and without a runtime: the session's input and output are done
-    /// by whoever waits for it, so that a call costs no switch to another thread. That holds for `tcp://`, `unix:` and `exec:`
-    /// addresses; those of sessions at other addresses run on a thread that all such sessions of the process share.
+    /// As [`connect`](Self::connect), on the calling thread and without a runtime: the session's
+    /// input and output are done by whoever waits for it, so that a call costs no switch to another
+    /// thread. That holds for `tcp://`, `unix:` and `exec:` addresses; those of sessions at other
+    /// addresses run on a thread that all such sessions of the process share.
     ///
     /// # Errors
     ///
@@ -358,9 +371,10 @@ impl Connector {
         Ok(channel.leading_to(format!("{next} through {address}")))
     }
 
-    /// Opens a channel to `address` and goes on with it. Where that is another one on a connection that there was, and nothing
-    /// is heard over it any more, the server has begun anew, or the way to it is cut: then a second attempt is made over a new
-    /// connection, and the first of the two that succeeds counts.
+    /// Opens a channel to `address` and goes on with it. Where that is another one on a connection
+    /// that there was, and nothing is heard over it any more, the server has begun anew, or the way
+    /// to it is cut: then a second attempt is made over a new connection, and the first of the two
+    /// that succeeds counts.
     async fn meet<'a, T>(
         &'a self,
         address: &'a Address,
@@ -429,7 +443,8 @@ impl Connector {
         Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
     }
 
-    /// Performs a handshake, and remembers what it has shown about the connection under the channel.
+    /// Performs a handshake, and remembers what it has shown about the connection under the
+    /// channel.
     async fn perform_handshake(
         &self,
         channel: &mut Channel,
@@ -455,7 +470,8 @@ impl Connector {
         Ok((negotiated, input))
     }
 
-    /// Returns the address to dial, the key that the target must have, and the stops that the dialled peer forwards to.
+    /// Returns the address to dial, the key that the target must have, and the stops that the
+    /// dialled peer forwards to.
     fn plan(&self, first: &Hop, further: &[Hop]) -> Result<Plan, ConnectError> {
         let target = further.last().unwrap_or(first);
         if target.tunnel {

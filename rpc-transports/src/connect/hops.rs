@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use crate::address::{Address, AddressError};
 
-/// One stop on the way to a server: `ADDRESS`, which forwards requests, or `tunnel:ADDRESS`, which passes bytes unseen.
+/// One stop on the way to a server: `ADDRESS`, which forwards requests, or `tunnel:ADDRESS`, which
+/// passes bytes unseen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hop {
     pub(crate) address: Address,

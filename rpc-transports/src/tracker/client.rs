@@ -1,4 +1,5 @@
-//! The client of a tracker: asks for servers, opens sessions with them, and tries again where that is of use.
+//! The client of a tracker: asks for servers, opens sessions with them, and tries again where that
+//! is of use.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -16,10 +17,12 @@ use crate::backoff::Backoff;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::runtime::run_in_background;
 
-/// How long a tracker may be away that was there before, unless the request's own time limit is shorter.
+/// How long a tracker may be away that was there before, unless the request's own time limit is
+/// shorter.
 const OUTAGE: Duration = Duration::from_secs(120);
 
-/// How many servers are tried, one after the other, that cannot be reached, for a request without a time limit.
+/// How many servers are tried, one after the other, that cannot be reached, for a request without a
+/// time limit.
 const ATTEMPTS: u32 = 8;
 
 /// How many dead servers `request_and_run` takes before it gives up.
@@ -33,7 +36,8 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A client of one tracker. Cheap to clone; clones share a session with it.
 ///
-/// When the tracker goes away and comes back, as when it is restarted, requests that wait ask again by themselves.
+/// When the tracker goes away and comes back, as when it is restarted, requests that wait ask again
+/// by themselves.
 #[derive(Clone, Debug)]
 pub struct TrackerClient(Arc<Inner>);
 
@@ -46,17 +50,19 @@ struct Inner {
 }
 
 impl TrackerClient {
-    /// Opens a session with the tracker at `address`: `tracker://host:port`, or the address of a server of any kind.
+    /// Opens a session with the tracker at `address`: `tracker://host:port`, or the address of a
+    /// server of any kind.
     ///
     /// # Errors
     ///
-    /// A malformed address, a tracker that cannot be reached, and one that refuses, each saying why.
+    /// A malformed address, a tracker that cannot be reached, and one that refuses, each saying
+    /// why.
     pub async fn connect<A: ToAddress + ?Sized>(address: &A) -> Result<Self> {
         Self::connect_with(Connector::new(), address).await
     }
 
-    /// As [`connect`](Self::connect), through the hops of `connector` and with its credentials. The servers are reached in the
-    /// same way.
+    /// As [`connect`](Self::connect), through the hops of `connector` and with its credentials. The
+    /// servers are reached in the same way.
     ///
     /// # Errors
     ///
@@ -83,22 +89,23 @@ impl TrackerClient {
         Self(Arc::new(Inner { connector, address, session: Mutex::new(None) }))
     }
 
-    /// Waits for a server, and opens a session with it. Where that fails it asks for another one, until the request's time is
-    /// over.
+    /// Waits for a server, and opens a session with it. Where that fails it asks for another one,
+    /// until the request's time is over.
     ///
     /// Dropping the future gives up the place in the queue.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeadlineExceeded`] when the time is over; what the tracker refuses, such as a limit; and what the server
-    /// does that another one would do, too: it does not know us, or speaks another version.
+    /// [`ErrorKind::DeadlineExceeded`] when the time is over; what the tracker refuses, such as a
+    /// limit; and what the server does that another one would do, too: it does not know us, or
+    /// speaks another version.
     pub async fn request(&self, request: &ServerRequest) -> Result<Loan> {
         let mut loans = self.obtain(&request.clone().count(1)).await?;
         loans.pop().ok_or_else(|| RpcError::new(ErrorKind::Protocol, "the tracker granted nothing"))
     }
 
-    /// As [`request`](Self::request), for as many servers as the request says, all at once: either there is a session with each
-    /// of them, or none is kept.
+    /// As [`request`](Self::request), for as many servers as the request says, all at once: either
+    /// there is a session with each of them, or none is kept.
     ///
     /// # Errors
     ///
@@ -107,12 +114,14 @@ impl TrackerClient {
         self.obtain(request).await
     }
 
-    /// Runs `work` at a server, and gives the server back. If the server is lost meanwhile, `work` is run again at another
-    /// one, so that it may run more than once in part; errors of functions, and of `work` itself, are not repeated.
+    /// Runs `work` at a server, and gives the server back. If the server is lost meanwhile, `work`
+    /// is run again at another one, so that it may run more than once in part; errors of functions,
+    /// and of `work` itself, are not repeated.
     ///
     /// # Errors
     ///
-    /// As [`request`](Self::request); `work`'s own; and that of the last server, if too many were lost.
+    /// As [`request`](Self::request); `work`'s own; and that of the last server, if too many were
+    /// lost.
     pub async fn request_and_run<T, F, W>(&self, request: &ServerRequest, mut work: W) -> Result<T>
     where
         W: FnMut(Session) -> F,
@@ -244,7 +253,8 @@ impl TrackerClient {
         }
     }
 
-    /// Opens sessions with all servers of a claim. If one fails, those that were not reached are given back.
+    /// Opens sessions with all servers of a claim. If one fails, those that were not reached are
+    /// given back.
     async fn open(&self, claim: &Claim, limit: Limit) -> Result<Vec<Loan>> {
         let mut attempts = JoinSet::new();
         for (at, grant) in claim.grants.iter().cloned().enumerate() {
@@ -292,7 +302,8 @@ impl TrackerClient {
         Ok(session)
     }
 
-    /// Forgets a session that is over. What it failed with comes back, and says so if the server is no tracker.
+    /// Forgets a session that is over. What it failed with comes back, and says so if the server is
+    /// no tracker.
     async fn failed(&self, session: &Session, error: RpcError) -> RpcError {
         let mut current = self.0.session.lock().await;
         let is_it = |current: &Session| Arc::ptr_eq(current.shared(), session.shared());
@@ -306,8 +317,8 @@ impl TrackerClient {
     }
 }
 
-/// Opens a session with whichever server the tracker at `address` gives out: what [`Connector::connect`] does for
-/// `tracker://` addresses.
+/// Opens a session with whichever server the tracker at `address` gives out: what
+/// [`Connector::connect`] does for `tracker://` addresses.
 pub(crate) async fn connect(
     connector: &Connector,
     address: &Address,
@@ -349,10 +360,12 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
     connector.connect_at(target).await.map_err(ConnectError::into_rpc_error)
 }
 
-/// The prefix of a tracker's scheme in front of that by which the tracker is reached; `tracker` alone is for TCP.
+/// The prefix of a tracker's scheme in front of that by which the tracker is reached; `tracker`
+/// alone is for TCP.
 const SCHEME: &str = "tracker";
 
-/// Returns the address of the tracker itself, without a key, if `address` stands for servers that a tracker gives out.
+/// Returns the address of the tracker itself, without a key, if `address` stands for servers that a
+/// tracker gives out.
 #[must_use]
 pub fn address_of(address: &Address) -> Option<Address> {
     let scheme = match address.scheme().strip_prefix(SCHEME)? {
@@ -363,11 +376,13 @@ pub fn address_of(address: &Address) -> Option<Address> {
 }
 
 impl Address {
-    /// The address of the servers that the tracker `at` gives out, under `key`; of any of them without one.
+    /// The address of the servers that the tracker `at` gives out, under `key`; of any of them
+    /// without one.
     ///
     /// # Errors
     ///
-    /// [`AddressError::Invalid`] if no tracker can be asked there; as [`with_key`](Self::with_key) for the key.
+    /// [`AddressError::Invalid`] if no tracker can be asked there; as [`with_key`](Self::with_key)
+    /// for the key.
     pub fn tracker(at: Self, key: Option<&str>) -> std::result::Result<Self, AddressError> {
         let scheme = match at.scheme() {
             "tcp" => SCHEME.to_owned(),
@@ -384,8 +399,8 @@ impl Address {
     }
 }
 
-/// A server that is ours. When this and all clones of the session are dropped, the session ends, and the server is free
-/// for the next client.
+/// A server that is ours. When this and all clones of the session are dropped, the session ends,
+/// and the server is free for the next client.
 #[derive(Clone, Debug)]
 pub struct Loan {
     session: Session,
@@ -470,7 +485,8 @@ impl Limit {
 
 /// Whether the tracker is away, and may come back.
 fn is_outage(error: &RpcError) -> bool {
-    // Something that closes the connection during the handshake may be a tracker that is about to stop.
+    // Something that closes the connection during the handshake may be a tracker that is about to
+    // stop.
     let cut = error.kind() == ErrorKind::Refused && error.hop() == 0;
     cut || error.fault() == Fault::Link || matches!(error.kind(), ErrorKind::Closed | ErrorKind::SessionTimeout)
 }

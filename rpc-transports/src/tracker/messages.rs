@@ -1,5 +1,5 @@
-//! What is said to trackers, and what they answer. All of it travels packed, as maps by field names: fields may be added,
-//! and readers skip those that they do not know.
+//! What is said to trackers, and what they answer. All of it travels packed, as maps by field
+//! names: fields may be added, and readers skip those that they do not know.
 //!
 //! Times are lengths of time in milliseconds, so that no two clocks have to agree.
 
@@ -11,12 +11,13 @@ use serde::{Deserialize, Serialize};
 
 /// The names of a tracker's functions.
 pub mod functions {
-    /// `(Registration) -> (object, Registered)`. The object is the registration: it ends when the object is freed, and so with
-    /// the session.
+    /// `(Registration) -> (object, Registered)`. The object is the registration: it ends when the
+    /// object is freed, and so with the session.
     pub const REGISTER: &str = "tracker.register";
     /// `(registration, ServerStatus) -> Renewed`. Renews the lease, and says who uses the server.
     pub const RENEW: &str = "tracker.renew";
-    /// `(ServerRequest) -> object`. The object is the place in the queue: freeing it gives up waiting.
+    /// `(ServerRequest) -> object`. The object is the place in the queue: freeing it gives up
+    /// waiting.
     pub const REQUEST: &str = "tracker.request";
     /// `(place in the queue) -> [Grant]`. Waits for the servers; asked again it says the same.
     pub const WAIT: &str = "tracker.wait";
@@ -60,7 +61,8 @@ impl DeviceOffer {
         offers
     }
 
-    /// Whether one of a server's devices satisfies a constraint. Those of a kind are numbered in their order.
+    /// Whether one of a server's devices satisfies a constraint. Those of a kind are numbered in
+    /// their order.
     pub fn any_satisfies(offers: &[Self], wanted: &VirtualDevice) -> bool {
         let mut numbers: BTreeMap<&str, u64> = BTreeMap::new();
         offers.iter().any(|offer| {
@@ -93,8 +95,9 @@ pub struct Registration {
     pub devices: Vec<DeviceOffer>,
     /// How many clients it serves at a time.
     pub capacity: u32,
-    /// Where clients reach it: addresses to go through, and its own last. Where its own has an unspecified host, such as
-    /// `tcp://0.0.0.0:9090`, the tracker puts the IP address that the server comes from.
+    /// Where clients reach it: addresses to go through, and its own last. Where its own has an
+    /// unspecified host, such as `tcp://0.0.0.0:9090`, the tracker puts the IP address that the
+    /// server comes from.
     pub address: Vec<String>,
     /// What tickets for it are to be made with: another one for each registration.
     #[serde(with = "ticket_key")]
@@ -110,7 +113,8 @@ pub struct ServerStatus {
     pub now_ms: u64,
     /// Its sessions, those without tickets too.
     pub uses: Vec<Use>,
-    /// Tickets of this registration that were used, and whose sessions have ended. Said until it has been heard.
+    /// Tickets of this registration that were used, and whose sessions have ended. Said until it
+    /// has been heard.
     #[serde(default)]
     pub spent: Vec<u64>,
 }
@@ -173,7 +177,8 @@ pub enum Reach {
 /// use rpc_core::{DeviceType, VirtualDevice};
 /// use rpc_transports::tracker::ServerRequest;
 ///
-/// let four_together = ServerRequest::new("h100").count(4).label("rack", "7").timeout(Duration::from_secs(60));
+/// let four_together = ServerRequest::new("h100").count(4).label("rack", "7");
+/// let four_together = four_together.timeout(Duration::from_secs(60));
 /// let any_with_two_gpus = ServerRequest::any().device(DeviceType::CUDA, 2).priority(1);
 /// let hopper: VirtualDevice = "cuda,target=cuda -arch=sm_90".parse()?;
 /// let any_with_a_hopper = ServerRequest::any().virtual_device(hopper);
@@ -196,8 +201,8 @@ pub struct ServerRequest {
     /// Devices that the servers must have, at least.
     #[serde(default)]
     pub devices: Vec<DeviceOffer>,
-    /// Each of these has to be satisfied by a device of the server; one device may satisfy several, so that for two devices of a kind
-    /// there is [`device`](Self::device).
+    /// Each of these has to be satisfied by a device of the server; one device may satisfy several,
+    /// so that for two devices of a kind there is [`device`](Self::device).
     #[serde(default)]
     pub virtual_devices: Vec<VirtualDevice>,
     /// Those with a higher one come first. 0.
@@ -232,7 +237,8 @@ impl ServerRequest {
         Self::new("")
     }
 
-    /// So many places together: all of them or none. A server with room for several clients may give several.
+    /// So many places together: all of them or none. A server with room for several clients may
+    /// give several.
     #[must_use]
     pub fn count(mut self, count: u32) -> Self {
         self.count = count;
@@ -415,7 +421,8 @@ pub struct QueueEntry {
     pub priority: i32,
     /// For how long it has been waiting.
     pub for_ms: u64,
-    /// How many places there are that it could use, free or not. Fewer than `count`: it waits for servers to register.
+    /// How many places there are that it could use, free or not. Fewer than `count`: it waits for
+    /// servers to register.
     pub possible: u64,
 }
 

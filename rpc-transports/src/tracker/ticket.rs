@@ -1,9 +1,11 @@
-//! Tickets: what a tracker gives a client, and the server takes, without a word between the two of them.
+//! Tickets: what a tracker gives a client, and the server takes, without a word between the two of
+//! them.
 //!
-//! A ticket is the text `t1.SERIAL.EXPIRES.PROOF`: its number, when it stops being good by the clock of the server, in
-//! milliseconds, both in decimal, and an HMAC-SHA256 over these two in 64 hexadecimal digits. The key is made by the server
-//! for one registration. So a ticket is good at no other server, and not after the server has registered again. Whoever has
-//! a ticket may use it, once.
+//! A ticket is the text `t1.SERIAL.EXPIRES.PROOF`: its number, when it stops being good by the
+//! clock of the server, in milliseconds, both in decimal, and an HMAC-SHA256 over these two in 64
+//! hexadecimal digits. The key is made by the server for one registration. So a ticket is good at
+//! no other server, and not after the server has registered again. Whoever has a ticket may use it,
+//! once.
 
 use std::fmt;
 
@@ -11,7 +13,8 @@ use ring::hmac;
 use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{ErrorKind, RpcError};
 
-/// What is in front of the facts under the proof, so that a proof of something else is none of these.
+/// What is in front of the facts under the proof, so that a proof of something else is none of
+/// these.
 const LABEL: &str = "rpc ticket";
 
 /// The first part of the text.
@@ -76,8 +79,8 @@ impl TicketKey {
         text
     }
 
-    /// Reads a ticket that was made with this key. Whether its time is over, and whether it was used before, is for the
-    /// caller to say.
+    /// Reads a ticket that was made with this key. Whether its time is over, and whether it was
+    /// used before, is for the caller to say.
     ///
     /// # Errors
     ///

@@ -57,8 +57,9 @@ impl Transports {
         Self(Arc::default())
     }
 
-    /// The same registry with one transport more. It takes precedence over those before it that have the same scheme,
-    /// so that a transport of this crate is replaced by one with other settings.
+    /// The same registry with one transport more. It takes precedence over those before it that
+    /// have the same scheme, so that a transport of this crate is replaced by one with other
+    /// settings.
     #[must_use]
     pub fn with(self, transport: impl Transport) -> Self {
         let added: Arc<dyn Transport> = Arc::new(transport);
@@ -85,8 +86,8 @@ impl Transports {
     ///
     /// # Errors
     ///
-    /// [`AddressError::UnknownScheme`], which lists the known ones, and [`TransportError::Unsupported`] for a transport
-    /// of this crate that was not compiled in.
+    /// [`AddressError::UnknownScheme`], which lists the known ones, and
+    /// [`TransportError::Unsupported`] for a transport of this crate that was not compiled in.
     pub fn of(&self, address: &Address) -> Result<&dyn Transport, TransportError> {
         let scheme = address.scheme();
         if let Some(transport) = self.get(scheme) {
@@ -104,15 +105,16 @@ impl Transports {
     ///
     /// # Errors
     ///
-    /// As [`of`](Self::of), and [`TransportError::Address`] if its transport does not take the address.
+    /// As [`of`](Self::of), and [`TransportError::Address`] if its transport does not take the
+    /// address.
     pub fn check(&self, address: &Address) -> Result<Properties, TransportError> {
         Ok(self.of(address)?.check(address)?)
     }
 
     /// Opens a channel to the peer at `address`. Needs a tokio runtime with I/O and time.
     ///
-    /// The key of the address plays no part: it is for the handshake. Dropping the future gives up the attempt; a child
-    /// that was being started is ended.
+    /// The key of the address plays no part: it is for the handshake. Dropping the future gives up
+    /// the attempt; a child that was being started is ended.
     ///
     /// # Errors
     ///
@@ -122,8 +124,8 @@ impl Transports {
         self.of(address)?.dial(address, with).await
     }
 
-    /// Opens a channel on this thread, without a runtime. Blocks for up to the time limit. `None` if the transport needs
-    /// a runtime.
+    /// Opens a channel on this thread, without a runtime. Blocks for up to the time limit. `None`
+    /// if the transport needs a runtime.
     ///
     /// # Errors
     ///
@@ -137,7 +139,8 @@ impl Transports {
     ///
     /// # Errors
     ///
-    /// As [`dial`](Self::dial); [`TransportError::Unsupported`] for addresses that a stream of bytes does not lead to.
+    /// As [`dial`](Self::dial); [`TransportError::Unsupported`] for addresses that a stream of
+    /// bytes does not lead to.
     pub async fn dial_over(&self, address: &Address, over: Channel, with: &Dial) -> Result<Channel, TransportError> {
         self.check(address)?;
         let transport = self.of(address)?;
@@ -162,13 +165,14 @@ impl Transports {
 
     /// Returns true if `pattern` stands for `address`.
     ///
-    /// A pattern is an address in which `*` stands for any text within one part: the scheme, the host or the port.
-    /// Without a port it is for all of them. `*` alone is any address with a host. A pattern for IP addresses, such as
-    /// `tcp://10.0.0.*`, stands for no host name: `10.0.0.example.org` is wherever its owner wants it to be. A user
-    /// or parameters in the address have to be in the pattern, too; the key plays no part.
+    /// A pattern is an address in which `*` stands for any text within one part: the scheme, the
+    /// host or the port. Without a port it is for all of them. `*` alone is any address with a
+    /// host. A pattern for IP addresses, such as `tcp://10.0.0.*`, stands for no host name:
+    /// `10.0.0.example.org` is wherever its owner wants it to be. A user or parameters in the
+    /// address have to be in the pattern, too; the key plays no part.
     ///
-    /// Only a pattern that begins with the scheme itself stands for opaque addresses, such as paths, and for addresses
-    /// at which programs are started.
+    /// Only a pattern that begins with the scheme itself stands for opaque addresses, such as
+    /// paths, and for addresses at which programs are started.
     #[must_use]
     pub fn matches(&self, pattern: &str, address: &Address) -> bool {
         let Ok(transport) = self.of(address) else {

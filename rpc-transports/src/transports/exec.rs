@@ -1,14 +1,15 @@
 //! `exec:` addresses: a child process at the far end of a socket pair, started, watched and ended.
 //!
-//! The child gets one end of the pair as both standard input and standard output; its standard error is
-//! ours, or a pipe for whoever wants to read it ([`ChildStderr`]). All children are started by one thread that never exits, because on Linux the signal by which
-//! they die with us follows the *thread* that started them: from a pool's thread it would strike when
-//! the pool shrinks. The same thread ends and reaps them.
+//! The child gets one end of the pair as both standard input and standard output; its standard
+//! error is ours, or a pipe for whoever wants to read it ([`ChildStderr`]). All children are
+//! started by one thread that never exits, because on Linux the signal by which they die with us
+//! follows the *thread* that started them: from a pool's thread it would strike when the pool
+//! shrinks. The same thread ends and reaps them.
 //!
-//! A child is ended by closing the channel. It gets [`GRACE`] to exit by itself, and is then killed.
-//! When this process dies, for whatever reason, the kernel kills the children at once (Linux), or they
-//! read the end of the stream (elsewhere, and children that raised their privileges). What a child
-//! starts in turn is its own affair.
+//! A child is ended by closing the channel. It gets [`GRACE`] to exit by itself, and is then
+//! killed. When this process dies, for whatever reason, the kernel kills the children at once
+//! (Linux), or they read the end of the stream (elsewhere, and children that raised their
+//! privileges). What a child starts in turn is its own affair.
 //!
 //! The child's side is [`take_stdio`] and [`stdio_channel`].
 
@@ -44,8 +45,9 @@ use crate::transports::unix_buffer::widen_unix_socket;
 pub struct ChildStderr(Arc<dyn Fn(OwnedFd) + Send + Sync>);
 
 impl ChildStderr {
-    /// With a function that gets the reading end of a pipe for each child that has started. It must not block, and has to see to it that the pipe is read until
-    /// its end: a child that fills it waits.
+    /// With a function that gets the reading end of a pipe for each child that has started. It must
+    /// not block, and has to see to it that the pipe is read until its end: a child that fills it
+    /// waits.
     pub fn new(take: impl Fn(OwnedFd) + Send + Sync + 'static) -> Self {
         Self(Arc::new(take))
     }
@@ -70,8 +72,8 @@ impl Exec {
         Self::default()
     }
 
-    /// The receiver of what children write to standard error. Default: none, and it goes to the standard error of this
-    /// process.
+    /// The receiver of what children write to standard error. Default: none, and it goes to the
+    /// standard error of this process.
     #[must_use]
     pub fn stderr(self, stderr: ChildStderr) -> Self {
         Self { stderr: Some(stderr) }
@@ -122,7 +124,8 @@ impl Address {
 ///
 /// # Errors
 ///
-/// [`AddressError::Invalid`]: the command line cannot be split into words, names no program, or contains a zero byte.
+/// [`AddressError::Invalid`]: the command line cannot be split into words, names no program, or
+/// contains a zero byte.
 pub fn argv_of(address: &Address) -> Result<Vec<String>, AddressError> {
     let invalid = |problem| {
         let example = "write for example exec:ssh board 'rpc-server serve --stdio'";
@@ -164,25 +167,26 @@ fn dial_blocking(address: &Address, stderr: Option<&ChildStderr>) -> Result<Bloc
     Ok(BlockingChannel::new(started.stream, peer).with_guard(Box::new(guard)).explained_by(end))
 }
 
-/// The child process behind a channel, found by downcasting the channel's guard to an `Arc` of it. Dropping it closes the
-/// channel and ends the child, without waiting for either.
+/// The child process behind a channel, found by downcasting the channel's guard to an `Arc` of it.
+/// Dropping it closes the channel and ends the child, without waiting for either.
 ///
-/// A child that exits early is not reaped before this is asked or dropped, so its process id stays its
-/// own for as long.
+/// A child that exits early is not reaped before this is asked or dropped, so its process id stays
+/// its own for as long.
 #[derive(Debug)]
 pub struct ChildGuard {
     /// `None` only once dropping has begun.
     process: Mutex<Option<Child>>,
     pid: u32,
-    /// A second owner of our end of the socket pair: if the bytes outlive the guard, in another task or
-    /// thread, the child must see the end all the same.
+    /// A second owner of our end of the socket pair: if the bytes outlive the guard, in another
+    /// task or thread, the child must see the end all the same.
     socket: StdStream,
 }
 
 /// How long a child that let go of its connection may take to exit.
 const EXIT: Duration = Duration::from_millis(500);
 
-/// The exit status of a child, as the explanation of a channel's end. Weak, so that it keeps no child alive.
+/// The exit status of a child, as the explanation of a channel's end. Weak, so that it keeps no
+/// child alive.
 struct ChildEnd(Weak<ChildGuard>);
 
 #[async_trait]
@@ -210,8 +214,8 @@ impl ChildGuard {
     ///
     /// # Errors
     ///
-    /// The child has ended and its status is lost, because this process ignores or collects the ends of
-    /// all its children.
+    /// The child has ended and its status is lost, because this process ignores or collects the
+    /// ends of all its children.
     pub fn exit_status(&self) -> io::Result<Option<ExitStatus>> {
         self.process().as_mut().map_or(Ok(None), Child::try_wait)
     }
@@ -280,7 +284,8 @@ impl Drop for ChildGuard {
             return;
         }
         if let Err(Job::Retire(mut child)) = submit(Job::Retire(child)) {
-            // Unreachable while the keeper lives, which started this child. No child is left behind.
+            // Unreachable while the keeper lives, which started this child. No child is left
+            // behind.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -291,8 +296,8 @@ impl Drop for ChildGuard {
 /// remove a folder, and no more than the second within which a dead worker is to be noticed.
 pub const GRACE: Duration = Duration::from_secs(1);
 
-/// A child's exit cannot be waited for with a limit on every system, so it is asked for: soon at first,
-/// since most exit at once, then less often.
+/// A child's exit cannot be waited for with a limit on every system, so it is asked for: soon at
+/// first, since most exit at once, then less often.
 const POLL_MIN: Duration = Duration::from_millis(1);
 const POLL_MAX: Duration = Duration::from_millis(20);
 
@@ -318,8 +323,8 @@ impl Started {
 
 type Reply = Box<dyn FnOnce(io::Result<Started>) + Send>;
 
-/// What the keeper is asked to do. The queue is unbounded: its length is that of the callers waiting
-/// for a start, plus the children that exist.
+/// What the keeper is asked to do. The queue is unbounded: its length is that of the callers
+/// waiting for a start, plus the children that exist.
 enum Job {
     Start { argv: Vec<String>, stderr: Option<ChildStderr>, reply: Reply },
     Retire(Child),
@@ -351,7 +356,8 @@ fn submit(job: Job) -> Result<(), Job> {
     }
 }
 
-/// The keeper: starts children, and ends those whose channel is closed. Runs as long as the process.
+/// The keeper: starts children, and ends those whose channel is closed. Runs as long as the
+/// process.
 fn keep(jobs: &mpsc::Receiver<Job>) {
     let mut retired: Vec<Retired> = Vec::new();
     let mut pause = POLL_MIN;
@@ -391,8 +397,8 @@ impl Retired {
     fn is_reaped(&mut self, now: Instant) -> bool {
         match self.child.try_wait() {
             Ok(None) if now >= self.killed_at && !self.killed => {
-                // Reaped in a later round: a child deep in the kernel takes its time to die, and the
-                // others must not wait for it.
+                // Reaped in a later round: a child deep in the kernel takes its time to die, and
+                // the others must not wait for it.
                 self.killed = true;
                 let _ = self.child.kill();
                 false
@@ -428,8 +434,8 @@ fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
     Ok(Started { stream: ours, guard: ChildGuard { process: Mutex::new(Some(child)), pid, socket } })
 }
 
-/// Has the kernel kill the child as soon as the calling thread is gone. The setting survives `exec`,
-/// unless the program raises its privileges.
+/// Has the kernel kill the child as soon as the calling thread is gone. The setting survives
+/// `exec`, unless the program raises its privileges.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn die_with_us(command: &mut Command) {
     use std::os::unix::process::CommandExt as _;
@@ -446,10 +452,10 @@ fn die_with_us(command: &mut Command) {
         }
         Ok(())
     };
-    // SAFETY: between fork and exec only async-signal-safe work is allowed, since another thread may
-    // have held any lock at the time of the fork. The closure makes two system calls, takes no lock,
-    // and neither allocates nor frees: `parent` is a plain number, and an `io::Error` made from an
-    // error number is one as well. It touches no file descriptor.
+    // SAFETY: between fork and exec only async-signal-safe work is allowed, since another thread
+    // may have held any lock at the time of the fork. The closure makes two system calls, takes no
+    // lock, and neither allocates nor frees: `parent` is a plain number, and an `io::Error` made
+    // from an error number is one as well. It touches no file descriptor.
     unsafe {
         command.pre_exec(set_up);
     }
@@ -475,8 +481,8 @@ pub enum StdioEnds {
 }
 
 impl StdioEnds {
-    /// The channel. Needs a tokio runtime with I/O. With a [`Pair`](Self::Pair), the parent reads the
-    /// end of the stream when the channel is dropped, and not yet when it is shut down.
+    /// The channel. Needs a tokio runtime with I/O. With a [`Pair`](Self::Pair), the parent reads
+    /// the end of the stream when the channel is dropped, and not yet when it is shut down.
     ///
     /// # Errors
     ///
@@ -492,20 +498,21 @@ impl StdioEnds {
     }
 }
 
-/// Takes standard input and output for the channel to the parent, so that nothing else can use them.
+/// Takes standard input and output for the channel to the parent, so that nothing else can use
+/// them.
 ///
-/// From now on standard input is empty, and what is written to standard output, such as by `println!`,
-/// goes to standard error. Call this first thing in `main`: what was printed before has gone to the
-/// parent, and breaks the protocol.
+/// From now on standard input is empty, and what is written to standard output, such as by
+/// `println!`, goes to standard error. Call this first thing in `main`: what was printed before has
+/// gone to the parent, and breaks the protocol.
 ///
-/// On Linux the kernel is told to kill this process when the thread that started it is gone. An `exec:`
-/// address has done so already; here it serves for shells and other programs in between.
+/// On Linux the kernel is told to kill this process when the thread that started it is gone. An
+/// `exec:` address has done so already; here it serves for shells and other programs in between.
 ///
 /// # Errors
 ///
-/// [`io::ErrorKind::AlreadyExists`] at the second call; [`io::ErrorKind::InvalidInput`] if either is
-/// neither a pipe nor a socket but, say, a terminal; whatever else the system reports. Standard input
-/// and output are then as before.
+/// [`io::ErrorKind::AlreadyExists`] at the second call; [`io::ErrorKind::InvalidInput`] if either
+/// is neither a pipe nor a socket but, say, a terminal; whatever else the system reports. Standard
+/// input and output are then as before.
 pub fn take_stdio() -> io::Result<StdioEnds> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::AcqRel) {
@@ -535,7 +542,8 @@ pub async fn stdio_channel() -> Result<Channel, TransportError> {
 const STDIO: &str = "standard input and output";
 
 fn move_stdio_away() -> io::Result<StdioEnds> {
-    // Above the three standard descriptors, and closed on exec, so that our own children inherit none.
+    // Above the three standard descriptors, and closed on exec, so that our own children inherit
+    // none.
     let read = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
     let write = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3)?;
     let ends = sorted(read, write)?;

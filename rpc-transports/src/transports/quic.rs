@@ -1,7 +1,8 @@
 //! `quic://` addresses: many channels, each a bidirectional stream, on one QUIC connection.
 //!
-//! A client keeps its connection to a server while channels use it and for a moment longer, and opens further channels on
-//! it. A connection outlives a change of the client's address. One has a socket of its own.
+//! A client keeps its connection to a server while channels use it and for a moment longer, and
+//! opens further channels on it. A connection outlives a change of the client's address. One has a
+//! socket of its own.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
@@ -30,18 +31,20 @@ use crate::transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Tran
 use crate::transports::tcp;
 use crate::transports::tls::{NO_SERVER_TLS, insecure};
 
-/// How much one channel may have under way: enough for a copy at 1 GB/s over 8 ms, or 100 MB/s over 80.
+/// How much one channel may have under way: enough for a copy at 1 GB/s over 8 ms, or 100 MB/s over
+/// 80.
 const STREAM_WINDOW: u32 = 8 << 20;
 
 /// How much all channels of a connection may have under way.
 const CONNECTION_WINDOW: u32 = 32 << 20;
 
-/// How many channels a client may open, and how much it may have under way on all of them, before it has proven who it is.
+/// How many channels a client may open, and how much it may have under way on all of them, before
+/// it has proven who it is.
 const PROBATION_STREAMS: u32 = 4;
 const PROBATION_WINDOW: u32 = 256 << 10;
 
-/// How long a server keeps the connection of a client that it knows without channels. A client's own keeper closes it much
-/// earlier.
+/// How long a server keeps the connection of a client that it knows without channels. A client's
+/// own keeper closes it much earlier.
 const UNUSED: Duration = Duration::from_secs(30);
 
 /// How long a client keeps a connection that no channel uses: what was said last must still arrive.
@@ -59,8 +62,9 @@ const IDLE: VarInt = VarInt::from_u32(1);
 /// The connection gave way to others.
 const CROWDED: VarInt = VarInt::from_u32(2);
 
-/// Returns the silence after which a connection is given up whose sessions are tested at this interval: twice as long as
-/// the sessions wait, so that they notice first, and say so. By default that is 30 s.
+/// Returns the silence after which a connection is given up whose sessions are tested at this
+/// interval: twice as long as the sessions wait, so that they notice first, and say so. By default
+/// that is 30 s.
 fn idle_for(keep_alive: Duration) -> Duration {
     keep_alive.saturating_mul(6)
 }
@@ -182,7 +186,8 @@ async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportErr
             idle: idle_for(options.keep_alive),
             runtime: tokio::runtime::Handle::current().id(),
         };
-        // One that has as many channels as the server allows goes on, and another takes its place in the pool.
+        // One that has as many channels as the server allows goes on, and another takes its place
+        // in the pool.
         if let Some(pooled) = pooled(&key)
             && let Ok(Ok(channel)) = tokio::time::timeout(ROOM, open(address, &pooled)).await
         {

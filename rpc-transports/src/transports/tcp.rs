@@ -1,8 +1,8 @@
 //! `tcp://` addresses: dialling a host by each of its addresses in turn, and listening.
 //!
 //! Both ends set `TCP_NODELAY`, since a frame is written whole and must not wait for the next, and
-//! `SO_KEEPALIVE`, which lets the kernel give up a dead peer even where nobody pings. Buffer sizes are
-//! left alone: setting them would switch off the kernel's own tuning.
+//! `SO_KEEPALIVE`, which lets the kernel give up a dead peer even where nobody pings. Buffer sizes
+//! are left alone: setting them would switch off the kernel's own tuning.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream as StdStream, ToSocketAddrs};
@@ -137,7 +137,8 @@ async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportEr
     Ok(Listener::new(named(address, bound), TcpSource(listener)))
 }
 
-/// Binds a socket of some kind to one of the addresses of a host, and one of the ports that may be used.
+/// Binds a socket of some kind to one of the addresses of a host, and one of the ports that may be
+/// used.
 pub(crate) async fn bind_socket<S>(
     address: &Address,
     options: &Bind,
@@ -189,8 +190,8 @@ impl Attempts {
         Self { limit, deadline: Instant::now() + limit, targets: Vec::new().into_iter(), failure: None }
     }
 
-    /// Sets the addresses to try: families alternate, starting with the resolver's favourite, so that
-    /// one family without a route costs a share of the time and not all of it.
+    /// Sets the addresses to try: families alternate, starting with the resolver's favourite, so
+    /// that one family without a route costs a share of the time and not all of it.
     fn aim(&mut self, resolved: impl Iterator<Item = SocketAddr>) {
         let resolved: Vec<SocketAddr> = resolved.collect();
         let first_is_v6 = resolved.first().is_some_and(SocketAddr::is_ipv6);
@@ -236,8 +237,8 @@ impl Attempts {
     }
 }
 
-/// Resolves on a thread of its own, because the system's resolver takes no time limit. `None` when the
-/// time is up; the thread then ends by itself, when the resolver does.
+/// Resolves on a thread of its own, because the system's resolver takes no time limit. `None` when
+/// the time is up; the thread then ends by itself, when the resolver does.
 fn resolve_within(limit: Duration, host: &str, port: u16) -> Option<io::Result<std::vec::IntoIter<SocketAddr>>> {
     // An IP address needs no resolver, and so no thread.
     if let Ok(ip) = host.parse::<IpAddr>() {
@@ -256,8 +257,8 @@ fn resolve_within(limit: Duration, host: &str, port: u16) -> Option<io::Result<s
 
 /// Sets the options of a new stream, and refuses one that is connected to itself.
 ///
-/// Dialling a free local port now and then picks that same port as its own, and TCP then connects the
-/// socket to itself. To the caller nobody listens there.
+/// Dialling a free local port now and then picks that same port as its own, and TCP then connects
+/// the socket to itself. To the caller nobody listens there.
 fn tuned(stream: &impl AsFd) -> io::Result<()> {
     let socket = SockRef::from(stream);
     if let (Ok(near), Ok(far)) = (socket.local_addr(), socket.peer_addr())
@@ -278,12 +279,13 @@ fn ports_to_try(port: u16, options: &Bind) -> impl Iterator<Item = u16> {
 
 pub(crate) fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(target), Type::STREAM, Some(Protocol::TCP))?;
-    // The IPv6 wildcard means every address of this machine, IPv4 too, whatever the system's default.
+    // The IPv6 wildcard means every address of this machine, IPv4 too, whatever the system's
+    // default.
     if target.is_ipv6() && target.ip().is_unspecified() {
         socket.set_only_v6(false)?;
     }
-    // On Unix this lets a restarted server have its port back while old connections linger; elsewhere
-    // it would let two servers share a port.
+    // On Unix this lets a restarted server have its port back while old connections linger;
+    // elsewhere it would let two servers share a port.
     #[cfg(unix)]
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
@@ -354,7 +356,8 @@ mod tests {
         channel
     }
 
-    /// An address where nobody listens: its port belongs to a socket that is bound and never listens.
+    /// An address where nobody listens: its port belongs to a socket that is bound and never
+    /// listens.
     fn deaf() -> (Socket, Address) {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();

@@ -75,8 +75,8 @@ async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportErr
 }
 
 impl Dial {
-    /// Returns the trust in the server at `to`: [`tls`](Self::tls), or with tokens alone one that takes any certificate,
-    /// because both sides prove to know a token for just this connection.
+    /// Returns the trust in the server at `to`: [`tls`](Self::tls), or with tokens alone one that
+    /// takes any certificate, because both sides prove to know a token for just this connection.
     ///
     /// # Errors
     ///
@@ -92,15 +92,17 @@ impl Dial {
 }
 
 impl ClientTls {
-    /// Encrypts a stream of bytes that leads to `to`: performs the client's part of a TLS handshake, in which `protocol`
-    /// is the one that both sides must want to speak (ALPN). The certificate must be for the host of `to`.
+    /// Encrypts a stream of bytes that leads to `to`: performs the client's part of a TLS
+    /// handshake, in which `protocol` is the one that both sides must want to speak (ALPN). The
+    /// certificate must be for the host of `to`.
     ///
     /// The [`Security`] that comes with the encrypted stream belongs to the [`Channel`] over it.
     ///
     /// # Errors
     ///
-    /// [`TransportError::TimedOut`] after `limit`; [`TransportError::Insecure`] and [`TransportError::Unauthenticated`],
-    /// which say what to look at; [`TransportError::Closed`] if the stream ends.
+    /// [`TransportError::TimedOut`] after `limit`; [`TransportError::Insecure`] and
+    /// [`TransportError::Unauthenticated`], which say what to look at; [`TransportError::Closed`]
+    /// if the stream ends.
     pub async fn connect(
         &self,
         to: &Address,
@@ -130,15 +132,16 @@ impl ClientTls {
 }
 
 impl ServerTls {
-    /// Encrypts a stream of bytes from a client: performs the server's part of a TLS handshake, in which the client has
-    /// to name `protocol` (ALPN). Belongs into [`Channel::upgrading`], so that a slow client holds up no other.
+    /// Encrypts a stream of bytes from a client: performs the server's part of a TLS handshake, in
+    /// which the client has to name `protocol` (ALPN). Belongs into [`Channel::upgrading`], so that
+    /// a slow client holds up no other.
     ///
     /// The [`Security`] that comes with the encrypted stream belongs to the [`Channel`] over it.
     ///
     /// # Errors
     ///
-    /// Those of TLS: [`InvalidData`](io::ErrorKind::InvalidData) if either side objects to something. The client has
-    /// been told.
+    /// Those of TLS: [`InvalidData`](io::ErrorKind::InvalidData) if either side objects to
+    /// something. The client has been told.
     pub async fn accept(
         &self,
         protocol: &[u8],
@@ -171,7 +174,8 @@ impl ServerTls {
     }
 }
 
-const NO_CLIENT_TLS: &str = "need to know whom to trust: give the certificate of an authority, or a token (Connector::tls or Connector::tokens; \
+const NO_CLIENT_TLS: &str = "need to know whom to trust: give the certificate of an \
+     authority, or a token (Connector::tls or Connector::tokens; \
      --ca or --token-file)";
 
 pub(crate) const NO_SERVER_TLS: &str = "need a certificate to show; make one with: rpc-cli cert";
@@ -204,9 +208,10 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
     TransportError::Insecure { address: address.to_string(), source: Arc::new(source), hint }
 }
 
-/// What the server has against the client's certificate, as an error of the session that there is not. The client's own part
-/// of the handshake is over by the time at which the server looks at it: a client hears of it whenever it next asks something of
-/// the connection, over TCP always once the channel is there, over QUIC also before.
+/// What the server has against the client's certificate, as an error of the session that there is
+/// not. The client's own part of the handshake is over by the time at which the server looks at it:
+/// a client hears of it whenever it next asks something of the connection, over TCP always once the
+/// channel is there, over QUIC also before.
 pub(crate) fn objection(error: &io::Error) -> Option<RpcError> {
     let problem = problem_of_the_peer(error)?;
     Some(RpcError::new(ErrorKind::Unauthenticated, format!("the server refused the connection: {problem}")))
@@ -280,7 +285,8 @@ impl Accept for TlsSource {
 /// The time that a client may take to read what TLS has against it.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Lets a client read the alert. A connection that is closed while input waits to be read is reset, and the alert lost.
+/// Lets a client read the alert. A connection that is closed while input waits to be read is reset,
+/// and the alert lost.
 async fn drain(mut stream: impl ChannelIo) -> io::Result<()> {
     stream.shutdown().await?;
     let mut scrap = [0; 4096];

@@ -35,8 +35,8 @@ impl Unix {
         Self { mode: 0o600 }
     }
 
-    /// The file mode of the socket files of listeners: with `0o660` the group may connect, too. Default: `0o600`, this
-    /// user alone.
+    /// The file mode of the socket files of listeners: with `0o660` the group may connect, too.
+    /// Default: `0o600`, this user alone.
     #[must_use]
     pub fn mode(self, mode: u32) -> Self {
         Self { mode }
@@ -161,8 +161,8 @@ async fn bind(address: &Address, options: &Bind, mode: u32) -> Result<Listener, 
     }
 }
 
-/// Connecting takes no time, except while the listener's backlog is full; the kernel offers no way to
-/// wait for that with a limit, so we ask again.
+/// Connecting takes no time, except while the listener's backlog is full; the kernel offers no way
+/// to wait for that with a limit, so we ask again.
 struct Attempts<'a> {
     address: &'a Address,
     path: PathBuf,
@@ -230,7 +230,8 @@ impl UnixSource {
             }
             socket.bind(&name)?;
         }
-        // Between `bind` and `listen` everybody is refused, so nobody slips in before the mode is set.
+        // Between `bind` and `listen` everybody is refused, so nobody slips in before the mode is
+        // set.
         fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
         let identity = identity(&path)?;
         socket.listen(i32::try_from(options.backlog).unwrap_or(i32::MAX))?;
@@ -240,8 +241,9 @@ impl UnixSource {
             path,
             identity,
         };
-        // Another server that started at this very moment may have found our socket not yet listening,
-        // taken it for stale and put its own in its place. Then the place is the other's.
+        // Another server that started at this very moment may have found our socket not yet
+        // listening, taken it for stale and put its own in its place. Then the place is the
+        // other's.
         if source.is_ours() { Ok(source) } else { Err(io::ErrorKind::AddrInUse.into()) }
     }
 
@@ -277,8 +279,8 @@ impl Drop for UnixSource {
     }
 }
 
-/// Removes a socket file that nobody listens on. Says whether the path is free now; anything else that
-/// stands there, and a socket somebody listens on, is left alone.
+/// Removes a socket file that nobody listens on. Says whether the path is free now; anything else
+/// that stands there, and a socket somebody listens on, is left alone.
 fn remove_stale(path: &Path) -> io::Result<bool> {
     let metadata = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),

@@ -1,6 +1,6 @@
 //! The report of an examination: its steps, and what was found.
 
-use rpc_transports::{Connector, Dial};
+use rpc_transports::{Connector, Dial, Transports};
 use serde::Serialize;
 
 use super::super::output::Output;
@@ -34,6 +34,7 @@ pub(super) struct Examination<'a> {
     pub(super) steps: Vec<Step>,
     pub(super) connector: Connector,
     pub(super) dial: Dial,
+    pub(super) transports: &'a Transports,
 }
 
 impl Examination<'_> {
