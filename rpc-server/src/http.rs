@@ -84,16 +84,16 @@ pub(crate) fn response(
 }
 
 async fn accept(listener: TcpListener, site: Arc<dyn Site>) {
-    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut connections = JoinSet::new();
     loop {
         // The semaphore is never closed.
-        let Ok(place) = room.clone().acquire_owned().await else { return };
+        let Ok(permit) = permits.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
                 let site = site.clone();
                 connections.spawn(async move {
-                    let _place = place;
+                    let _permit = permit;
                     let _ = tokio::time::timeout(CONNECTION_LIMIT, serve(stream, site)).await;
                 });
             }

@@ -89,8 +89,8 @@ impl ServerTotals {
 
     pub(super) fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
-        for (place, number) in bytes.chunks_exact_mut(8).zip([self.sessions, self.handles, self.memory_bytes]) {
-            place.copy_from_slice(&number.to_le_bytes());
+        for (field, number) in bytes.chunks_exact_mut(8).zip([self.sessions, self.handles, self.memory_bytes]) {
+            field.copy_from_slice(&number.to_le_bytes());
         }
         bytes
     }
