@@ -499,7 +499,8 @@ async fn modules(examination: &mut Examination<'_>, session: &Session, limit: Du
             Ok(())
         }
         Some(reason) => {
-            let advice = "install the library at the server, or name its file with --tvm-ffi there; all else works";
+            let advice =
+                "install the library at the server, or name its file with --tvm-ffi there; all other functions work";
             Err(examination.failed("modules", Finding::new(reason, advice, 1)))
         }
     }

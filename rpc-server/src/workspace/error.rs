@@ -156,6 +156,14 @@ pub enum WorkspaceError {
 }
 
 impl WorkspaceError {
+    /// Returns the error of a file system that failed at `path`, and logs it: the operator has to
+    /// know of a full disk, for example, which is no fault of the client.
+    pub(super) fn io(path: impl Into<String>, source: io::Error) -> Self {
+        let path = path.into();
+        tracing::warn!(path, error = %source, "the file system of the workspaces failed");
+        Self::Io { path, source }
+    }
+
     /// Gives an error of the confined file system, met at `path`, its meaning here.
     pub(super) fn from_io(path: &str, source: io::Error) -> Self {
         use rustix::io::Errno;
@@ -171,11 +179,7 @@ impl WorkspaceError {
                 let len_bytes = path.len();
                 Self::PathTooLong { path, len_bytes, limit_bytes: super::MAX_NAME_BYTES }
             }
-            _ => {
-                // The operator has to know: a full disk, for example, is no fault of the client.
-                tracing::warn!(path, error = %source, "the file system of the workspaces failed");
-                Self::Io { path, source }
-            }
+            _ => Self::io(path, source),
         }
     }
 }

@@ -53,7 +53,7 @@ impl FileWriter {
             }),
             Err(source) => {
                 workspace.release(reserved);
-                Err(WorkspaceError::Io { path: path.to_owned(), source })
+                Err(WorkspaceError::io(path, source))
             }
         }
     }
@@ -128,9 +128,7 @@ impl FileWriter {
             self.workspace.reserve(&self.path, more)?;
             self.reserved = self.reserved.plus(more);
         }
-        self.file
-            .write_all_at(bytes, offset)
-            .map_err(|source| WorkspaceError::Io { path: self.path.clone(), source })?;
+        self.file.write_all_at(bytes, offset).map_err(|source| WorkspaceError::io(&*self.path, source))?;
         self.len_bytes = self.len_bytes.max(end_bytes);
         Ok(())
     }
@@ -207,7 +205,7 @@ impl FileReader {
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(source) => {
-                    return Err(WorkspaceError::Io { path: self.path.clone(), source });
+                    return Err(WorkspaceError::io(&*self.path, source));
                 }
             }
         }

@@ -413,5 +413,5 @@ fn check_name(name: &str) -> Result<(), WorkspaceError> {
 
 /// For `map_err`: a failure of the server's own folder, at `path` in it.
 fn io_at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
-    |source| WorkspaceError::Io { path: path.to_owned(), source }
+    move |source| WorkspaceError::io(path, source)
 }
