@@ -249,7 +249,7 @@ async fn clients_without_a_valid_ticket_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ticket_that_nobody_uses_expires_and_the_place_comes_back() {
+async fn an_unused_ticket_expires_and_frees_its_slot() {
     // In whole milliseconds, which clocks count, that is none: by the time that the client is there
     // it is too late, each time.
     let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_nanos(1))).await;
@@ -263,7 +263,7 @@ async fn a_ticket_that_nobody_uses_expires_and_the_place_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn direct_clients_come_in_where_the_operator_says_so_and_take_a_place() {
+async fn direct_clients_are_admitted_if_the_operator_allows_it_and_take_a_slot() {
     let pool = Pool::new().await;
     let server = pool.server("board", |config| config.allow_direct = true).await;
     let direct = Connector::new().connect(&server.addresses()[0].to_string()).await.unwrap();
@@ -305,7 +305,7 @@ async fn after_a_restart_of_the_tracker_all_is_as_before() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_goes_is_gone_and_its_place_in_the_pool_with_it() {
+async fn a_server_that_leaves_takes_its_slots_out_of_the_pool() {
     let pool = Pool::new().await;
     let server = pool.server("board", |_| {}).await;
     drop(server);
@@ -709,7 +709,7 @@ async fn scrape(metrics: SocketAddr) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_scraper_sees_places_and_requests() {
+async fn a_scraper_sees_slots_and_requests() {
     let pool = Pool::with(|config| config.metrics = Some("127.0.0.1:0".parse().unwrap())).await;
     let _server = pool.server("board", |config| config.capacity = 2).await;
     let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
