@@ -46,7 +46,7 @@ pub(super) async fn status(options: &CommonOptions, output: &Output, args: Statu
             if args.watch && std::io::stdout().is_terminal() {
                 output.bytes(b"\x1b[2J\x1b[H")?;
             }
-            text(&summary).iter().try_for_each(|line| output.line(line))?;
+            text(&summary, width()).iter().try_for_each(|line| output.line(line))?;
         }
         if !args.watch {
             return Ok(());
@@ -65,13 +65,13 @@ async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_c
     }
 }
 
-fn text(summary: &Summary) -> Vec<String> {
+fn text(summary: &Summary, width: u16) -> Vec<String> {
     let slots: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
     let free: u64 = summary.servers.iter().map(|server| u64::from(server.free)).sum();
     let (servers, queued) = (summary.servers.len(), summary.queue.len());
     let mut lines = vec![format!("{servers} servers, {free} of {slots} slots free, {queued} requests waiting")];
     if !summary.servers.is_empty() {
-        let mut table = table(&["key", "server", "free", "held by", "has", "address"]);
+        let mut table = table(&["key", "server", "free", "held by", "has", "address"], width);
         for server in &summary.servers {
             table.add_row([
                 server.key.clone(),
@@ -88,7 +88,7 @@ fn text(summary: &Summary) -> Vec<String> {
         lines.push(table.to_string());
     }
     if !summary.queue.is_empty() {
-        let mut table = table(&["waiting", "client", "wants", "priority", "there are"]);
+        let mut table = table(&["waiting", "client", "wants", "priority", "there are"], width);
         for entry in &summary.queue {
             table.add_row([
                 for_people(entry.for_ms),
@@ -101,7 +101,7 @@ fn text(summary: &Summary) -> Vec<String> {
         lines.push(table.to_string());
     }
     if !summary.losses.is_empty() {
-        let mut table = table(&["lost", "key", "server", "from", "why"]);
+        let mut table = table(&["lost", "key", "server", "from", "why"], width);
         for loss in &summary.losses {
             table.add_row([
                 format!("{} ago", for_people(loss.ago_ms)),
@@ -116,10 +116,10 @@ fn text(summary: &Summary) -> Vec<String> {
     lines
 }
 
-fn table(header: &[&str]) -> Table {
+fn table(header: &[&str], width: u16) -> Table {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY).set_header(header);
-    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width());
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
     table
 }
 
@@ -137,5 +137,46 @@ fn address(server: &ServerSummary) -> String {
     match &server.reach {
         Reach::Unreachable { why } => format!("{address}\nnot found there: {}", plain(why)),
         _ => address,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_transports::tracker::{Holder, HolderState};
+
+    use super::*;
+
+    /// A table was as wide as its cells, 160 columns for a small pool.
+    #[test]
+    fn tables_fit_the_width() {
+        let holder = |client: &str| Holder { client: client.to_owned(), for_ms: 61_000, state: HolderState::InUse };
+        let server = ServerSummary {
+            name: "machine-with-a-long-name".to_owned(),
+            key: "board".to_owned(),
+            labels: [("arch".to_owned(), "arm64".to_owned()), ("site".to_owned(), "second floor".to_owned())].into(),
+            devices: Vec::new(),
+            capacity: 2,
+            free: 0,
+            address: vec!["quic://gateway.example:9190".to_owned(), "tcp://10.0.0.5:9090/board".to_owned()],
+            peer: "tcp://10.0.0.5:4".to_owned(),
+            reach: Reach::Unreachable { why: "nothing listens on the port, or a firewall is in between".to_owned() },
+            registered_for_ms: 0,
+            heard_ago_ms: 0,
+            holders: vec![holder("alice (tcp://10.0.0.6:40000)"), holder("bob (tcp://10.0.0.7:40000)")],
+        };
+        let summary = Summary {
+            uptime_ms: 61_000,
+            lease_ms: 10_000,
+            servers: vec![server],
+            queue: Vec::new(),
+            losses: Vec::new(),
+            history: Vec::new(),
+        };
+        for width in [80, DEFAULT_WIDTH, 160] {
+            let text = text(&summary, width).join("\n");
+            let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
+            assert!(widest <= usize::from(width), "{widest} > {width}:\n{text}");
+            assert!(text.contains("alice") && text.contains("bob"), "{text}");
+        }
     }
 }
