@@ -48,7 +48,7 @@ pub use timing::{TimeOptions, time_function};
 /// Interval at which a sleeping call checks for cancellation.
 const CANCEL_CHECK: Duration = Duration::from_millis(20);
 
-/// Adds the functions of this module to `registry`. Names that are taken are replaced.
+/// Adds the functions of this module to `registry`, replacing functions of the same names.
 pub fn register(registry: &Registry) {
     registry
         .add_inline("rpc.echo", |value: Option<LocalValue>, _: Rest| value.unwrap_or(Value::Null))
@@ -71,7 +71,7 @@ struct Blank;
 async fn sleep(context: Context, seconds: f64) -> rpc_core::Result<()> {
     let length = Duration::try_from_secs_f64(seconds)
         .map_err(|_| RpcError::invalid_argument(format!("cannot sleep for {seconds} seconds")))?;
-    // An end that no clock can show is never reached.
+    // A time that no clock can express is never reached.
     let end = Instant::now().checked_add(length);
     // Without a runtime the future has a thread of its own, and may block it.
     let in_runtime = tokio::runtime::Handle::try_current().is_ok();

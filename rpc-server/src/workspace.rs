@@ -42,33 +42,32 @@ use root::open_lock_file;
 pub use root::{WorkspaceLimits, WorkspaceRoot};
 use tree::{Usage, measure, move_entry, purge, walk};
 
-/// One file of a listing.
+/// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// The path from the workspace's top on, with `/` between the names.
+    /// Path from the root of the workspace, with `/` between the names.
     pub name: String,
-    /// The length in bytes.
+    /// Length in bytes.
     pub size: u64,
-    /// When the file was last written to.
+    /// Time of the last write.
     pub modified: SystemTime,
 }
 
-/// A folder of files, confined, with a quota. Cloning it gives another reference to the same
-/// workspace.
+/// A confined folder of files with a quota. A clone is another reference to the same workspace.
 ///
 /// Paths are relative, with `/` between names; `.` and `..` are resolved by name, before any link
 /// is followed. Links may lead anywhere inside. All methods block, and any number of threads may
 /// use them at once.
 ///
-/// The quota counts committed files and writes in progress; while a file is replaced, the old and
-/// the new one. What foreign code, or another server that shares a named workspace, puts there
-/// itself is counted when the workspace is opened and whenever the quota seems to be reached. So it
-/// cannot be hidden, but it is not prevented either.
+/// The quota counts committed files and writes in progress; during a replacement both the old and
+/// the new file. Files that foreign code or another server sharing the workspace writes itself are
+/// counted when the workspace is opened and whenever the quota seems to be reached: they cannot be
+/// hidden, but are not prevented either.
 #[derive(Clone)]
 pub struct Workspace(Arc<WorkspaceInner>);
 
 struct WorkspaceInner {
-    /// The folder of files by its real path.
+    /// Real path of the folder of files.
     path: PathBuf,
     files: Dir,
     staging: Dir,
@@ -103,15 +102,15 @@ const MAX_NAME_BYTES: usize = 255;
 const MAX_PATH_BYTES: usize = 1024;
 
 impl Workspace {
-    /// The real path of the folder, for code that is to run in it.
+    /// Returns the real path of the folder, for code that runs in it.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
 
-    /// The real path, without links, of a regular file that exists in the workspace: for loaders
-    /// that take a path.
+    /// Returns the real path, without links, of a regular file in the workspace, for loaders that
+    /// take a path.
     ///
-    /// The answer is true when given; code that runs in the workspace can change it afterwards.
+    /// Code that runs in the workspace can change the answer afterwards.
     ///
     /// # Errors
     ///
@@ -123,8 +122,8 @@ impl Workspace {
         Ok(self.0.path.join(real))
     }
 
-    /// The files in `folder` and in all folders below it, sorted by name; in all of the workspace
-    /// if it is empty. The path of a file gives that file alone.
+    /// Lists the files in `folder` and in all folders below it, sorted by name; those of the whole
+    /// workspace if it is empty. The path of a file lists that file alone.
     ///
     /// A link to a file inside is listed as a file; other links, devices and the like are not, nor
     /// are names that are not UTF-8, nor paths too long to be given back.
@@ -188,8 +187,8 @@ impl Workspace {
     /// Begins to write the file at `path`, which need not exist, nor its folders. Nothing shows
     /// until [`FileWriter::commit`].
     ///
-    /// With `expected_len`, in bytes, the quota is claimed now, and only a file of just that length
-    /// can be committed.
+    /// With `expected_len`, in bytes, the quota is reserved now, and only a file of exactly that
+    /// length can be committed.
     ///
     /// # Errors
     ///
@@ -224,19 +223,19 @@ impl Workspace {
         Ok(FileReader::new(file.into_std(), path, metadata.len()))
     }
 
-    /// The bytes of the committed files and of the writes in progress, as far as they are known.
+    /// Returns the bytes of committed files and writes in progress, as far as they are known.
     pub fn used_bytes(&self) -> u64 {
         let account = self.account();
         account.committed.plus(account.pending).bytes
     }
 
-    /// The quota in bytes.
+    /// Returns the quota in bytes.
     pub fn quota_bytes(&self) -> u64 {
         self.0.owner.limits().quota_bytes
     }
 
-    /// Opens the workspace in `folder`, an open folder with the real path `path`, and makes it if
-    /// it is empty.
+    /// Opens the workspace in `folder`, an open folder with the real path `path`, and creates its
+    /// parts if they are missing.
     fn open(owner: FolderOwner, folder: &Dir, path: &Path, home: WorkspaceKind) -> io::Result<Self> {
         let files = make_folder(folder, "files")?;
         let staging = make_folder(folder, "staging")?;
@@ -428,12 +427,12 @@ fn check_regular(path: &str, metadata: &Metadata) -> Result<(), WorkspaceError> 
     }
 }
 
-/// For `map_err`: the meaning of a file system error met at `path`.
+/// Returns a function for `map_err`: the meaning of a file system error at `path`.
 fn at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
     |error| WorkspaceError::from_io(path, error)
 }
 
-/// As [`clean`], for a path that is to name a file.
+/// As [`clean`], for a path that must name a file.
 fn clean_file(path: &str) -> Result<String, WorkspaceError> {
     let target = clean(path)?;
     if target.is_empty() || path.ends_with('/') {
@@ -445,7 +444,7 @@ fn clean_file(path: &str) -> Result<String, WorkspaceError> {
 /// `path` in the form `a/b/c`, without `.`, `..` and doubled slashes; empty for the workspace
 /// itself.
 ///
-/// This only gives each file one name. That the path stays inside is seen to when it is used.
+/// This gives each file one name only. Its use makes sure that the path stays inside.
 fn clean(path: &str) -> Result<String, WorkspaceError> {
     let given = || path.to_owned();
     if path.is_empty() {
@@ -486,7 +485,7 @@ fn clean(path: &str) -> Result<String, WorkspaceError> {
     Ok(names.join("/"))
 }
 
-/// As much of `text` as an error should carry.
+/// Shortens `text` for an error.
 fn abridged(text: &str) -> String {
     text.chars().take(64).collect()
 }

@@ -10,15 +10,15 @@ use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 use crate::server::session_workspace::SessionWorkspace;
 use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError};
 
-/// The most that one `rpc.file.read` returns, in bytes: room for several of the pieces that
-/// [`rpc_core::client::Files`] asks for, and no way to make the server reserve much.
+/// Maximum length of one `rpc.file.read` in bytes: several of the pieces that
+/// [`rpc_core::client::Files`] asks for, and not enough to make the server reserve much.
 pub const MAX_READ_BYTES: u64 = 4 << 20;
 
-/// A file on its way into the workspace: empty once it was committed or aborted.
+/// Object of a writer; empty after a commit or an abort.
 struct Writer(Mutex<Option<FileWriter>>);
 
 impl Writer {
-    /// A write that panicked leaves a file that is merely incomplete.
+    /// Locks the writer. A write that panicked leaves an incomplete file, which is consistent.
     fn lock(&self) -> MutexGuard<'_, Option<FileWriter>> {
         self.0.lock()
     }
@@ -57,7 +57,7 @@ fn read(Shared(reader): Shared<FileReader>, offset: u64, len: u64) -> Result<Byt
             "{len} bytes are more than one read gives, at most {MAX_READ_BYTES}"
         )));
     }
-    // Nothing is reserved for what lies beyond the end.
+    // No memory is reserved for bytes beyond the end.
     let len = len.min(reader.len().saturating_sub(offset));
     let mut buffer = BytesMut::zeroed(len as usize);
     let filled = reader.read_at(offset, &mut buffer)?;
@@ -65,7 +65,7 @@ fn read(Shared(reader): Shared<FileReader>, offset: u64, len: u64) -> Result<Byt
     Ok(buffer.freeze())
 }
 
-/// The folder of the session.
+/// Returns the workspace of the session.
 pub(crate) fn workspace(context: &Context) -> Result<Workspace> {
     let files = context.workspace().ok_or_else(|| RpcError::unsupported("this session has no workspace for files"))?;
     let files = files.as_any();

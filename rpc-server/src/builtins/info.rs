@@ -18,7 +18,7 @@ pub struct ServerInfo {
     pub version: String,
     /// The newest version of the protocol that the server speaks.
     pub protocol_version: u32,
-    /// For how long the server has been running.
+    /// Time since the start of the server in seconds.
     pub uptime_seconds: f64,
     /// Live sessions, this one included.
     pub sessions: u64,
@@ -57,7 +57,7 @@ pub struct ModulesInfo {
     pub unavailable: Option<String>,
 }
 
-/// One device, or one kind of which there is none.
+/// A device, or a kind of which there is none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceInfo {

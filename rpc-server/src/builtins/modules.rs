@@ -9,18 +9,18 @@ use rpc_core::{Context, Module, Registry, Result, Shared, TensorView};
 
 use crate::modules::{ModuleError, ModuleService, ModuleUpload, StoreLoader};
 
-/// A module on its way into the store: empty once it was committed.
+/// Object of an upload; empty after the commit.
 struct Upload(Mutex<Option<ModuleUpload>>);
 
 impl Upload {
-    /// A write that panicked leaves an upload that is merely incomplete.
+    /// Locks the upload. A write that panicked leaves an incomplete upload, which is consistent.
     fn lock(&self) -> MutexGuard<'_, Option<ModuleUpload>> {
         self.0.lock()
     }
 }
 
 pub(super) fn register(registry: &Registry) {
-    // The loader comes with the functions, once, however often these are registered.
+    // Registered with the functions, and only once.
     if registry.get("rpc.module.find").is_err() {
         registry.add_loader(Arc::new(StoreLoader));
     }
@@ -52,10 +52,10 @@ pub(super) fn register(registry: &Registry) {
         });
 }
 
-/// Takes the module whose bytes are those of `tensor`, which may lie on any device: how it comes to
-/// the workers of Disco, each of which gets it from another one.
+/// Imports the module whose bytes are those of `tensor`, on any device: the way by which a Disco
+/// worker gets a module from another one.
 fn import_tensor(service: &ModuleService, digest: Digest, tensor: &TensorView) -> Result<()> {
-    // Workers on one machine take it at the same time.
+    // Workers on one machine import it at the same time.
     let _alone = service.store().importing()?;
     if service.store().contains(&digest)? {
         return Ok(());
@@ -65,7 +65,7 @@ fn import_tensor(service: &ModuleService, digest: Digest, tensor: &TensorView) -
     let mut piece = vec![0; 1 << 20];
     while upload.len() < bytes.end - bytes.start {
         let at = bytes.start + upload.len();
-        // At most a piece, which fits memory.
+        // At most one piece, which fits memory.
         let piece = &mut piece[..(bytes.end - at).min(1 << 20) as usize];
         tensor.guard().copy_out(at, piece)?;
         upload.write(upload.len(), piece)?;
@@ -73,10 +73,10 @@ fn import_tensor(service: &ModuleService, digest: Digest, tensor: &TensorView) -
     Ok(upload.commit()?)
 }
 
-/// A digest, with `sha256:` in front or without.
+/// Parses a digest, with or without the prefix `sha256:`.
 fn parse(text: &str) -> Result<Digest, ModuleError> {
     Digest::from_module_path(text).unwrap_or_else(|| text.parse()).map_err(|source| ModuleError::NoDigest {
-        // As much as an error should carry.
+        // Shortened for the error.
         text: text.chars().take(128).collect(),
         source,
     })

@@ -15,14 +15,14 @@ use crate::server::server_state::ServerState;
 /// `time_evaluator`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TimeOptions {
-    /// Calls in one sample, at first. Default 1.
+    /// Initial number of calls in a sample. Default 1.
     pub number: u64,
-    /// Samples. Default 10, enough to see the spread.
+    /// Number of samples. Default 10, enough to show the spread.
     pub repeat: u64,
-    /// The least that a sample takes: `number` grows until it does. Default 0. A few milliseconds
-    /// hide the clock's resolution from functions that take microseconds.
+    /// Minimum time of a sample: `number` grows until it is reached. Default 0. A few milliseconds
+    /// hide the resolution of the clock from functions that take microseconds.
     pub min_repeat: Duration,
-    /// Calls that are made first and not counted, to fill caches. Default 1.
+    /// Number of calls before the first sample, to fill caches. Default 1.
     pub warmup: u64,
 }
 
@@ -32,7 +32,8 @@ impl Default for TimeOptions {
     }
 }
 
-/// Measures `function`, called with `args`, where it runs: all samples, in seconds per call.
+/// Measures calls of `function` with `args` at the server. Returns all samples, in seconds per
+/// call.
 ///
 /// A function that returns objects has them freed at once. The session must offer
 /// `rpc.time_function`. The blocking form is this one under
@@ -78,7 +79,7 @@ pub(super) fn register(registry: &Registry) {
     registry.add("rpc.time_function", serve);
 }
 
-/// More samples than anybody looks at; they are a list of floats in one reply.
+/// Maximum number of samples, which are a list of floats in one reply.
 const MAX_REPEAT: u64 = 1_000_000;
 
 /// Time between two checks for cancellation.
@@ -127,13 +128,13 @@ struct Timer<'a> {
     context: &'a Context,
     function: &'a Function,
     args: &'a [LocalValue],
-    /// As the last calls took; decides how many are made between two looks at the cancellation,
-    /// whose cost would show in functions that take less than a microsecond.
+    /// Duration of the last calls, which decides how many calls are made between two checks for
+    /// cancellation: a check would show in functions that take less than a microsecond.
     per_call: Duration,
 }
 
 impl Timer<'_> {
-    /// Makes `count` calls, and says how long they took together.
+    /// Makes `count` calls, and returns their total time.
     fn calls(&mut self, count: u64) -> Result<Duration> {
         let mut done = 0;
         let mut elapsed = Duration::ZERO;

@@ -78,7 +78,7 @@ impl History {
             }
             let passed = now.saturating_duration_since(next).as_secs() / MINUTE.as_secs();
             if let Some(unseen) = passed.checked_sub(MINUTES as u64) {
-                // Nothing has happened for longer than is remembered.
+                // The last change is older than the history.
                 next += MINUTE * u32::try_from(unseen).unwrap_or(0);
             }
             self.minutes.push_back(Minute::new(next, self.last));

@@ -13,7 +13,7 @@ const MAX_TEXT: usize = 128;
 const MAX_SHOWN: usize = 256;
 /// Bytes of one address.
 const MAX_ADDRESS: usize = 1024;
-/// As many as a chain may have, and the server itself.
+/// Maximum number of addresses: the hops of a chain, and the server itself.
 const MAX_ADDRESSES: usize = 17;
 const MAX_LABELS: usize = 64;
 const MAX_DEVICES: usize = 64;
@@ -100,7 +100,7 @@ pub(super) fn clipped(mut status: ServerStatus) -> ServerStatus {
 
 fn check_key(key: &str) -> Result<()> {
     text("length of a key", key)?;
-    // As keys are in addresses, where clients write them.
+    // Keys have the form of keys in addresses, where clients write them.
     let address = Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)));
     address.with_key(key).map(drop).map_err(|error| RpcError::invalid_argument(error.to_string()))
 }

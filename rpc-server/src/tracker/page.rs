@@ -31,7 +31,7 @@ use parking_lot::Mutex;
 use super::service::Tracker;
 use crate::http::{HttpServer, Site, plain, response};
 
-/// For how long an answer is given again: so many people may look as like to.
+/// Time for which an answer is reused, so that any number of browsers costs little.
 const FRESH: Duration = Duration::from_millis(250);
 
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; \

@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// Why an operation on a workspace was refused or failed.
+/// Error of an operation on a workspace.
 ///
 /// The paths are those that the caller gave, so that a message can be shown as it is.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +39,7 @@ pub enum WorkspaceError {
         /// The path as it was given.
         path: String,
     },
-    /// Nothing is there.
+    /// There is no entry at the path.
     #[error("there is no {path:?} in the workspace, list it to see what there is")]
     NotFound {
         /// The path as it was given.

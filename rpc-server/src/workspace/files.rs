@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use super::tree::Usage;
 use super::{Workspace, WorkspaceError};
 
-/// A file on its way into a workspace.
+/// A writer of a file of a workspace.
 ///
 /// The bytes go to a file that has no name in the workspace; [`commit`](Self::commit) puts it in
 /// place in one step. Until then, and for ever if the writer is dropped instead, what was there
@@ -16,7 +16,7 @@ use super::{Workspace, WorkspaceError};
 pub struct FileWriter {
     workspace: Workspace,
     file: File,
-    /// In the staging folder; empty once the file is in place.
+    /// Name in the staging folder; empty once the file is in place.
     staged: String,
     path: String,
     /// The cleaned form of `path`.
@@ -24,9 +24,9 @@ pub struct FileWriter {
     expected_bytes: Option<u64>,
     /// End of the last write.
     len_bytes: u64,
-    /// Counted as pending for this file; at least `len_bytes`.
+    /// Usage reserved for this file; at least `len_bytes`.
     reserved: Usage,
-    /// A write failed: the file has a gap.
+    /// True after a failed write: the file has a gap.
     broken: bool,
 }
 
@@ -104,12 +104,12 @@ impl FileWriter {
         self.len_bytes
     }
 
-    /// Nothing has been written yet.
+    /// Returns true if nothing has been written.
     pub fn is_empty(&self) -> bool {
         self.len_bytes == 0
     }
 
-    /// The path that the file will have, as the caller gave it.
+    /// Returns the path that the file will have, as the caller gave it.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -158,8 +158,8 @@ impl Drop for FileWriter {
 
 /// A file of a workspace, open for reading.
 ///
-/// It stays what it was when opened, even if another takes its place or it is removed, unless
-/// foreign code writes into it. All methods block.
+/// Its contents stay as they were when it was opened, even if another file takes its path or it is
+/// removed, unless foreign code writes into it. All methods block.
 #[derive(Debug)]
 pub struct FileReader {
     file: File,
@@ -172,17 +172,17 @@ impl FileReader {
         Self { file, path: path.to_owned(), len_bytes }
     }
 
-    /// The length in bytes when the file was opened.
+    /// Returns the length in bytes when the file was opened.
     pub fn len(&self) -> u64 {
         self.len_bytes
     }
 
-    /// The file itself.
+    /// Returns the file itself.
     pub(crate) fn as_file(&self) -> &File {
         &self.file
     }
 
-    /// The file had no bytes when it was opened.
+    /// Returns true if the file was empty when it was opened.
     pub fn is_empty(&self) -> bool {
         self.len_bytes == 0
     }
@@ -194,7 +194,7 @@ impl FileReader {
     ///
     /// The file system failed.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, WorkspaceError> {
-        // Beyond what the system can address there is nothing, as beyond any other end.
+        // An offset beyond the limit of the system is beyond the end of the file.
         if i64::try_from(offset).is_err() {
             return Ok(0);
         }

@@ -27,15 +27,15 @@ use crate::file_lock::FileLock;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WorkspaceLimits {
-    /// Bytes in one workspace: its files and the writes in progress. Default 4 GiB: a large model
-    /// and its inputs.
+    /// Maximum bytes of one workspace: its files and the writes in progress. Default 4 GiB: a large
+    /// model and its inputs.
     pub quota_bytes: u64,
-    /// Files and folders in one workspace. Default 65,536: it bounds the time and memory of a
-    /// listing, and keeps empty files, which no quota of bytes stops, from using up the file
-    /// system.
+    /// Maximum number of files and folders of one workspace. Default 65,536: it bounds the time and
+    /// memory of a listing, and prevents empty files, which no quota of bytes stops, from using up
+    /// the file system.
     pub max_entries: u64,
-    /// Named workspaces of one identity. Default 16; without a bound, each new name would bring a
-    /// new quota.
+    /// Maximum number of named workspaces of one identity. Default 16; without a limit each new
+    /// name would bring a new quota.
     pub max_named: usize,
     /// Time after the last use at which a named workspace is removed. Default 30 days.
     pub named_expiry: Duration,
@@ -53,14 +53,13 @@ impl Default for WorkspaceLimits {
 }
 
 impl WorkspaceLimits {
-    /// The default limits with another quota, in bytes.
+    /// Returns the default limits with another quota, in bytes.
     pub fn with_quota(quota_bytes: u64) -> Self {
         Self { quota_bytes, ..Self::default() }
     }
 }
 
-/// The server's folder, from which workspaces are had. Cloning it gives another reference to the
-/// same.
+/// The server's folder of workspaces. A clone is another reference to the same folder.
 ///
 /// The private workspaces of this server are removed with the last reference to the root and its
 /// workspaces.
@@ -71,29 +70,29 @@ pub(super) struct RootInner {
     pub(super) limits: WorkspaceLimits,
     /// The real path of the folder.
     path: PathBuf,
-    /// Locked to make or take away workspaces. The mutex is for threads: a file lock is for
+    /// Lock for creating and removing workspaces. The mutex excludes threads, the file lock
     /// processes.
     lock: Mutex<File>,
     private: Dir,
     named: Dir,
-    /// This server's name in `private`; no other server has had it.
+    /// Name of this server in `private`, unique among all servers.
     pub(super) instance: String,
     /// The folder of that name, for private workspaces and for what is to be deleted.
     pub(super) own: Dir,
-    /// Locked as long as this server lives.
+    /// Held as long as this server lives.
     _alive: File,
-    /// For names that this server has not used before.
+    /// Counter for unique names.
     serial: AtomicU64,
-    /// The named workspaces in use here, so that sessions share one account of what is in them.
+    /// Named workspaces in use, so that sessions share one account of their contents.
     open_named: Mutex<HashMap<(String, String), Weak<WorkspaceInner>>>,
 }
 
-/// The bytes allowed in the names of workspaces and identities.
+/// Maximum length of names of workspaces and identities in bytes.
 const MAX_WORKSPACE_NAME_BYTES: usize = 64;
 
 impl WorkspaceRoot {
-    /// Opens the folder `dir` for one server, and makes it if need be. What servers that are dead
-    /// have left of their private workspaces is removed; those of living ones are left alone.
+    /// Opens the folder `dir` for one server, and creates it if it is missing. Private workspaces
+    /// of dead servers are removed; those of living ones are left alone.
     ///
     /// # Errors
     ///
@@ -226,16 +225,16 @@ impl RootInner {
         })
     }
 
-    /// A name that neither this nor another server has used.
+    /// Returns a name that neither this nor another server has used.
     pub(super) fn unique(&self, purpose: &str) -> String {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         format!("{purpose}-{}-{serial}", self.instance)
     }
 
-    /// Forgets a named workspace whose last reference is gone.
+    /// Removes the entry of a named workspace whose last reference is gone.
     pub(super) fn forget(&self, key: &(String, String)) {
         let mut open = self.open_named();
-        // It may have been opened again meanwhile.
+        // Another session may have opened it in the meantime.
         if open.get(key).is_some_and(|inner| inner.strong_count() == 0) {
             open.remove(key);
         }
@@ -411,7 +410,7 @@ fn check_name(name: &str) -> Result<(), WorkspaceError> {
     Err(WorkspaceError::InvalidName { name: abridged(name), limit_bytes: MAX_WORKSPACE_NAME_BYTES })
 }
 
-/// For `map_err`: a failure of the server's own folder, at `path` in it.
+/// Returns a function for `map_err`: a failure of the server's own folder at `path`.
 fn io_at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
     move |source| WorkspaceError::io(path, source)
 }

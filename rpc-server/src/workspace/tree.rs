@@ -29,7 +29,7 @@ impl Usage {
         Self { bytes: self.bytes.saturating_sub(other.bytes), entries: self.entries.saturating_sub(other.entries) }
     }
 
-    /// Of one entry, from its own metadata.
+    /// Returns the usage of one entry.
     pub(super) fn of(metadata: &cap_std::fs::Metadata) -> Self {
         Self { bytes: if metadata.is_file() { metadata.len() } else { 0 }, entries: 1 }
     }
@@ -71,7 +71,7 @@ pub(super) fn walk(root: &Dir, start: &str, mut visit: impl FnMut(String, FileTy
     Ok(())
 }
 
-/// The sum over everything in `root`.
+/// Returns the sum over all entries in `root`.
 pub(super) fn measure(root: &Dir) -> io::Result<Usage> {
     let mut usage = Usage::default();
     walk(root, "", |_, _, entry| {
@@ -130,7 +130,7 @@ pub(super) fn purge(parent: &Dir, name: &str) -> Usage {
                 progress = true;
             }
         }
-        // Without progress another round would not end.
+        // A round without progress ends the loop.
         if progress {
             pending.push(folder);
         }

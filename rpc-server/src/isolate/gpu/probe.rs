@@ -120,7 +120,8 @@ fn ask() -> io::Result<Answer> {
     };
     thread::Builder::new().name("rpc-probe".into()).spawn(read)?;
     let answer = receiver.recv_timeout(PATIENCE);
-    // It has answered, or never will. A driver that hangs in the kernel blocks only that process.
+    // The process has answered, or never will. A driver that hangs in the kernel blocks only that
+    // process.
     let status = match answer {
         Ok(_) => child.wait()?,
         Err(_) => {

@@ -5,11 +5,11 @@ use std::fmt::{self, Write};
 
 use rpc_transports::tracker::Sample;
 
-/// Minutes from left to right, and the width of one.
+/// Number of minutes, and the width of one.
 const MINUTES: usize = 61;
 const STEP: usize = 10;
 
-/// The height of the bars, and of those below for what waits.
+/// Height of the bars, and of those below for waiting requests.
 const HEIGHT: f64 = 100.0;
 const BELOW: f64 = 26.0;
 
@@ -35,7 +35,7 @@ pub(super) fn write(to: &mut String, history: &[Sample]) -> fmt::Result {
     for (back, sample) in history.iter().rev().take(MINUTES).enumerate() {
         let x = (MINUTES - 1 - back) * STEP;
         let Sample { capacity, busy, waiting, granted, .. } = *sample;
-        // As wide as the minute, so that all of it tells what it is.
+        // As wide as the minute, so that its tooltip covers all of it.
         write!(to, "<g><rect class=\"minute\" x=\"{x}\" y=\"0\" width=\"{STEP}\" height=\"{height}\"/>")?;
         let y = up(busy);
         if busy > 0 {
