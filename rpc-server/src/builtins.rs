@@ -8,12 +8,12 @@
 //! | `rpc.new_object` | | a new object without content |
 //! | `rpc.functions` | | a list of pairs: name, signature |
 //! | `rpc.info` | | [`ServerInfo`], packed |
-//! | `rpc.time_function` | the options and arguments of [`time_function`] | seconds per call, a list |
+//! | `rpc.time_function` | those of [`time_function`] | seconds per call, a list |
 //! | `rpc.file.begin_write` | path, length or null | a writer |
 //! | `rpc.file.write` | writer, offset, bytes | null |
 //! | `rpc.file.commit`, `rpc.file.abort` | writer | null |
 //! | `rpc.file.open` | path | a reader and the length in bytes |
-//! | `rpc.file.read` | reader, offset, length (≤ [`MAX_READ_BYTES`]) | bytes, fewer at the end only |
+//! | `rpc.file.read` | reader, offset, length (≤ [`MAX_READ_BYTES`]) | bytes, fewer at the end |
 //! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::client::FileEntry), packed |
 //! | `rpc.file.rm` | path | null |
 //! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |

@@ -12,7 +12,7 @@
 //! | `rpc_refusals_total` | `reason` | clients that got no session |
 //! | `rpc_calls_total` | `function`, `outcome` | calls that ended |
 //! | `rpc_calls_in_progress` | | calls that have not ended |
-//! | `rpc_call_duration_seconds` | `function` | from the arrival of a call to its end, with queueing |
+//! | `rpc_call_duration_seconds` | `function` | from the arrival of a call to its end |
 //! | `rpc_tensor_bytes_total` | `direction` | bytes of tensors that were copied `in` or `out` |
 //! | `rpc_handles` | | objects that sessions hold |
 //! | `rpc_memory_bytes` | | device memory that sessions hold |

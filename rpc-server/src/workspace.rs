@@ -12,7 +12,7 @@
 //! WORKDIR/private/SERVER.lock              held while that server lives
 //! WORKDIR/private/SERVER/ID/files/         a private workspace
 //! WORKDIR/named/IDENTITY/NAME/files/       a named workspace
-//! WORKDIR/named/IDENTITY/NAME/lock         held, shared, by its servers; with the time of the last use
+//! WORKDIR/named/IDENTITY/NAME/lock         held, shared, by its servers; time of the last use
 //! …/ID/staging/, …/NAME/staging/           beside each `files/`: writes in progress
 //! ```
 

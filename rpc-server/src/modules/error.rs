@@ -14,7 +14,7 @@ use crate::config::{ByteSize, Span};
 pub enum ModuleError {
     /// The server takes no modules.
     #[error(
-        "this server takes no modules, which are native code with all rights of its user: its operator allows them with \
+        "this server takes no modules, which are native code with all rights of its user: the operator allows them by \
          --allow-modules"
     )]
     Off,

@@ -5,7 +5,7 @@
 //! ```text
 //! STORE/lock               held to list the modules, make room, or reserve space
 //! STORE/HEX.so             a module, complete, 0400; its time is that of its last use
-//! STORE/upload-RANDOM      an upload in progress, 0600, of the announced length; locked by its writer
+//! STORE/upload-RANDOM      an upload, 0600, of the announced length; locked by its writer
 //! ```
 //!
 //! The folder itself is the only account: an upload reserves its space by a file of its full

@@ -73,8 +73,8 @@ async fn the_page_shows_what_peers_wrote_as_text_and_forbids_the_rest() {
     for header in [
         "content-type: text/html; charset=utf-8",
         "x-content-type-options: nosniff",
-        "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; \
-         form-action 'none'; frame-ancestors 'none'",
+        "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
+         base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         "referrer-policy: no-referrer",
         "x-frame-options: deny",
         "cross-origin-resource-policy: same-origin",

@@ -204,7 +204,10 @@ mod tests {
 
     #[test]
     fn probed_devices_have_attributes_and_refuse_use() {
-        let described = r#"[{"name":"H","total_memory":85899345920,"compute_version":"9.0","driver_version":null,"target":"cuda -arch=sm_90","memory_scopes":["host"]}]"#;
+        let described = concat!(
+            r#"[{"name":"H","total_memory":85899345920,"compute_version":"9.0","driver_version":null,"#,
+            r#""target":"cuda -arch=sm_90","memory_scopes":["host"]}]"#
+        );
         let devices = Devices::new().with(Arc::new(ProbedCuda(serde_json::from_str(described).unwrap())));
         let gpu = devices.describe().find(|device| device.device == Device::cuda(0)).unwrap();
         assert!(gpu.satisfies(&"cuda,scope=host,target=cuda -arch=sm_90".parse().unwrap()), "{gpu}");

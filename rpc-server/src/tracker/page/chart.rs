@@ -24,7 +24,8 @@ pub(super) fn write(to: &mut String, history: &[Sample]) -> fmt::Result {
     write!(
         to,
         r#"<section id="chart">
-<h2>Last hour <span class="legend"><span class="in-use">in use</span> <span class="slots">slots</span> <span class="waits">waiting</span></span></h2>
+<h2>Last hour <span class="legend"><span class="in-use">in use</span> <span class="slots">slots</span>
+<span class="waits">waiting</span></span></h2>
 <div class="plot">
 <div class="scale"><span>{most}</span><span>0</span></div>
 <svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" aria-label="Slots in use, minute by minute">

@@ -238,8 +238,8 @@ mod tests {
             history: vec![Sample::default()],
         };
         let page = page(&summary);
-        let escaped = "&lt;/td&gt;&lt;script&gt;alert(1)&lt;/script&gt;&lt;img src=x onerror=&#39;alert(2)&#39;&gt;&quot; \
-                       onmouseover=&quot;alert(3)&amp;\u{fffd}\u{fffd}";
+        let escaped = "&lt;/td&gt;&lt;script&gt;alert(1)&lt;/script&gt;&lt;img src=x \
+                       onerror=&#39;alert(2)&#39;&gt;&quot; onmouseover=&quot;alert(3)&amp;\u{fffd}\u{fffd}";
         assert_eq!(Text(EVIL).to_string(), escaped);
         // A key, a name, a client, a label of two, a device, an address of two, a reason; a client,
         // a key, a label of two, a device; a name, a key, a peer, a reason.

@@ -69,7 +69,9 @@ fn step() -> impl Strategy<Value = Step> {
         }),
         2 => any::<u8>().prop_map(Step::Renew),
         1 => any::<u8>().prop_map(Step::Unregister),
-        8 => (0..3u8, 0..3u8, 0..3u8, 0..2u32, 1..6u32, any::<bool>(), -1..2i32, proptest::option::of(0..30_000u16)).prop_map(
+        8 => (
+            0..3u8, 0..3u8, 0..3u8, 0..2u32, 1..6u32, any::<bool>(), -1..2i32, proptest::option::of(0..30_000u16),
+        ).prop_map(
             |(peer, key, arch, gpus, count, distinct, priority, timeout)| Step::Request {
                 peer, key, arch, gpus, count, distinct, priority, timeout,
             }
