@@ -32,3 +32,7 @@ pub mod workspace;
 pub use config::{ServeConfig, ServeSettings, TrackerConfig, TrackerSettings};
 pub use server::child_server::{ServerProcess, run_as_child_if_asked};
 pub use server::{RpcServer, Running};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct ReadmeExamples;
