@@ -18,7 +18,6 @@ README_LINES = 160
 NOT_YET = {
     ("width", "disco"): 57,
     ("width", "rpc-core"): 3,
-    ("width", "rpc-server"): 11,
 }
 
 

@@ -105,7 +105,7 @@ enum Command {
 
 /// Runs the tool with the arguments of this process. Returns its exit code.
 pub fn main() -> ExitCode {
-    main_with(Transports::default())
+    main_with(crate::transports())
 }
 
 /// As [`main`], with these transports: for a program that registers more than this crate has.

@@ -89,7 +89,7 @@ enum Command {
 /// Runs the daemon with the arguments of this process. Returns its exit code. Call it first in
 /// `main`: session processes and workers are this program again.
 pub fn main() -> ExitCode {
-    main_with(Transports::default())
+    main_with(crate::transports())
 }
 
 /// As [`main`], with these transports: for a program that registers more than this crate has.

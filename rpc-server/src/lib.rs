@@ -27,11 +27,13 @@ mod otel;
 pub mod pki;
 pub mod server;
 pub mod tracker;
+mod transports;
 pub mod workspace;
 
 pub use config::{ServeConfig, ServeSettings, TrackerConfig, TrackerSettings};
 pub use server::child_server::{ServerProcess, run_as_child_if_asked};
 pub use server::{RpcServer, Running};
+pub use transports::transports;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

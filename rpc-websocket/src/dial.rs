@@ -16,7 +16,8 @@ use crate::proxy::{self, Proxies};
 use crate::stream::{MessageStream, into_io, limits};
 use crate::{ALPN, PATH, is_encrypted, over_tcp, port};
 
-/// Header of a server's answer that tells how the connection arrives there: [`PLAIN`], or encrypted.
+/// Header of a server's answer that tells how the connection arrives there: [`PLAIN`], or
+/// encrypted.
 pub(crate) const CHANNEL_HEADER: &str = "rpc-channel";
 
 /// Value of [`CHANNEL_HEADER`] for a connection that arrives without encryption.

@@ -1,12 +1,14 @@
 //! The transport of `ws://` and `wss://` addresses: sessions in the binary messages of a WebSocket.
 //!
 //! It reaches servers where only HTTP passes: behind reverse proxies, ingress controllers and
-//! corporate proxies (by `CONNECT`). It is built on the public API of `rpc-transports` alone, and is
-//! registered like a transport of your own:
+//! corporate proxies (by `CONNECT`). It is built on the public API of `rpc-transports` alone, and
+//! is registered like a transport of your own:
 //!
 //! ```
-//! use rpc_core::Registry;
-//! use rpc_transports::{Connector, ServeOptions, Server, Transports};
+//! use std::sync::Arc;
+//!
+//! use rpc_core::{LocalSession, Registry, RpcError, SharedSession};
+//! use rpc_transports::{Connector, OpenRequest, ServeOptions, Server, Transports};
 //! use rpc_websocket::WebSocket;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
@@ -14,11 +16,11 @@
 //! let transports = Transports::default().with(WebSocket::new());
 //! let registry = Registry::new();
 //! registry.add("add", |a: i64, b: i64| a + b);
-//! let open = move |_: &rpc_transports::OpenRequest| -> Result<rpc_core::SharedSession, rpc_core::RpcError> {
-//!     Ok(std::sync::Arc::new(rpc_core::LocalSession::new(registry.clone())))
+//! let open = move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
+//!     Ok(Arc::new(LocalSession::new(registry.clone())))
 //! };
 //! let options = ServeOptions { transports: transports.clone(), ..ServeOptions::default() };
-//! let server = Server::new(std::sync::Arc::new(open), options);
+//! let server = Server::new(Arc::new(open), options);
 //! let address = server.listen(&"ws://127.0.0.1:0".parse()?, &Default::default()).await?;
 //!
 //! let session = Connector::new().transports(transports).connect(&address.to_string()).await?;
@@ -36,11 +38,11 @@
 //!
 //! # Security
 //!
-//! `wss://` is TLS 1.3 with the same trust and the same tokens as `tls://`. A proof of identity by a
-//! token is bound to the TLS connection. Behind a proxy that ends TLS there are two connections, so
-//! the proof could not hold, and dialling fails with an error that says so; it is never made without
-//! the binding. Web pages can open WebSockets to the loopback interface of whoever views them: a
-//! request with an `Origin` that [`WebSocket::allow_origins`] does not list is refused.
+//! `wss://` is TLS 1.3 with the same trust and the same tokens as `tls://`. A proof of identity by
+//! a token is bound to the TLS connection. Behind a proxy that ends TLS there are two connections,
+//! so the proof could not hold, and dialling fails with an error that says so; it is never made
+//! without the binding. Web pages can open WebSockets to the loopback interface of whoever views
+//! them: a request with an `Origin` that [`WebSocket::allow_origins`] does not list is refused.
 
 #![forbid(unsafe_code)]
 // A test that panics has failed, as it should.
@@ -72,7 +74,8 @@ pub struct WebSocket {
 }
 
 impl WebSocket {
-    /// A transport that serves no web page, and that dials through the proxies that the environment names.
+    /// A transport that serves no web page, and that dials through the proxies that the environment
+    /// names.
     #[must_use]
     pub fn new() -> Self {
         Self::default()

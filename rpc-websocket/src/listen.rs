@@ -42,8 +42,8 @@ const NO_CERTIFICATE: &str = "need a certificate to show; make one with: rpc-cli
 
 /// Accepted TCP connections, each as a channel that has its upgrade before it.
 struct Upgrades {
-    /// The connection that is waited for. It owns the listener meanwhile, so that a pause for lack of
-    /// files is kept when the task that polls is woken for another reason.
+    /// The connection that is waited for. It owns the listener meanwhile, so that a pause for lack
+    /// of files is kept when the task that polls is woken for another reason.
     next: Accepting,
     origins: Arc<BTreeSet<String>>,
     tls: Option<ServerTls>,

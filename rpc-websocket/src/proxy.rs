@@ -101,7 +101,8 @@ fn authority(to: &Address) -> String {
     if host.contains(':') { format!("[{host}]:{}", port(to)) } else { format!("{host}:{}", port(to)) }
 }
 
-/// Asks the proxy at the far end of `over` for a way to `to`. The answer is a stream of bytes that leads there.
+/// Asks the proxy at the far end of `over` for a way to `to`. The answer is a stream of bytes that
+/// leads there.
 pub(crate) async fn tunnel(
     over: Channel,
     proxy: &Proxy,

@@ -1,4 +1,4 @@
-//! The contract of sessions over WebSockets: directly, behind hops, and mixed with other transports.
+//! The contract of sessions over WebSockets: directly, encrypted, and behind hops.
 
 use rpc_conformance::conformance;
 use rpc_conformance::fixture::{Link, Remote};

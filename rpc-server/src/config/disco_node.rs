@@ -1,7 +1,7 @@
 //! Settings of a Disco node that dials its controller: `rpc-server worker`.
 
 use disco::NodeRank;
-use rpc_transports::{Address, Transports};
+use rpc_transports::Address;
 
 use super::units::seconds;
 use super::{ConfigError, Isolate, ServeConfig, ServeSettings, Span};
@@ -78,7 +78,7 @@ impl WorkerSettings {
         }
         serve.check()?;
         // The controller drives this node, so its identity must be proven.
-        let properties = Transports::default().check(&self.controller);
+        let properties = crate::transports().check(&self.controller);
         let properties = properties.map_err(|source| ConfigError::Address { source })?;
         if !properties.is_local() && !properties.encrypted && !serve.insecure {
             return Err(ConfigError::InsecureController { address: self.controller });

@@ -85,7 +85,7 @@ impl RelayConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`],
     /// and those of [`ServeConfig::check`] for the settings that a relay shares with a server.
     pub fn check(&self) -> Result<(), ConfigError> {
-        self.check_with(&Transports::default())
+        self.check_with(&crate::transports())
     }
 
     /// As [`check`](Self::check), for a program that uses these transports.

@@ -329,7 +329,7 @@ impl ServeConfig {
     /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::NoTvmFfi`],
     /// [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
-        self.check_with(&Transports::default())
+        self.check_with(&crate::transports())
     }
 
     /// As [`check`](Self::check), for a server that uses these transports.

@@ -87,7 +87,7 @@ macro_rules! settings {
             ///
             /// The file or the settings as a whole are wrong.
             pub fn resolve(self) -> Result<$config, ConfigError> {
-                self.resolve_with(&rpc_transports::Transports::default())
+                self.resolve_with(&crate::transports())
             }
 
             /// As [`resolve`](Self::resolve), for a program that uses these transports.

@@ -115,7 +115,7 @@ impl TrackerConfig {
     /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::InsecureMetrics`],
     /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
     pub fn check(&self) -> Result<(), ConfigError> {
-        self.check_with(&Transports::default())
+        self.check_with(&crate::transports())
     }
 
     /// As [`check`](Self::check), for a program that uses these transports.
@@ -159,7 +159,7 @@ impl TrackerConfig {
     /// A file cannot be read or used.
     pub fn options(&self) -> Result<TrackerOptions, TrustError> {
         Ok(TrackerOptions {
-            transports: Transports::default(),
+            transports: crate::transports(),
             lease: self.lease.0,
             ticket_lifetime: self.ticket_lifetime.0,
             max_servers: self.max_servers,

@@ -18,7 +18,7 @@ impl Relay {
     ///
     /// Settings contradict each other.
     pub fn new(config: &RelayConfig) -> Result<Self, ServeError> {
-        Self::with_transports(config, Transports::default())
+        Self::with_transports(config, crate::transports())
     }
 
     /// As [`new`](Self::new), with these transports.

@@ -40,7 +40,7 @@ impl RpcServer {
             registry,
             devices: Devices::new(),
             config: ServeConfig::default(),
-            transports: Transports::default(),
+            transports: crate::transports(),
             listen: Vec::new(),
             is_relay: false,
             on_reload: None,

@@ -38,7 +38,7 @@ impl Tracker {
     ///
     /// As [`RpcServer::start`]; and [`ServeError::Page`].
     pub async fn start(config: &TrackerConfig) -> Result<RunningTracker, ServeError> {
-        let (tracker, server) = build(config, Transports::default())?;
+        let (tracker, server) = build(config, crate::transports())?;
         let page = serve_page(config, &tracker).await?;
         Ok(RunningTracker { server: server.start().await?, tracker, page })
     }
@@ -50,7 +50,7 @@ impl Tracker {
     ///
     /// As [`RpcServer::run_blocking`]; and [`ServeError::Page`].
     pub fn run_blocking(config: &TrackerConfig) -> Result<StopReason, ServeError> {
-        Self::run_blocking_with(config, Transports::default())
+        Self::run_blocking_with(config, crate::transports())
     }
 
     /// As [`run_blocking`](Self::run_blocking), with these transports.

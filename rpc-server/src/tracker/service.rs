@@ -79,7 +79,7 @@ impl Default for TrackerOptions {
             max_waiting_per_client: 1024,
             allow_advertise: Vec::new(),
             onward: Dial::default(),
-            transports: Transports::default(),
+            transports: crate::transports(),
         }
     }
 }

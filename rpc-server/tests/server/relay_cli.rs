@@ -60,6 +60,40 @@ fn a_server_that_listens_nowhere_is_reached_by_way_of_a_relay() {
     }
 }
 
+/// The transport of another crate works wherever an address is taken.
+#[test]
+fn websockets_carry_sessions_hops_relays_and_trackers() {
+    let folder = tempfile::tempdir().unwrap();
+    let listen = ["--listen", "ws://127.0.0.1:0"];
+    let server = start("serve", &folder, &listen);
+    assert!(server.address().starts_with("ws://127.0.0.1:"), "{}", server.address());
+    let (code, text) = cli(&["call", server.address(), "rpc.echo", "42"]);
+    assert_eq!((code, text.trim()), (0, "42"));
+
+    let hop = start("serve", &folder, &[&listen[..], &["--allow-forward", "ws://127.0.0.1"]].concat());
+    let (code, text) = cli(&["-J", hop.address(), "call", server.address(), "rpc.echo", "43"]);
+    assert_eq!((code, text.trim()), (0, "43"));
+    let tunnel = format!("tunnel:{}", hop.address());
+    let (code, text) = cli(&["-J", &tunnel, "call", server.address(), "rpc.echo", "43"]);
+    assert_ne!(code, 0, "a tunnel needs the permission for tcp://: {text}");
+
+    let relay = start("relay", &folder, &listen);
+    let board = format!("{}/board7", relay.address());
+    let unused = format!("unix:{}", folder.path().join("unused").display());
+    let _parked = start("serve", &folder, &["--relay", &board, "--listen", &unused]);
+    assert_eq!(until(&["call", &board, "rpc.echo", "44"], |code, _| code == 0).trim(), "44");
+
+    let tracker = start("tracker", &folder, &LOOPBACK);
+    let pool = ["--tracker", tracker.address(), "--tracker-key", "web"];
+    let _pooled = start("serve", &folder, &[&listen[..], &pool].concat());
+    let any = format!("tracker://{}/web", tracker.address().trim_start_matches("tcp://"));
+    assert_eq!(until(&["call", &any, "rpc.echo", "45"], |code, _| code == 0).trim(), "45");
+
+    // Beyond the loopback interface it is refused like any transport that does not encrypt.
+    let (code, text) = run(env!("CARGO_BIN_EXE_rpc-server"), &["serve", "--listen", "ws://0.0.0.0:0"]);
+    assert!(code != 0 && text.contains("--insecure"), "{text}");
+}
+
 /// The doctor asked relays for a session without a name, and called them broken.
 #[test]
 fn the_doctor_knows_a_relay_from_a_server() {
