@@ -51,7 +51,7 @@ impl Wanted {
             let open_at = params.iter().position(|param| param == "...").unwrap_or(params.len());
             for (index, (param, arg)) in params[..open_at].iter().zip(args).enumerate() {
                 if let (Some((expected, is_optional)), Some(got)) = (kind(param), *arg)
-                    && !fits(got, expected)
+                    && !accepts(expected, got)
                     && !(is_optional && got == "null")
                 {
                     return Err(RpcError::invalid_argument(format!(
@@ -61,7 +61,7 @@ impl Wanted {
             }
         }
         if let (Some((got, _)), Some(expected)) = (kind(returns), self.returns)
-            && !fits(got, expected)
+            && !yields(got, expected)
         {
             return Err(RpcError::invalid_argument(format!("return of `{name}`: expected {expected}, got {returns}")));
         }
@@ -70,8 +70,11 @@ impl Wanted {
 }
 
 /// Returns the kind of values that a name in a signature stands for, and true with it if null is
-/// accepted as well.
+/// accepted as well. `None` for names that leave it open, among them unions such as `int | str`.
 fn kind(name: &str) -> Option<(&'static str, bool)> {
+    if is_union(name) {
+        return None;
+    }
     let (name, is_optional) = match name.strip_suffix('?') {
         Some(name) => (name, true),
         None => (name, false),
@@ -87,13 +90,43 @@ fn kind(name: &str) -> Option<(&'static str, bool)> {
     KINDS.into_iter().find(|kind| *kind == base).map(|kind| (kind, is_optional))
 }
 
-/// Returns true if a value of kind `got` is converted where one of kind `expected` is needed.
-fn fits(got: &str, expected: &str) -> bool {
-    got == expected || (got == "int" && expected == "float")
+/// Returns true if a name in a signature may be a union: it has ` | ` outside of all brackets, or
+/// its brackets are not in pairs, so that this cannot be told.
+fn is_union(name: &str) -> bool {
+    let mut depth = 0_i32;
+    for (at, byte) in name.bytes().enumerate() {
+        match byte {
+            b'<' | b'[' | b'(' | b'{' => depth += 1,
+            b'>' | b']' | b')' | b'}' => depth -= 1,
+            b'|' if depth == 0 && name[..at].ends_with(' ') && name[at..].starts_with("| ") => return true,
+            _ => {}
+        }
+    }
+    depth != 0
+}
+
+/// Kinds of values that are never objects.
+const SCALARS: [&str; 5] = ["bool", "int", "float", "dtype", "device"];
+
+/// Returns true if a function may take an argument of kind `got` for a parameter of kind
+/// `expected`. Functions of TVM-FFI convert more kinds than those of a Rust registry, and take
+/// every reference, string and container for an `object<ffi.Object>`.
+fn accepts(expected: &str, got: &str) -> bool {
+    let is_converted =
+        matches!((got, expected), ("bool" | "int", "float") | ("bool", "int") | ("int", "bool") | ("str", "dtype"));
+    got == expected || is_converted || (expected == "object" && !SCALARS.contains(&got))
+}
+
+/// Returns true if a return of kind `got` may be converted to a client's type of kind `expected`.
+/// A client converts less than functions do. An `object<ffi.Object>` may be a reference to a
+/// tensor, a function or a module as well.
+fn yields(got: &str, expected: &str) -> bool {
+    got == expected || (got, expected) == ("int", "float") || (got == "object" && !SCALARS.contains(&expected))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::{Wanted, kind};
     use crate::client::{RemoteTensor, Session};
     use crate::function::{Pack, Registry};
     use crate::tensor::TensorView;
@@ -134,7 +167,63 @@ mod tests {
         // The names of the types inside of packed values need not be the same at both ends.
         assert_eq!(told(session.function::<(Pack<[u8; 2]>,), u8>("pack").wait()), "");
         assert_eq!(told(session.function::<(i64, &str, bool), i64>("rest").wait()), "");
-        assert!(told(session.function::<(bool, &str), i64>("rest").wait()).contains("argument 0 of `rest`"));
+        assert!(told(session.function::<(&str, &str), i64>("rest").wait()).contains("argument 0 of `rest`"));
         assert!(told(session.function::<(), ()>("none").wait()).contains("no function is registered"));
+    }
+
+    #[test]
+    fn the_kind_of_a_union_is_open() {
+        let unions = ["[tensor] | tensor", "object<X> | int", "{str: any} | str", "(int, str) | null", "int | str?"];
+        for open in unions.into_iter().chain(["any", "object<std::map<int", "packed<fn(u8) -> u8>"]) {
+            assert_eq!(kind(open), None, "{open}");
+        }
+        for (name, expected) in [
+            ("[int | str]", ("list", false)),
+            ("{str: int | str}?", ("map", true)),
+            ("object<Either<A | B>>", ("object", false)),
+            ("int?", ("int", true)),
+        ] {
+            assert_eq!(kind(name), Some(expected), "{name}");
+        }
+    }
+
+    #[test]
+    fn kinds_that_are_converted_fit() {
+        let arg_fits = |got: &'static str, param: &str| {
+            let wanted = Wanted { args: Some(vec![Some(got)]), returns: None };
+            wanted.check("f", &[param.to_owned()], "any").is_ok()
+        };
+        let return_fits = |returns: &str, expected: &'static str| {
+            let wanted = Wanted { args: None, returns: Some(expected) };
+            wanted.check("f", &[], returns).is_ok()
+        };
+        for (got, param) in [
+            ("bool", "int"),
+            ("int", "bool"),
+            ("bool", "float"),
+            ("int", "float"),
+            ("str", "dtype"),
+            ("str", "[tensor] | str"),
+            ("tensor", "object<ffi.Object>"),
+            ("module", "object<ffi.Object>"),
+            ("function", "object<ffi.Object>?"),
+            ("list", "object<ffi.Object>"),
+        ] {
+            assert!(arg_fits(got, param), "{got} for {param}");
+        }
+        for (got, param) in [
+            ("float", "int"),
+            ("float", "bool"),
+            ("dtype", "str"),
+            ("str", "int"),
+            ("int", "object<Counter>"),
+            ("object", "tensor"),
+            ("str", "[int | str]"),
+        ] {
+            assert!(!arg_fits(got, param), "{got} for {param}");
+        }
+        assert!(return_fits("int", "float") && return_fits("object<ffi.Object>", "tensor"));
+        assert!(return_fits("tensor | [tensor]", "tensor"));
+        assert!(!return_fits("bool", "int") && !return_fits("object<Counter>", "int"));
     }
 }
