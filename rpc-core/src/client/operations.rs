@@ -41,12 +41,18 @@ impl Session {
             let function = options.apply(session.get_function(&name)).start();
             let signature = options.apply(session.get_function(signature::NAME)).start();
             let function = function.await?;
-            // An origin without that function, or whose policy withholds it, reports no signatures.
-            if let Ok(signature) = signature.await
-                && let Ok(Some((params, returns))) =
-                    options.apply(signature.call::<Option<(Vec<String>, String)>>((name.as_str(),))).await
-            {
-                wanted.check(&name, &params, &returns)?;
+            let told = async {
+                let signature = signature.await?;
+                options.apply(signature.call::<Option<(Vec<String>, String)>>((name.as_str(),))).await
+            };
+            match told.await {
+                Ok(Some((params, returns))) => wanted.check(&name, &params, &returns)?,
+                Ok(None) => {}
+                // An origin without that function, or whose policy withholds it, reports no
+                // signatures. A deadline that has passed or a lost session is an error, as it is
+                // for the function itself.
+                Err(error) if signature::is_untold(&error) => {}
+                Err(error) => return Err(error),
             }
             Ok(function.into_kept())
         };

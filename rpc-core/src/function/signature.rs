@@ -1,7 +1,7 @@
 //! Signatures for typed clients: the function by which an origin reports them, and the comparison
 //! with a client's types.
 
-use crate::error::{Result, RpcError};
+use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::Context;
 use crate::function::object::Function;
 
@@ -16,6 +16,15 @@ pub(crate) fn function() -> (String, Function) {
         Some((params, String::from(signature.returns)))
     };
     (NAME.to_owned(), Function::inline(tell))
+}
+
+/// Returns true if `error` means that the origin reports no signatures: it lacks the function for
+/// them, or does not let this client call it.
+pub(crate) fn is_untold(error: &RpcError) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::NotFound | ErrorKind::Refused | ErrorKind::Unauthenticated | ErrorKind::Unsupported
+    )
 }
 
 /// The types that a client calls a function with, as far as they are known.
@@ -130,7 +139,7 @@ mod tests {
     use crate::client::{RemoteTensor, Session};
     use crate::function::{Pack, Registry};
     use crate::tensor::TensorView;
-    use crate::{LocalSession, Result, Value};
+    use crate::{ErrorKind, LocalSession, Operation, Request, Result, RpcError, RpcSession, Submission, Value};
 
     #[test]
     fn the_types_of_a_function_are_compared_with_its_signature_when_it_is_fetched() {
@@ -169,6 +178,40 @@ mod tests {
         assert_eq!(told(session.function::<(i64, &str, bool), i64>("rest").wait()), "");
         assert!(told(session.function::<(&str, &str), i64>("rest").wait()).contains("argument 0 of `rest`"));
         assert!(told(session.function::<(), ()>("none").wait()).contains("no function is registered"));
+    }
+
+    /// A session that answers each request for the function of signatures with an error.
+    struct Untold(LocalSession, ErrorKind);
+
+    impl RpcSession for Untold {
+        fn submit(&self, request: Request) -> Submission {
+            match &request.operation {
+                Operation::GetFunction { name } if name == super::NAME => {
+                    Submission::ready(Err(RpcError::new(self.1, "no signatures")))
+                }
+                _ => self.0.submit(request),
+            }
+        }
+
+        fn inner(&self) -> Option<&dyn RpcSession> {
+            Some(&self.0)
+        }
+    }
+
+    #[test]
+    fn only_an_origin_that_cannot_tell_signatures_goes_without() {
+        let fetched = |kind| {
+            let registry = Registry::new();
+            registry.add("twice", |x: i64| 2 * x);
+            let session = Session::new(Untold(LocalSession::new(registry), kind));
+            session.function::<(i64,), i64>("twice").wait().and_then(|twice| twice.call((4,)).wait())
+        };
+        for kind in [ErrorKind::NotFound, ErrorKind::Refused, ErrorKind::Unauthenticated, ErrorKind::Unsupported] {
+            assert_eq!(fetched(kind).ok(), Some(8), "{kind:?}");
+        }
+        for kind in [ErrorKind::DeadlineExceeded, ErrorKind::PeerLost, ErrorKind::Closed] {
+            assert_eq!(fetched(kind).err().map(|error| error.kind()), Some(kind));
+        }
     }
 
     #[test]
