@@ -75,6 +75,23 @@ pub(crate) fn waiting_for(driver: &Arc<dyn Driver>) {
     }
 }
 
+/// Runs `poll`, which polls a future that the one polled by [`block_on`] does not wait for. The
+/// sessions that `poll` needs are asked to drive themselves, as outside of [`block_on`].
+pub(crate) fn apart<T>(poll: impl FnOnce() -> T) -> T {
+    /// Restores the thread's wait target, also when `poll` panics.
+    struct Restore(Option<WaitTarget>);
+
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            let outer = self.0.take();
+            WAITING.with_borrow_mut(|waiting| *waiting = outer);
+        }
+    }
+
+    let _restore = Restore(WAITING.with_borrow_mut(Option::take));
+    poll()
+}
+
 struct Signal {
     woken: AtomicBool,
     thread: Thread,
@@ -150,8 +167,12 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use parking_lot::Mutex;
+
     use super::*;
-    use std::task::Poll;
+    use crate::ScopedAction;
 
     #[test]
     fn a_future_woken_from_another_thread_finishes() {
@@ -165,6 +186,60 @@ mod tests {
             Poll::Pending
         });
         assert_eq!(block_on(future).unwrap(), 5);
+    }
+
+    /// A session that counts what is asked of it, and whose reply comes then.
+    #[derive(Default)]
+    struct Counted {
+        driven: AtomicUsize,
+        attended: AtomicUsize,
+        waker: Mutex<Option<Waker>>,
+    }
+
+    impl Driver for Counted {
+        fn drive(&self, done: &dyn Fn() -> bool) {
+            self.driven.fetch_add(1, Ordering::Relaxed);
+            self.reply();
+            assert!(done());
+        }
+
+        fn attend(&self) {
+            self.attended.fetch_add(1, Ordering::Relaxed);
+            self.reply();
+        }
+    }
+
+    impl Counted {
+        fn reply(&self) {
+            if let Some(waker) = self.waker.lock().take() {
+                waker.wake();
+            }
+        }
+    }
+
+    #[test]
+    fn an_operation_that_is_only_started_is_not_waited_for() {
+        let (awaited, started) = (Arc::new(Counted::default()), Arc::new(Counted::default()));
+        let drivers: [Arc<dyn Driver>; 2] = [awaited.clone(), started.clone()];
+        let mut pending = None;
+        let future = std::future::poll_fn(|cx| {
+            if pending.is_some() {
+                return Poll::Ready(());
+            }
+            *awaited.waker.lock() = Some(cx.waker().clone());
+            waiting_for(&drivers[0]);
+            let driver = drivers[1].clone();
+            let steps = std::future::poll_fn(move |_| {
+                waiting_for(&driver);
+                Poll::<Result<()>>::Pending
+            });
+            pending = Some(ScopedAction::steps(|_| steps).start());
+            Poll::Pending
+        });
+        block_on(future).unwrap();
+        let counts =
+            |session: &Counted| (session.driven.load(Ordering::Relaxed), session.attended.load(Ordering::Relaxed));
+        assert_eq!((counts(&awaited), counts(&started)), ((1, 0), (0, 1)));
     }
 
     #[test]

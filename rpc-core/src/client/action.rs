@@ -230,9 +230,11 @@ impl<'a, T> ScopedAction<'a, T> {
     /// awaited.
     pub fn start(self) -> ScopedPending<'a, T> {
         let mut pending = self.prepare();
-        // The caller that awaits it provides the waker that counts.
+        // The caller that awaits it provides the waker that counts. A future that this is polled in
+        // does not wait for the operation yet.
         if matches!(pending.0, Stage::Steps(_) | Stage::Reference(..))
-            && let Poll::Ready(outcome) = Pin::new(&mut pending).poll(&mut Context::from_waker(Waker::noop()))
+            && let Poll::Ready(outcome) =
+                blocking::apart(|| Pin::new(&mut pending).poll(&mut Context::from_waker(Waker::noop())))
         {
             pending.0 = Stage::Done(outcome);
         }
