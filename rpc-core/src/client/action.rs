@@ -354,8 +354,9 @@ impl<T> ScopedPending<'_, T> {
     }
 
     /// Asks for cancellation and keeps waiting for the terminal reply. An operation of several
-    /// requests ends with [`ErrorKind::Cancelled`]: those that have not begun are cancelled, and
-    /// the others may have run.
+    /// requests ends at once with [`ErrorKind::Cancelled`]: requests that have not begun are
+    /// cancelled, and the others may have run. One that is running is not waited for: it may go on
+    /// after this answer, and read or write the tensors and files of the operation until it ends.
     pub fn cancel(&mut self) {
         match &mut self.0 {
             Stage::Submitted(submission, _) => submission.cancel(),
