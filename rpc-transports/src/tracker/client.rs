@@ -150,7 +150,7 @@ impl TrackerClient {
     pub async fn summary(&self) -> Result<Summary> {
         let session = self.session().await?;
         let summary = async {
-            let summary = session.function::<(), Pack<Summary>>(functions::SUMMARY).await?;
+            let summary = session.get_function(functions::SUMMARY).await?;
             summary.call(()).concurrent().await
         };
         match summary.await {
@@ -239,11 +239,12 @@ impl TrackerClient {
         let session = limit.within("the tracker", self.session()).await?;
         let request = ServerRequest { timeout_ms: limit.left_ms(), ..request.clone() };
         let asked = async {
-            // Both at once: a new session has waited long enough.
-            let ask = session.function::<(Pack<ServerRequest>,), RemoteObject>(functions::REQUEST).start();
-            let wait = session.function::<(&RemoteObject,), Pack<Vec<Grant>>>(functions::WAIT).start();
+            // Both at once, and without a comparison of their types: a new session has waited long
+            // enough.
+            let ask = session.get_function(functions::REQUEST).start();
+            let wait = session.get_function(functions::WAIT).start();
             let (ask, wait) = (ask.await?, wait.await?);
-            let place = ask.call((Pack(request),)).concurrent().await?;
+            let place: RemoteObject = ask.call((Pack(request),)).concurrent().await?;
             let Pack(grants) = wait.call((&place,)).concurrent().await?;
             Ok(Claim { place, grants })
         };
@@ -442,7 +443,7 @@ impl Claim {
     async fn give_back(&self, returned: Vec<Returned>) {
         let session = self.place.session();
         let give_back = async {
-            let give_back = session.function::<(&RemoteObject, Pack<Vec<Returned>>), ()>(functions::GIVE_BACK).await?;
+            let give_back = session.get_function(functions::GIVE_BACK).await?;
             give_back.call((&self.place, Pack(returned))).concurrent().await
         };
         match tokio::time::timeout(LAST_WORDS, give_back).await {
