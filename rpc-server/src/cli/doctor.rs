@@ -6,7 +6,9 @@ use clap::Args;
 use rpc_core::proto::{MAGIC, VERSION_MAX, VERSION_MIN};
 use rpc_core::{ErrorKind, Pack, RpcError, Session};
 use rpc_transports::tracker::{Summary, address_of, functions};
-use rpc_transports::{Address, Channel, ConnectError, Connector, Dial, TransportError, exec, unix};
+use rpc_transports::{
+    Address, AddressError, Channel, ConnectError, Connector, Dial, TransportError, Transports, exec, unix,
+};
 use serde_json::json;
 
 use self::recorder::{Received, Recorder};
@@ -53,10 +55,10 @@ async fn examine(options: &CommonOptions, examination: &mut Examination<'_>, tar
     route.push(target);
     let mut addresses = Vec::with_capacity(route.len());
     for text in &route {
-        match text.parse::<Address>() {
+        match parse(examination.transports, text) {
             Ok(address) => addresses.push(address),
-            Err(error) => {
-                return Err(examination.failed("parse", Finding::new(error.to_string(), "correct the address", 2)));
+            Err(problem) => {
+                return Err(examination.failed("parse", Finding::new(problem, "correct the address", 2)));
             }
         }
     }
@@ -192,6 +194,16 @@ async fn resolve(examination: &mut Examination<'_>, address: &Address, limit: Du
             ),
         )),
     }
+}
+
+/// Parses an address, and has its transport check it where this program has that: those of further
+/// hops may be known to the hop before them alone.
+fn parse(transports: &Transports, text: &str) -> Result<Address, String> {
+    let address: Address = text.parse().map_err(|error: AddressError| error.to_string())?;
+    if let Some(transport) = transports.get(address.scheme()) {
+        transport.check(&address).map_err(|error| error.to_string())?;
+    }
+    Ok(address)
 }
 
 async fn connect(

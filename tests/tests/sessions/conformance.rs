@@ -20,6 +20,7 @@ macro_rules! every_clause {
                 native {
                     functions_of_native_modules_are_functions
                     native_code_calls_closures_of_the_client
+                    a_compiled_model_gives_the_numbers_that_it_gives_at_home
                 }
             }
         }
