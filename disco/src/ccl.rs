@@ -63,16 +63,16 @@
 //! Calls block their thread. They wait by spinning for some microseconds, then by yielding, then
 //! asleep.
 
-pub(crate) mod accelerated;
 mod agreement;
 pub(crate) mod backend;
 #[allow(unsafe_code)]
 mod buffer;
 mod error;
+mod flight_recorder;
 pub mod host;
+pub(crate) mod join_nccl;
 pub(crate) mod membership;
 pub mod nccl;
-mod record;
 
 use std::fmt;
 use std::sync::Arc;
@@ -84,8 +84,8 @@ pub use agreement::Agreement;
 pub(crate) use buffer::Lent;
 pub use buffer::{Buffers, CollectiveInput};
 pub use error::{BreakCause, Breakdown, CclError};
-pub(crate) use record::Recorder;
-pub use record::{Flight, Outcome};
+pub(crate) use flight_recorder::Recorder;
+pub use flight_recorder::{Flight, Outcome};
 
 /// The number of a worker within a group, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -5,14 +5,14 @@
 //! `ahead` reading while something else is done, `reader` and `worker` what workers do, `loader`
 //! what the controller does.
 
-mod ahead;
-mod cut;
 mod files;
 pub(crate) mod folders;
 mod format;
 mod loader;
+mod meanwhile;
 pub(crate) mod progress;
 mod reader;
+mod tensor_part;
 mod worker;
 
 use serde::{Deserialize, Serialize};

@@ -13,7 +13,7 @@ mod handlers;
 mod join_plan;
 pub(crate) mod process_state;
 mod programs;
-mod recorded;
+mod recorded_program;
 mod registers;
 pub(crate) mod rendezvous;
 mod slot;

@@ -102,7 +102,7 @@ pub fn main_with(transports: Transports) -> ExitCode {
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
         Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports)).into(),
-        Command::Worker(settings) => exit_code::of_server(&work(*settings)).into(),
+        Command::Worker(settings) => exit_code::of_server(&work(*settings, transports)).into(),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Relay(settings) => exit_code::of_server(&relay(*settings, transports)).into(),
         Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
@@ -142,10 +142,10 @@ fn track(settings: TrackerSettings, transports: Transports) -> Result<StopReason
     Tracker::run_blocking_with(&config, transports)
 }
 
-fn work(settings: WorkerSettings) -> Result<StopReason, ServeError> {
-    let config = settings.resolve()?;
+fn work(settings: WorkerSettings, transports: Transports) -> Result<StopReason, ServeError> {
+    let config = settings.resolve_with(&transports)?;
     logging::init(&config.serve.log_level, config.serve.log_format);
-    disco_node::run_blocking(config)
+    disco_node::run_blocking_with(config, transports)
 }
 
 fn print_config(config: Result<String, ConfigError>) -> ExitCode {

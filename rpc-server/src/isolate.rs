@@ -63,7 +63,7 @@ pub mod gpu;
 mod isolated_session;
 mod messages;
 mod process_io;
-mod session_process;
+mod session_main;
 mod supervisor;
 
 use std::env;
@@ -110,7 +110,7 @@ pub fn run_if_isolated_with(registry: &Registry, devices: impl FnOnce() -> Devic
     if first.is_some_and(|first| first == CHILD_ARGUMENT) {
         rpc_transports::self_start::hook_took_over();
         let server = args.next().and_then(|pid| pid.to_str()?.parse().ok());
-        session_process::run(registry, devices, server);
+        session_main::run(registry, devices, server);
     }
     HOOKED.store(true, Ordering::Relaxed);
 }

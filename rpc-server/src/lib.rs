@@ -13,7 +13,7 @@ pub mod cli;
 pub mod config;
 pub mod daemon;
 mod file_lock;
-mod functions;
+mod function_table;
 mod http;
 pub mod isolate;
 pub mod logging;

@@ -423,10 +423,10 @@ mod tests {
         let registry = Registry::new();
         registry.add_inline("one", || 1_i64);
         let session = metered(&registry, &monitor(&registry));
-        for _ in 0..crate::functions::MAX_TRACKED + 10 {
+        for _ in 0..crate::function_table::MAX_TRACKED + 10 {
             get(&session, "one");
         }
-        assert_eq!(session.tracked(), crate::functions::MAX_TRACKED);
+        assert_eq!(session.tracked(), crate::function_table::MAX_TRACKED);
     }
 
     #[test]

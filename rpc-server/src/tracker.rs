@@ -16,7 +16,7 @@
 //! | `rpc_tracker_requests_waiting` | requests that wait |
 //! | `rpc_tracker_slots_granted_total` | slots that were granted |
 
-mod advertise;
+mod advertised_addresses;
 pub(crate) mod display;
 mod history;
 mod limits;

@@ -16,7 +16,7 @@ use async_trait::async_trait;
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use crate::handshake::half_open::ClosedFlag;
+use crate::handshake::handshake_limit::ClosedFlag;
 use crate::handshake::identity::Security;
 
 /// An ordered, reliable byte pipe as the async runtime sees it. Implemented for all that fits.
@@ -274,9 +274,9 @@ impl Channel {
     ///
     /// Why there is no secure channel.
     pub async fn secure(&mut self) -> io::Result<()> {
-        if let Some(upgrade) = self.upgrade.take() {
+        while let Some(upgrade) = self.upgrade.take() {
             let upgraded = upgrade.await?;
-            (self.io, self.security) = (upgraded.io, upgraded.security);
+            (self.io, self.security, self.upgrade) = (upgraded.io, upgraded.security, upgraded.upgrade);
             self.guard = match (self.guard.take(), upgraded.guard) {
                 (Some(own), Some(its)) => Some(Box::new((own, its))),
                 (own, its) => own.or(its),

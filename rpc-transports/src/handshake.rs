@@ -3,6 +3,6 @@
 #[cfg(feature = "tls")]
 pub mod certificates;
 pub(crate) mod driver;
-pub(crate) mod half_open;
+pub(crate) mod handshake_limit;
 pub mod identity;
 mod steps;

@@ -10,9 +10,9 @@ mod options;
 mod relay;
 mod server;
 mod splice;
+mod stall_timeouts;
 mod state;
 mod task;
-mod timeouts;
 
 pub use self::onward::Onward;
 pub use self::options::{OpenRequest, ServeObserver, ServeOptions, SessionFactory};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rpc_transports::transports::tcp::Tcp;
-use rpc_transports::{Address, Channel, Dial, Peer, Security, Transport, TransportError};
+use rpc_transports::{Address, Channel, Dial, Peer, Transport, TransportError};
 use tokio::time::timeout;
 use tokio_tungstenite::client_async_with_config;
 use tokio_tungstenite::tungstenite::Error;
@@ -51,13 +51,13 @@ pub(crate) async fn upgrade(
 ) -> Result<Channel, TransportError> {
     let begun = Instant::now();
     let peer = Peer::new(to.to_string()).on(over.machine());
+    let below = over.security().clone();
     let (io, _, guard) = over.into_parts();
     let (io, security) = if is_encrypted(to) {
-        let Some(tls) = &with.tls else { return Err(TransportError::unsupported(to, NO_TRUST)) };
-        // A certificate is for a host; the port says nothing.
-        tls.connect(to, ALPN, io, limit).await?
+        with.client_tls(to)?.connect(to, ALPN, io, limit).await?
     } else {
-        (io, Security::default())
+        // As encrypted as the way there, through a tunnel say.
+        (io, below)
     };
     let request = request(to).map_err(|error| TransportError::from_io(to.to_string(), into_io(error)))?;
     let left = limit.saturating_sub(begun.elapsed());
@@ -80,9 +80,6 @@ pub(crate) async fn upgrade(
         None => channel,
     })
 }
-
-const NO_TRUST: &str = "need to know whom to trust: give the certificate of an authority, or a token \
-     (Connector::tls or Connector::tokens; --ca or --token-file)";
 
 const TLS_ENDS_EARLY: &str = "a proxy in front of the server ends TLS, so that a token cannot be bound to the \
      connection; have the proxy pass TLS through, or go through it as a tunnel";

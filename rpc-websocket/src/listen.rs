@@ -10,12 +10,13 @@ use std::task::{Context, Poll, ready};
 use rpc_transports::transports::tcp::Tcp;
 use rpc_transports::{Accept, Address, Bind, Channel, Listener, Peer, Security, ServerTls, Transport, TransportError};
 use tokio_tungstenite::accept_hdr_async_with_config;
+use tokio_tungstenite::tungstenite::Error;
 use tokio_tungstenite::tungstenite::handshake::server::{ErrorResponse, Request, Response};
 use tokio_tungstenite::tungstenite::http::header::ORIGIN;
 use tokio_tungstenite::tungstenite::http::{HeaderValue, StatusCode};
 
 use crate::dial::{CHANNEL_HEADER, ENCRYPTED, PLAIN};
-use crate::stream::{MessageStream, into_io, limits};
+use crate::stream::{MessageStream, limits};
 use crate::{ALPN, is_encrypted, over_tcp};
 
 /// Listens on `at`, for clients that are no web pages, and for the pages of `origins`.
@@ -93,12 +94,21 @@ async fn upgrade(
         response.headers_mut().insert(CHANNEL_HEADER, HeaderValue::from_static(arrives));
         Ok(response)
     };
-    let socket = accept_hdr_async_with_config(io, answer, Some(limits())).await.map_err(into_io)?;
+    let socket = accept_hdr_async_with_config(io, answer, Some(limits())).await.map_err(no_upgrade)?;
     let channel = Channel::new(MessageStream::new(socket), peer).with_security(security);
     Ok(match guard {
         Some(guard) => channel.with_guard(guard),
         None => channel,
     })
+}
+
+/// Sorts out why there is no WebSocket: nothing is said against the client's identity.
+fn no_upgrade(error: Error) -> io::Error {
+    match error {
+        Error::Http(_) => io::Error::new(io::ErrorKind::PermissionDenied, "a web page whose origin is not allowed"),
+        Error::Io(error) => error,
+        error => io::Error::new(io::ErrorKind::InvalidInput, error),
+    }
 }
 
 /// Checks that a request is not one of a web page, or of a page that is allowed. Fails with the

@@ -20,9 +20,10 @@ use tokio_tungstenite::tungstenite::{Error, Message};
 /// Largest message that this side sends, in bytes.
 const MAX_SENT: usize = 256 << 10;
 
-/// Largest message, and largest frame of one, that this side accepts, in bytes. Other peers may
-/// write more at once than [`MAX_SENT`]; a channel holds at most one message that is not read yet.
-const MAX_RECEIVED: usize = 4 << 20;
+/// Largest message, and largest frame of one, that this side accepts, in bytes. The library
+/// reserves what the header of a frame announces, and keeps it; so a peer that has proven nothing
+/// yet can make a channel hold no more than a few times this.
+const MAX_RECEIVED: usize = MAX_SENT;
 
 /// Read buffer of a connection, in bytes. It is allocated at once, so that it counts for every idle
 /// connection; larger reads do not pay, since messages are copied out of it either way.
@@ -129,7 +130,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for MessageStream<S> {
 pub(crate) fn into_io(error: Error) -> io::Error {
     let kind = match error {
         Error::Io(error) => return error,
-        Error::ConnectionClosed | Error::AlreadyClosed => io::ErrorKind::BrokenPipe,
+        Error::ConnectionClosed | Error::AlreadyClosed | Error::Protocol(ProtocolError::SendAfterClosing) => {
+            io::ErrorKind::BrokenPipe
+        }
         Error::Capacity(_) | Error::Protocol(_) | Error::Utf8(_) => io::ErrorKind::InvalidData,
         _ => io::ErrorKind::Other,
     };

@@ -125,6 +125,21 @@ async fn a_proxy_that_ends_tls_is_an_error_that_says_so() {
 }
 
 #[tokio::test]
+async fn a_token_alone_is_enough_for_wss() {
+    let tokens = Tokens::parse(TOKEN).unwrap();
+    let server = server(Access { tokens: tokens.clone(), ..Access::default() });
+    let address = listen(&server, Some(certificates().0)).await.to_string();
+    let connector = Connector::new().transports(transports());
+    let session = connector.clone().tokens(tokens).connect(&address).await.unwrap();
+    assert!(session.is_encrypted());
+    assert_eq!(session.get_function("add").await.unwrap().call::<i64>((1_i64, 2_i64)).await.unwrap(), 3);
+    let error = connector.connect(&address).await.unwrap_err();
+    assert!(chain(&error).contains("Connector::tokens"), "{error}");
+    let other = Tokens::parse("fedcba9876543210fedcba9876543210").unwrap();
+    connector.tokens(other).connect(&address).await.unwrap_err();
+}
+
+#[tokio::test]
 async fn another_http_server_is_quoted() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

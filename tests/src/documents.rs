@@ -24,4 +24,5 @@ documents! {
     DiscoCrate: "disco/README.md";
     RpcServer: "rpc-server/README.md";
     RpcTransports: "rpc-transports/README.md";
+    RpcWebsocket: "rpc-websocket/README.md";
 }

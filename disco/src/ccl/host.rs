@@ -19,9 +19,9 @@ mod kernel;
 mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
-#[allow(unsafe_code)]
-mod peek;
 mod plan;
+#[allow(unsafe_code)]
+mod process_memory;
 #[cfg(target_os = "linux")]
 #[allow(unsafe_code)]
 mod processes;

@@ -89,7 +89,7 @@ mod error;
 mod library;
 mod member;
 mod options;
-mod places;
+mod search_path;
 #[allow(unsafe_code)]
 mod stream;
 #[allow(unsafe_code)]
@@ -102,6 +102,6 @@ pub use backend::NcclCcl;
 pub use error::{Attempt, LoadError, NcclError};
 pub use library::{Library, UniqueId};
 pub use options::{OnStuck, Options};
-pub use places::LIBRARY_VARIABLE;
+pub use search_path::LIBRARY_VARIABLE;
 pub use stream::{DeviceStream, Mark};
 pub use version::Version;

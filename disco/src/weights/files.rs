@@ -15,8 +15,8 @@ use rpc_core::{ErrorKind, Result, RpcError};
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
-use super::cut::ReadAt;
 use super::format::{FormatError, Header, MAX_HEADER, PREFIX, header_len};
+use super::tensor_part::ReadAt;
 
 /// Name of the index of a model in several files, and of the file of a model in one.
 const INDEX: &str = "model.safetensors.index.json";

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use rpc_core::{DataType, Pack, RpcError, Tensor, Value, VirtualDevice};
 
 use super::Part;
-use super::cut::Cut;
 use super::files::{InFile, Model, WeightFile};
 use super::format::TensorInfo;
+use super::tensor_part::Cut;
 use super::worker::{Request, Wanted};
 use crate::completion::Completion;
 use crate::controller::dref::{DPackedFunc, DRef};

@@ -8,9 +8,9 @@ use rpc_core::device::GLOBAL;
 use rpc_core::tensor::Borrow;
 use rpc_core::{DataType, Device, Result, RpcError, Tensor, VirtualDevice};
 
-use super::ahead::meanwhile;
-use super::cut::{Cut, ReadAt};
 use super::files::InFile;
+use super::meanwhile::meanwhile;
+use super::tensor_part::{Cut, ReadAt};
 use crate::worker::context::WorkerContext;
 
 /// Progress is told when so many bytes more have come.

@@ -14,9 +14,9 @@ use rpc_core::{
 use serde::{Deserialize, Serialize};
 
 use super::Part;
-use super::cut::Cut;
 use super::files::{InFile, Likeness, Twin};
 use super::reader::{Meter, Place, Source, WeightReader, filled};
+use super::tensor_part::Cut;
 use crate::ccl::{Operation, Rank};
 use crate::error::WorkerId;
 use crate::weights::folders::WeightFolders;

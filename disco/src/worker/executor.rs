@@ -10,7 +10,7 @@ use rpc_core::{ErrorKind, RpcError};
 use super::context::WorkerContext;
 use super::feed::{Feed, Reader};
 use super::process_state::ProcessState;
-use super::recorded::{RunningProgram, StoredProgram};
+use super::recorded_program::{RunningProgram, StoredProgram};
 use super::slot::{AtStake, Fault, Outcome, Slot};
 use crate::error::{Failure, WorkerId};
 use crate::link::loss::ExitGuard;

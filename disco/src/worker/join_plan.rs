@@ -4,7 +4,7 @@ use rpc_core::{Packed, RpcError};
 
 use super::executor::Worker;
 use super::slot::Outcome;
-use crate::ccl::accelerated;
+use crate::ccl::join_nccl;
 use crate::wire::event::Report;
 use crate::wire::plan::{JoinPlan, Plan};
 
@@ -25,7 +25,7 @@ impl Worker {
                 return Ok(membership);
             }
             let (device, group) = (self.this.device(), self.layout.group(self.id));
-            accelerated::join(membership, plan.timeouts, device, group)
+            join_nccl::join(membership, plan.timeouts, device, group)
         });
         self.is_accelerated = plan.nccl && joined.is_ok();
         let failed = joined.as_ref().err().cloned();

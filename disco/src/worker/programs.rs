@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rpc_core::{ErrorKind, RpcError, Value};
 
 use super::executor::Worker;
-use super::recorded::{RunningProgram, StoredProgram};
+use super::recorded_program::{RunningProgram, StoredProgram};
 use super::slot::{Outcome, Slot};
 use crate::wire::command::{Command, OWN, Operand, Register};
 use crate::wire::parameter::unfit;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::blocking;
-use crate::client::held_lane;
+use crate::client::lane_deadlock;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::FromReply;
 use crate::reply::{PendingReply, Submission};
@@ -257,7 +257,7 @@ impl<'a, T> ScopedAction<'a, T> {
         ScopedPending(match self.task {
             Task::One(OneRequest { session, operation, pins, frees, before, convert }) => {
                 let allowed = operation.and_then(|operation| {
-                    held_lane::check(&session, self.options.lane)?;
+                    lane_deadlock::check(&session, self.options.lane)?;
                     Ok(operation)
                 });
                 match allowed {

@@ -10,7 +10,7 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 
 use crate::client::action::{Action, Kept, Options, ScopedAction};
-use crate::client::held_lane;
+use crate::client::lane_deadlock;
 use crate::client::references::RemoteTensor;
 use crate::client::session::Session;
 use crate::dlpack::{self, Device, Element};
@@ -163,7 +163,7 @@ impl CopyTo {
     async fn run(self, mut options: Options<'_>) -> Result<()> {
         let Self { session, tensor, pin, offset, data } = self;
         let tensor = tensor?;
-        held_lane::check(&session, options.lane)?;
+        lane_deadlock::check(&session, options.lane)?;
         check_range(&tensor, offset, data.len())?;
         let mut window = VecDeque::with_capacity(IN_FLIGHT);
         let mut done = 0;
@@ -226,7 +226,7 @@ impl CopyFrom {
     async fn run(self, mut options: Options<'_>) -> Result<BytesMut> {
         let Self { session, tensor, pin, range, buffer } = self;
         let tensor = tensor?;
-        held_lane::check(&session, options.lane)?;
+        lane_deadlock::check(&session, options.lane)?;
         let range = match range {
             Some(range) => range,
             None => 0..tensor.size_bytes()?,

@@ -5,7 +5,7 @@ pub(crate) mod action;
 pub mod callbacks;
 mod copies;
 mod files;
-mod held_lane;
+mod lane_deadlock;
 mod operations;
 pub(crate) mod references;
 pub(crate) mod session;

@@ -1,7 +1,7 @@
 //! Settings of a Disco node that dials its controller: `rpc-server worker`.
 
 use disco::NodeRank;
-use rpc_transports::Address;
+use rpc_transports::{Address, Transports};
 
 use super::units::seconds;
 use super::{ConfigError, Isolate, ServeConfig, ServeSettings, Span};
@@ -60,6 +60,15 @@ impl WorkerSettings {
     /// The file or the settings are wrong; [`ConfigError::NodePlace`] for the environment of the
     /// launcher; [`ConfigError::InsecureController`]; [`ConfigError::MpiIsolated`].
     pub fn resolve(self) -> Result<WorkerConfig, ConfigError> {
+        self.resolve_with(&crate::transports())
+    }
+
+    /// As [`resolve`](Self::resolve), for a node with these transports.
+    ///
+    /// # Errors
+    ///
+    /// As [`resolve`](Self::resolve).
+    pub fn resolve_with(self, transports: &Transports) -> Result<WorkerConfig, ConfigError> {
         let place = match (self.rank, self.nodes) {
             (Some(rank), Some(nodes)) if rank < nodes => Some(NodeRank { rank, nodes }),
             (Some(rank), Some(nodes)) => {
@@ -76,9 +85,9 @@ impl WorkerSettings {
             }
             serve.isolate = Isolate::None;
         }
-        serve.check()?;
+        serve.check_with(transports)?;
         // The controller drives this node, so its identity must be proven.
-        let properties = crate::transports().check(&self.controller);
+        let properties = transports.check(&self.controller);
         let properties = properties.map_err(|source| ConfigError::Address { source })?;
         if !properties.is_local() && !properties.encrypted && !serve.insecure {
             return Err(ConfigError::InsecureController { address: self.controller });

@@ -10,7 +10,7 @@ use rpc_core::{ErrorKind, Lane, Operation, Request, RpcError, RpcSession, Shared
 use rpc_transports::{OpenRequest, SessionFactory};
 
 use super::{FunctionMetrics, Monitor};
-use crate::functions::Functions;
+use crate::function_table::Functions;
 
 /// Factory that wraps the sessions of another one.
 pub(super) struct MeteredFactory {

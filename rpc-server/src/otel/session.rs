@@ -15,7 +15,7 @@ use rpc_core::{
 };
 use rpc_transports::{OpenRequest, SessionFactory};
 
-use crate::functions::Functions;
+use crate::function_table::Functions;
 
 /// Factory that wraps the sessions of another one.
 pub(super) struct TracedFactory {

@@ -2,7 +2,7 @@
 
 use disco::NodeRank;
 use rpc_core::{Devices, Registry};
-use rpc_transports::{Address, Server};
+use rpc_transports::{Address, Server, Transports};
 
 use crate::config::{ServeError, WorkerConfig};
 use crate::isolate::gpu;
@@ -32,10 +32,19 @@ impl Join {
 ///
 /// As [`RpcServer::run_blocking`]; [`ServeError::Controller`]; and [`ServeError::Mpi`].
 pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
+    run_blocking_with(config, crate::transports())
+}
+
+/// As [`run_blocking`], with these transports.
+///
+/// # Errors
+///
+/// As [`run_blocking`].
+pub fn run_blocking_with(config: WorkerConfig, transports: Transports) -> Result<StopReason, ServeError> {
     let WorkerConfig { controller, place, join_timeout, mpi, serve } = config;
     let job = if mpi { Some(mpi::Job::start().map_err(|source| ServeError::Mpi { source })?) } else { None };
     let place = place.or(job.as_ref().map(mpi::Job::place));
-    let mut server = RpcServer::default().devices(gpu::for_server(&serve)).config(serve);
+    let mut server = RpcServer::default().devices(gpu::for_server(&serve)).config(serve).transports(transports);
     server.join(Join { controller, place, timeout: join_timeout.0 });
     let reason = server.run_blocking();
     // After a signal this process does not wait for the others: the launcher ends them.

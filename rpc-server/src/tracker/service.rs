@@ -20,7 +20,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 
 use self::grants::grants;
 use self::objects::{ClaimObject, ServerObject};
-use super::advertise;
+use super::advertised_addresses;
 use super::history::History;
 use super::limits::{check_registration, check_request, clip, clipped};
 use super::millis;
@@ -228,7 +228,12 @@ impl Tracker {
         let now = Instant::now();
         let checked = check_registration(&registration).and_then(|()| {
             let options = &self.options;
-            advertise::admit(&registration.address, &client.peer, &options.allow_advertise, &options.transports)
+            advertised_addresses::admit(
+                &registration.address,
+                &client.peer,
+                &options.allow_advertise,
+                &options.transports,
+            )
         });
         let Registration { name, key, labels, devices, capacity, address: told, ticket_key, status } = registration;
         let (name, shown_key) = (clip(&name), clip(&key));
@@ -324,7 +329,7 @@ impl Tracker {
             if !tracker.lock().servers.contains_key(&id) {
                 return;
             }
-            let reach = advertise::probe(&connector, &address).await;
+            let reach = advertised_addresses::probe(&connector, &address).await;
             let mut state = tracker.lock();
             let Some(entry) = state.servers.get_mut(&id) else { return };
             if let Reach::Unreachable { why } = &reach {

@@ -258,7 +258,8 @@ impl Connector {
             return Ok(Session::new(self.local_session(&plan.address)?));
         }
         crate::runtime::install_probe();
-        let dialled = match plan.tunnel {
+        // A socket that a plain thread blocks on carries no TLS.
+        let dialled = match plan.tunnel || self.properties(&plan.address)?.encrypted {
             false => self.transports.dial_blocking(&plan.address, &self.dial)?,
             true => None,
         };
@@ -412,10 +413,14 @@ impl Connector {
         {
             return Err(TransportError::unsupported(address, NOBODY_KNOWN).into());
         }
-        Ok(match over {
+        let channel = match over {
             None => self.transports.dial(address, &self.dial).await?,
             Some(over) => self.transports.dial_over(address, over, &self.dial).await?,
-        })
+        };
+        if self.properties(address)?.encrypted && !channel.security().is_encrypted() {
+            return Err(TransportError::unsupported(address, NOT_ENCRYPTED).into());
+        }
+        Ok(channel)
     }
 
     /// The properties of an address, as its transport says.
@@ -527,6 +532,9 @@ fn explained(error: RpcError, end: Option<String>) -> RpcError {
         None => error,
     }
 }
+
+const NOT_ENCRYPTED: &str = "are encrypted, their transport says, and this channel is not: it came without the \
+     security of ClientTls::connect";
 
 #[cfg(feature = "tls")]
 const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";

@@ -109,6 +109,7 @@ async fn perform_handshake<S>(
             if !output.is_empty() {
                 std::future::poll_fn(|cx| {
                     let _ = Pin::new(&mut io).poll_write(cx, &output);
+                    let _ = Pin::new(&mut io).poll_flush(cx);
                     Poll::Ready(())
                 })
                 .await;

@@ -23,7 +23,7 @@ use super::state::{ConnectionEntry, FAR_OFF, ServerState};
 use super::task::{SessionParts, SessionTask};
 use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
-use crate::handshake::half_open::HandshakePermit;
+use crate::handshake::handshake_limit::HandshakePermit;
 use crate::handshake::identity::{Access, of_acceptor};
 
 /// Connection whose channel may still have to be secured.

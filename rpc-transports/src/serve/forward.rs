@@ -70,6 +70,11 @@ impl ServerState {
             let text = format!("a tunnel cannot lead to '{}': it passes the bytes of a connection", target.address);
             return Err(RpcError::new(ErrorKind::Unsupported, text));
         };
+        // The pattern that allows the target has not been asked about what is dialled for it.
+        if transports.check(&address).is_ok_and(|properties| properties.starts_programs) {
+            let text = format!("a tunnel to '{}' would start a program here", target.address);
+            return Err(RpcError::new(ErrorKind::Refused, text));
+        }
         let dialled = transports.dial(&address, &self.onward()).await;
         dialled.map_err(|error| ConnectError::from(error).into_rpc_error())
     }

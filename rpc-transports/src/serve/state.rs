@@ -13,7 +13,7 @@ use super::admission::SessionSlots;
 use super::mailbox::Mailbox;
 use super::options::{ServeOptions, SessionFactory};
 use super::relay::pool::ServerPool;
-use crate::handshake::half_open::HandshakeLimit;
+use crate::handshake::handshake_limit::HandshakeLimit;
 use crate::handshake::identity::Access;
 use crate::transport::Dial;
 

@@ -15,8 +15,8 @@ use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession,
 
 use super::mailbox::{EndOfSession, GO_AWAY, Mailbox, STOP};
 use super::options::ServeOptions;
+use super::stall_timeouts::StallTimeouts;
 use super::state::ConnectionEntry;
-use super::timeouts::StallTimeouts;
 use crate::channel::{Channel, ChannelGuard, ChannelIo};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
 

@@ -365,13 +365,16 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
 /// alone is for TCP.
 const SCHEME: &str = "tracker";
 
+/// Schemes at which no tracker is asked: it would be a program that is started for it, or nobody.
+const NOT_ASKED: [&str; 2] = ["exec", "local"];
+
 /// Returns the address of the tracker itself, without a key, if `address` stands for servers that a
 /// tracker gives out.
 #[must_use]
 pub fn address_of(address: &Address) -> Option<Address> {
     let scheme = match address.scheme().strip_prefix(SCHEME)? {
         "" => "tcp",
-        other => other.strip_prefix('+')?,
+        other => other.strip_prefix('+').filter(|scheme| !NOT_ASKED.contains(scheme))?,
     };
     address.clone().without_key().with_scheme(scheme).ok()
 }
@@ -387,7 +390,7 @@ impl Address {
     pub fn tracker(at: Self, key: Option<&str>) -> std::result::Result<Self, AddressError> {
         let scheme = match at.scheme() {
             "tcp" => SCHEME.to_owned(),
-            scheme if scheme.starts_with(SCHEME) || matches!(scheme, "exec" | "local") => {
+            scheme if scheme.starts_with(SCHEME) || NOT_ASKED.contains(&scheme) => {
                 return Err(AddressError::invalid(&at, "no tracker can be asked there; write tracker://host:port/KEY"));
             }
             scheme => format!("{SCHEME}+{scheme}"),

@@ -24,7 +24,7 @@ use crate::address::{Address, AddressError};
 use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
 use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
-use crate::handshake::half_open::{ClosedFlag, HandshakeLimit, HandshakePermit};
+use crate::handshake::handshake_limit::{ClosedFlag, HandshakeLimit, HandshakePermit};
 use crate::handshake::identity::{self, Security, Tokens};
 use crate::listener::{Accept, Listener};
 use crate::transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Transport};

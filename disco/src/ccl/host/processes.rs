@@ -16,8 +16,8 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use super::memory::Memory;
-use super::peek;
 use super::plan::Reach;
+use super::process_memory;
 use super::segment::{NEVER, Segment, Word};
 use super::shared::SharedCcl;
 use super::{Options, segment_bytes};
@@ -156,7 +156,7 @@ fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
     let address = u64::from(word(Word::ProbeLow)) | u64::from(word(Word::ProbeHigh)) << 32;
     let mut found = [0; 16];
     // SAFETY: `found` is ours, and as long.
-    let read = unsafe { peek::read(word(Word::Pid), address, found.as_mut_ptr(), found.len()) };
+    let read = unsafe { process_memory::read(word(Word::Pid), address, found.as_mut_ptr(), found.len()) };
     read.is_ok() && found == nonce
 }
 

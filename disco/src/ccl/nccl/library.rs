@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::code;
 use super::symbols::{Comm, Functions, OLDEST};
-use super::{Attempt, LoadError, NcclError, Version, places};
+use super::{Attempt, LoadError, NcclError, Version, search_path};
 
 /// The bytes of a [`UniqueId`].
 const ID_LEN: usize = 128;
@@ -64,7 +64,7 @@ impl Library {
     /// Every place that was tried, and what the system said.
     pub fn load() -> Result<Arc<Self>, LoadError> {
         let mut attempts = Vec::new();
-        for place in places::all().candidates() {
+        for place in search_path::all().candidates() {
             match Self::try_open(place) {
                 Ok(library) => return Ok(library),
                 Err(attempt) => attempts.push(attempt),

@@ -15,7 +15,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::handler::CallbackHandler;
 use crate::client::action::{Action, Options, ScopedAction};
-use crate::client::held_lane;
+use crate::client::lane_deadlock;
 use crate::client::references::{RemoteFunction, RemoteObject};
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -256,7 +256,7 @@ impl Service {
         let session = self.session.shared();
         // The result lives until it has been sent.
         let mut scope = ArgScope { session, pins: Vec::new() };
-        let held = held_lane::hold(session, lane);
+        let held = lane_deadlock::hold(session, lane);
         let outcome = catch_unwind(AssertUnwindSafe(|| (self.handler)(args, &mut scope)));
         drop(held);
         self.answer(call, outcome.unwrap_or_else(|payload| Err(panic_error(&*payload))));

@@ -73,7 +73,8 @@ pub fn run_where_silence_counts<F: Future<Output = ()>>(body: impl Fn() -> F + S
         let Err(failure) = panic::catch_unwind(run) else { return };
         let worst = pace::worst_since(begun);
         let text = failure.downcast_ref::<String>().map_or("", String::as_str);
-        let is_of_silence = ["PeerLost", "PeerSilent", "nothing was heard"].iter().any(|word| text.contains(word));
+        let words = ["PeerLost", "PeerSilent", "peer lost", "peer silent", "nothing was heard"];
+        let is_of_silence = words.iter().any(|word| text.contains(word));
         if attempt == ATTEMPTS || worst < DEAD / 2 || !is_of_silence {
             panic::resume_unwind(failure);
         }

@@ -11,7 +11,7 @@ use super::{Phase, SharedCcl};
 use crate::ccl::host::memory::Memory;
 use crate::ccl::host::plan::{bypasses, route, share};
 use crate::ccl::host::segment::Word;
-use crate::ccl::host::{check, kernel, peek};
+use crate::ccl::host::{check, kernel, process_memory};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Operation};
 
 /// The contributions of all others that are reduced in one go, in bytes: what a second-level cache
@@ -141,7 +141,7 @@ impl SharedCcl {
         // SAFETY: `to` has room for `len` bytes, which nobody else touches: a buffer that the call
         // was lent, or scratch. Every piece is read once.
         let read = in_pieces(&self.segment, len, hands, |piece| unsafe {
-            peek::read(process, from.wrapping_add(piece.start as u64), to.at(piece.start), piece.len())
+            process_memory::read(process, from.wrapping_add(piece.start as u64), to.at(piece.start), piece.len())
         });
         if self.segment.is_broken() {
             return Err(self.broken());
