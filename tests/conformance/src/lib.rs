@@ -23,6 +23,7 @@
 //! conformance!(direct = Remote::direct(mine()));
 //! conformance!(behind_two_hops = Remote::through(2, mine()));
 //! conformance!(behind_another_transport = Remote::along([Link::tls(), mine(), Link::unix()]));
+//! # fn main() {}
 //! ```
 //!
 //! Read first [`fixture`] (where a session comes from), then [`harness`] (the tools of a clause)
