@@ -25,6 +25,9 @@ const VICTIM: &str = "SELF_START_VICTIM";
 const STARTS: &str = "SELF_START_FILE";
 /// Variable that names the file of errors.
 const ERRORS: &str = "SELF_START_ERRORS";
+/// Variables that name this program and a copy of it.
+const ORIGINAL: &str = "SELF_START_ORIGINAL";
+const COPY: &str = "SELF_START_COPY";
 
 /// The most processes that a victim may become before the test ends it.
 const MOST_STARTS: usize = 12;
@@ -34,12 +37,16 @@ type Launch = fn() -> Result<(), String>;
 
 /// The name of each victim, what it launches, how many processes it may become, and the text that
 /// its error or that of a child has to have.
-const VICTIMS: [(&str, Launch, usize, &str); 4] = [
+const VICTIMS: [(&str, Launch, usize, &str); 7] = [
     // The first launch fails, so that there is one start.
     ("workers without a hook", launch_workers, 1, "disco::serve_if_worker(&registry);"),
     ("a server without a hook", launch_server, 1, "rpc_server::run_as_child_if_asked(&registry);"),
     // The hook is there, and the children lose the argument that it looks for: the mark stops them.
     ("workers by a command that drops the argument", launch_workers_by_command, 3, "RPC_STARTED_BY"),
+    ("workers by a name on the path", launch_workers_by_name, 3, "RPC_STARTED_BY"),
+    ("workers by a wrapper", launch_workers_by_wrapper, 3, "RPC_STARTED_BY"),
+    // Each of the two workers starts two more, and those are the children of children.
+    ("workers by two paths in turn", launch_workers_by_the_other_path, 7, "RPC_STARTED_DEPTH"),
     ("a server whose hook looks away", launch_server_with_mark, 1, "RPC_STARTED_BY"),
 ];
 
@@ -68,10 +75,32 @@ fn launch_server() -> Result<(), String> {
 }
 
 fn launch_workers_by_command() -> Result<(), String> {
-    disco::serve_if_worker(&Registry::new());
+    launch_command([own_path()])
+}
+
+fn launch_workers_by_name() -> Result<(), String> {
+    // Its folder is on the path.
     let own = std::env::current_exe().unwrap();
-    let session = ProcessSession::new(2, 1).command([own.to_str().unwrap()]);
+    launch_command([own.file_name().unwrap().to_str().unwrap().to_owned()])
+}
+
+fn launch_workers_by_wrapper() -> Result<(), String> {
+    launch_command(["env".to_owned(), own_path()])
+}
+
+fn launch_workers_by_the_other_path() -> Result<(), String> {
+    let other = [ORIGINAL, COPY].map(|path| std::env::var(path).unwrap()).into_iter().find(|path| *path != own_path());
+    launch_command(other)
+}
+
+fn launch_command(command: impl IntoIterator<Item = String>) -> Result<(), String> {
+    disco::serve_if_worker(&Registry::new());
+    let session = ProcessSession::new(2, 1).command(command);
     session.start().wait().map(drop).map_err(|error| error.to_string())
+}
+
+fn own_path() -> String {
+    std::env::current_exe().unwrap().to_str().unwrap().to_owned()
 }
 
 fn launch_server_with_mark() -> Result<(), String> {
@@ -105,6 +134,14 @@ fn refuses(victim: &str, starts: usize, text: &str) {
     let mut command = Command::new(&own);
     command.env(VICTIM, victim).env(STARTS, &file).env(ERRORS, &errors).process_group(0);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut folders = vec![own.parent().unwrap().to_owned()];
+    folders.extend(std::env::split_paths(&std::env::var_os("PATH").unwrap()));
+    command.env("PATH", std::env::join_paths(folders).unwrap());
+    if victim == "workers by two paths in turn" {
+        let copy = folder.path().canonicalize().unwrap().join("copy");
+        fs::copy(&own, &copy).unwrap();
+        command.env(ORIGINAL, &own).env(COPY, copy);
+    }
     if victim == "a server whose hook looks away" {
         // As its own program would have started it.
         command.env(rpc_transports::self_start::STARTED_BY, &own);

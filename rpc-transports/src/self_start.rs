@@ -8,17 +8,26 @@
 //! Each launch therefore has two defences:
 //!
 //! 1. It fails unless this process has called the hook (the crate with the hook remembers that).
-//! 2. Children carry [`STARTED_BY`] in their environment. A process that its own program has
-//!    started, and in which no hook has taken over ([`hook_took_over`]), launches nothing
-//!    ([`check`]).
+//! 2. Children carry [`STARTED_BY`] and [`STARTED_DEPTH`] in their environment. A process in which
+//!    no hook has taken over ([`hook_took_over`]) launches nothing ([`check`]) if its own program
+//!    has started it, or if it is the child of a child. The second holds for programs with several
+//!    paths, too.
 
 use std::env;
-use std::ffi::OsString;
+use std::ffi::OsStr;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Environment variable of a child process: the path of the executable of its parent.
 pub const STARTED_BY: &str = "RPC_STARTED_BY";
+
+/// Environment variable of a child process: the number of such launches that lead to it, counted
+/// from the last process in which a hook has taken over.
+pub const STARTED_DEPTH: &str = "RPC_STARTED_DEPTH";
+
+/// The least depth at which a process without a hook launches nothing. At depth 1 it may be another
+/// program, which launches its own workers.
+const TOO_DEEP: u32 = 2;
 
 /// True once a hook has recognised this process as a child and serves in it.
 static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
@@ -26,20 +35,37 @@ static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 /// Error of a launch in a process that was itself started by such a launch and has not become what
 /// it was started as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "this process was started by its own program (the environment variable {STARTED_BY} says so), and no hook in its \
-     `main` has taken over, so that it would start the program again without end; call the hook before anything else \
-     in `main`, or remove the variable if this start was intended"
-)]
 #[non_exhaustive]
-pub struct EndlessStart;
+pub enum EndlessStart {
+    /// The parent is a process of the same program.
+    #[error(
+        "this process was started by its own program (the environment variable {STARTED_BY} says so), and no hook in \
+         its `main` has taken over, so that it would start the program again without end; call the hook before \
+         anything else in `main`, or remove the variable if this start was intended"
+    )]
+    OwnProgram,
+    /// The parent was itself started by such a launch.
+    #[error(
+        "this process was started by a process that was itself started as a child (the environment variable \
+         {STARTED_DEPTH} is {depth}), and no hook in its `main` has taken over, so that programs might start each \
+         other without end; call the hook before anything else in `main`, or remove the variable if this start was \
+         intended"
+    )]
+    TooDeep {
+        /// Value of the variable.
+        depth: u32,
+    },
+}
 
-/// Puts the mark of a child into the environment of `command`. Does nothing if the executable of
-/// this process is unknown.
+/// Puts the marks of a child into the environment of `command`. Leaves [`STARTED_BY`] out if the
+/// executable of this process is unknown.
 pub fn mark(command: &mut Command) {
     if let Ok(program) = env::current_exe() {
         command.env(STARTED_BY, program);
     }
+    // A process in which a hook has taken over serves, and begins a chain of its own.
+    let own = if TAKEN_OVER.load(Ordering::Relaxed) { 0 } else { depth(env::var_os(STARTED_DEPTH).as_deref()) };
+    command.env(STARTED_DEPTH, own.saturating_add(1).to_string());
 }
 
 /// Records that a hook has taken over in this process: it may start its own program again.
@@ -51,14 +77,23 @@ pub fn hook_took_over() {
 ///
 /// # Errors
 ///
-/// [`EndlessStart`] if the process was started by its own program and no hook has taken over.
+/// [`EndlessStart`] if no hook has taken over, and the process was started by its own program or by
+/// the child of another one.
 pub fn check() -> Result<(), EndlessStart> {
     if TAKEN_OVER.load(Ordering::Relaxed) {
         return Ok(());
     }
-    let own = env::current_exe().ok().map(OsString::from);
-    match env::var_os(STARTED_BY) {
-        Some(parent) if Some(&parent) == own.as_ref() => Err(EndlessStart),
+    let own = env::current_exe().ok();
+    if own.is_some() && env::var_os(STARTED_BY).as_deref() == own.as_deref().map(|path| path.as_os_str()) {
+        return Err(EndlessStart::OwnProgram);
+    }
+    match depth(env::var_os(STARTED_DEPTH).as_deref()) {
+        depth if depth >= TOO_DEEP => Err(EndlessStart::TooDeep { depth }),
         _ => Ok(()),
     }
+}
+
+/// Returns the depth that a variable names; 0 if it is missing or no number.
+fn depth(variable: Option<&OsStr>) -> u32 {
+    variable.and_then(OsStr::to_str).and_then(|text| text.parse().ok()).unwrap_or(0)
 }

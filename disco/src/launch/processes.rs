@@ -1,7 +1,5 @@
 //! Workers as child processes of the controller.
 
-use std::path::Path;
-
 use rpc_core::RpcError;
 use rpc_transports::{Address, Connector, self_start};
 
@@ -73,9 +71,8 @@ impl ProcessSession {
         launch((count as usize, 1, self.num_groups), self.options, async move {
             let address = match command {
                 Some(command) => {
-                    if command.first().is_some_and(|program| is_this_program(program)) {
-                        self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
-                    }
+                    // The command may be this program by another name, or start it.
+                    self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
                     Address::exec(command).map_err(|error| DiscoError::invalid(error.to_string()))?.to_string()
                 }
                 None => this_program_as_worker(None)?,
@@ -87,10 +84,4 @@ impl ProcessSession {
             Ok((0..count).map(node).collect())
         })
     }
-}
-
-/// Returns true if `program` is the path of the executable of this process.
-fn is_this_program(program: &str) -> bool {
-    let own = std::env::current_exe().and_then(std::fs::canonicalize).ok();
-    own.is_some() && std::fs::canonicalize(Path::new(program)).ok() == own
 }

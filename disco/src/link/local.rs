@@ -79,14 +79,29 @@ struct Expected {
     host: Option<Weak<dyn LocalHost>>,
 }
 
-/// Announces that the host with this number may be in this process, and takes its events.
-pub(crate) fn expect_host(number: u64, sink: Arc<dyn EventSink>) {
-    EXPECTED.lock().insert(number, Expected { sink, host: None });
+/// Entry of a controller in [`EXPECTED`]. Dropping it removes the entry.
+pub(crate) struct Expectation {
+    number: u64,
 }
 
-/// Ends what [`expect_host`] began. Returns the host if it is in this process.
-pub(crate) fn take_host(number: u64) -> Option<Weak<dyn LocalHost>> {
-    EXPECTED.lock().remove(&number)?.host
+impl Expectation {
+    /// Announces that the host with this number may be in this process, and takes its events.
+    pub(crate) fn new(number: u64, sink: Arc<dyn EventSink>) -> Self {
+        EXPECTED.lock().insert(number, Expected { sink, host: None });
+        Self { number }
+    }
+
+    /// Ends the expectation. Returns the host if it is in this process.
+    pub(crate) fn take(self) -> Option<Weak<dyn LocalHost>> {
+        EXPECTED.lock().remove(&self.number)?.host
+    }
+}
+
+impl Drop for Expectation {
+    fn drop(&mut self) {
+        // Bound to a name, so that it is dropped after the lock.
+        let _expected = EXPECTED.lock().remove(&self.number);
+    }
 }
 
 /// Returns the sink of the controller that expects the host with this number, if that controller is

@@ -18,7 +18,7 @@ use rpc_core::{
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use crate::link::local::{Inbox, LocalHost, expect_host, take_host};
+use crate::link::local::{Expectation, Inbox, LocalHost};
 use crate::link::loss::{LossReporter, LostNode};
 use crate::link::outbox::Outbox;
 use crate::link::relay::{Destination, End, RelayRequest};
@@ -28,7 +28,7 @@ use crate::wire::command::Queued;
 use crate::wire::event::{EventSink, decode_events};
 use crate::wire::plan::ListenAddresses;
 use crate::wire::relayed_pair::RelayedPair;
-use crate::wire::set_up::{NodeInfo, SetUp, VERSION};
+use crate::wire::set_up::{NodeInfo, SetUp, VERSION, check_version};
 
 /// Lanes at each host: one for commands, one for events.
 const COMMANDS: Lane = Lane(1);
@@ -87,12 +87,14 @@ impl Link {
         inbox: &Arc<Inbox>,
     ) -> rpc_core::Result<Self> {
         let named = |error: RpcError| error.context(&name);
+        // Removed also if this future is dropped while the host is being opened.
+        let mut expectation = None;
         if session.is_local() {
             set_up.local = crate::runtime::random()?;
-            expect_host(set_up.local, Arc::clone(inbox) as Arc<dyn EventSink>);
+            expectation = Some(Expectation::new(set_up.local, Arc::clone(inbox) as Arc<dyn EventSink>));
         }
         let opened = Self::open_host(&session, &set_up).await;
-        let local = take_host(set_up.local);
+        let local = expectation.and_then(Expectation::take);
         let (host, info) = opened.map_err(named)?;
         let said: u64 = info.processes.iter().map(|process| u64::from(process.count)).sum();
         if said != u64::from(set_up.workers()) {
@@ -123,21 +125,20 @@ impl Link {
     }
 
     async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, NodeInfo)> {
-        // Both at once: only a node that speaks another version pays for the question.
-        let (version, open) = tokio::join!(
-            session.get_function("disco.version").into_future(),
-            session.get_function("disco.open").into_future()
-        );
+        // Both at once.
+        let version = async { session.get_function("disco.version").await?.call::<u32>(()).await };
+        let (version, open) = tokio::join!(version, session.get_function("disco.open").into_future());
         let open = open.map_err(|error| match error.kind() {
             ErrorKind::NotFound => error.context("it is no node: its program does not register disco's functions"),
             _ => error,
         })?;
-        version.map_err(|error| match error.kind() {
+        let version = version.map_err(|error| match error.kind() {
             ErrorKind::NotFound => RpcError::unsupported(format!(
                 "the node speaks version 1 of Disco's messages, and this program version {VERSION}: update its program"
             )),
             _ => error,
         })?;
+        check_version(version, "the node")?;
         let (host, info): (RemoteObject, Pack<NodeInfo>) = open.call((Pack(set_up.clone()),)).await?;
         Ok((host, info.0))
     }

@@ -4,7 +4,7 @@
 //!
 //! | name | parameters | result |
 //! | --- | --- | --- |
-//! | `disco.version` | | version of the messages (1) |
+//! | `disco.version` | | version of the messages (2) |
 //! | `disco.open` | set-up | the host of some workers, and its description |
 //! | `disco.submit` | host, number of the first command, commands, list of bulk | null (2) |
 //! | `disco.events` | host | the next events; an empty list is the end |

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rpc_core::{Context, DeviceType, Pack, Result, RpcError};
+use rpc_transports::self_start;
 
 use crate::error::WorkerId;
 use crate::link::event_queue::EventQueue;
@@ -78,13 +79,17 @@ fn has_gpus(context: &Context) -> bool {
 
 /// Returns true if this program can have workers as processes. Logs a warning if it cannot.
 fn can_be_processes() -> bool {
-    let can = can_serve_workers();
-    if !can {
+    if !can_serve_workers() {
         tracing::warn!(
             "workers with GPUs are threads, because the program of this node does not call disco::serve_if_worker"
         );
+        return false;
     }
-    can
+    if let Err(error) = self_start::check() {
+        tracing::warn!(%error, "workers with GPUs are threads, because this node cannot start its program again");
+        return false;
+    }
+    true
 }
 
 impl WorkerHost {

@@ -127,7 +127,7 @@ fn first_version() -> u32 {
 /// # Errors
 ///
 /// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if it speaks another one.
-fn check_version(version: u32, sender: &str) -> Result<()> {
+pub(crate) fn check_version(version: u32, sender: &str) -> Result<()> {
     if version == VERSION {
         return Ok(());
     }

@@ -508,6 +508,9 @@ impl StdioEnds {
 /// On Linux the kernel is told to kill this process when the thread that started it is gone. An
 /// `exec:` address has done so already; here it serves for shells and other programs in between.
 ///
+/// This process serves its parent from now on, so that it may start its own program as a child
+/// ([`self_start::hook_took_over`](crate::self_start::hook_took_over)).
+///
 /// # Errors
 ///
 /// [`io::ErrorKind::AlreadyExists`] at the second call; [`io::ErrorKind::InvalidInput`] if either
@@ -520,8 +523,9 @@ pub fn take_stdio() -> io::Result<StdioEnds> {
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
     }
     let ends = move_stdio_away();
-    if ends.is_err() {
-        TAKEN.store(false, Ordering::Release);
+    match ends {
+        Ok(_) => crate::self_start::hook_took_over(),
+        Err(_) => TAKEN.store(false, Ordering::Release),
     }
     ends
 }
