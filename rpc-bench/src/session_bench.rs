@@ -1,6 +1,6 @@
 //! `rpc-bench rpc`: calls and copies of a session, beside bare sockets that move the same bytes.
 //!
-//! A [`Case`](cases::Case) has a probe of ours and probes to compare with, which are measured in
+//! A [`Case`] has a probe of ours and probes to compare with, which are measured in
 //! turn, block by block, so that a disturbance of the machine affects all of them. Clients and
 //! servers are separate processes; the servers that a bench starts are this program again
 //! ([`run_child`]).

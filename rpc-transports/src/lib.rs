@@ -6,7 +6,7 @@
 //! the registry of those that a program uses. A [`Connector`] makes sessions, and a [`Server`]
 //! serves them.
 //!
-//! Read first [`address`], then [`transport`]; each transport is a file of its own. Cargo features
+//! Read first [`address`], then [`Transport`]; each transport is a file of its own. Cargo features
 //! `tcp`, `tls`, `quic`, `unix` and `exec` switch them; without its feature an address still
 //! parses, and dialling it says what is missing. This crate is for Unix systems.
 

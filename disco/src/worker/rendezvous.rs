@@ -18,7 +18,7 @@ use crate::wire::relayed_pair::RelayedPair;
 
 /// Address at which the workers of a node listen for the data of others, as its operator says: an
 /// [extension](rpc_core::Context::extension) of the sessions that a node serves.
-/// [`Options::data_addresses`] goes before it.
+/// [`Options::data_addresses`](crate::Options::data_addresses) goes before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataAddress(pub IpAddr);
 
