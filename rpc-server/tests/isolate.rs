@@ -254,12 +254,12 @@ async fn content(session: &Session, path: &str) -> Vec<u8> {
 
 /// Calls a function that ends its process.
 async fn crash(session: &Session, name: &str) -> RpcError {
-    session.function::<(), ()>(name).await.unwrap().call(()).await.unwrap_err()
+    session.get_function(name).await.unwrap().call::<()>(()).await.unwrap_err()
 }
 
 /// Calls a function that does not return, and waits until it runs.
 async fn begin(session: &Session, name: &str) -> rpc_core::Pending<()> {
-    let function = session.function::<(), ()>(name).await.unwrap();
+    let function = session.get_function(name).await.unwrap();
     let process = process_of(session).await;
     let before = ticks(process);
     // On a lane of its own: on that of `rpc.info` an inline function may find the thread of that
