@@ -16,7 +16,7 @@ README_LINES = 160
 
 # Rule and folder: how many lines of the folder still break the rule.
 NOT_YET = {
-    ("width", "disco"): 57,
+    ("width", "disco"): 33,
     ("width", "rpc-core"): 3,
 }
 

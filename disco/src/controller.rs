@@ -1,4 +1,4 @@
-//! The controller: the session with its operations, references to registers, and what is known of
+//! The controller: the session with its operations, references to registers, and the known state of
 //! the workers.
 //!
 //! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The

@@ -31,20 +31,30 @@
 //!
 //! | TVM's Disco | here |
 //! | --- | --- |
-//! | `ThreadedSession`, `ProcessSession`, `SocketSession` | [`ThreadedSession`], [`ProcessSession`], [`SocketSession`] (addresses, a tracker, nodes that dial a [`NodeListener`]); and [`DiscoSession::over`] any sessions |
-//! | the programs of workers and of remote nodes | [`serve_if_worker`], [`join`], `rpc-server worker`; every `rpc-server` is a node |
+//! | `ThreadedSession`, `ProcessSession` | [`ThreadedSession`], [`ProcessSession`] |
+//! | `SocketSession` | [`SocketSession`] (addresses, a tracker, nodes that dial a [`NodeListener`]) |
+//! | none | [`DiscoSession::over`] any sessions |
+//! | the programs of workers | [`serve_if_worker`], `rpc-server worker` |
+//! | the programs of remote nodes | [`join`]; every `rpc-server` is a node |
 //! | `Session.num_workers`, `GetNumWorkers` | [`DiscoSession::num_workers`] |
 //! | `get_global_func`, `GetGlobalFunc` | [`DiscoSession::get_global_func`] |
-//! | `call_packed`, `CallPacked`, `CallWithPacked` | [`DPackedFunc::call`] and [`DiscoSession::call_packed`], with a tuple or with a list of [`Argument`]s |
-//! | `empty` (`worker0_only`, `in_group`) | [`DiscoSession::empty`], [`DiscoSession::empty_on_worker0`] with a [`Scope`] |
+//! | `call_packed`, `CallPacked` | [`DPackedFunc::call`], with a tuple or a list of [`Argument`]s |
+//! | `CallWithPacked` | [`DiscoSession::call_packed`], with the same |
+//! | `empty` (`in_group`) | [`DiscoSession::empty`] with a [`Scope`] |
+//! | `empty` (`worker0_only`) | [`DiscoSession::empty_on_worker0`] with a [`Scope`] |
 //! | `load_vm_module` | [`DiscoSession::load_module`], [`DModule::function`] |
-//! | `copy_to_worker_0`, `copy_from_worker_0` | [`DiscoSession::copy_to_worker_0`], [`DiscoSession::copy_from_worker_0`] |
+//! | `copy_to_worker_0` | [`DiscoSession::copy_to_worker_0`] |
+//! | `copy_from_worker_0` | [`DiscoSession::copy_from_worker_0`] |
 //! | `broadcast`, `scatter` | [`DiscoSession::broadcast`], [`DiscoSession::scatter`] |
-//! | `broadcast_from_worker0`, `scatter_from_worker0`, `gather_to_worker0` | [`DiscoSession::broadcast_from_worker0`], [`DiscoSession::scatter_from_worker0`], [`DiscoSession::gather_to_worker0`] |
-//! | `allreduce`, `allgather` (`in_group`) | [`DiscoSession::allreduce`], [`DiscoSession::allgather`] with a [`Scope`] |
+//! | `broadcast_from_worker0` | [`DiscoSession::broadcast_from_worker0`] |
+//! | `scatter_from_worker0` | [`DiscoSession::scatter_from_worker0`] |
+//! | `gather_to_worker0` | [`DiscoSession::gather_to_worker0`] |
+//! | `allreduce` (`in_group`) | [`DiscoSession::allreduce`] with a [`Scope`] |
+//! | `allgather` (`in_group`) | [`DiscoSession::allgather`] with a [`Scope`] |
 //! | `init_ccl` | [`DiscoSession::init_ccl`]; the `host` backend is there without it |
 //! | `_sync_worker`, `SyncWorker` | [`DiscoSession::sync_worker`], [`DiscoSession::sync_all`] |
-//! | `DRef.debug_get_from_remote`, `debug_copy_from` | [`DiscoSession::debug_get_from_remote`], [`DiscoSession::debug_set_register`] |
+//! | `DRef.debug_get_from_remote` | [`DiscoSession::debug_get_from_remote`] |
+//! | `debug_copy_from` | [`DiscoSession::debug_set_register`] |
 //! | `Shutdown` | [`DiscoSession::shutdown`] |
 //! | `DRef`, `DPackedFunc`, `DModule` | [`DRef`], [`DPackedFunc`], [`DModule`] |
 //! | `DiscoWorker`, worker-side collectives | [`WorkerContext`] |

@@ -1,9 +1,9 @@
-//! Links: how commands get to the workers of a node, how events come back, and how data is relayed
-//! between workers.
+//! Links: commands on their way to the workers of a node, events on their way back, and data
+//! relayed between workers.
 //!
-//! [`node_link`] is one link, over a session; [`local`] is what it does without one, to a host of
-//! its own process. [`upstream`] is what links report to. [`loss`] has all that happens when a
-//! worker is lost.
+//! [`node_link`] is one link, over a session; [`local`] does the same without one, to a host of its
+//! own process. [`upstream`] is the receiver of the links' reports. [`loss`] has all that happens
+//! when a worker is lost.
 
 pub(crate) mod event_queue;
 pub(crate) mod local;

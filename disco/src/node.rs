@@ -1,8 +1,8 @@
 //! Nodes: programs that serve workers to a controller.
 //!
-//! [`functions`] are those by which a controller opens and drives a node, [`host`] is what it
-//! opens, [`subtree`] the processes and nodes below that. [`join`] and [`worker_process`] are the
-//! programs that become a node or one worker.
+//! [`functions`] are those by which a controller opens and drives a node, [`host`] is the object
+//! that it opens, [`subtree`] the processes and nodes below that. [`join`] and [`worker_process`]
+//! are the programs that become a node or one worker.
 
 pub(crate) mod functions;
 pub(crate) mod host;

@@ -1,7 +1,8 @@
-//! Workers: threads that execute commands on a register file, and what functions see of them.
+//! Workers: threads that execute commands on a register file, and the view of them that functions
+//! have.
 //!
-//! [`executor`] has the worker, [`feed`] the commands on their way to it, [`context`] what its
-//! functions see. The handlers of commands are in `handlers`, `collectives`, `join_plan` and
+//! [`executor`] has the worker, [`feed`] the commands on their way to it, [`context`] the view of
+//! its functions. The handlers of commands are in `handlers`, `collectives`, `join_plan` and
 //! `programs`.
 
 mod announced;

@@ -41,9 +41,9 @@ pub(crate) use self::pattern::is_covered;
 
 /// The address of a peer, to dial or to listen on.
 ///
-/// Displaying gives the text that was parsed, without the spaces around it. Two addresses are equal
-/// if their parts are: the case of scheme and host, leading zeros of a port and spellings of an
-/// IPv6 address do not count.
+/// Displaying an address gives the text that was parsed, without the spaces around it. Two
+/// addresses are equal if their parts are: the case of scheme and host, leading zeros of a port and
+/// spellings of an IPv6 address do not count.
 ///
 /// ```
 /// use rpc_transports::Address;
@@ -63,7 +63,7 @@ pub struct Address {
 
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Parts {
-    /// In lower case.
+    /// Scheme in lower case.
     scheme: String,
     place: Place,
     key: Option<String>,
@@ -90,7 +90,8 @@ const KEY: &str = "key";
 const VERBATIM: [&str; 1] = ["exec"];
 
 impl Address {
-    /// The address of a host: `scheme://host:port`. An IPv6 `host` is given without brackets.
+    /// Returns the address of a host: `scheme://host:port`. An IPv6 `host` is given without
+    /// brackets.
     ///
     /// # Errors
     ///
@@ -100,8 +101,8 @@ impl Address {
         Ok(Self::from_parts(Parts { scheme: checked_scheme(scheme)?, place, key: None, parameters: Vec::new() }))
     }
 
-    /// An opaque address: `scheme:rest`. Characters of `rest` that mean something in an address,
-    /// such as `?`, have to be escaped by a rule of the scheme's own.
+    /// Returns an opaque address: `scheme:rest`. Characters of `rest` that mean something in an
+    /// address, such as `?`, have to be escaped by a rule of the scheme's own.
     ///
     /// # Errors
     ///
@@ -114,7 +115,7 @@ impl Address {
         }
     }
 
-    /// A TCP address. An IPv6 `host` is given without brackets.
+    /// Returns a TCP address. An IPv6 `host` is given without brackets.
     ///
     /// # Errors
     ///
@@ -123,7 +124,7 @@ impl Address {
         Self::at_host("tcp", host, port)
     }
 
-    /// The same address with this key, which names one of the servers behind it.
+    /// Returns the same address with this key, which names one of the servers behind it.
     ///
     /// # Errors
     ///
@@ -140,13 +141,13 @@ impl Address {
         Ok(Self::from_parts(Parts { key: Some(key.to_owned()), ..self.into_parts() }))
     }
 
-    /// The same address without a key, which is the one to dial.
+    /// Returns the same address without a key, which is the one to dial.
     #[must_use]
     pub fn without_key(self) -> Self {
         if self.parts.key.is_none() { self } else { Self::from_parts(Parts { key: None, ..self.into_parts() }) }
     }
 
-    /// The same address with another port. Opaque addresses are returned as they are.
+    /// Returns the same address with another port. Opaque addresses are returned as they are.
     #[must_use]
     pub fn with_port(self, new: u16) -> Self {
         let mut parts = self.into_parts();
@@ -156,7 +157,7 @@ impl Address {
         Self::from_parts(parts)
     }
 
-    /// The same address with another host. Opaque addresses are returned as they are.
+    /// Returns the same address with another host. Opaque addresses are returned as they are.
     ///
     /// # Errors
     ///
@@ -169,7 +170,7 @@ impl Address {
         Ok(Self::from_parts(parts))
     }
 
-    /// The same address with another scheme.
+    /// Returns the same address with another scheme.
     ///
     /// # Errors
     ///
@@ -178,13 +179,13 @@ impl Address {
         Ok(Self::from_parts(Parts { scheme: checked_scheme(scheme)?, ..self.into_parts() }))
     }
 
-    /// The word before the first colon, in lower case.
+    /// Returns the word before the first colon, in lower case.
     #[must_use]
     pub fn scheme(&self) -> &str {
         &self.parts.scheme
     }
 
-    /// The user name in front of the host, if there is one.
+    /// Returns the user name in front of the host, if there is one.
     #[must_use]
     pub fn user(&self) -> Option<&str> {
         match &self.parts.place {
@@ -193,7 +194,8 @@ impl Address {
         }
     }
 
-    /// The host of a hierarchical address: a lower-case name, or an IP address without brackets.
+    /// Returns the host of a hierarchical address: a lower-case name, or an IP address without
+    /// brackets.
     #[must_use]
     pub fn host(&self) -> Option<&str> {
         match &self.parts.place {
@@ -202,7 +204,7 @@ impl Address {
         }
     }
 
-    /// The port, if the address names one.
+    /// Returns the port, if the address names one.
     #[must_use]
     pub fn port(&self) -> Option<u16> {
         match self.parts.place {
@@ -211,13 +213,13 @@ impl Address {
         }
     }
 
-    /// Host and port, of addresses that have both.
+    /// Returns host and port of an address that has both.
     #[must_use]
     pub fn host_and_port(&self) -> Option<(&str, u16)> {
         self.host().zip(self.port())
     }
 
-    /// The part behind the scheme of an opaque address, without its parameters.
+    /// Returns the part behind the scheme of an opaque address, without its parameters.
     #[must_use]
     pub fn rest(&self) -> Option<&str> {
         match &self.parts.place {
@@ -226,15 +228,16 @@ impl Address {
         }
     }
 
-    /// The name of one of the servers behind this address, if the address has one.
+    /// Returns the name of one of the servers behind this address, if the address has one.
     #[must_use]
     pub fn key(&self) -> Option<&str> {
         self.parts.key.as_deref()
     }
 
-    /// The value of a parameter, with `%XX` decoded. The key is none of the parameters.
+    /// Returns the value of a parameter, with `%XX` decoded. The key is not one of the parameters.
     ///
-    /// Bytes that are no UTF-8 are replaced; a `%` without two digits stands for itself.
+    /// Bytes that are not UTF-8 are replaced. A value in which a `%` lacks its two digits is
+    /// returned undecoded.
     #[must_use]
     pub fn parameter(&self, name: &str) -> Option<Cow<'_, str>> {
         let value = self.parts.parameters.iter().find(|(known, _)| known == name).map(|(_, value)| value)?;
@@ -244,7 +247,7 @@ impl Address {
         }
     }
 
-    /// The names of the parameters.
+    /// Returns the names of the parameters.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.parts.parameters.iter().map(|(name, _)| name.as_str())
     }
@@ -252,7 +255,7 @@ impl Address {
     /// Returns true if the host is a loopback IP address or the name `localhost`. Any other name
     /// may stand for any machine. An opaque address has no host.
     ///
-    /// How far an address reaches is for its transport to say:
+    /// The reach of an address is known to its transport:
     /// [`Transport::check`](crate::Transport::check).
     #[must_use]
     pub fn has_loopback_host(&self) -> bool {
@@ -262,7 +265,7 @@ impl Address {
         })
     }
 
-    /// The parameters as they stand in the text, without the key and the question mark.
+    /// Returns the parameters as they stand in the text, without the key and the question mark.
     fn query(&self) -> String {
         joined(self.parts.parameters.iter().map(|(name, value)| (name.as_str(), value.as_str())))
     }
@@ -327,7 +330,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// A TCP address without a key.
+/// Conversion to a TCP address without a key.
 impl From<SocketAddr> for Address {
     fn from(socket: SocketAddr) -> Self {
         let host = match socket {
@@ -346,17 +349,17 @@ impl FromStr for Address {
         let text = text.trim_start();
         let no_scheme = || AddressError::NoScheme { text: text.trim_end().into() };
         let (scheme, rest) = text.split_once(':').ok_or_else(no_scheme)?;
-        // `host:9090` and `[::1]:9090` look like a scheme and are a forgotten one.
+        // `host:9090` and `[::1]:9090` seem to begin with a scheme, but their scheme is missing.
         if scheme.is_empty() || is_port(rest.trim_end()) || scheme.starts_with('[') {
             return Err(no_scheme());
         }
         let scheme = checked_scheme(scheme)?;
         let is_verbatim = VERBATIM.contains(&scheme.as_str());
-        // The words of a command carry their own meaning of spaces; elsewhere one at the end is a
-        // slip.
+        // Spaces have a meaning of their own in a command line. In other addresses, spaces at the
+        // end are a slip.
         let (text, rest) = if is_verbatim { (text, rest) } else { (text.trim_end(), rest.trim_end()) };
         let parts = match rest.strip_prefix("//") {
-            // With an empty host it is a path, written as in a URL.
+            // An empty host means that a path follows, written as in a URL.
             Some(body) if !body.starts_with('/') && !is_verbatim => hierarchical(scheme, rest, body)?,
             _ if is_verbatim => {
                 Parts { scheme, place: Place::Opaque(rest.to_owned()), key: None, parameters: Vec::new() }
@@ -388,7 +391,7 @@ pub trait ToAddress: Sync {
     ///
     /// # Errors
     ///
-    /// The text is malformed.
+    /// [`AddressError`] if the text is malformed.
     fn to_address(&self) -> Result<Address, AddressError>;
 }
 
@@ -420,19 +423,19 @@ impl<T: ToAddress + ?Sized> ToAddress for &T {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddressError {
-    /// There is no word with a colon in front.
+    /// Missing scheme: the text does not begin with a word and a colon.
     #[error("{text:?} does not say how to connect; write for example tcp://host:9090")]
     NoScheme {
         /// The given text.
         text: String,
     },
-    /// The word before the colon is no scheme.
+    /// Malformed scheme in front of the colon.
     #[error("{text:?} is no scheme: it consists of letters, digits and +-. ; write for example tcp://host:9090")]
     Scheme {
         /// The word before the colon.
         text: String,
     },
-    /// No transport is registered for the scheme.
+    /// Unknown scheme: no transport is registered for it.
     #[error("no transport knows {scheme}: addresses; those that can be used here are {known}")]
     UnknownScheme {
         /// The word before the colon.
@@ -440,21 +443,21 @@ pub enum AddressError {
         /// The known schemes, with commas between them.
         known: String,
     },
-    /// The host, or its user.
+    /// Malformed host, or malformed user in front of it.
     #[error("host {text:?}: {problem}; write for example tcp://board.lan:9090 or tcp://[::1]:9090")]
     Host {
-        /// The host, or all after the scheme if no host can be told apart.
+        /// The host, or all text after the scheme if the host cannot be told apart.
         text: String,
         /// The problem with it.
         problem: &'static str,
     },
-    /// The port.
+    /// Malformed port.
     #[error("port {text:?} is not a number from 0 to 65535; write for example tcp://board.lan:9090")]
     Port {
         /// The text in the port's place.
         text: String,
     },
-    /// The key of a server.
+    /// Malformed or misplaced key of a server.
     #[error(
         "key {text:?}: {problem}; write for example tcp://host:9090/board-7 or \
          unix:/run/rpc.sock?key=board-7"
@@ -465,7 +468,7 @@ pub enum AddressError {
         /// The problem with it.
         problem: &'static str,
     },
-    /// The parameters.
+    /// Malformed parameters.
     #[error("parameters {text:?}: {problem}; write for example ?name=value&other=value (%3F is a literal ?)")]
     Parameters {
         /// The text behind the question mark.
@@ -473,7 +476,7 @@ pub enum AddressError {
         /// The problem with it.
         problem: &'static str,
     },
-    /// The address is well-formed, and its transport does not take it.
+    /// Well-formed address that its transport does not accept.
     #[error("bad address {address}: {problem}")]
     Invalid {
         /// The address.
@@ -484,7 +487,7 @@ pub enum AddressError {
 }
 
 impl AddressError {
-    /// The text that the error is about.
+    /// Returns the text that the error is about.
     pub(crate) fn text(&self) -> &str {
         match self {
             Self::NoScheme { text }
@@ -498,8 +501,8 @@ impl AddressError {
         }
     }
 
-    /// Makes the error by which a transport refuses an address: `problem` says what is wrong with
-    /// it, and shows the right form.
+    /// Makes the error by which a transport refuses an address. `problem` names the error in the
+    /// address and shows the right form.
     #[must_use]
     pub fn invalid(address: &Address, problem: impl Into<String>) -> Self {
         Self::Invalid { address: address.to_string(), problem: problem.into() }
@@ -508,7 +511,7 @@ impl AddressError {
 
 const KEY_CHARACTERS: &str = "it must consist of letters, digits and -._~:@+=";
 
-/// Parses the part behind the scheme; `rest` has the two slashes, and `body` has not.
+/// Parses the part behind the scheme; `rest` has the two slashes, and `body` does not.
 fn hierarchical(scheme: String, rest: &str, body: &str) -> Result<Parts, AddressError> {
     let host_error = |problem| AddressError::Host { text: rest.into(), problem };
     let (body, query) = split_query(body);
@@ -562,7 +565,7 @@ fn split_query(text: &str) -> (&str, Option<&str>) {
     text.split_once('?').map_or((text, None), |(text, query)| (text, Some(query)))
 }
 
-/// The key and the other parameters of a query.
+/// Key and other parameters of a query.
 type Query = (Option<String>, Vec<(String, String)>);
 
 fn parsed_query(query: Option<&str>) -> Result<Query, AddressError> {
@@ -591,7 +594,7 @@ fn check_key(key: &str) -> Result<(), AddressError> {
     if is_name(key) { Ok(()) } else { Err(AddressError::Key { text: key.into(), problem: KEY_CHARACTERS }) }
 }
 
-/// The scheme in lower case.
+/// Returns the scheme in lower case.
 fn checked_scheme(scheme: &str) -> Result<String, AddressError> {
     let mut bytes = scheme.bytes();
     let starts = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
@@ -602,7 +605,7 @@ fn checked_scheme(scheme: &str) -> Result<String, AddressError> {
     }
 }
 
-/// The host in canonical form; `text` is what an error quotes.
+/// Returns the host in canonical form. An error quotes `text`.
 fn checked_host(host: &str, text: &str) -> Result<String, AddressError> {
     let host_error = |problem| AddressError::Host { text: text.into(), problem };
     if host.is_empty() {
@@ -644,8 +647,8 @@ fn is_port(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Returns true if the text has only characters that need no escaping anywhere in an address: keys
-/// and names do.
+/// Returns true if the text has only characters that need no escaping anywhere in an address. Keys
+/// and names consist of them.
 pub(crate) fn is_name(text: &str) -> bool {
     !text.is_empty() && (text.bytes()).all(|byte| byte.is_ascii_alphanumeric() || b"-._~:@+=".contains(&byte))
 }

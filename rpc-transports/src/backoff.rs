@@ -1,11 +1,11 @@
-//! How long to wait before trying again.
+//! Pauses of random length between attempts.
 
 use std::time::Duration;
 
 use ring::rand::{SecureRandom, SystemRandom};
 
-/// Pauses between attempts: each up to twice as long as the one before, and none of the same length
-/// as another's, so that those who lost the same peer do not all come back at the same moment.
+/// Pauses between attempts. Each is up to twice as long as the one before. Lengths are random, so
+/// that clients that lost the same peer do not all come back at the same moment.
 #[derive(Clone, Debug)]
 pub struct Backoff {
     first: Duration,
@@ -14,17 +14,17 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Pauses from `first` to `longest`, each shortened by up to a half, by chance.
+    /// Creates pauses from `first` to `longest`. Each is shortened by a random part, up to a half.
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self { first, longest, next: first }
     }
 
-    /// The next pause.
+    /// Returns the next pause.
     pub fn pause(&mut self) -> Duration {
         let pause = self.next;
         self.next = (pause * 2).min(self.longest);
         let mut random = [0; 2];
-        // Without random numbers all pauses are whole.
+        // Without random numbers no pause is shortened.
         let shortened = match SystemRandom::new().fill(&mut random) {
             Ok(()) => f64::from(u16::from_le_bytes(random)) / f64::from(u16::MAX) / 2.0,
             Err(_) => 0.0,
@@ -32,7 +32,7 @@ impl Backoff {
         pause.mul_f64(1.0 - shortened)
     }
 
-    /// All went well: the next pause is a first one.
+    /// Records a success: the next pause is a first one.
     pub fn reset(&mut self) {
         self.next = self.first;
     }

@@ -19,30 +19,29 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use crate::handshake::handshake_limit::ClosedFlag;
 use crate::handshake::identity::Security;
 
-/// An ordered, reliable byte pipe as the async runtime sees it. Implemented for all that fits.
+/// Ordered, reliable byte pipe for async code. Implemented for every type that fits.
 pub trait ChannelIo: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin + ?Sized> ChannelIo for T {}
 
-/// Something that lives as long as a channel, such as the child process at its far end.
+/// Value that lives as long as a channel, such as the child process at its far end.
 pub type ChannelGuard = Box<dyn Any + Send + Sync>;
 
-/// The handshake below a channel that was accepted, such as that of TLS, which ends with the
-/// channel to use.
+/// Handshake below a channel that was accepted, such as that of TLS. It yields the channel to use.
 type Upgrade = Pin<Box<dyn Future<Output = io::Result<Channel>> + Send>>;
 
-/// Explains how the far side of a channel has ended, where the transport knows: a child process has
-/// an exit status.
+/// Source of explanations for the end of a channel, where the transport knows one: a child process
+/// has an exit status.
 ///
-/// Asked when a channel ends before there is a session. Implementations wait for what they need to
-/// know, a second at most.
+/// Called when a channel ends before there is a session. Implementations wait for the facts that
+/// they need, a second at most.
 #[async_trait]
 pub trait ExplainEnd: Send + Sync {
     /// Returns the explanation as the beginning of a sentence: "the program ended (exit status:
-    /// 1)". `None` if the far side has not ended.
+    /// 1)". Returns `None` if the far side has not ended.
     async fn explain(&self) -> Option<String>;
 
-    /// As [`explain`](Self::explain), and blocks.
+    /// Does the same as [`explain`](Self::explain), and blocks.
     fn explain_blocking(&self) -> Option<String>;
 }
 
@@ -55,18 +54,18 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// A peer that errors and logs name by `text`, best an address, and whose machine is not known.
+    /// Creates a peer on an unknown machine. Errors and logs name it by `text`, best an address.
     pub fn new(text: impl Into<String>) -> Self {
         Self { text: text.into(), machine: Machine::Unknown, user: None }
     }
 
-    /// The same peer, on this machine or another one: per-machine limits of servers count by it.
+    /// Sets the machine that the peer is on. Servers count per-machine limits by it.
     #[must_use]
     pub fn on(self, machine: Machine) -> Self {
         Self { machine, ..self }
     }
 
-    /// The same peer, which runs as this Unix user, as the kernel says.
+    /// Sets the Unix user that the peer runs as, according to the kernel.
     #[must_use]
     pub fn with_user(self, user: u32) -> Self {
         Self { user: Some(user), ..self }
@@ -82,7 +81,7 @@ impl<T: Into<String>> From<T> for Peer {
 /// The machine that a peer is on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Machine {
-    /// A machine that the transport does not tell. All of them count as one.
+    /// Machine that the transport does not know. All of them count as one.
     #[default]
     Unknown,
     /// This machine.
@@ -103,28 +102,30 @@ impl fmt::Display for Machine {
 
 /// One ordered, reliable byte pipe between two peers.
 pub struct Channel {
-    /// Declared before the guard, so that the far side sees the end before the guard acts on it.
+    /// Byte pipe. Declared before the guard, so that the far side sees the end before the guard
+    /// acts on it.
     io: Io,
     peer: Peer,
     security: Security,
     upgrade: Option<Upgrade>,
     guard: Option<ChannelGuard>,
     end: Option<Arc<dyn ExplainEnd>>,
-    /// Whether the connection that it is one of is over.
+    /// Flag that is set once the connection under the channel is closed.
     parent_connection: ClosedFlag,
-    /// What was read of it by a handshake before the one to come.
+    /// Bytes that an earlier handshake has read, for the next handshake.
     unread: BytesMut,
 }
 
 #[cfg_attr(not(any(feature = "tcp", feature = "unix")), allow(dead_code, reason = "there are no sockets then"))]
 enum Io {
-    /// A socket of the system's and nothing more, of which more is known than that it is bytes.
+    /// Bare socket of the system, which can do more than move bytes.
     Plain(Box<dyn PlainSocket>),
+    /// Any other byte pipe.
     Other(Box<dyn ChannelIo>),
 }
 
-/// What the kernel can move bytes from and to by itself: what tokio's sockets have in common beside
-/// bytes.
+/// Socket that the kernel can move bytes from and to by itself. The trait has the methods that
+/// tokio's sockets share beside reading and writing.
 #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "only there it moves them"))]
 pub(crate) trait PlainSocket: ChannelIo + AsFd {
     fn poll_read_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
@@ -170,7 +171,7 @@ macro_rules! plain_sockets {
                         return Self::Plain(Box::new(socket));
                     }
                 )*
-                // It was taken only where this is not reached.
+                // `io` is always `Some` here: taking the socket out of it returns above.
                 io.map_or_else(|| Self::Other(Box::new(tokio::io::empty())), |io| Self::Other(Box::new(io)))
             }
         }
@@ -183,7 +184,7 @@ plain_sockets! {
 }
 
 impl Channel {
-    /// A channel over `io`. `peer` is the text by which errors name the far side.
+    /// Creates a channel over `io`. Errors name the far side by `peer`.
     pub fn new(io: impl ChannelIo + 'static, peer: impl Into<Peer>) -> Self {
         Self {
             io: Io::new(io),
@@ -197,82 +198,84 @@ impl Channel {
         }
     }
 
-    /// The same channel, of a connection that may be over before the channel hears of it.
+    /// Sets the flag of the connection under the channel, which may close before the channel
+    /// notices.
     #[cfg(feature = "quic")]
     pub(crate) fn with_parent_connection(self, parent_connection: ClosedFlag) -> Self {
         Self { parent_connection, ..self }
     }
 
-    /// Whether the connection that it is one of is over.
+    /// Returns the flag that is set once the connection under the channel is closed.
     pub(crate) fn parent_connection(&self) -> ClosedFlag {
         self.parent_connection.clone()
     }
 
-    /// The same channel, keeping `guard` alive for as long as itself.
+    /// Sets the guard, which the channel keeps alive for as long as itself.
     #[must_use]
     pub fn with_guard(self, guard: ChannelGuard) -> Self {
         Self { guard: Some(guard), ..self }
     }
 
-    /// The same channel, keeping something else alive, too.
+    /// Keeps `other` alive for as long as the channel, in addition to the guard.
     pub(crate) fn holding(mut self, other: impl Send + Sync + 'static) -> Self {
         let guard = self.guard.take();
         self.with_guard(Box::new((guard, other)))
     }
 
-    /// The same channel, of which this has been read already: it is for the next handshake.
+    /// Sets the bytes that have been read from the channel already, for the next handshake.
     pub(crate) fn after_reading(self, unread: BytesMut) -> Self {
         Self { unread, ..self }
     }
 
-    /// What has been read already, once.
+    /// Takes the bytes that have been read already. A second call returns none.
     pub(crate) fn take_unread(&mut self) -> BytesMut {
         std::mem::take(&mut self.unread)
     }
 
-    /// The same bytes, where they lead on to somebody at `peer` of whom nothing is known yet.
+    /// Turns the channel into one that leads on to a further peer, named `text`, of which nothing
+    /// is known yet.
     pub(crate) fn leading_to(self, text: impl Into<String>) -> Self {
         let encrypted_way = self.security.is_encrypted() || self.security.encrypted_way;
         let security = Security { encrypted_way, ..Security::default() };
-        // For limits it comes from the machine that it leads through.
+        // For limits, the channel comes from the machine that it leads through.
         let peer = Peer { text: text.into(), user: None, ..self.peer };
         Self { peer, security, upgrade: None, ..self }
     }
 
-    /// The same channel, with something around its bytes, such as a recorder.
+    /// Wraps the channel's bytes, for example in a recorder.
     #[must_use]
     pub fn map_io<I: ChannelIo + 'static>(self, wrap: impl FnOnce(Box<dyn ChannelIo>) -> I) -> Self {
         Self { io: Io::new(wrap(self.io.boxed())), ..self }
     }
 
-    /// The same channel, whose bytes pass through the encrypted stream that `security` came with,
-    /// from [`ClientTls::connect`](crate::ClientTls::connect) or
-    /// [`ServerTls::accept`](crate::ServerTls::accept).
+    /// Sets the security of a channel whose bytes pass through an encrypted stream. `security` is
+    /// the value that came with the stream from [`ClientTls::connect`](crate::ClientTls::connect)
+    /// or [`ServerTls::accept`](crate::ServerTls::accept).
     #[must_use]
     pub fn with_security(self, security: Security) -> Self {
         Self { security, ..self }
     }
 
-    /// The same channel, whose end can be explained.
+    /// Sets the source that explains the channel's end.
     #[must_use]
     pub fn explained_by(self, end: Arc<dyn ExplainEnd>) -> Self {
         Self { end: Some(end), ..self }
     }
 
-    /// A channel that a listener has accepted from `peer`, and that is there when `upgrade` is
-    /// done, such as a handshake of TLS. [`secure`](Self::secure) does it.
+    /// Creates a channel that a listener has accepted from `peer` and that is usable once `upgrade`
+    /// is done, such as a handshake of TLS. [`secure`](Self::secure) runs it.
     pub fn upgrading(upgrade: impl Future<Output = io::Result<Self>> + Send + 'static, peer: impl Into<Peer>) -> Self {
         Self { upgrade: Some(Box::pin(upgrade)), ..Self::new(tokio::io::empty(), peer) }
     }
 
-    /// Finishes what an accepted channel needs before its bytes can be used: the handshake of TLS,
-    /// which a listener leaves to whoever takes the channel, so that a slow client holds up no
-    /// other. Nothing for other channels. Has no time limit of its own; a channel whose future was
+    /// Runs the handshake that an accepted channel needs before its bytes can be used, such as that
+    /// of TLS. A listener leaves it to the caller, so that a slow client holds up no other. Other
+    /// channels need none. The handshake has no time limit of its own. A channel whose future was
     /// dropped is of no use.
     ///
     /// # Errors
     ///
-    /// Why there is no secure channel.
+    /// Any error of the handshake.
     pub async fn secure(&mut self) -> io::Result<()> {
         while let Some(upgrade) = self.upgrade.take() {
             let upgraded = upgrade.await?;
@@ -286,13 +289,13 @@ impl Channel {
         Ok(())
     }
 
-    /// What is known about the far side.
+    /// Returns the facts that are known about the far side and the encryption.
     #[must_use]
     pub fn security(&self) -> &Security {
         &self.security
     }
 
-    /// The bytes.
+    /// Returns the byte pipe.
     pub fn io_mut(&mut self) -> &mut dyn ChannelIo {
         match &mut self.io {
             Io::Plain(io) => &mut **io,
@@ -300,7 +303,7 @@ impl Channel {
         }
     }
 
-    /// The socket, where the channel is nothing more.
+    /// Returns the socket if the channel is a bare one.
     pub(crate) fn plain_socket(&self) -> Option<&dyn PlainSocket> {
         match &self.io {
             Io::Plain(io) => Some(&**io),
@@ -308,39 +311,39 @@ impl Channel {
         }
     }
 
-    /// The name of the far side, for error messages.
+    /// Returns the name of the far side, for error messages.
     #[must_use]
     pub fn peer(&self) -> &str {
         &self.peer.text
     }
 
-    /// The machine of the far side.
+    /// Returns the machine of the far side.
     #[must_use]
     pub fn machine(&self) -> Machine {
         self.peer.machine
     }
 
-    /// The Unix user that the far side runs as, if the kernel says.
+    /// Returns the Unix user that the far side runs as, if the kernel says.
     #[must_use]
     pub fn user(&self) -> Option<u32> {
         self.peer.user
     }
 
-    /// The explanation of the channel's end, if there is one.
+    /// Returns the source that explains the channel's end, if there is one.
     #[must_use]
     pub fn end(&self) -> Option<&Arc<dyn ExplainEnd>> {
         self.end.as_ref()
     }
 
-    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the
+    /// Returns the value that lives as long as the channel: for an `exec:` address, an `Arc` of the
     /// `ChildGuard`.
     #[must_use]
     pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.guard.as_deref()
     }
 
-    /// Bytes, name of the peer, and guard. Dropping the guard may cut the channel, so keep it until
-    /// the bytes are done.
+    /// Splits the channel into byte pipe, name of the peer, and guard. Dropping the guard may cut
+    /// the channel, so keep it until the bytes are done.
     #[must_use]
     pub fn into_parts(self) -> (Box<dyn ChannelIo>, String, Option<ChannelGuard>) {
         (self.io.boxed(), self.peer.text, self.guard)
@@ -362,11 +365,11 @@ impl fmt::Debug for Channel {
     }
 }
 
-/// A channel for a caller's own thread: a standard socket, no runtime.
+/// Channel for a caller's own thread: a standard socket, without a runtime.
 ///
 /// It starts in blocking mode. Reads and writes go straight to the socket, each one system call.
 pub struct BlockingChannel {
-    /// Declared before the guard, for the same reason as in [`Channel`].
+    /// Socket. Declared before the guard, for the same reason as in [`Channel`].
     io: BlockingIo,
     peer: String,
     guard: Option<ChannelGuard>,
@@ -374,24 +377,24 @@ pub struct BlockingChannel {
 }
 
 impl BlockingChannel {
-    /// A channel over `io`. `peer` is the text by which errors name the far side.
+    /// Creates a channel over `io`. Errors name the far side by `peer`.
     pub fn new(io: impl Into<BlockingIo>, peer: impl Into<String>) -> Self {
         Self { io: io.into(), peer: peer.into(), guard: None, end: None }
     }
 
-    /// The same channel, keeping `guard` alive for as long as itself.
+    /// Sets the guard, which the channel keeps alive for as long as itself.
     #[must_use]
     pub fn with_guard(self, guard: ChannelGuard) -> Self {
         Self { guard: Some(guard), ..self }
     }
 
-    /// The same channel, whose end can be explained.
+    /// Sets the source that explains the channel's end.
     #[must_use]
     pub fn explained_by(self, end: Arc<dyn ExplainEnd>) -> Self {
         Self { end: Some(end), ..self }
     }
 
-    /// The explanation of the channel's end, if there is one.
+    /// Returns the source that explains the channel's end, if there is one.
     #[must_use]
     pub fn end(&self) -> Option<&Arc<dyn ExplainEnd>> {
         self.end.as_ref()
@@ -401,33 +404,33 @@ impl BlockingChannel {
     ///
     /// # Errors
     ///
-    /// Whatever the system reports.
+    /// Any error that the system reports.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         self.io.set_nonblocking(nonblocking)
     }
 
-    /// The socket. A shared reference can read and write, and other threads may do so at the same
-    /// time.
+    /// Returns the socket. A shared reference can read and write, and other threads may do so at
+    /// the same time.
     #[must_use]
     pub fn io(&self) -> &BlockingIo {
         &self.io
     }
 
-    /// The far side, for error messages.
+    /// Returns the name of the far side, for error messages.
     #[must_use]
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// The value that lives as long as the channel: for an `exec:` address, an `Arc` of the
+    /// Returns the value that lives as long as the channel: for an `exec:` address, an `Arc` of the
     /// `ChildGuard`.
     #[must_use]
     pub fn guard(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.guard.as_deref()
     }
 
-    /// Socket, peer and guard. Dropping the guard may cut the channel, so keep it until the bytes
-    /// are done.
+    /// Splits the channel into socket, peer and guard. Dropping the guard may cut the channel, so
+    /// keep it until the bytes are done.
     #[must_use]
     pub fn into_parts(self) -> (BlockingIo, String, Option<ChannelGuard>) {
         (self.io, self.peer, self.guard)
@@ -473,18 +476,18 @@ impl AsFd for BlockingChannel {
 /// The standard socket in a [`BlockingChannel`].
 #[derive(Debug)]
 pub enum BlockingIo {
-    /// From a `tcp://` address.
+    /// TCP socket, from a `tcp://` address.
     Tcp(TcpStream),
-    /// From a `unix:` or an `exec:` address.
+    /// Unix socket, from a `unix:` or an `exec:` address.
     Unix(UnixStream),
 }
 
 impl BlockingIo {
-    /// A second owner of the same socket; both share its mode and its place in the stream.
+    /// Makes a second owner of the same socket. Both share its mode and its position in the stream.
     ///
     /// # Errors
     ///
-    /// Whatever the system reports, such as too many open files.
+    /// Any error that the system reports, such as too many open files.
     pub fn try_clone(&self) -> io::Result<Self> {
         match self {
             Self::Tcp(stream) => stream.try_clone().map(Self::Tcp),
@@ -496,7 +499,7 @@ impl BlockingIo {
     ///
     /// # Errors
     ///
-    /// Whatever the system reports.
+    /// Any error that the system reports.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.set_nonblocking(nonblocking),
@@ -504,7 +507,7 @@ impl BlockingIo {
         }
     }
 
-    /// Limits how long a read waits. `None` is for ever.
+    /// Limits the time that a read waits. `None` means no limit.
     pub(crate) fn set_read_timeout(&self, timeout: Option<std::time::Duration>) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.set_read_timeout(timeout),
@@ -516,7 +519,7 @@ impl BlockingIo {
     ///
     /// # Errors
     ///
-    /// Whatever the system reports, such as that the peer is gone already.
+    /// Any error that the system reports, such as that the peer is gone already.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.shutdown(how),

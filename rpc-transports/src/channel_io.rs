@@ -37,7 +37,7 @@ impl ReadAhead {
         Self { unseen: !buffer.is_empty(), buffer, size: READ_MIN }
     }
 
-    /// Reads more into the buffer. 0 is the end of the stream.
+    /// Reads more into the buffer. Returns 0 at the end of the stream.
     pub(crate) fn poll_more(&mut self, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         if std::mem::take(&mut self.unseen) {
             return Poll::Ready(Ok(self.buffer.len()));
@@ -65,7 +65,7 @@ impl ReadAhead {
         }
     }
 
-    /// Reads straight into `target`. 0 is the end of the stream.
+    /// Reads straight into `target`. Returns 0 at the end of the stream.
     pub(crate) fn poll_into(
         &mut self,
         mut io: &mut dyn ChannelIo,
@@ -96,7 +96,7 @@ pub(crate) fn poll_write(
     Poll::Ready(if written == 0 { Err(io::ErrorKind::WriteZero.into()) } else { Ok(written) })
 }
 
-/// Flushes what a channel has taken. TLS keeps what the socket has no room for until it is asked
+/// Pending flush of a channel. TLS keeps bytes that the socket has no room for until it is flushed
 /// again.
 #[derive(Debug, Default)]
 pub(crate) struct Flush {
@@ -104,17 +104,17 @@ pub(crate) struct Flush {
 }
 
 impl Flush {
-    /// Takes note that the channel has taken bytes.
+    /// Records that the channel has taken bytes.
     pub(crate) fn want(&mut self) {
         self.wanted = true;
     }
 
-    /// Returns true if all that was taken has left, as far as this side can tell.
+    /// Returns true if all bytes taken have left, as far as this side can tell.
     pub(crate) fn is_done(&self) -> bool {
         !self.wanted
     }
 
-    /// Goes on with flushing. The task will be woken if it is not done then.
+    /// Continues flushing. The task will be woken if flushing is not done then.
     pub(crate) fn poll(&mut self, io: &mut dyn ChannelIo, cx: &mut Context<'_>) -> io::Result<()> {
         let mut io = io;
         if self.wanted
@@ -127,10 +127,10 @@ impl Flush {
     }
 }
 
-/// Wakes the task when the endpoint's next timeout is due.
+/// Timer that wakes the task when the endpoint's next timeout is due.
 ///
-/// A timeout that moves into the future, as it does with every byte received, leaves the timer
-/// alone: it goes off too early once, and is set anew.
+/// With every byte received the timeout moves into the future. The timer is then left alone: it
+/// goes off too early once, and is set again.
 #[derive(Debug)]
 pub(crate) struct Alarm {
     sleep: Option<Pin<Box<Sleep>>>,
@@ -151,7 +151,7 @@ impl Alarm {
         while self.sleep.as_mut().is_some_and(|sleep| sleep.as_mut().poll(cx).is_ready()) {
             let now = Instant::now();
             if now >= timeout {
-                // The caller handles the timeout, and has a later one the next time.
+                // The caller handles the timeout, and passes a later one the next time.
                 self.set_to = None;
                 return Some(now);
             }

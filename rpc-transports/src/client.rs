@@ -1,4 +1,4 @@
-//! The client's side of a session: one state, and two pumps that move its bytes.
+//! The client's side of a session: one shared state, and two pumps that move its bytes.
 
 mod blocking;
 mod idle_poller;

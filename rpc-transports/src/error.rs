@@ -1,4 +1,4 @@
-//! Errors of transports: why a channel or a listener could not be had.
+//! Errors of transports: the reasons why there is no channel or no listener.
 
 use std::borrow::Cow;
 use std::io;
@@ -7,123 +7,123 @@ use std::time::Duration;
 
 use crate::address::{Address, AddressError};
 
-/// Why a channel could not be had. Each variant names the address as text.
+/// Reason why there is no channel or no listener. Each variant names the address as text.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransportError {
-    /// The address is none of a known transport.
+    /// Malformed address, or one that no known transport accepts.
     #[error(transparent)]
     Address(#[from] AddressError),
-    /// The host answered that nobody listens there.
+    /// Refused connection: the host answered that no server listens there.
     #[error("{address} refused the connection; is a server listening there?")]
     Refused {
-        /// What was dialled.
+        /// Address that was dialled.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
-    /// Nothing answered in time.
+    /// Missing answer within the time limit.
     #[error("no answer from {address} within {limit:?}; is the host up, and does no firewall drop packets?")]
     TimedOut {
-        /// What was dialled.
+        /// Address that was dialled.
         address: String,
-        /// How long was waited.
+        /// Time limit.
         limit: Duration,
     },
-    /// No network leads there.
+    /// Missing route to the host.
     #[error("no route to {address}; is this machine on the right network?")]
     Unreachable {
-        /// What was dialled.
+        /// Address that was dialled.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
-    /// The host name has no address.
+    /// Host name without an address.
     #[error("cannot find the host of {address}; is its name right?")]
     Resolve {
-        /// What was dialled or to be listened on.
+        /// Address that was dialled or to be listened on.
         address: String,
-        /// What the resolver said.
+        /// Error of the resolver.
         source: Arc<io::Error>,
     },
-    /// There is no such socket file, or no such folder to make it in.
+    /// Missing socket file, or missing folder to make it in.
     #[error("no such file or folder: {address}; has the server been started?")]
     NotFound {
-        /// What was dialled or to be listened on.
+        /// Address that was dialled or to be listened on.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
-    /// This user may not use the address.
+    /// Address that this user may not use.
     #[error("not permitted to use {address}; is this the right user?")]
     PermissionDenied {
-        /// What was dialled or to be listened on.
+        /// Address that was dialled or to be listened on.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
-    /// Somebody else listens there.
+    /// Address on which another server listens.
     #[error("{address} is in use; stop what listens there or choose another address")]
     AddressInUse {
-        /// What was to be listened on.
+        /// Address to be listened on.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
-    /// The address is right, and this cannot be done with it.
+    /// Correct address that does not support the operation.
     #[error("cannot use {address}: {scheme} addresses {why}")]
     Unsupported {
-        /// What was dialled or to be listened on.
+        /// Address that was dialled or to be listened on.
         address: String,
-        /// Its kind.
+        /// Scheme of the address.
         scheme: String,
-        /// The rest of a sentence that starts with "such addresses".
+        /// Reason: the rest of a sentence that starts with "such addresses".
         why: Cow<'static, str>,
     },
-    /// The two sides did not agree on how to encrypt the channel, or one does not trust the other's
-    /// certificate.
+    /// Failed encryption: the two sides did not agree on how to encrypt the channel, or one does
+    /// not trust the other's certificate.
     #[error("no secure channel with {address}; {hint}")]
     Insecure {
-        /// What was dialled.
+        /// Address that was dialled.
         address: String,
-        /// What TLS or QUIC said.
+        /// Error of TLS or QUIC.
         source: Arc<io::Error>,
-        /// What to look at.
+        /// Hint at the cause.
         hint: &'static str,
     },
-    /// The server does not take the client's certificate, or wants one. Where the server says so
-    /// only after the client has a channel, the same is said of the session.
+    /// Client certificate that the server does not accept, or demands. If the server says so only
+    /// after the client has a channel, the session fails with the same reason.
     #[error("the server refused the connection: {problem}")]
     Unauthenticated {
-        /// What was dialled.
+        /// Address that was dialled.
         address: String,
-        /// What the server has against the certificate.
+        /// Objection of the server to the certificate.
         problem: &'static str,
-        /// What TLS or QUIC said.
+        /// Error of TLS or QUIC.
         source: Arc<io::Error>,
     },
-    /// The child process did not start.
+    /// Child process that did not start.
     #[error("cannot start {address}; is the program installed, executable and on PATH?")]
     Spawn {
-        /// The command.
+        /// Address with the command.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
-    /// The far side ended the channel while it was being set up, or the listener is gone.
+    /// Channel that the far side ended during set-up, or listener that is gone.
     #[error("{address} closed the connection")]
     Closed {
-        /// The far side.
+        /// Address of the far side.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
-    /// Anything else that the system reports.
+    /// Any other error that the system reports.
     #[error("input or output failed on {address}")]
     Io {
-        /// The far side.
+        /// Address of the far side.
         address: String,
-        /// What the system said.
+        /// Error of the system.
         source: Arc<io::Error>,
     },
 }
@@ -155,7 +155,7 @@ impl TransportError {
         }
     }
 
-    /// The address that the error is about.
+    /// Returns the address that the error is about.
     #[must_use]
     pub fn address(&self) -> &str {
         match self {
@@ -176,7 +176,7 @@ impl TransportError {
         }
     }
 
-    /// Makes the error of a transport that cannot do what is asked of it. `why` is the rest of a
+    /// Makes the error of a transport that does not support an operation. `why` is the rest of a
     /// sentence that starts with "such addresses".
     pub fn unsupported(address: &Address, why: impl Into<Cow<'static, str>>) -> Self {
         Self::Unsupported { address: address.to_string(), scheme: address.scheme().to_owned(), why: why.into() }

@@ -1,17 +1,16 @@
-//! Sessions with other processes: dialling, listening, forwarding, and the transports by which it
-//! is done.
+//! Sessions with other processes: dialling, listening, forwarding, and the transports below them.
 //!
 //! A *channel* is one ordered, reliable byte pipe between two peers. An [`Address`] says where a
 //! peer is; a [`Transport`] dials addresses of its schemes and listens on them; [`Transports`] is
 //! the registry of those that a program uses. A [`Connector`] makes sessions, and a [`Server`]
 //! serves them.
 //!
-//! Read first [`address`], then [`Transport`]; each transport is a file of its own. Cargo features
-//! `tcp`, `tls`, `quic`, `unix` and `exec` switch them; without its feature an address still
-//! parses, and dialling it says what is missing. This crate is for Unix systems.
+//! Read [`address`] first, then [`Transport`]; each transport is a file of its own. The Cargo
+//! features `tcp`, `tls`, `quic`, `unix` and `exec` switch them. An address still parses without
+//! its feature, and dialling it names the missing feature. This crate is for Unix systems.
 
 #![deny(unsafe_code)]
-// A test that panics has failed, which is what is wanted of it.
+// Tests may unwrap, because a panic is how a test fails.
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 pub mod address;

@@ -2,18 +2,18 @@
 
 use rpc_core::proto::Hello;
 
-/// How much one session may have on the wire and in queues.
+/// Limits of one session on the wire and in queues.
 #[derive(Clone, Debug)]
 pub struct WireLimits {
     /// The largest message, in bytes: the arguments of a call, or its return. Copies have no limit.
-    /// 64 MiB.
+    /// Default: 64 MiB.
     pub max_message: u64,
-    /// The largest payload of a frame, in bytes; copies are cut into such pieces. 1 MiB.
+    /// The largest payload of a frame, in bytes. Copies are cut into such pieces. Default: 1 MiB.
     pub chunk: u32,
-    /// The requests that a client may have unanswered. 1,024.
+    /// The number of requests that a client may have unanswered. Default: 1,024.
     pub max_requests: u32,
-    /// The bytes of large requests that a client may have under way. At least `max_message`. 65
-    /// MiB.
+    /// The number of bytes of large requests that a client may have in flight. At least
+    /// `max_message`. Default: 65 MiB.
     pub window: u64,
 }
 

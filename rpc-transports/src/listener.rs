@@ -1,4 +1,4 @@
-//! Listeners: where channels arrive, and which errors of accepting end one.
+//! Listeners: sources of incoming channels, and the errors of accepting that end a listener.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -13,39 +13,40 @@ use crate::address::Address;
 use crate::channel::Channel;
 use crate::error::TransportError;
 
-/// Where channels arrive. Dropping it stops listening; channels accepted before live on.
+/// Source of incoming channels. Dropping it stops listening; channels accepted before live on.
 pub struct Listener {
     address: Address,
     source: Box<dyn Accept>,
-    /// Set while accepting must wait for something to be freed. Kept here rather than in the future
-    /// of `accept`, so that dropping that future neither loses nor shortens the wait.
+    /// End of the pause, if accepting must wait for resources to be freed. Kept here rather than in
+    /// the future of `accept`, so that dropping that future neither loses nor shortens the wait.
     pause: Option<Instant>,
-    /// How long the next pause lasts.
+    /// Length of the next pause.
     pause_len: Duration,
 }
 
 /// The source of a listener's channels, which a transport implements.
 pub trait Accept: Send {
-    /// Returns the next channel, or the reason why there is none now. An error does not end the
-    /// listener by itself: [`Listener::accept`] sorts out those that concern one connection alone.
+    /// Returns the next channel, or the reason why there is none now. An error does not by itself
+    /// end the listener: [`Listener::accept`] passes over errors that concern one connection alone.
     fn poll_accept(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Channel>>;
 }
 
 impl Listener {
-    /// A listener on `address`, which is what [`local_address`](Self::local_address) says: with the
-    /// port that was chosen, and the key that was asked for.
+    /// Creates a listener. [`local_address`](Self::local_address) returns `address`, which must
+    /// have the port that was chosen and the key that was asked for.
     pub fn new(address: Address, source: impl Accept + 'static) -> Self {
         Self { address, source: Box::new(source), pause: None, pause_len: PAUSE_MIN }
     }
 
     /// Waits for the next channel. Cancel-safe: dropping the future loses no connection.
     ///
-    /// A connection that died while it waited is passed over. When files or memory run out,
-    /// accepting pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by itself.
+    /// A connection that died while it waited is passed over. When file descriptors or memory run
+    /// out, accepting pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by itself.
     ///
     /// # Errors
     ///
-    /// Only what ends the listener for good, such as a socket that the system took away.
+    /// Any error that ends the listener for good, such as that of a socket that the system took
+    /// away.
     pub async fn accept(&mut self) -> Result<Channel, TransportError> {
         loop {
             if let Some(until) = self.pause {
@@ -80,7 +81,8 @@ impl Listener {
         }
     }
 
-    /// What is listened on, with the port that was chosen. A wildcard host stays a wildcard.
+    /// Returns the address of the listener, with the port that was chosen. A wildcard host stays a
+    /// wildcard.
     #[must_use]
     pub fn local_address(&self) -> &Address {
         &self.address
@@ -93,13 +95,13 @@ impl fmt::Debug for Listener {
     }
 }
 
-/// What an error of `accept` says about the listener.
+/// Scope of an error of `accept`.
 enum AcceptFailure {
-    /// One connection is gone; others are not affected.
+    /// Loss of one connection. Others are not affected.
     Connection,
-    /// The process or the system has run out of something; trying again at once would spin.
+    /// Lack of a resource in the process or the system. Trying again at once would spin.
     Exhausted,
-    /// The listener itself is broken.
+    /// Failure of the listener itself.
     Listener,
 }
 
@@ -107,8 +109,8 @@ impl AcceptFailure {
     fn of(error: &io::Error) -> Self {
         match Errno::from_io_error(error) {
             Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => Self::Exhausted,
-            // Besides a reset, Linux hands the network errors of the new connection to `accept`,
-            // and a firewall's refusal as a missing permission.
+            // On Linux, `accept` reports resets and also the network errors of the new connection.
+            // It reports a firewall's refusal as a missing permission.
             Some(
                 Errno::CONNABORTED
                 | Errno::CONNRESET
@@ -128,9 +130,9 @@ impl AcceptFailure {
     }
 }
 
-/// Long enough for another connection to end, short enough to go unnoticed.
+/// First pause: long enough for another connection to end, short enough to go unnoticed.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
-/// A dialler gives up after 10 s; this leaves it several chances.
+/// Longest pause: a dialler gives up after 10 s, so it has several chances.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -140,7 +142,7 @@ mod tests {
 
     use super::*;
 
-    /// Yields what it was given, then nothing.
+    /// Source that yields the results that it was given, then nothing.
     struct Scripted(VecDeque<io::Result<Channel>>);
 
     impl Accept for Scripted {

@@ -1,5 +1,5 @@
-//! Detection of async code, so that a blocking form inside of it is an error and not a deadlock;
-//! and the runtime for blocking sessions over transports that need one.
+//! Detection of async code, so that a blocking call inside it is an error and not a deadlock, and
+//! the runtime for blocking sessions over transports that need one.
 
 use std::future::Future;
 use std::io;
@@ -18,15 +18,15 @@ pub(crate) fn install_probe() {
 
 /// Returns true if the calling thread is inside of a task's `poll`, or of `block_on`.
 ///
-/// A thread of the runtime's blocking pool has a current runtime as well, and may block. It has no
-/// cooperative budget, which only polled code has: there, taking units of it comes to an end.
-/// Afterwards the budget is what it was before.
+/// A thread of the runtime's blocking pool has a current runtime as well, and may block. Only
+/// polled code has a cooperative budget, so there alone it can be used up. Afterwards the budget is
+/// what it was before.
 fn inside_async_code() -> bool {
     if tokio::runtime::Handle::try_current().is_err() {
         return false;
     }
     let mut context = Context::from_waker(Waker::noop());
-    // Puts the whole budget back when it is dropped, because no progress is reported for it.
+    // `_restore` puts the whole budget back when dropped, because no progress is reported for it.
     let Poll::Ready(_restore) = tokio::task::coop::poll_proceed(&mut context) else { return true };
     (1..=MAX_BUDGET).any(|_| match tokio::task::coop::poll_proceed(&mut context) {
         Poll::Ready(taken) => {
@@ -41,7 +41,7 @@ fn inside_async_code() -> bool {
 const MAX_BUDGET: usize = 256;
 
 /// Runs `open` on the background runtime of the process, which has one thread, and waits for it on
-/// the calling thread. The tasks that `open` spawns go on there.
+/// the calling thread. Tasks that `open` spawns continue on that runtime.
 pub(crate) fn run_in_background<T: Send + 'static>(
     open: impl Future<Output = Result<T, ConnectError>> + Send + 'static,
 ) -> Result<T, ConnectError> {
@@ -58,8 +58,8 @@ pub(crate) fn run_in_background<T: Send + 'static>(
         Some(runtime) => runtime,
         None => {
             let made = Builder::new_multi_thread().worker_threads(1).thread_name("rpc-io").enable_all().build();
-            // If two threads make one at the same time, one of the two is dropped, which is allowed
-            // outside of async code.
+            // If two threads make a runtime at the same time, one of the two is dropped, which is
+            // allowed outside of async code.
             let made = made.map_err(failed)?;
             RUNTIME.get_or_init(|| made)
         }

@@ -1,4 +1,4 @@
-//! Serving: sessions of any kind behind channels of any kind.
+//! Servers: sessions of any kind behind channels of any kind.
 
 mod admission;
 mod connection;

@@ -1,9 +1,9 @@
-//! Trackers: who has which server, and who gets one next. What is said to them, and their clients.
+//! Trackers, which assign servers to clients: their messages, tickets and clients.
 //!
 //! A tracker is a server like any other, whose functions are named in [`functions`]. Servers
-//! register there with a key, and clients ask for one server with that key, or for several
-//! together. What a client is given is an address and a [ticket](TicketKey) that only this server
-//! takes, once, and not for long.
+//! register there with a key. Clients ask for one server with that key, or for several together. A
+//! client gets an address and a [ticket](TicketKey), which only this server accepts, once, and for
+//! a short time.
 //!
 //! ```no_run
 //! # async fn example() -> Result<(), rpc_core::RpcError> {
@@ -31,6 +31,6 @@ pub use self::ticket::{Ticket, TicketError, TicketKey};
 
 pub(crate) use self::client::connect;
 
-/// The [application kind](rpc_core::RpcError::application_kind) of a server's refusal of a client
-/// that has no ticket, or one that is not good.
+/// [Application kind](rpc_core::RpcError::application_kind) of a server's refusal of a client
+/// without a valid ticket.
 pub const TICKET_REFUSED: &str = "ticket";

@@ -1,4 +1,4 @@
-//! Transports: the trait by which peers are dialled and listened for, and what each call is given.
+//! Transports: the trait for dialling peers and listening for them, and the terms of each call.
 
 mod registry;
 
@@ -23,35 +23,37 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// A way in which peers reach each other: it dials addresses of its schemes, listens on them, or
 /// both.
 ///
-/// A transport is registered with [`Transports::with`], and works from then on wherever that
+/// A transport is registered with [`Transports::with`]. From then on it works wherever that
 /// registry is given: to a [`Connector`](crate::Connector), to a [`Server`](crate::Server), and to
-/// what is built on them. Everything that a call needs comes with it, in [`Dial`] or [`Bind`];
-/// knobs that no other transport has belong to the value that implements the trait.
+/// code built on them. Each call brings all that it needs in [`Dial`] or [`Bind`]. Settings that no
+/// other transport has belong to the value that implements the trait.
 ///
-/// A transport moves bytes. Handshakes, the proof of identity, hops and relays are no concern of
-/// it; it cannot claim that a channel is encrypted, other than by handing on the
+/// A transport moves bytes. Handshakes, the proof of identity, hops and relays are not its concern.
+/// It cannot claim that a channel is encrypted, other than by handing on the
 /// [`Security`](crate::Security) that [`ClientTls::connect`](crate::ClientTls::connect) or
 /// [`ServerTls::accept`](crate::ServerTls::accept) has given it.
 pub trait Transport: fmt::Debug + Send + Sync + 'static {
-    /// The schemes of the addresses that this transport serves, in lower case.
+    /// Returns the schemes of the addresses that this transport serves, in lower case.
     fn schemes(&self) -> &[&str];
 
-    /// Returns what is known of channels to `at`, without dialling. Called for each address before
+    /// Returns the properties of channels to `at`, without dialling. Called for each address before
     /// it is used.
     ///
-    /// Unless it is implemented, all well-formed addresses are taken, with the cautious default of
+    /// The default implementation accepts all well-formed addresses, with the cautious default of
     /// [`Properties`].
     ///
     /// # Errors
     ///
-    /// The address is none of this transport: see [`AddressError::invalid`].
+    /// [`AddressError`] if the transport does not accept the address: see
+    /// [`AddressError::invalid`].
     fn check(&self, at: &Address) -> Result<Properties, AddressError> {
         let _ = at;
         Ok(Properties::default())
     }
 
-    /// Returns the address in the one spelling by which operators' patterns are compared with it.
-    /// The same address, unless it is implemented: only opaque addresses have several spellings.
+    /// Returns the address in its canonical spelling, with which operators' patterns are compared.
+    /// The default implementation returns the same address: only opaque addresses have several
+    /// spellings.
     ///
     /// # Errors
     ///
@@ -63,20 +65,20 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Opens a channel to the peer at `to`, which [`check`](Self::check) has accepted. Called in a
     /// tokio runtime with I/O and time.
     ///
-    /// The key of the address plays no part: it is for the handshake. Dropping the future gives up
-    /// the attempt.
+    /// The transport ignores the key of the address, which is for the handshake. Dropping the
+    /// future gives up the attempt.
     fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>>;
 
-    /// Opens a channel on this thread, without a runtime. Returns `None` if the transport cannot:
-    /// then a background runtime of the process dials, and drives the session.
+    /// Opens a channel on this thread, without a runtime. Returns `None` if the transport cannot. A
+    /// background runtime of the process then dials, and drives the session.
     fn dial_blocking(&self, to: &Address, with: &Dial) -> Option<Result<BlockingChannel, TransportError>> {
         let _ = (to, with);
         None
     }
 
     /// Returns the address that the last hop of a tunnel dials for `to`, if streams of bytes
-    /// through a tunnel can lead there. The hop has none of this side's secrets, so that encryption
-    /// is left to [`dial_over`](Self::dial_over).
+    /// through a tunnel can lead there. The hop has none of this side's secrets, so encryption is
+    /// left to [`dial_over`](Self::dial_over).
     fn tunnel_target(&self, to: &Address) -> Option<Address> {
         let _ = to;
         None
@@ -109,12 +111,12 @@ fn unsupported<'a, T: Send + 'a>(at: &Address, why: &'static str) -> BoxFuture<'
 
 /// The properties of channels to an address, as far as they follow from the address.
 ///
-/// The default is the cautious one: the network can reach it, nothing is encrypted, and programs
-/// are started.
+/// The default is the cautious one: other machines can reach the peer, bytes are not encrypted, and
+/// dialling may start a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Properties {
-    /// The peers that can reach a listener there, or be reached there.
+    /// Distance from which a peer at the address can be reached.
     pub reach: Reach,
     /// True if bytes can be neither read nor changed on the way, and the ends are bound to each
     /// other by TLS or QUIC.
@@ -124,25 +126,25 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// Properties of channels that are not encrypted and start no program.
+    /// Returns the properties of channels that are not encrypted and start no program.
     #[must_use]
     pub fn plain(reach: Reach) -> Self {
         Self { reach, encrypted: false, starts_programs: false }
     }
 
-    /// Properties of channels that are encrypted and start no program.
+    /// Returns the properties of channels that are encrypted and start no program.
     #[must_use]
     pub fn encrypted(reach: Reach) -> Self {
         Self { encrypted: true, ..Self::plain(reach) }
     }
 
-    /// Properties of channels to programs that are started when dialled.
+    /// Returns the properties of channels to programs that are started when dialled.
     #[must_use]
     pub fn program(reach: Reach) -> Self {
         Self { starts_programs: true, ..Self::plain(reach) }
     }
 
-    /// Returns true if no other machine can reach it.
+    /// Returns true if no other machine can reach the peer.
     #[must_use]
     pub fn is_local(&self) -> bool {
         self.reach <= Reach::Machine
@@ -158,22 +160,22 @@ impl Default for Properties {
 /// The distance from which a peer can be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
-    /// From this process alone.
+    /// Reach from this process alone.
     Process,
-    /// From this machine alone.
+    /// Reach from this machine alone.
     Machine,
-    /// From other machines, too.
+    /// Reach from other machines, too.
     Network,
 }
 
-/// The terms of one dialling: time, keep-alive, and the credentials of this side.
+/// Terms of one attempt to dial: time, keep-alive, and the credentials of this side.
 #[derive(Clone, Debug)]
 pub struct Dial {
-    /// The tokens by which this side proves itself, and by which it makes sure of the other.
-    /// Default: none.
+    /// The tokens by which this side proves its identity and checks that of the other. Default:
+    /// none.
     pub tokens: Tokens,
-    /// The trust in servers, for transports that encrypt. Default: none, and those cannot be
-    /// dialled.
+    /// The trust in servers, for transports that encrypt. Default: none, and those transports can
+    /// dial only with tokens.
     #[cfg(feature = "tls")]
     pub tls: Option<ClientTls>,
     /// The time that resolving and connecting may take together. Default: 10 s, which leaves room
@@ -187,7 +189,7 @@ pub struct Dial {
 }
 
 impl Dial {
-    /// Returns the time limit, cut to what can be added to any clock.
+    /// Returns the time limit, cut to 365 days so that it can be added to any clock.
     #[must_use]
     pub fn limit(&self) -> Duration {
         self.connect_timeout.min(Duration::from_secs(365 * 24 * 3600))
@@ -206,14 +208,14 @@ impl Default for Dial {
     }
 }
 
-/// The silence after which sessions test their channel, unless they are told otherwise.
+/// The silence after which sessions test their channel, unless another one is set.
 pub(crate) const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-/// The terms of one listening: ports, credentials and limits.
+/// Terms of one listener: ports, credentials and limits.
 #[derive(Clone, Debug)]
 pub struct Bind {
-    /// The certificates of the server, for transports that encrypt. Default: none, and those cannot
-    /// be listened on.
+    /// The certificates of the server, for transports that encrypt. Default: none, and those
+    /// transports cannot listen.
     #[cfg(feature = "tls")]
     pub tls: Option<ServerTls>,
     /// The limits of connections that carry several channels each.
@@ -221,8 +223,8 @@ pub struct Bind {
     /// handshakes.
     pub connections: ConnectionLimits,
     /// The number of connections that may wait to be accepted. Default: 1024, so that a burst of
-    /// workers that start together gets in; the kernel cuts it to its own limit. Costs nothing
-    /// while unused.
+    /// workers that start together gets in. The kernel cuts it to its own limit. A larger number
+    /// costs nothing while unused.
     pub backlog: u32,
     /// The ports to try in turn when the address says port 0 or its port is in use. Default: none,
     /// so that port 0 is any free port, and a port in use is an error.
@@ -247,15 +249,16 @@ impl Default for Bind {
 pub struct ConnectionLimits {
     /// The silence after which the sessions test their channels. Default: 5 s.
     pub keep_alive: Duration,
-    /// The time that a connection may take to come about, and then to have its first channel. 10 s.
+    /// The time that a connection may take to be established, and then to have its first channel.
+    /// Default: 10 s.
     pub handshake: Duration,
-    /// The number of connections whose clients are not known. For one more, the oldest connection
-    /// of the machine that has most of them is closed. 1,024.
+    /// The number of connections whose clients have not proven their identity. For one more, the
+    /// oldest such connection of the machine that has most of them is closed. Default: 1,024.
     pub max_handshakes: usize,
-    /// The number of connections in all; more are refused. 5,120.
+    /// The number of connections in all; more are refused. Default: 5,120.
     pub max_connections: usize,
-    /// The number of channels that one connection may have at a time. For one more its client waits
-    /// a second, and makes another connection. 1,024.
+    /// The number of channels that one connection may have at a time. For one more, its client
+    /// waits a second and then makes another connection. Default: 1,024.
     pub max_channels: u32,
 }
 

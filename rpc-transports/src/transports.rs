@@ -1,7 +1,7 @@
 //! The transports of this crate, one file each. Each owns its own settings.
 
 #[cfg(feature = "exec")]
-// Telling the kernel, between fork and exec, that a child must die with its parent.
+// Unsafe code tells the kernel, between fork and exec, that a child must die with its parent.
 #[allow(unsafe_code)]
 pub mod exec;
 pub mod memory;

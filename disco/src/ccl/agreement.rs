@@ -24,8 +24,8 @@ pub trait Agreement: Ccl {
     /// step breaks the group.
     fn agree(&mut self, collective: Collective, input: Result<(), RpcError>) -> Result<(), CclError>;
 
-    /// Hears, without waiting, whether the group has been broken since. A rank that has died breaks
-    /// it; one that has left has nothing more to do in what was agreed on.
+    /// Asks, without waiting, if the group has been broken since. A rank that has died breaks it;
+    /// one that has left has nothing more to do in the collective that was agreed on.
     ///
     /// # Errors
     ///

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Backend that carries the data of collectives among the workers of a session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Backend {
-    /// Whatever there is between host memories: threads, segments, sockets.
+    /// The means between host memories: threads, segments, sockets.
     #[default]
     Host,
     /// MPI, between the same.
@@ -18,7 +18,7 @@ pub(crate) enum Backend {
 impl Backend {
     const ALL: [(&str, Self); 3] = [("host", Self::Host), ("mpi", Self::Mpi), ("nccl", Self::Nccl)];
 
-    /// The one that users call `name`.
+    /// Returns the backend that users call `name`.
     pub(crate) fn named(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find_map(|(known, backend)| (known == name).then_some(backend)).ok_or_else(|| {
             let known = Self::ALL.map(|(known, _)| known).join(", ");
@@ -26,7 +26,7 @@ impl Backend {
         })
     }
 
-    /// On which devices its tensors are.
+    /// Returns the kind of the devices that hold its tensors.
     pub(crate) fn device_kind(self) -> DeviceType {
         match self {
             Self::Host | Self::Mpi => DeviceType::CPU,

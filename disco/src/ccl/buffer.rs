@@ -1,4 +1,4 @@
-//! The memory that one rank brings to a collective: where its input is, and where its output goes.
+//! Memory that one rank brings to a collective: its input, and the room for its output.
 
 use std::marker::PhantomData;
 
@@ -31,42 +31,42 @@ struct Span {
 unsafe impl Send for Buffers<'_> {}
 
 impl<'a> Buffers<'a> {
-    /// An input and an output.
+    /// Makes buffers of an input and an output.
     #[must_use]
     pub fn new(input: &'a [u8], output: &'a mut [u8]) -> Self {
         Self { input: Some(Span::of(input)), output: Some(Span::of_mut(output)), ..Self::none() }
     }
 
-    /// One buffer for both. Where one of the two is longer than the other, the shorter one is this
-    /// rank's share of the longer: an allgather, for example, finds its input at `rank × count` of
-    /// the buffer.
+    /// Makes one buffer for both. Where one of the two is longer than the other, the shorter one is
+    /// this rank's share of the longer: an allgather, for example, finds its input at `rank ×
+    /// count` of the buffer.
     #[must_use]
     pub fn in_place(buffer: &'a mut [u8]) -> Self {
         let span = Some(Span::of_mut(buffer));
         Self { input: span, output: span, in_place: true, ..Self::none() }
     }
 
-    /// An input alone: to send, to gather elsewhere, or to broadcast from.
+    /// Makes an input alone: to send, to gather elsewhere, or to broadcast from.
     #[must_use]
     pub fn input(input: &'a [u8]) -> Self {
         Self { input: Some(Span::of(input)), ..Self::none() }
     }
 
-    /// An output alone: to receive, or to take part in another rank's broadcast or scatter.
+    /// Makes an output alone: to receive, or to take part in another rank's broadcast or scatter.
     #[must_use]
     pub fn output(output: &'a mut [u8]) -> Self {
         Self { output: Some(Span::of_mut(output)), ..Self::none() }
     }
 
-    /// Nothing, for a barrier.
+    /// Makes no buffers, for a barrier.
     #[must_use]
     pub fn none() -> Self {
         Self { input: None, output: None, in_place: false, device: Device::cpu(), lent: PhantomData }
     }
 
-    /// Buffers by address and length, for memory of `device` that no slice can stand for. The same
-    /// address twice, where the lengths are those that [`in_place`](Self::in_place) would use or
-    /// equal, is the way to alias them. Each backend takes the memory that it can reach: `host`
+    /// Makes buffers by address and length, for memory of `device` that no slice can stand for. The
+    /// same address twice, where the lengths are those that [`in_place`](Self::in_place) would use
+    /// or equal, is the way to alias them. Each backend takes the memory that it can reach: `host`
     /// that of the host, `nccl` that of its device.
     ///
     /// # Errors
@@ -76,9 +76,9 @@ impl<'a> Buffers<'a> {
     /// # Safety
     ///
     /// For `'a` the input must be valid for reads and the output for reads and writes, on that
-    /// device and from any thread, and nobody else may write to the one or touch the other. Memory
-    /// of a device that is not the host's is so until the stream of the communicator has done what
-    /// it is for, or [`Ccl::complete`](super::Ccl::complete) has returned.
+    /// device and from any thread. No other code may write to the input or touch the output. Memory
+    /// of a device that is not the host's is so until the stream of the communicator has done the
+    /// call's work, or [`Ccl::complete`](super::Ccl::complete) has returned.
     pub unsafe fn from_raw(
         device: Device,
         input: Option<(*const u8, usize)>,
@@ -102,25 +102,25 @@ impl<'a> Buffers<'a> {
         Ok(Self { input, output, in_place, device, lent: PhantomData })
     }
 
-    /// As [`in_place`](Self::in_place), by address and length.
+    /// Makes one buffer for both, as [`in_place`](Self::in_place), by address and length.
     ///
     /// # Safety
     ///
     /// For `'a` the buffer must be valid for reads and writes, on that device and from any thread,
-    /// and nobody else may touch it.
+    /// and no other code may touch it.
     pub(crate) unsafe fn in_place_raw(device: Device, start: *mut u8, len: usize) -> Self {
         let span = Some(Span { start, len });
         Self { input: span, output: span, in_place: true, device, lent: PhantomData }
     }
 
-    /// Returns the device whose memory it is.
+    /// Returns the device that the memory belongs to.
     #[must_use]
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The buffers as `collective` needs them on `rank` of `size`. `reach` refuses memory that the
-    /// backend has no access to.
+    /// Returns the buffers as `collective` needs them on `rank` of `size`. `reach` refuses memory
+    /// that the backend has no access to.
     ///
     /// # Errors
     ///
@@ -244,8 +244,9 @@ pub(crate) struct Lent {
 pub enum CollectiveInput<'a> {
     /// Its buffers.
     Ready(Buffers<'a>),
-    /// The error of whatever should have made the input. The rank takes part nevertheless, so that
-    /// no rank waits for it; only the operation of the call has to agree with that of the others.
+    /// The error of the step that should have made the input. The rank takes part nevertheless, so
+    /// that no rank waits for it; only the operation of the call has to agree with that of the
+    /// others.
     Poisoned(RpcError),
 }
 
@@ -270,7 +271,7 @@ mod tests {
         let mut bytes = [0_u8; 16];
         let start = bytes.as_mut_ptr();
         let cpu = Device::cpu();
-        // SAFETY: all ranges lie in `bytes`, which nobody else touches.
+        // SAFETY: all ranges lie in `bytes`, which no other code touches.
         unsafe {
             assert!(Buffers::from_raw(cpu, Some((start, 8)), Some((start, 8))).unwrap().in_place);
             assert!(!Buffers::from_raw(cpu, Some((start, 8)), Some((start.add(8), 8))).unwrap().in_place);

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Rank;
 
-/// Why a collective failed. It is cheap to clone, and becomes an [`RpcError`] with `into`.
+/// Failure of a collective. It is cheap to clone, and becomes an [`RpcError`] with `into`.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CclError {
@@ -35,7 +35,7 @@ pub enum CclError {
         sequence: u64,
         /// The lowest rank without an input.
         rank: Rank,
-        /// Why it had none.
+        /// Reason why it had none.
         cause: RpcError,
     },
     /// The group is broken and has to be made anew.
@@ -52,8 +52,8 @@ impl CclError {
 }
 
 impl From<CclError> for RpcError {
-    /// Poison becomes its cause again, so that an error keeps its face however many collectives it
-    /// runs through.
+    /// Turns poison into its cause again, so that an error keeps its face however many collectives
+    /// it runs through.
     fn from(error: CclError) -> Self {
         match error {
             CclError::Mismatch { .. } => Self::invalid_argument(error.to_string()),
@@ -117,7 +117,7 @@ pub enum BreakCause {
 }
 
 impl Breakdown {
-    /// Its form in shared memory and on a connection, no longer than `room` bytes.
+    /// Encodes it for shared memory and connections, no longer than `room` bytes.
     pub(crate) fn to_bytes(&self, room: usize) -> Vec<u8> {
         let mut this = self.clone();
         loop {
@@ -179,7 +179,7 @@ impl fmt::Display for Breakdown {
     }
 }
 
-/// The first `len` bytes of `text`, or somewhat fewer.
+/// Returns the first `len` bytes of `text`, or somewhat fewer.
 pub(crate) fn cut(text: &str, len: usize) -> String {
     let end = (0..=len.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     text[..end.unwrap_or(0)].to_owned()
@@ -196,7 +196,7 @@ struct Cause {
     may_have_run: bool,
 }
 
-/// The form of a cause of poison in shared memory and on a connection, no longer than `room` bytes.
+/// Encodes a cause of poison for shared memory and connections, no longer than `room` bytes.
 pub(crate) fn poison_to_bytes(error: &RpcError, room: usize) -> Vec<u8> {
     let mut cause = Cause {
         kind: error.kind().code(),

@@ -1,4 +1,4 @@
-//! The flight recorder: the last calls of a rank, with what is still in the air.
+//! Flight recorder: the last calls of a rank, and those that are still running.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -19,7 +19,7 @@ pub struct Flight {
     pub sequence: u64,
     /// The call.
     pub collective: Collective,
-    /// When this rank entered it.
+    /// Time at which this rank entered it.
     pub entered: Instant,
     /// Duration of the call; `None` while it runs.
     pub took: Option<Duration>,
@@ -31,13 +31,13 @@ pub struct Flight {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It has not.
+    /// The call has not ended.
     Outstanding,
-    /// With a result.
+    /// The call ended with a result.
     Done,
-    /// With an error for this call alone: ranks disagreed, or one had no input.
+    /// The call ended with an error of its own: ranks disagreed, or one had no input.
     Failed,
-    /// With the end of the group.
+    /// The call ended with the end of the group.
     Broken,
 }
 
@@ -83,7 +83,7 @@ impl Recorder {
         self.0.lock().iter().cloned().collect()
     }
 
-    /// The call that is in the air, or else the last one.
+    /// Returns the call that is running, or else the last one.
     pub(crate) fn last(&self) -> Option<Flight> {
         self.0.lock().back().cloned()
     }

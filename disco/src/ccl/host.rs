@@ -6,10 +6,14 @@
 //!
 //! | | up to 16 KiB of input | more |
 //! | --- | --- | --- |
-//! | threads | inputs travel with the announcements | each rank reduces its share of everybody's buffers, into everybody's buffers |
-//! | processes | the same | the same, in chunks of 256 KiB through the segment, a few under way at a time; up to 1 MiB in one chunk |
-//! | processes that may read each other's memory, from 4 MiB on | | each rank reads and reduces its share of everybody's buffers, and reads the results |
-//! | sockets | the same | everybody sends each rank its share, and each rank sends its reduced share to everybody |
+//! | threads | inputs travel with the announcements | each rank reduces its share of all buffers |
+//! | processes | the same | the same, through the segment in chunks |
+//! | processes, read access | | each rank reads and reduces its share, and reads the results |
+//! | sockets | the same | each rank gets its share from all, and sends its reduced share to all |
+//!
+//! Threads reduce their share straight into the buffers of all. Chunks have 256 KiB, with a few
+//! under way at a time; up to 1 MiB there is one chunk. Processes with read access may read each
+//! other's memory; they do so from 4 MiB on.
 
 mod agreement;
 mod check;
@@ -59,8 +63,8 @@ pub struct Options {
     /// 5 minutes.
     pub entry_timeout: Option<Duration>,
     /// Time that a rank waits, within a collective that all have entered, for another one that
-    /// makes no progress. Twice that for one that says that it waits for another in turn, and so
-    /// has time to tell whom. Default: 15 seconds.
+    /// makes no progress. The limit is twice that for a rank that says that it waits for another in
+    /// turn, so that it has time to name that one. Default: 15 seconds.
     pub stall_timeout: Duration,
     /// Time that making a group waits for all ranks. Default: 30 seconds.
     pub join_timeout: Duration,
@@ -69,8 +73,8 @@ pub struct Options {
     pub ranks_on_machine: Option<usize>,
     /// The number of this making of the group. Default: 0.
     pub epoch: u64,
-    /// From how many bytes on processes of one machine read from each other's buffers, if the
-    /// system permits that to all of them; smaller data goes through their segment, which costs
+    /// Size in bytes from which processes of one machine read from each other's buffers, if the
+    /// system permits that to all of them. Smaller data goes through their segment, which costs
     /// less than system calls and the kernel's walk over small pages. `None` is never. Default: 4
     /// MiB, because tensors of that size have large pages.
     pub read_from: Option<usize>,
@@ -93,7 +97,7 @@ impl Default for Options {
     }
 }
 
-/// A group of `size` threads of this process: a communicator for each, in the order of ranks.
+/// Makes a group of `size` threads of this process: a communicator for each, in the order of ranks.
 ///
 /// Each rank works directly on the others' buffers, so that large data moves once. Nothing is read
 /// or written there after a call has returned, however it has ended.
@@ -109,7 +113,7 @@ pub fn threads(size: usize, options: &Options) -> Result<Vec<Box<dyn Ccl>>, RpcE
     Ok((0..size).map(|number| Box::new(rank(number)) as Box<dyn Ccl>).collect())
 }
 
-/// The bytes of the segment of a group.
+/// Returns the bytes of the segment of a group.
 fn segment_bytes(size: usize) -> Result<usize, RpcError> {
     if size == 0 || size > MAX_SHARED_RANKS {
         let text = format!("a group that shares memory has 1 to {MAX_SHARED_RANKS} ranks, not {size}");

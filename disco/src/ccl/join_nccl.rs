@@ -25,7 +25,7 @@ pub(crate) fn join(
     group_number: u32,
 ) -> Result<Membership> {
     let Membership { epoch, world: mut control, group } = membership;
-    // Everybody hears of whoever cannot.
+    // All ranks hear of one that cannot.
     let ready = library().and_then(|library| Ok((library, stream(device)?)));
     let own = ready.as_ref().map(|(library, _)| Own::new(library, device)).map_err(Clone::clone);
     Own::compare(&mut *control, own)?;
@@ -50,7 +50,7 @@ pub(crate) fn join(
     Ok(Membership { epoch, world: Box::new(world), group: group.map(|group| Box::new(group) as Box<dyn Ccl>) })
 }
 
-/// The session's limits. The controller waits no longer for the groups than it has told.
+/// Sets the session's limits. The controller waits no longer for the groups than it has told.
 fn options(limits: CollectiveTimeouts, mut options: Options) -> Options {
     options.join_timeout = limits.join;
     options.stall_timeout = limits.stall.max(options.stall_timeout);
@@ -77,7 +77,7 @@ fn stream(device: Device) -> Result<Arc<dyn DeviceStream>> {
 
 /// Facts that ranks compare before NCCL hears of any of them.
 struct Own {
-    /// Of the library.
+    /// Version of the library.
     version: u32,
     device: i32,
     process: u64,
@@ -87,7 +87,7 @@ impl Own {
     const LEN: usize = 16;
 
     fn new(library: &Library, device: Device) -> Self {
-        /// Tells this process from all others, on whatever machine.
+        /// Number that tells this process from all others, on any machine.
         static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
         Self { version: library.version().code(), device: device.index, process: *PROCESS }
     }
@@ -143,7 +143,7 @@ fn version(code: u32) -> Version {
     Version::from_code(i32::try_from(code).unwrap_or(i32::MAX))
 }
 
-/// The id that rank 0 makes, on all ranks.
+/// Shares the id that rank 0 makes with all ranks.
 fn share_id(control: &mut dyn Ccl, library: &Library) -> Result<UniqueId> {
     let mut bytes = [0; UniqueId::LEN];
     let made = if control.rank() == Rank(0) { library.unique_id().map(Some) } else { Ok(None) };

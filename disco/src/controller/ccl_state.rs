@@ -9,8 +9,8 @@
 //!      └── all have joined ────┘       └── some did not come ────────┘
 //! ```
 //!
-//! Each making of the communicators has a number, its *epoch*; what is said of an earlier one is of
-//! no interest.
+//! Each making of the communicators has a number, its *epoch*; reports of an earlier one are of no
+//! interest.
 
 use rpc_core::{ErrorKind, RpcError};
 
@@ -47,8 +47,8 @@ pub struct Breakage {
     /// Cause, and the call that each rank was known to be in: its number, operation, type and
     /// count.
     pub cause: RpcError,
-    /// The worker that it happened to: that died, fell silent or never came. `None` where it is
-    /// nobody's fault or nobody knows.
+    /// The worker that it happened to: that died, fell silent or never came. `None` if no worker is
+    /// at fault or it is not known.
     pub culprit: Option<WorkerId>,
     /// The workers that have found a communicator broken so far, in the order in which they said
     /// so.
@@ -58,7 +58,7 @@ pub struct Breakage {
 /// The controller's knowledge of its workers' communicators.
 #[derive(Debug, Default)]
 pub(crate) struct Collectives {
-    /// Of those that are there, or are being made.
+    /// Epoch of the communicators that are there, or are being made.
     epoch: u64,
     backend: Backend,
     being_made: bool,
@@ -135,7 +135,7 @@ impl Collectives {
         self.broken = None;
     }
 
-    /// The attempt is over. What it has come to the workers have said.
+    /// Ends the attempt. Its outcome is in the workers' reports.
     pub(crate) fn finish(&mut self) {
         self.being_made = false;
     }

@@ -30,7 +30,8 @@ impl Controller {
     /// error none was issued.
     pub(crate) async fn meet(&self, epoch: u64, backend: Backend, devices: Vec<Device>) -> Result<u64> {
         let join = match backend {
-            // NCCL knows nothing of failures: beside it the ranks have what host memory has.
+            // NCCL knows nothing of failures: beside it the ranks have the same means as on host
+            // memory.
             Backend::Host | Backend::Nccl => self.plan(epoch).await?,
             Backend::Mpi => self.plan_mpi()?,
         };

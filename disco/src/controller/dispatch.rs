@@ -1,5 +1,5 @@
-//! The controller: gives commands their numbers, passes each to all links or to none, and knows
-//! what the workers have said.
+//! The controller: gives commands their numbers, passes each to all links or to none, and keeps the
+//! workers' reports.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -37,7 +37,7 @@ pub(crate) struct ControllerState {
     pub(super) sequence: u64,
     /// The credit that all commands have taken so far.
     pub(super) issued: u64,
-    /// Of that, what each worker has executed, as far as is known.
+    /// The part of that credit that each worker has executed, as far as is known.
     pub(super) executed: Vec<u64>,
     /// The last command that each worker is known to have executed.
     pub(super) reached: Vec<u64>,
@@ -60,7 +60,7 @@ pub(crate) struct ControllerState {
 #[derive(Default)]
 struct Registers {
     next: Register,
-    /// Those whose kill has been issued: it comes before whatever uses them next.
+    /// Registers whose kill has been issued: it comes before any command that uses them next.
     free: Vec<Register>,
 }
 
@@ -82,8 +82,8 @@ impl Controller {
             ended: None,
             room: Vec::new(),
         };
-        // Also where a host of this process passes them on: what cannot be encoded is to be refused
-        // before it has a number.
+        // A host of this process that passes commands on counts too: a command that cannot be
+        // encoded is to be refused before it has a number.
         let is_several = |link: &Link| link.nodes > 1 || link.info.processes.len() > 1;
         let passes_on = options.hosting == Hosting::Processes || links.iter().any(is_several);
         let encodes = passes_on || links.iter().any(Link::is_remote);
@@ -98,7 +98,7 @@ impl Controller {
         })
     }
 
-    /// A register that nothing uses.
+    /// Takes a register that nothing uses.
     pub(crate) fn take_register(&self) -> Register {
         let mut state = self.lock();
         state.registers.free.pop().unwrap_or_else(|| {
@@ -107,7 +107,7 @@ impl Controller {
         })
     }
 
-    /// A number for a program, which no other has in this session.
+    /// Takes a number for a program, which no other has in this session.
     pub(crate) fn take_program(&self) -> u32 {
         let mut state = self.lock();
         state.last_program += 1;

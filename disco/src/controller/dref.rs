@@ -1,4 +1,4 @@
-//! References to registers: what the controller has of values that live on the workers.
+//! References to registers: the controller's side of values that live on the workers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -30,7 +30,7 @@ impl Drop for OwnedRegister {
 }
 
 impl DRef {
-    /// A fresh register, which no worker has set.
+    /// Takes a fresh register, which no worker has set.
     pub(crate) fn fresh(controller: &Arc<Controller>) -> Self {
         Self(Arc::new(OwnedRegister { controller: Arc::clone(controller), register: controller.take_register() }))
     }
@@ -39,7 +39,7 @@ impl DRef {
         &self.0.controller
     }
 
-    /// The number of the register, if it is one of `controller`'s session.
+    /// Returns the number of the register, if it is one of `controller`'s session.
     pub(crate) fn register_in(&self, controller: &Arc<Controller>) -> Result<Register> {
         if Arc::ptr_eq(&self.0.controller, controller) {
             Ok(self.0.register)
@@ -48,8 +48,8 @@ impl DRef {
         }
     }
 
-    /// The number of the register, the same on every worker. It is used for another value once this
-    /// one is freed.
+    /// Returns the number of the register, the same on every worker. It is used for another value
+    /// once this one is freed.
     pub fn register(&self) -> u32 {
         self.0.register
     }
@@ -70,8 +70,7 @@ impl DPackedFunc {
     /// are a tuple of values and references, or a list of [`Argument`]s.
     ///
     /// # Errors
-    ///
-    /// The session has ended, or an argument cannot be sent. What the function itself does wrong is
+    /// The session has ended, or an argument cannot be sent. Failures of the function itself are
     /// reported by [`sync_all`](crate::DiscoSession::sync_all).
     pub fn call(&self, args: impl IntoArguments) -> Result<DRef> {
         let controller = self.0.controller();
@@ -83,7 +82,7 @@ impl DPackedFunc {
         Ok(result)
     }
 
-    /// The function as a value, to be passed to others.
+    /// Returns the function as a value, to be passed to others.
     pub fn reference(&self) -> &DRef {
         &self.0
     }
@@ -101,7 +100,7 @@ impl From<DRef> for DPackedFunc {
 pub struct DModule(pub(crate) DRef);
 
 impl DModule {
-    /// The function `name` of the module.
+    /// Returns the function `name` of the module.
     ///
     /// # Errors
     ///
@@ -114,13 +113,13 @@ impl DModule {
         Ok(DPackedFunc(function))
     }
 
-    /// The module as a value, to be passed to functions.
+    /// Returns the module as a value, to be passed to functions.
     pub fn reference(&self) -> &DRef {
         &self.0
     }
 }
 
-/// A value in a program that is being recorded: a parameter, what a step makes, or a captured
+/// A value in a program that is being recorded: a parameter, the result of a step, or a captured
 /// reference. It is for its [`Recorder`](crate::Recorder) alone.
 #[derive(Clone, Copy)]
 pub struct Recorded {
@@ -171,7 +170,7 @@ pub trait IntoArguments {
     fn into_arguments(self) -> Result<Vec<Argument>>;
 }
 
-/// The argument as commands have it.
+/// Returns the argument as commands have it.
 pub(crate) fn resolve(argument: Argument, controller: &Arc<Controller>) -> Result<Value<command::Operand>> {
     argument.try_map(&mut |operand| {
         Ok(match operand {

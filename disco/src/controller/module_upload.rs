@@ -24,9 +24,8 @@ impl DiscoSession {
     ///
     /// # Errors
     ///
-    /// The file cannot be read; what a worker's server has against the module, such as that it
-    /// allows none, that its digest is not on the list, or that its store is full; the session has
-    /// ended.
+    /// The file cannot be read; a worker's server refuses the module, for example because it allows
+    /// none, its digest is not on the list, or its store is full; the session has ended.
     pub fn upload_module(&self, file: impl Into<PathBuf>) -> Completion<String> {
         let (session, file) = (self.clone(), file.into());
         Completion::spawn(async move {

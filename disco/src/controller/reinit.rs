@@ -1,5 +1,5 @@
-//! Making the collectives of a session anew: drain, meet in the next epoch, and see that everybody
-//! has come.
+//! Making the collectives of a session anew: drain, meet in the next epoch, and see that all have
+//! come.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use crate::error::{DiscoError, Failure, Result};
 use crate::wire::command::Command;
 
 impl Controller {
-    /// The default devices of all workers, of this kind and with these ids: one for each worker, or
-    /// one for each worker of a node.
+    /// Returns the default devices of all workers, of this kind and with these ids: one for each
+    /// worker, or one for each worker of a node.
     ///
     /// # Errors
     ///
@@ -87,8 +87,9 @@ impl Controller {
         if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
     }
 
-    /// Waits until all workers have executed what was issued. In broken collectives no worker
-    /// waits, so that only a worker that does not come back holds this up: such ones are `late`.
+    /// Waits until all workers have executed the commands that were issued. In broken collectives
+    /// no worker waits, so that only a worker that does not come back holds this up: such ones are
+    /// `late`.
     async fn drain(self: &Arc<Self>, limit: Duration, late: &str) -> Result<()> {
         let (sequence, reached) = self.all_reach();
         match tokio::time::timeout(limit, reached).await {
@@ -100,8 +101,8 @@ impl Controller {
         }
     }
 
-    /// Asks all workers to say when they have come here: the number of that command, and what
-    /// resolves then.
+    /// Asks all workers to say when they have come here; returns the number of that command, and a
+    /// future that resolves then.
     fn all_reach(self: &Arc<Self>) -> (u64, impl Future<Output = Result<()>> + use<>) {
         let guard = self.open_ticket(self.layout.world_size);
         let issued = self.push(Command::SyncWorker { ticket: guard.ticket(), worker: None });

@@ -20,7 +20,7 @@ impl Upstream for Controller {
                 if let Some(reached) = state.reached.get_mut(worker.index()) {
                     *reached = sequence.max(*reached);
                 }
-                // No more than there was, whatever a node says.
+                // A node cannot report more than was issued.
                 let cost = cost.min(state.issued);
                 if let Some(executed) = state.executed.get_mut(worker.index()) {
                     *executed = cost.max(*executed);

@@ -1,4 +1,4 @@
-//! Tickets: what a controller waits for until its workers say so.
+//! Tickets: reports of the workers that a controller waits for.
 
 use std::task::Waker;
 

@@ -150,8 +150,8 @@ impl Controller {
         })
     }
 
-    /// The workers that have not executed a command yet, as the subject of a sentence about what
-    /// was so.
+    /// Returns the workers that have not executed a command yet, as the subject of a sentence in
+    /// the past tense.
     pub(crate) fn behind(&self, sequence: u64) -> String {
         let state = self.lock();
         let late = state.reached.iter().enumerate().filter(|(_, reached)| **reached < sequence);

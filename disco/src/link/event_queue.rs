@@ -1,5 +1,5 @@
-//! Queue of events: what the workers of a node have said, until the controller or the node above
-//! fetches it.
+//! Queue of events: the reports of a node's workers, until the controller or the node above fetches
+//! them.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;

@@ -1,9 +1,9 @@
-//! Loss of a worker: how it is found, what is said of it, and what it ends.
+//! Loss of a worker: its detection, its report, and its effects.
 //!
-//! | what is lost | who finds it | how |
+//! | lost part | detected by | reported as |
 //! | --- | --- | --- |
-//! | the thread of a worker | [`ExitGuard`], which the thread drops | [`Event::Lost`] |
-//! | a process or a node, or the link to it | the tasks of the link, by [`LossReporter`] | [`Upstream::lose`] |
+//! | thread of a worker | [`ExitGuard`], which the thread drops | [`Event::Lost`] |
+//! | process, node, or link to it | the link's tasks, by [`LossReporter`] | [`Upstream::lose`] |
 //!
 //! A link sees its session end: at once where the kernel reports it, after the keep-alive
 //! elsewhere. A node passes both on as [`Event::Lost`] ([`below_node`]). At the controller both end
@@ -87,7 +87,7 @@ pub(crate) struct LostNode<'a> {
 }
 
 impl LostNode<'_> {
-    /// Says which workers were lost, for an error.
+    /// Describes the workers that were lost, for an error.
     fn describe(&self) -> String {
         // All nodes have the same number of workers.
         let count = self.workers.end - self.workers.start;
@@ -116,8 +116,8 @@ pub(crate) fn of_worker(worker: WorkerId, node: Option<&str>, error: RpcError) -
     error.context(format_args!("worker {worker}{place} was lost"))
 }
 
-/// Returns what a node tells the controller when it has lost the link to a process or node below
-/// it.
+/// Returns the event by which a node tells the controller that it has lost the link to a process or
+/// node below it.
 ///
 /// A process needs no name beside the number of its worker.
 pub(crate) fn below_node(node: &LostNode<'_>, error: RpcError) -> Event {

@@ -57,7 +57,7 @@ pub(crate) struct Link {
     path: Path,
     /// Open session and host at the other end. Taken when the session ends.
     held: Mutex<Option<OpenHost>>,
-    /// True once a task takes what is to be relayed.
+    /// True once a task takes the data that is to be relayed.
     relays: AtomicBool,
 }
 
@@ -171,7 +171,7 @@ impl Link {
         let Some((session, host)) = self.far_end() else { return Ok(()) };
         let relays = session.get_function("disco.relays").await?;
         let loss = Arc::new(LossReporter::new(upstream.clone(), number, self.workers()));
-        // Nothing is awaited from here on, so that whoever gives up this has begun it or not.
+        // Nothing is awaited from here on, so that a caller that gives this up has begun it or not.
         if self.relays.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
@@ -388,7 +388,7 @@ async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObjec
             },
             Err(error) => error,
         };
-        // The end of the session somebody else reports.
+        // The end of the session is reported elsewhere.
         if error.kind() == ErrorKind::Closed || error.ends_session() {
             return;
         }

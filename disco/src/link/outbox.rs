@@ -65,7 +65,7 @@ impl Outbox {
         drop(rest);
     }
 
-    /// The next commands, once there are any.
+    /// Takes the next commands, once there are any.
     pub(crate) async fn take(&self) -> Vec<Encoded> {
         loop {
             {

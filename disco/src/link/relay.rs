@@ -155,7 +155,7 @@ pub(crate) trait WorkerDirectory: Send + Sync {
 pub(crate) enum Destination {
     /// In this process.
     LocalEnd(Address),
-    /// At the other end of a link.
+    /// The host at the other end of a link.
     RemoteEnd { session: Session, host: RemoteObject, worker: u32, is_world: bool },
 }
 
@@ -163,7 +163,8 @@ impl Destination {
     pub(crate) async fn open(self) -> Result<End> {
         match self {
             Self::LocalEnd(address) => {
-                // Its descriptors belong to the runtime of links, whoever polls them.
+                // Its descriptors belong to the runtime of links, no matter which thread polls
+                // them.
                 let dialling = crate::runtime::runtime()?.spawn(dial(address));
                 let stream = dialling.await.unwrap_or_else(|error| Err(RpcError::internal(error.to_string())))?;
                 Ok(End::here(stream, None))
@@ -209,7 +210,7 @@ impl End {
         Self { socket: Socket::LocalEnd(LocalEnd { reader, writer, answer: SyncMutex::new(answer) }), _permit: None }
     }
 
-    /// An end that is an object of a session.
+    /// Returns an end that is an object of a session.
     pub(crate) async fn there(session: &Session, end: RemoteObject) -> Result<Self> {
         let function = |name| session.get_function(name);
         let (take, give, answer) = (function("disco.take"), function("disco.give"), function("disco.answer"));
@@ -379,7 +380,7 @@ impl Relays {
             return wanted.start(to, &self.open);
         }
         let above = self.above.lock().clone();
-        // At the end of the session its worker sees that nobody has it.
+        // At the end of the session its worker sees that no host has it.
         let Some(above) = above else { return };
         match self.take_permit() {
             Ok(permit) => {

@@ -12,7 +12,7 @@ use crate::wire::set_up::SetUp;
 
 /// Origin of the session to a node.
 pub(crate) enum Source {
-    /// From before; and what the node is called.
+    /// A session that exists already; and the name of the node.
     Ready(Session, String),
     Address(Box<Connector>, String),
     /// A node that the server of a session makes way to.
@@ -20,7 +20,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// A session with it, which is tested as often as `keep_alive` says.
+    /// Opens a session with it, which is tested as often as `keep_alive` says.
     async fn open(self, keep_alive: Duration) -> rpc_core::Result<(Session, String)> {
         match self {
             Self::Ready(session, name) => Ok((session, name)),

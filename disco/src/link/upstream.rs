@@ -7,7 +7,7 @@ use rpc_core::RpcError;
 use crate::link::relay::RelayRequest;
 use crate::wire::event::Event;
 
-/// Receiver of what links report.
+/// Receiver of the links' reports.
 pub(crate) trait Upstream: Send + Sync {
     /// Takes the event of a worker.
     fn handle(&self, event: Event);

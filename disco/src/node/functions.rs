@@ -37,7 +37,8 @@ use crate::node::host::WorkerHost;
 use crate::weights;
 use crate::wire::set_up::{SetUp, VERSION};
 
-/// Adds what workers are created and driven by to `registry`, whose functions they call.
+/// Adds the functions by which workers are created and driven to `registry`, whose functions they
+/// call.
 ///
 /// A program that registers this and serves its registry can be a node of any Disco session: as a
 /// child process, over a network, behind a chain of hops.
@@ -53,7 +54,7 @@ pub fn register(registry: &Registry) {
         })
         .add_async("disco.events", |host: SharedObject<WorkerHost>| {
             let events = host.0.events();
-            // The host itself may go while somebody waits.
+            // The host itself may go while a caller waits.
             drop(host);
             async move {
                 match events {
@@ -79,7 +80,7 @@ fn register_relay(registry: &Registry) {
     registry
         .add_async("disco.relays", |host: SharedObject<WorkerHost>| {
             let relays = Arc::clone(host.0.relays());
-            // The host itself may go while somebody waits.
+            // The host itself may go while a caller waits.
             drop(host);
             async move {
                 let RelayRequest { between, end } = relays.next().await?;

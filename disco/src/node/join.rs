@@ -23,8 +23,8 @@ pub struct NodeRank {
     pub nodes: u32,
 }
 
-/// The variables in which launchers tell their processes who they are, and those launchers. One
-/// that may run inside of another comes first.
+/// Variables in which launchers tell their processes their rank, and the launchers' names. One that
+/// may run inside of another comes first.
 const LAUNCHERS: [(&str, &str, &str); 4] = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
     ("PMI_RANK", "PMI_SIZE", "PMI"),
@@ -65,7 +65,8 @@ impl NodeRank {
         place.map_or_else(|| KEY.to_owned(), |Self { rank, nodes }| format!("{KEY}.{rank}.{nodes}"))
     }
 
-    /// The place in a key, which a node may leave open; `None` if the key is none of a node.
+    /// Returns the place in a key, which a node may leave open; `None` if the key is none of a
+    /// node.
     pub(crate) fn of_key(key: &str) -> Option<Option<Self>> {
         let place = key.strip_prefix(KEY)?;
         if place.is_empty() {
@@ -87,8 +88,8 @@ pub struct JoinOptions {
     /// Transports by which the controller is dialled. Default: those that this program was compiled
     /// with.
     pub transports: Transports,
-    /// To whom the node gives a session once it has dialled: the controller proves itself by this.
-    /// Default: anybody, so that it is the dialling that counts.
+    /// Access policy for a controller that the node has dialled: the controller proves itself by
+    /// this. Default: any controller, so that the dialling alone counts.
     pub access: Access,
     /// Longest time for attempts to reach a controller that is not there. Default: 60 s.
     pub patience: Duration,
@@ -97,8 +98,8 @@ pub struct JoinOptions {
     pub data_address: Option<IpAddr>,
     /// The devices of its workers. Default: `cpu` alone.
     pub devices: Devices,
-    /// From which folders its workers read weights. Default: none, so that they get what they load
-    /// from others.
+    /// Folders from which its workers read weights. Default: none, so that they get the tensors
+    /// that they load from others.
     pub weights: Option<WeightFolders>,
     /// A controller that says nothing for this long is tested, and is lost after three times as
     /// long. Default: 5 s.
@@ -179,7 +180,7 @@ pub async fn join_with(
             Err(error) => error,
         };
         let pause = backoff.pause();
-        // It may not be there yet. What it refuses it will refuse again.
+        // The controller may not be there yet. A peer that has refused once will refuse again.
         if !matches!(error, ConnectError::Transport(_)) || Instant::now() + pause >= deadline {
             return Err(error.into_rpc_error().context(format_args!("joining the controller at {controller}")));
         }

@@ -1,5 +1,5 @@
-//! This program as its own worker: whether it can be started as one, by which arguments, and what
-//! it takes over then.
+//! This program as its own worker: if it can be started as one, the arguments for that, and the
+//! state that it takes over then.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

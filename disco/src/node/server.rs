@@ -9,7 +9,7 @@ use rpc_transports::{OpenRequest, ServeOptions, Server, TokioSpawner};
 use crate::node::self_start::OfNode;
 use crate::worker::rendezvous::DataAddress;
 
-/// A server of sessions with the functions of `registry`. Inside of a tokio runtime.
+/// Makes a server of sessions with the functions of `registry`. Inside of a tokio runtime.
 pub(super) fn server_of(
     registry: Registry,
     devices: Devices,

@@ -13,12 +13,12 @@ use serde::{Deserialize, Serialize};
 pub struct NodeSettings(String);
 
 impl NodeSettings {
-    /// These settings.
+    /// Makes these settings.
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// The text.
+    /// Returns the text.
     pub fn text(&self) -> &str {
         &self.0
     }

@@ -29,7 +29,7 @@ pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devic
     rpc_transports::self_start::hook_took_over();
     register(registry);
     crate::logs::install();
-    // A controller's own process reads what the controller may.
+    // A process of the controller's own reads all that the controller may.
     let of_controller =
         || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()), settings: None };
     let node = of_node().unwrap_or_else(|| Ok(of_controller()));
@@ -44,7 +44,7 @@ pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devic
     std::process::exit(code);
 }
 
-/// A keep-alive that never tests anybody.
+/// Keep-alive that never tests a peer.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Serves one session over standard input and output until that ends.

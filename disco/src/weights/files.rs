@@ -29,13 +29,13 @@ pub(super) struct Model {
     pub(super) folder: PathBuf,
     /// Their names in there.
     pub(super) files: Vec<String>,
-    /// In which file each tensor is to be, by its number; `None` where the only file says itself
-    /// what it has.
+    /// Number of the file that each tensor is to be in; `None` where there is only one file, which
+    /// says itself which tensors it has.
     pub(super) index: Option<BTreeMap<String, usize>>,
 }
 
 impl Model {
-    /// The files that `path` means: itself, those of an index, or those in a folder.
+    /// Finds the files that `path` means: itself, those of an index, or those in a folder.
     ///
     /// # Errors
     ///
@@ -57,7 +57,7 @@ impl Model {
     }
 }
 
-/// The file or index of the model in a folder.
+/// Finds the file or index of the model in a folder.
 fn in_folder(folder: &Path) -> Result<PathBuf> {
     for name in [INDEX, SINGLE] {
         let path = folder.join(name);
@@ -105,7 +105,7 @@ struct Index {
     weight_map: Names,
 }
 
-/// The names of files, and in which of them each tensor is.
+/// Reads the names of files, and the number of the file that each tensor is in.
 fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     let file = open(path)?;
     let mut json = Vec::new();
@@ -116,7 +116,7 @@ fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     let index: Index = serde_json::from_slice(&json).map_err(|error| invalid(path, error))?;
     let mut numbers = BTreeMap::new();
     for name in index.weight_map.0.values() {
-        // By what it says alone: the files of a cache are often links to elsewhere.
+        // Judged by the name alone: the files of a cache are often links to elsewhere.
         let stays = !name.is_empty() && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)));
         if !stays {
             return Err(invalid(path, format_args!("it names the file '{name}', which is not below its own folder")));
@@ -129,8 +129,8 @@ fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     Ok((numbers.into_keys().collect(), tensors))
 }
 
-/// By what a file is taken for the same in several places: its length, and the SHA-256 of its
-/// header with the length of that. What the tensors hold is not compared.
+/// Identity by which a file is taken for the same in several places: its length, and the SHA-256 of
+/// its header with the length of that. The content of the tensors is not compared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Likeness {
     pub(super) len: u64,
@@ -190,8 +190,8 @@ impl WeightFile {
     }
 }
 
-/// A worker's file that is like the controller's. Only that is found out: what is in it the
-/// controller knows, and nobody learns it from a worker whose file is another one.
+/// A worker's file that is like the controller's. Only the likeness is found out: the controller
+/// knows the content, and a worker whose file is another one reveals nothing of it.
 #[derive(Debug)]
 pub(super) struct Twin {
     pub(super) path: PathBuf,
@@ -201,7 +201,7 @@ pub(super) struct Twin {
 }
 
 impl Twin {
-    /// The file at `path`, if it is like the wanted one.
+    /// Opens the file at `path`, if it is like the wanted one.
     ///
     /// # Errors
     ///
@@ -210,7 +210,7 @@ impl Twin {
         let file = open(&path)?;
         let io = |error: io::Error| failed(&path, &error);
         let stamp = stamp(&file.metadata().map_err(io)?);
-        // The same text whatever is different.
+        // The text is the same for every difference.
         let another = || invalid(&path, "another file than the controller's: its length or its header is different");
         let end = wanted.header_len.checked_add(PREFIX).filter(|end| *end <= wanted.len);
         let (Some(end), true) = (end, wanted.len == stamp.2 && wanted.header_len <= MAX_HEADER) else {

@@ -5,11 +5,11 @@ use std::path::{Component, Path, PathBuf};
 use rpc_core::{ErrorKind, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
-/// From which folders the workers of a node read weights, as its operator says: an
+/// Folders from which the workers of a node read weights, as its operator says: an
 /// [extension](rpc_core::Context::extension) of the sessions that a node serves. Without it they
-/// read none, and get what they load from other workers or from the controller.
+/// read none, and get the tensors that they load from other workers or from the controller.
 ///
-/// Workers that are threads of the controller's process, or its child processes, read whatever that
+/// Workers that are threads of the controller's process, or its child processes, read all that the
 /// process may.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WeightFolders {
@@ -18,12 +18,12 @@ pub struct WeightFolders {
 }
 
 impl WeightFolders {
-    /// Files in these folders, and in folders below them. A link counts as what it leads to.
+    /// Allows files in these folders, and in folders below them. A link counts as its target.
     pub fn new<P: Into<PathBuf>>(folders: impl IntoIterator<Item = P>) -> Self {
         Self { folders: Some(folders.into_iter().map(Into::into).collect()) }
     }
 
-    /// All files that the process may read: for nodes whose controllers may have anything.
+    /// Allows all files that the process may read: for nodes whose controllers may have anything.
     pub fn anywhere() -> Self {
         Self { folders: None }
     }

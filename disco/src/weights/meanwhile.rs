@@ -4,7 +4,7 @@ use std::panic::resume_unwind;
 use std::thread;
 
 /// Calls `read` on a thread of its own, and `here` on this one; returns when both have ended, with
-/// what they returned. If one of them panics so does this, then.
+/// both results. Panics then if one of them has panicked.
 ///
 /// If the system has no more threads, one is called after the other.
 pub(super) fn meanwhile<T: Send, U>(read: impl FnOnce() -> T + Send, here: impl FnOnce() -> U) -> (T, U) {

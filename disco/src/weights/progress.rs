@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 /// Callback that gets the bytes that have come to all workers together, and those that are to come.
 type Callback = Box<dyn FnMut(u64, u64) + Send>;
 
-/// Counts what the workers have loaded, for whoever wants to see it.
+/// Count of the bytes that the workers have loaded, for the callback of a caller.
 pub(crate) struct ProgressReporter(Mutex<Progress>);
 
 struct Progress {
@@ -32,14 +32,14 @@ impl ProgressReporter {
         self.update(|state| state.total = state.total.saturating_sub(bytes).max(state.done));
     }
 
-    /// Nobody wants to see it any more. When this returns, the callback runs no more.
+    /// Ends the reports. When this returns, the callback runs no more.
     pub(crate) fn close(&self) {
         self.0.lock().callback = None;
     }
 
     /// Adds bytes that have come.
     pub(crate) fn add(&self, bytes: u64) {
-        // No more than was expected, whatever a node says.
+        // A node cannot report more than was expected.
         self.update(|state| state.done = state.done.saturating_add(bytes).min(state.total));
     }
 

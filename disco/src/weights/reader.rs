@@ -1,4 +1,4 @@
-//! A tensor on its way to a worker: read from a file, or what has come from another worker.
+//! A tensor on its way to a worker: read from a file, or received from another worker.
 
 use std::fmt;
 use std::ops::Range;
@@ -38,12 +38,12 @@ impl WeightReader {
         &self.name
     }
 
-    /// The type of its elements.
+    /// Returns the type of its elements.
     pub fn dtype(&self) -> DataType {
         self.dtype
     }
 
-    /// The dimensions of the whole tensor.
+    /// Returns the dimensions of the whole tensor.
     pub fn shape(&self) -> &[i64] {
         &self.shape
     }
@@ -76,9 +76,9 @@ impl WeightReader {
         self.read_box(&before.chain([range]).collect::<Vec<_>>())
     }
 
-    /// Reads a box: these ranges of the first dimensions, and all of the others. A new tensor on
-    /// [`device`](Self::device). What lies together in the file is read at once, and small pieces
-    /// together with what is between them.
+    /// Reads a box: these ranges of the first dimensions, and all of the others. Returns a new
+    /// tensor on [`device`](Self::device). Bytes that lie together in the file are read at once,
+    /// and small pieces together with the bytes between them.
     ///
     /// # Errors
     ///
@@ -124,7 +124,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Ordinary memory of a device.
+    /// Returns ordinary memory of a device.
     pub(super) fn of(device: Device) -> Self {
         Self { device, memory_scope: None }
     }
@@ -160,7 +160,7 @@ impl fmt::Debug for Source {
     }
 }
 
-/// A tensor whose bytes have come, to whatever device.
+/// A tensor whose bytes have come, to any device.
 struct InMemory {
     borrow: Borrow,
     /// Start in the borrowed storage.
@@ -187,8 +187,8 @@ const PIECE: u64 = 8 << 20;
 /// Reads the bytes from a place of a tensor on, as many as there is room for.
 pub(super) type Fill<'a> = dyn Fn(u64, &mut [u8]) -> Result<()> + Sync + 'a;
 
-/// A new tensor whose bytes `fill` reads: in place where that is host memory, and otherwise by way
-/// of that.
+/// Makes a tensor whose bytes `fill` reads: in place where that is host memory, and otherwise by
+/// way of that.
 pub(super) fn filled(
     worker: &WorkerContext,
     place: &Place,
@@ -242,13 +242,13 @@ pub(super) struct Meter {
 }
 
 impl Meter {
-    /// Of a load that brings so many bytes to this worker.
+    /// Starts the count of a load that brings so many bytes to this worker.
     pub(super) fn new(worker: &WorkerContext, loader: u64, bytes: u64) -> Self {
         Self { worker: worker.clone(), loader, left: AtomicU64::new(bytes), untold: AtomicU64::new(0) }
     }
 
-    /// Adds bytes that have been read. A function may read what it likes, and as often; more than
-    /// expected does not count.
+    /// Adds bytes that have been read. A function may read any part, and as often as it likes; more
+    /// than expected does not count.
     fn add(&self, bytes: u64) {
         let take = |left: u64| Some(left - left.min(bytes));
         let before = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).unwrap_or_default();
@@ -258,7 +258,7 @@ impl Meter {
         }
     }
 
-    /// All that was expected is there.
+    /// Notes that all that was expected is there.
     pub(super) fn finish(&self) {
         self.tell(self.untold.swap(0, Ordering::Relaxed) + self.left.swap(0, Ordering::Relaxed));
     }

@@ -13,8 +13,8 @@ pub(super) trait ReadAt {
 /// A run that is as long as this is read by itself.
 const LONG: u64 = 64 << 10;
 
-/// Shorter runs are read together with what lies between them, if that is no more than this: it
-/// costs less than to ask for each.
+/// Size of the gap up to which shorter runs are read together with the bytes between them: it costs
+/// less than to ask for each.
 const GAP: u64 = 16 << 10;
 
 /// Bytes that are read at once: the memory for runs that are read together, and the interval of
@@ -37,8 +37,8 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// The part of a tensor that is within these ranges, of its first dimensions; of the others it
-    /// has all.
+    /// Returns the part of a tensor that is within these ranges, of its first dimensions; of the
+    /// others it has all.
     ///
     /// # Errors
     ///
@@ -136,7 +136,7 @@ impl Cut {
         Ok(())
     }
 
-    /// Takes the bytes of the part from `at` on out of what has been read from where the first of
+    /// Copies the bytes of the part from `at` on out of `read`, which begins where the first of
     /// them lies.
     fn take_apart(&self, at: u64, read: &[u8], mut out: &mut [u8]) {
         let (mut run, mut skipped) = (at / self.run, at % self.run);

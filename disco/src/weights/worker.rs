@@ -23,7 +23,7 @@ use crate::weights::folders::WeightFolders;
 use crate::wire::command::Scope;
 use crate::worker::context::WorkerContext;
 
-/// Adds what loaders call to `registry`.
+/// Adds the functions that loaders call to `registry`.
 pub(crate) fn register(registry: &Registry) {
     registry
         .add("disco.weights.open", |context: Context, wanted: Pack<Vec<Wanted>>| {
@@ -86,14 +86,14 @@ pub(super) struct Request {
     pub(super) part: Part,
     /// `None` is each worker's default one.
     pub(super) device: Option<VirtualDevice>,
-    /// For each worker, which one reads for it.
+    /// The worker that reads for each worker.
     pub(super) readers: Vec<u32>,
-    /// To whom progress is told; 0 is nobody.
+    /// Loader that progress is told to; 0 is none.
     pub(super) loader: u64,
 }
 
 impl Request {
-    /// The part of the whole tensor that a worker's part is made of.
+    /// Returns the part of the whole tensor that a worker's part is made of.
     pub(super) fn cut(&self, worker: WorkerId, world_size: u32, num_groups: u32) -> Result<Cut> {
         let ranges = match &self.part {
             Part::Whole | Part::With { .. } => Vec::new(),
@@ -109,7 +109,7 @@ impl Request {
         Cut::new(self.dtype, &self.shape, &ranges)
     }
 
-    /// Says of an error what could not be loaded.
+    /// Adds to an error the name of the tensor that could not be loaded.
     fn blame(&self, error: RpcError) -> RpcError {
         error.context(format_args!("tensor '{}'", self.name))
     }
@@ -119,7 +119,7 @@ impl Request {
     }
 }
 
-/// The ranges of one of so many even shards.
+/// Returns the ranges of one of so many even shards.
 fn shard(shape: &[i64], dim: usize, rank: u32, size: u32) -> Result<Vec<Range<i64>>> {
     let Some(length) = shape.get(dim) else {
         return Err(RpcError::invalid_argument(format!("there is no dimension {dim} in {shape:?}")));
@@ -148,7 +148,7 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<
         return deliver(worker, receive(worker, WorkerId(reader), request)?, request);
     }
     let file = open(files, request);
-    // Those who wait come first. What all of them get is read once.
+    // Waiting workers come first. A part that all of them get is read once.
     let mut for_all = None;
     for (of, _) in (0..).zip(readers).filter(|(of, reader)| *of != me.0 && **reader == me.0) {
         let read = || {
@@ -167,13 +167,14 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<
     deliver(worker, Source::File { file: file?, cut: request.cut_of(worker, me)? }, request)
 }
 
-/// Makes this worker's part of what has come from the controller: a part of the tensor, as bytes.
+/// Makes this worker's part of the bytes that have come from the controller: a part of the tensor,
+/// as bytes.
 fn take(worker: &WorkerContext, bytes: &Tensor, request: &Request) -> Result<LocalValue> {
     let cut = request.cut_of(worker, worker.worker_id())?;
     deliver(worker, Source::Memory(bytes.view(0, cut.shape, None, request.dtype)?), request)
 }
 
-/// Puts the part where it is wanted, or has the function make of it what it likes.
+/// Puts the part into its destination, or has the function make a value of it.
 fn deliver(worker: &WorkerContext, source: Source, request: &Request) -> Result<LocalValue> {
     let size = match &source {
         Source::File { cut, .. } => cut.size_bytes,
@@ -225,8 +226,8 @@ fn open(files: &OpenFiles, request: &Request) -> Result<InFile> {
     Ok(InFile { file: file.open()?, path: file.path.clone(), start: request.start })
 }
 
-/// Sends another worker its part, or why there is none. What goes wrong on the way is for that one
-/// to tell.
+/// Sends another worker its part, or the reason why there is none. Errors on the way are reported
+/// by that one.
 fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
     let bytes = part.and_then(|part| as_bytes(&part));
     let tensors = bytes.as_ref().map(|bytes| (Some(bytes), None)).map_err(RpcError::clone);
@@ -248,7 +249,7 @@ fn receive(worker: &WorkerContext, from: WorkerId, request: &Request) -> Result<
     Ok(Source::Memory(room?.1))
 }
 
-/// The same memory, whatever the elements are.
+/// Returns the same memory as bytes, for any element type.
 fn as_bytes(tensor: &Tensor) -> Result<Tensor> {
     let len =
         i64::try_from(tensor.size_bytes()).map_err(|_| RpcError::invalid_argument("a tensor that is too large"))?;

@@ -1,4 +1,4 @@
-//! The layout of what a collective makes, and how the first worker announces it to those who cannot
+//! Layout of a collective's result, and its announcement by the first worker to those who cannot
 //! know it.
 
 use rpc_core::{DataType, RpcError, Tensor};

@@ -42,7 +42,8 @@ impl Worker {
         let source =
             if one_sided && !is_root { Ok(None) } else { self.tensor(from).and_then(|found| self.present(found)) };
         let target = if fresh {
-            // Only the root of a broadcast or scatter knows what the others have to expect.
+            // Only the root of a broadcast or scatter knows the layout that the others have to
+            // expect.
             let layout = match &source {
                 _ if one_sided => Some(self.announce(command, scope, kind, size, &source)?),
                 Ok(Some(tensor)) => result_layout(kind, tensor, size).map_err(Fault::Own).transpose(),
@@ -147,8 +148,8 @@ impl Worker {
         }
     }
 
-    /// Sends and receives by pairs. All workers go through them in one order, so that nobody waits
-    /// in a circle.
+    /// Sends and receives by pairs. All workers go through them in one order, so that none waits in
+    /// a circle.
     pub(super) fn send_recv(
         &mut self,
         command: &Command,

@@ -119,8 +119,9 @@ impl Worker {
         self.sink.send(Event::Reached { ticket });
     }
 
-    /// Waits for what collectives have left to the device. If some of it is lost, that is a failure
-    /// of the first command that may have lost something, and poisons what all of them have set.
+    /// Waits for work that collectives have left to the device. If some of it is lost, that is a
+    /// failure of the first command that may have lost something, and poisons the registers that
+    /// all of them have set.
     pub(super) fn settle(&mut self) -> Option<Arc<Failure>> {
         if !self.is_accelerated {
             return None;
@@ -145,7 +146,7 @@ impl Worker {
         Some(failure)
     }
 
-    /// Notes what would be lost with a collective that is still on the device.
+    /// Notes the registers that would be lost with a collective that is still on the device.
     fn note_at_stake(&mut self, command: &Command) {
         if !matches!(command, Command::CallPacked { .. } | Command::Collective { .. } | Command::SendRecv { .. }) {
             return;
@@ -156,7 +157,7 @@ impl Worker {
         self.at_stake.insert(place, AtStake { sequence, command });
     }
 
-    /// Executes one command; what fails poisons what it should have set.
+    /// Executes one command; a failure poisons the registers that it should have set.
     pub(super) fn perform(&mut self, command: &Command) {
         if let Command::CopyFromWorker0 { ticket, from } = command {
             if self.id.0 == 0 {
@@ -182,7 +183,7 @@ impl Worker {
         }
     }
 
-    /// Tells the controller of what has failed here, and gives the failure.
+    /// Reports the failure of a command here to the controller, and returns it.
     pub(super) fn tell(&self, command: &Command, fault: Fault) -> Arc<Failure> {
         match fault {
             Fault::Inherited(failure) => failure,
@@ -254,7 +255,7 @@ impl Worker {
         }
     }
 
-    /// Workers may meet in what comes now.
+    /// Begins a step in which workers may meet.
     pub(super) fn begin_step(&mut self) {
         self.steps += 1;
         self.this.begin_step(self.steps);

@@ -84,8 +84,8 @@ struct Sleeper {
 }
 
 impl Feed {
-    /// For so many workers, beginning with command 1. A reader for each; they are read on a thread
-    /// each, which yields for `patience` before it sleeps.
+    /// Makes a feed for so many workers, beginning with command 1, and a reader for each. Each
+    /// reader is used on a thread of its own, which yields for `patience` before it sleeps.
     pub(crate) fn new(workers: usize, patience: Duration) -> (Arc<Self>, Vec<Reader>) {
         let block = Block::new(Arc::default());
         let this = Arc::new(Self {
@@ -117,7 +117,7 @@ impl Feed {
             return Err(RpcError::new(ErrorKind::LimitExceeded, text));
         }
         for queued in commands {
-            // Not what its sender says that it counts.
+            // The cost is counted here; the sender's own count is not trusted.
             let bytes = queued.command.cost();
             let block_bytes = tail.block.bytes.load(Ordering::Relaxed) + bytes;
             tail.block.bytes.store(block_bytes, Ordering::Relaxed);
@@ -138,7 +138,7 @@ impl Feed {
         Ok(())
     }
 
-    /// Ends the feed: readers get no more, whatever is there.
+    /// Ends the feed: readers get no more, even if commands are left.
     pub(crate) fn abort(&self) {
         self.aborted.store(true, Ordering::SeqCst);
         self.wake();
@@ -149,8 +149,8 @@ impl Feed {
     }
 
     fn wake(&self) {
-        // In one order with the sleeper's own two steps: either it sees what is new, or we see that
-        // it sleeps.
+        // In one order with the sleeper's own two steps: either it sees the new command, or we see
+        // that it sleeps.
         fence(Ordering::SeqCst);
         for sleeper in &self.sleepers {
             if sleeper.asleep.load(Ordering::Relaxed)
@@ -175,8 +175,8 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// Waits for the next command and gives it to `perform`, with its number. What that says, or
-    /// `None` at the end.
+    /// Waits for the next command and gives it to `perform`, with its number. Returns the result of
+    /// that, or `None` at the end.
     pub(crate) fn next<R>(&mut self, perform: impl FnOnce(u64, &Queued) -> R) -> Option<R> {
         self.wait();
         if self.feed.is_aborted() {
@@ -282,7 +282,7 @@ mod tests {
             }
             let error = feed.push(5, [queued(5, 4)], u64::MAX).unwrap_err();
             assert_eq!(error, out_of_order(5, COUNT + 1));
-            // Everything has been pushed; the end is for those who have read all.
+            // Everything has been pushed; readers that have read all get the end.
             while Arc::strong_count(&feed.tail.lock().block) < 4 {
                 thread::yield_now();
             }
@@ -317,8 +317,8 @@ mod tests {
         assert!(held.upgrade().is_none());
     }
 
-    /// Counted by what commands occupy, and not by what their sender says; what the slowest has
-    /// read makes room.
+    /// The count is of the memory that commands occupy, not of their sender's claim; the slowest
+    /// reader's progress makes room.
     #[test]
     fn no_more_is_held_than_the_limit() {
         let (feed, mut readers) = Feed::new(2, Duration::ZERO);

@@ -47,7 +47,7 @@ impl Worker {
         let context = self.this.context();
         let mut module = self.shared.load_module(context, path)?;
         if let Some(device) = device {
-            // One for each worker: what is set up serves one caller at a time.
+            // One for each worker: a module that is set up serves one caller at a time.
             module = module.instance(context, device)?.unwrap_or(module);
         }
         self.set_object(to, Object::Module(module));
@@ -139,7 +139,7 @@ impl Worker {
         })
     }
 
-    /// A tensor of this worker with the content of one that came with a command.
+    /// Makes a tensor of this worker with the content of one that came with a command.
     fn receive(&self, tensor: &HostTensor) -> Outcome<Tensor> {
         let made = self.this.allocate(tensor.dtype, &tensor.shape)?;
         let (_, mut borrow) = made.write()?.into_parts();
@@ -195,10 +195,10 @@ impl Worker {
         Ok(())
     }
 
-    /// Sends what a register holds to the controller.
+    /// Sends the content of a register to the controller.
     pub(super) fn fetch(&mut self, ticket: u64, from: Register, tensor_only: bool, command: &Command) {
         self.report();
-        // A loss is reported, and poisons what it has to.
+        // A loss is reported, and poisons the registers concerned.
         self.settle();
         let content = self.value(from).and_then(|value| match &value {
             Value::Object(Object::Tensor(tensor)) => {

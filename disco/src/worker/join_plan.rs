@@ -11,9 +11,9 @@ use crate::wire::plan::{JoinPlan, Plan};
 impl Worker {
     /// Joins the other workers as a plan says.
     pub(super) fn init_ccl(&mut self, plan: &Packed) -> Outcome {
-        // It is told, and poisons what it has to.
+        // A loss is reported, and poisons the registers concerned.
         self.settle();
-        // The old communicators go first, so that nobody waits in them.
+        // The old communicators go first, so that no worker waits in them.
         self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
         let plan: Plan = plan.decode()?;
         if let Some(device) = plan.devices.get(self.id.index()) {

@@ -37,14 +37,14 @@ pub(super) struct RunningProgram {
     pub(super) program: u32,
     /// The number of the step, from 1.
     pub(super) step: u32,
-    /// For its parameters and outputs, the registers of the session that they are now.
+    /// Registers of the session that its parameters and outputs are in now.
     pub(super) places: Vec<Option<Register>>,
     /// Content of its other registers.
     pub(super) own: Vec<Slot>,
 }
 
 impl RunningProgram {
-    /// The register of the session that one of the program is, if it is one.
+    /// Returns the register of the session that one of the program is, if it is one.
     pub(super) fn place(&self, register: Register) -> Option<Register> {
         if register & OWN == 0 { Some(register) } else { self.places.get((register & !OWN) as usize).copied()? }
     }

@@ -9,8 +9,8 @@ use super::executor::Worker;
 use super::slot::{Fault, Outcome, Slot};
 use crate::wire::command::{OWN, Register};
 
-/// Most registers beyond those that exist at which a command may set one: it bounds what a command
-/// can make a worker reserve.
+/// Most registers beyond those that exist at which a command may set one: it bounds the memory that
+/// a command can make a worker reserve.
 const MAX_GAP: usize = 1 << 16;
 
 impl Worker {
@@ -52,7 +52,7 @@ impl Worker {
 
     pub(super) fn set_name(&mut self, register: Register, name: Option<&str>) {
         let place = self.running.as_ref().map_or(Some(register), |running| running.place(register));
-        // A program's own value goes by what it is.
+        // A value of a program's own gets no name.
         let Some(at) = place.map(|register| register as usize).filter(|at| *at < self.registers.len() + MAX_GAP) else {
             return;
         };
@@ -84,7 +84,7 @@ impl Worker {
         }
     }
 
-    /// The tensor in a register; `None` for null.
+    /// Returns the tensor in a register; `None` for null.
     pub(super) fn tensor(&self, register: Register) -> Outcome<Option<Tensor>> {
         match self.value(register)? {
             Value::Object(Object::Tensor(tensor)) => Ok(Some(tensor)),

@@ -11,7 +11,7 @@ use rpc_core::{DataType, Result, RpcError, Tensor};
 
 use crate::ccl::{Buffers, Collective, Operation, Rank};
 
-/// The call that fits the tensors, and those of them that it needs.
+/// Returns the call that fits the tensors, and those of them that it needs.
 pub(super) fn fit<'t>(
     operation: Operation,
     rank: Rank,
@@ -125,7 +125,7 @@ pub(super) fn lend<R>(
     }
 }
 
-/// The longer of two ranges, if the shorter one is it, or this rank's share of it.
+/// Returns the longer of two ranges, if the shorter one is it, or this rank's share of it.
 fn in_place(source: &Range<usize>, target: &Range<usize>, rank: Rank) -> Option<Range<usize>> {
     let (longer, shorter) = if source.len() > target.len() { (source, target) } else { (target, source) };
     let share = longer.start + if shorter.len() == longer.len() { 0 } else { shorter.len() * rank.0 as usize };

@@ -102,7 +102,7 @@ impl Isolation {
         Ok(opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?)
     }
 
-    /// Takes the spare process if it is alive, or starts one.
+    /// Returns the spare process if it is alive, or starts another.
     async fn process(&self) -> std::io::Result<Started> {
         let started = match self.replace_spare(Spare::Missing) {
             Spare::Ready(spare) if !spare.process_guard.process().has_ended() => spare,
@@ -204,8 +204,8 @@ fn raise_file_limit() {
 
 /// A session that a process of its own serves.
 struct IsolatedSession {
-    /// Declared first, so that the process learns of the end of the session before its grace
-    /// begins.
+    /// Session with the process. Declared first, so that the process learns of the end of the
+    /// session before its grace begins.
     next: SharedSession,
     process_guard: ProcessGuard,
     _counted: SessionCount,

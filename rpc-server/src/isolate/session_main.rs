@@ -182,13 +182,13 @@ fn die_with_parent(server: Option<i32>) -> io::Result<bool> {
     // SIGHUP instead of SIGKILL, so that this process can kill those that functions have started.
     // Until its handler is installed SIGHUP kills this process as well.
     rustix::process::set_parent_process_death_signal(Some(Signal::HUP))?;
-    // Named differently from the server, so that session processes can be told apart in a list.
+    // The name differs from the server's, so that lists of processes show the difference.
     let _ = rustix::thread::set_name(c"rpc-session");
     let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
     Ok(server.is_none() || server == parent)
 }
 
-/// Other systems have no such signal; the end of the connection serves instead.
+/// Does nothing: other systems have no such signal, and the end of the connection serves instead.
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
 fn die_with_parent(_server: Option<i32>) -> io::Result<bool> {
     Ok(true)
@@ -217,14 +217,14 @@ fn kill_group() -> ! {
     if getpgrp() == getpid() {
         let _ = kill_current_process_group(Signal::KILL);
     }
-    // It was started by hand, in a process group with others.
+    // The process was started by hand, in a process group with others.
     process::exit(exit_code::FAILURE.into());
 }
 
 /// Socket to the server for usage reports and questions.
 struct ControlLink {
     socket: UnixDatagram,
-    /// Held while a thread waits for an answer.
+    /// Lock of the thread that waits for an answer.
     asking: Mutex<()>,
     /// Usage that was reported last.
     reported: Mutex<Usage>,

@@ -160,7 +160,7 @@ struct SupervisorHandle {
 }
 
 /// Sends a job to the supervisor, which starts at the first job. If it cannot start, the job is
-/// dropped, and no processes can be had.
+/// dropped, and no process can be started.
 fn submit(job: Job) {
     static HANDLE: Mutex<Option<SupervisorHandle>> = Mutex::new(None);
     let mut handle = HANDLE.lock();
@@ -196,7 +196,7 @@ struct Supervisor {
     next_id: u64,
 }
 
-/// A process that has not been reaped, with what the supervisor knows of it.
+/// Entry of a process that has not been reaped.
 struct ChildEntry {
     process: Arc<Process>,
     child: Child,
@@ -364,8 +364,8 @@ impl ChildEntry {
         }
     }
 
-    /// Returns true once the process has ended. Reaps it then, and wakes those who wait for the
-    /// exit cause.
+    /// Returns true once the process has ended. Then reaps it, and wakes the tasks that wait for
+    /// the exit cause.
     fn is_over(&mut self, now: Instant) -> bool {
         // The process group id cannot be reused before the process is reaped.
         let kill = || kill_process_group(self.process.pid, Signal::KILL);

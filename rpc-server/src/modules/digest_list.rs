@@ -1,4 +1,4 @@
-//! List of the modules that an operator admits: `--module-digests`.
+//! The list of the modules that an operator admits: `--module-digests`.
 
 use std::collections::BTreeSet;
 use std::fs::File;

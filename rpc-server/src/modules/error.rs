@@ -18,7 +18,7 @@ pub enum ModuleError {
          --allow-modules"
     )]
     Off,
-    /// The module is not on the list of the operator.
+    /// The module is not on the operator's list.
     #[error("the module {digest} is not on the server's list of modules (--module-digests)")]
     NotListed {
         /// The module.
@@ -61,7 +61,7 @@ pub enum ModuleError {
         /// The limit.
         limit: ByteSize,
     },
-    /// A module without any bytes.
+    /// The module has no bytes.
     #[error("the module is empty: name a shared library")]
     Empty,
     /// The store has no room.
@@ -165,9 +165,9 @@ pub enum ModuleError {
     Exposed {
         /// The folder.
         folder: PathBuf,
-        /// Its mode.
+        /// Mode of the folder.
         mode: u32,
-        /// The number of its owner.
+        /// User id of the folder's owner.
         owner: u32,
     },
     /// The folder of the store cannot be made or opened.

@@ -7,9 +7,9 @@ use rpc_core::{LoadRequest, Module, ModuleLoader, Result};
 
 use super::ModuleService;
 
-/// Loader of `sha256:HEX` from the store, and of files `*.so`, which it copies into the store:
-/// files of the session's workspace, or of the server at an absolute path. A server that takes no
-/// modules has this loader, too; its error names the flag to set.
+/// Loader of `sha256:HEX` from the store, and of files `*.so`, which it copies into the store. The
+/// files are those of the session's workspace, or of the server at an absolute path. A server that
+/// takes no modules has this loader, too; its error names the flag to set.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StoreLoader;
 

@@ -25,7 +25,7 @@ pub(crate) trait NativeLoader: Send + Sync {
 /// Libraries to load, and the library that loads them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct NativeSettings {
-    /// `libtvm_ffi.so`; `None` to search for it.
+    /// File `libtvm_ffi.so`; `None` to search for it.
     tvm_ffi: Option<PathBuf>,
     /// Libraries that modules and `libraries` depend on.
     runtimes: Vec<PathBuf>,

@@ -22,7 +22,7 @@ use crate::config::ServeConfig;
 pub(crate) struct ModuleService {
     store: ModuleStore,
     loader: Arc<dyn NativeLoader>,
-    /// Modules are never unloaded, because other code may have pointers into them.
+    /// Loaded modules, which are never unloaded, because other code may have pointers into them.
     loaded: Mutex<HashMap<Digest, Arc<ModuleSlot>>>,
     /// Imported files with their times and digests, by device and inode.
     imported: Mutex<HashMap<(u64, u64), (Fingerprint, Digest)>>,
@@ -199,7 +199,7 @@ fn clip(text: &str) -> String {
     text.chars().take(256).collect()
 }
 
-/// A panic of a loader leaves an empty slot, which is consistent.
+/// Locks `mutex`. A panic of a loader leaves an empty slot, which is consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock()
 }

@@ -58,7 +58,7 @@ struct StoreInner {
     /// The real path of the folder.
     path: PathBuf,
     folder: OwnedFd,
-    /// The mutex excludes threads, the file lock processes.
+    /// Lock file. The mutex excludes threads, the file lock processes.
     lock: Mutex<File>,
     limits: StoreLimits,
     /// Modules that may be stored; `None` for any.
@@ -98,8 +98,8 @@ impl ModuleStore {
         if mode & 0o022 != 0 || !is_ours(owner) {
             return Err(ModuleError::Exposed { folder: path, mode, owner });
         }
-        // Modules are loaded by their paths: a user who may rename a folder above could replace it.
-        // In a sticky folder users may rename only their own entries.
+        // Modules are loaded by their paths: a user who may rename a parent folder could replace
+        // it. In a sticky folder users may rename only their own entries.
         for above in path.ancestors().skip(1) {
             let metadata = fs::symlink_metadata(above).map_err(failed)?;
             let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
@@ -128,12 +128,12 @@ impl ModuleStore {
         self.locked(|store| store.touch(digest)).map(|found| found.is_some())
     }
 
-    /// Waits until no other process or thread imports, and keeps others waiting until the guard is
+    /// Waits until no other process or thread imports, and excludes others until the guard is
     /// dropped. Of several imports of one module only the first needs room; the others find it
     /// stored.
     pub(crate) fn importing(&self) -> Result<File, ModuleError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        // A file that is opened again has a lock of its own, which excludes other threads, too.
+        // A file that is opened again has a lock of its own, which also excludes other threads.
         let file = openat(&self.0.folder, IMPORT_LOCK, flags, Mode::RUSR | Mode::WUSR).map_err(io::Error::from)?;
         rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive)).map_err(io::Error::from)?;
         Ok(File::from(file))
@@ -151,8 +151,8 @@ impl ModuleStore {
         self.check_len(len)?;
         let (name, file) = self.locked(|store| {
             store.make_room(len)?;
-            // Not removed as abandoned before it is locked: abandoned uploads are removed under the
-            // same lock.
+            // The upload cannot be removed as abandoned before it is locked: abandoned uploads are
+            // removed under the same lock.
             let (name, file) = store.create()?;
             let ready = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
             match ready.and_then(|()| file.set_len(len)) {
@@ -188,7 +188,7 @@ impl ModuleStore {
         if self.contains(&digest)? {
             return Ok(digest);
         }
-        // Read twice, so that nothing is written of a module that is refused.
+        // The file is read twice, so that no byte of a refused module is written.
         let mut upload = self.begin_upload(digest, len)?;
         from_start.rewind().map_err(unreadable)?;
         let mut piece = vec![0; 1 << 20];
@@ -231,7 +231,7 @@ impl ModuleStore {
         &self.0.limits
     }
 
-    /// Returns true if it takes only the modules of a list.
+    /// Returns true if the store takes only the modules of a list.
     pub fn is_limited_to_list(&self) -> bool {
         self.0.admitted.is_some()
     }
@@ -291,7 +291,7 @@ impl fmt::Debug for ModuleStore {
 /// A file of the store.
 struct StoredFile {
     name: String,
-    /// Bytes that it counts as.
+    /// Number of bytes that the file counts as.
     bytes: u64,
     used: SystemTime,
     is_upload: bool,
@@ -370,14 +370,14 @@ impl StoreInner {
         }
     }
 
-    /// Opens a module, if it is stored, and records its use. Removes anything that is not a file
+    /// Opens a module, if it is stored, and records its use. Removes an entry that is not a file
     /// writable by this user or root only, because no store has made it.
     fn touch(&self, digest: &Digest) -> Result<Option<File>, ModuleError> {
         let name = entry_name(digest);
         let file = match self.open(&name) {
             Ok(file) => file,
             Err(Errno::NOENT) => return Ok(None),
-            // It is a link.
+            // The entry is a link.
             Err(Errno::LOOP) => {
                 self.discard(&name);
                 return Ok(None);
@@ -397,8 +397,8 @@ impl StoreInner {
             return Ok(None);
         }
         match file.set_modified(SystemTime::now()) {
-            // A file of root for this user: its use cannot be recorded, so it expires as if it were
-            // never used.
+            // The file is one of root for this user: its use cannot be recorded, so it expires as
+            // if it were never used.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
             outcome => outcome?,
         }

@@ -1,6 +1,6 @@
 //! Modules in the worker processes of a session
-//! ([`Hosting::Processes`](disco::Hosting::Processes)). Workers are this program again, and the
-//! session hands its settings down to them.
+//! ([`Hosting::Processes`](disco::Hosting::Processes)). A worker runs this same program, and gets
+//! the settings of the session.
 
 use std::sync::Arc;
 

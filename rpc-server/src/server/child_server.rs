@@ -68,7 +68,7 @@ pub enum SpawnError {
         /// Exit status.
         status: ExitStatus,
     },
-    /// The hook has not been called: the child would be this program from its beginning, and start
+    /// The hook has not been called: the child would run this program from its beginning, and start
     /// itself in turn.
     #[error(
         "this program cannot be started again as a server: its `main` has not called the hook for that; add the line \
@@ -108,7 +108,7 @@ impl ServerProcess {
                 return Err(SpawnError::Ended { program, status });
             }
         }
-        // The output is read on, so that the child never blocks on a full pipe.
+        // The output is read to its end, so that the child never blocks on a full pipe.
         let pass_on = move || lines.for_each(|line| drop(writeln!(io::stderr(), "{line}")));
         if let Err(error) = std::thread::Builder::new().name("rpc-child-output".into()).spawn(pass_on) {
             tracing::warn!(%error, "the output of the server process is lost");

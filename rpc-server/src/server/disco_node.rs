@@ -9,7 +9,7 @@ use crate::isolate::gpu;
 use crate::modules;
 use crate::server::{RpcServer, StopReason};
 
-/// Controller to join, and how.
+/// Controller to join, and the options for it.
 #[derive(Debug)]
 pub(crate) struct Join {
     controller: Address,
@@ -62,7 +62,7 @@ pub fn worker_devices(registry: &Registry) -> Devices {
     gpu::devices(registry)
 }
 
-/// Part of this process in an MPI job.
+/// Membership of this process in an MPI job.
 #[cfg(feature = "mpi")]
 mod mpi {
     use disco::NodeRank;
@@ -80,7 +80,7 @@ mod mpi {
             NodeRank { rank: self.0.rank(), nodes: self.0.size() }
         }
 
-        /// Finishes the part. Must run on the thread that has started it.
+        /// Ends the membership. Must run on the thread that has started it.
         pub(super) fn finish(self) {
             if let Err(error) = self.0.finish() {
                 // The launcher notices the missing part and ends the others.

@@ -67,8 +67,8 @@ impl LocalSessions {
 impl SessionFactory for LocalSessions {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let source = match &request.workspace {
-            // Opened here and not at its first use, so that a name that cannot be had is an error
-            // of the handshake.
+            // Opened here and not at its first use, so that an unavailable name is an error of the
+            // handshake.
             Some(name) => {
                 let (root, identity, name) = (self.workspaces.clone(), request.identity.clone(), name.clone());
                 let opened = tokio::task::spawn_blocking(move || root.named(&identity, &name)).await;

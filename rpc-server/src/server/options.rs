@@ -1,6 +1,6 @@
 //! Options of sessions and connections, as the settings of a server give them.
 //!
-//! All fields are written out, so that the compiler asks for each limit that is added to them.
+//! All fields are written out, so that the compiler reports each new limit that is missing here.
 
 use std::sync::Arc;
 

@@ -50,7 +50,7 @@ impl Registrar {
         Self { registrations: trackers.iter().map(start).collect(), connector }
     }
 
-    /// Uses these credentials from the next connection on.
+    /// Sets the credentials for all later connections.
     pub(super) fn set_dial(&self, options: Dial) {
         let mut connector = self.connector.lock();
         *connector = connector.clone().dial(options);

@@ -59,29 +59,29 @@ impl RpcServer {
         self
     }
 
-    /// Serves these devices; `cpu` alone without this.
+    /// Sets the devices to serve. Default: `cpu` alone.
     #[must_use]
     pub fn devices(mut self, devices: Devices) -> Self {
         self.devices = devices;
         self
     }
 
-    /// Uses these settings; the defaults without this.
+    /// Sets the settings. Default: those of [`ServeConfig`].
     #[must_use]
     pub fn config(mut self, config: ServeConfig) -> Self {
         self.config = config;
         self
     }
 
-    /// Listens, forwards, registers and reaches relays by these transports; by those that this
-    /// program was compiled with, without this.
+    /// Sets the transports by which the server listens, forwards, registers and reaches relays.
+    /// Default: those that this program was compiled with.
     #[must_use]
     pub fn transports(mut self, transports: Transports) -> Self {
         self.transports = transports;
         self
     }
 
-    /// Makes it a relay, which opens no sessions: see
+    /// Makes the server a relay, which opens no sessions: see
     /// [`ServeOptions::relay`](rpc_transports::ServeOptions::relay).
     #[must_use]
     pub(crate) fn relay(mut self) -> Self {
@@ -89,8 +89,8 @@ impl RpcServer {
         self
     }
 
-    /// Calls `callback` with the options for dialling others each time the credentials have been
-    /// read again.
+    /// Sets a callback that gets the options for dialling others each time the credentials have
+    /// been read again.
     #[must_use]
     pub(crate) fn on_reload(mut self, callback: impl Fn(Dial) + Send + Sync + 'static) -> Self {
         self.on_reload = Some(Box::new(callback));
@@ -104,7 +104,7 @@ impl RpcServer {
         self
     }
 
-    /// Joins a controller once it serves, and stops when the controller's session ends.
+    /// Joins a controller once the server serves, and stops it when the controller's session ends.
     pub(crate) fn join(&mut self, join: Join) {
         self.join = Some(join);
     }
@@ -139,8 +139,8 @@ impl RpcServer {
     /// tells clients to leave and waits for their sessions to end within the drain timeout; a
     /// second signal stops at once. SIGHUP reads certificates and tokens again.
     ///
-    /// With `stdio`, or after joining a controller, it also stops when that session ends; with
-    /// `exit_with_stdin`, when standard input ends.
+    /// With `stdio`, or after joining a controller, the server also stops when that session ends;
+    /// with `exit_with_stdin`, when standard input ends.
     ///
     /// # Errors
     ///
@@ -191,7 +191,7 @@ impl RpcServer {
     ///
     /// # Errors
     ///
-    /// As [`start`](Self::start); and if the runtime cannot be started.
+    /// As [`start`](Self::start); and an error if the runtime cannot be started.
     pub fn run_blocking(self) -> Result<StopReason, ServeError> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("rpc-server").build();
         let runtime = runtime.map_err(ServeError::Runtime)?;

@@ -1,4 +1,4 @@
-//! A server that runs: its addresses and sessions, reload of credentials, and its end.
+//! A server that runs: its addresses and sessions, the reload of credentials, and its end.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::monitor::{Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::{ClientTrust, ServerTrust, TrustError};
 
-/// Longest time to tell clients why their sessions end.
+/// Longest time for sending clients the reason why their sessions end.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Longest time to remove the files of sessions at the end. Functions that still run keep their
@@ -28,11 +28,11 @@ const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StopReason {
-    /// After a signal all sessions have ended, or were ended after the drain timeout.
+    /// All sessions have ended after a signal, or were ended after the drain timeout.
     Drained,
     /// A second signal, with this number, stopped the server at once.
     SecondSignal(i32),
-    /// The session on standard input and output has ended, or that of the controller.
+    /// The session on standard input and output, or that of the controller, has ended.
     SessionEnded,
     /// Standard input has ended.
     StdinEnded,
@@ -60,9 +60,9 @@ pub struct Running {
     pub(super) addresses: Vec<Address>,
     pub(super) state: Arc<ServerState>,
     pub(super) drain_timeout: Duration,
-    /// Task that removes expired workspaces.
+    /// Housekeeping task, which removes expired workspaces.
     pub(super) housekeeping: JoinHandle<()>,
-    /// Removed from the file system on drop.
+    /// Ready file, which is removed from the file system on drop.
     pub(super) ready_file: Option<ReadyFile>,
     pub(super) monitoring: Option<Monitoring>,
     pub(super) spans: Option<Spans>,
@@ -71,14 +71,13 @@ pub struct Running {
 }
 
 impl Running {
-    /// Returns the addresses that are listened on, with the ports that were chosen, in the order of
+    /// Returns the addresses on which the server listens, with the chosen ports, in the order of
     /// the configuration.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
     }
 
-    /// Returns the address of metrics and health, with the port that was chosen, if they are
-    /// served.
+    /// Returns the address of metrics and health, with the chosen port, if they are served.
     pub fn metrics_address(&self) -> Option<SocketAddr> {
         self.monitoring.as_ref().map(Monitoring::address)
     }
@@ -107,7 +106,7 @@ impl Running {
         self.server.sessions()
     }
 
-    /// Returns the state that functions of the server can look at.
+    /// Returns the state that functions of the server can read.
     pub fn state(&self) -> &Arc<ServerState> {
         &self.state
     }
@@ -117,7 +116,7 @@ impl Running {
     }
 
     /// Stops in good order: refuses new sessions, tells clients to leave, and waits for sessions to
-    /// end within the drain timeout. Sessions that are left then are stopped. Returns when the
+    /// end within the drain timeout. Stops the sessions that are left then. Returns when the
     /// processes of isolated sessions have ended, too.
     pub async fn drain(&self) {
         // Entered first, so that trackers and load balancers send clients elsewhere from now on.
@@ -131,13 +130,14 @@ impl Running {
     }
 
     /// Stops now: sessions end, and requests in progress fail. Does not wait until clients have
-    /// been told. The processes of isolated sessions end [soon](isolate::GRACE).
+    /// been sent the reason. The processes of isolated sessions end [soon](isolate::GRACE).
     pub fn stop(&self) {
         self.enter(Phase::Draining);
         self.server.stop();
     }
 
-    /// Stops, and waits until clients have been told, and for the processes of isolated sessions.
+    /// Stops, and waits until clients have been sent the reason, and until the processes of
+    /// isolated sessions have ended.
     pub(super) async fn end(&self) {
         // A process is killed after the grace, which begins when its session has ended, a moment
         // after the stop.

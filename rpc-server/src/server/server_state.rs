@@ -25,11 +25,11 @@ pub struct ServerState {
 
 /// View of this process on the sessions of the server.
 enum SessionView {
-    /// The sessions are in this process.
+    /// View on sessions in this process.
     InProcess,
-    /// Each session has a process of its own, which reports its usage.
+    /// View on sessions with processes of their own, which report their usage.
     Reported,
-    /// This is the process of one session. The function asks the server for totals.
+    /// View of the process of one session. The function asks the server for totals.
     Single(Box<dyn Fn(Usage) -> Option<ServerTotals> + Send + Sync>),
 }
 

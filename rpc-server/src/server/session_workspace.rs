@@ -21,10 +21,10 @@ pub struct SessionWorkspace {
 }
 
 pub(crate) enum WorkspaceSource {
-    /// To be created in this root.
+    /// Private workspace that has not been created yet, and its root.
     Private(WorkspaceRoot),
     Opened(Workspace),
-    /// Handed to the cleaner.
+    /// Workspace that the cleaner has taken over.
     Released,
 }
 
@@ -88,7 +88,7 @@ impl WorkspaceFiles for Workspace {
 /// A thread that drops workspaces and related values: removing files can take long, and sessions
 /// end on threads that serve others.
 pub(crate) struct Cleaner {
-    /// `None` after the start of the drop, or if there is no thread.
+    /// Queue of the thread. `None` after the start of the drop, or if there is no thread.
     queue: Option<Sender<Box<dyn Any + Send>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -108,8 +108,8 @@ impl Cleaner {
         Arc::new(Self { queue: None, thread: None })
     }
 
-    /// Waits until all values queued so far have been dropped, `limit` at most. Returns true if
-    /// they have been. Blocks.
+    /// Waits until all values queued so far have been dropped, or for `limit`. Returns true if they
+    /// have been dropped. Blocks.
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         let (dropped, wait) = mpsc::channel::<()>();
         self.drop_later(dropped);
@@ -130,7 +130,7 @@ impl Cleaner {
 impl Drop for Cleaner {
     fn drop(&mut self) {
         self.queue = None;
-        // Waits for the thread, because a process that ends must leave no files. The thread has no
+        // The thread is joined, because a process that ends must leave no files. The thread has no
         // reference to the cleaner.
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

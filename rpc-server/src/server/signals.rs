@@ -28,7 +28,7 @@ impl Signals {
         }
     }
 
-    /// As [`next`](Self::next). Calls `reload` at each SIGHUP until then.
+    /// Returns the number of the next SIGTERM or SIGINT. Calls `reload` at each SIGHUP until then.
     pub(super) async fn next_but_hangup(&mut self, reload: impl Fn()) -> i32 {
         loop {
             tokio::select! {

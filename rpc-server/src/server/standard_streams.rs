@@ -1,4 +1,4 @@
-//! Standard input and output of a server: its announcements, and the end of its input.
+//! Standard input and output of a server: its announcements, and the end of its standard input.
 
 use std::io::{self, Read, Write};
 

@@ -38,7 +38,7 @@ pub(super) async fn start(server: RpcServer) -> Result<Running, ServeError> {
     prepared.serve().await
 }
 
-/// A server whose settings go together, and whose credentials have been read.
+/// A server with consistent settings, whose credentials have been read.
 struct Checked {
     registry: Registry,
     devices: Devices,
@@ -48,7 +48,7 @@ struct Checked {
     on_reload: Option<OnReload>,
     gauges: Option<Arc<dyn Gauges>>,
     ready_file: Option<ReadyFile>,
-    /// Standard input and output, with `stdio`.
+    /// Channel over standard input and output, with `stdio`.
     stdio: Option<Channel>,
     credentials: ServerCredentials,
     dial: Dial,
@@ -61,10 +61,10 @@ impl Checked {
             config.isolate = choose_isolation(&config, &devices);
         }
         config.check_with(&transports)?;
-        // Before anything can fail: the ready file of an earlier server must be gone, or it would
-        // be taken for ours.
+        // Done before any step that can fail: the ready file of an earlier server must be gone, or
+        // scripts would take it for that of this server.
         let ready_file = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
-        // Before anything is printed: standard output belongs to the peer.
+        // Done before any output is printed: standard output belongs to the peer.
         let stdio = if config.stdio { Some(exec::stdio_channel().await?) } else { None };
         let (credentials, dial) = (config.trust().load()?, config.onward().dial_options()?);
         Ok(Self {
@@ -265,7 +265,7 @@ async fn open_workspaces(config: &ServeConfig) -> Result<WorkspaceRoot, ServeErr
     opened.map_err(|source| ServeError::Workdir { workdir, source })
 }
 
-/// Removes expired named workspaces, once an interval.
+/// Removes expired named workspaces once in each interval.
 async fn remove_expired(workspaces: WorkspaceRoot) {
     let mut ticks = tokio::time::interval(EXPIRY_INTERVAL);
     loop {

@@ -24,7 +24,7 @@ use crate::tracker::millis;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct RegistrationId(u64);
 
-/// Gate of a server: see the [module](self).
+/// Gate of a server; see the [module](self).
 #[derive(Debug)]
 pub(super) struct TicketGate {
     /// Start of the clock by which tickets expire.
@@ -44,7 +44,7 @@ struct GateState {
 #[derive(Debug)]
 struct Registration {
     key: TicketKey,
-    /// Used tickets and the times at which they expire. Kept until then.
+    /// Used tickets and the times at which they expire. Each is kept until then.
     used: BTreeMap<u64, u64>,
     /// Tickets whose sessions have ended, for the next report.
     spent: Vec<u64>,
@@ -192,7 +192,7 @@ fn refused(why: impl Into<std::borrow::Cow<'static, str>>) -> RpcError {
     RpcError::new(ErrorKind::Refused, why).with_application_kind(TICKET_REFUSED)
 }
 
-/// Admission of a client, until dropped.
+/// Permit of an admitted client, which ends when it is dropped.
 #[derive(Debug)]
 pub(super) struct SessionPermit {
     gate: Arc<TicketGate>,
@@ -228,7 +228,8 @@ impl SessionFactory for GuardedFactory {
 
 /// A session and the permit of its client.
 struct GuardedSession {
-    /// Declared first, so that the slot is free only after the objects of the session are.
+    /// Session of the client. Declared first, so that the slot is free only after the objects of
+    /// the session are.
     session: SharedSession,
     _stay: SessionPermit,
 }

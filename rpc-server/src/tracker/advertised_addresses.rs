@@ -15,7 +15,7 @@ use rpc_transports::{Address, ConnectError, Connector, Properties, TransportErro
 /// Time limit of a probe.
 const PROBE_LIMIT: Duration = Duration::from_secs(5);
 
-/// A text that is no ticket: a server that answers refuses it, and no slot is taken.
+/// Text that is not a ticket: a server that answers refuses it, and no slot is taken.
 const NO_TICKET: &str = "probe";
 
 /// Returns the addresses for clients, if a server that comes from `peer` may advertise them.
@@ -31,7 +31,7 @@ pub(super) fn admit(told: &[String], peer: &str, allowed: &[String], transports:
             .parse()
             .map_err(|error| RpcError::invalid_argument(format!("the advertised address '{text}': {error}")))?;
         let address = if at == last { with_host(address, from)? } else { address };
-        // Clients and the tracker dial it: that must not start programs.
+        // Clients and the tracker dial the address, which must not start programs.
         let properties = transports.check(&address).ok().filter(|properties| !properties.starts_programs);
         let is_allowed = |properties: &Properties| {
             is_own(&address, properties, from) || allowed.iter().any(|pattern| transports.matches(pattern, &address))
@@ -59,12 +59,12 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
     let outcome = tokio::time::timeout(2 * PROBE_LIMIT, connector.connect(target)).await;
     let why = match outcome {
         Ok(Ok(session)) => {
-            // It admits clients without a ticket.
+            // The server admits clients without a ticket.
             drop(session);
             return Reach::Reached;
         }
         Ok(Err(ConnectError::Session(error))) => {
-            // A server that asks for authentication is there, too.
+            // A server that asks for authentication can be reached, too.
             let is_there = error.application_kind() == Some(TICKET_REFUSED)
                 || matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::LimitExceeded);
             if is_there {
@@ -80,7 +80,7 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
         Ok(Err(error)) => error.into_rpc_error().message().to_owned(),
         Err(_) => format!("no answer within {:?}", 2 * PROBE_LIMIT),
     };
-    // Parts of it come from the peer.
+    // Parts of the text come from the peer.
     Reach::Unreachable { why: clip(&why) }
 }
 

@@ -2,7 +2,7 @@
 
 use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, LossReason, QueueEntry, ServerSummary};
 
-/// Describes a client and its use of a slot.
+/// Describes a client and its slot.
 pub(crate) fn holder(Holder { client, for_ms, state }: &Holder) -> String {
     let how = match state {
         HolderState::Granted => ", on its way",

@@ -9,13 +9,13 @@ use super::scheduler::SlotTotals;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// An hour, and the minute that runs.
+/// Number of minutes that are kept: those of an hour, and the current one.
 const MINUTES: usize = 61;
 
-/// The last hour.
+/// Usage in the last hour.
 #[derive(Debug)]
 pub(super) struct History {
-    /// The oldest first; the last one runs.
+    /// Minutes, the oldest first. The last one is the current minute.
     minutes: VecDeque<Minute>,
     last: SlotTotals,
 }
@@ -42,7 +42,7 @@ impl History {
         Self { minutes: [Minute::new(now, last)].into(), last }
     }
 
-    /// Things are so from now on.
+    /// Records the totals that apply from now on.
     pub(super) fn note(&mut self, now: Instant, totals: SlotTotals) {
         self.turn(now);
         let granted = totals.granted - self.last.granted;
@@ -55,7 +55,7 @@ impl History {
         }
     }
 
-    /// The last hour, the oldest minute first.
+    /// Returns the samples of the last hour, the oldest minute first.
     pub(super) fn samples(&mut self, now: Instant) -> Vec<Sample> {
         self.turn(now);
         let narrow = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
@@ -69,7 +69,7 @@ impl History {
         self.minutes.iter().map(sample).collect()
     }
 
-    /// Begins the minutes that have begun.
+    /// Starts the minutes that have begun since the last call.
     fn turn(&mut self, now: Instant) {
         while let Some(last) = self.minutes.back() {
             let mut next = last.began + MINUTE;

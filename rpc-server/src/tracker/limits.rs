@@ -1,5 +1,5 @@
-//! Limits on the sizes of what peers send. They are equal for all peers; the scheduler limits how
-//! many there may be.
+//! Limits on the sizes of messages from peers. They are equal for all peers; the scheduler limits
+//! the numbers of servers and requests.
 
 use std::collections::BTreeMap;
 
@@ -7,32 +7,33 @@ use rpc_core::{Result, RpcError};
 use rpc_transports::Address;
 use rpc_transports::tracker::{DeviceOffer, Registration, ServerRequest, ServerStatus};
 
-/// Bytes of a name, a key, or either part of a label.
+/// Maximum bytes of a name, a key, or either part of a label.
 const MAX_TEXT: usize = 128;
-/// Characters of what is only shown.
+/// Maximum characters of a text that is only shown.
 const MAX_SHOWN: usize = 256;
-/// Bytes of one address.
+/// Maximum bytes of one address.
 const MAX_ADDRESS: usize = 1024;
 /// Maximum number of addresses: the hops of a chain, and the server itself.
 const MAX_ADDRESSES: usize = 17;
 const MAX_LABELS: usize = 64;
 const MAX_DEVICES: usize = 64;
 const MAX_SCOPES: usize = 16;
-/// The virtual devices of a request: each is compared with all devices of all servers.
+/// Maximum number of virtual devices of a request: each is compared with all devices of all
+/// servers.
 const MAX_WANTED: usize = 8;
-/// Compilers take many attributes.
+/// Maximum bytes of a target: compilers take many attributes.
 const MAX_TARGET: usize = 512;
 const MAX_CAPACITY: u32 = 1 << 16;
-/// Sessions of one server, those without tickets too.
+/// Maximum number of sessions of one server, including those without tickets.
 const MAX_USES: usize = 1 << 16;
 /// Maximum number of slots of a request.
 const MAX_COUNT: u32 = 1 << 12;
 
-/// Looks at the size of what a server says of itself.
+/// Checks the sizes in a registration.
 ///
 /// # Errors
 ///
-/// The limit that is passed, or what has not the form that it must have.
+/// The limit that is exceeded, or the field that is malformed.
 pub(super) fn check_registration(registration: &Registration) -> Result<()> {
     let Registration { name, key, labels, devices, capacity, address, status, .. } = registration;
     text("length of a name", name)?;
@@ -51,21 +52,21 @@ pub(super) fn check_registration(registration: &Registration) -> Result<()> {
     check_status(status)
 }
 
-/// Looks at the size of what a server says of its use.
+/// Checks the sizes in a report of a server.
 ///
 /// # Errors
 ///
-/// The limit that is passed.
+/// The limit that is exceeded.
 pub(super) fn check_status(status: &ServerStatus) -> Result<()> {
     at_most("sessions of a server", MAX_USES, status.uses.len())?;
     at_most("spent tickets", MAX_USES, status.spent.len())
 }
 
-/// Looks at the size of what a client asks for.
+/// Checks the sizes in a request.
 ///
 /// # Errors
 ///
-/// The limit that is passed, or what cannot be.
+/// The limit that is exceeded, or the field that is malformed.
 pub(super) fn check_request(request: &ServerRequest) -> Result<()> {
     if !request.key.is_empty() {
         check_key(&request.key)?;
@@ -85,7 +86,7 @@ pub(super) fn check_request(request: &ServerRequest) -> Result<()> {
     at_most("slots of a request", MAX_COUNT as usize, request.count as usize)
 }
 
-/// The beginning of something that a peer chose and that is only shown.
+/// Shortens a text that a peer chose and that is only shown, and removes its control characters.
 pub(super) fn clip(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(MAX_SHOWN).collect()
 }
@@ -100,7 +101,7 @@ pub(super) fn clipped(mut status: ServerStatus) -> ServerStatus {
 
 fn check_key(key: &str) -> Result<()> {
     text("length of a key", key)?;
-    // Keys have the form of keys in addresses, where clients write them.
+    // Keys must have the form of keys in addresses, in which clients write them.
     let address = Address::from(std::net::SocketAddr::from(([127, 0, 0, 1], 1)));
     address.with_key(key).map(drop).map_err(|error| RpcError::invalid_argument(error.to_string()))
 }

@@ -1,16 +1,16 @@
-//! The tracker's status page: the table of `rpc-cli status` for a browser on the same machine, as
-//! it is now.
+//! The tracker's status page: the present table of `rpc-cli status` for a browser on the same
+//! machine.
 //!
-//! | path | what it is |
+//! | path | content |
 //! | --- | --- |
 //! | `/` | the page, complete without its script, which updates it every second |
-//! | `/status.json` | what `rpc-cli status --json` prints |
-//! | `/page.css`, `/page.js` | what the page needs; nothing comes from elsewhere |
+//! | `/status.json` | the output of `rpc-cli status --json` |
+//! | `/page.css`, `/page.js` | the page's style and script; none is loaded from elsewhere |
 //!
-//! Much of what is shown was written by servers and clients. All of it is escaped where it is
-//! written, and the page's policy lets nothing run that is not the script above. On a loopback
-//! address only requests for this machine by name or number are answered: what a browser has loaded
-//! from elsewhere cannot read the page through a name that points here.
+//! Much of the content was written by servers and clients. All of it is escaped where it is
+//! written, and the page's policy allows no script but the one above. On a loopback address only
+//! requests for this machine by name or number are answered: a page from elsewhere, loaded in the
+//! browser, cannot read this one through a name that points here.
 
 mod chart;
 mod html;
@@ -49,14 +49,14 @@ pub(super) async fn serve(address: SocketAddr, tracker: &Arc<Tracker>) -> io::Re
 }
 
 struct Page {
-    /// The page does not keep the tracker.
+    /// Tracker of the page, which the page does not keep alive.
     tracker: Weak<Tracker>,
     loopback: bool,
     page: Mutex<Option<Answer>>,
     json: Mutex<Option<Answer>>,
 }
 
-/// An answer, and when it was made.
+/// Body of an answer, and the time at which it was made.
 type Answer = (Instant, Bytes);
 
 impl Site for Page {
@@ -80,7 +80,7 @@ impl Page {
         match request.uri().path() {
             "/" => self.fresh(&self.page, "text/html; charset=utf-8", |tracker| html::page(&tracker.summary())),
             "/status.json" => self.fresh(&self.json, "application/json", |tracker| {
-                // Maps of text and numbers can always be written.
+                // Serialization cannot fail: the summary consists of maps, text and numbers.
                 serde_json::to_string(&tracker.summary()).unwrap_or_default()
             }),
             "/page.css" => response(StatusCode::OK, "text/css; charset=utf-8", include_str!("page/page.css")),
@@ -95,7 +95,7 @@ impl Page {
         content_type: &'static str,
         make: impl FnOnce(&Tracker) -> String,
     ) -> Response<Full<Bytes>> {
-        // Held while the page is made: concurrent requests get the same page.
+        // The lock is held while the page is made, so concurrent requests get the same page.
         let mut last = last.lock();
         if let Some((_, body)) = last.as_ref().filter(|(made, _)| made.elapsed() < FRESH) {
             return response(StatusCode::OK, content_type, body.clone());

@@ -19,7 +19,7 @@
 //! 4. Slots are taken from as many servers as possible: one from each, reachable servers first,
 //!    then those with most free slots, then those with the least recent grant.
 //!
-//! All slots of a request are granted in one step, so no two requests ever hold a part of what the
+//! All slots of a request are granted in one step, so no two requests ever hold slots that the
 //! other needs.
 //!
 //! A granted slot is free again when the server reports that the session of the ticket has ended,
@@ -64,8 +64,8 @@ pub(crate) struct PendingRequest {
     peer: String,
     pub(crate) since: Instant,
     until: Option<Instant>,
-    /// Number of slots that could serve it if they were free. Kept up to date, because it is read
-    /// more often than it changes.
+    /// Number of slots that could serve the request if they were free. Kept up to date, because it
+    /// is read more often than it changes.
     pub(crate) possible: u64,
 }
 
@@ -78,7 +78,7 @@ struct Pool {
     free: u64,
 }
 
-/// Scheduler of a tracker: see the [module](self).
+/// Scheduler of a tracker; see the [module](self).
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     policy: Policy,
@@ -86,7 +86,7 @@ pub(crate) struct Scheduler {
     pools: HashMap<String, Pool>,
     by_peer: HashMap<String, usize>,
     waiting: BTreeMap<QueueOrder, PendingRequest>,
-    /// Waiting requests by key; the empty key is for requests that accept any.
+    /// Waiting requests by key. The empty key is for requests that accept any key.
     queues: HashMap<String, BTreeSet<QueueOrder>>,
     priorities: HashMap<ClaimId, i32>,
     waiting_by_peer: HashMap<String, usize>,
@@ -122,7 +122,7 @@ impl Scheduler {
     ///
     /// # Errors
     ///
-    /// A limit is reached; the error names it.
+    /// A limit is reached. The error names it.
     pub(crate) fn register(
         &mut self,
         now: Instant,
@@ -166,8 +166,8 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Takes a report of a server and renews its lease. Returns false if it is not registered (any
-    /// more).
+    /// Takes a report of a server and renews its lease. Returns false if the server is not
+    /// registered (any more).
     pub(crate) fn report(&mut self, now: Instant, id: ServerId, status: &ServerStatus) -> bool {
         let free = self.servers.get(&id).map(Server::free);
         if !self.take_report(now, id, status) {
@@ -221,7 +221,7 @@ impl Scheduler {
     /// Removes a server with all its grants.
     pub(crate) fn unregister(&mut self, now: Instant, id: ServerId) -> bool {
         let Some(server) = self.forget(id) else { return false };
-        // A request that cannot be served without it reserves nothing any more.
+        // A request that cannot be served without this server no longer reserves slots.
         self.serve(now, Some(&server.offer.key));
         true
     }
@@ -230,7 +230,7 @@ impl Scheduler {
     ///
     /// # Errors
     ///
-    /// A limit is reached; the error names it.
+    /// A limit is reached. The error names it.
     pub(crate) fn request(&mut self, now: Instant, peer: &str, request: ServerRequest) -> Result<ClaimId> {
         let policy = &self.policy;
         let of_peer = self.waiting_by_peer.get(peer).copied().unwrap_or_default();
@@ -251,7 +251,7 @@ impl Scheduler {
         let waiting = PendingRequest { request, peer: peer.to_owned(), since: now, until, possible };
         self.waiting.insert((Reverse(priority), id), waiting);
         self.serve(now, Some(&key));
-        // A request without time is served at once or not at all.
+        // A request with a time limit of zero is served at once or not at all.
         self.handle_timeout(now);
         Ok(id)
     }
@@ -263,7 +263,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns granted slots of `claim` unused. Returns their number.
+    /// Takes back unused granted slots of `claim`. Returns their number.
     pub(crate) fn give_back(&mut self, now: Instant, claim: ClaimId, slots: &[(ServerId, u64)]) -> usize {
         let mut count = 0;
         for (id, serial) in slots {
@@ -282,7 +282,8 @@ impl Scheduler {
     /// Handles the timers that are due.
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         let mut freed = false;
-        // All timers first: no server may be granted whose lease ends at the same moment.
+        // All timers are handled first: no server may be granted whose lease ends at the same
+        // moment.
         while let Some((_, timer)) = self.timers.first().copied().filter(|(due, _)| *due <= now) {
             self.timers.pop_first();
             match timer {
@@ -305,7 +306,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns the next consequence. To be called until it returns `None`.
+    /// Returns the next consequence. Must be called until it returns `None`.
     pub(crate) fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
@@ -338,7 +339,7 @@ impl Scheduler {
         }
     }
 
-    /// As [`unregister`](Self::unregister), without serving requests.
+    /// Removes a server like [`unregister`](Self::unregister), without serving requests.
     fn forget(&mut self, id: ServerId) -> Option<Server> {
         let server = self.servers.remove(&id)?;
         self.timers.remove(&(server.lease_end, Timer::Lease(id)));

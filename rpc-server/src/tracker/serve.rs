@@ -14,18 +14,18 @@ use crate::http::HttpServer;
 use crate::monitor::Gauges;
 use crate::server::{RpcServer, Running, StopReason};
 
-/// A tracker that serves. Dropping it stops it now.
+/// A running tracker. Dropping it stops it now.
 #[derive(Debug)]
 pub struct RunningTracker {
-    /// The server: addresses, sessions, and the end.
+    /// Server of the tracker, with its addresses, sessions, and end.
     pub server: Running,
-    /// The tracker.
+    /// Tracker itself.
     pub tracker: Arc<Tracker>,
     page: Option<HttpServer>,
 }
 
 impl RunningTracker {
-    /// Returns the address of its page, with the port that was chosen, if it has one.
+    /// Returns the address of the tracker's page, with the chosen port, if it has one.
     pub fn page_address(&self) -> Option<SocketAddr> {
         self.page.as_ref().map(HttpServer::address)
     }
@@ -43,7 +43,7 @@ impl Tracker {
         Ok(RunningTracker { server: server.start().await?, tracker, page })
     }
 
-    /// As [`start`](Self::start), until a signal, as [`RpcServer::run_until_signal`], which also
+    /// Starts a tracker and serves it until a signal, as [`RpcServer::run_until_signal`]. Also
     /// prints `status page on URL` if there is a page. Blocks, on a runtime of its own.
     ///
     /// # Errors

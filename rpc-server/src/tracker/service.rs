@@ -64,7 +64,8 @@ pub struct TrackerOptions {
     /// Options for probing servers: trust and tokens. Default: neither. [`Tracker::set_onward`]
     /// replaces them.
     pub onward: Dial,
-    /// Transports by which servers are probed; they say which addresses servers may advertise.
+    /// Transports by which servers are probed. They determine which addresses servers may
+    /// advertise.
     pub transports: Transports,
 }
 
@@ -103,7 +104,7 @@ struct TrackerState {
     scheduler: Scheduler,
     servers: HashMap<ServerId, ServerEntry>,
     claims: HashMap<ClaimId, OpenClaim>,
-    /// Latest first.
+    /// Recent losses, the latest first.
     losses: VecDeque<(Instant, Loss)>,
     history: History,
 }
@@ -135,7 +136,7 @@ struct OpenClaim {
     answer: watch::Sender<Answer>,
 }
 
-/// Answer to a request; `None` while it waits.
+/// Answer to a request. `None` while the request waits.
 type Answer = Option<Result<Arc<Vec<Granted>>>>;
 
 /// A granted slot with its ticket.
@@ -209,7 +210,7 @@ impl Tracker {
             claim.0.give_back(&returned);
         });
         let this = self.clone();
-        // On a thread: the summary of a large pool takes long, and must not delay others.
+        // Runs on a thread: the summary of a large pool takes long, and must not delay others.
         registry.add(functions::SUMMARY, move || Pack(this.summary()));
     }
 
@@ -320,7 +321,7 @@ impl Tracker {
     fn spawn_probe(self: &Arc<Self>, id: ServerId, address: Vec<String>) {
         let this = Arc::downgrade(self);
         tokio::spawn(async move {
-            // The tracker has been dropped.
+            // Fails if the tracker has been dropped.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
             let onward = tracker.onward.lock().clone();
@@ -348,7 +349,7 @@ impl Tracker {
     }
 
     fn lock(&self) -> MutexGuard<'_, TrackerState> {
-        // A panic in the scheduler is a bug of ours; each of its steps leaves it consistent.
+        // A panic in the scheduler is a bug of this crate; each of its steps leaves it consistent.
         self.state.lock()
     }
 }

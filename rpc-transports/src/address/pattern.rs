@@ -9,7 +9,7 @@ use crate::address::Address;
 pub(crate) fn is_covered(pattern: &str, address: &Address, starts_programs: bool) -> bool {
     let Some(host) = address.host() else {
         let (word, text) = (format!("{}:", address.scheme()), address.clone().without_key().to_string());
-        // From a folder that is allowed there is a way to any other.
+        // A `..` leads from an allowed folder to any other, so its pattern must be the same text.
         let climbs = text.split(['/', ':']).any(|part| part == "..");
         return pattern.starts_with(&word) && if climbs { pattern == text } else { glob(pattern, &text) };
     };
@@ -36,7 +36,7 @@ pub(crate) fn is_covered(pattern: &str, address: &Address, starts_programs: bool
         && same_family(host_pattern, host)
 }
 
-/// Host and port of a pattern; the host may be in brackets.
+/// Splits a pattern into host and port. The host may be in brackets.
 fn split(place: &str) -> (&str, Option<&str>) {
     if let Some((host, rest)) = place.strip_prefix('[').and_then(|place| place.split_once(']')) {
         return (host, rest.strip_prefix(':'));
@@ -47,7 +47,7 @@ fn split(place: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Returns true unless the pattern is for IP addresses and the host is none.
+/// Returns true unless the pattern is for IP addresses and the host is not one.
 fn same_family(pattern: &str, host: &str) -> bool {
     let wild_only = pattern.bytes().all(|byte| byte == b'*');
     if wild_only {

@@ -1,6 +1,6 @@
 //! The client's session over a socket whose bytes are moved by the threads that wait for replies.
 //!
-//! Waking another thread costs several times what a call costs, so no other thread is woken: a
+//! Waking another thread costs several times as much as a call, so no other thread is woken: a
 //! thread that waits for a reply writes the request and reads the reply itself. If several threads
 //! wait, one of them (the *leader*) reads for all, and the others (the *followers*) wait for it.
 //! While no thread waits, one thread of the process, the [`IdlePoller`], polls all such sessions:
@@ -29,24 +29,25 @@ use crate::channel_io::{READ_MAX, SLICES};
 /// idle poller each time.
 const IN_USE: Duration = Duration::from_millis(50);
 
-/// Pause of a thread that cannot write before it tries again, while another thread reads.
+/// Pause of a thread that cannot write, before the next attempt, while another thread reads.
 const WRITE_RETRY: Duration = Duration::from_millis(1);
 
-/// Size of the first read behind bulk: little of the next bulk should pass through the buffer.
+/// Size of the first read after bulk. It is small, so that little of the next bulk passes through
+/// the buffer.
 const READ_BEHIND_BULK: usize = 4 << 10;
 
 /// A session at the far end of a channel, without a runtime. Cheap to clone; clones are the same
 /// session.
 ///
-/// Made by [`Connector::connect_blocking`](crate::Connector::connect_blocking). Operations may be
-/// waited for or awaited; the former cost no switch to another thread.
+/// Made by [`Connector::connect_blocking`](crate::Connector::connect_blocking). Callers may wait
+/// for operations or await them. Waiting needs no switch to another thread.
 #[derive(Clone)]
 pub struct BlockingClientSession(SessionRef<SocketPump>);
 
 /// Pump that is run by the threads that wait.
 struct SocketPump {
     io: BlockingIo,
-    /// Signalled when the leader steps down, or has done something for others.
+    /// Signal that the leader has stepped down, or has done work for others.
     leader_changed: Condvar,
     /// True if a call was made since the idle poller last looked.
     in_use: AtomicBool,
@@ -54,20 +55,21 @@ struct SocketPump {
     in_background: AtomicBool,
     /// Time after which a blocking read ends by itself: the socket's own limit.
     read_limit: Duration,
-    /// Keeps alive what the channel needs, such as a child process.
+    /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
 }
 
 /// Part of the pump that the session's lock guards.
 struct SocketState {
     input: BytesMut,
-    /// Buffer that small messages are read to. With the leader while it reads.
+    /// Buffer for small messages. The leader holds it while it reads.
     scratch: Vec<u8>,
     /// True while some thread does the reading.
     has_leader: bool,
     /// True while the leader reads without the lock: no other thread may read then.
     is_reading: bool,
-    /// True once nothing can be written any more. The leader reads what is left, and finds the end.
+    /// True once nothing can be written any more. The leader then reads the remaining input up to
+    /// its end.
     is_unwritable: bool,
     /// Number of threads that wait for the leader.
     followers: usize,
@@ -80,11 +82,11 @@ struct SocketState {
 type Guard<'a> = MutexGuard<'a, Locked<SocketPump>>;
 
 impl BlockingClientSession {
-    /// Starts the session behind a handshake. `input` is what was read beyond it.
+    /// Starts the session after a handshake. `input` holds the bytes that were read beyond it.
     ///
     /// # Errors
     ///
-    /// If the idle poller cannot be started.
+    /// The idle poller cannot be started.
     pub(crate) fn start(
         channel: BlockingChannel,
         negotiated: &Negotiated,
@@ -147,8 +149,8 @@ impl Pump for SocketPump {
 
     fn endpoint_changed(session: &ClientState<Self>, mut locked: Guard<'_>, change: Change) {
         match change {
-            // The leader reads, and would not write what was added. Without one the thread that
-            // waits becomes the leader.
+            // The leader is reading, and would not write the new request. Without a leader, the
+            // thread that waits becomes the leader.
             Change::Request if !locked.pump.has_leader => {}
             Change::Request => session.flush(&mut locked),
             Change::Release => {
@@ -170,7 +172,7 @@ impl Pump for SocketPump {
             Change::Close => {
                 session.flush(&mut locked);
                 drop(locked);
-                // It waits for the peer's answer, and closes the socket then.
+                // The poller waits for the peer's answer, and then closes the socket.
                 wake_idle_poller();
             }
         }
@@ -213,14 +215,14 @@ impl Pump for SocketPump {
 }
 
 fn wake_idle_poller() {
-    // It runs: it was started before the session.
+    // The poller runs: it was started before the session.
     if let Ok(poller) = IdlePoller::get() {
         poller.wake();
     }
 }
 
 impl ClientState<SocketPump> {
-    /// Writes what can be written without waiting.
+    /// Writes as much as is possible without waiting.
     fn flush(&self, locked: &mut Locked<SocketPump>) {
         let io = &self.pump.io;
         while !locked.pump.is_unwritable {
@@ -262,7 +264,7 @@ impl ClientState<SocketPump> {
         }
     }
 
-    /// Reads what has come, if that is possible without waiting.
+    /// Reads the input that has arrived, without waiting.
     fn read_to_end(&self, locked: &mut Locked<SocketPump>) {
         let mut buffer = vec![0; READ_MAX];
         while let Ok(count @ 1..) = receive(&self.pump.io, &mut buffer, RecvFlags::DONTWAIT) {
@@ -273,8 +275,8 @@ impl ClientState<SocketPump> {
         }
     }
 
-    /// Reads and writes for all callers: until `done` returns true, or without it for as long as
-    /// nothing has to be waited for.
+    /// Reads and writes for all callers until `done` returns true. Without `done`, stops when it
+    /// would have to wait.
     fn lead<'a>(&'a self, mut locked: Guard<'a>, done: Option<&dyn Fn() -> bool>) -> Guard<'a> {
         let is_done = || done.is_some_and(|done| done());
         locked.pump.has_leader = true;
@@ -311,7 +313,7 @@ impl ClientState<SocketPump> {
         }
         locked.pump.has_leader = false;
         if locked.has_ended() {
-            // The peer waits for this, and references to the session may live long.
+            // The peer waits for the shutdown, and references to the session may live long.
             let _ = self.pump.io.shutdown(std::net::Shutdown::Both);
         }
         if locked.pump.followers > 0 {
@@ -413,7 +415,8 @@ impl PolledSession for ClientState<SocketPump> {
         let locked = self.lock();
         let SocketState { has_leader, is_blocked, .. } = locked.pump;
         if has_leader || (was_in_use && !self.pump.in_background.load(Ordering::Acquire)) {
-            // A caller moves the bytes, or has until a moment ago: look again soon.
+            // A caller moves the bytes, or did until a moment ago, so the session is polled again
+            // soon.
             self.pump.in_use.store(has_leader, Ordering::Release);
             return Interest { readiness: None, timeout: if is_blocked { WRITE_RETRY } else { IN_USE } };
         }

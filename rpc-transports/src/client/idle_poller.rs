@@ -14,16 +14,16 @@ pub(super) trait PolledSession: Send + Sync {
     /// Returns the session's socket.
     fn socket(&self) -> BorrowedFd<'_>;
 
-    /// Returns what to wait for on behalf of the session.
+    /// Returns the events to wait for on behalf of the session.
     fn interest(&self, now: Instant) -> Interest;
 
-    /// Does what can be done without waiting, unless a caller is doing it already.
+    /// Does all work that is possible without waiting, unless a caller is doing it already.
     fn poll(&self);
 
     /// Returns true if the session has ended and no caller moves its bytes.
     fn has_finished(&self) -> bool;
 
-    /// Hands events that are left after the end to the callers that they are for.
+    /// Delivers the events that are left after the end to their callers.
     fn deliver_rest(&self);
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Interest {
     pub(super) timeout: Duration,
 }
 
-/// The thread, as the sessions know it.
+/// Handle of the thread for the sessions.
 pub(super) struct IdlePoller {
     sessions: Mutex<Vec<Arc<dyn PolledSession>>>,
     /// Sending end of a socket pair: a byte written to it ends the thread's wait.
@@ -50,7 +50,7 @@ impl IdlePoller {
     ///
     /// # Errors
     ///
-    /// The thread or its socket pair cannot be had. The next call tries again.
+    /// The thread or its socket pair cannot be created. The next call tries again.
     pub(super) fn get() -> io::Result<&'static Self> {
         static POLLER: OnceLock<&'static IdlePoller> = OnceLock::new();
         static STARTING: Mutex<()> = Mutex::new(());
@@ -76,7 +76,7 @@ impl IdlePoller {
         self.wake();
     }
 
-    /// Has the thread look at all sessions.
+    /// Wakes the thread, which polls all sessions.
     pub(super) fn wake(&self) {
         if !self.is_woken.swap(true, Ordering::AcqRel) {
             // A full socket buffer wakes the thread as well.
@@ -100,7 +100,7 @@ impl IdlePoller {
                 finished.extend(sessions.extract_if(.., |session| session.has_finished()));
                 polled.extend(sessions.iter().cloned());
             }
-            // Outside of the lock, since a completed request may start a session. The caller that
+            // The lock is not held, since a completed request may start a session. The caller that
             // found the end may have returned without delivering all events.
             finished.drain(..).for_each(|session| session.deliver_rest());
             let now = Instant::now();
@@ -114,22 +114,22 @@ impl IdlePoller {
             let watched =
                 polled.iter().zip(&readiness).filter_map(|(session, readiness)| Some((session, (*readiness)?)));
             fds.extend(watched.map(|(session, events)| PollFd::from_borrowed_fd(session.socket(), events)));
-            // All sessions are polled below, whatever the outcome, so that an interruption does not
+            // All sessions are polled below, whatever the outcome, so an interruption does not
             // matter.
             let _ = poll(&mut fds, timeout.map(timespec).as_ref());
             drop(fds);
             let mut bytes = [0; 64];
             while matches!(io::Read::read(&mut &*receiver, &mut bytes), Ok(1..)) {}
-            // Cleared after the reads, which would otherwise swallow a wake-up that the flag keeps
-            // from being repeated; and before the sessions are polled, which sees what a wake-up in
-            // between was about.
+            // Cleared after the reads, because otherwise they would swallow a wake-up that the flag
+            // keeps from being repeated. Cleared before the sessions are polled, so that they see
+            // the changes behind a wake-up in between.
             self.is_woken.store(false, Ordering::Release);
             polled.iter().for_each(|session| session.poll());
         }
     }
 }
 
-/// Converts a timeout for `poll(2)`, rounded up, so that what is waited for is due when the wait is
+/// Converts a timeout for `poll(2)`, rounded up, so that the awaited event is due when the wait is
 /// over.
 pub(super) fn timespec(timeout: Duration) -> Timespec {
     let timeout = timeout.saturating_add(Duration::from_micros(50)).min(Duration::from_secs(3600));

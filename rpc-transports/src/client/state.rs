@@ -1,8 +1,9 @@
-//! State of a client's session: requests, replies, frees and ends. It performs no input or output.
+//! State of a client's session: requests, replies, frees and ends. This module performs no input or
+//! output.
 //!
-//! [`ClientState`] is what callers see of a session, with the protocol's endpoint under one lock. A
-//! [`Pump`] moves the bytes between the endpoint and the channel: the [task](super::task) of an
-//! async runtime, or the [threads](super::blocking) that wait for replies.
+//! [`ClientState`] is the session as its callers see it, with the protocol's endpoint under one
+//! lock. A [`Pump`] moves the bytes between the endpoint and the channel: the [task](super::task)
+//! of an async runtime, or the [threads](super::blocking) that wait for replies.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,23 +15,23 @@ use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
 use rpc_core::reply::ReplyControl;
 use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, SharedSession, Submission, Value};
 
-/// Mover of a session's bytes, and what it keeps for that.
+/// Mover of a session's bytes, with the state that it needs for that.
 pub(super) trait Pump: Send + Sync + Sized + 'static {
     /// Part of the pump that the session's lock guards, beside the endpoint.
     type Locked: Send;
 
-    /// Makes sure that what a caller has put into the endpoint gets written. Called with the lock
-    /// held; releases it.
+    /// Ensures that a caller's change of the endpoint is written. Called with the lock held;
+    /// releases it.
     fn endpoint_changed(session: &ClientState<Self>, locked: MutexGuard<'_, Locked<Self>>, change: Change);
 
-    /// Is told why the session has ended, after the pending requests and before those that watch
-    /// for the end.
+    /// Informs the pump of the reason for the session's end. Called after the pending requests have
+    /// failed, and before the end watchers complete.
     fn session_ended(&self, error: &RpcError) {
         let _ = error;
     }
 
-    /// Drives the session in the background from now on: a caller awaits a reply instead of waiting
-    /// for it.
+    /// Drives the session in the background from now on, because a caller awaits a reply instead of
+    /// waiting for it.
     fn attend(session: &ClientState<Self>) {
         let _ = session;
     }
@@ -47,14 +48,14 @@ pub(super) trait Pump: Send + Sync + Sized + 'static {
 /// Change that a caller has made to the endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// A request, or an orderly shutdown: the caller waits for the reply, and so has the bytes
+    /// A request, or an orderly shutdown: the caller waits for the reply, and so the bytes get
     /// moved.
     Request,
-    /// A cancellation: the caller may not wait any more. It has to be written at once.
+    /// A cancellation, which has to be written at once: the caller may not wait any more.
     Cancel,
     /// Objects to be freed: written with the next request, or after a while.
     Release,
-    /// The last reference to the session is gone, and with it every caller.
+    /// The end of the last reference to the session, and so of every caller.
     Close,
 }
 
@@ -66,8 +67,8 @@ pub(super) struct ClientState<P: Pump> {
     is_encrypted: bool,
     locked: Mutex<Locked<P>>,
     next_id: AtomicU64,
-    /// Stands for the current time in requests without a deadline, which do not use it: reading the
-    /// clock costs.
+    /// Substitute for the current time in requests without a deadline, which do not use it: reading
+    /// the clock costs.
     created: Instant,
 }
 
@@ -80,7 +81,7 @@ pub(super) struct Locked<P: Pump> {
 }
 
 impl<P: Pump> ClientState<P> {
-    /// State of a session whose handshake is done.
+    /// Creates the state of a session whose handshake is done.
     pub(super) fn new(
         endpoint: ClientEndpoint<Responder>,
         (pump, locked): (P, P::Locked),
@@ -98,18 +99,18 @@ impl<P: Pump> ClientState<P> {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Locked<P>> {
-        // The endpoint runs no foreign code, so a panic under the lock is a bug of its own, which
-        // was reported where it arose.
+        // The endpoint runs no foreign code, so a panic under the lock is a bug of the endpoint,
+        // which was reported at its source.
         self.locked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Locks the session, unless another thread has.
+    /// Locks the session, unless another thread has locked it.
     pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Locked<P>>> {
         self.locked.try_lock().ok()
     }
 
-    /// Hands events to the callers that they are for. The session must not be locked: completing a
-    /// request may run any code.
+    /// Delivers events to their callers. The session must not be locked: completing a request may
+    /// run any code.
     pub(super) fn deliver(&self, events: impl IntoIterator<Item = ClientEvent<Responder>>) {
         let peer = &*self.peer;
         let mut ended = None;
@@ -157,7 +158,7 @@ impl<P: Pump> Locked<P> {
         }
     }
 
-    /// Ends the session: the channel does not work any more.
+    /// Ends the session, because the channel is broken.
     pub(super) fn channel_broke(&mut self, error: impl fmt::Display) {
         self.endpoint.fail(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}")));
     }
@@ -167,7 +168,7 @@ impl<P: Pump> Locked<P> {
         self.endpoint.ended().is_some()
     }
 
-    /// Appends the events that have come to `events`.
+    /// Appends the events since the last call to `events`.
     pub(super) fn take_events(&mut self, events: &mut Vec<ClientEvent<Responder>>) {
         events.extend(std::iter::from_fn(|| self.endpoint.poll_event()));
     }
@@ -268,7 +269,7 @@ impl<P: Pump> RpcSession for LastReference<P> {
                     has_ended
                 });
                 if has_ended {
-                    // No pump would complete it any more, and there is nothing left to do.
+                    // No pump would complete the request any more, and no work is left.
                     responder.complete(Ok(Value::Null));
                 }
                 submission

@@ -23,7 +23,7 @@ use crate::handshake::identity::Connection;
 #[derive(Clone)]
 pub struct ClientSession(SessionRef<TaskPump>);
 
-/// Pump that is a task.
+/// Pump whose bytes a task moves.
 struct TaskPump {
     /// Connection that the channel shares with other channels, if its transport has such
     /// connections.
@@ -31,8 +31,8 @@ struct TaskPump {
 }
 
 impl ClientSession {
-    /// Starts the session behind a handshake, and its task. `input` is what was read beyond the
-    /// handshake.
+    /// Starts the session after a handshake, and its task. `input` holds the bytes that were read
+    /// beyond the handshake.
     pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: LinkConfig) -> Self {
         let connection = channel.security().connection.clone();
         let is_encrypted = channel.security().is_encrypted() || channel.security().encrypted_way;
@@ -104,7 +104,7 @@ struct PumpTask {
     wire: Wire,
     /// Events on their way to callers. Empty between two batches, and kept for its memory.
     events: Vec<ClientEvent<Responder>>,
-    /// Keeps alive what the channel needs, such as a child process.
+    /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
 }
 
@@ -131,7 +131,7 @@ impl Future for PumpTask {
                 *events = Vec::new();
             }
             if finished {
-                // The session is over: the rest of its output is not worth waiting for.
+                // The session is over, so the rest of its output is not waited for.
                 let _ = Pin::new(&mut wire.io).poll_shutdown(cx);
                 return Poll::Ready(());
             }
@@ -150,7 +150,8 @@ struct Wire {
 impl Wire {
     /// Handles timeouts, writes and reads once. Ready if more could be done at once.
     fn poll(&mut self, locked: &mut Locked<TaskPump>, cx: &mut Context<'_>) -> Poll<()> {
-        // Until the alarm is set to the next timeout, which nothing else would wake this task for.
+        // Repeats until the alarm is set to the next timeout, for which nothing else would wake
+        // this task.
         while let Some(now) = self.alarm.poll(locked.endpoint.poll_timeout(), cx) {
             locked.handle_timeout(now);
             if locked.has_ended() {
@@ -162,7 +163,7 @@ impl Wire {
                 // The rest of the output has no reader, and another attempt would fail as well.
                 return Poll::Pending;
             }
-            // A peer that closed may have said why: what it wrote can still be read.
+            // A peer that closed may have sent the reason: its last bytes can still be read.
             if !self.read_to_end(locked, cx) {
                 locked.channel_broke(error);
             }
@@ -179,7 +180,7 @@ impl Wire {
         Poll::Ready(())
     }
 
-    /// Reads what has come, and returns true if it has ended the session.
+    /// Reads the input that has arrived. Returns true if it has ended the session.
     fn read_to_end(&mut self, locked: &mut Locked<TaskPump>, cx: &mut Context<'_>) -> bool {
         while !locked.has_ended() {
             if !matches!(self.poll_input(&mut locked.endpoint, cx), Poll::Ready(Ok(()))) {
@@ -226,7 +227,7 @@ impl Wire {
         };
         if count == 0 {
             if endpoint.ended().is_some() {
-                // The end of the stream would be read for ever while output is left that the peer
+                // The end of the stream would be read for ever while there is output that the peer
                 // does not take.
                 return Poll::Pending;
             }

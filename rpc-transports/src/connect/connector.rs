@@ -24,7 +24,7 @@ use crate::tracker;
 use crate::tracker::ServerRequest;
 use crate::transport::{Dial, Properties, Transports};
 
-/// Makes sessions.
+/// Opener of sessions with servers, directly or through hops.
 ///
 /// ```no_run
 /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
@@ -40,7 +40,7 @@ use crate::transport::{Dial, Properties, Transports};
 pub struct Connector {
     transports: Transports,
     via: Vec<Hop>,
-    /// The first hop that could not be parsed.
+    /// Error of the first hop that could not be parsed.
     malformed: Option<AddressError>,
     key: String,
     workspace: String,
@@ -50,15 +50,15 @@ pub struct Connector {
     queue_timeout: Option<Duration>,
     limits: WireLimits,
     local: Option<Registry>,
-    /// For trackers.
+    /// Requirements for a server that a tracker gives out.
     wanted: Option<Arc<ServerRequest>>,
-    /// Set where a server connects for its client: the servers that the chain has passed, and who
-    /// the client is.
+    /// Servers that the chain has passed, and the identity of the client. Set only where a server
+    /// connects for its client.
     behind: (Vec<String>, String),
 }
 
 impl Connector {
-    /// A connector with default settings and no hops.
+    /// Creates a connector with default settings and no hops.
     pub fn new() -> Self {
         Self {
             transports: Transports::default(),
@@ -77,13 +77,13 @@ impl Connector {
         }
     }
 
-    /// Adds a hop: a server that will forward to the next one, or to the target. Several are passed
-    /// in order, as with ssh.
+    /// Adds a hop: a server that forwards to the next one, or to the target. Several hops are
+    /// passed in the order of the calls, as with ssh.
     ///
     /// A hop sees requests and data, and proves its own identity to the next one. With `tunnel:` in
-    /// front of its address it passes bytes that it does not look into, and the handshake, proof of
-    /// identity and encryption are between this side and what is behind the hop: `tls://`, or
-    /// `tcp://` and `unix:` without encryption.
+    /// front of its address it passes bytes that it does not look into. Handshake, proof of
+    /// identity and encryption are then between this side and the peer behind the hop. That peer
+    /// has a `tls://` address, or without encryption a `tcp://` or `unix:` address.
     #[must_use]
     pub fn via(mut self, hop: &str) -> Self {
         match hop.parse() {
@@ -99,8 +99,8 @@ impl Connector {
         self
     }
 
-    /// The transports by which addresses are dialled. Default: those that this crate was compiled
-    /// with.
+    /// Sets the transports by which addresses are dialled. Default: those that this crate was
+    /// compiled with.
     #[must_use]
     pub fn transports(mut self, transports: Transports) -> Self {
         self.transports = transports;
@@ -120,9 +120,9 @@ impl Connector {
         self
     }
 
-    /// What a server must have that a tracker gives out: labels, devices, and how urgent it is. One
-    /// server is asked for, with the key of the [address](Self::connect) or of [`key`](Self::key)
-    /// if one of them names any. Addresses of servers are not affected.
+    /// Sets the requirements for a server that a tracker gives out: labels, devices and priority.
+    /// The tracker is asked for one server, with the key of the [address](Self::connect) or of
+    /// [`key`](Self::key) if one of them names any. Addresses of servers are not affected.
     #[must_use]
     pub fn server_request(mut self, wanted: ServerRequest) -> Self {
         self.wanted = Some(Arc::new(wanted));
@@ -136,23 +136,24 @@ impl Connector {
         self
     }
 
-    /// Shows what a tracker gave out for the server. One ticket is good for one session.
+    /// Shows the server a ticket that a tracker gave out for it. One ticket is good for one
+    /// session.
     #[must_use]
     pub fn ticket(mut self, ticket: &str) -> Self {
         ticket.clone_into(&mut self.ticket);
         self
     }
 
-    /// Proves itself by one of these tokens, and takes only servers that know it, or that have
-    /// proven themselves by a certificate. None.
+    /// Proves this side's identity by one of these tokens. Accepts only servers that know the
+    /// token, or that have proven themselves by a certificate. Default: none.
     #[must_use]
     pub fn tokens(mut self, tokens: Tokens) -> Self {
         self.dial.tokens = tokens;
         self
     }
 
-    /// How servers at `tls://` and `quic://` addresses are trusted. Without this such addresses
-    /// cannot be reached.
+    /// Sets the trust in servers at `tls://` and `quic://` addresses. Without it, such addresses
+    /// can be reached only with [`tokens`](Self::tokens).
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn tls(mut self, tls: ClientTls) -> Self {
@@ -160,66 +161,64 @@ impl Connector {
         self
     }
 
-    /// The terms on which channels are opened, all at once: time limit, keep-alive, tokens and
-    /// trust.
+    /// Sets all terms on which channels are opened: time limit, keep-alive, tokens and trust.
     #[must_use]
     pub fn dial(mut self, terms: Dial) -> Self {
         self.dial = terms;
         self
     }
 
-    /// How long opening the channel may take. 10 s.
+    /// Sets the time limit for opening the channel. Default: 10 s.
     #[must_use]
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.dial.connect_timeout = timeout;
         self
     }
 
-    /// How long the handshake may take, hops included. 10 s.
+    /// Sets the time limit for the handshake, hops included. Default: 10 s.
     #[must_use]
     pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
         self.handshake_timeout = timeout;
         self
     }
 
-    /// How long to wait for a server at a `tracker://` address while others have them all. No
-    /// limit.
+    /// Sets the time to wait for a server at a `tracker://` address while all servers are taken.
+    /// Default: no limit.
     #[must_use]
     pub fn queue_timeout(mut self, timeout: Duration) -> Self {
         self.queue_timeout = Some(timeout);
         self
     }
 
-    /// A channel on which nothing was heard for this long is tested, and is given up after three
-    /// times as long. 5 s.
+    /// Sets the silence after which a channel is tested. It is given up after three times as long.
+    /// Default: 5 s.
     #[must_use]
     pub fn keep_alive(mut self, interval: Duration) -> Self {
         self.dial.keep_alive = interval;
         self
     }
 
-    /// What the session may have on the wire and in queues.
+    /// Sets the limits of the session on the wire and in queues.
     #[must_use]
     pub fn limits(mut self, limits: WireLimits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// The functions that `local:` addresses find.
+    /// Sets the functions that `local:` addresses find.
     #[must_use]
     pub fn local(mut self, registry: Registry) -> Self {
         self.local = Some(registry);
         self
     }
 
-    /// Opens a session with the server at `target`, or with one that the tracker gives out, if that
-    /// is a `tracker://` address; see [`tracker`](crate::tracker) for more than that. Its input and
-    /// output run as a task of the current tokio runtime.
+    /// Opens a session with the server at `target`, or with one that the tracker gives out if that
+    /// is a `tracker://` address; [`tracker`](crate::tracker) says more. The session's input and
+    /// output run as a task of the current tokio runtime. Cancel-safe.
     ///
     /// # Errors
     ///
-    /// A malformed address, a peer that cannot be reached, and one that refuses, each saying why.
-    /// Cancel-safe.
+    /// [`ConnectError`] if an address is malformed, or if a peer cannot be reached or refuses.
     pub async fn connect<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Session, ConnectError> {
         let target = self.target(target)?;
         self.connect_to(target).await
@@ -232,16 +231,16 @@ impl Connector {
         self.connect_at(target).await
     }
 
-    /// As [`connect`](Self::connect), where no tracker is asked.
+    /// Opens a session as [`connect`](Self::connect) does, without asking a tracker.
     pub(crate) async fn connect_at(&self, target: Hop) -> Result<Session, ConnectError> {
         let (first, further) = self.route(target);
         Ok(self.forward(&first, &further).await?.into())
     }
 
-    /// As [`connect`](Self::connect), on the calling thread and without a runtime: the session's
-    /// input and output are done by whoever waits for it, so that a call costs no switch to another
-    /// thread. That holds for `tcp://`, `unix:` and `exec:` addresses; those of sessions at other
-    /// addresses run on a thread that all such sessions of the process share.
+    /// Opens a session as [`connect`](Self::connect) does, on the calling thread and without a
+    /// runtime. The thread that waits for the session does its input and output, so that a call
+    /// costs no switch to another thread. That holds for `tcp://`, `unix:` and `exec:` addresses.
+    /// Sessions at other addresses run on one thread that all such sessions of the process share.
     ///
     /// # Errors
     ///
@@ -258,7 +257,7 @@ impl Connector {
             return Ok(Session::new(self.local_session(&plan.address)?));
         }
         crate::runtime::install_probe();
-        // A socket that a plain thread blocks on carries no TLS.
+        // Blocking sockets carry no TLS.
         let dialled = match plan.tunnel || self.properties(&plan.address)?.encrypted {
             false => self.transports.dial_blocking(&plan.address, &self.dial)?,
             true => None,
@@ -296,17 +295,17 @@ impl Connector {
         Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
     }
 
-    /// The last stop, if it and the hops in front of it are well-formed.
+    /// Returns the last stop if it and the hops in front of it are well-formed.
     fn target<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Hop, ConnectError> {
         if let Some(error) = &self.malformed {
             return Err(error.clone().into());
         }
         let hop = Hop { address: target.to_address()?, tunnel: false };
-        // The word in front of a tunnel is no scheme.
+        // The prefix `tunnel:` is no scheme.
         if Hop::is_tunnel(&hop.address) { Err(leads_nowhere(&hop).into()) } else { Ok(hop) }
     }
 
-    /// The first stop, and those behind it.
+    /// Returns the first stop, and the stops behind it.
     fn route(&self, target: Hop) -> (Hop, Vec<Hop>) {
         match self.via.split_first() {
             Some((first, further)) => (first.clone(), further.iter().cloned().chain([target]).collect()),
@@ -329,7 +328,7 @@ impl Connector {
         }
     }
 
-    /// Opens a session with a server, over a channel that leads there if there is one.
+    /// Opens a session with a server, through `over` if a channel leads there already.
     async fn open(&self, plan: Plan, over: Option<Channel>) -> Result<SharedSession, ConnectError> {
         if plan.address.scheme() == LOCAL {
             if over.is_some() || !self.behind.0.is_empty() {
@@ -353,7 +352,7 @@ impl Connector {
         Ok(LocalSession::new(self.local.clone().unwrap_or_default()))
     }
 
-    /// Opens the way to `next` through the hop at `address`.
+    /// Opens a channel to `next` through the hop at `address`.
     async fn tunnel(&self, address: Address, over: Option<Channel>, next: &Hop) -> Result<Channel, ConnectError> {
         crate::runtime::install_probe();
         let next = next.address.clone().without_key().to_string();
@@ -372,10 +371,10 @@ impl Connector {
         Ok(channel.leading_to(format!("{next} through {address}")))
     }
 
-    /// Opens a channel to `address` and goes on with it. Where that is another one on a connection
-    /// that there was, and nothing is heard over it any more, the server has begun anew, or the way
-    /// to it is cut: then a second attempt is made over a new connection, and the first of the two
-    /// that succeeds counts.
+    /// Opens a channel to `address` and runs `go_on` with it. If the channel is on an existing
+    /// connection and nothing is heard over that connection any more, the server has restarted or
+    /// the route to it is cut. A second attempt is then made over a new connection, and the first
+    /// attempt to succeed counts.
     async fn meet<'a, T>(
         &'a self,
         address: &'a Address,
@@ -404,7 +403,7 @@ impl Connector {
         }
     }
 
-    /// A channel to `address`, over one that leads there if there is one.
+    /// Opens a channel to `address`, through `over` if a channel leads there already.
     async fn channel(&self, address: &Address, over: Option<Channel>) -> Result<Channel, ConnectError> {
         #[cfg(feature = "tls")]
         if self.properties(address)?.encrypted
@@ -423,7 +422,7 @@ impl Connector {
         Ok(channel)
     }
 
-    /// The properties of an address, as its transport says.
+    /// Returns the properties of an address, as its transport states them.
     pub(crate) fn properties(&self, address: &Address) -> Result<Properties, TransportError> {
         self.transports.check(address)
     }
@@ -448,8 +447,7 @@ impl Connector {
         Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
     }
 
-    /// Performs a handshake, and remembers what it has shown about the connection under the
-    /// channel.
+    /// Performs a handshake, and records its outcome for the connection under the channel.
     async fn perform_handshake(
         &self,
         channel: &mut Channel,
@@ -465,7 +463,7 @@ impl Connector {
         if let (Err(error), Some(connection)) = (&agreed, &channel.security().connection)
             && error.hop() == 0
         {
-            // Not the server has said so: perhaps the connection leads nowhere any more.
+            // The error is no answer of the server: the connection may lead nowhere any more.
             connection.suspect();
         }
         let (negotiated, input) = agreed?;
@@ -500,7 +498,7 @@ impl Connector {
         HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
     }
 
-    /// The key that the server must have, if any.
+    /// Returns the key that the server must have, if any.
     pub(crate) fn asked_key(&self) -> Option<&str> {
         (!self.key.is_empty()).then_some(&self.key)
     }
@@ -517,12 +515,12 @@ impl Connector {
 /// The scheme of this process.
 const LOCAL: &str = "local";
 
-/// Returns true if the error says that the stream has ended, and not what the peer said.
+/// Returns true if the error stems from the end of the stream and not from the peer's answer.
 fn is_of_the_end(error: &RpcError) -> bool {
     error.hop() == 0 && matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Refused)
 }
 
-/// Adds to an error how the far side has ended, if that is known.
+/// Adds the explanation of the far side's end to an error, if there is one.
 fn explained(error: RpcError, end: Option<String>) -> RpcError {
     match end {
         Some(end) => {
@@ -539,7 +537,7 @@ const NOT_ENCRYPTED: &str = "are encrypted, their transport says, and this chann
 #[cfg(feature = "tls")]
 const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
 
-/// Makes sure that nothing came from somebody whom this side has to address first.
+/// Checks that the peer has sent nothing, since this side has to speak first.
 pub(crate) fn spoken_to(input: &[u8], peer: &str) -> Result<(), RpcError> {
     if input.is_empty() {
         return Ok(());
@@ -561,10 +559,10 @@ fn leads_nowhere(tunnel: &Hop) -> RpcError {
     RpcError::new(ErrorKind::InvalidArgument, text)
 }
 
-/// What is done with a channel that has been opened.
+/// Future of the work on a channel that has been opened.
 type Going<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> + Send + 'a>>;
 
-/// See [`Connector::plan`].
+/// Result of [`Connector::plan`].
 struct Plan {
     address: Address,
     tunnel: bool,

@@ -1,27 +1,27 @@
-//! Errors of connecting: why there is no session.
+//! Errors of connecting: the reasons why there is no session.
 
 use rpc_core::{ErrorKind, RpcError};
 
 use crate::address::AddressError;
 use crate::error::TransportError;
 
-/// Why there is no session.
+/// Reason why there is no session.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The address is malformed.
+    /// Malformed or unknown address.
     #[error("bad address")]
     Address(#[from] AddressError),
-    /// No channel could be opened.
+    /// Failure to open a channel.
     #[error("cannot reach the peer")]
     Transport(#[source] TransportError),
-    /// The peer, or a hop behind it, was reached and gave no session.
+    /// Failure to get a session from a peer, or from a hop behind it, that was reached.
     #[error("no session with the peer")]
     Session(#[from] RpcError),
 }
 
 impl ConnectError {
-    /// The same facts as an error of a session.
+    /// Converts the error into an error of a session, with the same facts.
     pub fn into_rpc_error(self) -> RpcError {
         match self {
             Self::Address(error) => RpcError::new(ErrorKind::InvalidArgument, error.to_string()),

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::address::{Address, AddressError};
 
 /// One stop on the way to a server: `ADDRESS`, which forwards requests, or `tunnel:ADDRESS`, which
-/// passes bytes unseen.
+/// passes bytes without looking into them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hop {
     pub(crate) address: Address,

@@ -22,14 +22,14 @@ use crate::address::Address;
 /// cannot be redirected here.
 pub(crate) const ALPN: &[u8] = b"rpc/1";
 
-/// Label under which the value is exported that binds a proof to its TLS connection.
+/// Label under which a TLS connection exports the value that binds a proof to it.
 #[cfg(feature = "tls")]
 pub(crate) const BINDING_LABEL: &[u8] = b"EXPORTER-rpc-channel-binding";
 
-/// Longest common name of a certificate that is used as a name as it stands.
+/// Length up to which the common name of a certificate is used as a name unchanged.
 const MAX_NAME: usize = 64;
 
-/// A chain of certificates, its own first, and the private key to it.
+/// Chain of certificates, the owner's first, and the owner's private key.
 pub struct Certificate {
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
@@ -110,8 +110,9 @@ pub struct ClientTls {
 }
 
 impl ClientTls {
-    /// Trusts servers with a certificate for the name in their address, issued by one of the
-    /// authorities in the PEM text. Shows `certificate` to servers that ask for one.
+    /// Returns settings that trust servers with a certificate for the name in their address, issued
+    /// by one of the authorities in the PEM text. `certificate` is shown to servers that ask for
+    /// one.
     ///
     /// # Errors
     ///
@@ -122,8 +123,8 @@ impl ClientTls {
         Self::build(builder, true, certificate)
     }
 
-    /// Accepts any certificate, for example one that a server has made itself. Safe only together
-    /// with a token, which both sides prove to know for just this connection: a
+    /// Returns settings that accept any certificate, for example one that a server has made itself.
+    /// Safe only together with a token, which both sides prove to know for just this connection: a
     /// [`Connector`](crate::Connector) refuses to connect without one.
     ///
     /// # Errors
@@ -187,8 +188,8 @@ pub(crate) fn server_name(address: &Address) -> Result<ServerName<'static>, Cert
     ServerName::try_from(host.to_owned()).map_err(unfit)
 }
 
-/// Certificate of a server, and what it demands of its clients. Clones share both, and
-/// [`replace`](Self::replace) changes them for all connections that come after.
+/// Certificate of a server, and its demand on the certificates of its clients. Clones share both.
+/// [`replace`](Self::replace) changes them for all later connections.
 #[derive(Clone)]
 pub struct ServerTls(Arc<Mutex<Rules>>);
 
@@ -201,7 +202,8 @@ struct Rules {
 }
 
 impl ServerTls {
-    /// Shows `certificate` to clients, and asks them for one of their own if there is a `demand`.
+    /// Creates settings that show `certificate` to clients, and ask them for one of their own if
+    /// there is a `demand`.
     ///
     /// # Errors
     ///
@@ -210,8 +212,8 @@ impl ServerTls {
         Ok(Self(Arc::new(Mutex::new(server_rules(certificate, demand)?))))
     }
 
-    /// Replaces certificate and demand for new connections. Existing connections go on as they are.
-    /// On an error nothing changes.
+    /// Replaces certificate and demand for new connections. Existing connections keep theirs. An
+    /// error changes nothing.
     ///
     /// # Errors
     ///
@@ -252,7 +254,7 @@ impl fmt::Debug for ServerTls {
 /// Demand of a server on the certificates of its clients.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientCertificates<'a> {
-    /// Authorities of which one must have issued them, as PEM text.
+    /// Authorities, one of which must have issued the certificate, as PEM text.
     pub authorities: &'a [u8],
     /// True if a client may have none, because it can prove its identity in another way.
     pub optional: bool,

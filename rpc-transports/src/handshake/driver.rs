@@ -16,12 +16,13 @@ use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use super::steps::{HandshakeSteps, Step};
 use crate::channel::{BlockingChannel, Channel, ChannelIo};
 
-/// Performs the dialling side of a handshake. Returns what was agreed on, and what was read beyond
-/// the handshake.
+/// Performs the dialling side of a handshake. Returns the agreed settings, and the input that was
+/// read beyond the handshake.
 ///
 /// # Errors
 ///
-/// The objection of either side, of which the other one has been told; or a channel that broke.
+/// The objection of either side, which the other side has received; or the error of a broken
+/// channel.
 pub(crate) async fn dial_handshake(
     channel: &mut Channel,
     config: HandshakeConfig,
@@ -29,9 +30,8 @@ pub(crate) async fn dial_handshake(
     dial(channel, config, |steps| steps).await
 }
 
-/// Performs the dialling side of a handshake in which the other side may take as long as it likes
-/// to accept, as a relay does. Gives the peer up when it has been silent for three of its
-/// keep-alive intervals.
+/// Performs the dialling side of a handshake in which the other side, such as a relay, may take any
+/// time to accept. Gives the peer up when it has been silent for three of its keep-alive intervals.
 ///
 /// # Errors
 ///
@@ -56,8 +56,8 @@ async fn dial(
 }
 
 /// Performs the dialled side of a handshake. `open` opens the session before the client is
-/// accepted; as long as it takes, within the handshake's deadline or, once it has
-/// [started](KeepAliveSwitch::start) the keep-alive, while the peer answers pings.
+/// accepted. Its time is limited by the handshake's deadline, or, once it has
+/// [started](KeepAliveSwitch::start) the keep-alive, only by the peer's answers to pings.
 ///
 /// # Errors
 ///
@@ -79,14 +79,14 @@ pub(crate) async fn accept_handshake<S>(
 pub(crate) struct KeepAliveSwitch(OnceLock<Duration>);
 
 impl KeepAliveSwitch {
-    /// Replaces the handshake's deadline by a ping for each silent `interval`. The first call
-    /// counts.
+    /// Replaces the handshake's deadline by a ping for each silent `interval`. Later calls have no
+    /// effect.
     pub(crate) fn start(&self, interval: Duration) {
         let _ = self.0.set(interval);
     }
 
-    /// Resolves to the interval when it is set, if it is set by a future that is polled by the same
-    /// task.
+    /// Resolves to the interval once it is set. A future that is polled by the same task must set
+    /// it.
     async fn started(&self) -> Duration {
         std::future::poll_fn(|_| self.0.get().map_or(Poll::Pending, |interval| Poll::Ready(*interval))).await
     }
@@ -104,7 +104,7 @@ async fn perform_handshake<S>(
     match run_steps(io, &mut steps, keep_alive, open).await {
         Ok((negotiated, session)) => Ok((negotiated, steps.into_input(), session)),
         Err(error) => {
-            // The last word to a peer that was too slow. Nothing waits until it takes it.
+            // Last message to a peer that was too slow. It is not waited for.
             let (output, mut io) = (steps.take_output(), io);
             if !output.is_empty() {
                 std::future::poll_fn(|cx| {
@@ -160,8 +160,8 @@ async fn run_steps<S>(
     }
 }
 
-/// Waits for `opening`, and listens to the peer meanwhile: gives up when the peer goes, and answers
-/// what it asks.
+/// Waits for `opening`, and reads from the peer meanwhile: fails when the peer closes, and answers
+/// its pings.
 async fn wait_with_peer<T>(
     io: &mut dyn ChannelIo,
     steps: &mut HandshakeSteps,
@@ -194,7 +194,7 @@ async fn wait_with_peer<T>(
     }
 }
 
-/// Writes what the handshake has to say. The inner result is that of the channel.
+/// Writes the output of the handshake. The inner result is that of the channel.
 async fn write_output(io: &mut dyn ChannelIo, steps: &mut HandshakeSteps) -> Result<io::Result<()>, RpcError> {
     let output = steps.take_output();
     if output.is_empty() {
@@ -215,8 +215,8 @@ async fn within<T>(limit: Option<Instant>, future: impl Future<Output = T>) -> O
     }
 }
 
-/// Returns an error if nothing can be read after a write with this outcome. A peer that refuses may
-/// have closed its end already, and the refusal can still be read.
+/// Returns an error if no input can be read after a write with this outcome. A peer that refuses
+/// may have closed its end already, and the refusal can still be read.
 fn may_read_on(written: io::Result<()>) -> Result<(), RpcError> {
     match written {
         Err(error) if !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {

@@ -1,5 +1,5 @@
-//! Limit on the handshakes that a server has in progress, under which no client is kept out by
-//! others that never finish.
+//! Limit on a server's handshakes in progress. Clients that never finish theirs cannot keep others
+//! out.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ struct LimitState {
     by_machine: HashMap<String, VecDeque<PendingHandshake>>,
 }
 
-/// Handshake that counts.
+/// Handshake that counts towards the limit.
 #[derive(Debug)]
 struct PendingHandshake {
     id: u64,
@@ -32,12 +32,12 @@ struct PendingHandshake {
     parent_connection: ClosedFlag,
 }
 
-/// Flag of something that has ended, although the task that is busy with it may not know yet.
+/// Flag of a connection or handshake that has ended, although its task may not know yet.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ClosedFlag(Arc<AtomicBool>);
 
 impl ClosedFlag {
-    /// Flag of something that had ended before it began.
+    /// Returns the flag of a connection that had ended before it began.
     #[cfg(feature = "quic")]
     pub(crate) fn closed() -> Self {
         Self(Arc::new(true.into()))
@@ -48,7 +48,7 @@ impl ClosedFlag {
     }
 }
 
-/// Permit of a handshake in progress, until dropped.
+/// Permit of a handshake in progress, which counts until the permit is dropped.
 #[derive(Debug)]
 pub(crate) struct HandshakePermit {
     limit: Arc<HandshakeLimit>,
@@ -60,7 +60,7 @@ pub(crate) struct HandshakePermit {
 }
 
 impl HandshakeLimit {
-    /// Creates the limit. It is one at least.
+    /// Creates the limit. The least limit is one.
     pub(crate) fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self { limit: limit.max(1), state: Mutex::default() })
     }
@@ -69,7 +69,7 @@ impl HandshakeLimit {
     /// there are too many.
     ///
     /// A handshake whose `parent_connection` has closed does not count, and evicts none: its task
-    /// only has to find out.
+    /// will soon find out.
     pub(crate) fn begin(self: &Arc<Self>, machine: String, parent_connection: ClosedFlag) -> HandshakePermit {
         let (evicted, closed) = (Arc::new(Notify::new()), ClosedFlag::default());
         let mut state = self.state();
@@ -149,7 +149,7 @@ impl LimitState {
 }
 
 impl HandshakePermit {
-    /// Returns what is notified when the handshake is evicted.
+    /// Returns the notification of the handshake's eviction.
     pub(crate) fn eviction(&self) -> Arc<Notify> {
         self.evicted.clone()
     }
@@ -221,8 +221,8 @@ mod tests {
             (connection, channel)
         };
         let (first, second) = (open(), open());
-        // The first connection gives way, and its channel has not heard of it when that of the
-        // third comes.
+        // The first connection is evicted, and its channel does not know yet when the channel of
+        // the third comes.
         let third = open();
         assert!(is_evicted(&first.0));
         assert!(![&second.0, &third.0, &second.1, &third.1].into_iter().any(is_evicted));

@@ -1,8 +1,8 @@
 //! Identities of peers and their proofs: shared tokens, certificates, and earlier proofs on the
 //! same connection.
 //!
-//! A token is never sent. The dialled side sends a random challenge with its hello; the dialler
-//! answers with a challenge of its own and, for each token that it has, an HMAC-SHA-256 over both
+//! A token is never sent. The dialled side sends a random challenge with its hello. The dialler
+//! answers with a challenge of its own and, for each of its tokens, an HMAC-SHA-256 over both
 //! challenges, both hellos and, under TLS, a value that only the two ends of that TLS connection
 //! have. The dialled side answers with an HMAC of its own under the token that matched. The two
 //! sides use different labels, so that neither's proof can be sent back to it.
@@ -18,7 +18,7 @@ use ring::{digest, hmac};
 use rpc_core::proto::{ANONYMOUS, Anonymous, Identity, IdentityStep, Transcript};
 use rpc_core::{ErrorKind, RpcError};
 
-/// The length of challenges and proofs, in bytes.
+/// Length of challenges and proofs, in bytes.
 const LEN: usize = 32;
 
 /// Number of tokens that one side may have at a time.
@@ -33,7 +33,7 @@ const PREFIX: &str = "rpct_";
 /// Longest name of a token.
 const MAX_NAME: usize = 64;
 
-/// The name of a token without one.
+/// Name of a token without one.
 const DEFAULT_NAME: &str = "token";
 
 /// A secret that both sides know. Its holder is known by its name.
@@ -47,7 +47,7 @@ pub struct Token {
 }
 
 impl Token {
-    /// A token of 256 random bits.
+    /// Generates a token of 256 random bits.
     ///
     /// # Errors
     ///
@@ -58,7 +58,7 @@ impl Token {
         Ok(Self { name: DEFAULT_NAME.to_owned(), secret: format!("{PREFIX}{hex}") })
     }
 
-    /// Returns the name by which the holder is known.
+    /// Returns the name by which the holder of the token is known.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -98,8 +98,8 @@ impl fmt::Debug for Token {
     }
 }
 
-/// The tokens of one side, the preferred one first. There is more than one while an old one is
-/// being replaced.
+/// Tokens of one side, the preferred one first. There are several while an old one is being
+/// replaced.
 #[derive(Clone, Debug, Default)]
 pub struct Tokens(Arc<[Token]>);
 
@@ -174,25 +174,24 @@ pub enum TokenError {
     },
 }
 
-/// What is known about the far end of a channel before a word of the protocol is spoken.
+/// Facts about the far end of a channel that are known before the protocol begins.
 #[derive(Clone, Default)]
 pub struct Security {
-    /// A value that only the two ends of this TLS connection have.
+    /// Value that only the two ends of this TLS connection have.
     pub(crate) binding: Option<[u8; 32]>,
-    /// The channel is none of its own, but leads on over another one, the first part of which is
-    /// encrypted.
+    /// True if the channel runs over another channel, whose first part is encrypted.
     pub(crate) encrypted_way: bool,
-    /// The dialling side has checked the certificate of the other one.
+    /// True if the dialling side has checked the other side's certificate.
     pub(crate) server_verified: bool,
-    /// Whom the dialling side is known as by its certificate: at the side that was dialled.
+    /// Name by which the dialling side is known from its certificate. Set on the dialled side.
     pub(crate) certificate: Option<String>,
-    /// The keys of the servers that this certificate is for; empty if it is for all.
+    /// Keys of the servers that this certificate is for; empty for all servers.
     pub(crate) keys: Arc<[String]>,
-    /// The dialling side has shown a certificate: as itself knows.
+    /// True if the dialling side has shown a certificate. Set on the dialling side.
     pub(crate) showed_certificate: bool,
-    /// Whoever is at the far end has made this process, and need not prove anything to it.
+    /// True if the far end has started this process, and need not prove anything to it.
     pub(crate) is_parent: bool,
-    /// The connection that this channel is one of several on.
+    /// Connection that carries this channel beside others.
     pub(crate) connection: Option<Arc<Connection>>,
 }
 
@@ -213,8 +212,8 @@ impl Security {
         Err(RpcError::new(ErrorKind::Refused, text))
     }
 
-    /// Returns true if the channel can be neither read nor changed on the way. The far end need not
-    /// have been verified.
+    /// Returns true if the channel can be neither read nor changed on its route. The far end need
+    /// not have been verified.
     #[must_use]
     pub fn is_encrypted(&self) -> bool {
         self.binding.is_some()
@@ -233,15 +232,16 @@ impl fmt::Debug for Security {
 /// State that the channels of one connection share.
 #[derive(Default)]
 pub(crate) struct Connection {
-    /// Identity that the peer has proven on one of the channels, and the number of the rules under
-    /// which it did.
+    /// Identity that the peer has proven on one of the channels, and the number of the rules that
+    /// applied.
     proven: Mutex<Option<(u64, String)>>,
     /// True once the peer has not answered on one of the channels.
     suspect: AtomicBool,
-    /// Called once, when the peer has proven its identity, to raise its limits to those of proven
-    /// peers.
+    /// Callback that raises the peer's limits to those of proven peers. Called once, when the peer
+    /// has proven its identity.
     admit: Mutex<Option<Admit>>,
-    /// Returns how often anything was received from the peer, and the round-trip time.
+    /// Function that returns how often anything was received from the peer, and the round-trip
+    /// time.
     pulse: Option<Pulse>,
 }
 
@@ -253,7 +253,7 @@ type Pulse = Box<dyn Fn() -> (u64, Duration) + Send + Sync>;
 /// its answer takes longer.
 const SHORTEST_SILENCE: Duration = Duration::from_secs(1);
 
-/// The same in round trips, for peers that are far away.
+/// Least time in round trips, for peers that are far away.
 const SILENT_ROUND_TRIPS: u32 = 6;
 
 impl Connection {
@@ -267,20 +267,21 @@ impl Connection {
         }
     }
 
-    /// Connection whose peer has low limits until it has proven its identity. `admit` raises them.
+    /// Creates a connection whose peer has low limits until it has proven its identity. `admit`
+    /// raises them.
     #[cfg(feature = "quic")]
     pub(crate) fn on_probation(admit: impl FnOnce() + Send + 'static) -> Self {
         Self { admit: Mutex::new(Some(Box::new(admit))), ..Self::default() }
     }
 
-    /// Connection with a pulse.
+    /// Creates a connection with a pulse.
     #[cfg(feature = "quic")]
     pub(crate) fn with_pulse(pulse: impl Fn() -> (u64, Duration) + Send + Sync + 'static) -> Self {
         Self { pulse: Some(Box::new(pulse)), ..Self::default() }
     }
 
     /// Resolves when nothing has been received from the peer for longer than an acknowledgement
-    /// takes. The caller has sent something before. Never resolves if anything is received.
+    /// takes, after the caller has sent something. Never resolves if anything is received.
     pub(crate) async fn silence(&self) {
         if let Some(pulse) = &self.pulse {
             let (before, round_trip) = pulse();
@@ -318,7 +319,7 @@ impl Connection {
 /// Clients that a server serves.
 #[derive(Clone, Debug)]
 pub struct Access {
-    /// True if clients need no proof. They are known as `anonymous`.
+    /// True if clients need no proof. Clients without proof are known as `anonymous`.
     pub anonymous: bool,
     /// Tokens whose holders are served.
     pub tokens: Tokens,
@@ -359,8 +360,8 @@ pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Id
 }
 
 /// Returns the methods by which clients can prove their identity to a server over a channel.
-/// `rules` is the number of `access`: what was proven on the connection under other rules does not
-/// count.
+/// `rules` is the number of `access`: identities that were proven on the connection under other
+/// rules do not count.
 pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> Vec<Box<dyn Identity>> {
     let mut methods: Vec<Box<dyn Identity>> = Vec::new();
     if let Some(peer) = security.connection.as_ref().and_then(|connection| connection.proven(rules)) {
@@ -426,9 +427,9 @@ struct TokenProof {
 
 enum ProofState {
     Begin,
-    /// This is the dialled side, and has sent this challenge.
+    /// State of the dialled side, which has sent this challenge.
     Challenged([u8; LEN]),
-    /// This is the dialling side, and waits for a proof over this subject.
+    /// State of the dialling side, which waits for a proof over this subject.
     Proved([u8; LEN]),
     Done,
 }
@@ -516,7 +517,7 @@ impl Identity for TokenProof {
                     return Err(malformed());
                 }
                 let subject = self.subject(&challenge, theirs);
-                // Timing may show which of the tokens it was, which is no secret. Each comparison
+                // Timing may show which of the tokens matched, which is no secret. Each comparison
                 // takes constant time.
                 let proven =
                     |token: &&Token| proofs.chunks_exact(LEN).any(|proof| proves(token, BY_DIALLER, &subject, proof));
@@ -567,7 +568,7 @@ mod tests {
         }
     }
 
-    /// Returns what each side ends with.
+    /// Returns the outcome of each side.
     fn meet(mut near: TokenProof, mut far: TokenProof) -> (rpc_core::Result<String>, rpc_core::Result<String>) {
         assert_eq!(near.step(None).unwrap(), IdentityStep::Wait);
         let challenge = sent(far.step(None));
@@ -614,22 +615,22 @@ mod tests {
         let mut far = proof(SECRET, false, b"hello", None);
         let answer = sent(near.step(Some(&sent(far.step(None)))));
         let last = sent(far.step(Some(&answer)));
-        // To another server, whose challenge is another.
+        // Another server has another challenge, and refuses the proof.
         let mut another = proof(SECRET, false, b"hello", None);
         sent(another.step(None));
         assert_eq!(another.step(Some(&answer)).unwrap_err().kind(), ErrorKind::Unauthenticated);
-        // To the side that made it.
+        // The side that made the proof refuses it.
         assert_eq!(near.step(Some(&answer[LEN..])).unwrap_err().kind(), ErrorKind::Unauthenticated);
         // The server's proof is valid for one handshake.
         let mut later = proof(SECRET, true, b"hello", None);
         let mut again = proof(SECRET, false, b"hello", None);
         sent(later.step(Some(&sent(again.step(None)))));
         assert_eq!(later.step(Some(&last)).unwrap_err().kind(), ErrorKind::Unauthenticated);
-        // And so is the client's.
+        // The client's proof is valid for one handshake as well.
         assert_eq!(far.step(Some(&answer)).unwrap_err().kind(), ErrorKind::Protocol);
     }
 
-    /// The example of PROTOCOL.md.
+    /// Checks the example of PROTOCOL.md.
     #[test]
     fn proofs_are_what_the_protocol_says() {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();

@@ -1,5 +1,5 @@
 //! Steps of a handshake and its time limits, for all drivers: either side, asynchronous or
-//! blocking. No input or output.
+//! blocking. This module performs no input or output.
 
 use std::time::{Duration, Instant};
 
@@ -7,20 +7,20 @@ use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{Handshake, Hello, Negotiated};
 use rpc_core::{ErrorKind, RpcError};
 
-/// The longest keep-alive interval that a peer may ask for.
+/// Longest keep-alive interval that a peer may ask for.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(3600);
 
 /// Number of keep-alive intervals of silence after which the peer counts as gone.
 const SILENT_INTERVALS: u32 = 3;
 
-/// Next thing that a driver has to do, once the output has been written.
+/// Next step of a driver, once the output has been written.
 pub(super) enum Step {
-    /// Read more input.
+    /// Reads more input.
     Read,
-    /// Open the session: the peer has proven its identity. Then [approve](HandshakeSteps::approve)
-    /// it, or [refuse](HandshakeSteps::refuse).
+    /// Opens the session: the peer has proven its identity. The driver then
+    /// [approves](HandshakeSteps::approve) or [refuses](HandshakeSteps::refuse) the peer.
     Open(Box<Hello>, String),
-    /// Nothing: the handshake is done.
+    /// Ends the handshake, which is done.
     Finish(Box<Negotiated>),
 }
 
@@ -31,44 +31,43 @@ pub(super) struct HandshakeSteps {
     limit: Limit,
     /// True if the peer's keep-alive replaces the deadline as soon as the peer has proven itself.
     follows_peer: bool,
-    /// The outcome of an approval that has finished the handshake.
+    /// Outcome of an approval that has finished the handshake.
     approved: Option<Negotiated>,
 }
 
 /// Limit on the time that the peer may take.
 #[derive(Clone, Copy)]
 enum Limit {
-    /// The handshake's own deadline.
+    /// Handshake's own deadline.
     Deadline,
-    /// Silence of [`SILENT_INTERVALS`] intervals. `heard` is when the peer was heard last, or the
-    /// interval began to count.
+    /// Silence of [`SILENT_INTERVALS`] intervals. `heard` is the time of the last input, or of the
+    /// keep-alive's start.
     KeepAlive { interval: Duration, heard: Instant, pings: u32 },
 }
 
 impl HandshakeSteps {
-    /// Steps of `handshake`, with `input` that has been read already.
+    /// Creates the steps of `handshake`, with `input` that has been read already.
     pub(super) fn new(handshake: Handshake, input: BytesMut) -> Self {
         Self { handshake, input, limit: Limit::Deadline, follows_peer: false, approved: None }
     }
 
-    /// Lets the peer take as long as it likes to accept, once it has proven itself, while it is not
-    /// silent for longer than its own keep-alive allows.
+    /// Lets the peer take any time to accept, once it has proven itself, as long as its silences
+    /// stay within its own keep-alive.
     pub(super) fn following_peer(mut self) -> Self {
         self.follows_peer = true;
         self
     }
 
-    /// Replaces the deadline by pings: the peer is asked in each silent `interval` whether it is
-    /// still there.
+    /// Replaces the deadline by pings: in each silent `interval` the peer is sent a ping.
     pub(super) fn start_keep_alive(&mut self, interval: Duration, now: Instant) {
         self.limit = Limit::KeepAlive { interval, heard: now, pings: 0 };
     }
 
-    /// Handles the input that has come. There may be output afterwards, also if this fails.
+    /// Handles the input that has arrived. There may be output afterwards, also after an error.
     ///
     /// # Errors
     ///
-    /// The objection of either side; ours is in the output.
+    /// The objection of either side; that of this side is in the output.
     pub(super) fn advance(&mut self, now: Instant) -> Result<Step, RpcError> {
         if let Some(negotiated) = self.approved.take() {
             return Ok(Step::Finish(Box::new(negotiated)));
@@ -88,16 +87,16 @@ impl HandshakeSteps {
         Ok(Step::Read)
     }
 
-    /// Returns the buffer that input is to be appended to.
+    /// Returns the buffer for further input.
     pub(super) fn input(&mut self) -> &mut BytesMut {
         &mut self.input
     }
 
-    /// Takes note that `count` bytes have been appended to the input; 0 is the end of the stream.
+    /// Records that `count` bytes have been appended to the input; 0 is the end of the stream.
     ///
     /// # Errors
     ///
-    /// At the end of the stream.
+    /// The stream has ended.
     pub(super) fn has_read(&mut self, count: usize, now: Instant) -> Result<(), RpcError> {
         if count == 0 {
             return Err(self.handshake.end_of_stream());
@@ -108,7 +107,7 @@ impl HandshakeSteps {
         Ok(())
     }
 
-    /// Returns what has to be written.
+    /// Returns the output to be written.
     pub(super) fn take_output(&mut self) -> Bytes {
         self.handshake.take_output()
     }
@@ -126,7 +125,8 @@ impl HandshakeSteps {
         self.handshake.refuse(error);
     }
 
-    /// Returns when [`handle_timeout`](Self::handle_timeout) has to be called. `None` is never.
+    /// Returns the time at which [`handle_timeout`](Self::handle_timeout) has to be called. `None`
+    /// is never.
     pub(super) fn timeout(&self) -> Option<Instant> {
         match self.limit {
             Limit::Deadline => Some(self.handshake.deadline()),
@@ -137,7 +137,7 @@ impl HandshakeSteps {
         }
     }
 
-    /// Asks the peer whether it is still there, if it may take more time.
+    /// Sends the peer a ping, if it may take more time.
     ///
     /// # Errors
     ///
@@ -157,7 +157,7 @@ impl HandshakeSteps {
         Err(self.give_up())
     }
 
-    /// Returns when a write that begins at `now` must be done. `None` is never.
+    /// Returns the time by which a write that begins at `now` must be done. `None` is never.
     pub(super) fn write_timeout(&self, now: Instant) -> Option<Instant> {
         match self.limit {
             Limit::Deadline => Some(self.handshake.deadline()),
@@ -165,8 +165,8 @@ impl HandshakeSteps {
         }
     }
 
-    /// Returns the error of a peer that has taken too long. A peer that is merely slow is told in
-    /// the output.
+    /// Returns the error of a peer that has taken too long. For a peer that is merely slow, the
+    /// error is also in the output.
     pub(super) fn give_up(&mut self) -> RpcError {
         match self.limit {
             Limit::Deadline => {
@@ -188,8 +188,8 @@ impl HandshakeSteps {
         self.input
     }
 
-    /// Returns true if this side pings the peer: while it holds its approval back. Later a ping
-    /// would be taken for a message of the session.
+    /// Returns true if this side pings the peer: while it withholds its approval. Later the peer
+    /// would take a ping for a message of the session.
     fn pings(&self) -> bool {
         self.handshake.awaits_approval().is_some()
     }
@@ -204,8 +204,8 @@ mod tests {
 
     const INTERVAL: Duration = Duration::from_millis(200);
 
-    /// Both sides of a handshake in which the dialled side has been asked to open the session. The
-    /// dialling side waits by the keep-alive of the other one.
+    /// Returns both sides of a handshake in which the dialled side has been asked to open the
+    /// session. The dialling side waits by the other side's keep-alive.
     fn waiting_for_approval(now: Instant) -> (HandshakeSteps, HandshakeSteps) {
         let (timeout, security) = (Duration::from_secs(10), Security::default());
         let mut hello = Hello::new(Role::Server);

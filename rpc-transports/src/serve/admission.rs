@@ -1,4 +1,4 @@
-//! Admission of sessions: limits on their number in all, and for each client.
+//! Admission of sessions: limits on their total number, and on the number for each client.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -24,7 +24,7 @@ struct SlotCounts {
     by_peer: HashMap<String, usize>,
 }
 
-/// Slot of one session, until dropped.
+/// Slot of one session, taken until it is dropped.
 #[derive(Debug)]
 pub(super) struct SessionSlot {
     slots: Arc<SessionSlots>,
@@ -49,7 +49,7 @@ impl SessionSlots {
     pub(super) fn take(self: &Arc<Self>, machine: Machine, identity: &str) -> Result<SessionSlot, RpcError> {
         let peer = match identity {
             ANONYMOUS => machine.to_string(),
-            // With a prefix, so that it cannot be mistaken for an address.
+            // The prefix keeps an identity from being mistaken for an address.
             identity => format!("identity {identity}"),
         };
         let mut taken = self.lock();

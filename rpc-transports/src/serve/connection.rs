@@ -1,7 +1,7 @@
 //! An accepted connection in its stages: `Accepted`, `Secured`, `Admitted`, `Serving`.
 //!
-//! Each stage is a type that the stage before returns, so that what is not known yet cannot be
-//! used: the handshake needs a secured channel, and a session needs a client that has been
+//! Each stage is a type that the stage before returns, so that facts cannot be used before they are
+//! known: the handshake needs a secured channel, and a session needs a client that has been
 //! admitted.
 
 use std::io;
@@ -30,7 +30,7 @@ use crate::handshake::identity::{Access, of_acceptor};
 pub(super) struct Accepted {
     pub(super) connection: Connection,
     pub(super) channel: Channel,
-    /// Place among the handshakes in progress.
+    /// Permit among the handshakes in progress.
     pub(super) permit: HandshakePermit,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Accepted {
 pub(super) struct Connection {
     pub(super) server: Arc<ServerState>,
     pub(super) peer: String,
-    /// The machine of the client, by which sessions are counted.
+    /// Machine of the client, by which sessions are counted.
     pub(super) machine: Machine,
     /// Key that the server has for the clients of this connection.
     pub(super) key: String,
@@ -46,7 +46,7 @@ pub(super) struct Connection {
     pub(super) entry: Arc<ConnectionEntry>,
 }
 
-/// Connection whose channel is as secure as its transport makes it.
+/// Connection whose channel is secured as far as its transport can.
 struct Secured {
     connection: Connection,
     channel: Channel,
@@ -55,7 +55,7 @@ struct Secured {
     deadline: Instant,
 }
 
-/// Connection whose client has proven its identity, and been granted something.
+/// Connection whose client has proven its identity, and been granted its request.
 struct Admitted {
     connection: Connection,
     channel: Channel,
@@ -80,22 +80,22 @@ enum Grant {
     Tunnel(Channel),
     /// Server that was parked at this relay. The client's bytes pass to it.
     ParkedServer(ParkedServer),
-    /// For a server that has parked: where its channel goes, because a client has come.
+    /// Sender for the channel of a server that has parked, because a client has come.
     Handover(Handover),
 }
 
 /// Reason why a connection ended without a session. It has been logged.
 struct Refusal {
     reason: ErrorKind,
-    /// Channel of a client that was told, and may not have received it yet.
+    /// Channel of a client that was sent the reason, and may not have received it yet.
     told: Option<Channel>,
 }
 
 impl Accepted {
     /// Takes the connection through its stages. Returns when it has ended.
     pub(super) async fn run(self) {
-        // The stages before the session are on the heap until they are over: the task of an idle
-        // session should be small.
+        // The stages before the session stay on the heap until they are over, because the task of
+        // an idle session should be small.
         if let Some(mut serving) = Box::pin(self.run_to_session()).await {
             serving.run().await;
         }
@@ -126,7 +126,7 @@ impl Accepted {
         }
     }
 
-    /// Secures the channel, if its transport does that: TLS.
+    /// Secures the channel, if its transport does that, as TLS does.
     async fn secure(self) -> Result<Secured, Refusal> {
         let Self { connection, mut channel, permit } = self;
         let deadline = Instant::now() + connection.server.options.handshake_timeout.min(FAR_OFF);
@@ -140,7 +140,7 @@ impl Accepted {
                     tracing::debug!(peer, %error, "no secure channel");
                 }
                 match error.kind() {
-                    // TLS objected to something.
+                    // The error is an objection of TLS.
                     io::ErrorKind::InvalidData => ErrorKind::Unauthenticated,
                     io::ErrorKind::QuotaExceeded => ErrorKind::LimitExceeded,
                     io::ErrorKind::TimedOut => ErrorKind::DeadlineExceeded,
@@ -157,7 +157,8 @@ impl Accepted {
 }
 
 impl Secured {
-    /// Performs the handshake, and opens what the client asks for before it is accepted.
+    /// Performs the handshake, and opens the requested session or channel before the client is
+    /// accepted.
     async fn admit(self) -> Result<Admitted, Refusal> {
         let server = self.connection.server.clone();
         let (generation, access) = server.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -173,8 +174,8 @@ impl Secured {
                 let grant = connection.open(hello, &identity_served).await?;
                 return Ok((grant, slot));
             }
-            // All of its handshake is over but the end, for which it waits as long as it takes
-            // until a client comes.
+            // Only the end of the handshake is left, for which the server waits without limit until
+            // a client comes.
             permit = None;
             if let Some(connection) = &security.connection {
                 connection.prove(generation, identity);
@@ -201,7 +202,7 @@ impl Secured {
             }
             Err(error) => {
                 match error.kind() {
-                    // What an operator asks the log for: who was refused, and why.
+                    // Operators search the log for refused clients and the reasons.
                     ErrorKind::Unauthenticated | ErrorKind::Refused | ErrorKind::LimitExceeded => {
                         tracing::warn!(peer, %error, "refused a client");
                     }
@@ -235,12 +236,12 @@ impl Connection {
             // The key of the server at the end of a tunnel is not known here.
             return "";
         }
-        // For another server it is the key that the client asks for: that server makes sure that it
-        // has it.
+        // For another server it is the key that the client asks for. That server checks that it has
+        // this key.
         if self.server.options.relay || !hello.forward.is_empty() { &hello.key } else { &self.key }
     }
 
-    /// Opens what a client asks for.
+    /// Opens the session or the channel that a client asks for.
     async fn open(&self, hello: &Hello, identity: &str) -> Result<Grant, RpcError> {
         let server = &self.server;
         if server.draining.load(Ordering::Acquire) {
@@ -269,8 +270,7 @@ impl Connection {
 }
 
 impl Admitted {
-    /// Gives the client what it was granted. Returns `None` if that is not a session, when it has
-    /// ended.
+    /// Gives the client its grant. Returns `None` after the end of a grant that is not a session.
     async fn serve(self) -> Option<Serving> {
         let Self { connection, mut channel, negotiated, input, grant, slot } = self;
         let Connection { server, peer, mailbox, entry, .. } = connection;
@@ -282,7 +282,7 @@ impl Admitted {
             }
             Grant::ParkedServer(parked) => {
                 let ParkedServer { channel: to, input: early, held: _held } = parked;
-                // A parked server that spoke before it was spoken to breaks the protocol.
+                // A parked server that sends before its client does breaks the protocol.
                 if early.is_empty() {
                     server.run_tunnel(&mut channel, to, input, &mailbox).await;
                 }
@@ -318,12 +318,12 @@ impl Serving {
     }
 }
 
-/// Time for which a client may take to read the last message.
+/// Time that a client may take to read the last message.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
 
 /// Ends the outgoing direction, and waits for the client to end the other one. A channel that is
-/// closed while input waits to be read is reset, and what the client has not received by then is
-/// lost.
+/// closed with unread input is reset, which loses all output that the client has not received by
+/// then.
 async fn drain_and_close(io: &mut dyn ChannelIo) {
     let close = async {
         io.shutdown().await?;
@@ -331,6 +331,6 @@ async fn drain_and_close(io: &mut dyn ChannelIo) {
         while io.read(&mut discarded).await? > 0 {}
         io::Result::Ok(())
     };
-    // Nothing is left to be done for a channel that broke.
+    // A broken channel needs nothing more.
     let _ = tokio::time::timeout(LINGER, close).await;
 }

@@ -1,4 +1,4 @@
-//! A session that lets through the requests that a policy allows.
+//! A session that forwards only the requests that a policy allows.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,16 +10,17 @@ use crate::address::glob;
 
 /// Policy that decides which requests may pass. Implemented by closures.
 ///
-/// It is called for each request, on tasks that serve other clients as well, and must not block.
+/// The policy is called for each request, on tasks that serve other clients as well, and must not
+/// block.
 pub trait RequestPolicy: Send + Sync {
     /// Checks whether `request` may pass.
     ///
-    /// It is enough to check how functions are looked up: handles cannot be guessed, so that a
-    /// function that cannot be got by its name cannot be called.
+    /// It is enough to check how functions are looked up: handles cannot be guessed, so a function
+    /// can only be called after it has been looked up by its name.
     ///
     /// # Errors
     ///
-    /// The reason why it may not pass. The caller gets it as the reply to the request.
+    /// The reason for which the request may not pass. The caller gets it as the reply.
     fn check(&self, request: &Request) -> Result<(), RpcError>;
 }
 
@@ -61,15 +62,15 @@ impl RequestPolicy for FunctionPatterns {
     }
 }
 
-/// A session that forwards to another session what a [`RequestPolicy`] allows, and answers other
-/// requests with the policy's error.
+/// A session that forwards to another session the requests that a [`RequestPolicy`] allows, and
+/// answers others with the policy's error.
 pub struct FilteredSession {
     next: SharedSession,
     policy: Arc<dyn RequestPolicy>,
 }
 
 impl FilteredSession {
-    /// Forwards to `next` what `policy` allows.
+    /// Creates a session that forwards to `next` the requests that `policy` allows.
     pub fn new(next: SharedSession, policy: Arc<dyn RequestPolicy>) -> Self {
         Self { next, policy }
     }
@@ -98,7 +99,7 @@ impl RpcSession for FilteredSession {
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
-        // Such a write is not a request that `submit` sees, and a policy has to see all.
+        // Such a write bypasses `submit`, and the policy must see all requests.
         let _ = (lane, to, offset, len);
         None
     }

@@ -19,12 +19,12 @@ use crate::serve::filter::FilteredSession;
 /// Largest number of hops in a chain.
 const MAX_HOPS: usize = 16;
 
-/// Number of keep-alive intervals of silence after which a tunnel is closed: both its ends are gone
-/// then.
+/// Number of keep-alive intervals of silence after which a tunnel is closed, because both its ends
+/// must be gone.
 const SILENT_INTERVALS: u32 = 120;
 
 impl ServerState {
-    /// Opens the session that a client's requests are forwarded to.
+    /// Opens the session to which a client's requests are forwarded.
     pub(super) async fn open_next(&self, hello: &Hello, identity: &str) -> Result<SharedSession, RpcError> {
         let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
         let connector = self.connector(&hello.path, identity);
@@ -33,7 +33,7 @@ impl ServerState {
         Ok(self.filtered(next))
     }
 
-    /// Returns a session with the requests of `next` that the server's policy allows.
+    /// Returns a session that forwards to `next` the requests that the server's policy allows.
     fn filtered(&self, next: SharedSession) -> SharedSession {
         match &self.options.forward_policy {
             Some(policy) => Arc::new(FilteredSession::new(next, policy.clone())),
@@ -70,7 +70,7 @@ impl ServerState {
             let text = format!("a tunnel cannot lead to '{}': it passes the bytes of a connection", target.address);
             return Err(RpcError::new(ErrorKind::Unsupported, text));
         };
-        // The pattern that allows the target has not been asked about what is dialled for it.
+        // The pattern has allowed the target, but not the address that is dialled for it.
         if transports.check(&address).is_ok_and(|properties| properties.starts_programs) {
             let text = format!("a tunnel to '{}' would start a program here", target.address);
             return Err(RpcError::new(ErrorKind::Refused, text));
@@ -79,7 +79,7 @@ impl ServerState {
         dialled.map_err(|error| ConnectError::from(error).into_rpc_error())
     }
 
-    /// Copies bytes between a client and the target of its tunnel, until either has gone.
+    /// Copies bytes between a client and the target of its tunnel, until either is gone.
     pub(super) async fn run_tunnel(&self, client: &mut Channel, mut to: Channel, input: BytesMut, mailbox: &Mailbox) {
         let (peer, silence) = (to.peer().to_owned(), self.options.keep_alive.saturating_mul(SILENT_INTERVALS));
         let limit = self.options.session_duration.unwrap_or(FAR_OFF).min(FAR_OFF);
@@ -110,7 +110,7 @@ impl ServerState {
         let mut stops = Vec::new();
         for next in further {
             let next = parsed(next)?;
-            // Behind a tunnel, this server itself goes on to the next address.
+            // Behind a tunnel, this server dials the next address itself.
             let next = if tunnel { self.may_reach(next)? } else { next };
             tunnel &= next.tunnel;
             stops.push(next);
@@ -118,11 +118,12 @@ impl ServerState {
         Ok((first, stops))
     }
 
-    /// Returns the same hop, if clients may be forwarded there.
+    /// Returns `hop`, if clients may be forwarded there.
     fn may_reach(&self, hop: Hop) -> Result<Hop, RpcError> {
         let text = hop.to_string();
         if hop.address.key().is_some() {
-            // Access to keys is checked on the key field of the hello, which this would bypass.
+            // Access is checked on the key field of the hello, which a key in the address would
+            // bypass.
             let text = format!("cannot forward to '{text}': the key of a server is told apart from its address");
             return Err(RpcError::new(ErrorKind::InvalidArgument, text));
         }

@@ -7,12 +7,12 @@ use std::task::{Poll, Waker};
 use rpc_core::RpcError;
 use rpc_core::reply::{Outcome, ReplySink};
 
-/// Command to take no more requests, and to end when all are answered.
+/// Command to accept no more requests, and to end when all are answered.
 pub(super) const GO_AWAY: u8 = 1;
 /// Command to end now.
 pub(super) const STOP: u8 = 2;
 
-/// Mailbox of a connection's task. Any thread may leave something; the task takes it when it is
+/// Mailbox of a connection's task. Any thread may leave an item; the task takes it when it is
 /// polled.
 #[derive(Default)]
 pub(super) struct Mailbox {
@@ -42,7 +42,7 @@ impl Mailbox {
         self.command.load(Ordering::Acquire)
     }
 
-    /// Resolves when this command or a stronger one has been left. For a task that takes nothing
+    /// Resolves when this command or a stronger one has been left. Only for tasks that take nothing
     /// else from the mailbox.
     pub(super) async fn told(&self, command: u8) {
         std::future::poll_fn(|cx| {
@@ -57,12 +57,12 @@ impl Mailbox {
         std::mem::swap(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner), taken);
     }
 
-    /// Returns why the session has ended, if it has since the last call.
+    /// Returns the reason why the session has ended, if it has since the last call.
     pub(super) fn take_end(&self) -> Option<RpcError> {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Sets the task that is woken when anything is left.
+    /// Sets the task that is woken for each new item.
     pub(super) fn register(&self, waker: &Waker) {
         let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
         if !task.as_ref().is_some_and(|task| task.will_wake(waker)) {
@@ -89,7 +89,7 @@ impl ReplySink for Mailbox {
         replies.push((token, outcome));
         let first = replies.len() == 1;
         drop(replies);
-        // For further replies the task has been woken already.
+        // Earlier replies have woken the task already.
         if first {
             self.wake();
         }

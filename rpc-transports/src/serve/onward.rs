@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use rpc_core::{ErrorKind, RpcError, Session};
 
-/// Server that opens sessions with further servers.
+/// Trait of a server that opens sessions with further servers.
 #[async_trait]
 pub(super) trait OnwardServer: Send + Sync {
     /// Opens a session with the server at `target`, for a client with this identity that has come
@@ -40,7 +40,7 @@ impl Onward {
     }
 
     /// Opens a session with the server at `target`. Its keep-alive is that of this session's
-    /// server, or `keep_alive` if that is shorter. Has to be called inside of a tokio runtime.
+    /// server, or `keep_alive` if that is shorter. Must be called inside a tokio runtime.
     ///
     /// # Errors
     ///

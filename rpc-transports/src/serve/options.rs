@@ -33,11 +33,11 @@ pub struct OpenRequest {
     pub onward: Onward,
 }
 
-/// Factory of the sessions that clients get. Implemented by closures that need not wait.
+/// Factory of clients' sessions. Implemented by closures that need not wait.
 #[async_trait]
 pub trait SessionFactory: Send + Sync + 'static {
     /// Opens a session, which ends when the server drops it. This is part of the handshake: the
-    /// future is dropped when the time for that is over, or the client gone.
+    /// future is dropped when the time for that is over, or when the client is gone.
     ///
     /// # Errors
     ///
@@ -57,64 +57,64 @@ impl<F: Fn(&OpenRequest) -> Result<SharedSession, RpcError> + Send + Sync + 'sta
 pub struct ServeOptions {
     /// Key of the server, for clients that ask for one. Empty for none.
     pub key: String,
-    /// Interval of silence after which a channel is tested by a ping. It is given up after three of
-    /// them. 5 s.
+    /// Interval of silence after which a channel is tested by a ping. The channel is given up after
+    /// three such intervals. Default 5 s.
     pub keep_alive: Duration,
-    /// Longest time for a handshake, that of TLS included. 10 s.
+    /// Longest time for a handshake, that of TLS included. Default 10 s.
     pub handshake_timeout: Duration,
-    /// Limits on what one session may have on the wire and in queues.
+    /// Limits on the bytes that one session may have on the wire and in queues.
     pub limits: WireLimits,
     /// Bytes of requests and replies that all sessions may have queued together, beside eight
     /// chunks for each. A request or reply over the limit fails with
-    /// [`LimitExceeded`](ErrorKind::LimitExceeded), and its session goes on. No limit.
+    /// [`LimitExceeded`](ErrorKind::LimitExceeded), and its session goes on. Default: no limit.
     pub max_total_queued: u64,
-    /// Number of sessions that there may be at one time. 4,096.
+    /// Number of sessions that there may be at one time. Default 4,096.
     pub max_sessions: usize,
-    /// Number of sessions that one client may have at one time. Clients with a proven identity
-    /// count by that, wherever they come from; others count by the address of their machine,
-    /// whatever processes they are. 1,024.
+    /// Number of sessions that one client may have at one time. Clients with a proven identity are
+    /// counted by that, from all addresses; others are counted by the address of their machine, for
+    /// all its processes. Default 1,024.
     pub max_sessions_per_peer: usize,
     /// Number of connections that may be in their handshake at one time. For one more, the oldest
-    /// one of the machine with most of them is closed, so that no client is kept out by others that
-    /// never finish. 1,024.
+    /// one of the machine with most of them is closed, so that clients that never finish keep no
+    /// others out. Default 1,024.
     pub max_handshakes: usize,
-    /// Longest duration of a session, from the end of its handshake. It ends with
-    /// [`SessionTimeout`](ErrorKind::SessionTimeout) then, even while requests run. No limit.
+    /// Longest duration of a session, from the end of its handshake. The session then ends with
+    /// [`SessionTimeout`](ErrorKind::SessionTimeout), even while requests run. Default: no limit.
     pub session_duration: Option<Duration>,
-    /// Longest time that a session may go without a request. It ends with
-    /// [`SessionTimeout`](ErrorKind::SessionTimeout) then. No limit.
+    /// Longest time that a session may go without a request. The session then ends with
+    /// [`SessionTimeout`](ErrorKind::SessionTimeout). Default: no limit.
     pub idle_timeout: Option<Duration>,
-    /// Longest time that a client may take no byte of pending output. Its connection is closed
-    /// then, without a message, which it would not take either. 60 s.
+    /// Longest time that a client may take no byte of pending output. Its connection is then closed
+    /// without a message, which the client would not take either. Default 60 s.
     pub write_timeout: Duration,
     /// Lowest rate, in bytes per second over each `write_timeout`, at which a client may send a
     /// message that it has begun, or take pending output. Below it the connection is closed. 0 for
-    /// no limit. 64.
+    /// no limit. Default 64.
     pub min_rate: u64,
     /// Clients that the server serves. [`Server::set_access`](crate::Server::set_access) changes it
-    /// later. All clients.
+    /// later. Default: all clients.
     pub access: Access,
-    /// The addresses that clients may be forwarded to, as patterns: `tcp://10.0.0.*:9090`,
+    /// Addresses that clients may be forwarded to, as patterns: `tcp://10.0.0.*:9090`,
     /// `tls://*.lab`, `unix:/run/*`. `*` stands for any text within the scheme, the host or the
-    /// port; without a port it is for all of them. `*` alone is for all addresses with a host, and
-    /// not for programs, paths and this process. None.
+    /// port. A pattern without a port allows all ports. `*` alone allows all addresses with a host,
+    /// and no programs, paths or sessions in this process. Default: none.
     pub allow_forward: Vec<String>,
-    /// Policy on requests that are forwarded to other servers. All are allowed.
+    /// Policy on requests that are forwarded to other servers. Default: all are allowed.
     pub forward_policy: Option<Arc<dyn RequestPolicy>>,
     /// Names of hops whose assertion of their client's identity is trusted. The hops prove the
-    /// names by tokens or certificates. None.
+    /// names by tokens or certificates. Default: none.
     pub trust_proxy: Vec<String>,
     /// True for a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and
-    /// clients are connected to them by key. A relay opens no sessions itself, and does not ask the
-    /// factory. No.
+    /// clients are connected to them by key. A relay opens no sessions itself, and does not call
+    /// the factory. Default: false.
     pub relay: bool,
     /// Settings by which the server dials further servers and relays: its own tokens, and the
-    /// servers that it trusts. None.
+    /// servers that it trusts. Default: none.
     pub onward: Dial,
-    /// The transports by which the server listens, forwards and reaches relays. Default: those that
+    /// Transports by which the server listens, forwards and reaches relays. Default: those that
     /// this crate was compiled with.
     pub transports: Transports,
-    /// Observer of events that the factory of sessions does not see. None.
+    /// Observer of events that the factory of sessions does not see. Default: none.
     pub observer: Option<Arc<dyn ServeObserver>>,
 }
 
@@ -123,8 +123,8 @@ pub trait ServeObserver: Send + Sync + fmt::Debug {
     /// Called when a client got no session.
     fn refused(&self, reason: ErrorKind);
 
-    /// Called when the server has stopped listening on an address, although it was not told to.
-    /// Does nothing by default.
+    /// Called when the server has stopped listening on an address without being told to. Does
+    /// nothing by default.
     fn stopped_listening(&self, address: &Address) {
         let _ = address;
     }
@@ -137,7 +137,7 @@ impl ServeOptions {
             keep_alive: self.keep_alive,
             handshake: self.handshake_timeout,
             max_handshakes: self.max_handshakes,
-            // One that is proven has sessions, or had one a moment ago.
+            // A proven connection has sessions, or had one a moment ago.
             max_connections: self.max_sessions.saturating_add(self.max_handshakes),
             max_channels: u32::try_from(self.max_sessions_per_peer).unwrap_or(u32::MAX),
         }

@@ -1,4 +1,5 @@
-//! Relays: servers that nobody can dial dial out and wait, and a relay leads clients to them.
+//! Relays: servers that cannot be dialled dial out and wait at a relay, which connects clients to
+//! them.
 
 mod dial_out;
 pub(super) mod pool;

@@ -1,4 +1,4 @@
-//! The server: where it listens, which connections it has, and how it stops.
+//! A server: its listeners and connections, and its end.
 
 use std::fmt;
 use std::future::Future;
@@ -22,7 +22,7 @@ use crate::error::TransportError;
 use crate::handshake::identity::Access;
 use crate::transport::{Bind, Dial, Transports};
 
-/// Serves sessions on any number of addresses. Cheap to clone; clones are the same server.
+/// A server of sessions on any number of addresses. Cheap to clone; clones are the same server.
 ///
 /// Must be used inside a tokio runtime. Dropping it does not stop it: see [`stop`](Self::stop).
 #[derive(Clone)]
@@ -35,12 +35,11 @@ impl Server {
         Self(ServerState::new(factory, options))
     }
 
-    /// Accepts clients at `address` from now on. Returns the actual address, with the port that was
-    /// chosen.
+    /// Accepts clients at `address` from now on. Returns the actual address, with the chosen port.
     ///
     /// # Errors
     ///
-    /// If the address cannot be bound.
+    /// The address cannot be bound.
     pub async fn listen(&self, address: &Address, options: &Bind) -> Result<Address, TransportError> {
         let options = &Bind { connections: self.0.options.connection_limits(), ..options.clone() };
         let mut listener = self.0.options.transports.bind(address, options).await?;
@@ -82,7 +81,7 @@ impl Server {
         *self.0.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
     }
 
-    /// Serves one client at the far end of `channel`, which has dialled.
+    /// Serves the client at the far end of `channel`, which has dialled.
     pub fn serve_channel(&self, channel: Channel) {
         drop(self.start(channel, None));
     }
@@ -116,7 +115,7 @@ impl Server {
         }
     }
 
-    /// The transports by which others are dialled.
+    /// Returns the transports by which other servers are dialled.
     pub(crate) fn transports(&self) -> &Transports {
         &self.0.options.transports
     }
@@ -131,16 +130,16 @@ impl Server {
         self.0.parked.waiting()
     }
 
-    /// Opens a session with a server that waits at this [relay](ServeOptions::relay), or with the
-    /// first one to come, whose key is `wanted`. The relay is the client itself, with the tokens,
-    /// limits and keep-alive of `connector`. Returns the key with the session. The server counts
-    /// among the relay's connections until the session ends.
+    /// Opens a session with a waiting server of this [relay](ServeOptions::relay) whose key is
+    /// `wanted`, or with the first such server to come. The relay itself is the client, with the
+    /// tokens, limits and keep-alive of `connector`. Returns the key with the session. The server
+    /// counts among the relay's connections until the session ends.
     ///
     /// # Errors
     ///
-    /// [`Draining`](ErrorKind::Draining) once this server is told to stop; those of a handshake
-    /// with the other, which is gone then. Cancel-safe: a server that has been taken already comes
-    /// back by itself if it [parks](Self::park).
+    /// [`Draining`](ErrorKind::Draining) once this server is told to stop; and the errors of a
+    /// handshake with the other server, which is gone then. Cancel-safe: a server that has been
+    /// taken already comes back by itself if it [parks](Self::park).
     pub async fn meet(
         &self,
         connector: &Connector,
@@ -165,8 +164,8 @@ impl Server {
     }
 
     /// Stops in good order: accepts no new clients and no new requests, and ends each session as
-    /// soon as its requests are answered. Returns when all have ended, or after `limit`; call
-    /// [`stop`](Self::stop) then.
+    /// soon as its requests are answered. Returns when all have ended, or after `limit`. The caller
+    /// then calls [`stop`](Self::stop).
     pub async fn drain(&self, limit: Duration) {
         self.0.draining.store(true, Ordering::Release);
         self.0.closing.notify_waiters();
@@ -174,16 +173,16 @@ impl Server {
             mailbox.command(GO_AWAY);
         }
         let deadline = tokio::time::Instant::now() + limit.min(FAR_OFF);
-        // Clients in the middle of a handshake may still be told why they get no session. Then they
-        // are cut off.
+        // Clients in the middle of a handshake may still get the reason why they get no session.
+        // Then they are evicted.
         if tokio::time::timeout(limit.min(LINGER), self.idle()).await.is_err() {
             self.0.handshakes.evict_all();
             let _ = tokio::time::timeout_at(deadline, self.idle()).await;
         }
     }
 
-    /// Ends all sessions now, and accepts no more. Clients are told, and [`stopped`](Self::stopped)
-    /// waits until they have been.
+    /// Ends all sessions now, and accepts no more. Clients are sent the reason;
+    /// [`stopped`](Self::stopped) waits until it has been sent.
     pub fn stop(&self) {
         self.0.draining.store(true, Ordering::Release);
         self.0.closing.notify_waiters();
@@ -193,9 +192,9 @@ impl Server {
         self.0.handshakes.evict_all();
     }
 
-    /// After [`stop`](Self::stop) or [`drain`](Self::drain): resolves when nothing is listened on
-    /// any more, every client has been told, and what their sessions held has been freed, or after
-    /// `limit`.
+    /// Resolves after [`stop`](Self::stop) or [`drain`](Self::drain), when all listeners have
+    /// ended, every client has been told, and the objects of their sessions have been freed, or
+    /// after `limit`.
     pub async fn stopped(&self, limit: Duration) {
         let listeners = std::mem::take(&mut *self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner));
         let stopped = async {
@@ -229,16 +228,16 @@ impl fmt::Debug for Server {
     }
 }
 
-/// Runs asynchronous functions on the tokio runtime that it was made in.
+/// Spawner of asynchronous functions on the tokio runtime in which it was made.
 #[derive(Clone, Debug)]
 pub struct TokioSpawner(tokio::runtime::Handle);
 
 impl TokioSpawner {
-    /// A spawner for the current runtime.
+    /// Returns a spawner for the current runtime.
     ///
     /// # Panics
     ///
-    /// Outside of a tokio runtime.
+    /// Panics outside a tokio runtime.
     pub fn current() -> Self {
         Self(tokio::runtime::Handle::current())
     }

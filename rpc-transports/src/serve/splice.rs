@@ -1,4 +1,4 @@
-//! Tunnels: bytes copied between two channels in both directions, without looking at them.
+//! Tunnels: bytes copied between two channels in both directions, without interpretation.
 //!
 //! Between two plain sockets on Linux the kernel moves large amounts. All other bytes pass through
 //! a buffer of this process.
@@ -18,19 +18,19 @@ use self::pipe::Pipe;
 use crate::channel::Channel;
 use crate::channel_io::{READ_MAX, ReadAhead};
 
-/// Time for which the second direction may go on when the first has ended, so that the last
-/// messages arrive.
+/// Time that the second direction may go on after the end of the first, so that the last messages
+/// arrive.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Copies bytes both ways until both directions have ended, one has broken, or nothing has moved
+/// Copies bytes both ways until both directions have ended, one has broken, or no byte has moved
 /// for `silence`. The bytes `from_a` go before those that are read from `a`.
 ///
-/// The ends of the tunnel test each other's presence; the limit on silence is for two ends that
+/// The ends of the tunnel test each other's presence. The limit on silence is for two ends that
 /// vanish together.
 ///
 /// # Errors
 ///
-/// The channel that broke, or [`TimedOut`](io::ErrorKind::TimedOut).
+/// The error of the channel that broke, or [`TimedOut`](io::ErrorKind::TimedOut).
 pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, silence: Duration) -> io::Result<()> {
     let (mut there, mut back) = (OneWay::new(from_a), OneWay::new(BytesMut::new()));
     let mut timer = std::pin::pin!(tokio::time::sleep(silence));
@@ -42,7 +42,7 @@ pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, s
         match (first, second) {
             (Poll::Ready(()), Poll::Ready(())) => return Poll::Ready(Ok(())),
             (Poll::Pending, Poll::Pending) => {}
-            // From here on the timer is not put off any more.
+            // From here on nothing resets the timer.
             _ if !std::mem::replace(&mut lingers, true) => {
                 timer.as_mut().reset(tokio::time::Instant::now() + LINGER);
             }
@@ -60,7 +60,7 @@ pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, s
 /// One direction of a tunnel.
 struct OneWay {
     read: ReadAhead,
-    /// Pipe by which the kernel moves the bytes, while many come. The buffer is empty then.
+    /// Pipe by which the kernel moves the bytes while large amounts come. The buffer is empty then.
     pipe: Option<Pipe>,
     /// True if the last read filled the buffer.
     is_bulk: bool,
@@ -72,13 +72,13 @@ struct OneWay {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Direction {
     Open,
-    /// The sender has ended its direction, and the receiver's end has to be shut down.
+    /// State after the sender's end, before the receiver's end has been shut down.
     Ending,
     Ended,
 }
 
 impl OneWay {
-    /// Direction in which the bytes in `buffer` go first.
+    /// Creates a direction in which the bytes in `buffer` go first.
     fn new(buffer: BytesMut) -> Self {
         let mut read = ReadAhead::new(BytesMut::new());
         // Set here and not in `new`, since these bytes need not count as a read: they are written
@@ -134,7 +134,7 @@ impl OneWay {
                 },
                 Direction::Ending => match Pin::new(&mut to).poll_shutdown(cx) {
                     Poll::Pending => return Ok(Poll::Pending),
-                    // A receiver that has gone already does not need the end.
+                    // A receiver that is gone does not need the end.
                     Poll::Ready(_) => self.state = Direction::Ended,
                 },
                 Direction::Ended => return Ok(Poll::Ready(())),
@@ -150,8 +150,8 @@ mod tests {
 
     use super::*;
 
-    /// Large and small amounts, both ways at once, after bytes that were read before; in pieces
-    /// that are not whole pages.
+    /// Covers large and small amounts, both ways at once, after bytes that were read before, in
+    /// pieces that are not whole pages.
     #[tokio::test]
     async fn all_bytes_arrive_in_their_order_and_so_does_the_end() {
         const MUCH: usize = (8 << 20) + 4321;

@@ -1,4 +1,4 @@
-//! Timeouts of a served session, against clients that could draw things out for ever.
+//! Timeouts of a served session, against clients that could delay it without end.
 
 use std::time::{Duration, Instant};
 
@@ -14,20 +14,20 @@ pub(super) struct StallTimeouts {
     pub(super) idle_timeout: Option<Duration>,
     write_timeout: Duration,
     min_rate: u64,
-    /// Time since which there has been nothing to do. `None` while there is.
+    /// Time since which the session has been idle. `None` while it is busy.
     pub(super) idle_since: Option<Instant>,
     /// Time since which the client has taken none of the pending output. `None` if all is written.
     stalled_since: Option<Instant>,
-    /// Reply that waits for the client's credit although nothing else is on the way, and since
-    /// when.
+    /// Reply that waits for the client's credit although no other bytes are on their way, and the
+    /// time since which it waits.
     pub(super) held_back: Option<(u64, Instant)>,
-    /// Throughput of what the client sends, while a message of it is incomplete.
+    /// Throughput of the client's input, while one of its messages is incomplete.
     incoming: Option<Throughput>,
-    /// Throughput of what the client takes, while output is pending.
+    /// Throughput of the output that the client takes, while output is pending.
     outgoing: Option<Throughput>,
 }
 
-/// Bytes that have moved since a time.
+/// Number of bytes that have moved since a time.
 #[derive(Clone, Copy)]
 struct Throughput {
     since: Instant,
@@ -35,10 +35,10 @@ struct Throughput {
 }
 
 impl StallTimeouts {
-    /// Timeouts of a session that begins at `now`.
+    /// Creates the timeouts of a session that begins at `now`.
     pub(super) fn new(options: &ServeOptions, now: Instant) -> Self {
         Self {
-            // A time that the clock cannot express is never.
+            // A time that the clock cannot express is treated as never.
             expires: options.session_duration.and_then(|duration| now.checked_add(duration)),
             idle_timeout: options.idle_timeout,
             write_timeout: options.write_timeout,
@@ -51,7 +51,7 @@ impl StallTimeouts {
         }
     }
 
-    /// Takes note that the client has taken `count` bytes.
+    /// Records that the client has taken `count` bytes.
     pub(super) fn wrote(&mut self, count: usize) {
         self.stalled_since = None;
         if let Some(outgoing) = &mut self.outgoing {
@@ -59,7 +59,7 @@ impl StallTimeouts {
         }
     }
 
-    /// Takes note of whether output is pending that the client has to take.
+    /// Records whether output is pending that the client has to take.
     pub(super) fn set_writing(&mut self, is_writing: bool) {
         if is_writing {
             self.stalled_since.get_or_insert_with(Instant::now);
@@ -69,14 +69,14 @@ impl StallTimeouts {
         }
     }
 
-    /// Takes note that the client has sent `count` bytes.
+    /// Records that the client has sent `count` bytes.
     pub(super) fn received(&mut self, count: usize) {
         if let Some(incoming) = &mut self.incoming {
             incoming.bytes += count as u64;
         }
     }
 
-    /// Takes note of whether the client has begun a message and not finished it.
+    /// Records whether the client has begun a message and not finished it.
     pub(super) fn set_receiving(&mut self, is_receiving: bool) {
         if is_receiving {
             self.incoming.get_or_insert_with(Throughput::start);
@@ -85,12 +85,12 @@ impl StallTimeouts {
         }
     }
 
-    /// Returns the time since which the client has done nothing that it owes.
+    /// Returns the time since which the client has withheld an action that it owes.
     fn stuck_since(&self) -> Option<Instant> {
         self.stalled_since.or(self.held_back.map(|(_, since)| since))
     }
 
-    /// Returns when the timeouts have to be checked again.
+    /// Returns the time at which the timeouts have to be checked again.
     pub(super) fn next(&self) -> Option<Instant> {
         let idle = self.idle_since.zip(self.idle_timeout).and_then(|(since, limit)| since.checked_add(limit));
         let stuck = self.stuck_since().and_then(|since| since.checked_add(self.write_timeout));
@@ -100,7 +100,8 @@ impl StallTimeouts {
         [self.expires, idle, stuck, window(self.incoming), window(self.outgoing)].into_iter().flatten().min()
     }
 
-    /// Returns an error if the client has stalled, or is too slow. Then nothing can be sent to it.
+    /// Returns an error if the client has stalled, or is too slow. No message can reach the client
+    /// then.
     pub(super) fn check_stall(&mut self, now: Instant) -> Option<RpcError> {
         let limit = self.write_timeout;
         if self.stuck_since().is_some_and(|since| now.saturating_duration_since(since) >= limit) {
@@ -121,7 +122,8 @@ impl StallTimeouts {
         None
     }
 
-    /// Returns an error if the session has lasted or idled for too long. The client can be told.
+    /// Returns an error if the session has lasted or idled for too long. The client can still be
+    /// sent the reason.
     pub(super) fn check_session(&self, now: Instant) -> Option<RpcError> {
         let timeout = |text: String| Some(RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true));
         if self.expires.is_some_and(|expires| now >= expires) {
@@ -164,7 +166,7 @@ mod tests {
         let error = timeouts.check_stall(next).unwrap();
         assert_eq!(error.kind(), ErrorKind::LimitExceeded);
         assert!(error.message().contains("min_rate is 10 B/s, and the client has sent 599 bytes"), "{error}");
-        // A message that is complete by then owes nothing.
+        // After a complete message the client owes nothing.
         timeouts.set_receiving(false);
         assert!(timeouts.next().is_none() && timeouts.check_stall(next).is_none());
     }

@@ -24,12 +24,12 @@ pub(super) struct ServerState {
     pub(super) name: String,
     pub(super) factory: Arc<dyn SessionFactory>,
     pub(super) options: ServeOptions,
-    /// Clients that the server serves, and how often that has changed. Number 0 is for the side
-    /// that dials.
+    /// Clients that the server serves, and the number of changes so far. Number 0 is reserved for
+    /// the side that dials.
     pub(super) access: Mutex<(u64, Arc<Access>)>,
     /// Settings by which further servers are dialled.
     pub(super) onward: Mutex<Dial>,
-    /// Connections by id, those in their handshake included.
+    /// Connections by id, including those in their handshake.
     pub(super) connections: Mutex<HashMap<u64, Arc<Mailbox>>>,
     pub(super) next_connection: AtomicU64,
     pub(super) handshakes: Arc<HandshakeLimit>,
@@ -85,12 +85,12 @@ impl ServerState {
     }
 }
 
-/// Entry of a connection, until its task is over and its session freed, also if both are dropped
-/// with their runtime.
+/// Entry of a connection. It exists until the connection's task is over and its session freed, also
+/// if both are dropped with their runtime.
 pub(super) struct ConnectionEntry {
     server: Arc<ServerState>,
     id: u64,
-    /// True once there was a session.
+    /// True once the connection has had a session.
     pub(super) served: AtomicBool,
 }
 
@@ -107,7 +107,7 @@ impl Drop for ConnectionEntry {
     }
 }
 
-/// Time that is far enough off to be never, and near enough for all clocks.
+/// Duration that is practically infinite, and that all clocks can still add.
 pub(super) const FAR_OFF: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Returns a name that no other server has.
@@ -116,7 +116,7 @@ fn unique_name() -> String {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     match crate::handshake::identity::random() {
         Ok(random) => random.iter().take(8).map(|byte| format!("{byte:02x}")).collect(),
-        // Unique at least among the servers of one machine.
+        // The process id is unique at least among the servers of one machine.
         Err(_) => format!("{}-{number}", std::process::id()),
     }
 }

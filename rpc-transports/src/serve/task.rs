@@ -43,12 +43,12 @@ pub(super) struct SessionTask {
     /// Alarm for `timeouts`.
     timeouts_alarm: Alarm,
     is_going_away: bool,
-    /// Reason for which the session ends as soon as all output has been written.
+    /// Reason for which the session will end once all output has been written.
     closing: Option<RpcError>,
     /// True once the client was sent a last message, which it may not have received yet.
     pub(super) last_message_sent: bool,
     entry: Option<Arc<ConnectionEntry>>,
-    /// Keeps alive what the channel needs, such as a child process.
+    /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
 }
 
@@ -111,7 +111,7 @@ impl SessionTask {
         }
     }
 
-    /// Handles what others have left in the mailbox.
+    /// Handles the contents of the mailbox.
     fn take_mail(&mut self) {
         // Taken first: replies that came before the end are in the mailbox by then, and are sent
         // before it.
@@ -160,7 +160,7 @@ impl SessionTask {
                 }
             },
             ServerEvent::Written { id, write } => {
-                // The lane goes on with its next request.
+                // The lane continues with its next request.
                 drop(write);
                 self.reply(id, Ok(Value::Null));
             }
@@ -203,7 +203,7 @@ impl SessionTask {
         }
     }
 
-    /// Reads once, and acts on complete messages. `Err` is the end of the session.
+    /// Reads once, and handles complete messages. `Err` is the end of the session.
     fn poll_input(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), RpcError>> {
         let read = match self.endpoint.bulk_target() {
             Some(target) => match self.read.poll_into(&mut *self.io, target, cx) {
@@ -240,7 +240,7 @@ impl SessionTask {
             let mut place = |lane, to: &rpc_core::TensorRef, offset, len| {
                 session.as_ref().and_then(|session| session.write_in_place(lane, to, offset, len))
             };
-            // Each message is acted on before the next one is parsed: a write in place depends on
+            // Each message is handled before the next one is parsed: a write in place depends on
             // those before it.
             let more = self.endpoint.handle_input(&mut self.read.buffer, now, &mut place)?;
             self.act_on_events();
@@ -250,7 +250,7 @@ impl SessionTask {
         }
     }
 
-    /// Acts on the endpoint's events. Returns true if there were any.
+    /// Handles the endpoint's events. Returns true if there were any.
     fn act_on_events(&mut self) -> bool {
         let mut acted = false;
         while let Some(event) = self.endpoint.poll_event() {
@@ -260,7 +260,8 @@ impl SessionTask {
         acted
     }
 
-    /// Ends the session if one of its timeouts is over. `Err` if nothing can be sent to the client.
+    /// Ends the session if one of its timeouts is over. Returns `Err` if no message can reach the
+    /// client.
     fn poll_timeouts(&mut self, cx: &mut Context<'_>) -> Result<(), RpcError> {
         if self.timeouts.idle_timeout.is_some() {
             match self.endpoint.is_idle() {
@@ -278,8 +279,8 @@ impl SessionTask {
                 return Err(error);
             }
             if let Some(error) = self.timeouts.check_session(now) {
-                // These timeouts have done their work. From here on only the client's reading may
-                // take time.
+                // These timeouts have expired. From here on only the client's reading may take
+                // time.
                 (self.timeouts.expires, self.timeouts.idle_timeout) = (None, None);
                 self.close(error);
             }
@@ -287,7 +288,8 @@ impl SessionTask {
         Ok(())
     }
 
-    /// Gives everything up. Functions that still run go on, and their results are discarded.
+    /// Ends the session and all its requests. Functions that still run go on, and their results are
+    /// discarded.
     fn end(&mut self) {
         for (_, canceller) in self.in_progress.drain() {
             canceller.abandon();
@@ -314,8 +316,8 @@ impl Future for SessionTask {
         loop {
             this.mailbox.register(cx.waker());
             this.take_mail();
-            // Until the alarm is set to the next timeout, which nothing else would wake this task
-            // for.
+            // Repeats until the alarm is set to the next timeout, for which nothing else would wake
+            // this task.
             while let Some(now) = this.alarm.poll(Some(this.endpoint.poll_timeout()), cx) {
                 if let Err(error) = this.endpoint.handle_timeout(now) {
                     this.end();
@@ -357,7 +359,8 @@ impl Future for SessionTask {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(error)) if error.kind() == ErrorKind::Protocol => {
-                    // No more input of this peer can be understood, but it is told why.
+                    // Further input of this peer cannot be understood, but the peer is sent the
+                    // reason.
                     this.close(error.clone());
                     let _ = this.poll_output(cx);
                     this.end();

@@ -1,5 +1,5 @@
-//! The client of a tracker: asks for servers, opens sessions with them, and tries again where that
-//! is of use.
+//! The client of a tracker: asks for servers, opens sessions with them, and retries after failures
+//! that may pass.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -17,33 +17,34 @@ use crate::backoff::Backoff;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::runtime::run_in_background;
 
-/// How long a tracker may be away that was there before, unless the request's own time limit is
+/// Longest outage of a tracker that has been reached before, unless the request's own time limit is
 /// shorter.
 const OUTAGE: Duration = Duration::from_secs(120);
 
-/// How many servers are tried, one after the other, that cannot be reached, for a request without a
-/// time limit.
+/// Number of unreachable servers that are tried, one after the other, for a request without a time
+/// limit.
 const ATTEMPTS: u32 = 8;
 
-/// How many dead servers `request_and_run` takes before it gives up.
+/// Number of servers that `request_and_run` may lose before it gives up.
 const RUNS: u32 = 5;
 
-/// The first and the longest pause between two attempts.
+/// First and longest pause between two attempts.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
 
-/// How much longer than the tracker we wait for the end of a time limit: it knows more about why.
+/// Time to wait for the tracker after the end of a time limit: its own error says more about the
+/// cause.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A client of one tracker. Cheap to clone; clones share a session with it.
 ///
-/// When the tracker goes away and comes back, as when it is restarted, requests that wait ask again
-/// by themselves.
+/// When the tracker goes away and comes back, for example after a restart, waiting requests are
+/// repeated automatically.
 #[derive(Clone, Debug)]
 pub struct TrackerClient(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// With the hops and credentials for the tracker and for the servers.
+    /// Connector with the hops and credentials for the tracker and for the servers.
     connector: Connector,
     address: Address,
     session: Mutex<Option<Session>>,
@@ -55,8 +56,8 @@ impl TrackerClient {
     ///
     /// # Errors
     ///
-    /// A malformed address, a tracker that cannot be reached, and one that refuses, each saying
-    /// why.
+    /// The address is malformed, or the tracker cannot be reached, or refuses. The error gives the
+    /// reason.
     pub async fn connect<A: ToAddress + ?Sized>(address: &A) -> Result<Self> {
         Self::connect_with(Connector::new(), address).await
     }
@@ -89,23 +90,24 @@ impl TrackerClient {
         Self(Arc::new(Inner { connector, address, session: Mutex::new(None) }))
     }
 
-    /// Waits for a server, and opens a session with it. Where that fails it asks for another one,
+    /// Waits for a server, and opens a session with it. After a failure asks for another server,
     /// until the request's time is over.
     ///
-    /// Dropping the future gives up the place in the queue.
+    /// Dropping the future withdraws the request from the queue.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeadlineExceeded`] when the time is over; what the tracker refuses, such as a
-    /// limit; and what the server does that another one would do, too: it does not know us, or
-    /// speaks another version.
+    /// * [`ErrorKind::DeadlineExceeded`]: the time is over.
+    /// * Refusals of the tracker, for example by a limit.
+    /// * Errors of the server that another server would repeat: it does not know the client, or
+    ///   speaks another version.
     pub async fn request(&self, request: &ServerRequest) -> Result<Loan> {
         let mut loans = self.obtain(&request.clone().count(1)).await?;
         loans.pop().ok_or_else(|| RpcError::new(ErrorKind::Protocol, "the tracker granted nothing"))
     }
 
-    /// As [`request`](Self::request), for as many servers as the request says, all at once: either
-    /// there is a session with each of them, or none is kept.
+    /// As [`request`](Self::request), for as many servers as the request says. Opens a session with
+    /// each of them, or with none.
     ///
     /// # Errors
     ///
@@ -115,13 +117,13 @@ impl TrackerClient {
     }
 
     /// Runs `work` at a server, and gives the server back. If the server is lost meanwhile, `work`
-    /// is run again at another one, so that it may run more than once in part; errors of functions,
-    /// and of `work` itself, are not repeated.
+    /// is run again at another one, so parts of it may run more than once. Errors of functions, and
+    /// of `work` itself, are not repeated.
     ///
     /// # Errors
     ///
-    /// As [`request`](Self::request); `work`'s own; and that of the last server, if too many were
-    /// lost.
+    /// As [`request`](Self::request); the error of `work`; and that of the last server, if too many
+    /// were lost.
     pub async fn request_and_run<T, F, W>(&self, request: &ServerRequest, mut work: W) -> Result<T>
     where
         W: FnMut(Session) -> F,
@@ -142,11 +144,11 @@ impl TrackerClient {
         }
     }
 
-    /// What the tracker knows.
+    /// Returns a summary of the tracker's state.
     ///
     /// # Errors
     ///
-    /// If the tracker cannot be reached, or is none.
+    /// The tracker cannot be reached, or the server is not a tracker.
     pub async fn summary(&self) -> Result<Summary> {
         let session = self.session().await?;
         let summary = async {
@@ -209,7 +211,7 @@ impl TrackerClient {
         }
     }
 
-    /// Waits until the tracker has granted what is asked for, over its restarts too.
+    /// Waits until the tracker has granted the request, even if the tracker restarts meanwhile.
     async fn granted(&self, request: &ServerRequest, limit: Limit) -> Result<Claim> {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut outage = None;
@@ -220,7 +222,7 @@ impl TrackerClient {
                 Err(error) => error,
             };
             if asked.elapsed() > PAUSES.1 {
-                // It was there meanwhile.
+                // The tracker was reachable meanwhile.
                 backoff.reset();
                 outage = None;
             }
@@ -234,13 +236,13 @@ impl TrackerClient {
         }
     }
 
-    /// Asks once.
+    /// Asks the tracker once.
     async fn ask(&self, request: &ServerRequest, limit: Limit) -> Result<Claim> {
         let session = limit.within("the tracker", self.session()).await?;
         let request = ServerRequest { timeout_ms: limit.left_ms(), ..request.clone() };
         let asked = async {
-            // Both at once, and without a comparison of their types: a new session has waited long
-            // enough.
+            // Both functions are looked up at once, and their types are not compared: a new session
+            // has cost enough time already.
             let ask = session.get_function(functions::REQUEST).start();
             let wait = session.get_function(functions::WAIT).start();
             let (ask, wait) = (ask.await?, wait.await?);
@@ -254,8 +256,8 @@ impl TrackerClient {
         }
     }
 
-    /// Opens sessions with all servers of a claim. If one fails, those that were not reached are
-    /// given back.
+    /// Opens sessions with all servers of a claim. If one fails, gives back the servers that were
+    /// not reached.
     async fn open(&self, claim: &Claim, limit: Limit) -> Result<Vec<Loan>> {
         let mut attempts = JoinSet::new();
         for (at, grant) in claim.grants.iter().cloned().enumerate() {
@@ -273,7 +275,7 @@ impl TrackerClient {
             match session {
                 Ok(session) => opened[at] = Some(Loan { session, grant }),
                 Err(error) => {
-                    // Where nothing is known of what has become of the ticket, it expires.
+                    // A ticket that may have been used is not returned. It expires.
                     if error.hop() > 0 || error.kind() == ErrorKind::PeerLost {
                         returned.push(Returned { serial: grant.serial, why: error.to_string() });
                     }
@@ -288,7 +290,7 @@ impl TrackerClient {
         Err(failure)
     }
 
-    /// The session with the tracker, which is opened if there is none.
+    /// Returns the session with the tracker. Opens it if there is none.
     async fn session(&self) -> Result<Session> {
         let mut current = self.0.session.lock().await;
         if let Some(session) = &*current {
@@ -303,8 +305,8 @@ impl TrackerClient {
         Ok(session)
     }
 
-    /// Forgets a session that is over. What it failed with comes back, and says so if the server is
-    /// no tracker.
+    /// Forgets the session if it has ended. Returns its error, which names the address if the
+    /// server is not a tracker.
     async fn failed(&self, session: &Session, error: RpcError) -> RpcError {
         let mut current = self.0.session.lock().await;
         let is_it = |current: &Session| Arc::ptr_eq(current.shared(), session.shared());
@@ -318,8 +320,8 @@ impl TrackerClient {
     }
 }
 
-/// Opens a session with whichever server the tracker at `address` gives out: what
-/// [`Connector::connect`] does for `tracker://` addresses.
+/// Opens a session with a server that the tracker at `address` grants. [`Connector::connect`] calls
+/// it for `tracker://` addresses.
 pub(crate) async fn connect(
     connector: &Connector,
     address: &Address,
@@ -333,7 +335,7 @@ pub(crate) async fn connect(
         request = request.timeout(timeout);
     }
     let tracker = TrackerClient::new(connector.clone(), address);
-    // One that has never been there is not waited for.
+    // A tracker that has never been reached is not waited for.
     tracker.session().await?;
     let loan = tracker.request(&request).await?;
     Ok(loan.into_session())
@@ -342,7 +344,7 @@ pub(crate) async fn connect(
 async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
     let mut stops = Vec::new();
     for stop in &grant.address {
-        // A tracker says where servers are. It is not to start programs here.
+        // A tracker gives the locations of servers, and must not start programs here.
         let hop = stop.parse::<Hop>().ok();
         let is_a_place =
             |hop: &Hop| connector.properties(&hop.address).is_ok_and(|properties| !properties.starts_programs);
@@ -355,21 +357,22 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
     let Some(target) = stops.pop() else {
         return Err(RpcError::new(ErrorKind::Protocol, "the tracker granted a server without an address"));
     };
-    // The address says which of the servers is meant.
+    // The address identifies the server, so no key is asked for.
     let connector = connector.key("").ticket(&grant.ticket);
     let connector = stops.into_iter().fold(connector, Connector::through);
     connector.connect_at(target).await.map_err(ConnectError::into_rpc_error)
 }
 
-/// The prefix of a tracker's scheme in front of that by which the tracker is reached; `tracker`
-/// alone is for TCP.
+/// Prefix of a tracker's scheme. The scheme by which the tracker is reached follows it; `tracker`
+/// alone stands for TCP.
 const SCHEME: &str = "tracker";
 
-/// Schemes at which no tracker is asked: it would be a program that is started for it, or nobody.
+/// Schemes that cannot lead to a tracker: the client would start it as a program, or reach no
+/// server.
 const NOT_ASKED: [&str; 2] = ["exec", "local"];
 
-/// Returns the address of the tracker itself, without a key, if `address` stands for servers that a
-/// tracker gives out.
+/// Returns the address of the tracker itself, without a key, if `address` stands for the servers of
+/// a tracker.
 #[must_use]
 pub fn address_of(address: &Address) -> Option<Address> {
     let scheme = match address.scheme().strip_prefix(SCHEME)? {
@@ -380,13 +383,13 @@ pub fn address_of(address: &Address) -> Option<Address> {
 }
 
 impl Address {
-    /// The address of the servers that the tracker `at` gives out, under `key`; of any of them
-    /// without one.
+    /// Returns the address of the servers that the tracker `at` gives out under `key`, or of all
+    /// its servers without a key.
     ///
     /// # Errors
     ///
-    /// [`AddressError::Invalid`] if no tracker can be asked there; as [`with_key`](Self::with_key)
-    /// for the key.
+    /// [`AddressError::Invalid`]: the address cannot be that of a tracker; and for the key those of
+    /// [`with_key`](Self::with_key).
     pub fn tracker(at: Self, key: Option<&str>) -> std::result::Result<Self, AddressError> {
         let scheme = match at.scheme() {
             "tcp" => SCHEME.to_owned(),
@@ -403,8 +406,8 @@ impl Address {
     }
 }
 
-/// A server that is ours. When this and all clones of the session are dropped, the session ends,
-/// and the server is free for the next client.
+/// A server on loan to this client. When the loan and all clones of the session are dropped, the
+/// session ends, and the server is free for the next client.
 #[derive(Clone, Debug)]
 pub struct Loan {
     session: Session,
@@ -412,37 +415,37 @@ pub struct Loan {
 }
 
 impl Loan {
-    /// The session with the server.
+    /// Returns the session with the server.
     pub fn session(&self) -> &Session {
         &self.session
     }
 
-    /// The session alone.
+    /// Returns the session alone.
     pub fn into_session(self) -> Session {
         self.session
     }
 
-    /// What is known of the server. The ticket has been used.
+    /// Returns the tracker's description of the server. The ticket has been used.
     pub fn grant(&self) -> &Grant {
         &self.grant
     }
 
-    /// Whether `error` came of the end of the server and not from what runs there.
+    /// Returns true if the server's end has caused `error`, and not the code that runs there.
     async fn has_died(&self, error: &RpcError) -> bool {
-        // A function that lost a peer of its own says the same; but its session lives.
+        // A function that has lost a peer of its own fails in the same way, but its session lives.
         let lost = error.fault() == Fault::Link || error.kind() == ErrorKind::Closed;
         lost && tokio::time::timeout(LAST_WORDS, self.session.ended()).await.is_ok()
     }
 }
 
-/// What the tracker has granted. Dropping it lets go of what has not been used.
+/// Servers that the tracker has granted. Dropping the claim releases those that have not been used.
 struct Claim {
     place: RemoteObject,
     grants: Vec<Grant>,
 }
 
 impl Claim {
-    /// Says which servers were not taken. They come back by themselves if this fails, only later.
+    /// Gives back servers that were not used. If this fails, they return when their tickets expire.
     async fn give_back(&self, returned: Vec<Returned>) {
         let session = self.place.session();
         let give_back = async {
@@ -457,7 +460,7 @@ impl Claim {
     }
 }
 
-/// When a request's time is over, if ever.
+/// End of a request's time. `None` is never.
 #[derive(Clone, Copy)]
 struct Limit(Option<Instant>);
 
@@ -487,25 +490,25 @@ impl Limit {
     }
 }
 
-/// Whether the tracker is away, and may come back.
+/// Returns true if the tracker is away and may come back.
 fn is_outage(error: &RpcError) -> bool {
-    // Something that closes the connection during the handshake may be a tracker that is about to
+    // A peer that closes the connection during the handshake may be a tracker that is about to
     // stop.
     let cut = error.kind() == ErrorKind::Refused && error.hop() == 0;
     cut || error.fault() == Fault::Link || matches!(error.kind(), ErrorKind::Closed | ErrorKind::SessionTimeout)
 }
 
-/// Whether another server may give a session where this one has not.
+/// Returns true if another server may give a session although this one has not.
 fn another_may_do(error: &RpcError) -> bool {
     let ticket = error.application_kind() == Some(TICKET_REFUSED);
     let cut = error.kind() == ErrorKind::Refused && error.hop() == 0;
     let full = matches!(error.kind(), ErrorKind::LimitExceeded | ErrorKind::Busy);
-    // A relay that has begun anew, and which the server has not come back to yet.
+    // A relay has restarted, and the server has not come back to it yet.
     let away = error.kind() == ErrorKind::NotFound && error.hop() > 0;
     ticket || cut || full || away || error.fault() == Fault::Link
 }
 
-/// Waits on this thread for what goes on in the background.
+/// Runs `work` in the background, and blocks until it has finished.
 fn blocking<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
     run_in_background(async move { work.await.map_err(ConnectError::Session) }).map_err(ConnectError::into_rpc_error)
 }

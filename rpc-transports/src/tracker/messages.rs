@@ -1,7 +1,7 @@
-//! What is said to trackers, and what they answer. All of it travels packed, as maps by field
-//! names: fields may be added, and readers skip those that they do not know.
+//! Messages to trackers, and their answers. They are packed as maps by field names: fields may be
+//! added, and readers skip unknown ones.
 //!
-//! Times are lengths of time in milliseconds, so that no two clocks have to agree.
+//! Times are durations in milliseconds, so clocks need not agree.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,46 +9,48 @@ use std::time::Duration;
 use rpc_core::{Device, DeviceDescription, DeviceType, Target, VirtualDevice};
 use serde::{Deserialize, Serialize};
 
-/// The names of a tracker's functions.
+/// Names of a tracker's functions.
 pub mod functions {
     /// `(Registration) -> (object, Registered)`. The object is the registration: it ends when the
-    /// object is freed, and so with the session.
+    /// object is freed, at the latest with the session.
     pub const REGISTER: &str = "tracker.register";
-    /// `(registration, ServerStatus) -> Renewed`. Renews the lease, and says who uses the server.
+    /// `(registration, ServerStatus) -> Renewed`. Renews the lease, and reports the server's
+    /// sessions.
     pub const RENEW: &str = "tracker.renew";
-    /// `(ServerRequest) -> object`. The object is the place in the queue: freeing it gives up
-    /// waiting.
+    /// `(ServerRequest) -> object`. The object is the request's entry in the queue: freeing it
+    /// withdraws the request.
     pub const REQUEST: &str = "tracker.request";
-    /// `(place in the queue) -> [Grant]`. Waits for the servers; asked again it says the same.
+    /// `(queue entry) -> [Grant]`. Waits for the servers. Further calls return the same answer.
     pub const WAIT: &str = "tracker.wait";
-    /// `(place in the queue, [Returned]) -> null`. Gives back servers that could not be used.
+    /// `(queue entry, [Returned]) -> null`. Gives back servers that could not be used.
     pub const GIVE_BACK: &str = "tracker.give_back";
     /// `() -> Summary`.
     pub const SUMMARY: &str = "tracker.summary";
 }
 
-/// A kind of device that a server has, and how many of it.
+/// Devices of one kind that a server offers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DeviceOffer {
-    /// The kind, such as `cuda`.
+    /// Kind, such as `cuda`.
     pub kind: String,
-    /// How many there are.
+    /// Number of devices.
     pub count: u32,
-    /// What code for them is compiled for. Of a request it means nothing.
+    /// Target for which code is compiled. Ignored in a request.
     #[serde(default)]
     pub target: Option<Target>,
-    /// The memories that they have besides `global`. Of a request it means nothing.
+    /// Memory scopes besides `global`. Ignored in a request.
     #[serde(default)]
     pub memory_scopes: Vec<String>,
 }
 
 impl DeviceOffer {
-    /// So many devices of a kind, with nothing more known of them.
+    /// Returns an offer of `count` devices of a kind, without further properties.
     pub fn new(kind: impl Into<String>, count: u32) -> Self {
         Self { kind: kind.into(), count, target: None, memory_scopes: Vec::new() }
     }
 
-    /// What a server has, of devices that come in the order of their kinds and numbers.
+    /// Returns the offers of a server with these devices, which come in the order of their kinds
+    /// and numbers.
     pub fn of(devices: impl IntoIterator<Item = DeviceDescription>) -> Vec<Self> {
         let mut offers: Vec<Self> = Vec::new();
         for DeviceDescription { device, target, memory_scopes } in devices {
@@ -61,15 +63,15 @@ impl DeviceOffer {
         offers
     }
 
-    /// Whether one of a server's devices satisfies a constraint. Those of a kind are numbered in
-    /// their order.
+    /// Returns true if one of a server's devices satisfies a constraint. Devices of a kind are
+    /// numbered in the order of the offers.
     pub fn any_satisfies(offers: &[Self], wanted: &VirtualDevice) -> bool {
         let mut numbers: BTreeMap<&str, u64> = BTreeMap::new();
         offers.iter().any(|offer| {
             let first = numbers.entry(&offer.kind).or_default();
             let range = *first..*first + u64::from(offer.count);
             *first = range.end;
-            // All of them are alike but for their numbers.
+            // The devices of an offer differ only in their numbers.
             let number = wanted.virtual_device_id().map_or(range.start, |id| u64::try_from(id).unwrap_or(u64::MAX));
             let (true, Ok(index), Ok(kind)) = (range.contains(&number), i32::try_from(number), offer.kind.parse())
             else {
@@ -80,41 +82,42 @@ impl DeviceOffer {
     }
 }
 
-/// What a server is, as it tells a tracker.
+/// Registration of a server at a tracker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Registration {
-    /// What people call the server, such as the name of its machine.
+    /// Name of the server for people, for example that of its machine.
     pub name: String,
-    /// What clients ask for.
+    /// Key that clients ask for.
     pub key: String,
-    /// What else clients can ask for, such as `arch` = `arm64`.
+    /// Further properties that clients can ask for, such as `arch` = `arm64`.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// The devices.
+    /// Devices of the server.
     #[serde(default)]
     pub devices: Vec<DeviceOffer>,
-    /// How many clients it serves at a time.
+    /// Number of clients that the server serves at one time.
     pub capacity: u32,
-    /// Where clients reach it: addresses to go through, and its own last. Where its own has an
-    /// unspecified host, such as `tcp://0.0.0.0:9090`, the tracker puts the IP address that the
-    /// server comes from.
+    /// Addresses by which clients reach the server: those to go through, and its own last. If its
+    /// own has an unspecified host, such as `tcp://0.0.0.0:9090`, the tracker replaces the host by
+    /// the IP address that the server comes from.
     pub address: Vec<String>,
-    /// What tickets for it are to be made with: another one for each registration.
+    /// Key with which its tickets are made. Each registration has another one.
     #[serde(with = "ticket_key")]
     pub ticket_key: [u8; 32],
-    /// Who uses it now.
+    /// Current sessions of the server.
     pub status: ServerStatus,
 }
 
-/// Who uses a server. All of it each time, so that one that is lost does no harm.
+/// Sessions of a server. Each report is complete, so a lost one does no harm.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerStatus {
-    /// The server's clock. Its beginning is the server's own affair; tickets expire by it.
+    /// Time by the server's clock, by which tickets expire. The server chooses the clock's
+    /// beginning.
     pub now_ms: u64,
-    /// Its sessions, those without tickets too.
+    /// Sessions, including those without tickets.
     pub uses: Vec<Use>,
-    /// Tickets of this registration that were used, and whose sessions have ended. Said until it
-    /// has been heard.
+    /// Used tickets of this registration whose sessions have ended. Repeated until the tracker has
+    /// acknowledged them.
     #[serde(default)]
     pub spent: Vec<u64>,
 }
@@ -122,54 +125,54 @@ pub struct ServerStatus {
 /// One session of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Use {
-    /// The server's number for it.
+    /// Server's number of the session.
     pub id: u64,
-    /// The ticket's number, if it was made for this registration.
+    /// Ticket's number, if the ticket was made for this registration.
     #[serde(default)]
     pub serial: Option<u64>,
-    /// Whether the client came without a ticket.
+    /// True if the client came without a ticket.
     #[serde(default)]
     pub direct: bool,
-    /// The client, as the server knows it.
+    /// Client, as the server knows it.
     pub client: String,
-    /// For how long it has been there.
+    /// Age of the session.
     pub for_ms: u64,
 }
 
 /// The answer to a [`Registration`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registered {
-    /// How long the registration lasts without being renewed.
+    /// Time that the registration lasts without being renewed.
     pub lease_ms: u64,
-    /// Where clients will be sent.
+    /// Addresses that clients will get.
     pub address: Vec<String>,
 }
 
 /// The answer to a renewal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Renewed {
-    /// Whether the tracker has found the server at its address.
+    /// Result of the tracker's attempts to reach the server at its address.
     pub reach: Reach,
 }
 
-/// Whether a tracker finds a server at its address.
+/// Reachability of a server at its address, as the tracker knows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Reach {
-    /// It has not tried yet, or cannot.
+    /// The tracker has not tried yet, or cannot.
     #[default]
     Untried,
-    /// It does.
+    /// The tracker reaches the server.
     Reached,
-    /// It does not. The server is given out last.
+    /// The tracker does not reach the server, and grants it last.
     Unreachable {
-        /// Why.
+        /// Reason.
         why: String,
     },
 }
 
-/// What a client asks for: [`count`](Self::count) places at servers that have all that is named.
+/// Request of a client: [`count`](Self::count) slots at servers that have all the named properties.
 ///
 /// ```
 /// use std::time::Duration;
@@ -187,12 +190,12 @@ pub enum Reach {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerRequest {
-    /// The key of the servers; empty for any.
+    /// Key of the servers; empty for any.
     #[serde(default)]
     pub key: String,
-    /// How many places, all at once or none.
+    /// Number of slots, which are granted all at once.
     pub count: u32,
-    /// Whether each place has to be at another server.
+    /// True if each slot has to be at another server.
     #[serde(default)]
     pub distinct: bool,
     /// Labels that the servers must have.
@@ -201,23 +204,23 @@ pub struct ServerRequest {
     /// Devices that the servers must have, at least.
     #[serde(default)]
     pub devices: Vec<DeviceOffer>,
-    /// Each of these has to be satisfied by a device of the server; one device may satisfy several,
-    /// so that for two devices of a kind there is [`device`](Self::device).
+    /// Constraints, each of which a device of the server has to satisfy. One device may satisfy
+    /// several: to ask for two devices of a kind, use [`device`](Self::device).
     #[serde(default)]
     pub virtual_devices: Vec<VirtualDevice>,
-    /// Those with a higher one come first. 0.
+    /// Priority: requests with a higher one come first. Default 0.
     #[serde(default)]
     pub priority: i32,
-    /// Who asks, for people; the user and machine of this process.
+    /// Name of the client for people. Default: the user and machine of this process.
     #[serde(default)]
     pub client: String,
-    /// How long to wait; without it as long as it takes.
+    /// Longest time to wait. `None` waits without limit.
     #[serde(default)]
     pub timeout_ms: Option<u64>,
 }
 
 impl ServerRequest {
-    /// One server with this key.
+    /// Requests one server with this key.
     pub fn new(key: &str) -> Self {
         Self {
             key: key.to_owned(),
@@ -232,62 +235,63 @@ impl ServerRequest {
         }
     }
 
-    /// One server, whatever its key.
+    /// Requests one server with any key.
     pub fn any() -> Self {
         Self::new("")
     }
 
-    /// So many places together: all of them or none. A server with room for several clients may
-    /// give several.
+    /// Sets the number of slots, which are granted all at once. A server with room for several
+    /// clients may give several.
     #[must_use]
     pub fn count(mut self, count: u32) -> Self {
         self.count = count;
         self
     }
 
-    /// Each place at another server.
+    /// Requires each slot to be at another server.
     #[must_use]
     pub fn distinct(mut self) -> Self {
         self.distinct = true;
         self
     }
 
-    /// Only servers with this label.
+    /// Requires this label.
     #[must_use]
     pub fn label(mut self, name: &str, value: &str) -> Self {
         self.labels.insert(name.to_owned(), value.to_owned());
         self
     }
 
-    /// Only servers with `count` devices of this kind, or more.
+    /// Requires at least `count` devices of this kind.
     #[must_use]
     pub fn device(mut self, kind: DeviceType, count: u32) -> Self {
         self.devices.push(DeviceOffer::new(kind.to_string(), count));
         self
     }
 
-    /// Only servers with a device that satisfies this, besides all others that are asked for.
+    /// Requires a device that satisfies this constraint, besides all others.
     #[must_use]
     pub fn virtual_device(mut self, wanted: impl Into<VirtualDevice>) -> Self {
         self.virtual_devices.push(wanted.into());
         self
     }
 
-    /// Before all that wait with a lower one, whenever they came. 0.
+    /// Sets the priority: the request comes before all waiting requests with a lower one.
+    /// Default 0.
     #[must_use]
     pub fn priority(mut self, priority: i32) -> Self {
         self.priority = priority;
         self
     }
 
-    /// How long to wait for the servers, and to try to reach them. As long as it takes.
+    /// Limits the time to wait for the servers and to reach them. Default: no limit.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout_ms = Some(u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
         self
     }
 
-    /// What the tracker shows people who want to know who has a server.
+    /// Sets the name that the tracker shows for this client.
     #[must_use]
     pub fn client(mut self, client: &str) -> Self {
         client.clone_into(&mut self.client);
@@ -301,180 +305,180 @@ fn this_user() -> String {
     format!("{user}@{host}")
 }
 
-/// A place at a server, with what is needed to take it.
+/// Granted slot at a server, with the facts for opening its session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
-    /// The number of the ticket, by which it is [given back](Returned).
+    /// Number of the ticket, by which the slot is [given back](Returned).
     pub serial: u64,
-    /// For the server. See [`Connector::ticket`](crate::Connector::ticket).
+    /// Ticket for the server. See [`Connector::ticket`](crate::Connector::ticket).
     pub ticket: String,
-    /// For how long the ticket is good.
+    /// Time for which the ticket is valid.
     pub good_for_ms: u64,
-    /// What people call the server.
+    /// Name of the server for people.
     pub server: String,
-    /// Its key.
+    /// Key of the server.
     pub key: String,
-    /// Its labels.
+    /// Labels of the server.
     pub labels: BTreeMap<String, String>,
-    /// Its devices.
+    /// Devices of the server.
     pub devices: Vec<DeviceOffer>,
-    /// Where it is: addresses to go through, and its own last.
+    /// Addresses by which the server is reached: those to go through, and its own last.
     pub address: Vec<String>,
 }
 
-/// A place that was granted and not taken.
+/// Granted slot that was not used.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Returned {
-    /// Of its [`Grant`].
+    /// Number of its ticket: [`Grant::serial`].
     pub serial: u64,
-    /// Why, for people.
+    /// Reason, for people.
     pub why: String,
 }
 
-/// What a tracker knows.
+/// State of a tracker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
-    /// For how long it has been running.
+    /// Time since the tracker has started.
     pub uptime_ms: u64,
-    /// How long registrations last without being renewed.
+    /// Time that registrations last without being renewed.
     pub lease_ms: u64,
-    /// The servers, by key and name.
+    /// Servers, by key and name.
     pub servers: Vec<ServerSummary>,
-    /// Who waits, the first one first.
+    /// Waiting requests, the first one first.
     pub queue: Vec<QueueEntry>,
-    /// What was lost or refused lately, the last one first.
+    /// Recent losses and refusals, the latest first.
     pub losses: Vec<Loss>,
-    /// The last hour, minute by minute, the oldest first; the last entry is the minute that runs.
+    /// Last hour, minute by minute, the oldest first. The last entry is the current minute.
     pub history: Vec<Sample>,
 }
 
 /// One server of a [`Summary`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ServerSummary {
-    /// What people call it.
+    /// Name of the server for people.
     pub name: String,
-    /// What clients ask for.
+    /// Key that clients ask for.
     pub key: String,
-    /// Its labels.
+    /// Labels of the server.
     pub labels: BTreeMap<String, String>,
-    /// Its devices.
+    /// Devices of the server.
     pub devices: Vec<DeviceOffer>,
-    /// How many clients it serves at a time.
+    /// Number of clients that the server serves at one time.
     pub capacity: u32,
-    /// How many more it would take now.
+    /// Number of further clients that it would take now.
     pub free: u32,
-    /// Where clients are sent.
+    /// Addresses that clients get.
     pub address: Vec<String>,
-    /// Where it came from to register.
+    /// Address from which the server has registered.
     pub peer: String,
-    /// Whether the tracker finds it at its address.
+    /// Reachability of the server at its address, as the tracker knows it.
     pub reach: Reach,
-    /// For how long it has been registered.
+    /// Time since the registration.
     pub registered_for_ms: u64,
-    /// How long ago it was last heard of.
+    /// Time since the last report.
     pub heard_ago_ms: u64,
-    /// Who has it.
+    /// Clients that hold slots.
     pub holders: Vec<Holder>,
 }
 
-/// Who has a place at a server.
+/// Client that holds a slot at a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// The client: what it says of itself and where it comes from.
+    /// Client: the name that it gives, and the address that it comes from.
     pub client: String,
-    /// For how long.
+    /// Time for which the client has held the slot.
     pub for_ms: u64,
-    /// How.
+    /// State of the slot.
     pub state: HolderState,
 }
 
-/// How somebody has a place at a server.
+/// State of a slot that a client holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum HolderState {
-    /// It has a ticket, and has not used it yet.
+    /// The client has a ticket, and has not used it yet.
     Granted,
-    /// It has a session.
+    /// The client has a session.
     InUse,
-    /// It has a session, and came without a ticket.
+    /// The client has a session, and came without a ticket.
     Direct,
 }
 
-/// A request that waits.
+/// Waiting request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueEntry {
-    /// The client: what it says of itself and where it comes from.
+    /// Client: the name that it gives, and the address that it comes from.
     pub client: String,
-    /// The key that it asks for; empty for any.
+    /// Requested key; empty for any.
     pub key: String,
-    /// How many places.
+    /// Number of requested slots.
     pub count: u32,
-    /// The labels that it asks for.
+    /// Requested labels.
     pub labels: BTreeMap<String, String>,
-    /// The devices that it asks for.
+    /// Requested devices.
     pub devices: Vec<DeviceOffer>,
-    /// The constraints that a device has to satisfy.
+    /// Constraints that a device has to satisfy.
     #[serde(default)]
     pub virtual_devices: Vec<VirtualDevice>,
-    /// Its priority.
+    /// Priority of the request.
     pub priority: i32,
-    /// For how long it has been waiting.
+    /// Time for which the request has been waiting.
     pub for_ms: u64,
-    /// How many places there are that it could use, free or not. Fewer than `count`: it waits for
-    /// servers to register.
+    /// Number of slots that the request could use, free or not. If there are fewer than `count`, it
+    /// waits for servers to register.
     pub possible: u64,
 }
 
-/// A server that there is no more, or that was not taken.
+/// Server that was lost, or whose registration was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loss {
-    /// What people call it.
+    /// Name of the server for people.
     pub name: String,
-    /// Its key.
+    /// Key of the server.
     pub key: String,
-    /// The address that it told.
+    /// Address that the server advertised.
     pub address: Vec<String>,
-    /// Where it came from to register.
+    /// Address from which the server has registered.
     pub peer: String,
-    /// How long ago.
+    /// Time since the loss.
     pub ago_ms: u64,
-    /// Why.
+    /// Reason.
     pub reason: LossReason,
 }
 
-/// Why there is a server no more.
+/// Reason why a server was lost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum LossReason {
-    /// It left, or its session with the tracker ended.
+    /// The server left, or its session with the tracker ended.
     Gone,
-    /// It was not heard of for the length of its lease.
+    /// No report came for the length of the lease.
     LeaseExpired,
-    /// It was not taken.
+    /// The tracker refused the registration.
     Refused {
-        /// Why.
+        /// Reason.
         why: String,
     },
 }
 
-/// How much of the pool was used in one minute.
+/// Usage of the pool in one minute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
-    /// How long ago the minute began.
+    /// Time since the minute began.
     pub ago_ms: u64,
-    /// Places at the end of the minute.
+    /// Number of slots at the end of the minute.
     pub capacity: u32,
-    /// The most places that were taken at one time.
+    /// Largest number of slots in use at one time.
     pub busy: u32,
-    /// The most requests that waited at one time.
+    /// Largest number of requests that waited at one time.
     pub waiting: u32,
-    /// Places granted.
+    /// Number of slots granted.
     pub granted: u32,
 }
 
-/// A key is bytes on the wire.
+/// Serialization of a key as bytes.
 mod ticket_key {
     use serde::de::Error;
     use serde::{Deserializer, Serializer};

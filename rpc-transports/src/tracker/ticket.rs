@@ -1,11 +1,11 @@
-//! Tickets: what a tracker gives a client, and the server takes, without a word between the two of
-//! them.
+//! Tickets: a tracker makes them for clients, and the server verifies them without asking the
+//! tracker.
 //!
-//! A ticket is the text `t1.SERIAL.EXPIRES.PROOF`: its number, when it stops being good by the
-//! clock of the server, in milliseconds, both in decimal, and an HMAC-SHA256 over these two in 64
-//! hexadecimal digits. The key is made by the server for one registration. So a ticket is good at
-//! no other server, and not after the server has registered again. Whoever has a ticket may use it,
-//! once.
+//! A ticket is the text `t1.SERIAL.EXPIRES.PROOF`: its number; its expiry by the clock of the
+//! server, in milliseconds; and an HMAC-SHA256 over these two in 64 hexadecimal digits. The two
+//! numbers are decimal. The server makes the key for one registration. So a ticket is valid at no
+//! other server, and not after the server has registered again. Any client that has a ticket may
+//! use it, once.
 
 use std::fmt;
 
@@ -13,40 +13,39 @@ use ring::hmac;
 use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{ErrorKind, RpcError};
 
-/// What is in front of the facts under the proof, so that a proof of something else is none of
-/// these.
+/// Label in front of the proven facts, so that proofs for other purposes are not valid here.
 const LABEL: &str = "rpc ticket";
 
-/// The first part of the text.
+/// First part of the text.
 const FORM: &str = "t1";
 
-/// What the tickets of one registration are made and verified with.
+/// Key with which the tickets of one registration are made and verified.
 #[derive(Clone)]
 pub struct TicketKey([u8; 32]);
 
-/// What a ticket says.
+/// Content of a ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket {
-    /// Its number, which no other of the registration has.
+    /// Number of the ticket, unique within the registration.
     pub serial: u64,
-    /// When it stops being good, by the clock of the server.
+    /// Expiry by the clock of the server.
     pub expires_ms: u64,
 }
 
-/// Why a text is no ticket for this server.
+/// Reason why a text is not a valid ticket for this server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketError {
-    /// Not of the form of one.
+    /// The text does not have the form of a ticket.
     #[error("it does not have the form of one")]
     Malformed,
-    /// Not made with the key of this registration.
+    /// The ticket was not made with the key of this registration.
     #[error("it is for another server, or for an earlier registration of this one")]
     Foreign,
 }
 
 impl TicketKey {
-    /// A new one.
+    /// Generates a new key.
     ///
     /// # Errors
     ///
@@ -58,12 +57,12 @@ impl TicketKey {
         Ok(Self(key))
     }
 
-    /// The one that [`to_bytes`](Self::to_bytes) gave.
+    /// Returns the key whose bytes [`to_bytes`](Self::to_bytes) has given.
     pub fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
-    /// For the tracker, and nobody else.
+    /// Returns the bytes of the key, for the tracker alone.
     pub fn to_bytes(&self) -> [u8; 32] {
         self.0
     }
@@ -79,18 +78,18 @@ impl TicketKey {
         text
     }
 
-    /// Reads a ticket that was made with this key. Whether its time is over, and whether it was
-    /// used before, is for the caller to say.
+    /// Parses a ticket and checks that it was made with this key. The caller checks its expiry, and
+    /// that it was not used before.
     ///
     /// # Errors
     ///
-    /// What is wrong with it.
+    /// The text is malformed, or was made with another key.
     pub fn verify(&self, text: &str) -> Result<Ticket, TicketError> {
         let parts: Vec<&str> = text.split('.').collect();
         let [FORM, serial, expires_ms, proof] = parts[..] else { return Err(TicketError::Malformed) };
         let ticket = Ticket { serial: number(serial)?, expires_ms: number(expires_ms)? };
         let proof = from_hex(proof).ok_or(TicketError::Malformed)?;
-        // In a time that does not depend on where the two differ.
+        // Takes constant time, wherever the two differ.
         hmac::verify(&self.hmac(), subject(ticket).as_bytes(), &proof).map_err(|_| TicketError::Foreign)?;
         Ok(ticket)
     }
@@ -110,7 +109,7 @@ fn subject(Ticket { serial, expires_ms }: Ticket) -> String {
     format!("{LABEL} {FORM} {serial} {expires_ms}")
 }
 
-/// A number as it is written by `format!`, and no other way.
+/// Parses a number in the form that `format!` writes, and in no other.
 fn number(text: &str) -> Result<u64, TicketError> {
     let number: u64 = text.parse().map_err(|_| TicketError::Malformed)?;
     if number.to_string() == text { Ok(number) } else { Err(TicketError::Malformed) }
@@ -138,7 +137,7 @@ mod tests {
         assert_eq!(other.verify(&text), Err(TicketError::Foreign));
     }
 
-    /// Someone could write a server from the description above.
+    /// Checks the description above, by which others may implement a server.
     #[test]
     fn the_text_of_a_ticket_is_as_described() {
         let text = TicketKey::from_bytes([0x0b; 32]).sign(TICKET);

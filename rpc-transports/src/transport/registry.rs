@@ -36,7 +36,8 @@ use crate::transports;
 #[derive(Clone)]
 pub struct Transports(Arc<[Arc<dyn Transport>]>);
 
-/// Transports of this crate that were not compiled in, with the Cargo feature that does.
+/// Schemes of this crate's transports that were not compiled in, each with the Cargo feature that
+/// enables it.
 const SWITCHED_OFF: &[(&str, &str)] = &[
     #[cfg(not(feature = "tcp"))]
     ("tcp", "tcp"),
@@ -51,22 +52,21 @@ const SWITCHED_OFF: &[(&str, &str)] = &[
 ];
 
 impl Transports {
-    /// A registry without any transport.
+    /// Creates a registry without any transport.
     #[must_use]
     pub fn empty() -> Self {
         Self(Arc::default())
     }
 
-    /// The same registry with one transport more. It takes precedence over those before it that
-    /// have the same scheme, so that a transport of this crate is replaced by one with other
-    /// settings.
+    /// Adds a transport. It takes precedence over those before it that have the same scheme, so
+    /// that a transport of this crate can be replaced by one with other settings.
     #[must_use]
     pub fn with(self, transport: impl Transport) -> Self {
         let added: Arc<dyn Transport> = Arc::new(transport);
         Self([added].into_iter().chain(self.0.iter().cloned()).collect())
     }
 
-    /// The known schemes, in alphabetical order.
+    /// Returns the known schemes, in alphabetical order.
     #[must_use]
     pub fn schemes(&self) -> Vec<&str> {
         let mut schemes: Vec<&str> = self.0.iter().flat_map(|transport| transport.schemes()).copied().collect();
@@ -75,14 +75,14 @@ impl Transports {
         schemes
     }
 
-    /// The transport of the scheme, if there is one.
+    /// Returns the transport of the scheme, if there is one.
     #[must_use]
     pub fn get(&self, scheme: &str) -> Option<&dyn Transport> {
         let serves = |transport: &&Arc<dyn Transport>| transport.schemes().contains(&scheme);
         self.0.iter().find(serves).map(|transport| &**transport)
     }
 
-    /// The transport of an address.
+    /// Returns the transport of an address.
     ///
     /// # Errors
     ///
@@ -101,31 +101,31 @@ impl Transports {
         Err(AddressError::UnknownScheme { scheme: scheme.to_owned(), known }.into())
     }
 
-    /// Returns what is known of channels to `address`.
+    /// Returns the properties of channels to `address`.
     ///
     /// # Errors
     ///
-    /// As [`of`](Self::of), and [`TransportError::Address`] if its transport does not take the
-    /// address.
+    /// Those of [`of`](Self::of), and [`TransportError::Address`] if the transport does not accept
+    /// the address.
     pub fn check(&self, address: &Address) -> Result<Properties, TransportError> {
         Ok(self.of(address)?.check(address)?)
     }
 
     /// Opens a channel to the peer at `address`. Needs a tokio runtime with I/O and time.
     ///
-    /// The key of the address plays no part: it is for the handshake. Dropping the future gives up
-    /// the attempt; a child that was being started is ended.
+    /// The transport ignores the key of the address, which is for the handshake. Dropping the
+    /// future gives up the attempt; a child that was being started is ended.
     ///
     /// # Errors
     ///
-    /// [`TransportError`], which says what to look at.
+    /// [`TransportError`], which hints at the cause.
     pub async fn dial(&self, address: &Address, with: &Dial) -> Result<Channel, TransportError> {
         self.check(address)?;
         self.of(address)?.dial(address, with).await
     }
 
-    /// Opens a channel on this thread, without a runtime. Blocks for up to the time limit. `None`
-    /// if the transport needs a runtime.
+    /// Opens a channel on this thread, without a runtime. Blocks for up to the time limit. Returns
+    /// `None` if the transport needs a runtime.
     ///
     /// # Errors
     ///
@@ -135,12 +135,12 @@ impl Transports {
         self.of(address)?.dial_blocking(address, with).transpose()
     }
 
-    /// Opens a channel to `address` over one that leads there.
+    /// Opens a channel to `address` over a channel that leads there already.
     ///
     /// # Errors
     ///
-    /// As [`dial`](Self::dial); [`TransportError::Unsupported`] for addresses that a stream of
-    /// bytes does not lead to.
+    /// Those of [`dial`](Self::dial), and [`TransportError::Unsupported`] for addresses that a
+    /// stream of bytes does not lead to.
     pub async fn dial_over(&self, address: &Address, over: Channel, with: &Dial) -> Result<Channel, TransportError> {
         self.check(address)?;
         let transport = self.of(address)?;
@@ -166,17 +166,17 @@ impl Transports {
     /// Returns true if `pattern` stands for `address`.
     ///
     /// A pattern is an address in which `*` stands for any text within one part: the scheme, the
-    /// host or the port. Without a port it is for all of them. `*` alone is any address with a
-    /// host. A pattern for IP addresses, such as `tcp://10.0.0.*`, stands for no host name:
-    /// `10.0.0.example.org` is wherever its owner wants it to be. A user or parameters in the
-    /// address have to be in the pattern, too; the key plays no part.
+    /// host or the port. A pattern without a port stands for all ports. `*` alone stands for any
+    /// address with a host. A pattern for IP addresses, such as `tcp://10.0.0.*`, stands for no
+    /// host name: the owner of `10.0.0.example.org` decides where that name leads. A user or
+    /// parameters in the address have to be in the pattern, too. The key is ignored.
     ///
-    /// Only a pattern that begins with the scheme itself stands for opaque addresses, such as
-    /// paths, and for addresses at which programs are started.
+    /// Opaque addresses, such as paths, and addresses at which programs are started need a pattern
+    /// that begins with the scheme itself.
     #[must_use]
     pub fn matches(&self, pattern: &str, address: &Address) -> bool {
         let Ok(transport) = self.of(address) else {
-            // Nothing is known of it: only the address itself stands for it.
+            // Nothing is known of the address, so the pattern must be the same text.
             return pattern == address.to_string();
         };
         match (transport.check(address), transport.canonical(address)) {

@@ -1,17 +1,17 @@
 //! `exec:` addresses: a child process at the far end of a socket pair, started, watched and ended.
 //!
-//! The child gets one end of the pair as both standard input and standard output; its standard
-//! error is ours, or a pipe for whoever wants to read it ([`ChildStderr`]). All children are
-//! started by one thread that never exits, because on Linux the signal by which they die with us
-//! follows the *thread* that started them: from a pool's thread it would strike when the pool
-//! shrinks. The same thread ends and reaps them.
+//! The child gets one end of the pair as both standard input and standard output. It shares this
+//! process's standard error, or writes to a pipe that [`ChildStderr`] receives. One thread that
+//! never exits starts all children: on Linux, the signal that kills a child together with this
+//! process follows the *thread* that started the child. On a pool's thread it would strike when the
+//! pool shrinks. The same thread ends and reaps the children.
 //!
 //! A child is ended by closing the channel. It gets [`GRACE`] to exit by itself, and is then
-//! killed. When this process dies, for whatever reason, the kernel kills the children at once
-//! (Linux), or they read the end of the stream (elsewhere, and children that raised their
-//! privileges). What a child starts in turn is its own affair.
+//! killed. When this process dies, for whatever reason, the kernel kills the children at once on
+//! Linux. On other systems, and in children that raised their privileges, the child reads the end
+//! of the stream. Processes that a child starts are not ended with it.
 //!
-//! The child's side is [`take_stdio`] and [`stdio_channel`].
+//! The functions for the child's side are [`take_stdio`] and [`stdio_channel`].
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -40,14 +40,14 @@ use crate::handshake::identity::Security;
 use crate::transport::{BoxFuture, Dial, Properties, Reach, Transport};
 use crate::transports::unix_buffer::widen_unix_socket;
 
-/// Takes what child processes write to their standard error: see [`Exec::stderr`].
+/// Receiver of the standard error of child processes: see [`Exec::stderr`].
 #[derive(Clone)]
 pub struct ChildStderr(Arc<dyn Fn(OwnedFd) + Send + Sync>);
 
 impl ChildStderr {
-    /// With a function that gets the reading end of a pipe for each child that has started. It must
-    /// not block, and has to see to it that the pipe is read until its end: a child that fills it
-    /// waits.
+    /// Creates a receiver from a function that gets the reading end of a pipe for each child that
+    /// has started. The function must not block. It must see to it that the pipe is read until its
+    /// end: a child that fills the pipe waits.
     pub fn new(take: impl Fn(OwnedFd) + Send + Sync + 'static) -> Self {
         Self(Arc::new(take))
     }
@@ -66,13 +66,13 @@ pub struct Exec {
 }
 
 impl Exec {
-    /// The transport, whose children share this process's standard error.
+    /// Creates the transport. Its children share this process's standard error.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The receiver of what children write to standard error. Default: none, and it goes to the
+    /// Sets the receiver of the children's standard error. Default: none, and children write to the
     /// standard error of this process.
     #[must_use]
     pub fn stderr(self, stderr: ChildStderr) -> Self {
@@ -103,7 +103,7 @@ impl Transport for Exec {
 }
 
 impl Address {
-    /// The address of a child process that is started when dialled.
+    /// Returns the address of a child process that is started when dialled.
     ///
     /// # Errors
     ///
@@ -142,7 +142,7 @@ pub fn argv_of(address: &Address) -> Result<Vec<String>, AddressError> {
 async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel, TransportError> {
     let (reply, answer) = oneshot::channel();
     start(address, stderr, move |outcome| {
-        // If nobody waits any more, dropping what was started ends it.
+        // If the dialler has given up, dropping the started child ends it.
         let _ = reply.send(outcome);
     })?;
     let answer = answer.await.unwrap_or_else(|_| Err(keeper_gone()));
@@ -167,26 +167,26 @@ fn dial_blocking(address: &Address, stderr: Option<&ChildStderr>) -> Result<Bloc
     Ok(BlockingChannel::new(started.stream, peer).with_guard(Box::new(guard)).explained_by(end))
 }
 
-/// The child process behind a channel, found by downcasting the channel's guard to an `Arc` of it.
-/// Dropping it closes the channel and ends the child, without waiting for either.
+/// Child process behind a channel. To get it, downcast the channel's guard to an `Arc` of this
+/// type. Dropping it closes the channel and ends the child, without waiting for either.
 ///
-/// A child that exits early is not reaped before this is asked or dropped, so its process id stays
-/// its own for as long.
+/// A child that exits early is reaped only when its status is asked for or the guard is dropped.
+/// Until then no other process gets its process id.
 #[derive(Debug)]
 pub struct ChildGuard {
-    /// `None` only once dropping has begun.
+    /// The child, or `None` once dropping has begun.
     process: Mutex<Option<Child>>,
     pid: u32,
-    /// A second owner of our end of the socket pair: if the bytes outlive the guard, in another
-    /// task or thread, the child must see the end all the same.
+    /// Second owner of this process's end of the socket pair. If another task or thread still holds
+    /// the stream when the guard is dropped, the child sees the end of the stream all the same.
     socket: StdStream,
 }
 
-/// How long a child that let go of its connection may take to exit.
+/// Time that a child may take to exit after it has closed its connection.
 const EXIT: Duration = Duration::from_millis(500);
 
-/// The exit status of a child, as the explanation of a channel's end. Weak, so that it keeps no
-/// child alive.
+/// Explanation of a channel's end by the exit status of the child. Weak, so that it keeps no child
+/// alive.
 struct ChildEnd(Weak<ChildGuard>);
 
 #[async_trait]
@@ -207,9 +207,9 @@ fn explained(status: ExitStatus) -> String {
 }
 
 impl ChildGuard {
-    /// How the child ended, or `None` while it runs.
+    /// Returns the exit status of the child, or `None` while it runs.
     ///
-    /// The end of the stream can be seen a moment before the exit: to explain the former use
+    /// The stream may end a moment before the child exits. To explain the end of a stream, use
     /// [`exited`](Self::exited) or [`exited_within`](Self::exited_within).
     ///
     /// # Errors
@@ -236,7 +236,7 @@ impl ChildGuard {
         }
     }
 
-    /// Blocks until the child has ended, or the time is up: then it is `None`.
+    /// Blocks until the child has ended or the time is up. Returns `None` if the time is up.
     ///
     /// # Errors
     ///
@@ -258,12 +258,12 @@ impl ChildGuard {
     ///
     /// # Errors
     ///
-    /// Whatever the system reports.
+    /// Any error that the system reports.
     pub fn kill(&self) -> io::Result<()> {
         self.process().as_mut().map_or(Ok(()), Child::kill)
     }
 
-    /// The child's process id.
+    /// Returns the child's process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
@@ -284,20 +284,22 @@ impl Drop for ChildGuard {
             return;
         }
         if let Err(Job::Retire(mut child)) = submit(Job::Retire(child)) {
-            // Unreachable while the keeper lives, which started this child. No child is left
-            // behind.
+            // Unreachable: the thread that started this child runs as long as the process. The
+            // child is ended here all the same, so that none is left behind.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-/// How long a child may take to exit after its channel was closed: enough to write a log line and
-/// remove a folder, and no more than the second within which a dead worker is to be noticed.
+/// Time that a child may take to exit after its channel was closed. It is enough to write a log
+/// line and remove a folder, and no more than the second within which a dead worker is to be
+/// noticed.
 pub const GRACE: Duration = Duration::from_secs(1);
 
-/// A child's exit cannot be waited for with a limit on every system, so it is asked for: soon at
-/// first, since most exit at once, then less often.
+/// Shortest interval at which a child's status is polled, because not every system can wait for an
+/// exit with a time limit. Most children exit at once. For the others the interval doubles up to
+/// `POLL_MAX`.
 const POLL_MIN: Duration = Duration::from_millis(1);
 const POLL_MAX: Duration = Duration::from_millis(20);
 
@@ -309,7 +311,7 @@ fn keeper_gone() -> io::Error {
     io::Error::other("the thread that starts children is gone")
 }
 
-/// A child that runs, and our end of the socket pair.
+/// Running child, and this process's end of the socket pair.
 struct Started {
     stream: StdStream,
     guard: ChildGuard,
@@ -323,8 +325,8 @@ impl Started {
 
 type Reply = Box<dyn FnOnce(io::Result<Started>) + Send>;
 
-/// What the keeper is asked to do. The queue is unbounded: its length is that of the callers
-/// waiting for a start, plus the children that exist.
+/// Job of the `rpc-children` thread. The queue is unbounded. It holds at most one job for each
+/// caller that waits for a start, and one for each child that exists.
 enum Job {
     Start { argv: Vec<String>, stderr: Option<ChildStderr>, reply: Reply },
     Retire(Child),
@@ -339,7 +341,8 @@ fn start(
     submit(job).map_err(|_| spawn_error(address, keeper_gone()))
 }
 
-/// Hands a job to the keeper, which is started at the first; gives it back if there is none.
+/// Hands a job to the `rpc-children` thread, which the first job starts. Returns the job if the
+/// thread is not running.
 fn submit(job: Job) -> Result<(), Job> {
     static KEEPER: Mutex<Option<mpsc::Sender<Job>>> = Mutex::new(None);
     let mut keeper = KEEPER.lock().unwrap_or_else(PoisonError::into_inner);
@@ -356,8 +359,8 @@ fn submit(job: Job) -> Result<(), Job> {
     }
 }
 
-/// The keeper: starts children, and ends those whose channel is closed. Runs as long as the
-/// process.
+/// Starts children, and ends those whose channel is closed. Runs on the `rpc-children` thread for
+/// as long as the process.
 fn keep(jobs: &mpsc::Receiver<Job>) {
     let mut retired: Vec<Retired> = Vec::new();
     let mut pause = POLL_MIN;
@@ -374,7 +377,7 @@ fn keep(jobs: &mpsc::Receiver<Job>) {
                 pause = POLL_MIN;
             }
             Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(POLL_MAX),
-            // The sender is static, so this happens never; returning would be harmless.
+            // Unreachable, because the sender is static. Returning would be harmless.
             Err(RecvTimeoutError::Disconnected) => return,
         }
         let now = Instant::now();
@@ -382,7 +385,7 @@ fn keep(jobs: &mpsc::Receiver<Job>) {
     }
 }
 
-/// A child whose channel is closed and which has not been reaped.
+/// Child whose channel is closed and which has not been reaped.
 struct Retired {
     child: Child,
     killed_at: Instant,
@@ -397,14 +400,14 @@ impl Retired {
     fn is_reaped(&mut self, now: Instant) -> bool {
         match self.child.try_wait() {
             Ok(None) if now >= self.killed_at && !self.killed => {
-                // Reaped in a later round: a child deep in the kernel takes its time to die, and
-                // the others must not wait for it.
+                // The child is reaped in a later round. A child inside a system call may take long
+                // to die, and the other children must not wait for it.
                 self.killed = true;
                 let _ = self.child.kill();
                 false
             }
             Ok(None) => false,
-            // An error means that somebody else has reaped it.
+            // An error means that other code has reaped the child.
             Ok(Some(_)) | Err(_) => true,
         }
     }
@@ -428,13 +431,14 @@ fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
     if let (Some(ChildStderr(take)), Some(pipe)) = (stderr, child.stderr.take()) {
         take(pipe.into());
     }
-    // Our copies of the child's end go with `command`; the end of the stream depends on it.
+    // Dropping `command` closes this process's copies of the child's end. While one of them is
+    // open, the stream does not end.
     drop(command);
     let pid = child.id();
     Ok(Started { stream: ours, guard: ChildGuard { process: Mutex::new(Some(child)), pid, socket } })
 }
 
-/// Has the kernel kill the child as soon as the calling thread is gone. The setting survives
+/// Tells the kernel to kill the child as soon as the calling thread is gone. The setting survives
 /// `exec`, unless the program raises its privileges.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn die_with_us(command: &mut Command) {
@@ -446,7 +450,7 @@ fn die_with_us(command: &mut Command) {
     let parent = getpid();
     let set_up = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // If we died before that call, no signal will come: the child has another parent by now.
+        // If the parent died before that call, no signal comes. The child then has another parent.
         if getppid() != Some(parent) {
             return Err(Errno::SRCH.into());
         }
@@ -461,32 +465,34 @@ fn die_with_us(command: &mut Command) {
     }
 }
 
-/// Other kernels have no such signal; the child reads the end of the stream.
+/// Does nothing, because other kernels have no such signal. The child reads the end of the stream
+/// instead.
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
 fn die_with_us(_command: &mut Command) {}
 
-/// The channel to the parent, as the child sees it. Made by [`take_stdio`].
+/// Child's end of the channel to its parent. Made by [`take_stdio`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum StdioEnds {
-    /// Input and output are one socket, as an `exec:` address makes them.
+    /// One socket for input and output, as an `exec:` address makes it.
     Socket(StdStream),
-    /// Input and output are two pipes, or two sockets, as remote shells make them.
+    /// Two pipes or two sockets for input and output, as remote shells make them.
     Pair {
-        /// What was standard input.
+        /// Former standard input.
         read: OwnedFd,
-        /// What was standard output.
+        /// Former standard output.
         write: OwnedFd,
     },
 }
 
 impl StdioEnds {
-    /// The channel. Needs a tokio runtime with I/O. With a [`Pair`](Self::Pair), the parent reads
-    /// the end of the stream when the channel is dropped, and not yet when it is shut down.
+    /// Converts the ends into a channel. Needs a tokio runtime with I/O. With a
+    /// [`Pair`](Self::Pair), the parent reads the end of the stream when the channel is dropped,
+    /// and not yet when it is shut down.
     ///
     /// # Errors
     ///
-    /// Whatever the system reports.
+    /// Any error that the system reports.
     pub fn into_channel(self) -> io::Result<Channel> {
         match self {
             Self::Socket(stream) => Ok(Channel::new(async_stream(stream)?, STDIO)),
@@ -501,21 +507,22 @@ impl StdioEnds {
 /// Takes standard input and output for the channel to the parent, so that nothing else can use
 /// them.
 ///
-/// From now on standard input is empty, and what is written to standard output, such as by
-/// `println!`, goes to standard error. Call this first thing in `main`: what was printed before has
-/// gone to the parent, and breaks the protocol.
+/// Afterwards standard input is empty, and output to standard output, such as that of `println!`,
+/// goes to standard error. Call this function first in `main`: earlier output has gone to the
+/// parent, and breaks the protocol.
 ///
-/// On Linux the kernel is told to kill this process when the thread that started it is gone. An
-/// `exec:` address has done so already; here it serves for shells and other programs in between.
+/// On Linux the function also tells the kernel to kill this process when the thread that started it
+/// is gone. Dialling an `exec:` address has done so already, but only for the process that it
+/// started directly. This call covers a process behind a shell or another program.
 ///
-/// This process serves its parent from now on, so that it may start its own program as a child
-/// ([`self_start::hook_took_over`](crate::self_start::hook_took_over)).
+/// From then on this process counts as one that serves its parent, and may start its own program as
+/// a child ([`self_start::hook_took_over`](crate::self_start::hook_took_over)).
 ///
 /// # Errors
 ///
-/// [`io::ErrorKind::AlreadyExists`] at the second call; [`io::ErrorKind::InvalidInput`] if either
-/// is neither a pipe nor a socket but, say, a terminal; whatever else the system reports. Standard
-/// input and output are then as before.
+/// [`io::ErrorKind::AlreadyExists`] at the second call. [`io::ErrorKind::InvalidInput`] if standard
+/// input or output is neither a pipe nor a socket but, say, a terminal. Any other error that the
+/// system reports. Standard input and output are then as before.
 pub fn take_stdio() -> io::Result<StdioEnds> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::AcqRel) {
@@ -530,7 +537,8 @@ pub fn take_stdio() -> io::Result<StdioEnds> {
     ends
 }
 
-/// The channel to the parent over standard input and output, which it takes: see [`take_stdio`].
+/// Takes standard input and output, and returns the channel to the parent over them: see
+/// [`take_stdio`].
 ///
 /// # Errors
 ///
@@ -542,19 +550,19 @@ pub async fn stdio_channel() -> Result<Channel, TransportError> {
     channel.map_err(|error| TransportError::Io { address: STDIO.into(), source: Arc::new(error) })
 }
 
-/// How errors name the parent.
+/// Name of the parent in errors.
 const STDIO: &str = "standard input and output";
 
 fn move_stdio_away() -> io::Result<StdioEnds> {
-    // Above the three standard descriptors, and closed on exec, so that our own children inherit
-    // none.
+    // The copies are above the three standard descriptors. They are closed on exec, so that
+    // children of this process do not inherit them.
     let read = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
     let write = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3)?;
     let ends = sorted(read, write)?;
     let nothing = OpenOptions::new().read(true).open("/dev/null")?;
     #[cfg(any(target_os = "linux", target_os = "android"))]
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-    // All that may fail has been done.
+    // The steps that are likely to fail come before the first change to standard input.
     rustix::stdio::dup2_stdin(&nothing)?;
     rustix::stdio::dup2_stdout(rustix::stdio::stderr())?;
     Ok(ends)
@@ -569,7 +577,7 @@ fn sorted(read: OwnedFd, write: OwnedFd) -> io::Result<StdioEnds> {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
     }
-    // A named pipe opened for both is one file too, but not one that can carry two directions.
+    // A named pipe opened for both directions is one file too, but it cannot carry both.
     let is_socket = FileType::from_raw_mode(from.st_mode) == FileType::Socket;
     if is_socket && (from.st_dev, from.st_ino) == (to.st_dev, to.st_ino) {
         Ok(StdioEnds::Socket(read.into()))
@@ -602,8 +610,8 @@ fn async_stream(stream: StdStream) -> io::Result<UnixStream> {
 /// Splits a command line into words, as a shell does before it expands anything.
 ///
 /// White space separates words. Between single quotes all characters stand for themselves. Between
-/// double quotes a backslash takes the meaning from `"`, `\`, `$` and `` ` `` and is itself before
-/// anything else. Outside quotes it takes the meaning from any character.
+/// double quotes a backslash takes the meaning from `"`, `\`, `$` and `` ` ``, and stands for
+/// itself before any other character. Outside quotes it takes the meaning from any character.
 fn split_words(line: &str) -> Result<Vec<String>, &'static str> {
     let mut words = Vec::new();
     let mut characters = line.chars().peekable();
@@ -639,7 +647,7 @@ fn split_words(line: &str) -> Result<Vec<String>, &'static str> {
     }
 }
 
-/// The command line that [`split_words`] splits into these words.
+/// Returns the command line that [`split_words`] splits into `argv`.
 fn quoted(argv: &[String]) -> String {
     let plain = |c: char| c.is_alphanumeric() || matches!(c, '_' | '@' | '%' | '+' | '=' | ':' | ',' | '.' | '/' | '-');
     let quote = |word: &String| {
@@ -663,7 +671,7 @@ mod tests {
 
     use super::*;
 
-    /// Far longer than anything here takes; a guard against hanging, not a measure.
+    /// Time limit against hanging, far longer than any step of these tests takes.
     const PATIENCE: Duration = Duration::from_secs(60);
 
     fn exec(argv: &[&str]) -> Address {
@@ -686,7 +694,7 @@ mod tests {
         Pid::from_raw(guard.pid().try_into().unwrap()).unwrap()
     }
 
-    /// Waits until no process, not even a zombie, has this id.
+    /// Waits until no process, not even a zombie, has this id. Returns the time that it took.
     fn reaped(pid: Pid) -> Duration {
         let start = Instant::now();
         while rustix::process::test_kill_process(pid).is_ok() {
@@ -826,8 +834,9 @@ mod tests {
         channel.read_exact(&mut [0]).unwrap();
     }
 
-    // The tests below need a process that runs our code: this test binary, told by a variable which
-    // part to play. What the test harness prints on its standard output comes before `READY`.
+    // The tests below need a process that runs code of this crate. They start this test binary with
+    // an environment variable that selects the role. Output of the test harness comes before
+    // `READY`.
 
     const ROLE: &str = "RPC_TRANSPORTS_CHILD_TEST_ROLE";
     const READY: &str = "ready\n";
@@ -869,7 +878,7 @@ mod tests {
                 let channel = started_blocking(&["sleep", "1000"]);
                 let guard: &Arc<ChildGuard> = channel.guard().unwrap().downcast_ref().unwrap();
                 println!("{READY}{}", guard.pid());
-                // Lives until it is killed.
+                // The process lives until it is killed.
                 let _ = io::stdin().read(&mut [0]);
             }
             _ => {}
@@ -931,7 +940,7 @@ mod tests {
         let grandchild = pidfd_open(grandchild, PidfdFlags::empty()).unwrap();
         parent.kill().unwrap();
         parent.wait().unwrap();
-        // Readable once the process has ended, whoever reaps it.
+        // The descriptor is readable once the process has ended, even if another process reaps it.
         let mut watched = [PollFd::new(&grandchild, PollFlags::IN)];
         let patience = Timespec::try_from(PATIENCE).unwrap();
         assert_eq!(poll(&mut watched, Some(&patience)).unwrap(), 1);

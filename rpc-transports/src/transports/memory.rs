@@ -14,10 +14,10 @@ use crate::error::TransportError;
 use crate::listener::{Accept, Listener};
 use crate::transport::{Bind, BoxFuture, Dial, Properties, Reach, Transport};
 
-/// Two ends of one pipe: what is written into one is read from the other.
+/// Creates the two ends of one pipe: bytes written into one end are read from the other.
 ///
-/// Each direction holds up to 256 KiB, about what a kernel gives a socket; beyond that writes wait.
-/// Dropping an end is the end of the stream for the other.
+/// Each direction holds up to 256 KiB, about as much as the buffer of a socket. Beyond that, writes
+/// wait. Dropping an end is the end of the stream for the other.
 #[must_use]
 pub fn duplex() -> (Channel, Channel) {
     named_duplex("memory:".into())
@@ -106,7 +106,7 @@ fn name_of(address: &Address) -> Result<&str, AddressError> {
 }
 
 impl Address {
-    /// The address of a listener inside this process.
+    /// Returns the address of a listener inside this process.
     ///
     /// # Errors
     ///
@@ -118,10 +118,10 @@ impl Address {
     }
 }
 
-/// As large as kernels let a backlog of sockets be.
+/// Longest backlog, as long as kernels allow for sockets.
 const BACKLOG_MAX: usize = 4096;
 
-/// Holds its place in [`LISTENERS`] until dropped.
+/// Source of a listener's channels. Holds its name in [`LISTENERS`] until dropped.
 struct MemoryListener {
     name: Arc<str>,
     receiver: mpsc::Receiver<Channel>,
@@ -136,18 +136,18 @@ impl Accept for MemoryListener {
 
 impl Drop for MemoryListener {
     fn drop(&mut self) {
-        // The entry is ours: a name is given to one listener at a time.
+        // The entry belongs to this listener: a name is given to one listener at a time.
         listeners().remove(&self.name);
     }
 }
 
 type Listeners = HashMap<Arc<str>, mpsc::Sender<Channel>>;
 
-/// Who listens, by name.
+/// Queues of the listeners, by name.
 static LISTENERS: LazyLock<Mutex<Listeners>> = LazyLock::new(Mutex::default);
 
 fn listeners() -> MutexGuard<'static, Listeners> {
-    // Nothing can panic half-way through a change of the map.
+    // A poisoned map is intact: nothing can panic half-way through a change of it.
     LISTENERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

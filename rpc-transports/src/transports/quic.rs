@@ -1,8 +1,8 @@
 //! `quic://` addresses: many channels, each a bidirectional stream, on one QUIC connection.
 //!
 //! A client keeps its connection to a server while channels use it and for a moment longer, and
-//! opens further channels on it. A connection outlives a change of the client's address. One has a
-//! socket of its own.
+//! opens further channels on it. Each connection of a client has a socket of its own. It outlives a
+//! change of the client's address.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
@@ -31,45 +31,47 @@ use crate::transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Tran
 use crate::transports::tcp;
 use crate::transports::tls::{NO_SERVER_TLS, insecure};
 
-/// How much one channel may have under way: enough for a copy at 1 GB/s over 8 ms, or 100 MB/s over
-/// 80.
+/// Number of bytes that one channel may have in flight. It is enough for a copy at 1 GB/s with a
+/// round trip of 8 ms, or at 100 MB/s with 80 ms.
 const STREAM_WINDOW: u32 = 8 << 20;
 
-/// How much all channels of a connection may have under way.
+/// Number of bytes that all channels of a connection together may have in flight.
 const CONNECTION_WINDOW: u32 = 32 << 20;
 
-/// How many channels a client may open, and how much it may have under way on all of them, before
-/// it has proven who it is.
+/// Number of channels that a client may open before it has proven its identity.
 const PROBATION_STREAMS: u32 = 4;
+/// Number of bytes that a client may have in flight on all channels before it has proven its
+/// identity.
 const PROBATION_WINDOW: u32 = 256 << 10;
 
-/// How long a server keeps the connection of a client that it knows without channels. A client's
-/// own keeper closes it much earlier.
+/// Time for which a server keeps a connection without channels after the client has proven its
+/// identity. The client itself closes an unused connection much earlier.
 const UNUSED: Duration = Duration::from_secs(30);
 
-/// How long a client keeps a connection that no channel uses: what was said last must still arrive.
+/// Time for which a client keeps a connection that no channel uses, so that the last bytes still
+/// arrive.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// How long a client waits for a connection to have room for one more channel.
+/// Time for which a client waits for a connection to have room for one more channel.
 const ROOM: Duration = Duration::from_secs(1);
 
-/// The connection was closed in good order.
+/// Code of a connection that was closed in good order.
 const DONE: VarInt = VarInt::from_u32(0);
 
-/// The connection was closed because nobody used it.
+/// Code of a connection that was closed because no session used it.
 const IDLE: VarInt = VarInt::from_u32(1);
 
-/// The connection gave way to others.
+/// Code of a connection that was evicted in favour of others.
 const CROWDED: VarInt = VarInt::from_u32(2);
 
-/// Returns the silence after which a connection is given up whose sessions are tested at this
-/// interval: twice as long as the sessions wait, so that they notice first, and say so. By default
-/// that is 30 s.
+/// Returns the idle timeout of a connection whose sessions test their channels at the interval
+/// `keep_alive`. It is twice as long as the sessions wait, so that the sessions notice silence
+/// first and report it. By default it is 30 s.
 fn idle_for(keep_alive: Duration) -> Duration {
     keep_alive.saturating_mul(6)
 }
 
-/// What holds for a server's connections until their clients are known.
+/// Returns the settings of a server's connections until their clients have proven their identity.
 fn transport_on_probation(idle: Duration) -> Arc<TransportConfig> {
     let mut config = transport(idle);
     config.max_concurrent_bidi_streams(PROBATION_STREAMS.into());
@@ -79,20 +81,22 @@ fn transport_on_probation(idle: Duration) -> Arc<TransportConfig> {
 
 fn transport(idle: Duration) -> TransportConfig {
     let mut config = TransportConfig::default();
-    // Sessions have pings of their own, which keep a connection alive as long as they do.
+    // QUIC sends no pings of its own. The pings of sessions keep a connection alive as long as the
+    // sessions last.
     let longest = IdleTimeout::from(VarInt::MAX);
     config.max_idle_timeout(Some(IdleTimeout::try_from(idle).unwrap_or(longest)));
     config.stream_receive_window(STREAM_WINDOW.into());
     config.receive_window(CONNECTION_WINDOW.into());
     config.send_window(CONNECTION_WINDOW.into());
-    // It is clients who open channels.
+    // Only clients open channels. A server raises this limit for its connections.
     config.max_concurrent_bidi_streams(VarInt::from_u32(0));
     config.max_concurrent_uni_streams(VarInt::from_u32(0));
     config.datagram_receive_buffer_size(None);
     config
 }
 
-/// Buffers of the socket: the default loses packets as soon as the receiver is late.
+/// Size of the socket's buffers, in bytes. With the system's default, packets are lost as soon as
+/// the receiver is late.
 const SOCKET_BUFFER: usize = 2 << 20;
 
 fn udp(target: SocketAddr) -> io::Result<UdpSocket> {
@@ -101,24 +105,25 @@ fn udp(target: SocketAddr) -> io::Result<UdpSocket> {
         socket.set_only_v6(false)?;
     }
     socket.set_nonblocking(true)?;
-    // As much of it as the system allows.
+    // The system may allow less than this size.
     let _ = socket.set_recv_buffer_size(SOCKET_BUFFER);
     let _ = socket.set_send_buffer_size(SOCKET_BUFFER);
     socket.bind(&target.into())?;
     Ok(socket.into())
 }
 
-/// A client's connection, shared by the channels on it.
+/// Client's connection, shared by the channels on it.
 struct Pooled {
     connection: quinn::Connection,
-    /// Kept, so that what the key says of them stays theirs.
+    /// Certificates and tokens of the connection. They are kept so that no others get the memory
+    /// addresses by which [`PoolKey`] names them.
     _trust: (ClientTls, Tokens),
     security: Security,
-    /// Told whenever a channel is gone.
+    /// Notified whenever a channel is dropped.
     released: Arc<Notify>,
 }
 
-/// Keeps a connection for as long as a channel on it.
+/// Guard of a channel, which keeps the connection for as long as the channel.
 struct Guard {
     pooled: Option<Arc<Pooled>>,
     released: Arc<Notify>,
@@ -131,24 +136,27 @@ impl Drop for Guard {
     }
 }
 
-/// Under which name a connection is found again.
+/// Key under which a connection is pooled.
 #[derive(PartialEq, Eq, Hash)]
 struct PoolKey {
     address: String,
-    /// By the addresses of the certificates and tokens that it was made with.
+    /// Memory addresses of the certificates and tokens that the connection was made with.
     trust: (usize, Option<usize>),
     idle: Duration,
-    /// Which drives it: another one would wait for it in vain while that one rests.
+    /// Runtime that drives the connection. A task of another runtime would wait in vain while this
+    /// one does not run.
     runtime: tokio::runtime::Id,
 }
 
-/// Weak: a connection ends with its keeper, which ends with its runtime.
+/// Returns the pool of client connections. Its entries are weak: a connection ends with its `keep`
+/// task, which ends with its runtime.
 fn pool() -> &'static Mutex<HashMap<PoolKey, Weak<Pooled>>> {
     static POOL: OnceLock<Mutex<HashMap<PoolKey, Weak<Pooled>>>> = OnceLock::new();
     POOL.get_or_init(Mutex::default)
 }
 
-/// One that is found is not closed by its keeper, which looks under the same lock.
+/// Returns the usable connection under `key`, if there is one. The `keep` task does not close it,
+/// because it looks for users under the same lock.
 fn pooled(key: &PoolKey) -> Option<Arc<Pooled>> {
     let found = pool().lock().unwrap_or_else(PoisonError::into_inner).get(key).and_then(Weak::upgrade);
     let is_suspect = |pooled: &Pooled| pooled.security.connection.as_ref().is_some_and(|shared| shared.is_suspect());
@@ -186,8 +194,8 @@ async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportErr
             idle: idle_for(options.keep_alive),
             runtime: tokio::runtime::Handle::current().id(),
         };
-        // One that has as many channels as the server allows goes on, and another takes its place
-        // in the pool.
+        // A connection that has as many channels as the server allows goes on, and a new one takes
+        // its place in the pool.
         if let Some(pooled) = pooled(&key)
             && let Ok(Ok(channel)) = tokio::time::timeout(ROOM, open(address, &pooled)).await
         {
@@ -235,7 +243,7 @@ async fn connect(
         let endpoint = Endpoint::new(EndpointConfig::default(), None, socket, Arc::new(TokioRuntime));
         let endpoint = endpoint.map_err(io_error)?;
         let connecting = endpoint.connect_with(config.clone(), *target, name).map_err(|error| other(&error))?;
-        // One address that does not answer leaves time for the others.
+        // An address that does not answer must leave time for the others.
         let sharers = u32::try_from(resolved.len() - tried).unwrap_or(u32::MAX);
         let share = deadline.saturating_duration_since(Instant::now()) / sharers;
         match tokio::time::timeout(share, connecting).await {
@@ -252,7 +260,7 @@ async fn connect(
 
 fn unconnected(address: &Address, options: &Dial, error: quinn::ConnectionError) -> TransportError {
     match error {
-        // Nobody has said anything about the encryption.
+        // A time-out says nothing about the encryption.
         quinn::ConnectionError::TimedOut => {
             TransportError::TimedOut { address: address.to_string(), limit: idle_for(options.keep_alive) }
         }
@@ -284,7 +292,7 @@ fn pool_connection(
     Ok(pooled)
 }
 
-/// Holds a connection until no channel has used it for a while.
+/// Holds a connection until no channel has used it for the time `LINGER`, and then closes it.
 async fn keep(pooled: Arc<Pooled>, endpoint: Endpoint) {
     loop {
         tokio::select! {
@@ -328,7 +336,7 @@ async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportEr
     let config = server_config(&tls, &transport).map_err(io_error)?;
     let endpoint = Endpoint::new(EndpointConfig::default(), Some(config), socket, Arc::new(TokioRuntime));
     let endpoint = endpoint.map_err(io_error)?;
-    // One channel waits to be taken; the others wait in their connections.
+    // One channel waits here to be accepted. The others wait in their connections.
     let (channels, accepted) = mpsc::channel(1);
     tokio::spawn(accept_connections(endpoint.clone(), tls, transport, options.connections.clone(), channels));
     Ok(Listener::new(tcp::named(address, bound), QuicSource { endpoint, accepted }))
@@ -357,7 +365,7 @@ impl Accept for QuicSource {
 
 impl Drop for QuicSource {
     fn drop(&mut self) {
-        // Connections that there are go on.
+        // The endpoint takes no new connections. Existing ones go on.
         self.endpoint.set_server_config(None);
     }
 }
@@ -379,7 +387,7 @@ async fn accept_connections(
         };
         let Some(incoming) = incoming else { return };
         if handshakes.is_busy() && incoming.may_retry() && !incoming.remote_address_validated() {
-            // Costs the server no state.
+            // A retry costs the server no state.
             let _ = incoming.retry();
             continue;
         }
@@ -387,13 +395,14 @@ async fn accept_connections(
         let Ok(place) = connections.clone().try_acquire_owned() else {
             tracing::debug!(?peer, limit = options.max_connections, "too many connections");
             incoming.refuse();
-            // Not waited for: whoever floods the server is not to hold up others.
+            // The error is sent only if there is room: a client that floods the server must not
+            // hold up others.
             if let Ok(place) = channels.try_reserve() {
                 place.send(failed(peer, io::ErrorKind::QuotaExceeded.into()));
             }
             continue;
         };
-        // What is shown and demanded may have changed since the last one.
+        // The certificates to show and to demand may have changed since the last connection.
         let config = match server_config(&tls, &transport) {
             Ok(config) => config,
             Err(error) => {
@@ -430,10 +439,10 @@ async fn accept_connections(
     }
 }
 
-/// Has whoever accepts channels know of a connection that did not come about.
+/// Reports a connection that failed or was evicted, in the form of a channel that fails.
 async fn report(peer: Peer, error: io::Error, channels: &mpsc::Sender<Channel>) {
     let by_tls = |error: &quinn::ConnectionError| match error {
-        // RFC 9001: the alerts of TLS are the codes from 0x100 on.
+        // According to RFC 9001, the alerts of TLS are the codes from 0x100 on.
         quinn::ConnectionError::TransportError(error) => (0x100..0x200).contains(&u64::from(error.code)),
         _ => false,
     };
@@ -442,7 +451,7 @@ async fn report(peer: Peer, error: io::Error, channels: &mpsc::Sender<Channel>) 
     let _ = channels.send(failed(peer, error)).await;
 }
 
-/// A channel that there is not: whoever wants to use it gets the error.
+/// Makes a channel whose use fails with `error`.
 fn failed(peer: Peer, error: io::Error) -> Channel {
     Channel::upgrading(async { Err(error) }, peer).with_parent_connection(ClosedFlag::closed())
 }
@@ -455,17 +464,18 @@ fn machine_of(socket: SocketAddr) -> Machine {
     Machine::At(socket.ip().to_canonical())
 }
 
-/// A connection that a client has made.
+/// Connection that a client has made.
 struct Established {
     connection: quinn::Connection,
-    /// The certificates that the client has shown; empty without one.
+    /// Certificates that the client has shown; empty if it has shown none.
     chain: Vec<CertificateDer<'static>>,
     security: Security,
-    /// Whether it has given way to others.
+    /// Flag that is set once the connection has been evicted in favour of others.
     over: ClosedFlag,
 }
 
-/// The client is in its `handshake` until it has proven who it is.
+/// Establishes a connection. The client holds the permit `handshake` until it has proven its
+/// identity.
 async fn establish(
     incoming: Incoming,
     config: ServerConfig,
@@ -499,7 +509,7 @@ async fn accept_channels(
     channels: &mpsc::Sender<Channel>,
 ) {
     let Established { connection, chain, security, over } = established;
-    // Held by each channel.
+    // Held by each channel, so that the number of references shows if there are channels.
     let used = Arc::new(());
     loop {
         let known = security.connection.as_ref().is_some_and(|connection| !connection.is_on_probation());
@@ -512,19 +522,20 @@ async fn accept_channels(
         };
         let mut security = security.clone();
         if !chain.is_empty() && !tls.accepts(chain) {
-            // What was proven by it is not proven any more.
+            // The certificate is no longer accepted, and the proofs on this connection no longer
+            // count.
             (security.certificate, security.connection) = (None, None);
         }
-        // Asked each time: it may have changed.
+        // The client's address may have changed since the last channel.
         let channel = Channel::new(QuicIo { send, recv }, peer_at(connection.remote_address()));
         let channel =
             channel.with_security(security).with_parent_connection(over.clone()).with_guard(Box::new(used.clone()));
-        // Once nobody listens, the stream is dropped, and so refused.
+        // Once the listener is gone, the stream is dropped, which refuses it.
         let _ = channels.send(channel).await;
     }
 }
 
-/// The two directions of a stream.
+/// Both directions of a stream.
 struct QuicIo {
     send: SendStream,
     recv: RecvStream,
@@ -555,7 +566,8 @@ impl AsyncWrite for QuicIo {
                         break;
                     }
                 }
-                // What was taken is reported first; the error comes again.
+                // The bytes already taken are reported first. An error comes again at the next
+                // write.
                 _ if written > 0 => break,
                 other => return other,
             }

@@ -1,8 +1,8 @@
 //! `tcp://` addresses: dialling a host by each of its addresses in turn, and listening.
 //!
-//! Both ends set `TCP_NODELAY`, since a frame is written whole and must not wait for the next, and
-//! `SO_KEEPALIVE`, which lets the kernel give up a dead peer even where nobody pings. Buffer sizes
-//! are left alone: setting them would switch off the kernel's own tuning.
+//! Both ends set `TCP_NODELAY`, since a frame is written whole and must not wait for the next. They
+//! also set `SO_KEEPALIVE`, by which the kernel gives up a dead peer even if neither side sends
+//! pings. Buffer sizes keep their defaults: setting them would switch off the kernel's own tuning.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream as StdStream, ToSocketAddrs};
@@ -61,7 +61,7 @@ impl Transport for Tcp {
     }
 }
 
-/// Checks an address that consists of a host, a port and perhaps a key. Returns how far it reaches.
+/// Checks that an address consists of a host, a port and perhaps a key. Returns its reach.
 pub(crate) fn check_host_and_port(at: &Address) -> Result<Reach, AddressError> {
     let example = format!("write for example {}://board.lan:9090 or {0}://[::1]:9090/KEY", at.scheme());
     let problem = match () {
@@ -81,7 +81,7 @@ async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportErr
     Ok(Channel::new(stream, peer))
 }
 
-/// The far side of a stream that was dialled.
+/// Returns the peer of a stream that was dialled.
 pub(crate) fn peer_of(address: &Address, stream: &TcpStream) -> Peer {
     let peer = Peer::new(address.to_string());
     match stream.peer_addr() {
@@ -120,7 +120,7 @@ fn dial_blocking(address: &Address, options: &Dial) -> Result<BlockingChannel, T
         None => return Err(attempts.failure(address)),
     }
     while let Some((target, share)) = attempts.next() {
-        // A limit of zero is an error to the standard library, not a limit.
+        // The standard library refuses a limit of zero.
         let share = share.max(Duration::from_millis(1));
         let outcome = StdStream::connect_timeout(&target, share);
         match outcome.and_then(|stream| tuned(&stream).map(|()| stream)) {
@@ -137,8 +137,8 @@ async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportEr
     Ok(Listener::new(named(address, bound), TcpSource(listener)))
 }
 
-/// Binds a socket of some kind to one of the addresses of a host, and one of the ports that may be
-/// used.
+/// Binds a socket by means of `bind` to the first address of the host that accepts it. Goes on to
+/// the next of the `ports_to_try` only if a port was in use.
 pub(crate) async fn bind_socket<S>(
     address: &Address,
     options: &Bind,
@@ -176,12 +176,12 @@ fn unresolved(address: &Address, error: io::Error) -> TransportError {
     TransportError::Resolve { address: address.to_string(), source: error.into() }
 }
 
-/// The addresses of one host, and the time that is left to try them.
+/// Addresses of one host, and the time that is left to try them.
 struct Attempts {
     limit: Duration,
     deadline: Instant,
     targets: std::vec::IntoIter<SocketAddr>,
-    /// Why the attempts so far failed: an answer if there was one, else a time-out.
+    /// Error of the attempts so far: an answer if there was one, else a time-out.
     failure: Option<io::Error>,
 }
 
@@ -190,8 +190,9 @@ impl Attempts {
         Self { limit, deadline: Instant::now() + limit, targets: Vec::new().into_iter(), failure: None }
     }
 
-    /// Sets the addresses to try: families alternate, starting with the resolver's favourite, so
-    /// that one family without a route costs a share of the time and not all of it.
+    /// Sets the addresses to try. IPv4 and IPv6 alternate, and the family that the resolver puts
+    /// first begins. A family without a route therefore costs a share of the time and not all of
+    /// it.
     fn aim(&mut self, resolved: impl Iterator<Item = SocketAddr>) {
         let resolved: Vec<SocketAddr> = resolved.collect();
         let first_is_v6 = resolved.first().is_some_and(SocketAddr::is_ipv6);
@@ -210,7 +211,7 @@ impl Attempts {
         }
     }
 
-    /// The next address, and how long to try it: an equal share of the time that is left.
+    /// Returns the next address and the time to try it: an equal share of the time that is left.
     fn next(&mut self) -> Option<(SocketAddr, Duration)> {
         let sharers = u32::try_from(self.targets.len()).unwrap_or(u32::MAX);
         let target = self.targets.next()?;
@@ -237,10 +238,10 @@ impl Attempts {
     }
 }
 
-/// Resolves on a thread of its own, because the system's resolver takes no time limit. `None` when
-/// the time is up; the thread then ends by itself, when the resolver does.
+/// Resolves a host on a thread of its own, because the system's resolver takes no time limit.
+/// Returns `None` once the time is up. The thread then ends when the resolver does.
 fn resolve_within(limit: Duration, host: &str, port: u16) -> Option<io::Result<std::vec::IntoIter<SocketAddr>>> {
-    // An IP address needs no resolver, and so no thread.
+    // An IP address needs no resolver, and therefore no thread.
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Some(Ok(vec![SocketAddr::new(ip, port)].into_iter()));
     }
@@ -257,8 +258,8 @@ fn resolve_within(limit: Duration, host: &str, port: u16) -> Option<io::Result<s
 
 /// Sets the options of a new stream, and refuses one that is connected to itself.
 ///
-/// Dialling a free local port now and then picks that same port as its own, and TCP then connects
-/// the socket to itself. To the caller nobody listens there.
+/// A socket that dials a free local port may by chance get the same port as its own. TCP then
+/// connects it to itself. The caller gets the error of a port without a listener.
 fn tuned(stream: &impl AsFd) -> io::Result<()> {
     let socket = SockRef::from(stream);
     if let (Ok(near), Ok(far)) = (socket.local_addr(), socket.peer_addr())
@@ -270,7 +271,8 @@ fn tuned(stream: &impl AsFd) -> io::Result<()> {
     socket.set_keepalive(true)
 }
 
-/// The address's own port first, then the range.
+/// Returns the ports to try: the address's own port first, then the range. Port 0 is left out if
+/// there is a range.
 fn ports_to_try(port: u16, options: &Bind) -> impl Iterator<Item = u16> {
     let range = options.port_range.clone();
     let own = (port != 0 || range.is_none()).then_some(port);
@@ -284,8 +286,8 @@ pub(crate) fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener
     if target.is_ipv6() && target.ip().is_unspecified() {
         socket.set_only_v6(false)?;
     }
-    // On Unix this lets a restarted server have its port back while old connections linger;
-    // elsewhere it would let two servers share a port.
+    // On Unix, `SO_REUSEADDR` lets a restarted server have its port back while old connections
+    // linger. On other systems it would let two servers share a port.
     #[cfg(unix)]
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
@@ -294,9 +296,9 @@ pub(crate) fn listen(target: SocketAddr, backlog: u32) -> io::Result<TcpListener
     TcpListener::from_std(socket.into())
 }
 
-/// Returns the address that is listened on, under the key that was asked for.
+/// Returns the address that a listener is bound to, with the scheme and the key of `asked`.
 pub(crate) fn named(asked: &Address, bound: SocketAddr) -> Address {
-    // An IP address is a host.
+    // The fallback is never used, because an IP address is a valid host.
     let at = asked.clone().with_port(bound.port());
     at.clone().with_host(&host_of(bound)).unwrap_or(at)
 }
@@ -305,15 +307,15 @@ fn host_of(socket: SocketAddr) -> String {
     Address::from(socket).host().unwrap_or_default().to_owned()
 }
 
-/// The peer that an accepted connection comes from.
+/// Returns the peer that an accepted connection comes from.
 pub(crate) fn peer_at(scheme: &str, socket: SocketAddr) -> Peer {
     Peer::new(format!("{scheme}://{socket}")).on(Machine::At(socket.ip().to_canonical()))
 }
 
-/// The next stream of a listener, and where it comes from.
+/// Returns the next stream of a listener, and the address that it comes from.
 pub(crate) fn poll_stream(listener: &TcpListener, cx: &mut Context<'_>) -> Poll<io::Result<(TcpStream, SocketAddr)>> {
     let (stream, peer) = ready!(listener.poll_accept(cx))?;
-    // A stream that cannot be tuned is dying; its first read will tell, better than we could here.
+    // A stream that refuses its options is dying. Its first read reports the cause better.
     let _ = tuned(&stream);
     Poll::Ready(Ok((stream, SocketAddr::new(peer.ip().to_canonical(), peer.port()))))
 }
@@ -356,7 +358,7 @@ mod tests {
         channel
     }
 
-    /// An address where nobody listens: its port belongs to a socket that is bound and never
+    /// Makes an address without a listener: its port belongs to a socket that is bound and never
     /// listens.
     fn deaf() -> (Socket, Address) {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
@@ -416,7 +418,7 @@ mod tests {
     async fn a_name_that_does_not_exist_is_not_resolved() {
         let address = Address::tcp("does-not-exist.invalid", 1).unwrap();
         for error in [dial(&address, &patient()).await.unwrap_err(), dial_blocking(&address, &patient()).unwrap_err()] {
-            // Without any network the resolver may take longer than we wait.
+            // Without any network the resolver may take longer than the limit.
             assert!(matches!(error, TransportError::Resolve { .. } | TransportError::TimedOut { .. }), "{error:?}");
         }
     }
@@ -486,7 +488,7 @@ mod tests {
         let address = listener.local_address().clone();
         for _ in 0..8 {
             {
-                // Polled once, so that it waits on the socket, then dropped.
+                // The future is polled once, so that it waits on the socket, and then dropped.
                 let mut accepting = std::pin::pin!(listener.accept());
                 let polled = std::future::poll_fn(|cx| Poll::Ready(accepting.as_mut().poll(cx)));
                 assert!(polled.await.is_pending());

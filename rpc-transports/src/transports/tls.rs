@@ -75,12 +75,13 @@ async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportErr
 }
 
 impl Dial {
-    /// Returns the trust in the server at `to`: [`tls`](Self::tls), or with tokens alone one that
-    /// takes any certificate, because both sides prove to know a token for just this connection.
+    /// Returns the trust in the server at `to`. It is [`tls`](Self::tls) if that is set. With
+    /// tokens alone, any certificate is accepted, because both sides prove that they know a token
+    /// for just this connection.
     ///
     /// # Errors
     ///
-    /// [`TransportError::Unsupported`] without either.
+    /// [`TransportError::Unsupported`] without trust and tokens.
     pub fn client_tls(&self, to: &Address) -> Result<&ClientTls, TransportError> {
         static BY_TOKEN: LazyLock<Option<ClientTls>> = LazyLock::new(|| ClientTls::unverified(None).ok());
         match &self.tls {
@@ -92,17 +93,16 @@ impl Dial {
 }
 
 impl ClientTls {
-    /// Encrypts a stream of bytes that leads to `to`: performs the client's part of a TLS
-    /// handshake, in which `protocol` is the one that both sides must want to speak (ALPN). The
-    /// certificate must be for the host of `to`.
+    /// Encrypts a stream of bytes that leads to `to`, by the client's part of a TLS handshake. Both
+    /// sides must want to speak `protocol` (ALPN). The certificate must be for the host of `to`.
     ///
     /// The [`Security`] that comes with the encrypted stream belongs to the [`Channel`] over it.
     ///
     /// # Errors
     ///
-    /// [`TransportError::TimedOut`] after `limit`; [`TransportError::Insecure`] and
-    /// [`TransportError::Unauthenticated`], which say what to look at; [`TransportError::Closed`]
-    /// if the stream ends.
+    /// [`TransportError::TimedOut`] after `limit`. [`TransportError::Insecure`] and
+    /// [`TransportError::Unauthenticated`], which hint at the cause. [`TransportError::Closed`] if
+    /// the connection breaks.
     pub async fn connect(
         &self,
         to: &Address,
@@ -132,15 +132,15 @@ impl ClientTls {
 }
 
 impl ServerTls {
-    /// Encrypts a stream of bytes from a client: performs the server's part of a TLS handshake, in
-    /// which the client has to name `protocol` (ALPN). Belongs into [`Channel::upgrading`], so that
+    /// Encrypts a stream of bytes from a client, by the server's part of a TLS handshake. The
+    /// client has to name `protocol` (ALPN). The call belongs into [`Channel::upgrading`], so that
     /// a slow client holds up no other.
     ///
     /// The [`Security`] that comes with the encrypted stream belongs to the [`Channel`] over it.
     ///
     /// # Errors
     ///
-    /// Those of TLS: [`InvalidData`](io::ErrorKind::InvalidData) if either side objects to
+    /// Errors of TLS: [`InvalidData`](io::ErrorKind::InvalidData) if either side objects to
     /// something. The client has been told.
     pub async fn accept(
         &self,
@@ -180,10 +180,10 @@ const NO_CLIENT_TLS: &str = "need to know whom to trust: give the certificate of
 
 pub(crate) const NO_SERVER_TLS: &str = "need a certificate to show; make one with: rpc-cli cert";
 
-/// What went wrong with the encryption, with a hint for the usual reasons.
+/// Makes the error of a failed TLS or QUIC handshake, with a hint at the usual causes.
 pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
     if matches!(source.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) {
-        // The link broke, and nobody has said anything about the encryption.
+        // The link broke, which says nothing about the encryption.
         return TransportError::from_io(address.to_string(), source);
     }
     if let Some(problem) = problem_of_the_peer(&source) {
@@ -208,18 +208,18 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
     TransportError::Insecure { address: address.to_string(), source: Arc::new(source), hint }
 }
 
-/// What the server has against the client's certificate, as an error of the session that there is
-/// not. The client's own part of the handshake is over by the time at which the server looks at it:
-/// a client hears of it whenever it next asks something of the connection, over TCP always once the
-/// channel is there, over QUIC also before.
+/// Returns the server's objection to the client's certificate, as an error of the session that did
+/// not come about. The server looks at the certificate only after the client's own part of the
+/// handshake is over. The client learns of the objection at its next operation on the connection:
+/// over TCP always once the channel is there, over QUIC sometimes before.
 pub(crate) fn objection(error: &io::Error) -> Option<RpcError> {
     let problem = problem_of_the_peer(error)?;
     Some(RpcError::new(ErrorKind::Unauthenticated, format!("the server refused the connection: {problem}")))
 }
 
-/// What the server has against the client's certificate.
+/// Returns the server's objection to the client's certificate.
 fn problem_of_the_peer(error: &io::Error) -> Option<&'static str> {
-    // By their numbers in RFC 8446.
+    // The numbers are those of RFC 8446.
     match alert(error)? {
         116 => Some("it wants a certificate (--cert, --cert-key)"),
         45 => Some("the client's certificate has expired; renew it with: rpc-cli cert"),
@@ -229,7 +229,7 @@ fn problem_of_the_peer(error: &io::Error) -> Option<&'static str> {
     }
 }
 
-/// The number of the TLS alert that ended a connection.
+/// Returns the number of the TLS alert that ended a connection.
 fn alert(error: &io::Error) -> Option<u8> {
     let cause = error.get_ref()?;
     if let Some(rustls::Error::AlertReceived(alert)) = cause.downcast_ref() {
@@ -244,7 +244,7 @@ fn alert(error: &io::Error) -> Option<u8> {
     None
 }
 
-/// Why the QUIC connection is gone, whichever operation met it.
+/// Returns the cause for which the QUIC connection is gone, from the error of any operation.
 #[cfg(feature = "quic")]
 fn lost_connection(error: &io::Error) -> Option<&quinn::ConnectionError> {
     let cause = error.get_ref()?;
@@ -282,11 +282,11 @@ impl Accept for TlsSource {
     }
 }
 
-/// The time that a client may take to read what TLS has against it.
+/// Time that a client may take to read the server's TLS alert.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Lets a client read the alert. A connection that is closed while input waits to be read is reset,
-/// and the alert lost.
+/// Lets a client read the alert. If a connection is closed while input waits to be read, it is
+/// reset and the alert is lost.
 async fn drain(mut stream: impl ChannelIo) -> io::Result<()> {
     stream.shutdown().await?;
     let mut scrap = [0; 4096];

@@ -1,4 +1,4 @@
-//! `unix:` addresses: socket files, who owns them, and what to do with one that was left behind.
+//! `unix:` addresses: socket files, their owners, and the replacement of one that was left behind.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -29,13 +29,13 @@ pub struct Unix {
 }
 
 impl Unix {
-    /// The transport, whose listeners only this user may connect to.
+    /// Creates the transport. Only this user may connect to its listeners.
     #[must_use]
     pub fn new() -> Self {
         Self { mode: 0o600 }
     }
 
-    /// The file mode of the socket files of listeners: with `0o660` the group may connect, too.
+    /// Sets the file mode of the listeners' socket files. With `0o660` the group may connect, too.
     /// Default: `0o600`, this user alone.
     #[must_use]
     pub fn mode(self, mode: u32) -> Self {
@@ -93,7 +93,7 @@ impl Transport for Unix {
 }
 
 impl Address {
-    /// The address of a Unix domain socket file.
+    /// Returns the address of a Unix domain socket file.
     ///
     /// # Errors
     ///
@@ -109,7 +109,7 @@ impl Address {
 ///
 /// # Errors
 ///
-/// [`AddressError::Invalid`], which says what is wrong with it.
+/// [`AddressError::Invalid`], which names the problem.
 pub fn path_of(address: &Address) -> Result<PathBuf, AddressError> {
     let invalid = |problem| AddressError::invalid(address, format!("{problem}; write for example unix:/run/rpc.sock"));
     let rest = address.rest().ok_or_else(|| invalid("two slashes would start a host name"))?;
@@ -161,8 +161,9 @@ async fn bind(address: &Address, options: &Bind, mode: u32) -> Result<Listener, 
     }
 }
 
-/// Connecting takes no time, except while the listener's backlog is full; the kernel offers no way
-/// to wait for that with a limit, so we ask again.
+/// Attempts to connect to a socket file. Connecting takes no time, except while the listener's
+/// backlog is full. The kernel offers no way to wait for room with a limit, so the attempt is
+/// repeated.
 struct Attempts<'a> {
     address: &'a Address,
     path: PathBuf,
@@ -170,7 +171,7 @@ struct Attempts<'a> {
     deadline: Instant,
 }
 
-/// Short against the time a server needs to accept a full backlog.
+/// Pause between attempts, short against the time that a server needs to accept a full backlog.
 const RETRY: Duration = Duration::from_millis(5);
 
 const BEHIND_A_FILE: &str =
@@ -182,7 +183,7 @@ impl<'a> Attempts<'a> {
         Ok(Self { address, path: path_of(address)?, limit, deadline: Instant::now() + limit })
     }
 
-    /// A connected, non-blocking socket, or `None` if it is worth asking again.
+    /// Returns a connected, non-blocking socket, or `None` if another attempt is worthwhile.
     fn connect(&mut self) -> Result<Option<Socket>, TransportError> {
         match connect(&self.path) {
             Ok(socket) => Ok(Some(socket)),
@@ -206,15 +207,15 @@ fn connect(path: &Path) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// A listening socket and the file that stands for it.
+/// Listening socket and the file that stands for it.
 struct UnixSource {
     listener: UnixListener,
-    /// Text by which errors name those who connect.
+    /// Text by which errors name the connecting peers.
     peer: String,
-    /// Absolute, so that a change of the working folder does not lead us to another file.
+    /// Absolute path, so that a change of the working folder does not lead to another file.
     path: PathBuf,
     /// Device and inode of the file. While the socket is open the number is not given out again, so
-    /// a file that has it is the one that we made.
+    /// a file that has it is this listener's.
     identity: (u64, u64),
 }
 
@@ -230,8 +231,8 @@ impl UnixSource {
             }
             socket.bind(&name)?;
         }
-        // Between `bind` and `listen` everybody is refused, so nobody slips in before the mode is
-        // set.
+        // Between `bind` and `listen` every connection is refused, so none is accepted before the
+        // mode is set.
         fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
         let identity = identity(&path)?;
         socket.listen(i32::try_from(options.backlog).unwrap_or(i32::MAX))?;
@@ -241,9 +242,8 @@ impl UnixSource {
             path,
             identity,
         };
-        // Another server that started at this very moment may have found our socket not yet
-        // listening, taken it for stale and put its own in its place. Then the place is the
-        // other's.
+        // Another server that started at the same moment may have found this socket not yet
+        // listening, taken it for stale and replaced it. The path then belongs to that server.
         if source.is_ours() { Ok(source) } else { Err(io::ErrorKind::AddrInUse.into()) }
     }
 
@@ -279,8 +279,8 @@ impl Drop for UnixSource {
     }
 }
 
-/// Removes a socket file that nobody listens on. Says whether the path is free now; anything else
-/// that stands there, and a socket somebody listens on, is left alone.
+/// Removes a socket file that has no listener. Returns true if the path is free now. A socket that
+/// has a listener, and a file of another kind, are left alone.
 fn remove_stale(path: &Path) -> io::Result<bool> {
     let metadata = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
@@ -290,7 +290,7 @@ fn remove_stale(path: &Path) -> io::Result<bool> {
         return Ok(false);
     }
     let found = (metadata.dev(), metadata.ino());
-    // A full backlog also means that somebody listens; only a refusal means that nobody does.
+    // A full backlog also means that there is a listener. Only a refusal means that there is none.
     let refused = connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
     if !refused || identity(path).is_ok_and(|now| now != found) {
         return Ok(false);
@@ -306,11 +306,12 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Returns the path with each byte that would not survive parsing as `%XX`.
+/// Returns the path, with `%XX` for each byte that would not survive parsing.
 fn escaped(path: &Path) -> String {
     let mut text = String::new();
     let mut bytes = path.as_os_str().as_bytes();
-    // A path may start with two slashes, but our text for that is three of them and one dropped.
+    // A path may start with two slashes. In an address, two slashes start a host name and three
+    // stand for one slash, so the second slash is escaped.
     if bytes.starts_with(b"//") {
         text.push_str("/%2F");
         bytes = &bytes[2..];
@@ -454,7 +455,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// Elsewhere than on Linux a full backlog refuses.
+    /// Runs on Linux only, because on other systems a full backlog refuses.
     #[cfg(target_os = "linux")]
     #[tokio::test]
     async fn a_full_backlog_times_the_dialler_out_and_counts_as_in_use() {
@@ -476,7 +477,7 @@ mod tests {
         let error = listen(&address).await.unwrap_err();
         assert!(matches!(error, TransportError::AddressInUse { .. }), "{error:?}");
 
-        // A dialler that waits gets in as soon as one is accepted.
+        // A waiting dialler gets in as soon as the listener accepts a channel.
         let options = Dial::default();
         let (near, far) = tokio::join!(dial(&address, &options), listener.accept());
         near.unwrap();

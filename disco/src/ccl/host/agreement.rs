@@ -28,7 +28,7 @@ pub(super) struct Announcement {
     pub(super) in_place: bool,
     pub(super) has_output: bool,
     pub(super) poison: u32,
-    /// For ranks of the same address space.
+    /// Address of the input, for ranks of the same address space.
     pub(super) input: u64,
     pub(super) output: u64,
 }
@@ -54,7 +54,7 @@ impl Announcement {
         bytes
     }
 
-    /// `None` if the bytes are no announcement.
+    /// Decodes an announcement; `None` if the bytes are none.
     pub(super) fn from_bytes(bytes: &[u8; LEN]) -> Option<Self> {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
@@ -118,7 +118,8 @@ fn reduce_op(code: u8) -> Option<ReduceOp> {
         .find(|op| reduce_code(*op) == code)
 }
 
-/// The first rank that is a step ahead of others: it went on without a collective that they are in.
+/// Returns the first rank that is a step ahead of others: it went on without a collective that they
+/// are in.
 pub(super) fn ahead(announcements: &[Announcement]) -> Option<usize> {
     let most = announcements.iter().map(|one| one.step).max()?;
     let all_there = announcements.iter().all(|one| one.step == most);

@@ -31,13 +31,13 @@ fn reach(device: Device) -> Result<(), RpcError> {
     }
 }
 
-/// The other end of a transfer between two ranks, if there is such a rank.
+/// Returns the other end of a transfer between two ranks, if there is such a rank.
 pub(super) fn transfer(collective: &Collective, rank: Rank, size: usize) -> Option<usize> {
     collective.operation.peer().filter(|peer| peer.index() < size && *peer != rank).map(Rank::index)
 }
 
-/// The answer to a transfer that [`transfer`] finds no other end for. Nobody else knows of the
-/// call.
+/// Returns the error of a transfer that [`transfer`] finds no other end for. No other rank knows of
+/// the call.
 pub(super) fn no_such_peer(collective: &Collective, rank: Rank, sequence: u64) -> Result<(), CclError> {
     let cause = RpcError::invalid_argument(format!("{collective} on rank {rank}: there is no such other rank"));
     Err(CclError::Poisoned { sequence, rank, cause })

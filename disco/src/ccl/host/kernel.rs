@@ -34,7 +34,7 @@ pub(super) enum Numeric {
 }
 
 impl Numeric {
-    /// The type of one lane of `dtype`, if it can be reduced.
+    /// Returns the type of one lane of `dtype`, if it can be reduced.
     pub(super) fn of(dtype: DataType) -> Option<Self> {
         let lane = DataType { lanes: 1, ..dtype };
         [
@@ -61,9 +61,9 @@ impl Numeric {
 ///
 /// # Safety
 ///
-/// Each source must be valid for reads of `bytes`, which is a whole number of elements, and nobody
-/// may write there meanwhile but `emit`, and it only to what it is given: at the offsets that it is
-/// called with, or before.
+/// Each source must be valid for reads of `bytes`, which is a whole number of elements. Meanwhile
+/// only `emit` may write there, and only to the stretches that it is given: at the offsets that it
+/// is called with, or before.
 pub(super) unsafe fn reduce(
     numeric: Numeric,
     op: ReduceOp,
@@ -142,7 +142,7 @@ unsafe fn reduce_plain<T: Scalar>(
         let len = step.min(bytes - offset);
         let elements = len / size_of::<T>();
         let sums = &mut sums[..elements];
-        // SAFETY: the caller promises `bytes` bytes at each source, and that nobody writes there
+        // SAFETY: the caller promises `bytes` bytes at each source, and that none writes there
         // before `emit` does.
         let block = |source: *const u8| unsafe { std::slice::from_raw_parts(source.add(offset), len) };
         let (mut rest, first) = match sources {
@@ -173,7 +173,7 @@ fn as_bytes<T: Element>(elements: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), size_of_val(elements)) }
 }
 
-/// An element as it lies in memory, and what it is summed in.
+/// An element as it lies in memory, and the type in which it is summed.
 trait Scalar: Element + Default {
     /// The type of sums.
     type Sum: Copy + Default;

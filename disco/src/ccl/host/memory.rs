@@ -25,7 +25,8 @@ unsafe impl Sync for Memory {}
 const PAGE: usize = 4096;
 
 impl Memory {
-    /// For the threads of this process. Its pages take no room before they are touched.
+    /// Allocates memory for the threads of this process. Its pages take no room before they are
+    /// touched.
     pub(super) fn heap(len: usize) -> Option<Self> {
         let layout = std::alloc::Layout::from_size_align(len.max(PAGE), PAGE).ok()?;
         // SAFETY: the layout is not empty.
@@ -54,7 +55,7 @@ impl Drop for Memory {
             #[cfg(target_os = "linux")]
             Kind::Mapped => {
                 // SAFETY: these pages are ours alone, and are unmapped once. A failure leaves them
-                // mapped, which harms nobody.
+                // mapped, which does no harm.
                 _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
             }
         }
@@ -74,9 +75,9 @@ mod file {
     use super::{Kind, Memory, NonNull};
 
     impl Memory {
-        /// A new memory file. It has no name in any folder, so that nothing is left of it when its
-        /// last process ends, and can neither shrink nor grow, so that no process can take pages
-        /// away from another.
+        /// Creates a memory file. It has no name in any folder, so that nothing is left of it when
+        /// its last process ends, and can neither shrink nor grow, so that no process can take
+        /// pages away from another.
         pub(crate) fn create(len: usize) -> io::Result<(Self, OwnedFd)> {
             let file = memfd_create("disco-ccl", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
             ftruncate(&file, len as u64)?;
@@ -84,7 +85,7 @@ mod file {
             Ok((Self::map(file.as_fd(), len)?, file))
         }
 
-        /// The memory file that another process has open, which `path` leads to.
+        /// Maps the memory file that another process has open, at `path`.
         pub(crate) fn open(path: &Path, len: usize) -> io::Result<Self> {
             let file = File::options().read(true).write(true).open(path)?;
             let found = fstat(&file)?.st_size;
@@ -98,7 +99,7 @@ mod file {
         }
 
         fn map(file: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
-            // SAFETY: a new mapping at an address of the kernel's choice disturbs nobody.
+            // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
             let start = unsafe {
                 mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)?
             };

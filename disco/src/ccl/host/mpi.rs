@@ -1,16 +1,16 @@
 //! MPI between ranks: for clusters where it is the way between nodes. With the feature `mpi`.
 //!
-//! The processes are started by `mpirun`, `srun` or whatever else starts a job of MPI, and each
+//! The processes are started by `mpirun`, `srun` or another launcher of MPI jobs, and each
 //! [starts](Process::start) MPI; a group is made of as many of them as it needs, in any order. MPI
 //! carries the bytes that sockets carry elsewhere, in messages between two ranks that do not block,
 //! and the collectives are those of [sockets](super): the same bits, the same errors, and the same
-//! ways to break and to be made anew. What MPI is never given is a caller's buffer. It cannot take
-//! one back from a collective that does not end, so that a rank with such a collective would have
-//! no other way out than the end of its process; this costs a copy on each side.
+//! ways to break and to be made anew. MPI is never given a caller's buffer. It cannot take one back
+//! from a collective that does not end, so that a rank with such a collective would have no other
+//! way out than the end of its process. This costs a copy on each side.
 //!
 //! When a process of a job dies, `mpirun` ends all of them, unless it is told otherwise. The ranks
-//! of a group prove to each other that they have its key. With [`Options::encrypt`] what they carry
-//! can be read by nobody else.
+//! of a group prove to each other that they have its key. With [`Options::encrypt`] only they can
+//! read what they carry.
 //!
 //! Run with Open MPI 4.1.4.
 
@@ -61,7 +61,8 @@ impl Process {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Unsupported`]: the library lets no more than one thread use it. What it says otherwise.
+    /// [`ErrorKind::Unsupported`]: the library lets no more than one thread use it. Errors of the
+    /// library itself.
     pub fn start() -> Result<&'static Self, RpcError> {
         static STARTING: Mutex<()> = Mutex::new(());
         let _one_at_a_time = STARTING.lock();
@@ -81,7 +82,7 @@ impl Process {
         Ok(PROCESS.get_or_init(|| Self { library, rank, size, job }))
     }
 
-    /// The process, if MPI has been started in it.
+    /// Returns the process, if MPI has been started in it.
     pub fn started() -> Option<&'static Self> {
         PROCESS.get()
     }
@@ -111,8 +112,9 @@ impl Process {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeadlineExceeded`]: not all came within [`Options::join_timeout`]; [`ErrorKind::Refused`]: one has come into another
-    /// group; [`ErrorKind::InvalidArgument`]: this process is not among them.
+    /// [`ErrorKind::DeadlineExceeded`]: not all came within [`Options::join_timeout`];
+    /// [`ErrorKind::Refused`]: one has come into another group; [`ErrorKind::InvalidArgument`]:
+    /// this process is not among them.
     pub fn join(
         &'static self,
         circle: Circle,
@@ -136,8 +138,8 @@ impl Process {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeadlineExceeded`]: messages are left that nobody takes, or another thread does not come back from MPI. Then the process should end without
-    /// more, and the job with it.
+    /// [`ErrorKind::DeadlineExceeded`]: messages are left that no process takes, or another thread
+    /// does not come back from MPI. Then the process should end without more, and the job with it.
     pub fn finish(&self) -> Result<(), RpcError> {
         self.library.finish(LAST_MESSAGES)
     }

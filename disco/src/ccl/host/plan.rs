@@ -6,8 +6,8 @@ use std::ops::Range;
 use super::segment::INLINE;
 use crate::ccl::{Collective, Operation};
 
-/// From how many bytes of output on, a rank writes around its caches: they would not hold the
-/// result anyway.
+/// Output size in bytes from which a rank writes around its caches: they would not hold the result
+/// anyway.
 const BYPASS: usize = 4 << 20;
 
 /// Algorithm of a collective in shared memory. It follows from the launch kind, the call, and the
@@ -23,23 +23,23 @@ pub(super) enum Algorithm {
     Direct,
     /// Ranks read from each other's inputs and, for an allreduce, from each other's outputs.
     Read,
-    /// In chunks through the segment, several under way at a time.
+    /// Data goes in chunks through the segment, several under way at a time.
     Staged,
 }
 
 /// Access of the ranks of a group to each other's buffers: the same for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reach {
-    /// By their addresses, as threads of one process.
+    /// Ranks use the buffers' addresses, as threads of one process.
     Addresses,
-    /// By reading from each other's processes, what has at least so many bytes.
+    /// Ranks read from each other's processes data of at least so many bytes.
     Reads(usize),
-    /// Not at all: what is for others goes into the segment.
+    /// Ranks cannot reach the others' buffers: all data for others goes into the segment.
     Segment,
 }
 
 impl Algorithm {
-    /// For `collective`, of `bytes`, among `size` ranks.
+    /// Chooses the algorithm for `collective`, of `bytes`, among `size` ranks.
     pub(super) fn of(collective: &Collective, bytes: usize, size: usize, reach: Reach, any_in_place: bool) -> Self {
         if travels_inline(collective.operation, bytes, size) {
             return Self::Small;
@@ -102,8 +102,8 @@ pub(super) fn is_personal(operation: Operation) -> bool {
     matches!(operation, Operation::Scatter { .. } | Operation::AllToAll | Operation::ReduceScatter(_))
 }
 
-/// The part of an allreduce of `bytes` that `rank` reduces for all: whole cache lines, and about as
-/// many for each.
+/// Returns the part of an allreduce of `bytes` that `rank` reduces for all: whole cache lines, and
+/// about as many for each.
 pub(super) fn share(bytes: usize, rank: usize, size: usize) -> Range<usize> {
     let per_rank = bytes.div_ceil(size).next_multiple_of(64);
     let at = |rank: usize| rank.saturating_mul(per_rank).min(bytes);

@@ -11,7 +11,7 @@ use std::io;
 ///
 /// # Safety
 ///
-/// `to` must be valid for writes of `len` bytes, and nobody else may touch them meanwhile.
+/// `to` must be valid for writes of `len` bytes, and no other code may touch them meanwhile.
 #[cfg(target_os = "linux")]
 pub(super) unsafe fn read(process: u32, from: u64, to: *mut u8, len: usize) -> io::Result<()> {
     let mut done = 0;
@@ -34,7 +34,7 @@ pub(super) unsafe fn read(process: u32, from: u64, to: *mut u8, len: usize) -> i
 
 /// # Safety
 ///
-/// As for the one above.
+/// The same as on Linux.
 #[cfg(not(target_os = "linux"))]
 pub(super) unsafe fn read(_: u32, _: u64, _: *mut u8, _: usize) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())

@@ -1,8 +1,8 @@
-//! A segment between processes: how it is offered, and how ranks join.
+//! A segment between processes: its offer, and the joining of ranks.
 //!
 //! The offering process makes a memory file without a name, and the ticket says where that process
-//! has it open. Whoever may open the files of that process, which is its own user, and knows the
-//! nonce can join.
+//! has it open. A process can join if it may open the files of that process (it has the same user)
+//! and knows the nonce.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -32,8 +32,8 @@ pub struct Offer {
     _file: OwnedFd,
 }
 
-/// Ticket by which a rank joins, for whoever starts the ranks to hand to each. It has a form for
-/// `serde`, and is a secret of the group.
+/// Ticket by which a rank joins. The program that starts the ranks hands it to each. It has a form
+/// for `serde`, and is a secret of the group.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Ticket {
     path: PathBuf,
@@ -49,7 +49,7 @@ impl std::fmt::Debug for Ticket {
 }
 
 impl Offer {
-    /// A segment for `size` ranks.
+    /// Makes a segment for `size` ranks.
     ///
     /// # Errors
     ///
@@ -65,7 +65,7 @@ impl Offer {
         Ok(Self { ticket: Ticket { path, nonce, size: size as u32, epoch: options.epoch }, _file: file })
     }
 
-    /// For every rank.
+    /// Returns the ticket, the same for every rank.
     #[must_use]
     pub fn ticket(&self) -> Ticket {
         self.ticket.clone()
@@ -102,7 +102,7 @@ impl Ticket {
             return Err(RpcError::new(ErrorKind::Refused, format!("rank {rank} has joined already")));
         }
         segment.word(own, Word::Pid).store(std::process::id(), Ordering::Relaxed);
-        // At an address of its own, which stays until everybody has tried.
+        // The probe has an address of its own, which stays until all have tried.
         let probe = Box::new(self.nonce);
         let address = probe.as_ptr().addr() as u64;
         segment.word(own, Word::ProbeLow).store(address as u32, Ordering::Relaxed);
@@ -160,8 +160,8 @@ fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
     read.is_ok() && found == nonce
 }
 
-/// A file that becomes readable when the process ends. `None` where the system has none, or hides
-/// the process (as between containers): then its death shows as silence.
+/// Opens a file that becomes readable when the process ends. `None` where the system has none, or
+/// hides the process (as between containers): then its death shows as silence.
 fn process(id: u32) -> Option<OwnedFd> {
     pidfd_open(Pid::from_raw(i32::try_from(id).ok()?)?, PidfdFlags::empty()).ok()
 }

@@ -1,13 +1,15 @@
-//! The memory that the ranks of one machine share: its layout, its words, and how to wait for them.
+//! Memory that the ranks of one machine share: its layout, its words, and the ways to wait for
+//! them.
 //!
-//! Nobody ever holds a lock in it. Each word is written by one rank only and counts upward (with
-//! wrapping), but for three: `BROKEN`, which the first to break the group wins, and each rank's
-//! `Bell` and `Sleeping`, which wake it.
+//! It has no locks. Each word is written by one rank only and counts upward (with wrapping), but
+//! for three: `BROKEN`, which the first to break the group wins, and each rank's `Bell` and
+//! `Sleeping`, which wake it.
 //!
-//! | part | what |
+//! | part | content |
 //! | --- | --- |
 //! | head | magic, version, size, epoch, nonce; `BROKEN` and the breakdown |
-//! | a block for each rank | its words; two slots for announcements and small inputs, used in turn; staging for large ones |
+//! | block for each rank | its words; two slots, used in turn, for announcements and small inputs |
+//! | | staging for large inputs |
 //! | a box for each ordered pair | words and announcements of both ends, and staging |
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -53,8 +55,8 @@ const BOX: usize = BOX_DATA + PARCELS * PARCEL;
 pub(super) enum Word {
     /// The collective that it has entered last.
     Entered = 0,
-    /// The collective that it has finished last: nothing of it is needed, and nobody's buffers are
-    /// in its hands.
+    /// The collective that it has finished last: it needs nothing more of it, and uses no other
+    /// rank's buffers.
     Finished = 4,
     /// Number of chunks that the rank has put into its staging, in all.
     Produced = 8,
@@ -66,16 +68,16 @@ pub(super) enum Word {
     Busy = 20,
     /// 1 once it has dropped its communicator.
     Left = 24,
-    /// 0, 1 when somebody has claimed the rank, 2 when that is ready.
+    /// 0; 1 when a process has claimed the rank; 2 when that process is ready.
     Joined = 28,
     /// Its process.
     Pid = 32,
-    /// When it entered its last call: milliseconds of the wall clock, wrapped.
+    /// Time at which it entered its last call: milliseconds of the wall clock, wrapped.
     Since = 36,
     /// The rank that it sends to or receives from, and which of the two:
     /// `2 × (rank + 1) + is_send`; 0 otherwise.
     Transfer = 40,
-    /// From how many KiB on it wants to read from everybody's process, and 1; 0 if that is not
+    /// Size in KiB from which it wants to read from the other processes, plus 1; 0 if that is not
     /// known yet, and [`NEVER`] if it cannot.
     Reads = 44,
     /// Address in its process at which the rank has put the group's nonce, for others to try: the
@@ -87,7 +89,7 @@ pub(super) enum Word {
     /// The last step, as its caller counts, that it is through with without having come to all
     /// collectives, perhaps.
     LeftStep = 60,
-    /// Changes when somebody wakes the rank. Written by the others.
+    /// Count that changes when another rank wakes this one. Written by the others.
     Bell = 64,
     /// 1 while the rank is about to sleep. Read by the others.
     Sleeping = 68,
@@ -114,7 +116,7 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// The bytes that a group of `size` needs.
+    /// Returns the bytes that a group of `size` needs.
     pub(super) fn bytes(size: usize) -> Option<usize> {
         let boxes = size.checked_mul(size)?.checked_mul(BOX)?;
         size.checked_mul(BLOCK)?.checked_add(boxes)?.checked_add(HEAD).filter(|bytes| *bytes <= isize::MAX as usize)
@@ -131,7 +133,7 @@ impl Segment {
         this
     }
 
-    /// Memory that another process has prepared.
+    /// Opens memory that another process has prepared.
     ///
     /// # Errors
     ///
@@ -170,12 +172,12 @@ impl Segment {
         self.at(self.slot(rank, sequence) + SLOT_INLINE, INLINE)
     }
 
-    /// The chunk number `chunk` of a rank's staging.
+    /// Returns the chunk number `chunk` of a rank's staging.
     pub(super) fn stage(&self, rank: usize, chunk: u32) -> *mut u8 {
         self.at(self.block(rank) + STAGING + chunk as usize % STAGES * STAGE, STAGE)
     }
 
-    /// The chunk number `chunk` of the staging from one rank to another.
+    /// Returns the chunk number `chunk` of the staging from one rank to another.
     pub(super) fn parcel(&self, from: usize, to: usize, chunk: u32) -> *mut u8 {
         self.at(self.mailbox(from, to) + BOX_DATA + chunk as usize % PARCELS * PARCEL, PARCEL)
     }
@@ -196,14 +198,14 @@ impl Segment {
         self.write(place + 64, poison);
     }
 
-    /// The announcement at `place`.
+    /// Returns the announcement at `place`.
     pub(super) fn announcement(&self, place: usize) -> Option<Announcement> {
         let mut bytes = [0; LEN];
         self.read(place, &mut bytes);
         Announcement::from_bytes(&bytes)
     }
 
-    /// The cause of poison of `len` bytes that goes with the announcement at `place`.
+    /// Returns the cause of poison of `len` bytes that goes with the announcement at `place`.
     pub(super) fn poison(&self, place: usize, len: u32) -> Vec<u8> {
         let mut bytes = vec![0; (len as usize).min(MAX_POISON)];
         self.read(place + 64, &mut bytes);
@@ -222,7 +224,7 @@ impl Segment {
         }
     }
 
-    /// Sleeps until somebody rings for `rank`, or for `at_most`; not at all if `ready` says so.
+    /// Sleeps until `rank` is woken, or for `at_most`; not at all if `ready` says so.
     pub(super) fn sleep(&self, rank: usize, at_most: Duration, ready: impl FnOnce() -> bool) {
         let (bell, sleeping) = (self.word(rank, Word::Bell), self.word(rank, Word::Sleeping));
         let before = bell.load(Ordering::SeqCst);
@@ -238,7 +240,7 @@ impl Segment {
         self.atomic(BROKEN).load(Ordering::SeqCst) != 0
     }
 
-    /// Breaks the group, unless it is broken already, and wakes everybody.
+    /// Breaks the group, unless it is broken already, and wakes all ranks.
     pub(super) fn break_up(&self, breakdown: &Breakdown) {
         if self.atomic(BROKEN).compare_exchange(0, 1, Ordering::SeqCst, Ordering::SeqCst).is_err() {
             return;
@@ -299,7 +301,7 @@ impl Segment {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// The address of `len` bytes.
+    /// Returns the address of `len` bytes.
     ///
     /// # Panics
     ///
@@ -316,7 +318,7 @@ pub(super) fn reached(now: u32, target: u32) -> bool {
     now.wrapping_sub(target) as i32 >= 0
 }
 
-/// Now, as [`Word::Since`] has it.
+/// Returns the present time, as [`Word::Since`] has it.
 pub(super) fn wall_millis() -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     now.as_millis() as u32
@@ -327,8 +329,8 @@ fn wait_on(word: &AtomicU32, value: u32, at_most: Duration) {
     use rustix::thread::futex;
 
     let timeout = futex::Timespec { tv_sec: at_most.as_secs() as i64, tv_nsec: at_most.subsec_nanos().into() };
-    // Not `PRIVATE`: the word may be in several processes. Waking for whatever reason, the waiter
-    // looks for itself.
+    // Not `PRIVATE`: the word may be in several processes. The reason of the wake-up does not
+    // matter: the waiter looks for itself.
     _ = futex::wait(word, futex::Flags::empty(), value, Some(&timeout));
 }
 
@@ -339,7 +341,7 @@ fn wake(word: &AtomicU32) {
     _ = futex::wake(word, futex::Flags::empty(), u32::MAX >> 1);
 }
 
-/// Without futexes, a sleeper looks every millisecond.
+/// Waits without a futex: a sleeper looks every millisecond.
 #[cfg(not(target_os = "linux"))]
 fn wait_on(_: &AtomicU32, _: u32, at_most: Duration) {
     std::thread::sleep(at_most.min(Duration::from_millis(1)));

@@ -3,12 +3,12 @@
 //!
 //! A collective begins with an announcement in each rank's slot, to which small inputs are
 //! attached. A rank goes on when it has seen those of all. Slots are used in turn: a rank writes
-//! into one again only after everybody has announced the collective in between, and with that has
+//! into one again only after all have announced the collective in between, and with that has
 //! finished the one that the slot was for. So a small collective is one step, and needs no second
 //! word.
 //!
-//! Whoever waits looks for the end of the group too: it is one word in the segment, and breaking it
-//! wakes everybody.
+//! A rank that waits looks for the end of the group too: it is one word in the segment, and
+//! breaking it wakes all ranks.
 
 mod direct;
 mod pair;
@@ -53,7 +53,7 @@ pub(super) struct SharedCcl {
     rank: usize,
     options: Options,
     reach: Reach,
-    /// To see the other ranks' processes die.
+    /// Descriptors of the other ranks' processes, which show when these die.
     processes: Vec<Option<OwnedFd>>,
     recorder: Arc<Recorder>,
     spins: u32,
@@ -63,13 +63,14 @@ pub(super) struct SharedCcl {
     sequence: u64,
     /// Number of the rank's step, as its caller counts.
     step: u64,
-    /// The chunks that have gone through everybody's staging so far: the same number on all ranks.
+    /// The number of chunks that have gone through the staging of all so far: the same on all
+    /// ranks.
     chunks: u32,
-    /// For each other rank, the number of the last transfer to it and from it, and of chunks that
-    /// have gone through the box.
+    /// Counts for each other rank: the last transfer to it and from it, and the chunks that have
+    /// gone through the box.
     sent: Vec<pair::Count>,
     received: Vec<pair::Count>,
-    /// Of the collective that is running.
+    /// Announcements of the collective that is running.
     announcements: Vec<Announcement>,
     /// Memory into which contributions of others are read.
     scratch: Option<Memory>,
@@ -137,7 +138,7 @@ impl SharedCcl {
         let sequence = match (peer, collective.operation) {
             (Some(peer), Operation::Send { .. }) => self.sent[peer].next(),
             (Some(peer), _) => self.received[peer].next(),
-            // Nobody else will hear of it.
+            // No other rank will hear of it.
             (None, Operation::Send { .. } | Operation::Recv { .. }) => 0,
             (None, _) => {
                 self.sequence += 1;
@@ -156,8 +157,8 @@ impl SharedCcl {
         }
     }
 
-    /// A collective of all ranks, with this rank's buffers, with none because another backend has
-    /// them, or with the reason why it has no input.
+    /// Runs a collective of all ranks, with this rank's buffers, with none because another backend
+    /// has them, or with the reason why it has no input.
     fn collective(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         let size = self.segment.size();
         let bytes = collective.bytes().unwrap_or(0);
@@ -183,7 +184,7 @@ impl SharedCcl {
             && travels_inline(collective.operation, bytes, size)
         {
             let len = input_bytes(collective.operation, bytes, size);
-            // SAFETY: `lent` has that many bytes, and the slot has room for them; nobody reads the
+            // SAFETY: `lent` has that many bytes, and the slot has room for them; no rank reads the
             // slot before `Entered` says so.
             unsafe { kernel::copy(lent.input, self.segment.inline(self.rank, sequence), len, false) };
         }
@@ -309,7 +310,7 @@ impl SharedCcl {
         self.broken()
     }
 
-    /// Why the group is broken.
+    /// Returns the error of the broken group.
     fn broken(&self) -> CclError {
         // Between the word that breaks the group and the breakdown lie some microseconds, unless
         // that process was killed there.
@@ -331,9 +332,9 @@ impl SharedCcl {
         }
     }
 
-    /// Waits until no other thread has this rank's buffers in its hands. The group is broken:
-    /// whoever has begun since sees that and does not touch them, and whoever began before looks
-    /// after each piece, so that this takes microseconds.
+    /// Waits until no other thread uses this rank's buffers. The group is broken: a thread that has
+    /// begun since sees that and does not touch them, and one that began before looks after each
+    /// piece, so that this takes microseconds.
     fn take_back_buffers(&self) {
         for peer in self.peers() {
             while self.reach == Reach::Addresses && self.segment.word(peer, Word::Busy).load(Ordering::SeqCst) != 0 {
@@ -458,7 +459,7 @@ impl Control for SharedControl {
     }
 }
 
-/// The call that this rank is in, if it is in one.
+/// Returns the call that this rank is in, if it is in one.
 fn during(recorder: &Recorder) -> String {
     let flight = recorder.last().filter(|flight| flight.took.is_none());
     flight.map_or_else(String::new, |flight| format!("{} #{}", flight.collective, flight.sequence))

@@ -1,10 +1,10 @@
 //! The communicator of ranks that are connected by sockets, each with each.
 //!
-//! A collective begins with an announcement to everybody, to which small inputs are attached, as in
+//! A collective begins with an announcement to all ranks, to which small inputs are attached, as in
 //! shared memory. Large data follows straight from and into the buffers. An allreduce sends each
 //! rank the others' contributions to its share, and each rank sends its reduced share to all: the
 //! bytes of a ring, in two steps rather than `2 × (n − 1)`, and with one rounding. A broadcast goes
-//! in shares too, which those who get them pass on.
+//! in shares too, and each receiver passes its share on.
 
 mod abort_notice;
 mod address;
@@ -70,7 +70,8 @@ struct StreamCcl {
 /// State that the communicator shares with its [`Control`].
 struct Shared {
     rank: usize,
-    /// Held by the communicator during a call, and else by whoever aborts.
+    /// Links to the other ranks. The communicator holds them during a call, and otherwise the
+    /// thread that aborts.
     links: Mutex<Links>,
     broken: OnceLock<Arc<Breakdown>>,
     recorder: Recorder,
@@ -82,7 +83,7 @@ struct Shared {
 
 /// The connections of one rank.
 struct Links {
-    /// In the order of ranks; `None` at this rank's own place.
+    /// Links in the order of ranks; `None` at this rank's own index.
     peers: Vec<Option<Link>>,
     wake: UnixStream,
 }
@@ -97,8 +98,8 @@ impl Links {
         self.peers.iter().flatten().map(Link::progress).sum()
     }
 
-    /// Sleeps until a socket is ready for what its link wants, somebody wakes the rank, or for
-    /// [`SLEEP`]; only for [`NAP`] if one wants something of which no file tells.
+    /// Sleeps until a socket is ready for its link, another thread wakes the rank, or [`SLEEP`] is
+    /// over; only for [`NAP`] if a link waits for something that no file descriptor tells of.
     fn sleep(&mut self) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -123,8 +124,8 @@ impl Links {
         _ = poll(&mut files, Some(&at_most));
     }
 
-    /// Tells everybody that the group is broken, and lets go of the connections and of whatever
-    /// buffers they were to fill or to send.
+    /// Tells all ranks that the group is broken, and lets go of the connections and of the buffers
+    /// that they were to fill or to send.
     fn notify_abort(&mut self, breakdown: &Breakdown) {
         let word = breakdown.to_bytes(BREAKDOWN_ROOM);
         let links = self.peers.iter_mut().filter_map(Option::take);
@@ -133,8 +134,8 @@ impl Links {
 }
 
 impl Shared {
-    /// Reads and writes what can be, and hears of it if somebody has broken the group. Says whether
-    /// anything moved.
+    /// Reads and writes all that can be moved, and finds out if another rank has broken the group.
+    /// Returns true if anything moved.
     fn move_bytes(&self, links: &mut Links) -> bool {
         let mut moved = false;
         for (rank, link) in links.each() {
@@ -242,7 +243,7 @@ impl StreamCcl {
         })
     }
 
-    /// The same, with so many looks before it sleeps.
+    /// Returns the same, with so many looks before it sleeps.
     #[cfg(feature = "mpi")]
     fn looking(mut self, looks: u32) -> Self {
         self.looks = looks;
@@ -322,8 +323,8 @@ impl StreamCcl {
     /// or with the reason why it has no input.
     fn begin(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         if self.shared.broken.get().is_some() {
-            // By an abort during a call that had all that it needed, perhaps, of which nobody has
-            // been told.
+            // The cause may be an abort during a call that had all that it needed, and has not been
+            // told yet.
             return Err(self.shared.end(&mut self.shared.lock()));
         }
         let peer = check::transfer(&collective, self.rank(), self.size);
@@ -348,7 +349,7 @@ impl StreamCcl {
         }
     }
 
-    /// A collective of all ranks.
+    /// Runs a collective of all ranks.
     fn collective(
         &self,
         links: &mut Links,
@@ -363,7 +364,7 @@ impl StreamCcl {
             && inline
             && has_input(collective.operation, self.rank)
         {
-            // SAFETY: `lent` has that many bytes, and nobody writes to them during the call.
+            // SAFETY: `lent` has that many bytes, and no code writes to them during the call.
             own.extend_from_slice(unsafe { std::slice::from_raw_parts(lent.input, input_len) });
         }
         for (_, link) in links.each() {
@@ -425,9 +426,9 @@ impl StreamCcl {
         }
     }
 
-    /// Every rank does all the work for itself.
+    /// Runs a small collective, for which every rank does all the work itself.
     fn small(&self, collective: Collective, bytes: usize, lent: Lent, notes: &[Vec<u8>]) {
-        // Nobody is poisoned, so that inputs follow the announcements at once.
+        // No rank is poisoned, so that inputs follow the announcements at once.
         let input = |rank: usize| notes[rank][LEN..].as_ptr();
         let skipped = match collective.operation {
             Operation::ReduceScatter(_) => self.rank * bytes,
@@ -456,7 +457,7 @@ impl StreamCcl {
         }
     }
 
-    /// A transfer between two ranks: an offer, an answer, the bytes.
+    /// Runs a transfer between two ranks: an offer, an answer, the bytes.
     fn transfer(
         &self,
         links: &mut Links,
@@ -516,14 +517,14 @@ enum Step {
 /// Fault of a rank that breaks the group.
 struct Fault(BreakCause, usize);
 
-/// A rank is in another kind of call than this one can agree or disagree with: it has no place for
-/// the other's word.
+/// Reports that a rank is in another kind of call than this one can agree or disagree with: it has
+/// no place for the other's word.
 fn out_of_order(rank: usize, note: &[u8], own: usize, collective: Collective) -> Fault {
     let theirs = parse(note).map_or_else(|| "something else".to_owned(), |one| one.collective.to_string());
     Fault(BreakCause::Protocol(format!("it is in {theirs}, and rank {own} is in {collective}")), rank)
 }
 
-/// The announcement of a call, followed by the cause of poison, if there is one.
+/// Returns the announcement of a call, followed by the cause of poison, if there is one.
 fn announcement(
     collective: Collective,
     (sequence, step): (u64, u64),

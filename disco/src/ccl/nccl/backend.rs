@@ -15,11 +15,11 @@ use crate::ccl::{Agreement, Ccl, CclError, Collective, CollectiveInput, Control,
 /// One rank of a group on the memory of GPUs. The [module](super) says how it works, and in what it
 /// differs from the contract.
 ///
-/// Dropping it waits for what is under way, leaves the group, and takes the communicator of NCCL
-/// down, which may block for [`Options::close_timeout`] and then [`Options::abort_timeout`].
+/// Dropping it waits for collectives under way, leaves the group, and takes the communicator of
+/// NCCL down, which may block for [`Options::close_timeout`] and then [`Options::abort_timeout`].
 pub struct NcclCcl {
     watched: Arc<Watched>,
-    /// Looks after what is under way. `None` until there is something.
+    /// Thread that looks after collectives under way. `None` until there are any.
     watcher: Option<Watcher>,
     library: Arc<Library>,
     control: Arc<dyn Control>,
@@ -55,9 +55,9 @@ impl NcclCcl {
     ///
     /// # Errors
     ///
-    /// The same on all ranks, if one fails or does not come: it has what NCCL said.
+    /// The same on all ranks, if one fails or does not come: it has the message of NCCL.
     /// [`ErrorKind::ApiMisuse`] and [`ErrorKind::Unsupported`] on this rank alone, if `control` is
-    /// not what it should be; the others see it leave.
+    /// not fit for this; the others see it leave.
     pub fn new(
         library: Arc<Library>,
         id: UniqueId,
@@ -68,7 +68,7 @@ impl NcclCcl {
         options: Options,
     ) -> Result<Self, RpcError> {
         let mut control = fitting(control, (rank, size))?;
-        // Everybody is there before anybody waits in NCCL.
+        // All ranks are there before any waits in NCCL.
         control.agree(Collective::barrier(), stream.make_current())?;
         let mut member = Member::new(control, Communicator::new(library, stream, options, rank));
         member.join(id, size)?;
@@ -76,7 +76,7 @@ impl NcclCcl {
         Ok(Self::of(member))
     }
 
-    /// Has somebody look after what is under way. Says whether there is somebody.
+    /// Has a thread look after collectives under way. Returns true if there is one.
     fn watch(watcher: &mut Option<Watcher>, watched: &Arc<Watched>) -> bool {
         if watcher.is_none() {
             match Watcher::start(watched) {
@@ -114,7 +114,7 @@ impl NcclCcl {
         Ok(Self::of(group))
     }
 
-    /// The library that moves the data.
+    /// Returns the library that moves the data.
     #[must_use]
     pub fn library(&self) -> &Arc<Library> {
         &self.library
@@ -186,7 +186,7 @@ impl fmt::Debug for NcclCcl {
     }
 }
 
-/// The control communicator of a place, if it is that.
+/// Returns the control communicator of a place, if it is that.
 fn fitting(control: Box<dyn Ccl>, (rank, size): (Rank, usize)) -> Result<Box<dyn Agreement>, RpcError> {
     if (control.rank(), control.size()) != (rank, size) {
         let (other, others) = (control.rank(), control.size());

@@ -37,7 +37,7 @@ pub(super) struct Communicator {
     /// Work that the stream has been given and was not done when it was last looked at, the oldest
     /// first.
     under_way: VecDeque<UnderWay>,
-    /// Why the group is broken, if the communicator has to be aborted and that waits for other work
+    /// Breakdown of the group, if the communicator has to be aborted and that waits for other work
     /// on the stream.
     broken: Option<Breakdown>,
     /// Communicator that a failed `ncclCommSplit` may have written.
@@ -48,7 +48,7 @@ pub(super) struct Communicator {
 struct UnderWay {
     collective: Collective,
     begin: Box<dyn Mark>,
-    /// When the stream was seen to have come to the beginning.
+    /// Time at which the stream was seen to have come to the beginning.
     begun: Option<Instant>,
     /// NCCL's call and the point behind it, once all of it has been enqueued.
     end: Option<(&'static str, Box<dyn Mark>)>,
@@ -75,7 +75,7 @@ struct Halfway(*mut Comm);
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// A communicator that is yet to be [joined](Self::join).
+    /// Makes a communicator that is yet to be [joined](Self::join).
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>, options: Options, rank: Rank) -> Self {
         let (raw, under_way) = (ptr::null_mut(), VecDeque::new());
         Self { library, stream, options, raw, rank, under_way, broken: None, halfway: None }
@@ -169,7 +169,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// All of the collective that began last has been enqueued, by `call`.
+    /// Notes that all of the collective that began last has been enqueued, by `call`.
     pub(super) fn end_of(&mut self, call: &'static str) -> Result<(), RpcError> {
         let end = self.stream.mark()?;
         if let Some(last) = self.under_way.back_mut() {
@@ -178,12 +178,12 @@ impl Communicator {
         Ok(())
     }
 
-    /// Returns the number of collectives are on the stream, as far as anybody has looked.
+    /// Returns the number of collectives on the stream, as of the last look.
     pub(super) fn under_way(&self) -> usize {
         self.under_way.len()
     }
 
-    /// Returns true if something of value is among them: what was not enqueued to its end is the
+    /// Returns true if any of them has a result: one that was not enqueued to its end is the
     /// failure of its own call, and a barrier has no result.
     pub(super) fn has_results_to_come(&self) -> bool {
         let has_result = |one: &UnderWay| one.end.is_some() && one.collective.operation != Operation::Barrier;
@@ -263,8 +263,8 @@ impl Communicator {
             while self.under_way.front().is_some_and(|first| first.end.is_some() && first.is_over().unwrap_or(true)) {
                 self.under_way.pop_front();
             }
-            // Of what was not enqueued to its end nobody knows when it is over, but NCCL when it is
-            // back.
+            // The end of work that was not enqueued to its end is not known, except that it is over
+            // when NCCL is back.
             if is_back && self.under_way.iter().all(|one| one.end.is_none()) {
                 self.under_way.clear();
                 return true;
@@ -314,7 +314,7 @@ impl Communicator {
     fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int, raw: Comm) -> Option<mpsc::Receiver<()>> {
         /// The one copy of a communicator.
         struct Last(Comm);
-        // SAFETY: whoever has it is the only one who knows the communicator.
+        // SAFETY: this is the only copy of the communicator.
         unsafe impl Send for Last {}
 
         let (last, stream, library) = (Last(raw), Arc::clone(&self.stream), Arc::clone(&self.library));
@@ -362,9 +362,9 @@ impl Drop for Communicator {
 /// Time limit of an end: a communicator waits for all that is on its device, and the owner's own
 /// work may be among that.
 struct Patience {
-    /// For NCCL.
+    /// Limit for NCCL.
     limit: Duration,
-    /// For all together.
+    /// Limit for all together.
     last: Instant,
     hanging: Duration,
     looked: Instant,

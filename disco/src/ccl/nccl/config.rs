@@ -34,8 +34,8 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// For a communicator that does not block and has between so many blocks of threads on the
-    /// device, for the library `version`.
+    /// Makes the settings of a communicator that does not block and has between so many blocks of
+    /// threads on the device, for the library `version`.
     pub(super) fn new(version: Version, (min_ctas, max_ctas): (Option<u16>, Option<u16>)) -> Self {
         let setting = |value: Option<u16>| value.map_or(UNSET, c_int::from);
         Self {

@@ -11,9 +11,9 @@ use rpc_cuda::{CudaDevice, CudaEvent, CudaStream};
 
 use super::{DeviceStream, Mark};
 
-/// The default stream of a CUDA device, on which everything else of this process runs too: so
-/// collectives come behind what was submitted before them, and memory is zeroed, copied and freed
-/// around them in order.
+/// Returns the default stream of a CUDA device, on which everything else of this process runs too.
+/// So collectives come behind work that was submitted before them, and memory is zeroed, copied and
+/// freed around them in order.
 ///
 /// # Errors
 ///
@@ -77,7 +77,7 @@ unsafe impl DeviceStream for DefaultStream {
         let mut scratch = self.scratch.lock();
         let has_room = scratch.as_ref().is_some_and(|memory| memory.len() >= bytes as u64);
         if !has_room {
-            // The old one goes back behind what was submitted with it.
+            // The old one goes back behind the work that was submitted with it.
             *scratch = Some(self.cuda.allocate(self.index, &AllocRequest::new(bytes.max(1) as u64))?);
         }
         let address = scratch.as_ref().and_then(|memory| memory.device_address()).map(NonNull::as_ptr);

@@ -26,12 +26,13 @@ pub(super) struct Elements {
 }
 
 impl Elements {
-    /// For `collective`, which has `bytes` on its smaller side. Data that only moves, moves as
-    /// bytes.
+    /// Returns the elements of `collective`, which has `bytes` on its smaller side. Data that only
+    /// moves, moves as bytes.
     ///
     /// # Errors
     ///
-    /// [`rpc_core::ErrorKind::Unsupported`]: the library does not reduce that type, or not on such a device.
+    /// [`rpc_core::ErrorKind::Unsupported`]: the library does not reduce that type, or not on such
+    /// a device.
     pub(super) fn of(
         collective: &Collective,
         bytes: usize,
@@ -63,7 +64,8 @@ impl Elements {
     }
 }
 
-/// `ncclDataType_t`; `None` where it has no such type. NVIDIA's e4m3 is the one without infinities.
+/// Returns the `ncclDataType_t`; `None` where it has no such type. NVIDIA's e4m3 is the one without
+/// infinities.
 fn code(lane: DataType) -> Option<c_int> {
     Some(match lane {
         DataType::I8 => 0,
@@ -82,7 +84,7 @@ fn code(lane: DataType) -> Option<c_int> {
     })
 }
 
-/// `ncclRedOp_t`.
+/// Returns the `ncclRedOp_t`.
 pub(super) fn reduction(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum => 0,

@@ -97,7 +97,7 @@ impl Communicator {
         Ok(self.end_of(call)?)
     }
 
-    /// Enqueues everything, or what comes before a copy; gives the name of NCCL's call.
+    /// Enqueues everything, or the part before a copy; returns the name of NCCL's call.
     fn call(&self, work: &Work) -> Result<&'static str, Fault> {
         let Work { collective, elements: Elements { dtype, count, .. }, lent, .. } = *work;
         let functions = self.library.functions();

@@ -38,7 +38,7 @@ impl UniqueId {
 }
 
 impl fmt::Debug for UniqueId {
-    /// Without the bytes: whoever has them can take a rank's place.
+    /// Leaves the bytes out: a process that has them can take a rank's place.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("UniqueId").finish_non_exhaustive()
     }
@@ -61,7 +61,7 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// Every place that was tried, and what the system said.
+    /// Every path that was tried, and the system's message.
     pub fn load() -> Result<Arc<Self>, LoadError> {
         let mut attempts = Vec::new();
         for place in search_path::all().candidates() {
@@ -86,8 +86,8 @@ impl Library {
 
     fn try_open(path: &Path) -> Result<Arc<Self>, Attempt> {
         let failed = |reason: String| Attempt { library: path.to_owned(), reason };
-        // SAFETY: code of the library runs, which whoever named it trusts. NCCL's may run on any
-        // thread.
+        // SAFETY: code of the library runs, which the user who named it trusts. NCCL's may run on
+        // any thread.
         let opened = unsafe { rpc_dylib::load(path) };
         let opened = ManuallyDrop::new(opened.map_err(failed)?);
         // SAFETY: `ManuallyDrop` keeps it loaded, and NCCL has had this function with this type
@@ -111,9 +111,9 @@ impl Library {
         Ok(Arc::new(Self { path: path.to_owned(), version, functions }))
     }
 
-    /// Makes what the ranks of one group find each other by. One rank of the group does so, and
-    /// listens from then on for the others on the network that `NCCL_SOCKET_IFNAME` chooses. Needs
-    /// no device.
+    /// Makes the id by which the ranks of one group find each other. One rank of the group does so,
+    /// and listens from then on for the others on the network that `NCCL_SOCKET_IFNAME` chooses.
+    /// Needs no device.
     ///
     /// # Errors
     ///
@@ -131,7 +131,7 @@ impl Library {
         self.version
     }
 
-    /// The path or the name that it was loaded by.
+    /// Returns the path or the name that it was loaded by.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -151,8 +151,8 @@ impl Library {
         self.last_error_of(std::ptr::null_mut())
     }
 
-    /// … with a communicator, or with any if it is null. It must be one of this library that still
-    /// exists.
+    /// Returns the text of the last error with a communicator, or with any if it is null. It must
+    /// be one of this library that still exists.
     fn last_error_of(&self, comm: Comm) -> String {
         // SAFETY: a communicator of this library or null, both of which it takes.
         unsafe { text((self.functions.get_last_error)(comm)) }
@@ -162,7 +162,7 @@ impl Library {
         &self.functions
     }
 
-    /// The error that `code` stands for.
+    /// Returns the error that `code` stands for.
     pub(super) fn error(&self, call: &'static str, code: c_int, comm: Comm) -> NcclError {
         NcclError { call, code, text: self.error_string(code), last_error: self.last_error_of(comm) }
     }

@@ -23,7 +23,7 @@ pub(super) struct Member {
     /// that this rank leaves.
     pub(super) control: Box<dyn Agreement>,
     pub(super) communicator: Communicator,
-    /// Why something that was under way has not been done, until somebody has been told.
+    /// Error of a collective that was lost while under way, until it has been told.
     lost: Option<CclError>,
 }
 
@@ -143,7 +143,7 @@ impl Member {
         if self.communicator.under_way() == 0 {
             return Ok(true);
         }
-        // Finished work is finished, whatever has become of the group.
+        // Finished work is finished, even if the group has broken.
         let others = if at_others { self.control.look() } else { Ok(()) };
         let looked = match (others, self.communicator.progress()) {
             (Err(broken), Ok(false) | Err(_)) => Err(broken.into()),
@@ -194,7 +194,7 @@ impl Member {
         error
     }
 
-    /// Aborts what is left if the group is broken, and keeps why that is lost.
+    /// Aborts the rest if the group is broken, and keeps the reason of the loss.
     fn lose(&mut self, error: &CclError) {
         let CclError::Broken(breakdown) = error else { return };
         // Work that is done by now is not lost. That the rest will not be is known.

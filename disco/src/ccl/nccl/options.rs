@@ -41,8 +41,8 @@ pub struct Options {
     /// See [`min_ctas`](Self::min_ctas).
     pub max_ctas: Option<u16>,
     /// Action when an abort hangs. Default: to log why and end this process with `abort`, so that
-    /// no exit handler can hang in turn. Whatever else is done, memory of the device that was lent
-    /// to the call is not to be used or freed any more.
+    /// no exit handler can hang in turn. With any action, memory of the device that was lent to the
+    /// call is not to be used or freed any more.
     pub on_stuck: OnStuck,
 }
 

@@ -12,8 +12,8 @@ const NCCL_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// Path of the library in NVIDIA's Python packages, below the folder of an environment's packages.
 const IN_SITE_PACKAGES: &str = "nvidia/nccl/lib/libnccl.so.2";
 
-/// All places, in the order in which they are tried: the one that the environment names and no
-/// other, or else the system's libraries and those of Python environments.
+/// Returns all places, in the order in which they are tried: the one that the environment names and
+/// no other, or else the system's libraries and those of Python environments.
 pub(super) fn all() -> LibrarySearch {
     LibrarySearch::new(LIBRARY_VARIABLE).system(NCCL_NAMES).active_environments(&[IN_SITE_PACKAGES.into()])
 }

@@ -4,8 +4,8 @@ use std::ffi::c_void;
 
 use rpc_core::{Device, RpcError};
 
-/// A stream of the device that a rank works on: CUDA's, HIP's, or one for tests. Whoever makes the
-/// rank implements it.
+/// A stream of the device that a rank works on: CUDA's, HIP's, or one for tests. The code that
+/// makes the rank implements it.
 ///
 /// The stream outlives every communicator that it was given to. No method blocks; each may be
 /// called from any thread, and more than one at a time.
@@ -17,10 +17,10 @@ use rpc_core::{Device, RpcError};
 /// is; and [`scratch`](Self::scratch) stays as it promises. Buffers are given back to their owners
 /// by that.
 pub unsafe trait DeviceStream: Send + Sync {
-    /// The device. Buffers have to be on it.
+    /// Returns the device. Buffers have to be on it.
     fn device(&self) -> Device;
 
-    /// The stream, as the library takes it: a `cudaStream_t`.
+    /// Returns the stream, as the library takes it: a `cudaStream_t`.
     fn raw(&self) -> *mut c_void;
 
     /// Makes the device the current one of the calling thread. Comes before the library is called.
@@ -37,22 +37,23 @@ pub unsafe trait DeviceStream: Send + Sync {
     /// Something that was enqueued has failed.
     fn is_done(&self) -> Result<bool, RpcError>;
 
-    /// The point behind all that has been enqueued so far.
+    /// Returns the point behind all that has been enqueued so far.
     ///
     /// # Errors
     ///
     /// The error of the driver.
     fn mark(&self) -> Result<Box<dyn Mark>, RpcError>;
 
-    /// The major and minor number of what the device can do, as NVIDIA counts that; `None`, the
-    /// default, where nobody knows.
+    /// Returns the major and minor number of the device's compute capability, as NVIDIA counts
+    /// that; `None`, the default, if it is not known.
     fn compute_capability(&self) -> Option<(u32, u32)> {
         None
     }
 
-    /// Memory of the device, at least so many bytes, aligned to 8, for whatever is enqueued next on
-    /// this stream and until that is done. What is in it does not matter, and it remains the
-    /// stream's own. A barrier takes 8 bytes; an in-place `all_to_all` as many as its buffer has.
+    /// Returns memory of the device, at least so many bytes, aligned to 8, for the work that is
+    /// enqueued next on this stream and until that is done. Its content does not matter, and it
+    /// remains the stream's own. A barrier takes 8 bytes; an in-place `all_to_all` as many as its
+    /// buffer has.
     ///
     /// # Errors
     ///
@@ -64,7 +65,8 @@ pub unsafe trait DeviceStream: Send + Sync {
 ///
 /// # Safety
 ///
-/// It is not said to be reached before the stream has done what was enqueued in front of it.
+/// It is not said to be reached before the stream has done the work that was enqueued in front of
+/// it.
 pub unsafe trait Mark: Send {
     /// Returns true if the stream has come there.
     ///

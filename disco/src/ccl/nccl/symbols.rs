@@ -105,7 +105,7 @@ functions! {
     }
 }
 
-/// The function `name`, if the library has it.
+/// Returns the function `name`, if the library has it.
 ///
 /// # Safety
 ///
@@ -117,11 +117,12 @@ unsafe fn find<F: Copy>(library: &libloading::Library, name: &str) -> Option<F> 
 }
 
 impl<F: Copy> Newer<F> {
-    /// The function, if the library has it.
+    /// Returns the function, if the library has it.
     ///
     /// # Errors
     ///
-    /// [`rpc_core::ErrorKind::Unsupported`]: it needs a newer version than `found`, which is as the library describes itself.
+    /// [`rpc_core::ErrorKind::Unsupported`]: it needs a newer version than `found`, which is as the
+    /// library describes itself.
     pub(super) fn get(&self, found: &super::Library) -> Result<F, RpcError> {
         self.function.ok_or_else(|| {
             let Self { name, since: Version { major, minor, .. }, .. } = self;

@@ -21,8 +21,8 @@ impl Version {
         Self { major, minor, patch }
     }
 
-    /// The version that `ncclGetVersion` gives as `code`: `major × 10000 + minor × 100 + patch`
-    /// from 2.9 on, and `major × 1000 + …` before.
+    /// Returns the version that `ncclGetVersion` gives as `code`: `major × 10000 + minor × 100 +
+    /// patch` from 2.9 on, and `major × 1000 + …` before.
     #[must_use]
     pub fn from_code(code: c_int) -> Self {
         let code = u32::try_from(code).unwrap_or(0);
@@ -30,7 +30,7 @@ impl Version {
         Self { major: code / major_unit, minor: code % major_unit / 100, patch: code % 100 }
     }
 
-    /// The number that stands for the version, as in [`from_code`](Self::from_code).
+    /// Returns the number that stands for the version, as in [`from_code`](Self::from_code).
     #[must_use]
     pub fn code(self) -> u32 {
         let major_unit = if self < Self::new(2, 9, 0) { 1000 } else { 10_000 };

@@ -1,4 +1,4 @@
-//! Waiting for what only tells when it is asked, without waiting for ever.
+//! Waiting for states that have to be polled, without waiting for ever.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ pub(super) const EAGER: Duration = Duration::from_millis(1);
 /// which it is to be a small part.
 const SLEEP: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
-/// Why this rank cannot go on.
+/// Reason why this rank cannot go on.
 #[derive(Debug)]
 pub(super) enum Fault {
     /// All ranks have this error, or get it in their next call.
@@ -42,7 +42,7 @@ impl From<NcclError> for Fault {
     }
 }
 
-/// Waits until `ready`, and looks meanwhile whether somebody has broken the group.
+/// Waits until `ready`, and looks meanwhile if another rank has broken the group.
 ///
 /// # Errors
 ///
@@ -68,7 +68,7 @@ pub(super) fn wait(
     Ok(())
 }
 
-/// Waits until `ready` or the time is up, with nobody to ask; says whether it was.
+/// Waits until `ready` or the time is up, without asking the group; returns true if it was ready.
 pub(super) fn wait_alone(until: Instant, mut ready: impl FnMut() -> bool) -> bool {
     let began = Instant::now();
     while !ready() {

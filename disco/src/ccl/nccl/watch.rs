@@ -1,5 +1,6 @@
-//! Looks after collectives that are on the device while nobody else does: a rank that has died or a
-//! network that is gone would leave the stream hanging, and with it whoever waits for the stream.
+//! Supervision of collectives that are on the device while no call looks after them: a rank that
+//! has died or a network that is gone would leave the stream hanging, and each thread that waits
+//! for it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use super::member::Member;
 /// Interval of looks.
 const PERIOD: Duration = Duration::from_millis(5);
 
-/// A rank, and whether somebody has to look after it.
+/// A rank, and flags that tell if it has to be looked after.
 pub(super) struct Watched {
     member: Mutex<Member>,
     state: Mutex<State>,
@@ -39,7 +40,7 @@ impl Watched {
         Self { member: Mutex::new(member), state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// The rank. A panic in the middle of a call has broken its group.
+    /// Locks the rank. A panic in the middle of a call has broken its group.
     pub(super) fn member(&self) -> MutexGuard<'_, Member> {
         self.member.lock()
     }
@@ -48,7 +49,7 @@ impl Watched {
         self.state.lock()
     }
 
-    /// From now on something is under way.
+    /// Notes that a collective may be under way from now on.
     pub(super) fn begin(&self) {
         if !std::mem::replace(&mut self.state().is_busy, true) {
             self.changed.notify_one();

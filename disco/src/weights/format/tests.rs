@@ -167,8 +167,9 @@ proptest! {
         }
     }
 
-    /// Any change of a file is read, or is an error: it never panics, and nothing that is read lies
-    /// outside of the file. What is taken here the reference implementation takes, too.
+    /// Any change of a file is read, or is an error: it never panics, and no tensor that is read
+    /// lies outside of the file. A file that is taken here is taken by the reference
+    /// implementation, too.
     #[test]
     fn changed_files_do_no_harm(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4), cut in any::<prop::sample::Index>()) {
         let json = r#"{"__metadata__":{"a":"b"},"x":{"dtype":"U8","shape":[2,3],"data_offsets":[0,6]},"y":{"dtype":"F16","shape":[2],"data_offsets":[6,10]}}"#;

@@ -45,7 +45,7 @@ fn read_in_pieces(cut: &Cut, source: &Watched, len: usize) -> Vec<u8> {
     out
 }
 
-/// The same, element by element.
+/// Returns the same, element by element.
 fn naively(bytes: &[u8], size: usize, shape: &[i64], ranges: &[Range<i64>]) -> Vec<u8> {
     let mut out = Vec::new();
     let count: i64 = shape.iter().product();

@@ -18,7 +18,7 @@ const ARGUMENT: &str = "--describe-devices";
 /// Longest time for the driver. Some machines with many GPUs need several seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Maximum length of an answer in bytes.
+/// Maximum length of an answer, in bytes.
 const LONGEST: u64 = 1 << 20;
 
 /// Answer of the process, printed as JSON.

@@ -12,7 +12,7 @@ use crate::builtins;
 use crate::modules::hash;
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
 
-/// Loads nothing: a module whose function tells what it has been given.
+/// Loader that loads no code: its modules have a function that returns the file's content.
 #[derive(Default)]
 struct FakeLoader {
     loads: AtomicUsize,
@@ -54,13 +54,14 @@ impl Fixture {
         let workspace = WorkspaceRoot::open(folder.path(), WorkspaceLimits::default()).unwrap().private().unwrap();
         let registry = Registry::new();
         builtins::register(&registry);
-        // Again, as programs do that are their own server: the loader is there once nevertheless.
+        // Programs that are their own server register twice; the loader must be there once
+        // nevertheless.
         builtins::register(&registry);
         let session = LocalSession::builder(registry).workspace(Arc::new(workspace)).extension(service).build();
         Self { session: Session::new(session), pretence, folder }
     }
 
-    /// Loads a module, and has its function say what is in it.
+    /// Loads a module, and returns its content.
     fn content(&self, path: &str) -> Result<String> {
         self.session.load_module(path).wait()?.function("content").wait()?.call(()).wait()
     }
@@ -69,7 +70,7 @@ impl Fixture {
         self.pretence.loads.load(Ordering::Relaxed)
     }
 
-    /// A file of the server, outside of the workspace, last changed an hour ago.
+    /// Creates a file of the server, outside the workspace, last changed an hour ago.
     fn file(&self, name: &str, content: &str) -> PathBuf {
         let path = self.folder.path().join(name);
         fs::write(&path, content).unwrap();
@@ -91,7 +92,7 @@ fn digest_of(content: &str) -> Digest {
 fn a_module_is_sent_once_and_loaded_once() {
     let fixture = Fixture::new(None);
     let modules = Modules::new(&fixture.session);
-    // Several pieces, and the last one is not whole.
+    // The module takes several pieces, and the last one is not whole.
     let content = "kernels ".repeat(300_000);
     let digest = digest_of(&content);
     let mut progress = Vec::new();
@@ -183,7 +184,7 @@ fn with_a_list_nothing_is_told_of_files_of_the_server_that_are_not_on_it() {
         words.push(error.message().replace(&format!("{path:?}"), "PATH"));
     }
     assert!(words.iter().all(|text| *text == words[0] && text.contains("--module-digests")), "{words:?}");
-    // Of its own files a client knows everything.
+    // For its own files a client gets the exact error.
     fixture.put("c.so", "other");
     let error = fixture.content("c.so").unwrap_err();
     assert!(error.message().contains(&digest_of("other").to_string()), "{error}");

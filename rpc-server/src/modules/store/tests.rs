@@ -21,7 +21,7 @@ impl Fixture {
         Self { store: ModuleStore::open(folder.path(), LIMITS, None).unwrap(), folder }
     }
 
-    /// Another reference to the same folder, as another process has it.
+    /// Returns another reference to the same folder, as another process has it.
     fn again(&self) -> ModuleStore {
         ModuleStore::open(self.folder.path(), LIMITS, None).unwrap()
     }
@@ -35,7 +35,7 @@ impl Fixture {
         names
     }
 
-    /// Makes a module look as if it had not been used for so long.
+    /// Sets the last use of a module back by this time.
     fn age(&self, digest: &Digest, by: Duration) {
         let file = File::open(self.folder.path().join(entry_name(digest))).unwrap();
         file.set_modified(SystemTime::now() - by).unwrap();
@@ -46,7 +46,7 @@ fn digest_of(bytes: &[u8]) -> Digest {
     hash(bytes).unwrap().0
 }
 
-/// A module that differs from others by its number.
+/// Returns a module that differs from others by its number.
 fn module(number: u8, len: u64) -> Vec<u8> {
     vec![number; len as usize]
 }
@@ -186,7 +186,7 @@ fn all_who_upload_the_same_at_once_succeed_and_the_first_file_stays() {
     thread::scope(|scope| {
         for _ in 0..WRITERS {
             scope.spawn(|| {
-                // Each with a lock and a folder of its own, as processes have them.
+                // Each thread has a lock and a folder of its own, as processes have.
                 let store = fixture.again();
                 let mut upload = store.begin_upload(digest, LEAST).unwrap();
                 upload.write(0, &bytes).unwrap();
@@ -270,7 +270,7 @@ fn a_folder_is_made_for_its_user_alone_and_one_that_others_may_write_to_is_refus
     }
     fs::set_permissions(&made, fs::Permissions::from_mode(0o755)).unwrap();
     ModuleStore::open(&made, LIMITS, None).unwrap();
-    // A folder above in which others could rename it; in a sticky one they could not.
+    // Others could rename the store in such a parent folder; in a sticky one they could not.
     let above = folder.path().join("above");
     let below = above.join("between/store");
     ModuleStore::open(&below, LIMITS, None).unwrap();
@@ -297,7 +297,7 @@ fn files_are_imported_once_and_only_files() {
     let digest = import(&path).unwrap();
     assert_eq!(digest, digest_of(&bytes));
     assert_eq!(import(&path).unwrap(), digest);
-    // The later fate of the file does not matter.
+    // Later changes of the file do not matter.
     fs::write(&path, "changed").unwrap();
     assert_eq!(fs::read(fixture.store.verified(&digest).unwrap()).unwrap(), bytes);
     assert!(matches!(import(folder.path()).unwrap_err(), ModuleError::NoFile { .. }));

@@ -1,19 +1,19 @@
 //! The chart of the last hour, as SVG: a bar for the slots in use in each minute, the line of all
-//! slots above them, and below how many requests waited.
+//! slots above them, and below the bars the number of waiting requests.
 
 use std::fmt::{self, Write};
 
 use rpc_transports::tracker::Sample;
 
-/// Number of minutes, and the width of one.
+/// Number of minutes, and the width of each.
 const MINUTES: usize = 61;
 const STEP: usize = 10;
 
-/// Height of the bars, and of those below for waiting requests.
+/// Height of the bars for slots, and of the bars below for waiting requests.
 const HEIGHT: f64 = 100.0;
 const BELOW: f64 = 26.0;
 
-/// Between the two.
+/// Gap between the two.
 const GAP: f64 = 4.0;
 
 pub(super) fn write(to: &mut String, history: &[Sample]) -> fmt::Result {
@@ -36,7 +36,7 @@ pub(super) fn write(to: &mut String, history: &[Sample]) -> fmt::Result {
     for (back, sample) in history.iter().rev().take(MINUTES).enumerate() {
         let x = (MINUTES - 1 - back) * STEP;
         let Sample { capacity, busy, waiting, granted, .. } = *sample;
-        // As wide as the minute, so that its tooltip covers all of it.
+        // The rectangle is as wide as the minute, so that its tooltip covers all of it.
         write!(to, "<g><rect class=\"minute\" x=\"{x}\" y=\"0\" width=\"{STEP}\" height=\"{height}\"/>")?;
         let y = up(busy);
         if busy > 0 {

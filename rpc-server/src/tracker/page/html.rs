@@ -1,4 +1,4 @@
-//! The status page as HTML, with everything in it that is known now.
+//! The status page as HTML, with all present data in it.
 
 use std::fmt::{self, Display, Write};
 
@@ -28,7 +28,7 @@ impl Write for Escape<'_, '_> {
                 '>' => self.0.write_str("&gt;")?,
                 '"' => self.0.write_str("&quot;")?,
                 '\'' => self.0.write_str("&#39;")?,
-                // Characters that change the direction of text, and those that HTML cannot show.
+                // These characters change the direction of text, or cannot be shown in HTML.
                 char if char.is_control() || is_directional(char) => self.0.write_char('\u{fffd}')?,
                 char => self.0.write_char(char)?,
             }
@@ -153,7 +153,7 @@ fn losses(to: &mut String, losses: &[Loss]) -> fmt::Result {
     })
 }
 
-/// A `#` before a header: its column has numbers.
+/// Writes a table. A `#` before a header marks a column of numbers.
 fn table<T>(
     to: &mut String,
     id: &str,
@@ -241,8 +241,9 @@ mod tests {
         let escaped = "&lt;/td&gt;&lt;script&gt;alert(1)&lt;/script&gt;&lt;img src=x \
                        onerror=&#39;alert(2)&#39;&gt;&quot; onmouseover=&quot;alert(3)&amp;\u{fffd}\u{fffd}";
         assert_eq!(Text(EVIL).to_string(), escaped);
-        // A key, a name, a client, a label of two, a device, an address of two, a reason; a client,
-        // a key, a label of two, a device; a name, a key, a peer, a reason.
+        // The text occurs in a key, a name, a client, a label (twice), a device, an address (twice)
+        // and a reason of the servers; in a client, a key, a label (twice) and a device of the
+        // queue; and in a name, a key, a peer and a reason of the losses.
         assert_eq!(page.matches(escaped).count(), 9 + 5 + 4, "{page}");
         assert_eq!(page.matches("alert(1)").count(), 9 + 5 + 4);
         assert!(!page.contains(EVIL) && page.matches("<script").count() == 1 && !page.contains("<img"), "{page}");

@@ -12,15 +12,15 @@ use super::{PendingRequest, QueueOrder, Scheduler};
 
 impl Scheduler {
     /// Returns the next grants: rules 1 to 3. Considers only keys with free slots, and skips
-    /// requests equal to one that got nothing, so that a long queue costs little while there is
-    /// nothing for it.
+    /// requests equal to one that got no slots, so that a long queue costs little while there are
+    /// no slots for it.
     pub(super) fn plan(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
         let mut plan = Vec::new();
         let mut left = self.totals.free;
         // Slots granted or reserved by this plan, by server and by key.
         let mut taken: HashMap<ServerId, u32> = HashMap::new();
         let mut taken_of: HashMap<&str, u64> = HashMap::new();
-        // Properties for which nothing is left.
+        // Properties for which no slot is left.
         let mut nothing_for = HashSet::new();
         let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
         // Requests of different keys affect each other only through requests for any key.
@@ -72,7 +72,8 @@ impl Scheduler {
     }
 
     /// Returns the free slots that a request could use and that are not `taken`, by servers in the
-    /// order of rule 4. For a request for one slot the first is enough, unless something is taken.
+    /// order of rule 4. For a request for one slot the first server is enough, unless slots are
+    /// taken.
     fn find(&self, request: &ServerRequest, taken: &HashMap<ServerId, u32>) -> Vec<(GrantOrder, u32)> {
         let all = request.key.is_empty().then(|| self.pools.values());
         let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
@@ -92,7 +93,7 @@ impl Scheduler {
     }
 }
 
-/// Chooses slots among those that were `found`, in their order: rule 4. There are enough.
+/// Chooses slots among those that were `found`, in their order: rule 4. There must be enough.
 fn choose(count: u32, mut found: Vec<(GrantOrder, u32)>) -> Vec<ServerId> {
     let count = count as usize;
     let mut chosen = Vec::with_capacity(count);

@@ -21,9 +21,9 @@ pub(crate) struct Server {
     pub(super) lease_end: Instant,
     pub(crate) registered: Instant,
     pub(crate) heard: Instant,
-    /// Time of its clock in the last report.
+    /// Time of the server's clock in the last report.
     pub(super) clock_ms: u64,
-    /// Serial number of its last grant.
+    /// Serial number of the server's last grant.
     pub(super) last_granted: u64,
 }
 
@@ -40,14 +40,14 @@ pub(super) struct GrantedTicket {
 pub(super) type GrantOrder = (bool, Reverse<u32>, u64, ServerId);
 
 impl Server {
-    /// Returns the number of free slots. There may be more sessions than slots, of clients without
-    /// tickets.
+    /// Returns the number of free slots. There may be more sessions than slots, because clients
+    /// without tickets have sessions too.
     pub(crate) fn free(&self) -> u32 {
         let taken = u32::try_from(self.granted.len() + self.uses.len()).unwrap_or(u32::MAX);
         self.offer.capacity.saturating_sub(taken)
     }
 
-    /// Returns its grant order, if it has free slots.
+    /// Returns the server's grant order, if it has free slots.
     pub(super) fn grant_order(&self, id: ServerId) -> Option<GrantOrder> {
         let free = self.free();
         (free > 0).then_some((!self.reachable, Reverse(free), self.last_granted, id))

@@ -1,4 +1,4 @@
-//! The scheduler against a model that knows the rules, and little else.
+//! Tests of the scheduler against a simple model that follows the rules.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ fn policy() -> Policy {
     }
 }
 
-/// One thing that happens. Numbers choose among what there is.
+/// Step of a test. Its numbers select among the existing servers, requests and tickets.
 #[derive(Clone, Debug)]
 enum Step {
     Register {
@@ -48,15 +48,15 @@ enum Step {
         timeout: Option<u16>,
     },
     Cancel(u8),
-    /// The holder of a ticket that is good opens its session.
+    /// The holder of a valid ticket opens its session.
     Use(u8),
-    /// It does, and ends it, before the server says anything.
+    /// The holder of a valid ticket opens its session and ends it, before the server reports.
     UseAndEnd(u8),
     /// A session ends.
     End(u8),
-    /// A server says who uses it, as it is now. The tracker has not heard it yet.
+    /// A server sends a report of its present sessions. The tracker has not received it yet.
     Say(u8),
-    /// The tracker hears what this server said first.
+    /// The tracker receives the oldest report that this server has sent.
     Hear(u8),
     GiveBack(u8),
     Pass(u16),
@@ -87,16 +87,16 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A server: what is true there, and what the tracker may know of it.
+/// Model of a server: its real state, and the state that the tracker may know.
 #[derive(Clone, Debug)]
 struct ModelServer {
     peer: u8,
     offer: Arc<Offer>,
     lease_end: Instant,
-    /// The beginning of its clock.
+    /// Start of the server's clock.
     started: Instant,
     uses: BTreeMap<u64, Use>,
-    /// Tickets that it would take: whose, and until when.
+    /// Tickets that the server would accept, with their claims and expiry.
     tickets: BTreeMap<u64, (ClaimId, u64)>,
     spent: Vec<u64>,
     /// Reports that the tracker has not received yet.
@@ -111,12 +111,12 @@ impl ModelServer {
         now.duration_since(self.started).as_millis() as u64
     }
 
-    /// Number of further clients that it could have without sharing.
+    /// Returns the number of further clients that the server could have without sharing slots.
     fn room(&self) -> u32 {
         self.offer.capacity.saturating_sub((self.uses.len() + self.tickets.len()) as u32)
     }
 
-    /// Number of free slots as far as the tracker can know.
+    /// Returns the number of free slots as far as the tracker can know it.
     fn free(&self) -> u32 {
         self.offer.capacity.saturating_sub((self.known_uses + self.known_granted.len()) as u32)
     }
@@ -134,12 +134,12 @@ impl ModelServer {
     }
 }
 
-/// The pool as it should be.
+/// Expected state of the pool.
 struct Model {
     scheduler: Scheduler,
     now: Instant,
     servers: BTreeMap<ServerId, ModelServer>,
-    /// In the order of arrival.
+    /// Waiting requests in the order of arrival.
     waiting: Vec<(ClaimId, u8, ServerRequest, Option<Instant>)>,
     serials: BTreeSet<u64>,
     next_use: u64,
@@ -156,7 +156,7 @@ impl Model {
         self.servers.keys().copied().nth(usize::from(at) % self.servers.len().max(1))
     }
 
-    /// One of the tickets that are good.
+    /// Returns one of the valid tickets.
     fn ticket_at(&self, at: u8) -> Option<(ServerId, u64, ClaimId)> {
         let of = |(id, server): (&ServerId, &ModelServer)| {
             let id = *id;
@@ -293,7 +293,7 @@ impl Model {
         Use { id: self.next_use, serial, direct: serial.is_none(), client: "somebody".to_owned(), for_ms: 5 }
     }
 
-    /// A server says how it is, and is heard, as all is that it said before.
+    /// Sends a report of a server, and delivers it and all earlier ones.
     fn report(&mut self, id: ServerId) {
         let now = self.now;
         self.servers.get_mut(&id).unwrap().say(now);
@@ -302,7 +302,7 @@ impl Model {
         }
     }
 
-    /// The tracker hears the first of what a server has said, if there is something.
+    /// Delivers the oldest report of a server, if there is one.
     fn hear(&mut self, id: ServerId) -> bool {
         let server = self.servers.get_mut(&id).unwrap();
         let Some(said) = server.said.pop_front() else { return false };
@@ -315,7 +315,7 @@ impl Model {
         true
     }
 
-    /// Lets time go by, from one moment at which something is due to the next.
+    /// Advances the time, in steps from one due timer to the next.
     fn pass(&mut self, time: Duration) {
         let end = self.now + time;
         while let Some(due) = self.scheduler.next_timeout().filter(|due| *due <= end) {
@@ -327,7 +327,7 @@ impl Model {
         self.now = end;
     }
 
-    /// Takes what the scheduler says, and compares all of it with the rules.
+    /// Takes the scheduler's events, and compares all of them with the rules.
     fn settle(&mut self) {
         let now = self.now;
         for server in self.servers.values_mut() {
@@ -369,7 +369,7 @@ impl Model {
         self.counts_agree();
     }
 
-    /// A grant: all or nothing, only what suits, and only what is free.
+    /// Checks a grant: it is complete, only suitable servers are granted, and only free slots.
     fn take(&mut self, claim: ClaimId, slots: &[GrantedSlot]) {
         let at = self.waiting.iter().position(|(id, ..)| *id == claim).expect("only those get something who wait");
         let (_, _, request, _) = self.waiting.remove(at);
@@ -390,8 +390,8 @@ impl Model {
         }
     }
 
-    /// Of two that wait for the same slots, the one behind has got none unless the one in front was
-    /// served too, in the same step, or could not be served by all servers together.
+    /// Checks pairs of requests for the same slots: the later one has got none, unless the earlier
+    /// one was served in the same step, or could not be served by all servers together.
     fn assert_no_request_was_overtaken(
         &self,
         before: &[(ClaimId, u8, ServerRequest, Option<Instant>)],
@@ -406,7 +406,7 @@ impl Model {
                 }
                 for GrantedSlot { server: id, .. } in slots {
                     let server = &self.servers[id];
-                    // Of a server of which it wants one slot only, the rest may be taken.
+                    // If it wants only one slot of a server, the rest may be taken.
                     let wants_more = !request.distinct || server.free() == 0;
                     assert!(!(server.suits(request) && wants_more), "{winner:?} passed {other:?} at {id:?}");
                 }
@@ -420,7 +420,8 @@ impl Model {
         all >= request.count
     }
 
-    /// Whoever waits could not be served from what is free behind those in front.
+    /// Checks that no waiting request could be served from the slots that earlier requests leave
+    /// free.
     fn assert_no_request_is_stuck(&self) {
         let mut order: Vec<_> = self.waiting.iter().collect();
         order.sort_by_key(|(id, _, request, _)| (-request.priority, *id));
@@ -466,7 +467,8 @@ impl Model {
         assert_eq!(self.scheduler.queues.values().map(BTreeSet::len).sum::<usize>(), self.waiting.len());
     }
 
-    /// When everybody leaves, all slots are free, and nothing is remembered.
+    /// Ends all sessions and requests, and checks that all slots are free. Then removes all
+    /// servers, and checks that the scheduler keeps no state of them.
     fn everybody_leaves(&mut self) {
         for id in self.servers.keys().copied().collect::<Vec<_>>() {
             let server = self.servers.get_mut(&id).unwrap();
@@ -479,7 +481,7 @@ impl Model {
             self.scheduler.cancel(self.now, id);
             self.settle();
         }
-        // Tickets that nobody uses: their slots are back with the first report after their end.
+        // Slots of unused tickets are free again with the first report after the tickets' expiry.
         let end = self.now + TICKET;
         while self.now < end {
             self.pass(LEASE / 2);
@@ -500,7 +502,7 @@ impl Model {
 }
 
 proptest! {
-    // The same cases each time; PROPTEST_CASES and PROPTEST_RNG_SEED ask for others.
+    // The cases are the same each time; PROPTEST_CASES and PROPTEST_RNG_SEED select others.
     #![proptest_config(ProptestConfig {
         cases: 256,
         rng_seed: RngSeed::Fixed(0x7261_636b),
@@ -522,12 +524,12 @@ fn offer(key: &str, capacity: u32) -> Arc<Offer> {
     Arc::new(Offer { key: key.to_owned(), labels: BTreeMap::new(), devices: Vec::new(), capacity })
 }
 
-/// A server that nobody uses.
+/// Returns the report of a server without sessions.
 fn nobody() -> ServerStatus {
     ServerStatus::default()
 }
 
-/// A scheduler with room, and a moment.
+/// Returns a scheduler without tight limits, and the present time.
 fn scheduler() -> (Scheduler, Instant) {
     let policy = Policy {
         max_servers: 100,
@@ -576,7 +578,7 @@ fn a_virtual_device_is_satisfied_by_one_of_the_devices() {
         let wanted: rpc_core::VirtualDevice = wanted.parse().unwrap();
         scheduler.request(now, "c", ServerRequest::any().virtual_device(wanted.clone())).unwrap();
         assert_eq!(granted(&mut scheduler).len(), usize::from(is_there), "{wanted}");
-        // All of several have to be satisfied.
+        // All of several constraints have to be satisfied.
         let (mut scheduler, now) = self::scheduler();
         let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
         scheduler.register(now, "p", Arc::new(offer), &nobody()).unwrap();
@@ -659,7 +661,7 @@ fn places_are_spread_and_servers_that_cannot_be_reached_come_last() {
     assert!([one, two].contains(&slots[0].server));
 }
 
-/// A restarted tracker learns from the servers themselves who uses them.
+/// A restarted tracker learns the sessions of servers from the servers themselves.
 #[test]
 fn a_server_that_registers_in_use_is_not_granted_again() {
     let (mut scheduler, now) = scheduler();
@@ -682,8 +684,9 @@ fn request_without_time_is_served_at_once_or_fails() {
     assert_eq!(scheduler.next_timeout(), None);
 }
 
-/// Once, a granted slot came back some seconds after the ticket's end. A client that came at the
-/// last moment, at a server whose report was slower than that, shared its slot with the next one.
+/// Regression test: a granted slot once became free some seconds after the ticket's expiry. A
+/// client that came at the last moment, to a server whose report was slower than that, shared its
+/// slot with the next client.
 #[test]
 fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it() {
     let (mut scheduler, now) = scheduler();
@@ -693,7 +696,7 @@ fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it()
     let GrantedSlot { serial, expires_ms, .. } = slots[0];
     let next = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
 
-    // Half a lease before the end of the ticket, and heard as long after it.
+    // The report is made half a lease before the ticket's expiry, and received as long after it.
     let mut heard = now;
     for said_ms in [5_000, 10_000, expires_ms - 1] {
         heard += LEASE * 3 / 4;
@@ -710,7 +713,7 @@ fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it()
     let [(claim, slots)] = &granted(&mut scheduler)[..] else { panic!() };
     assert_eq!(*claim, next);
 
-    // And a ticket that nobody uses.
+    // The next ticket is never used.
     let expires_ms = slots[0].expires_ms;
     let last = scheduler.request(heard, "c", ServerRequest::new("k")).unwrap();
     assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms - 1, ..nobody() }));

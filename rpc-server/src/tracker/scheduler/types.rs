@@ -1,4 +1,4 @@
-//! The vocabulary of the scheduler: ids, policy, offers, events, slots.
+//! Types of the scheduler: ids, policy, offers, events, slots.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

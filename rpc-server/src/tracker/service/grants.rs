@@ -30,7 +30,7 @@ pub(super) fn grants(slots: &[Granted], good_for_ms: u64) -> Result<Vec<Grant>> 
 }
 
 impl ServerDescription {
-    /// ServerDescription how many bytes it takes to tell it.
+    /// Returns the approximate length of the description in a message, in bytes.
     fn size(&self) -> usize {
         let labels = self.offer.labels.iter().map(|(name, value)| name.len() + value.len());
         let devices = self.offer.devices.iter().map(|device| {
@@ -39,7 +39,7 @@ impl ServerDescription {
             device.kind.len() + target + scopes.sum::<usize>() + 48
         });
         let addresses = self.address.iter().map(String::len);
-        // The constant is for the ticket and the names of the fields.
+        // The constant covers the ticket and the names of the fields.
         256 + self.name.len() + self.offer.key.len() + labels.chain(devices).chain(addresses).sum::<usize>()
     }
 }

@@ -12,7 +12,7 @@ use super::super::limits::{check_status, clip, clipped};
 use super::super::scheduler::{ClaimId, ServerId};
 use super::{Answer, Granted, PROBE_INTERVAL, Tracker};
 
-/// A registration. It ends when the session ends that made it, or frees it.
+/// A registration. It ends when the session that made it ends or frees it.
 pub(super) struct ServerObject {
     pub(super) tracker: Arc<Tracker>,
     pub(super) id: ServerId,
@@ -55,8 +55,8 @@ impl Drop for ServerObject {
     }
 }
 
-/// A claim. It is cancelled when the session ends that made it, or frees it. Granted slots that
-/// have not been used by then expire.
+/// A claim. It is cancelled when the session that made it ends or frees it. Granted slots that have
+/// not been used by then expire.
 pub(super) struct ClaimObject {
     pub(super) tracker: Arc<Tracker>,
     pub(super) id: ClaimId,

@@ -63,8 +63,8 @@ impl Tracker {
         }
     }
 
-    /// Copies the data of a summary. No request is served meanwhile, so this does no more than it
-    /// must.
+    /// Copies the data of a summary. No request is served meanwhile, so all other work is left for
+    /// later.
     fn snapshot(&self, now: Instant) -> Snapshot {
         let mut state = self.lock();
         let TrackerState { scheduler, servers, losses, history, .. } = &mut *state;

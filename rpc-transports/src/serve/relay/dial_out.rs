@@ -1,4 +1,4 @@
-//! Servers that nobody can dial: they dial a relay, and wait there for clients.
+//! Servers that cannot be dialled: they dial a relay, and wait there for clients.
 
 use std::time::Duration;
 
@@ -23,13 +23,13 @@ const SHORTEST: Duration = Duration::from_millis(50);
 /// Options of a server that parks at a relay.
 #[derive(Clone, Debug)]
 pub struct ParkOptions {
-    /// Key that clients ask the relay for, and then this server: for them it is the server's,
-    /// whatever key it has for others.
+    /// Key that clients ask the relay for, and then this server. For these clients it replaces the
+    /// server's other key.
     pub key: String,
     /// Number of clients that may be served through the relay at one time. Each has a channel of
-    /// its own, which waits there.
+    /// its own, which waits at the relay.
     pub capacity: usize,
-    /// Longest time for the handshake with the relay, before the waiting begins. 10 s.
+    /// Longest time for the handshake with the relay, before the wait begins. Default 10 s.
     pub handshake_timeout: Duration,
 }
 
@@ -43,10 +43,10 @@ impl Server {
     /// Serves clients that come through the relay at `relay`, until this server drains or stops.
     /// Reconnects by itself.
     ///
-    /// The relay is dialled by what [`ServeOptions::onward`](crate::ServeOptions::onward) says at
-    /// the time. Behind the relay the handshake is between client and server, so that the client
-    /// proves itself to this server, and the other way about. For limits on peers all of them come
-    /// from the relay's machine.
+    /// The relay is dialled with the settings that
+    /// [`ServeOptions::onward`](crate::ServeOptions::onward) has at the time. Behind the relay the
+    /// handshake is between client and server, which prove themselves to each other. For limits on
+    /// peers, all these clients count as the relay's machine.
     pub fn park(&self, relay: &Address, options: &ParkOptions) {
         for _ in 0..options.capacity {
             let (server, relay, options) = (self.clone(), relay.clone(), options.clone());
@@ -61,9 +61,10 @@ impl Server {
     }
 
     /// Waits at the relay at `relay` for one client, and serves it. Returns when the client has
-    /// gone: `false` if it got no session, because it went or was refused during its handshake.
+    /// gone. The result is `false` if the client got no session, because it went or was refused
+    /// during its handshake.
     ///
-    /// Dropping the future ends the wait. A client that has come already is served on.
+    /// Dropping the future ends the wait. A client that has come already is served to its end.
     ///
     /// # Errors
     ///
@@ -103,7 +104,8 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
     }
 }
 
-/// Waits at a relay for one client. Returns the channel that leads to it. The client speaks first.
+/// Waits at a relay for one client. Returns the channel that leads to the client, which sends
+/// first.
 async fn wait_at(
     relay: &Address,
     options: &ParkOptions,
@@ -117,6 +119,6 @@ async fn wait_at(
     let config = HandshakeConfig { hello, identities, hold: false, timeout: options.handshake_timeout };
     let (_, input) = dial_handshake_with_keep_alive(&mut channel, config).await?;
     let peer = channel.peer().to_owned();
-    // The client may have spoken already.
+    // The client may have sent input already.
     Ok(channel.leading_to(peer).after_reading(input))
 }

@@ -10,11 +10,11 @@ use tokio::sync::{Notify, oneshot};
 
 use crate::channel::Channel;
 
-/// Channel of a parked server behind its handshake with the relay, and its share in the relay's
+/// Channel of a parked server after its handshake with the relay, and its share in the relay's
 /// limits.
 pub(in crate::serve) struct ParkedServer {
     pub(in crate::serve) channel: Channel,
-    /// Input that was read beyond the handshake: none, if the server waits for its client to speak
+    /// Input that was read beyond the handshake. Empty if the server waits for its client to send
     /// first.
     pub(in crate::serve) input: BytesMut,
     /// Share of the server in the relay's limits, kept for as long as the channel.
@@ -24,7 +24,7 @@ pub(in crate::serve) struct ParkedServer {
 /// Sender by which a server's task hands its channel over, once the server is accepted.
 pub(in crate::serve) type Handover = oneshot::Sender<ParkedServer>;
 
-/// Servers that wait.
+/// Pool of waiting servers.
 #[derive(Default)]
 pub(in crate::serve) struct ServerPool {
     state: Mutex<PoolState>,
@@ -47,8 +47,8 @@ struct PoolEntry<'a> {
 }
 
 impl ServerPool {
-    /// Waits for a client that asks for `key`. The server is to be accepted then, and its channel
-    /// handed over. Cancel-safe.
+    /// Waits for a client that asks for `key`. The caller then accepts the server, and hands its
+    /// channel over. Cancel-safe.
     pub(in crate::serve) async fn park(&self, key: &str) -> Result<Handover, RpcError> {
         let (claim, claimed) = oneshot::channel();
         let _entry = self.add(key, claim);

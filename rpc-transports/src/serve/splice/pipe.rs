@@ -20,13 +20,13 @@ mod linux {
     use super::{Channel, Context, Poll, io};
     use crate::channel::PlainSocket;
 
-    /// Capacity asked for. The pipes of a user other than root may have 64 MiB together.
+    /// Requested capacity. The pipes of a user other than root may have 64 MiB together.
     const SIZE: usize = 256 << 10;
 
     /// Amount below which a copy costs less than two more system calls.
     const LITTLE: usize = 16 << 10;
 
-    /// Pipe for one direction.
+    /// Kernel pipe for one direction.
     pub(in super::super) struct Pipe {
         /// End that is read.
         source: OwnedFd,
@@ -48,8 +48,8 @@ mod linux {
             Some(Self { source, sink, held: 0, last: 0 })
         }
 
-        /// Moves some bytes, and returns how many were written: 0 at the end of the stream, when
-        /// all have been.
+        /// Moves some bytes, and returns how many were written: 0 at the end of the stream, after
+        /// all bytes have been.
         pub(in super::super) fn poll(
             &mut self,
             from: &Channel,
@@ -106,7 +106,7 @@ mod linux {
 mod other {
     use super::{Channel, Context, Poll, io};
 
-    /// Never exists: other systems have no `splice`.
+    /// Type without values: other systems have no `splice`.
     pub(in super::super) enum Pipe {}
 
     impl Pipe {

@@ -7,14 +7,14 @@ use super::*;
 
 const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg];
 
-/// The kernel's result on these ranks' bytes, from addresses that are not aligned.
+/// Returns the kernel's result on these ranks' bytes, from addresses that are not aligned.
 fn run(numeric: Numeric, op: ReduceOp, ranks: &[Vec<u8>], plain: bool) -> Vec<u8> {
     let shifted: Vec<Vec<u8>> = ranks.iter().map(|bytes| [&[0xaa_u8][..], bytes].concat()).collect();
     let sources: Vec<*const u8> = shifted.iter().map(|bytes| bytes[1..].as_ptr()).collect();
     let len = ranks[0].len();
     let mut out = vec![0; len];
     let mut emit = |at: usize, block: &[u8]| out[at..at + block.len()].copy_from_slice(block);
-    // SAFETY: the sources are `len` bytes long each, and nobody writes to them.
+    // SAFETY: the sources are `len` bytes long each, and no other code writes to them.
     unsafe {
         match (plain, numeric) {
             (false, _) => reduce(numeric, op, &sources, len, &mut emit),
@@ -38,8 +38,8 @@ fn integer_model(op: ReduceOp, values: &[i128], wrap: impl Fn(i128) -> i128) -> 
     }
 }
 
-/// In `f64`, rounding to the type of sums after each step as the contract says: the sum and product
-/// of two `f32` rounded through `f64` are what `f32` itself gives.
+/// Reduces in `f64`, rounding to the type of sums after each step as the contract says: the sum and
+/// product of two `f32` rounded through `f64` are what `f32` itself gives.
 fn float_model(op: ReduceOp, values: &[f64], round: impl Fn(f64) -> f64) -> f64 {
     let fold = |f: fn(f64, f64) -> f64| values.iter().copied().reduce(|a, b| round(f(a, b))).unwrap();
     let extreme = |f: fn(f64, f64) -> f64| {

@@ -12,8 +12,8 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::lost;
 
-/// Held during every call, because the library may allow only one at a time. None of them waits for
-/// other processes, but those at the beginning and the end of a job.
+/// Lock that is held during every call, because the library may allow only one at a time. No call
+/// waits for other processes, except those at the beginning and the end of a job.
 static CALLS: Mutex<Calls> = Mutex::new(Calls { left: Vec::new(), held: 0, is_over: false });
 
 /// State of the calls so far.
@@ -54,7 +54,7 @@ struct Message {
     bytes: Vec<u8>,
 }
 
-// SAFETY: a handle, used under `CALLS` only, and bytes that nobody looks at before MPI is through
+// SAFETY: a handle, used under `CALLS` only, and bytes that are not looked at before MPI is through
 // with them.
 unsafe impl Send for Message {}
 
@@ -73,7 +73,7 @@ impl Message {
 pub(super) struct Transfer(Option<Message>);
 
 impl Transfer {
-    /// The bytes, once MPI is through with them.
+    /// Returns the bytes, once MPI is through with them.
     ///
     /// # Errors
     ///
@@ -270,9 +270,9 @@ impl Library {
         }
     }
 
-    /// Takes the farewells of groups that are gone, for which nobody waits: MPI wants every message
-    /// to be received. Blocks until all processes have come here, as the end of MPI does. The
-    /// caller has the right to call.
+    /// Takes the farewells of groups that are gone, which no rank waits for: MPI wants every
+    /// message to be received. Blocks until all processes have come here, as the end of MPI does.
+    /// The caller has the right to call.
     fn take_the_rest(&self) -> io::Result<()> {
         // SAFETY: MPI has been started, and the communicator is one of all processes.
         checked(unsafe { ffi::MPI_Barrier(self.comm.0) })?;
@@ -299,7 +299,7 @@ impl Library {
     }
 }
 
-/// The right to call MPI.
+/// Takes the right to call MPI.
 ///
 /// # Errors
 ///
@@ -310,7 +310,7 @@ fn calls() -> io::Result<MutexGuard<'static, Calls>> {
 }
 
 impl Calls {
-    /// Lets go of what MPI is through with.
+    /// Frees the messages that MPI is through with.
     fn reap(&mut self) {
         let mut left = std::mem::take(&mut self.left);
         left.retain_mut(|message| !message.is_done(self).unwrap_or(false));
@@ -331,7 +331,7 @@ fn version() -> String {
     }
 }
 
-/// The result of a call.
+/// Returns the result of a call.
 fn checked(code: c_int) -> io::Result<()> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());

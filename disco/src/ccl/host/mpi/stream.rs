@@ -12,7 +12,7 @@ const MESSAGE: usize = 256 * 1024 + 64;
 /// Number of messages may be on their way out, and how many on their way in.
 const WINDOW: usize = 4;
 
-/// One end of such a stream. Nobody tells it when the other end's process has gone.
+/// One end of such a stream. It is not told when the other end's process has gone.
 pub(super) struct MessageStream {
     library: &'static Library,
     peer: u32,
@@ -123,7 +123,7 @@ impl Write for MessageStream {
         Ok(len)
     }
 
-    /// Says whether all messages are out.
+    /// Checks that all messages are out; fails with `WouldBlock` otherwise.
     fn flush(&mut self) -> io::Result<()> {
         self.reap()?;
         if self.outgoing.is_empty() { Ok(()) } else { Err(ErrorKind::WouldBlock.into()) }
@@ -135,7 +135,7 @@ impl Socket for MessageStream {
         None
     }
 
-    /// A message that is begun gets on only while somebody calls MPI.
+    /// Returns true while messages are under way: they make progress only during calls of MPI.
     fn holds_back(&self) -> bool {
         !self.outgoing.is_empty()
     }

@@ -2,8 +2,8 @@
 //! the announcements.
 //!
 //! A rank's buffers are lent to all from its announcement until its call returns. It returns with
-//! success only once everybody has finished, and with an error only once the group is broken and
-//! nobody is [`Word::Busy`].
+//! success only once all ranks have finished, and with an error only once the group is broken and
+//! no rank is [`Word::Busy`].
 
 use std::sync::atomic::Ordering;
 
@@ -18,10 +18,11 @@ use crate::ccl::{CclError, Collective, Lent, Operation};
 pub(super) struct Busy<'a>(&'a Segment, usize);
 
 impl<'a> Busy<'a> {
-    /// `None` if the group is broken, and the buffers may be gone.
+    /// Begins to use the others' buffers; `None` if the group is broken, and the buffers may be
+    /// gone.
     pub(super) fn begin(segment: &'a Segment, rank: usize) -> Option<Self> {
-        // In one order with breaking the group and looking at this word: whoever breaks it sees
-        // that we are busy, or we see that it is broken.
+        // In one order with breaking the group and looking at this word: either the rank that
+        // breaks it sees that we are busy, or we see that it is broken.
         segment.word(rank, Word::Busy).store(1, Ordering::SeqCst);
         let this = Self(segment, rank);
         (!segment.is_broken()).then_some(this)
@@ -71,7 +72,7 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Reduces `len` bytes from `at` on of everybody's input, to all `outputs`.
+    /// Reduces `len` bytes from `at` on of all inputs, to all `outputs`.
     ///
     /// # Safety
     ///

@@ -25,7 +25,7 @@ pub(super) struct Count {
 }
 
 impl Count {
-    /// The number of the next transfer.
+    /// Returns the number of the next transfer.
     pub(super) fn next(&mut self) -> u64 {
         self.transfers += 1;
         self.transfers

@@ -22,7 +22,7 @@ pub(super) const PIECE: usize = 256 * 1024;
 /// Start of a buffer that several threads work on.
 pub(super) struct Place(pub *mut u8);
 
-// SAFETY: this only tells where the bytes are; whoever touches them says why they may.
+// SAFETY: this only tells where the bytes are; the code that touches them says why it may.
 unsafe impl Sync for Place {}
 
 impl Place {
@@ -49,7 +49,7 @@ pub(super) fn in_pieces(
                 break;
             }
             if let Err(error) = work(begin..len.min(begin + PIECE)) {
-                // Nobody needs the rest.
+                // The rest is not needed.
                 next.store(len, Ordering::Relaxed);
                 return Err(error);
             }
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn helpers_take_pieces_too() {
-        // Nobody goes on until two are there.
+        // Neither thread goes on until two are there.
         let both = std::sync::Barrier::new(2);
         let first = Mutex::new(std::collections::HashSet::new());
         in_pieces(&segment(), LEN, 2, |_| {

@@ -2,9 +2,9 @@
 //! from the others' buffers, whose addresses came with the announcements. So data moves once, and
 //! ranks wait for each other once or twice, however much that is.
 //!
-//! Nobody writes to memory of others. A rank returns with success only once all who read from it
-//! have finished; with an error it returns at once, because what others then still read, right or
-//! wrong, is never used: the group is broken, and they find that out before they return.
+//! No rank writes to memory of others. A rank returns with success only once all who read from it
+//! have finished. With an error it returns at once, because all data that others then still read,
+//! right or wrong, is never used: the group is broken, and they find that out before they return.
 
 use super::pieces::{Place, in_pieces};
 use super::{Phase, SharedCcl};
@@ -87,8 +87,8 @@ impl SharedCcl {
         matches!(operation, Operation::Allreduce(_)) || route(operation, 1, self.rank, peer).is_some()
     }
 
-    /// Reduces `len` bytes from `at` on of everybody's input, of which this rank's is at `input`,
-    /// to `output`.
+    /// Reduces `len` bytes from `at` on of all inputs, of which this rank's is at `input`, to
+    /// `output`.
     fn read_and_reduce(
         &mut self,
         collective: Collective,
@@ -138,8 +138,8 @@ impl SharedCcl {
     pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize, hands: usize) -> Result<(), CclError> {
         let process = self.segment.word(peer, Word::Pid).load(super::Ordering::Relaxed);
         let to = Place(to);
-        // SAFETY: `to` has room for `len` bytes, which nobody else touches: a buffer that the call
-        // was lent, or scratch. Every piece is read once.
+        // SAFETY: `to` has room for `len` bytes, which no other code touches: a buffer that the
+        // call was lent, or scratch. Every piece is read once.
         let read = in_pieces(&self.segment, len, hands, |piece| unsafe {
             process_memory::read(process, from.wrapping_add(piece.start as u64), to.at(piece.start), piece.len())
         });

@@ -18,7 +18,7 @@ impl SharedCcl {
                         && lent.has_output
                     {
                         // SAFETY: every rank has announced this collective with the same size, so
-                        // that its input lies in its slot, which nobody writes to before this rank
+                        // that its input lies in its slot, which is not written to before this rank
                         // announces the next one; and `lent` has room for the output.
                         unsafe { kernel::copy(inline(from).add(at), lent.output.add(to), bytes, false) };
                     }

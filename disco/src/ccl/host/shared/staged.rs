@@ -3,8 +3,8 @@
 //!
 //! Every rank counts the chunks that it has produced, reduced and consumed, since the group began
 //! and the same number in each collective, so that no collective has to wait for the end of the one
-//! before. Work on a chunk is spread over rounds, one for each step, so that what a rank waits for
-//! is what its peers did a round ago.
+//! before. Work on a chunk is spread over rounds, one for each step, so that a rank waits for work
+//! that its peers did a round ago.
 
 use super::{Phase, SharedCcl};
 use crate::ccl::host::plan::{bypasses, is_personal, route, share};
@@ -30,7 +30,7 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Each rank reduces its share of each chunk, for all.
+    /// Runs an allreduce: each rank reduces its share of each chunk, for all.
     fn staged_allreduce(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
         let size = self.segment.size();
         let Some(op) = collective.operation.reduce_op() else { return Ok(0) };
@@ -61,7 +61,7 @@ impl SharedCcl {
                 for owner in self.peers() {
                     let (begin, len) = piece(owner, round);
                     // SAFETY: `begin..begin + len` lies in the input, and the stage is this rank's
-                    // to write, because everybody has consumed what was in it before.
+                    // to write, because all ranks have consumed what was in it before.
                     unsafe { kernel::copy(lent.input.add(begin), stage(self.rank, round, owner), len, false) };
                 }
                 self.publish(Word::Produced, count_at(round + 1));
@@ -74,7 +74,7 @@ impl SharedCcl {
                 }
                 sources[self.rank] = lent.input.wrapping_add(begin);
                 let result = stage(self.rank, chunk, self.rank);
-                // SAFETY: the others' parts were produced, the result's part is nobody's source,
+                // SAFETY: the others' parts were produced, the result's part is no rank's source,
                 // and the output is this rank's. It may be its input: what is written lies where it
                 // was read.
                 unsafe {
@@ -101,8 +101,8 @@ impl SharedCcl {
         Ok(chunks * stages_each)
     }
 
-    /// Everything else: each rank puts what others need into its stages, and takes what it needs
-    /// from theirs.
+    /// Runs all other collectives: each rank puts what others need into its stages, and takes what
+    /// it needs from theirs.
     fn staged_exchange(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
         let size = self.segment.size();
         let operation = collective.operation;
@@ -180,7 +180,7 @@ impl SharedCcl {
                 }
                 sources[self.rank] = lent.input.wrapping_add(self.rank * bytes + begin);
                 // SAFETY: as above; in place, the output is this rank's part of the input, which
-                // nobody else needs.
+                // no other rank needs.
                 unsafe {
                     kernel::reduce(check::numeric(&collective), op, &sources, len, &mut |at, block| {
                         kernel::copy(block.as_ptr(), lent.output.add(begin + at), block.len(), bypass);

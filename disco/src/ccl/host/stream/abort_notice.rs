@@ -1,9 +1,9 @@
 //! End of the connections of a broken group.
 //!
 //! A socket that is full of data has no room for a word at once, and one that is closed while
-//! something in it is unread takes with it what is still on its way out. So each connection is kept
-//! until the other side has read all and has gone too. That happens on a thread of its own: a rank
-//! that breaks the group, or hears of it, waits for nobody.
+//! something in it is unread loses the data that is still on its way out. So each connection is
+//! kept until the other side has read all and has gone too. That happens on a thread of its own: a
+//! rank that breaks the group, or hears of it, does not wait for it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
@@ -17,8 +17,7 @@ const NAP: Duration = Duration::from_millis(1);
 /// Reads of one connection in a row.
 const READS: u32 = 16;
 
-/// A connection on which nothing but the rest of what was begun is to be sent, and nothing that
-/// comes matters any more.
+/// A connection that only sends the rest of what it has begun, and ignores all that comes in.
 pub(super) struct Parting {
     socket: Box<dyn Socket>,
     rest: Vec<u8>,
@@ -64,7 +63,7 @@ impl Parting {
     }
 }
 
-/// Sends what is left to send, and closes each connection when the other side has closed it, or
+/// Sends the rest of the data, and closes each connection when the other side has closed it, or
 /// after [`LINGER`]. Returns at once.
 pub(super) fn drain_and_close(mut connections: Vec<Parting>) {
     // The bytes that fit go before the caller goes on, and perhaps ends.

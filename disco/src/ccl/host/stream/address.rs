@@ -35,7 +35,7 @@ impl fmt::Display for Address {
 pub struct SessionKey(pub(super) [u8; 32]);
 
 impl SessionKey {
-    /// 256 random bits.
+    /// Makes a key of 256 random bits.
     ///
     /// # Errors
     ///

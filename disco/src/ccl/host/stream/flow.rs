@@ -1,5 +1,4 @@
-//! Large data over the connections: what goes where, what waits for what, and the reduction in
-//! between.
+//! Large data over the connections: its routes, its order, and the reduction in between.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -68,7 +67,7 @@ impl StreamCcl {
             }
             Operation::Broadcast { root } => {
                 let root = root.index();
-                // Everybody but the root passes on a share.
+                // Every rank but the root passes on a share.
                 let share = |peer: usize| share(bytes, peer - usize::from(peer > root), size - 1);
                 if rank == root {
                     self.keep_own(collective, bytes, lent);
@@ -112,7 +111,7 @@ impl StreamCcl {
         })
     }
 
-    /// The bytes of one transfer between two ranks.
+    /// Moves the bytes of one transfer between two ranks.
     pub(super) fn move_between_two(
         &self,
         links: &mut Links,
@@ -131,7 +130,7 @@ impl StreamCcl {
         self.drive(links, |links| Ok(state(links)))
     }
 
-    /// Copies what this rank has for itself.
+    /// Copies the data that this rank has for itself.
     fn keep_own(&self, collective: Collective, bytes: usize, lent: Lent) {
         if let Some((at, to)) = route(collective.operation, bytes, self.rank, self.rank)
             && lent.has_output
@@ -156,7 +155,7 @@ fn to_ring(start: *const u8, range: Range<usize>) -> Option<Outgoing> {
     stretch(start, range, true).map(|outgoing| Outgoing { room, ..outgoing })
 }
 
-/// Room for bytes to receive, if there are any.
+/// Returns the room for bytes to receive, if there are any.
 fn place(start: *mut u8, range: Range<usize>) -> Option<Incoming> {
     let (start, len) = (start.wrapping_add(range.start), range.len());
     (len > 0).then_some(Incoming { start, len, room: len, received: 0, released: 0, told: len, stays: false })
@@ -178,7 +177,7 @@ fn state(links: &mut Links) -> Step {
     }
 }
 
-/// Lets what has come from `root` go on to the others; says whether there was any.
+/// Forwards the data that has come from `root` to the others; returns true if there was any.
 fn forward(links: &mut Links, root: usize) -> bool {
     let root_link = links.peers[root].as_ref();
     let come = root_link.map(|link| link.incoming.front().map_or(usize::MAX, |incoming| incoming.received));
@@ -194,8 +193,8 @@ fn forward(links: &mut Links, root: usize) -> bool {
 }
 
 impl Reduction {
-    /// Of `own` of this rank's input with everybody's contributions, to `result` of its output.
-    /// Makes room for them on all links.
+    /// Reduces `own` of this rank's input with all contributions, to `result` of its output. Makes
+    /// room for them on all links.
     fn new(
         collective: Collective,
         input: *const u8,
@@ -220,7 +219,7 @@ impl Reduction {
         Self { collective, input, output, len, done: 0, rings }
     }
 
-    /// Reduces what has come from everybody; says whether there was enough.
+    /// Reduces the data that has come from all ranks; returns true if there was enough.
     fn advance(&mut self, links: &mut Links, rank: usize) -> bool {
         let Some(op) = self.collective.operation.reduce_op().filter(|_| self.done < self.len) else { return false };
         let come = links.each().filter_map(|(_, link)| Some(link.incoming.front()?.received)).min();
@@ -240,8 +239,9 @@ impl Reduction {
         let sources: Vec<*const u8> = sources.collect();
         let output = self.output.wrapping_add(self.done);
         let bypass = bypasses(self.len);
-        // SAFETY: everybody's bytes have come and are not overwritten before they are released; the
-        // output is this rank's. It may be its input: what is written lies where it was read.
+        // SAFETY: the bytes of all ranks have come and are not overwritten before they are
+        // released; the output is this rank's. It may be its input: what is written lies where it
+        // was read.
         unsafe {
             kernel::reduce(check::numeric(&self.collective), op, &sources, piece, &mut |offset, block| {
                 kernel::copy(block.as_ptr(), output.add(offset), block.len(), bypass);

@@ -2,17 +2,21 @@
 //!
 //! The higher rank dials the lower one. All integers are little-endian.
 //!
-//! | who | what |
+//! | sender | content |
 //! | --- | --- |
-//! | dialler | `"DCCL"`, version `u16`, flags `u16` (1 encrypted), size `u32`, dialler `u32`, acceptor `u32`, epoch `u64`, nonce (32 bytes) |
-//! | acceptor | status `u8` (0 go on, 1 another epoch, 2 another group, 4 not encrypted alike), nonce (32 bytes) |
-//! | dialler | HMAC-SHA-256 under the session's key over `"disco data 1: dialler"`, the hello and the acceptor's nonce |
-//! | acceptor | status `u8` (0 welcome, 3 not proven), HMAC likewise over `"disco data 1: acceptor"` and the same |
+//! | dialler | the hello: `"DCCL"`, then the fields below |
+//! | acceptor | status `u8`, nonce (32 bytes) |
+//! | dialler | HMAC-SHA-256 over `"disco data 1: dialler"`, the hello and the acceptor's nonce |
+//! | acceptor | status `u8`, HMAC-SHA-256 over `"disco data 1: acceptor"` and the same |
 //!
-//! A connection thus proves the session (whose key it is), the epoch, both ranks and whether it is
-//! encrypted, in both directions; what another epoch left behind cannot be taken for this one's. If
-//! it is, all that follows is encrypted as [`super::secure`] says; if not, it is neither encrypted
-//! nor protected.
+//! The hello's fields: version `u16`, flags `u16` (1 encrypted), size `u32`, dialler `u32`,
+//! acceptor `u32`, epoch `u64`, nonce (32 bytes). The first status is 0 (go on), 1 (another epoch),
+//! 2 (another group) or 4 (not encrypted alike); the second is 0 (welcome) or 3 (not proven). Both
+//! HMACs are under the session's key.
+//!
+//! A connection thus proves the session (by its key), the epoch, both ranks and its encryption, in
+//! both directions; leftovers of another epoch cannot be taken for this one's. If it is encrypted,
+//! all that follows is as [`super::secure`] says; if not, it is neither encrypted nor protected.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
@@ -48,11 +52,11 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LEAST_PATIENCE: Duration = Duration::from_millis(100);
 /// Time that an attempt to dial may take where there may be a detour.
 const PATIENCE_BEFORE_DETOUR: Duration = Duration::from_secs(2);
-/// Ranks that are dialled at a time, so that some that do not answer hold up nobody.
+/// Ranks that are dialled at a time, so that some that do not answer delay no other.
 const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Between two looks for a hello that nobody announces.
+/// Time between two looks for a hello that is not announced.
 #[cfg(feature = "mpi")]
 const LOOK: Duration = Duration::from_micros(200);
 /// Number of times that a rank looks for messages before it sleeps.
@@ -67,7 +71,7 @@ const OTHER_GROUP: u8 = 2;
 const NOT_PROVEN: u8 = 3;
 const OTHER_PROTECTION: u8 = 4;
 
-/// The flag of a hello whose sender encrypts what follows.
+/// Flag of a hello whose sender encrypts all that follows.
 const ENCRYPTED: u16 = 1;
 
 /// Connects to the listener of a rank that cannot be dialled, in some other way, until then; or
@@ -168,7 +172,7 @@ impl Listener {
     }
 
     /// Takes one connection from each rank above this one. Each handshake has a thread, so that a
-    /// stranger who says nothing holds up nobody.
+    /// silent stranger delays no rank.
     fn accept_all(&self, group: &Group<'_>, links: &mut [Option<Link>], until: Instant) -> Result<(), RpcError> {
         std::thread::scope(|scope| {
             let (sender, receiver) = mpsc::channel();
@@ -191,7 +195,7 @@ impl Listener {
                         if let Err(error) = &welcomed {
                             tracing::warn!(rank = group.rank, %error, "a data connection was refused");
                         }
-                        // Nobody listens any more when all others have come.
+                        // The receiver is gone when all others have come.
                         _ = sender.send((number, welcomed.ok()));
                     });
                     continue;
@@ -247,8 +251,8 @@ impl Drop for Listener {
     }
 }
 
-/// The connections whose handshakes go on, by number. Those that are left are of no use to anybody
-/// when this is dropped, and end.
+/// The connections whose handshakes go on, by number. Those that are left when this is dropped are
+/// not needed any more, and end.
 #[derive(Default)]
 struct Handshakes(HashMap<u64, Connection>, u64);
 
@@ -296,8 +300,8 @@ pub(in super::super) struct Member<'a> {
 ///
 /// # Errors
 ///
-/// [`ErrorKind::DeadlineExceeded`]: not all have done so within [`Options::join_timeout`]; [`ErrorKind::Refused`]: one is of another
-/// group, or encrypts where this one does not.
+/// [`ErrorKind::DeadlineExceeded`]: not all have done so within [`Options::join_timeout`];
+/// [`ErrorKind::Refused`]: one is of another group, or encrypts where this one does not.
 #[cfg(feature = "mpi")]
 pub(in super::super) fn by_messages<S: Socket + 'static>(
     member: &Member<'_>,
@@ -336,7 +340,7 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
         let peer = meeting.peer as usize;
         links[peer] = Some(meeting.into_link(&group)?);
     }
-    // They are looked at for longer than sockets, because nobody wakes a rank that sleeps.
+    // They are looked at for longer than sockets, because nothing wakes a rank that sleeps.
     Ok(Box::new(StreamCcl::new(rank.index(), links, (*options).clone())?.looking(LOOKS_FOR_MESSAGES)))
 }
 
@@ -412,9 +416,9 @@ impl<S: Socket + 'static> Meeting<S> {
     }
 }
 
-/// Why an attempt to connect has failed.
+/// Failure of an attempt to connect.
 enum Failure {
-    /// Nothing is there. Perhaps later.
+    /// No peer is there. A later attempt may succeed.
     Unreachable(String),
     /// The rank may be there later.
     Transient(String),
@@ -428,7 +432,7 @@ impl From<io::Error> for Failure {
 }
 
 impl Group<'_> {
-    /// Connects to all ranks below; gives what has gone wrong, by rank.
+    /// Connects to all ranks below; returns the failures, by rank.
     fn dial_all(
         &self,
         links: &mut [Option<Link>],
@@ -534,7 +538,7 @@ impl Group<'_> {
         self.introduce(peer, Connection::Tcp(connected), until)
     }
 
-    /// The dialling side's part of the handshake.
+    /// Performs the dialling side's part of the handshake.
     fn introduce(&self, peer: u32, connection: Connection, until: Instant) -> Result<Link, Failure> {
         let mut stream = Stream::new(connection, patience(until))?;
         let hello = self.hello(peer, &random().map_err(Failure::Final)?);
@@ -560,7 +564,7 @@ impl Group<'_> {
         RpcError::new(ErrorKind::Unauthenticated, format!("rank {} is not accepted by rank {peer}: {why}", self.rank))
     }
 
-    /// The accepting side's part of the handshake.
+    /// Performs the accepting side's part of the handshake.
     fn welcome(&self, mut stream: Stream) -> Result<(u32, Link), RpcError> {
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello)?;
@@ -640,8 +644,8 @@ fn patience(until: Instant) -> Duration {
 /// The most errors of one join that are told in full.
 const MAX_TOLD: usize = 16;
 
-/// One error that says all of these, if there are any, and is of the kind of one that no waiting
-/// would help.
+/// Returns one error that says all of these, if there are any, and is of the kind of one that no
+/// waiting would help.
 fn all_of(errors: impl Iterator<Item = RpcError>) -> Result<(), RpcError> {
     let errors: Vec<RpcError> = errors.collect();
     let is_final = |error: &&RpcError| error.kind() != ErrorKind::DeadlineExceeded;

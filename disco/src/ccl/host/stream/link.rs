@@ -3,8 +3,8 @@
 //!
 //! A frame is a head of eight bytes (kind `u8`, three zeros, length `u32`, little-endian) and as
 //! many bytes. Data goes in frames of up to [`MAX_DATA`], and only as far as there is room for it
-//! at the other end: between ranks that are in the same call, whatever comes can be read at once,
-//! and word of the end of the group is not stuck behind something that waits for a third rank.
+//! at the other end: between ranks that are in the same call, all that comes can be read at once,
+//! and word of the end of the group is not stuck behind data that waits for a third rank.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice};
@@ -69,7 +69,7 @@ pub(super) struct Outgoing {
     pub(super) len: usize,
     /// Number of bytes that are ready to be sent.
     pub(super) ready: usize,
-    /// For how much of it the peer has room.
+    /// Number of bytes of it that the peer has room for.
     pub(super) room: usize,
     pub(super) sent: usize,
 }
@@ -91,7 +91,7 @@ pub(super) struct Incoming {
     pub(super) received: usize,
     /// Number of bytes that are no longer needed.
     pub(super) released: usize,
-    /// For how much of it the peer knows that there is room.
+    /// Number of bytes of it that the peer knows it may send.
     pub(super) told: usize,
     /// True if the data stays when all has come, until the rank that reduces it takes it away.
     pub(super) stays: bool,
@@ -136,17 +136,17 @@ pub(super) struct Link {
     pub(super) incoming: VecDeque<Incoming>,
     abort: Option<Vec<u8>>,
     left_step: u64,
-    /// When the peer has last said that it waits for another.
+    /// Time at which the peer has last said that it waits for another.
     waited: Option<Instant>,
     /// Number of times that bytes of data, or whole frames that are about calls, have gone either
     /// way.
     progress: u64,
-    /// Why there is no more to come; empty if the peer has left.
+    /// Reason why no more comes; empty if the peer has left.
     gone: Option<String>,
 }
 
 impl Link {
-    /// Over a connected socket that does not block.
+    /// Makes a link over a connected socket that does not block.
     pub(super) fn new(socket: Box<dyn Socket>) -> Self {
         Self {
             socket,
@@ -184,7 +184,7 @@ impl Link {
         self.said.push_back(frame);
     }
 
-    /// The next frame that is about a call and is not data, if it has come.
+    /// Returns the next frame that is about a call and is not data, if it has come.
     pub(super) fn take_note(&mut self) -> Option<(FrameKind, Vec<u8>)> {
         self.notes.pop_front()
     }
@@ -206,13 +206,13 @@ impl Link {
         }
     }
 
-    /// The breakdown that the peer has sent.
+    /// Returns the breakdown that the peer has sent.
     pub(super) fn abort(&self) -> Option<&[u8]> {
         self.abort.as_deref()
     }
 
-    /// The last step that the peer is through with without having come to all collectives, perhaps.
-    /// All that it announced before has been read.
+    /// Returns the last step that the peer is through with without having come to all collectives,
+    /// perhaps. All that it announced before has been read.
     pub(super) fn left_step(&self) -> u64 {
         self.left_step
     }
@@ -234,8 +234,8 @@ impl Link {
         self.progress
     }
 
-    /// Why nothing more comes from the peer, once that is so and all that it sent has been taken;
-    /// empty if it has left.
+    /// Returns the reason why nothing more comes from the peer, once all that it sent has been
+    /// taken; empty if it has left.
     pub(super) fn gone(&self) -> Option<&str> {
         self.gone.as_deref()
     }
@@ -363,7 +363,7 @@ impl Link {
             };
             let result = match straight {
                 Some((place, len)) => {
-                    // SAFETY: room in a buffer that the call was lent, which nobody else touches
+                    // SAFETY: room in a buffer that the call was lent, which no other code touches
                     // there.
                     self.socket.read(unsafe { std::slice::from_raw_parts_mut(place, len) })
                 }
@@ -391,7 +391,7 @@ impl Link {
         moved
     }
 
-    /// Takes what it can from the buffer; says whether that was anything.
+    /// Takes as much as it can from the buffer; returns true if that was anything.
     fn consume(&mut self) -> bool {
         let filled = &self.buffer[self.filled.clone()];
         match self.frame {
@@ -417,7 +417,8 @@ impl Link {
                 if len == 0 {
                     return false;
                 }
-                // SAFETY: room in a buffer that the call was lent, which nobody else touches there.
+                // SAFETY: room in a buffer that the call was lent, which no other code touches
+                // there.
                 unsafe { std::ptr::copy_nonoverlapping(filled.as_ptr(), place, len) };
                 self.filled.start += len;
                 self.has_received(len);
@@ -437,7 +438,7 @@ impl Link {
         }
     }
 
-    /// Data has gone into place.
+    /// Counts data that has gone into place.
     fn has_received(&mut self, len: usize) {
         self.progress += 1;
         if let Some((FrameKind::Data, left)) = self.frame {
@@ -452,7 +453,7 @@ impl Link {
         }
     }
 
-    /// If the frame that is no data is whole, puts it where it belongs.
+    /// Handles the frame that is no data, if it is whole.
     fn finish_note(&mut self) {
         let Some((kind, 0)) = self.frame else { return };
         let bytes = std::mem::take(&mut self.partial);

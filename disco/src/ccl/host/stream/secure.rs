@@ -1,5 +1,5 @@
-//! Encryption of a data connection: a stream of records, under keys that both ends derive from what
-//! they have proven to each other.
+//! Encryption of a data connection: a stream of records, under keys that both ends derive from the
+//! proofs of the handshake.
 //!
 //! A record is the length of what follows, `u32`, little-endian; then up to [`RECORD`] bytes
 //! encrypted with AES-256-GCM, and the tag of 16 bytes. The length is authenticated with them. The
@@ -30,13 +30,13 @@ pub(super) struct Secret {
 }
 
 impl Secret {
-    /// For the connection with this hello and challenge.
+    /// Derives the secret of the connection with this hello and challenge.
     pub(super) fn derive(key: &[u8; 32], hello: &[u8], challenge: &[u8], is_dialler: bool) -> Self {
         let salt = hkdf::Salt::new(hkdf::HKDF_SHA256, &[hello, challenge].concat());
         Self { shared: salt.extract(key), is_dialler }
     }
 
-    /// Encrypts what goes over `stream` from here on.
+    /// Encrypts all data over `stream` from here on.
     pub(super) fn secure<S>(self, stream: S) -> Secure<S> {
         let (out, back): (&[u8], &[u8]) =
             if self.is_dialler { (TO_ACCEPTOR, TO_DIALLER) } else { (TO_DIALLER, TO_ACCEPTOR) };
@@ -76,7 +76,7 @@ impl Direction {
         LessSafeKey::new(UnboundKey::from(okm))
     }
 
-    /// The nonce of the next record, for which the key is ready.
+    /// Returns the nonce of the next record, for which the key is ready.
     fn next(&mut self) -> Nonce {
         if self.records > 0 && self.records.is_multiple_of(RECORDS_PER_KEY) {
             self.key = Self::key(&self.shared, self.name, self.records / RECORDS_PER_KEY);
@@ -88,7 +88,7 @@ impl Direction {
     }
 }
 
-/// An encrypted stream that does not block. What it takes it may hold back for a while: see
+/// An encrypted stream that does not block. It may hold data back for a while: see
 /// [`Socket::holds_back`].
 pub(super) struct Secure<S> {
     stream: S,
@@ -132,7 +132,7 @@ impl<S: Read + Write> Secure<S> {
         }
     }
 
-    /// Gives the stream what is left of the record that is being sent.
+    /// Gives the stream the rest of the record that is being sent.
     fn send_sealed(&mut self) -> io::Result<()> {
         while self.sent < self.sealed.len() {
             match self.stream.write(&self.sealed[self.sent..])? {
@@ -194,7 +194,7 @@ impl<S: Read + Write> Write for Secure<S> {
         self.write_record(parts)
     }
 
-    /// Sends what is held back, here and by the stream.
+    /// Sends the data that is held back, here and by the stream.
     fn flush(&mut self) -> io::Result<()> {
         self.send_sealed()?;
         self.stream.flush()
