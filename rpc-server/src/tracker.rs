@@ -1,10 +1,10 @@
 //! The tracker: it registers servers and gives each of them to one client after another.
 //!
 //! `scheduler` decides which client gets which server, `service` has the functions that servers and
-//! clients call, `advertise` checks the addresses that servers advertise, `history` keeps the last
-//! hour, `serve` makes a server of it, `page` shows it to browsers, and `display` has the texts
-//! that the page shares with `rpc-cli status`. The part of a server is in `server/ticket_gate` and
-//! `server/registrar`.
+//! clients call, `advertised_addresses` checks the addresses that servers advertise, `history`
+//! keeps the last hour, `serve` makes a server of it, `page` shows it to browsers, and `display`
+//! has the texts that the page shares with `rpc-cli status`. The part of a server is in
+//! `server/ticket_gate` and `server/registrar`.
 //!
 //! With `--metrics` a tracker has the metrics of a server, and:
 //!
