@@ -16,7 +16,7 @@ mod statistics;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use rpc_server::cli::{CommonOptions, Output};
+use rpc_server::cli::CommonOptions;
 use rpc_server::logging::{self, LogFormat};
 
 const EXIT_CODES: &str = "\
@@ -53,7 +53,7 @@ enum Command {
 fn main() -> ExitCode {
     disco_bench::serve_if_worker();
     let Cli { options, command } = Cli::parse();
-    let output = Output::new(&options);
+    let output = options.output();
     if let Ok(filter) = options.log_level().parse() {
         logging::init(&filter, LogFormat::Text);
     }

@@ -11,6 +11,7 @@ mod connect;
 mod credentials;
 mod doctor;
 mod failure;
+mod failure_report;
 mod files;
 mod module;
 pub mod npy;
@@ -31,9 +32,9 @@ use rpc_transports::Transports;
 
 use crate::logging::{self, LogFormat};
 
-pub use self::connect::{ColorChoice, CommonOptions, close};
+pub use self::connect::{CommonOptions, close};
 pub use self::failure::Failure;
-pub use self::output::{Output, digits, size};
+pub use self::output::{ColorChoice, Output, digits, size};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -112,7 +113,7 @@ pub fn main() -> ExitCode {
 pub fn main_with(transports: Transports) -> ExitCode {
     let Cli { mut options, command } = Cli::parse();
     options.set_transports(transports);
-    let output = Output::new(&options);
+    let output = options.output();
     if let Ok(filter) = options.log_level().parse() {
         logging::init(&filter, LogFormat::Text);
     }

@@ -3,12 +3,13 @@
 use std::future::Future;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use rpc_core::{Session, VirtualDevice};
 use rpc_transports::tracker::{ServerRequest, address_of};
 use rpc_transports::{Address, Connector, Dial, Transports};
 
 use super::failure::Failure;
+use super::output::{ColorChoice, Output};
 use crate::config::{Label, Span};
 use crate::pki::trust::ClientTrust;
 
@@ -21,17 +22,6 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
 /// Time limit of the shutdown of a session.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
-
-/// Condition under which text is coloured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ColorChoice {
-    /// On a terminal, unless NO_COLOR is set
-    Auto,
-    /// Always
-    Always,
-    /// Never
-    Never,
-}
 
 /// Options of all commands: how to connect, and how to print.
 #[derive(Args, Debug)]
@@ -61,19 +51,19 @@ pub struct CommonOptions {
     timeout: Option<Span>,
     /// Print JSON, one document a line; errors too, on standard error
     #[arg(long, global = true, env = "RPC_CLI_JSON")]
-    pub(super) json: bool,
+    json: bool,
     /// Log more on standard error; twice for debugging, three times for everything
     #[arg(short, long, global = true, env = "RPC_CLI_VERBOSE", action = clap::ArgAction::Count)]
     #[arg(conflicts_with = "quiet")]
     verbose: u8,
     /// Print nothing but data and errors
     #[arg(short, long, global = true, env = "RPC_CLI_QUIET")]
-    pub(super) quiet: bool,
+    quiet: bool,
     #[command(flatten)]
     trust: ClientTrust,
     /// When to colour text
     #[arg(long, global = true, env = "RPC_CLI_COLOR", value_name = "WHEN", default_value = "auto")]
-    pub(super) color: ColorChoice,
+    color: ColorChoice,
 }
 
 impl CommonOptions {
@@ -100,6 +90,11 @@ impl CommonOptions {
             2 => "debug",
             _ => "trace",
         }
+    }
+
+    /// Returns the standard streams as the options ask for.
+    pub fn output(&self) -> Output {
+        Output::new(self.json, self.quiet, self.color)
     }
 
     /// Returns the hops, in order.

@@ -15,7 +15,8 @@ use self::recorder::{Received, Recorder};
 use self::report::{Examination, Finding};
 use self::tracker_pool::{PoolVerdict, look_for};
 use super::connect::{CommonOptions, close};
-use super::failure::{Failure, connect_code, origin};
+use super::failure::{Failure, connect_code};
+use super::failure_report::origin;
 use super::output::Output;
 use crate::builtins::ServerInfo;
 

@@ -2,11 +2,22 @@
 
 use std::io::{self, IsTerminal, Write};
 
+use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-use super::connect::{ColorChoice, CommonOptions};
 use super::failure::Failure;
+
+/// Condition under which text is coloured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ColorChoice {
+    /// On a terminal, unless NO_COLOR is set
+    Auto,
+    /// Always
+    Always,
+    /// Never
+    Never,
+}
 
 /// Standard streams with the options for them.
 #[derive(Clone, Copy, Debug)]
@@ -18,16 +29,16 @@ pub struct Output {
 }
 
 impl Output {
-    /// Returns the streams as the options ask for.
-    pub fn new(options: &CommonOptions) -> Self {
-        let colored = |terminal: bool| match options.color {
+    /// Returns the streams for data as JSON or text, without notes and warnings if `quiet`.
+    pub(super) fn new(json: bool, quiet: bool, color: ColorChoice) -> Self {
+        let colored = |terminal: bool| match color {
             ColorChoice::Always => true,
             ColorChoice::Never => false,
             ColorChoice::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
         };
         Self {
-            json: options.json,
-            quiet: options.quiet,
+            json,
+            quiet,
             color_out: colored(io::stdout().is_terminal()),
             color_err: colored(io::stderr().is_terminal()),
         }

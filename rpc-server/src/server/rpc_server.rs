@@ -8,24 +8,16 @@ use rpc_transports::{Dial, Transports};
 use super::disco_node::Join;
 use super::running::{Running, StopReason};
 use super::signals::Signals;
-use super::{standard_streams, start};
+use super::standard_streams;
+use super::start::{ServerParts, start};
 use crate::config::{ConfigError, ListenAddress, ServeConfig, ServeError};
 use crate::monitor::Gauges;
 
-/// Callback that gets the new options for dialling others.
-pub(super) type OnReload = Box<dyn Fn(Dial) + Send + Sync>;
-
 /// A server that has not been started.
 pub struct RpcServer {
-    pub(super) registry: Registry,
-    pub(super) devices: Devices,
-    pub(super) config: ServeConfig,
-    pub(super) transports: Transports,
+    parts: ServerParts,
     /// Addresses given to [`listen`](Self::listen), not parsed yet.
     listen: Vec<String>,
-    pub(super) is_relay: bool,
-    pub(super) on_reload: Option<OnReload>,
-    pub(super) gauges: Option<Arc<dyn Gauges>>,
     /// Lines to be printed after the addresses.
     extra_announcements: Vec<String>,
     /// Controller to join.
@@ -36,18 +28,16 @@ impl RpcServer {
     /// Returns a server of these functions and module loaders, to which
     /// [`builtins`](crate::builtins) are added. It has the device `cpu` and the default settings.
     pub fn new(registry: Registry) -> Self {
-        Self {
+        let parts = ServerParts {
             registry,
             devices: Devices::new(),
             config: ServeConfig::default(),
             transports: crate::transports(),
-            listen: Vec::new(),
             is_relay: false,
             on_reload: None,
             gauges: None,
-            extra_announcements: Vec::new(),
-            join: None,
-        }
+        };
+        Self { parts, listen: Vec::new(), extra_announcements: Vec::new(), join: None }
     }
 
     /// Listens on `address`, such as `tcp://127.0.0.1:9090`; may be repeated. Replaces the
@@ -62,14 +52,14 @@ impl RpcServer {
     /// Sets the devices to serve. Default: `cpu` alone.
     #[must_use]
     pub fn devices(mut self, devices: Devices) -> Self {
-        self.devices = devices;
+        self.parts.devices = devices;
         self
     }
 
     /// Sets the settings. Default: those of [`ServeConfig`].
     #[must_use]
     pub fn config(mut self, config: ServeConfig) -> Self {
-        self.config = config;
+        self.parts.config = config;
         self
     }
 
@@ -77,7 +67,7 @@ impl RpcServer {
     /// Default: those that this program was compiled with.
     #[must_use]
     pub fn transports(mut self, transports: Transports) -> Self {
-        self.transports = transports;
+        self.parts.transports = transports;
         self
     }
 
@@ -85,7 +75,7 @@ impl RpcServer {
     /// [`ServeOptions::relay`](rpc_transports::ServeOptions::relay).
     #[must_use]
     pub(crate) fn relay(mut self) -> Self {
-        self.is_relay = true;
+        self.parts.is_relay = true;
         self
     }
 
@@ -93,14 +83,14 @@ impl RpcServer {
     /// been read again.
     #[must_use]
     pub(crate) fn on_reload(mut self, callback: impl Fn(Dial) + Send + Sync + 'static) -> Self {
-        self.on_reload = Some(Box::new(callback));
+        self.parts.on_reload = Some(Box::new(callback));
         self
     }
 
     /// Adds `gauges` to the metrics, if metrics are served.
     #[must_use]
     pub(crate) fn gauges(mut self, gauges: Arc<dyn Gauges>) -> Self {
-        self.gauges = Some(gauges);
+        self.parts.gauges = Some(gauges);
         self
     }
 
@@ -129,9 +119,9 @@ impl RpcServer {
                 let address = text.parse::<ListenAddress>();
                 address.map_err(|source| ConfigError::ListenAddress { text: text.clone(), source })
             };
-            self.config.listen = self.listen.iter().map(parse).collect::<Result<_, _>>()?;
+            self.parts.config.listen = self.listen.iter().map(parse).collect::<Result<_, _>>()?;
         }
-        start::start(self).await
+        start(self.parts).await
     }
 
     /// Starts to serve, prints `listening on ADDRESS` for each address on standard output, then
@@ -147,7 +137,7 @@ impl RpcServer {
     /// As [`start`](Self::start).
     pub async fn run_until_signal(mut self) -> Result<StopReason, ServeError> {
         let mut signals = Signals::install().map_err(ServeError::Signals)?;
-        let (stdio, exit_with_stdin) = (self.config.stdio, self.config.exit_with_stdin);
+        let (stdio, exit_with_stdin) = (self.parts.config.stdio, self.parts.config.exit_with_stdin);
         let (extra_announcements, join) = (std::mem::take(&mut self.extra_announcements), self.join.take());
         let running = self.start().await?;
         standard_streams::announce(&running, &extra_announcements);
@@ -211,6 +201,6 @@ impl Default for RpcServer {
 
 impl std::fmt::Debug for RpcServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RpcServer").field("config", &self.config).finish_non_exhaustive()
+        f.debug_struct("RpcServer").field("config", &self.parts.config).finish_non_exhaustive()
     }
 }

@@ -4,12 +4,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_transports::{Address, Server, ServerTls};
+use rpc_transports::{Address, Dial, Server, ServerTls};
 use tokio::task::JoinHandle;
 
 use super::ready_file::ReadyFile;
 use super::registrar::Registrar;
-use super::rpc_server::OnReload;
 use super::server_state::ServerState;
 use super::session_workspace::Cleaner;
 use crate::isolate::{self, Isolation};
@@ -23,6 +22,9 @@ const NOTIFY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time to remove the files of sessions at the end. Functions that still run keep their
 /// files.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Callback that gets the new options for dialling others.
+pub(super) type OnReload = Box<dyn Fn(Dial) + Send + Sync>;
 
 /// Reason for which a server has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,8 +12,7 @@ use super::local_sessions::LocalSessions;
 use super::options::serve_options;
 use super::ready_file::ReadyFile;
 use super::registrar::Registrar;
-use super::rpc_server::{OnReload, RpcServer};
-use super::running::Running;
+use super::running::{OnReload, Running};
 use super::server_state::ServerState;
 use super::session_workspace::Cleaner;
 use super::ticket_gate::TicketGate;
@@ -29,24 +28,29 @@ use crate::{builtins, isolate, modules};
 /// Interval at which named workspaces that have expired are looked for.
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
 
-/// Starts `server`. An early return stops the parts that have been started.
-pub(super) async fn start(server: RpcServer) -> Result<Running, ServeError> {
-    builtins::register(&server.registry);
-    disco::register(&server.registry);
-    let checked = Checked::new(server).await?;
+/// Functions, devices and settings of a server that has not been started.
+pub(super) struct ServerParts {
+    pub(super) registry: Registry,
+    pub(super) devices: Devices,
+    pub(super) config: ServeConfig,
+    pub(super) transports: Transports,
+    pub(super) is_relay: bool,
+    pub(super) on_reload: Option<OnReload>,
+    pub(super) gauges: Option<Arc<dyn Gauges>>,
+}
+
+/// Starts a server of these parts. An early return stops what has been started.
+pub(super) async fn start(parts: ServerParts) -> Result<Running, ServeError> {
+    builtins::register(&parts.registry);
+    disco::register(&parts.registry);
+    let checked = Checked::new(parts).await?;
     let prepared = checked.prepare().await?;
     prepared.serve().await
 }
 
 /// A server with consistent settings, whose credentials have been read.
 struct Checked {
-    registry: Registry,
-    devices: Devices,
-    config: ServeConfig,
-    transports: Transports,
-    is_relay: bool,
-    on_reload: Option<OnReload>,
-    gauges: Option<Arc<dyn Gauges>>,
+    parts: ServerParts,
     ready_file: Option<ReadyFile>,
     /// Channel over standard input and output, with `stdio`.
     stdio: Option<Channel>,
@@ -55,48 +59,25 @@ struct Checked {
 }
 
 impl Checked {
-    async fn new(server: RpcServer) -> Result<Self, ServeError> {
-        let RpcServer { registry, devices, mut config, transports, is_relay, on_reload, gauges, .. } = server;
+    async fn new(mut parts: ServerParts) -> Result<Self, ServeError> {
+        let ServerParts { config, devices, transports, .. } = &mut parts;
         if config.isolate == Isolate::Auto {
-            config.isolate = choose_isolation(&config, &devices);
+            config.isolate = choose_isolation(config, devices);
         }
-        config.check_with(&transports)?;
+        config.check_with(transports)?;
         // Done before any step that can fail: the ready file of an earlier server must be gone, or
         // scripts would take it for that of this server.
         let ready_file = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
         // Done before any output is printed: standard output belongs to the peer.
         let stdio = if config.stdio { Some(exec::stdio_channel().await?) } else { None };
         let (credentials, dial) = (config.trust().load()?, config.onward().dial_options()?);
-        Ok(Self {
-            registry,
-            devices,
-            config,
-            transports,
-            is_relay,
-            on_reload,
-            gauges,
-            ready_file,
-            stdio,
-            credentials,
-            dial,
-        })
+        Ok(Self { parts, ready_file, stdio, credentials, dial })
     }
 
     /// Opens the workspaces and modules, and makes the factory of sessions.
     async fn prepare(self) -> Result<Prepared, ServeError> {
-        let Self {
-            registry,
-            devices,
-            config,
-            transports,
-            is_relay,
-            on_reload,
-            gauges,
-            ready_file,
-            stdio,
-            credentials,
-            dial,
-        } = self;
+        let Self { parts, ready_file, stdio, credentials, dial } = self;
+        let ServerParts { registry, devices, config, transports, is_relay, on_reload, gauges } = parts;
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
