@@ -27,13 +27,13 @@
 mod digest_list;
 mod error;
 mod hash;
-mod loader;
-mod native;
 mod probe;
 mod service;
 mod store;
+mod store_loader;
+mod tvm_ffi;
 mod upload;
-pub(crate) mod worker;
+pub(crate) mod worker_modules;
 
 pub use digest_list::DigestList;
 pub use error::ModuleError;
@@ -44,7 +44,7 @@ pub use upload::ModuleUpload;
 /// True if this build has a loader of native modules.
 pub(crate) const CAN_LOAD: bool = cfg!(all(feature = "tvm-ffi", target_pointer_width = "64"));
 
-pub(crate) use loader::StoreLoader;
-pub(crate) use native::Native;
 pub(crate) use probe::{answer_if_asked, check_libraries};
 pub(crate) use service::ModuleService;
+pub(crate) use store_loader::StoreLoader;
+pub(crate) use tvm_ffi::Native;

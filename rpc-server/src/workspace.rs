@@ -19,8 +19,9 @@
 mod error;
 mod files;
 mod loan;
-mod root;
+mod path;
 mod tree;
+mod workspace_root;
 
 use std::fmt;
 use std::fs::File;
@@ -38,9 +39,10 @@ pub use error::WorkspaceError;
 pub use files::{FileReader, FileWriter};
 use loan::FolderOwner;
 pub(crate) use loan::WorkspaceLoan;
-use root::open_lock_file;
-pub use root::{WorkspaceLimits, WorkspaceRoot};
+use path::{normalize, normalize_file};
 use tree::{Usage, measure, move_entry, purge, walk};
+use workspace_root::open_lock_file;
+pub use workspace_root::{WorkspaceLimits, WorkspaceRoot};
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,11 +98,6 @@ struct Account {
     pending: Usage,
 }
 
-/// Maximum length of a name in a path: that of the usual file systems.
-const MAX_NAME_BYTES: usize = 255;
-/// Maximum length of a path.
-const MAX_PATH_BYTES: usize = 1024;
-
 impl Workspace {
     /// Returns the real path of the folder, for code that runs in it.
     pub fn path(&self) -> &Path {
@@ -116,7 +113,7 @@ impl Workspace {
     ///
     /// The path is malformed or leads outside, or what is there is not a regular file.
     pub fn resolve(&self, path: &str) -> Result<PathBuf, WorkspaceError> {
-        let target = clean_file(path)?;
+        let target = normalize_file(path)?;
         self.regular(path, &target)?;
         let real = self.0.files.canonicalize(&target).map_err(at(path))?;
         Ok(self.0.path.join(real))
@@ -132,7 +129,7 @@ impl Workspace {
     ///
     /// The path is malformed or leads outside, or nothing is there.
     pub fn list(&self, folder: &str) -> Result<Vec<Entry>, WorkspaceError> {
-        let start = if folder.is_empty() { String::new() } else { clean(folder)? };
+        let start = if folder.is_empty() { String::new() } else { normalize(folder)? };
         if !start.is_empty() {
             let metadata = self.0.files.metadata(&start).map_err(at(folder))?;
             if !metadata.is_dir() {
@@ -166,7 +163,7 @@ impl Workspace {
     /// The path is malformed, leads outside, or names the workspace itself; nothing is there; or
     /// the file system failed.
     pub fn remove(&self, path: &str) -> Result<(), WorkspaceError> {
-        let target = clean(path)?;
+        let target = normalize(path)?;
         if target.is_empty() {
             return Err(WorkspaceError::IsWorkspace { path: path.to_owned() });
         }
@@ -195,7 +192,7 @@ impl Workspace {
     /// The path is malformed or leads outside, something that is not a regular file is there, the
     /// quota is reached, or the file system failed.
     pub fn begin_write(&self, path: &str, expected_len: Option<u64>) -> Result<FileWriter, WorkspaceError> {
-        let target = clean_file(path)?;
+        let target = normalize_file(path)?;
         match self.regular(path, &target) {
             Ok(_) | Err(WorkspaceError::NotFound { .. }) => {}
             Err(error) => return Err(error),
@@ -210,7 +207,7 @@ impl Workspace {
     /// The path is malformed or leads outside, what is there is not a regular file, or the file
     /// system failed.
     pub fn open_read(&self, path: &str) -> Result<FileReader, WorkspaceError> {
-        let target = clean_file(path)?;
+        let target = normalize_file(path)?;
         self.regular(path, &target)?;
         // The file may have changed since, so the open must not block on a FIFO, and the result is
         // checked again.
@@ -430,64 +427,6 @@ fn check_regular(path: &str, metadata: &Metadata) -> Result<(), WorkspaceError> 
 /// Returns a function for `map_err`: the meaning of a file system error at `path`.
 fn at(path: &str) -> impl Fn(io::Error) -> WorkspaceError + '_ {
     |error| WorkspaceError::from_io(path, error)
-}
-
-/// As [`clean`], for a path that must name a file.
-fn clean_file(path: &str) -> Result<String, WorkspaceError> {
-    let target = clean(path)?;
-    if target.is_empty() || path.ends_with('/') {
-        return Err(WorkspaceError::IsFolder { path: path.to_owned() });
-    }
-    Ok(target)
-}
-
-/// `path` in the form `a/b/c`, without `.`, `..` and doubled slashes; empty for the workspace
-/// itself.
-///
-/// This gives each file one name only. Its use makes sure that the path stays inside.
-fn clean(path: &str) -> Result<String, WorkspaceError> {
-    let given = || path.to_owned();
-    if path.is_empty() {
-        return Err(WorkspaceError::EmptyPath);
-    }
-    if path.len() > MAX_PATH_BYTES {
-        return Err(WorkspaceError::PathTooLong {
-            path: abridged(path),
-            len_bytes: path.len(),
-            limit_bytes: MAX_PATH_BYTES,
-        });
-    }
-    if path.contains('\0') {
-        return Err(WorkspaceError::NulByte { path: given() });
-    }
-    if path.starts_with('/') {
-        return Err(WorkspaceError::AbsolutePath { path: given() });
-    }
-    let mut names = Vec::new();
-    for name in path.split('/') {
-        match name {
-            "" | "." => {}
-            ".." => {
-                if names.pop().is_none() {
-                    return Err(WorkspaceError::OutsideWorkspace { path: given() });
-                }
-            }
-            name if name.len() > MAX_NAME_BYTES => {
-                return Err(WorkspaceError::PathTooLong {
-                    path: given(),
-                    len_bytes: name.len(),
-                    limit_bytes: MAX_NAME_BYTES,
-                });
-            }
-            name => names.push(name),
-        }
-    }
-    Ok(names.join("/"))
-}
-
-/// Shortens `text` for an error.
-fn abridged(text: &str) -> String {
-    text.chars().take(64).collect()
 }
 
 #[cfg(test)]

@@ -98,7 +98,7 @@ fn serve(
         if let Some(service) = service {
             session = session.extension(service);
         }
-        if let Some(settings) = modules::worker::handed_down(&config) {
+        if let Some(settings) = modules::worker_modules::settings_for_workers(&config) {
             session = session.extension(settings);
         }
         let session = session.build();

@@ -12,9 +12,9 @@ use rpc_core::client::Digest;
 use rpc_core::{Context, Module, Result, RpcError};
 use rustix::fs::OFlags;
 
-use super::native::{Native, NativeLoader};
 use super::store::{ModuleStore, StoreLimits};
-use super::{DigestList, ModuleError, worker};
+use super::tvm_ffi::{Native, NativeLoader};
+use super::{DigestList, ModuleError, worker_modules};
 use crate::builtins::workspace;
 use crate::config::ServeConfig;
 
@@ -90,7 +90,7 @@ impl ModuleService {
     pub(crate) fn of(context: &Context) -> Result<Arc<Self>, ModuleError> {
         match context.extension::<Self>() {
             Some(service) => Ok(service),
-            None => worker::service()?.ok_or(ModuleError::Off),
+            None => worker_modules::service()?.ok_or(ModuleError::Off),
         }
     }
 

@@ -58,7 +58,7 @@ pub fn run_blocking_with(config: WorkerConfig, transports: Transports) -> Result
 /// the operator's libraries are added to `registry`, and those of [`gpu::devices`]. For
 /// [`serve_if_worker_with`](disco::serve_if_worker_with).
 pub fn worker_devices(registry: &Registry) -> Devices {
-    modules::worker::offer_libraries(registry);
+    modules::worker_modules::offer_libraries(registry);
     gpu::devices(registry)
 }
 

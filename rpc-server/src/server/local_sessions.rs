@@ -58,7 +58,7 @@ impl LocalSessions {
             data_address: config.data_address,
             weights: config.weights.clone(),
             modules,
-            worker_settings: modules::worker::handed_down(config),
+            worker_settings: modules::worker_modules::settings_for_workers(config),
         }
     }
 }

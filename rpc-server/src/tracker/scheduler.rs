@@ -42,7 +42,7 @@ pub(crate) use self::types::{
     ClaimId, Event, GrantedSlot, Occupancy, OccupancyKind, Offer, Policy, ServerId, SlotTotals,
 };
 
-mod plan;
+mod next_grants;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -334,7 +334,7 @@ impl Scheduler {
         if self.waiting.is_empty() {
             return;
         }
-        for (order, slots) in self.plan(key) {
+        for (order, slots) in self.next_grants(key) {
             self.grant(now, order, slots);
         }
     }

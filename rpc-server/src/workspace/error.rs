@@ -177,7 +177,7 @@ impl WorkspaceError {
             Some(Errno::ISDIR) => Self::IsFolder { path },
             Some(Errno::NAMETOOLONG) => {
                 let len_bytes = path.len();
-                Self::PathTooLong { path, len_bytes, limit_bytes: super::MAX_NAME_BYTES }
+                Self::PathTooLong { path, len_bytes, limit_bytes: super::path::MAX_NAME_BYTES }
             }
             _ => Self::io(path, source),
         }

@@ -9,7 +9,7 @@ use cap_std::ambient_authority;
 use cap_std::fs::Dir;
 use serde::{Deserialize, Serialize};
 
-use super::root::RootInner;
+use super::workspace_root::RootInner;
 use super::{Workspace, WorkspaceKind, WorkspaceLimits};
 
 /// Description of a workspace for another process.

@@ -9,7 +9,7 @@ use std::io;
 
 use cap_std::fs::{Dir, DirEntry, FileType, Permissions, PermissionsExt};
 
-use super::MAX_PATH_BYTES;
+use super::path::MAX_PATH_BYTES;
 
 /// Usage by files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

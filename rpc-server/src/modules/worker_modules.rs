@@ -15,7 +15,7 @@ use crate::config::{ServeConfig, ServeSettings};
 ///
 /// The settings name the file of digests instead of containing the digests, because they are an
 /// argument of the worker processes. Workers read the file again.
-pub(crate) fn handed_down(config: &ServeConfig) -> Option<Arc<NodeSettings>> {
+pub(crate) fn settings_for_workers(config: &ServeConfig) -> Option<Arc<NodeSettings>> {
     if !config.runs_native_code() {
         return None;
     }

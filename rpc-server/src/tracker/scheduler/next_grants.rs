@@ -1,4 +1,4 @@
-//! The plan of the next grants: rules 1 to 4 of the scheduler.
+//! The next grants: the requests to serve now, with their slots, by rules 1 to 4 of the scheduler.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -14,10 +14,10 @@ impl Scheduler {
     /// Returns the next grants: rules 1 to 3. Considers only keys with free slots, and skips
     /// requests equal to one that got no slots, so that a long queue costs little while there are
     /// no slots for it.
-    pub(super) fn plan(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
-        let mut plan = Vec::new();
+    pub(super) fn next_grants(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
+        let mut grants = Vec::new();
         let mut left = self.totals.free;
-        // Slots granted or reserved by this plan, by server and by key.
+        // Slots granted or reserved so far, by server and by key.
         let mut taken: HashMap<ServerId, u32> = HashMap::new();
         let mut taken_of: HashMap<&str, u64> = HashMap::new();
         // Properties for which no slot is left.
@@ -44,7 +44,7 @@ impl Scheduler {
                     let is_served = total >= u64::from(request.count);
                     let took: Vec<(ServerId, u32)> = if is_served {
                         let slots = choose(request.count, found);
-                        plan.push((order, slots.clone()));
+                        grants.push((order, slots.clone()));
                         slots.into_iter().map(|id| (id, 1)).collect()
                     } else {
                         if !request.distinct {
@@ -68,7 +68,7 @@ impl Scheduler {
                 next.insert((*order, key));
             }
         }
-        plan
+        grants
     }
 
     /// Returns the free slots that a request could use and that are not `taken`, by servers in the

@@ -19,8 +19,9 @@ use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt, Permissions, PermissionsExt}
 use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{FlockOperation, OFlags, flock};
 
+use super::path::abridged;
 use super::tree::{move_entry, purge};
-use super::{FolderOwner, Workspace, WorkspaceError, WorkspaceInner, WorkspaceKind, abridged, make_folder};
+use super::{FolderOwner, Workspace, WorkspaceError, WorkspaceInner, WorkspaceKind, make_folder};
 use crate::file_lock::FileLock;
 
 /// Limits of workspaces, and the expiry of named ones.
