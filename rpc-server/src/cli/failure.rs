@@ -1,4 +1,4 @@
-//! Failures of commands, and their exit codes. [`failure_report`](super::failure_report) prints them.
+//! Failures of commands, and their exit codes.
 
 use std::io;
 use std::path::{Path, PathBuf};

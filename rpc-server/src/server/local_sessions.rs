@@ -85,7 +85,11 @@ impl SessionFactory for LocalSessions {
             .total_memory(self.state.memory().clone())
             .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
             .extension(self.state.clone())
-            .extension(Arc::new(Client { peer: request.peer.clone(), identity: request.identity.clone() }))
+            .extension(Arc::new(Client {
+                peer: request.peer.clone(),
+                machine: request.machine,
+                identity: request.identity.clone(),
+            }))
             .extension(Arc::new(request.onward.clone()))
             .spawner(self.spawner.clone());
         if let Some(address) = self.data_address {

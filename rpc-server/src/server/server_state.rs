@@ -10,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{Lane, LocalSession, MemoryQuota, Request, RpcSession, SharedSession, Submission, Usage};
+use rpc_transports::Machine;
 
 /// State of a server for its functions: [`Context::extension`](rpc_core::Context::extension)
 /// returns it.
@@ -37,8 +38,10 @@ enum SessionView {
 /// it, except in sessions with a process of their own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Client {
-    /// Address of the client.
+    /// Address of the client, as text for people.
     pub peer: String,
+    /// Machine that the client is on, as the transport knows it.
+    pub machine: Machine,
     /// Identity that the client has proven; `anonymous` without proof.
     pub identity: String,
 }

@@ -2,15 +2,18 @@
 //!
 //! A tracker sends clients to these addresses and probes them itself, so a server could use it to
 //! scan its network. Therefore a server may advertise the IP address that it comes from, and any
-//! other only if the operator allows it.
+//! other only if the operator allows it. The transport says which machine a server is on; the text
+//! of its address, which a transport may choose freely, does not count.
 
+use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use super::limits::clip;
 use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_transports::tracker::{Reach, TICKET_REFUSED};
-use rpc_transports::{Address, ConnectError, Connector, Properties, TransportError, Transports};
+use rpc_transports::{Address, ConnectError, Connector, Machine, Properties, TransportError, Transports};
+
+use super::limits::clip;
 
 /// Time limit of a probe.
 const PROBE_LIMIT: Duration = Duration::from_secs(5);
@@ -18,13 +21,18 @@ const PROBE_LIMIT: Duration = Duration::from_secs(5);
 /// Text that is not a ticket: a server that answers refuses it, and no slot is taken.
 const NO_TICKET: &str = "probe";
 
-/// Returns the addresses for clients, if a server that comes from `peer` may advertise them.
+/// Returns the addresses for clients, if a server on `machine` may advertise them.
 ///
 /// # Errors
 ///
 /// [`ErrorKind::Refused`] with advice for the operator, and [`ErrorKind::InvalidArgument`].
-pub(super) fn admit(told: &[String], peer: &str, allowed: &[String], transports: &Transports) -> Result<Vec<String>> {
-    let from = machine(peer);
+pub(super) fn admit(
+    told: &[String],
+    machine: Machine,
+    allowed: &[String],
+    transports: &Transports,
+) -> Result<Vec<String>> {
+    let from = Origin::of(machine);
     let last = told.len().saturating_sub(1);
     let admit = |(at, text): (usize, &String)| {
         let address: Address = text
@@ -39,12 +47,15 @@ pub(super) fn admit(told: &[String], peer: &str, allowed: &[String], transports:
         if properties.as_ref().is_some_and(is_allowed) {
             return Ok(address.to_string());
         }
-        let from = from.map_or("this machine".to_owned(), |ip| ip.to_string());
+        let own = match from {
+            Origin::Unknown => "",
+            Origin::ThisMachine | Origin::Ip(_) => "write its own IP address, or ",
+        };
         Err(RpcError::new(
             ErrorKind::Refused,
             format!(
-                "a server that comes from {from} may not advertise '{address}': write its own IP address, or have the \
-                 tracker's operator allow it (--allow-advertise)"
+                "a server that comes from {from} may not advertise '{address}': {own}have the tracker's operator \
+                 allow it (--allow-advertise)"
             ),
         ))
     };
@@ -84,34 +95,64 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
     Reach::Unreachable { why: clip(&why) }
 }
 
-/// Returns the IP address of a peer; `None` if it is on this machine.
-fn machine(peer: &str) -> Option<IpAddr> {
-    let address: Address = peer.parse().ok()?;
-    let host = address.host()?;
-    let ip: IpAddr = host.split('%').next()?.parse().ok()?;
-    let ip = ip.to_canonical();
-    (!ip.is_loopback()).then_some(ip)
+/// Machine of a server, as far as its own addresses can be told by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    /// The machine of the tracker.
+    ThisMachine,
+    /// Another machine, with this IP address.
+    Ip(IpAddr),
+    /// A machine that the transport does not know. No address is known to be on it.
+    Unknown,
 }
 
-/// Returns true if the address is on the machine of the peer.
-fn is_own(address: &Address, properties: &Properties, from: Option<IpAddr>) -> bool {
-    match from {
-        None => properties.is_local(),
-        Some(from) => ip_of(address).is_some_and(|ip| ip == from),
+impl Origin {
+    fn of(machine: Machine) -> Self {
+        match machine {
+            Machine::This => Self::ThisMachine,
+            Machine::At(ip) if ip.to_canonical().is_loopback() => Self::ThisMachine,
+            Machine::At(ip) => Self::Ip(ip.to_canonical()),
+            Machine::Unknown => Self::Unknown,
+        }
     }
 }
 
-fn ip_of(address: &Address) -> Option<IpAddr> {
-    let host = address.host()?;
-    host.parse().ok().map(|ip: IpAddr| ip.to_canonical())
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ThisMachine => f.write_str("this machine"),
+            Self::Ip(ip) => ip.fmt(f),
+            Self::Unknown => f.write_str("an unknown machine"),
+        }
+    }
 }
 
-/// Replaces an unspecified host by that of the peer.
-fn with_host(address: Address, from: Option<IpAddr>) -> Result<Address> {
+/// Returns true if the address is on the machine of the server.
+fn is_own(address: &Address, properties: &Properties, from: Origin) -> bool {
+    match from {
+        Origin::ThisMachine => properties.is_local(),
+        Origin::Ip(from) => ip_of(address).is_some_and(|ip| ip == from),
+        Origin::Unknown => false,
+    }
+}
+
+/// Returns the IP address of the host, without the zone of a link-local one.
+fn ip_of(address: &Address) -> Option<IpAddr> {
+    let ip = address.host()?.split('%').next()?;
+    ip.parse().ok().map(|ip: IpAddr| ip.to_canonical())
+}
+
+/// Replaces an unspecified host by that of the server.
+fn with_host(address: Address, from: Origin) -> Result<Address> {
     if !ip_of(&address).is_some_and(|ip| ip.is_unspecified()) {
         return Ok(address);
     }
-    let host = from.map_or("127.0.0.1".to_owned(), |ip| ip.to_string());
+    let host = match from {
+        Origin::ThisMachine => "127.0.0.1".to_owned(),
+        Origin::Ip(ip) => ip.to_string(),
+        // Stays as it is, and is refused unless the operator allows it.
+        Origin::Unknown => return Ok(address),
+    };
     address.with_host(&host).map_err(|error| RpcError::invalid_argument(error.to_string()))
 }
 
@@ -119,59 +160,83 @@ fn with_host(address: Address, from: Option<IpAddr>) -> Result<Address> {
 mod tests {
     use super::*;
 
-    const REMOTE: &str = "tcp://10.0.0.5:40000";
-    const HERE: &str = "tcp://127.0.0.1:40000";
+    const REMOTE: &str = "10.0.0.5";
+    const REMOTE_V6: &str = "2001:db8::5";
 
-    fn admitted(told: &[&str], peer: &str, allowed: &[&str]) -> Result<Vec<String>> {
+    fn at(ip: &str) -> Machine {
+        Machine::At(ip.parse().unwrap())
+    }
+
+    fn admitted(told: &[&str], machine: Machine, allowed: &[&str]) -> Result<Vec<String>> {
         let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
-        admit(&owned(told), peer, &owned(allowed), &Transports::default())
+        admit(&owned(told), machine, &owned(allowed), &Transports::default())
     }
 
     #[test]
-    fn a_server_may_tell_its_own_address_and_no_other() {
-        for (told, peer) in [
-            ("tcp://10.0.0.5:9090/board", REMOTE),
-            ("quic://10.0.0.5:9090", "tcp://[::ffff:10.0.0.5]:1"),
-            ("tcp://127.0.0.1:9090", HERE),
-            ("tcp://[::1]:9090", HERE),
-            ("unix:/run/rpc.sock", "unix:/run/tracker.sock"),
-            ("memory:board", "memory:tracker"),
+    fn a_server_may_advertise_its_own_address_and_no_other() {
+        for (told, machine) in [
+            ("tcp://10.0.0.5:9090/board", at(REMOTE)),
+            ("quic://10.0.0.5:9090", at("::ffff:10.0.0.5")),
+            ("tcp://[2001:db8::5]:9090/board", at(REMOTE_V6)),
+            ("quic://[2001:db8:0:0::5]:9090", at(REMOTE_V6)),
+            ("tcp://[fe80::5%eth0]:9090", at("fe80::5")),
+            ("tcp://[::ffff:10.0.0.5]:9090", at(REMOTE)),
+            ("tcp://127.0.0.1:9090", at("127.0.0.1")),
+            ("tcp://[::1]:9090", at("127.0.0.1")),
+            ("tcp://127.0.0.1:9090", at("::1")),
+            ("tcp://127.0.0.1:9090", Machine::This),
+            ("unix:/run/rpc.sock", Machine::This),
+            ("memory:board", Machine::This),
         ] {
-            assert_eq!(admitted(&[told], peer, &[]).unwrap(), [told], "{peer}");
+            assert_eq!(admitted(&[told], machine, &[]).unwrap(), [told], "{machine}");
         }
-        for (told, peer) in [
-            ("tcp://10.0.0.6:9090", REMOTE),
-            ("tcp://127.0.0.1:9090", REMOTE),
-            ("unix:/run/docker.sock", REMOTE),
-            ("tcp://board.lan:9090", REMOTE),
-            ("tcp://10.0.0.5:9090", HERE),
-            ("exec:sh", HERE),
-            ("local:", HERE),
-            ("tracker://127.0.0.1:9190", HERE),
+        for (told, machine) in [
+            ("tcp://10.0.0.6:9090", at(REMOTE)),
+            ("tcp://127.0.0.1:9090", at(REMOTE)),
+            ("tcp://[::1]:9090", at(REMOTE_V6)),
+            ("tcp://[2001:db8::6]:9090", at(REMOTE_V6)),
+            ("unix:/run/docker.sock", at(REMOTE)),
+            ("unix:/run/docker.sock", at(REMOTE_V6)),
+            ("tcp://board.lan:9090", at(REMOTE)),
+            ("tcp://10.0.0.5:9090", Machine::This),
+            ("exec:sh", Machine::This),
+            ("local:", Machine::This),
+            ("tracker://127.0.0.1:9190", Machine::This),
         ] {
-            let error = admitted(&[told], peer, &[]).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Refused, "{told} {peer}");
+            let error = admitted(&[told], machine, &[]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Refused, "{told} {machine}");
             assert!(error.message().contains("--allow-advertise"), "{error}");
         }
-        assert_eq!(admitted(&["nonsense"], HERE, &[]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert_eq!(admitted(&["nonsense"], Machine::This, &[]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn a_server_on_an_unknown_machine_advertises_what_the_operator_allows() {
+        for told in ["tcp://127.0.0.1:9090", "unix:/run/rpc.sock", "tcp://0.0.0.0:9090", "tcp://10.0.0.5:9090"] {
+            let error = admitted(&[told], Machine::Unknown, &[]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Refused, "{told}");
+            assert!(error.message().contains("from an unknown machine"), "{error}");
+        }
+        assert!(admitted(&["tcp://10.0.0.5:9090"], Machine::Unknown, &["tcp://10.0.0.*"]).is_ok());
     }
 
     #[test]
     fn the_operator_may_allow_more_and_hops_count_too() {
         let told = ["quic://gateway.lab:9190", "tcp://192.168.0.7:9090"];
-        assert!(admitted(&told, REMOTE, &["tcp://192.168.*"]).is_err());
-        assert_eq!(admitted(&told, REMOTE, &["tcp://192.168.*", "quic://gateway.lab:*"]).unwrap(), told);
-        assert!(admitted(&["exec:sh"], HERE, &["*"]).is_err());
+        assert!(admitted(&told, at(REMOTE), &["tcp://192.168.*"]).is_err());
+        assert_eq!(admitted(&told, at(REMOTE), &["tcp://192.168.*", "quic://gateway.lab:*"]).unwrap(), told);
+        assert!(admitted(&["exec:sh"], Machine::This, &["*"]).is_err());
     }
 
     #[test]
-    fn wherever_i_am_is_where_it_comes_from() {
-        for (told, peer, expected) in [
-            ("tcp://0.0.0.0:9090/board", REMOTE, "tcp://10.0.0.5:9090/board"),
-            ("tls://[::]:9090", REMOTE, "tls://10.0.0.5:9090"),
-            ("quic://0.0.0.0:9090", HERE, "quic://127.0.0.1:9090"),
+    fn an_unspecified_host_becomes_that_of_the_server() {
+        for (told, machine, expected) in [
+            ("tcp://0.0.0.0:9090/board", at(REMOTE), "tcp://10.0.0.5:9090/board"),
+            ("tls://[::]:9090", at(REMOTE), "tls://10.0.0.5:9090"),
+            ("tls://[::]:9090/board", at(REMOTE_V6), "tls://[2001:db8::5]:9090/board"),
+            ("quic://0.0.0.0:9090", at("::1"), "quic://127.0.0.1:9090"),
         ] {
-            assert_eq!(admitted(&[told], peer, &[]).unwrap(), [expected]);
+            assert_eq!(admitted(&[told], machine, &[]).unwrap(), [expected]);
         }
     }
 }

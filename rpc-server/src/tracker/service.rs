@@ -15,7 +15,7 @@ use rpc_transports::tracker::{
     Loss, LossReason, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket, TicketKey,
     functions,
 };
-use rpc_transports::{Address, Connector, Dial, Transports};
+use rpc_transports::{Connector, Dial, Machine, Transports};
 use tokio::sync::{Notify, Semaphore, watch};
 
 use self::grants::grants;
@@ -231,7 +231,7 @@ impl Tracker {
             let options = &self.options;
             advertised_addresses::admit(
                 &registration.address,
-                &client.peer,
+                client.machine,
                 &options.allow_advertise,
                 &options.transports,
             )
@@ -426,9 +426,8 @@ impl Drop for Tracker {
 }
 
 fn client_of(context: &Context) -> Arc<Client> {
-    context
-        .extension()
-        .unwrap_or_else(|| Arc::new(Client { peer: "local:".to_owned(), identity: ANONYMOUS.to_owned() }))
+    let local = || Client { peer: "local:".to_owned(), machine: Machine::This, identity: ANONYMOUS.to_owned() };
+    context.extension().unwrap_or_else(|| Arc::new(local()))
 }
 
 /// Returns the name under which the limits of a client are counted.
@@ -436,7 +435,5 @@ fn limit_key(client: &Client) -> String {
     if client.identity != ANONYMOUS {
         return format!("identity {}", client.identity);
     }
-    let address = client.peer.parse::<Address>().ok();
-    let host = address.as_ref().and_then(Address::host).map(str::to_owned);
-    host.unwrap_or_else(|| "this machine".to_owned())
+    client.machine.to_string()
 }

@@ -8,16 +8,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use rpc_core::{DeviceType, ErrorKind, Pack, Registry, RemoteObject, RpcError, Session, Target, Value};
+use rpc_core::{DeviceType, ErrorKind, LocalSession, Pack, Registry, RemoteObject, RpcError, Session, Target, Value};
 use rpc_server::config::{ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig};
 use rpc_server::pki::trust::ClientTrust;
-use rpc_server::tracker::{RunningTracker, Tracker};
+use rpc_server::server::Client;
+use rpc_server::tracker::{RunningTracker, Tracker, TrackerOptions};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{
     Grant, HolderState, LossReason, Reach, Registered, Registration, Renewed, Returned, ServerRequest, ServerStatus,
     ServerSummary, Summary, TICKET_REFUSED, TrackerClient, Use, functions,
 };
-use rpc_transports::{Address, Connector};
+use rpc_transports::{Address, Connector, Machine};
 use tempfile::TempDir;
 
 /// A tracker, and what its servers need.
@@ -433,6 +434,34 @@ async fn too_much_of_anything_is_refused_by_name() {
     }
     let error = client.request_many(&ServerRequest::any().count(0)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}
+
+/// The text of a client's address is for people: a transport may write anything there.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tracker_judges_a_server_by_its_machine_and_not_by_the_text_of_its_address() {
+    let tracker = Tracker::new(TrackerOptions { max_servers_per_peer: 1, ..TrackerOptions::default() });
+    let registry = Registry::new();
+    tracker.register(&registry);
+    let at = |ip: &str| Machine::At(ip.parse().unwrap());
+    let register = async |machine: Machine, address: &str| {
+        // A text without a host, and one that names another machine.
+        let text = if machine == Machine::Unknown { "tcp://127.0.0.1:7" } else { "a board behind the wall" };
+        let client = Client { peer: text.to_owned(), machine, identity: "anonymous".to_owned() };
+        let session = Session::new(LocalSession::builder(registry.clone()).extension(Arc::new(client)).build());
+        let register = session.get_function(functions::REGISTER).await.unwrap();
+        let registered: Result<(RemoteObject, Pack<Registered>), _> = register.call((Pack(server_at(address)),)).await;
+        registered.map(|(object, Pack(registered))| (session, object, registered.address))
+    };
+    let refused = async |machine, address: &str| register(machine, address).await.unwrap_err().message().to_owned();
+    assert!(refused(at("10.0.0.5"), "tcp://127.0.0.1:9090").await.contains("comes from 10.0.0.5 may not"));
+    assert!(refused(at("2001:db8::5"), "tcp://[::1]:9090").await.contains("comes from 2001:db8::5 may not"));
+    assert!(refused(Machine::Unknown, "tcp://127.0.0.1:9090").await.contains("from an unknown machine may not"));
+    let first = register(at("10.0.0.5"), "tcp://0.0.0.0:9090").await.unwrap();
+    assert_eq!(first.2, ["tcp://10.0.0.5:9090"]);
+    // Each machine has a limit of its own, although the texts are equal.
+    let second = register(at("2001:db8::5"), "tcp://[::]:9090").await.unwrap();
+    assert_eq!(second.2, ["tcp://[2001:db8::5]:9090"]);
+    assert!(refused(at("10.0.0.5"), "tcp://0.0.0.0:9091").await.contains("max_servers_per_peer is 1"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

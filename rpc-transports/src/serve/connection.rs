@@ -259,6 +259,7 @@ impl Connection {
         let named = |name: &String| (!name.is_empty()).then(|| name.clone());
         let request = OpenRequest {
             peer: self.peer.clone(),
+            machine: self.machine,
             identity: identity.to_owned(),
             key: named(&hello.key),
             workspace: named(&hello.workspace),

@@ -9,6 +9,7 @@ use rpc_core::{ErrorKind, RpcError, SharedSession};
 
 use super::onward::Onward;
 use crate::address::Address;
+use crate::channel::Machine;
 use crate::handshake::identity::Access;
 use crate::limits::WireLimits;
 use crate::serve::filter::RequestPolicy;
@@ -18,8 +19,10 @@ use crate::transport::{ConnectionLimits, Dial, Transports};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct OpenRequest {
-    /// Address that the client comes from.
+    /// Address that the client comes from, as text for people.
     pub peer: String,
+    /// Machine that the client is on, as the transport knows it.
+    pub machine: Machine,
     /// Identity of the client: the one that it has proven, `anonymous` without proof, or the one
     /// that a trusted hop asserts.
     pub identity: String,
