@@ -123,8 +123,8 @@ async fn servers(
     limit: Duration,
 ) -> Result<(), u8> {
     let ask = async {
-        let summary = session.function::<(), Pack<Summary>>(functions::SUMMARY).await?;
-        summary.call(()).await
+        let summary = session.get_function(functions::SUMMARY).await?;
+        summary.call::<Pack<Summary>>(()).await
     };
     let finding = match tokio::time::timeout(limit, ask).await {
         Ok(Ok(Pack(summary))) => match look_for(&summary, key) {
@@ -500,8 +500,8 @@ async fn echo(examination: &mut Examination<'_>, session: &Session, limit: Durat
 /// Checks that modules can be loaded, if the server takes any.
 async fn modules(examination: &mut Examination<'_>, session: &Session, limit: Duration) -> Result<(), u8> {
     let ask = async {
-        let info = session.function::<(), Pack<ServerInfo>>("rpc.info").await?;
-        info.call(()).await
+        let info = session.get_function("rpc.info").await?;
+        info.call::<Pack<ServerInfo>>(()).await
     };
     // Servers of other kinds have no such function, and need none.
     let Ok(Ok(Pack(info))) = tokio::time::timeout(limit, ask).await else { return Ok(()) };

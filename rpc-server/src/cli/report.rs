@@ -48,8 +48,8 @@ pub(super) async fn functions(options: &CommonOptions, output: &Output, args: Fu
 pub(super) async fn info(options: &CommonOptions, output: &Output, args: AddressArgs) -> Result<(), Failure> {
     options
         .with_session(&args.address, Files::None, async |session| {
-            let info = session.function::<(), Pack<ServerInfo>>("rpc.info").await?;
-            let Pack(info) = info.call(()).await?;
+            let info = session.get_function("rpc.info").await?;
+            let Pack(info): Pack<ServerInfo> = info.call(()).await?;
             if output.is_json() {
                 output.json(&info)
             } else {

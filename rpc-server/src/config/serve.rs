@@ -103,7 +103,8 @@ settings! {
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
         /// Functions that forwarded clients may use, with * for any text, such as rpc.* or
-        /// model.run; may be repeated, or given as a list with commas. Default: all. Requests in a
+        /// model.run; may be repeated, or given as a list with commas. Default: all. rpc.functions
+        /// and rpc.signature, which describe all functions, must be named without *. Requests in a
         /// tunnel are not seen and not limited
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         forward_functions: Vec<String> = Vec::new(), "RPC_SERVER_FORWARD_FUNCTIONS";

@@ -216,8 +216,8 @@ impl RpcSession for IsolatedSession {
         self.next.submit(request)
     }
 
-    fn ended(&self) -> Submission {
-        self.next.ended()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&*self.next)
     }
 }
 

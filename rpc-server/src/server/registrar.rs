@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rpc_core::{Fault, Pack, RemoteObject, Result, RpcError, Session};
-use rpc_transports::tracker::{Reach, Registered, Registration, Renewed, ServerStatus, functions};
+use rpc_transports::tracker::{Reach, Registered, Registration, Renewed, functions};
 use rpc_transports::{Address, Backoff, Connector, Dial};
 use tokio::task::JoinHandle;
 
@@ -134,14 +134,16 @@ impl TrackerRegistration {
         was_registered: &mut bool,
     ) -> Result<std::convert::Infallible> {
         let mut changes = self.gate.changes();
-        let register =
-            session.function::<(Pack<Registration>,), (RemoteObject, Pack<Registered>)>(functions::REGISTER).await?;
-        let renew = session.function::<(&RemoteObject, Pack<ServerStatus>), Pack<Renewed>>(functions::RENEW).await?;
+        // Both at once, and without a comparison of types, which would cost a round trip more.
+        let register = session.get_function(functions::REGISTER).start();
+        let renew = session.get_function(functions::RENEW).start();
+        let (register, renew) = (register.await?, renew.await?);
         changes.mark_unchanged();
         let Advertisement { name, key, labels, devices, capacity, address } = self.advertisement.clone();
         let status = self.gate.status(id);
         let registration = Registration { name, key, labels, devices, capacity, address, ticket_key, status };
-        let (registration, Pack(Registered { lease_ms, address })) = register.call((Pack(registration),)).await?;
+        let (registration, registered): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await?;
+        let Pack(Registered { lease_ms, address }) = registered;
         *was_registered = true;
         let lease = Duration::from_millis(lease_ms.max(1));
         let (tracker, address) = (&self.tracker, address.join(","));
@@ -158,7 +160,7 @@ impl TrackerRegistration {
             let status = self.gate.status(id);
             let spent = status.spent.len();
             // A tracker that does not answer within the lease has dropped this server.
-            let Pack(renewed) = renew.call((&registration, Pack(status))).timeout(lease).await?;
+            let Pack(renewed): Pack<Renewed> = renew.call((&registration, Pack(status))).timeout(lease).await?;
             self.gate.acknowledge_spent(id, spent);
             if renewed.reach != reach {
                 if let Reach::Unreachable { why } = &renewed.reach {

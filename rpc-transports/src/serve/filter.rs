@@ -39,6 +39,10 @@ impl<F: Fn(&Request) -> Result<(), RpcError> + Send + Sync> RequestPolicy for F 
 /// Policy that lets functions be looked up by names that match one of its patterns, in which `*`
 /// stands for any text. The functions of modules are looked up by name as well, and have to match.
 /// All other requests pass.
+///
+/// `rpc.functions` and `rpc.signature` describe all functions of a server, hidden ones too. So a
+/// pattern that matches them by a `*` does not allow them, unless it is `*` alone, which hides
+/// nothing; the operator may name them. Typed clients do without signatures.
 #[derive(Clone, Debug)]
 pub struct FunctionPatterns(Vec<String>);
 
@@ -49,12 +53,19 @@ impl FunctionPatterns {
     }
 }
 
+/// Functions that give names and types of all functions of a server.
+const DESCRIBE_ALL: [&str; 2] = ["rpc.functions", "rpc.signature"];
+
 impl RequestPolicy for FunctionPatterns {
     fn check(&self, request: &Request) -> Result<(), RpcError> {
         let (Operation::GetFunction { name } | Operation::ModuleFunction { name, .. }) = &request.operation else {
             return Ok(());
         };
-        if self.0.iter().any(|pattern| glob(pattern, name)) {
+        let allows = |pattern: &String| match DESCRIBE_ALL.contains(&name.as_str()) {
+            true => pattern == "*" || pattern == name,
+            false => glob(pattern, name),
+        };
+        if self.0.iter().any(allows) {
             return Ok(());
         }
         let text = format!("the function '{name}' may not be used through this server: its operator has to allow it");
@@ -90,12 +101,8 @@ impl RpcSession for FilteredSession {
         }
     }
 
-    fn is_encrypted(&self) -> bool {
-        self.next.is_encrypted()
-    }
-
-    fn ended(&self) -> Submission {
-        self.next.ended()
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&*self.next)
     }
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
@@ -125,6 +132,33 @@ mod tests {
         assert!(error.message().contains("'shell'"), "{error}");
         // A request that passes fails as it would without the filter.
         assert_eq!(session.get_function("math.mul").wait().unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_hidden_function_is_not_described_either() {
+        let describe = |patterns: &[&str]| {
+            let registry = Registry::new();
+            registry.add("math.add", |a: i64, b: i64| a + b);
+            registry.add("shell", |_command: String| "never");
+            registry.add("rpc.functions", || vec!["math.add", "shell"]);
+            registry.add("rpc.noop", || ());
+            let patterns = FunctionPatterns::new(patterns.iter().map(|pattern| (*pattern).to_owned()));
+            let session = FilteredSession::new(Arc::new(LocalSession::new(registry)), Arc::new(patterns));
+            let session = Session::new(session);
+            // Typed clients work without signatures.
+            let add = session.function::<(i64, i64), i64>("math.add").wait().unwrap();
+            assert_eq!(add.call((1, 2)).wait().unwrap(), 3);
+            session.get_function("rpc.noop").wait().unwrap();
+            ["rpc.signature", "rpc.functions"].map(|name| session.get_function(name).wait().map(drop))
+        };
+        for patterns in [&["math.*", "rpc.*"][..], &["math.add", "r*", "*c.noop"]] {
+            for outcome in describe(patterns) {
+                assert_eq!(outcome.unwrap_err().kind(), ErrorKind::Refused, "{patterns:?}");
+            }
+        }
+        assert!(describe(&["*"]).iter().all(Result::is_ok));
+        let [signature, functions] = describe(&["math.*", "rpc.noop", "rpc.signature"]);
+        assert!(signature.is_ok() && functions.is_err());
     }
 
     #[test]
