@@ -34,3 +34,11 @@ pub(crate) use self::client::connect;
 /// [Application kind](rpc_core::RpcError::application_kind) of a server's refusal of a client
 /// without a valid ticket.
 pub const TICKET_REFUSED: &str = "ticket";
+
+/// Text in place of a ticket by which a tracker asks whether a server is at its address. The server
+/// opens no session, and answers with an error of the application kind [`PROBE_ANSWERED`].
+pub const PROBE_TICKET: &str = "probe";
+
+/// [Application kind](rpc_core::RpcError::application_kind) of a server's answer to the
+/// [probe](PROBE_TICKET) of a tracker, which is no refusal of a client.
+pub const PROBE_ANSWERED: &str = "probe";

@@ -150,6 +150,11 @@ pub fn size(bytes: u64) -> String {
     indicatif::BinaryBytes(bytes).to_string()
 }
 
+/// Returns the number with a noun in the singular or plural: "1 server", "2 servers".
+pub(super) fn counted(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
 /// Formats a time in seconds with four digits and a unit.
 pub(super) fn seconds(seconds: f64) -> String {
     let (factor, unit) = match seconds.abs() {
@@ -177,6 +182,7 @@ mod tests {
             [123_456.0, 12.345_6, 1.0, 0.001_234_6, 0.0].map(digits),
             ["123456", "12.35", "1.000", "0.001235", "0.000"]
         );
+        assert_eq!([0, 1, 2].map(|number| counted(number, "server")), ["0 servers", "1 server", "2 servers"]);
         assert_eq!([2.0, 0.0123, 56e-6, 7e-9].map(seconds), ["2.000 s", "12.30 ms", "56.00 µs", "7.000 ns"]);
     }
 }

@@ -9,7 +9,7 @@ use rpc_transports::tracker::{Reach, ServerSummary, Summary, TrackerClient};
 
 use super::connect::CommonOptions;
 use super::failure::Failure;
-use super::output::Output;
+use super::output::{Output, counted};
 use crate::config::Span;
 use crate::tracker::display::{for_people, has, holder, lost, plain, wanted};
 
@@ -68,8 +68,9 @@ async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_c
 fn text(summary: &Summary, width: u16) -> Vec<String> {
     let slots: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
     let free: u64 = summary.servers.iter().map(|server| u64::from(server.free)).sum();
-    let (servers, queued) = (summary.servers.len(), summary.queue.len());
-    let mut lines = vec![format!("{servers} servers, {free} of {slots} slots free, {queued} requests waiting")];
+    let servers = counted(summary.servers.len() as u64, "server");
+    let (slots, queued) = (counted(slots, "slot"), counted(summary.queue.len() as u64, "request"));
+    let mut lines = vec![format!("{servers}, {free} of {slots} free, {queued} waiting")];
     if !summary.servers.is_empty() {
         let mut table = table(&["key", "server", "free", "held by", "has", "address"], width);
         for server in &summary.servers {

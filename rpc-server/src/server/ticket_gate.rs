@@ -14,7 +14,9 @@ use rpc_core::proto::ANONYMOUS;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{ErrorKind, Lane, Request, Result, RpcError, RpcSession, SharedSession, Submission};
-use rpc_transports::tracker::{ServerStatus, TICKET_REFUSED, TicketError, TicketKey, Use};
+use rpc_transports::tracker::{
+    PROBE_ANSWERED, PROBE_TICKET, ServerStatus, TICKET_REFUSED, TicketError, TicketKey, Use,
+};
 use rpc_transports::{OpenRequest, SessionFactory};
 use tokio::sync::watch;
 
@@ -120,11 +122,16 @@ impl TicketGate {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Refused`] of the application kind [`TICKET_REFUSED`].
+    /// [`ErrorKind::Refused`] of the application kind [`TICKET_REFUSED`]; and of the application
+    /// kind [`PROBE_ANSWERED`] for the probe of a tracker, which gets no session.
     pub(super) fn admit(self: &Arc<Self>, request: &OpenRequest) -> Result<SessionPermit> {
         let known_as = if request.identity == ANONYMOUS { &request.peer } else { &request.identity };
         let mut state = self.lock();
-        let ticket = match &request.ticket {
+        let ticket = match request.ticket.as_deref() {
+            Some(PROBE_TICKET) => {
+                let text = "this server is at its address, and opens no session for the probe of a tracker";
+                return Err(refused(text).with_application_kind(PROBE_ANSWERED));
+            }
             Some(text) => Some(state.take_ticket(text, self.now_ms())?),
             None if self.allow_direct => None,
             None => {

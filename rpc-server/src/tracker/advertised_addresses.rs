@@ -10,16 +10,13 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, Result, RpcError};
-use rpc_transports::tracker::{Reach, TICKET_REFUSED};
+use rpc_transports::tracker::{PROBE_ANSWERED, PROBE_TICKET, Reach, TICKET_REFUSED};
 use rpc_transports::{Address, ConnectError, Connector, Machine, Properties, TransportError, Transports};
 
 use super::limits::clip;
 
 /// Time limit of a probe.
 const PROBE_LIMIT: Duration = Duration::from_secs(5);
-
-/// Text that is not a ticket: a server that answers refuses it, and no slot is taken.
-const NO_TICKET: &str = "probe";
 
 /// Returns the addresses for clients, if a server on `machine` may advertise them.
 ///
@@ -65,18 +62,18 @@ pub(super) fn admit(
 /// Checks that a server answers at its address, without taking a slot.
 pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
     let Some((target, hops)) = address.split_last() else { return Reach::Untried };
-    let connector = connector.clone().ticket(NO_TICKET).connect_timeout(PROBE_LIMIT).handshake_timeout(PROBE_LIMIT);
+    let connector = connector.clone().ticket(PROBE_TICKET).connect_timeout(PROBE_LIMIT).handshake_timeout(PROBE_LIMIT);
     let connector = hops.iter().fold(connector, |connector, hop| connector.via(hop));
     let outcome = tokio::time::timeout(2 * PROBE_LIMIT, connector.connect(target)).await;
     let why = match outcome {
         Ok(Ok(session)) => {
-            // The server admits clients without a ticket.
-            drop(session);
+            // The server admits any client: it is told that there was nothing else to do.
+            let _ = tokio::time::timeout(PROBE_LIMIT, session.shutdown().into_future()).await;
             return Reach::Reached;
         }
         Ok(Err(ConnectError::Session(error))) => {
             // A server that asks for authentication can be reached, too.
-            let is_there = error.application_kind() == Some(TICKET_REFUSED)
+            let is_there = matches!(error.application_kind(), Some(PROBE_ANSWERED | TICKET_REFUSED))
                 || matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::LimitExceeded);
             if is_there {
                 return Reach::Reached;

@@ -122,6 +122,20 @@ fn listen(address: &str) -> ListenAddress {
     address.parse().unwrap()
 }
 
+/// Returns the registration of a server with one slot.
+fn registration(key: &str, address: &str) -> Registration {
+    Registration {
+        name: "board".to_owned(),
+        key: key.to_owned(),
+        labels: BTreeMap::new(),
+        devices: Vec::new(),
+        capacity: 1,
+        address: vec![address.to_owned()],
+        ticket_key: [7; 32],
+        status: ServerStatus::default(),
+    }
+}
+
 fn registry() -> Registry {
     let registry = Registry::new();
     registry.add("add", |a: i64, b: i64| a + b);
@@ -382,6 +396,22 @@ async fn an_address_that_leads_nowhere_is_told_to_both() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_probe_of_a_tracker_is_not_a_refused_client() {
+    let pool = Pool::new().await;
+    let server = pool.server("board", |config| config.metrics = Some("127.0.0.1:0".parse().unwrap())).await;
+    pool.until(|summary| summary.servers[0].reach == Reach::Reached).await;
+    let metrics = server.metrics_address().unwrap();
+    let refusals = async || {
+        let text = scrape(metrics).await;
+        text.lines().filter(|line| line.starts_with("rpc_refusals_total{")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert!(refusals().await.is_empty());
+    let connector = Connector::new().ticket("not a ticket");
+    connector.connect(&server.addresses()[0].to_string()).await.unwrap_err();
+    assert_eq!(refusals().await, ["rpc_refusals_total{reason=\"refused\"} 1"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_address_elsewhere_is_refused_unless_the_operator_allows_it() {
     let elsewhere = |config: &mut ServeConfig| config.advertise = vec![listen("tcp://192.0.2.1:9090")];
     let pool = Pool::new().await;
@@ -449,7 +479,8 @@ async fn a_tracker_judges_a_server_by_its_machine_and_not_by_the_text_of_its_add
         let client = Client { peer: text.to_owned(), machine, identity: "anonymous".to_owned() };
         let session = Session::new(LocalSession::builder(registry.clone()).extension(Arc::new(client)).build());
         let register = session.get_function(functions::REGISTER).await.unwrap();
-        let registered: Result<(RemoteObject, Pack<Registered>), _> = register.call((Pack(server_at(address)),)).await;
+        let registered: Result<(RemoteObject, Pack<Registered>), _> =
+            register.call((Pack(registration("k", address)),)).await;
         registered.map(|(object, Pack(registered))| (session, object, registered.address))
     };
     let refused = async |machine, address: &str| register(machine, address).await.unwrap_err().message().to_owned();
@@ -503,16 +534,7 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     let pool = Pool::with(|config| config.max_servers_per_peer = 50).await;
     let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
     let register = session.get_function(functions::REGISTER).await.unwrap();
-    let registration = |key: &str| Registration {
-        name: "x".repeat(100),
-        key: key.to_owned(),
-        labels: BTreeMap::new(),
-        devices: Vec::new(),
-        capacity: 1,
-        address: vec!["tcp://127.0.0.1:9".to_owned()],
-        ticket_key: [7; 32],
-        status: ServerStatus::default(),
-    };
+    let registration = |key: &str| Registration { name: "x".repeat(100), ..registration(key, "tcp://127.0.0.1:9") };
     let mut kept = Vec::new();
     for at in 0..1000 {
         let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration(&format!("k{at}"))),));
@@ -591,17 +613,9 @@ async fn two_thousand_servers_serve_thousands_of_requests() {
             sessions.push(Connector::new().connect(&address).await.unwrap());
         }
         let register = sessions.last().unwrap().get_function(functions::REGISTER).await.unwrap();
-        let registration = Registration {
-            name: format!("board-{at}"),
-            key: format!("k{}", at % 4),
-            labels: BTreeMap::new(),
-            devices: Vec::new(),
-            capacity: 1,
-            // Nothing but the tracker's own look goes there.
-            address: vec!["memory:nowhere".to_owned()],
-            ticket_key: [7; 32],
-            status: ServerStatus::default(),
-        };
+        // Nothing but the tracker's own probe goes there.
+        let registration = registration(&format!("k{}", at % 4), "memory:nowhere");
+        let registration = Registration { name: format!("board-{at}"), ..registration };
         let (object, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
         kept.push(object);
     }
@@ -725,7 +739,7 @@ async fn trust_for_probing_servers_is_reloaded() {
     pool.until(|summary| of_key(summary, "another").all(|server| server.reach == Reach::Reached)).await;
 }
 
-/// Metrics of a tracker.
+/// Returns the metrics of a server.
 async fn scrape(metrics: SocketAddr) -> String {
     let scrape = move || {
         let mut stream = std::net::TcpStream::connect(metrics).unwrap();
@@ -771,14 +785,9 @@ async fn servers_that_tell_much_of_themselves_are_not_granted_in_any_number() {
     let register = session.get_function(functions::REGISTER).await.unwrap();
     let text = "x".repeat(100);
     let registration = Registration {
-        name: "talkative".to_owned(),
-        key: "k".to_owned(),
         labels: (0..60).map(|at| (format!("{text}{at}"), text.clone())).collect(),
-        devices: Vec::new(),
         capacity: 4096,
-        address: vec!["memory:nowhere".to_owned()],
-        ticket_key: [7; 32],
-        status: ServerStatus::default(),
+        ..registration("k", "memory:nowhere")
     };
     let (_registered, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
     let ask = async |count| -> Result<usize, RpcError> {

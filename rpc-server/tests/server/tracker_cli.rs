@@ -53,7 +53,8 @@ fn a_pool_from_the_shell() {
 
     let flags = ["--tracker", &at, "--tracker-key", "board", "--label", "arch=arm64,rack=7", "--capacity", "2"];
     let server = start("serve", &folder, &flags);
-    let text = until(&["status", "--tracker", &at], |text| text.contains("1 servers"));
+    let text =
+        until(&["status", "--tracker", &at], |text| text.contains("1 server, 2 of 2 slots free, 0 requests waiting"));
     for expected in ["board", "2/2", "arch=arm64 rack=7", "1×cpu", server.address()] {
         assert!(text.contains(expected), "{expected} in {text}");
     }
@@ -82,7 +83,7 @@ fn a_pool_from_the_shell() {
 
     let (code, text) = cli(&["doctor", &key("board")]);
     assert_eq!(code, 0, "{text}");
-    assert!(text.contains("1 servers with the key 'board'"), "{text}");
+    assert!(text.contains("1 server with the key 'board'"), "{text}");
     let (code, text) = cli(&["doctor", &key("bord")]);
     assert_eq!(code, 69, "{text}");
     assert!(text.contains("key mismatch") && text.contains("there are: board"), "{text}");

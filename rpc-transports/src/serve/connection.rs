@@ -25,6 +25,7 @@ use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::handshake_limit::HandshakePermit;
 use crate::handshake::identity::{Access, of_acceptor};
+use crate::tracker::PROBE_ANSWERED;
 
 /// Connection whose channel may still have to be secured.
 pub(super) struct Accepted {
@@ -86,7 +87,9 @@ enum Grant {
 
 /// Reason why a connection ended without a session. It has been logged.
 struct Refusal {
-    reason: ErrorKind,
+    /// Kind of the error that the observer is told. `None` for the probe of a tracker, which asks
+    /// for no session.
+    reason: Option<ErrorKind>,
     /// Channel of a client that was sent the reason, and may not have received it yet.
     told: Option<Channel>,
 }
@@ -110,14 +113,16 @@ impl Accepted {
             () = eviction.notified() => {
                 let limit = server.options.max_handshakes;
                 tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
-                Err(Refusal { reason: ErrorKind::LimitExceeded, told: None })
+                Err(Refusal { reason: Some(ErrorKind::LimitExceeded), told: None })
             }
             admitted = async { self.secure().await?.admit().await } => admitted,
         };
         match admitted {
             Ok(admitted) => admitted.serve().await,
             Err(Refusal { reason, told }) => {
-                server.refused(reason);
+                if let Some(reason) = reason {
+                    server.refused(reason);
+                }
                 if let Some(mut channel) = told {
                     drain_and_close(channel.io_mut()).await;
                 }
@@ -152,7 +157,7 @@ impl Accepted {
                 ErrorKind::DeadlineExceeded
             }
         };
-        Err(Refusal { reason, told: None })
+        Err(Refusal { reason: Some(reason), told: None })
     }
 }
 
@@ -200,6 +205,10 @@ impl Secured {
                 tracing::debug!(peer, identity, agent, "session opened");
                 Ok(Admitted { connection, channel, negotiated, input, grant, slot })
             }
+            Err(error) if error.application_kind() == Some(PROBE_ANSWERED) => {
+                tracing::debug!(peer, "a tracker has looked for this server, and found it");
+                Err(Refusal { reason: None, told: Some(channel) })
+            }
             Err(error) => {
                 match error.kind() {
                     // Operators search the log for refused clients and the reasons.
@@ -208,7 +217,7 @@ impl Secured {
                     }
                     _ => tracing::debug!(peer, %error, "no session"),
                 }
-                Err(Refusal { reason: error.kind(), told: Some(channel) })
+                Err(Refusal { reason: Some(error.kind()), told: Some(channel) })
             }
         }
     }

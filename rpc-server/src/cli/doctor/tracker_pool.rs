@@ -2,6 +2,7 @@
 
 use rpc_transports::tracker::{LossReason, Reach, ServerSummary, Summary};
 
+use crate::cli::output::counted;
 use crate::tracker::display::{for_people, lost};
 
 /// Result for a key.
@@ -35,13 +36,11 @@ pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> PoolVerdict {
                 .to_owned(),
         };
     }
-    let slots: u32 = servers.iter().map(|server| server.capacity).sum();
+    let slots = counted(servers.iter().map(|server| u64::from(server.capacity)).sum(), "slot");
     let free: u32 = servers.iter().map(|server| server.free).sum();
     let waiting = summary.queue.iter().filter(|entry| entry.key.is_empty() || suits(&entry.key)).count();
-    PoolVerdict::Available(format!(
-        "{} servers with {named}, {free} of {slots} slots free, {waiting} requests waiting",
-        servers.len()
-    ))
+    let (servers, waiting) = (counted(servers.len() as u64, "server"), counted(waiting as u64, "request"));
+    PoolVerdict::Available(format!("{servers} with {named}, {free} of {slots} free, {waiting} waiting"))
 }
 
 fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> PoolVerdict {
