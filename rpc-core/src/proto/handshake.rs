@@ -496,11 +496,20 @@ impl Handshake {
         let ours = &self.config.hello;
         self.theirs = Some(theirs.clone());
         if theirs.version_max < ours.version_min || theirs.version_min > ours.version_max {
+            let older = if theirs.version_max < ours.version_min { &theirs } else { ours };
             return Err(RpcError::new(
                 ErrorKind::VersionMismatch,
                 format!(
-                    "no common protocol version: one side speaks {} to {}, the other {} to {} ({})",
-                    ours.version_min, ours.version_max, theirs.version_min, theirs.version_max, theirs.agent
+                    "no common protocol version: one side speaks {} to {} ({}), the other {} to {} ({}): update the \
+                     side that speaks {} to {}",
+                    ours.version_min,
+                    ours.version_max,
+                    ours.agent,
+                    theirs.version_min,
+                    theirs.version_max,
+                    theirs.agent,
+                    older.version_min,
+                    older.version_max
                 ),
             ));
         }

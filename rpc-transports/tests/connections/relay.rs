@@ -4,13 +4,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
-use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
+use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, MAGIC, Role};
+use rpc_core::{ErrorKind, LocalSession, Packed, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
     Access, Address, Bind, Certificate, Channel, ClientTls, ConnectError, Connector, Dial, OpenRequest, ParkOptions,
-    ServeOptions, Server, ServerTls, Tokens,
+    ServeOptions, Server, ServerTls, Tokens, Transports,
 };
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 
 /// Time limit for what is expected to happen.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -260,4 +260,128 @@ fn certified() -> (ServerTls, String) {
     let (pem, key) = (made.cert.pem(), made.signing_key.serialize_pem());
     let certificate = Certificate::from_pem(pem.as_bytes(), key.as_bytes()).unwrap();
     (ServerTls::new(certificate, None).unwrap(), pem)
+}
+
+/// Body of a golden hello.
+fn golden(name: &str) -> Vec<u8> {
+    let lines = include_str!("relay_golden.txt").lines().filter_map(|line| line.split_once(" = "));
+    let mut found = lines.filter(|(other, _)| *other == name);
+    let (_, hex) = found.next().unwrap_or_else(|| panic!("relay_golden.txt has no hello '{name}'"));
+    let digits = hex.as_bytes().chunks(2).map(|pair| std::str::from_utf8(pair).unwrap());
+    digits.map(|digits| u8::from_str_radix(digits, 16).unwrap()).collect()
+}
+
+const HELLO: u8 = 1;
+const ACCEPT: u8 = 2;
+const REJECT: u8 = 3;
+
+fn frame(kind: u8, body: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0; 24];
+    frame[..4].copy_from_slice(&(body.len() as u32).to_le_bytes());
+    frame[20] = kind;
+    frame.extend_from_slice(body);
+    frame
+}
+
+fn first_frame(body: &[u8]) -> Vec<u8> {
+    [&MAGIC[..], &frame(HELLO, body)].concat()
+}
+
+async fn read_magic(io: &mut (impl AsyncRead + Unpin + ?Sized)) {
+    let mut magic = [0; 8];
+    io.read_exact(&mut magic).await.unwrap();
+    assert_eq!(magic, MAGIC);
+}
+
+async fn read_frame(io: &mut (impl AsyncRead + Unpin + ?Sized)) -> (u8, Vec<u8>) {
+    let mut header = [0; 24];
+    io.read_exact(&mut header).await.unwrap();
+    let mut body = vec![0; u32::from_le_bytes(header[..4].try_into().unwrap()) as usize];
+    io.read_exact(&mut body).await.unwrap();
+    (header[20], body)
+}
+
+/// Reads a hello, and compares it with a golden one but for the name of the program.
+async fn assert_hello(io: &mut (impl AsyncRead + Unpin + ?Sized), name: &str) {
+    read_magic(io).await;
+    let (kind, body) = read_frame(io).await;
+    assert_eq!(kind, HELLO);
+    let hello: Hello = Packed::from_bytes(body.into()).decode().unwrap();
+    let named = Packed::encode(&Hello { agent: "golden".to_owned(), ..hello }).unwrap();
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    assert_eq!(hex(named.as_bytes()), hex(&golden(name)), "{name}");
+}
+
+#[tokio::test]
+async fn a_relay_answers_golden_hellos_with_golden_hellos() {
+    let relay = relay(|_| {});
+    let (mut board, far) = tokio::io::duplex(1 << 16);
+    relay.serve_channel(Channel::new(far, "a board"));
+    board.write_all(&first_frame(&golden("server"))).await.unwrap();
+    assert_hello(&mut board, "relay to server").await;
+    board.write_all(&frame(ACCEPT, &[])).await.unwrap();
+    waiting(&relay, 1).await;
+    let (mut client, far) = tokio::io::duplex(1 << 16);
+    relay.serve_channel(Channel::new(far, "a client"));
+    client.write_all(&first_frame(&golden("client"))).await.unwrap();
+    assert_hello(&mut client, "relay to client").await;
+    client.write_all(&frame(ACCEPT, &[])).await.unwrap();
+    assert_eq!(read_frame(&mut client).await, (ACCEPT, Vec::new()));
+    assert_eq!(read_frame(&mut board).await, (ACCEPT, Vec::new()));
+    client.write_all(b"from the client").await.unwrap();
+    let mut bytes = [0; 15];
+    board.read_exact(&mut bytes).await.unwrap();
+    assert_eq!(&bytes, b"from the client");
+}
+
+#[tokio::test]
+async fn servers_and_clients_say_golden_hellos_to_a_relay() {
+    let address: Address = "memory:golden-relay".parse().unwrap();
+    let mut listener = Transports::default().bind(&address, &Bind::default()).await.unwrap();
+    let parked = tokio::spawn({
+        let (server, address) = (server(|_| {}), address.clone());
+        async move { server.park_once(&address, &board(1)).await }
+    });
+    let mut accepted = listener.accept().await.unwrap();
+    assert_hello(accepted.io_mut(), "server").await;
+    accepted.io_mut().write_all(&first_frame(&golden("relay to server"))).await.unwrap();
+    assert_eq!(read_frame(accepted.io_mut()).await, (ACCEPT, Vec::new()));
+    drop(accepted);
+    assert!(parked.await.unwrap().is_err(), "the relay went away before a client came");
+    let connecting = tokio::spawn(async move { Connector::new().connect("memory:golden-relay?key=board").await });
+    let mut accepted = listener.accept().await.unwrap();
+    assert_hello(accepted.io_mut(), "client").await;
+    drop(accepted);
+    refusal(connecting.await.unwrap());
+}
+
+#[tokio::test]
+async fn another_version_at_a_relay_is_refused_and_the_older_side_is_named() {
+    let decode = |name| Packed::from_bytes(golden(name).into()).decode::<Hello>().unwrap();
+    let with_versions = |name, version_min, version_max| {
+        let hello = Hello { version_min, version_max, ..decode(name) };
+        first_frame(Packed::encode(&hello).unwrap().as_bytes())
+    };
+    for (versions, expected) in [((2, 3), "update the side that speaks 1 to 1"), ((0, 0), "that speaks 0 to 0")] {
+        // A server and a client of another version at the relay.
+        for name in ["server", "client"] {
+            let relay = relay(|_| {});
+            let (mut near, far) = tokio::io::duplex(1 << 16);
+            relay.serve_channel(Channel::new(far, "another version"));
+            near.write_all(&with_versions(name, versions.0, versions.1)).await.unwrap();
+            read_magic(&mut near).await;
+            let (kind, body) = read_frame(&mut near).await;
+            assert_eq!(kind, REJECT);
+            assert!(String::from_utf8_lossy(&body).contains(expected), "{name}: {}", String::from_utf8_lossy(&body));
+        }
+        // A server at a relay of another version.
+        let address: Address = format!("memory:relay-{}", versions.1).parse().unwrap();
+        let mut listener = Transports::default().bind(&address, &Bind::default()).await.unwrap();
+        let parked = tokio::spawn(async move { server(|_| {}).park_once(&address, &board(1)).await });
+        let mut accepted = listener.accept().await.unwrap();
+        accepted.io_mut().write_all(&with_versions("relay to server", versions.0, versions.1)).await.unwrap();
+        let error = parked.await.unwrap().unwrap_err().into_rpc_error();
+        assert_eq!(error.kind(), ErrorKind::VersionMismatch);
+        assert!(error.message().contains(expected), "{error}");
+    }
 }
