@@ -29,8 +29,8 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{Pack, RemoteFunction, RemoteObject, Result, Session, TypedFunction};
 use rpc_transports::tracker::{
-    DeviceOffer, Grant, Reach, Registered, Registration, Renewed, ServerRequest, ServerStatus, TrackerClient, Use,
-    functions,
+    DeviceOffer, Grant, MESSAGES, Reach, Registered, Registration, Renewed, ServerRequest, ServerStatus, TrackerClient,
+    Use, functions,
 };
 use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -328,6 +328,7 @@ impl Member {
             .await
             .unwrap();
         let registration = Registration {
+            version: MESSAGES.version(),
             name: name.to_owned(),
             key: key.to_owned(),
             labels: BTreeMap::from(

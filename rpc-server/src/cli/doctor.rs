@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use rpc_core::proto::{MAGIC, VERSION_MAX, VERSION_MIN};
-use rpc_core::{ErrorKind, Pack, RpcError, Session};
-use rpc_transports::tracker::{Summary, address_of, functions};
+use rpc_core::{ErrorKind, Pack, Packed, RpcError, Session};
+use rpc_transports::tracker::{MESSAGES, Summary, address_of, functions};
 use rpc_transports::{
     Address, AddressError, Channel, ConnectError, Connector, Dial, TransportError, Transports, exec, unix,
 };
@@ -124,10 +124,11 @@ async fn servers(
 ) -> Result<(), u8> {
     let ask = async {
         let summary = session.get_function(functions::SUMMARY).await?;
-        summary.call::<Pack<Summary>>(()).await
+        let summary = summary.call::<Packed>(()).await?;
+        MESSAGES.decode::<Summary>(&summary, "the tracker", "this program")
     };
     let finding = match tokio::time::timeout(limit, ask).await {
-        Ok(Ok(Pack(summary))) => match look_for(&summary, key) {
+        Ok(Ok(summary)) => match look_for(&summary, key) {
             PoolVerdict::Available(detail) => {
                 examination.ok("servers", detail);
                 return Ok(());

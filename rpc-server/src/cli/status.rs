@@ -143,7 +143,7 @@ fn address(server: &ServerSummary) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rpc_transports::tracker::{Holder, HolderState};
+    use rpc_transports::tracker::{Holder, HolderState, MESSAGES};
 
     use super::*;
 
@@ -166,6 +166,7 @@ mod tests {
             holders: vec![holder("alice (tcp://10.0.0.6:40000)"), holder("bob (tcp://10.0.0.7:40000)")],
         };
         let summary = Summary {
+            version: MESSAGES.version(),
             uptime_ms: 61_000,
             lease_ms: 10_000,
             servers: vec![server],

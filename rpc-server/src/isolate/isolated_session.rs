@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
 use super::exit_cause::ProcessLimits;
-use super::messages::SessionSetup;
+use super::messages::{MESSAGES, SessionSetup};
 use super::process_io::ProcessIo;
 use super::supervisor::{self, ProcessGuard, Started};
 use super::{GRACE, is_possible};
@@ -146,6 +146,7 @@ impl SessionFactory for Isolation {
         let share = self.share.map(|bytes| self.state.memory().reserve(bytes)).transpose()?;
         let workspace = self.workspace(request).await?;
         let setup = SessionSetup {
+            version: MESSAGES.version(),
             config: self.config.clone(),
             workspace: workspace.lend(),
             uptime: self.state.started().elapsed(),

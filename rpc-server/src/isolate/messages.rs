@@ -3,20 +3,30 @@
 //! Over the connection, before the session's handshake: a [`SessionSetup`] as JSON, after its
 //! length in bytes as four bytes, little-endian. Over a pair of datagram sockets, at any time:
 //! [`Report`]s to the server, and [`ServerTotals`] in answer to those that ask.
+//!
+//! Both processes are the same program, but its file may have been replaced while the server runs.
+//! So the setup has the version of [`MESSAGES`], which any change of the messages raises, and
+//! `golden.txt` holds their bytes.
 
 use std::io::{self, Read};
 use std::time::Duration;
 
 use rpc_core::Usage;
+use rpc_transports::MessageFamily;
 use serde::{Deserialize, Serialize};
 
 use crate::modules::DigestList;
 use crate::server::server_state::ServerTotals;
 use crate::workspace::WorkspaceLoan;
 
+/// Messages between a server and its session processes.
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 2);
+
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SessionSetup {
+    /// Version of the server: that of [`MESSAGES`]. Read before the other fields.
+    pub(super) version: u32,
     /// Configuration of the server, as TOML.
     pub(super) config: String,
     /// Workspace of the session.
@@ -25,6 +35,18 @@ pub(super) struct SessionSetup {
     pub(super) uptime: Duration,
     /// Modules that may be loaded, as the server has read them; `None` for any.
     pub(super) module_digests: Option<DigestList>,
+}
+
+/// The field of a setup that each version but the first has.
+#[derive(Deserialize)]
+struct Versioned {
+    #[serde(default = "first_version")]
+    version: u32,
+}
+
+/// Returns the version of a setup without a number.
+fn first_version() -> u32 {
+    1
 }
 
 /// Maximum length: far more than a configuration and the longest list of digests.
@@ -40,6 +62,10 @@ impl SessionSetup {
 
     /// Reads the settings; `None` if the connection ended before them, so that there will be no
     /// session.
+    ///
+    /// # Errors
+    ///
+    /// The server speaks another version; the setup is malformed; the connection broke.
     pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut len = [0; 4];
         match from.read_exact(&mut len) {
@@ -52,6 +78,9 @@ impl SessionSetup {
         }
         let mut text = vec![0; len as usize];
         from.read_exact(&mut text)?;
+        let Versioned { version } = serde_json::from_slice(&text)?;
+        let checked = MESSAGES.check(version, "the server", "this session process");
+        checked.map_err(|error| io::Error::other(format!("{}, and start the server again", error.message())))?;
         Ok(Some(serde_json::from_slice(&text)?))
     }
 }
@@ -121,6 +150,48 @@ mod tests {
         assert_eq!(ServerTotals::from_bytes(&totals.to_bytes()), Some(totals));
         assert_eq!(Report::from_bytes(&totals.to_bytes()), None);
         assert_eq!(ServerTotals::from_bytes(b""), None);
+    }
+
+    /// Returns a message by its name: one over the connection as text, a datagram as hexadecimal
+    /// digits.
+    fn golden(name: &str) -> &'static str {
+        let lines = include_str!("golden.txt").lines().filter_map(|line| line.split_once(" = "));
+        let mut found = lines.filter(|(other, _)| *other == name);
+        found.next().unwrap_or_else(|| panic!("golden.txt has no message '{name}'")).1
+    }
+
+    fn framed(text: &str) -> Vec<u8> {
+        [&u32::try_from(text.len()).unwrap().to_le_bytes()[..], text.as_bytes()].concat()
+    }
+
+    #[test]
+    fn messages_keep_their_bytes() {
+        assert_eq!(MESSAGES.version(), 2);
+        for name in ["setup", "setup with digests"] {
+            let bytes = framed(golden(name));
+            let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
+            assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
+            assert_eq!((setup.version, setup.config.as_str()), (2, "max-handles = 7\n"));
+            assert_eq!(setup.uptime, Duration::new(3, 5));
+            assert_eq!(setup.module_digests.is_some(), name == "setup with digests");
+        }
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let report = Report { usage: Usage { handles: 7, memory_bytes: 1 << 40 }, asks: true };
+        assert_eq!(hex(&report.to_bytes()), golden("report"));
+        let totals = ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 };
+        assert_eq!(hex(&totals.to_bytes()), golden("totals"));
+    }
+
+    #[test]
+    fn a_setup_of_another_version_is_refused_in_words() {
+        for (text, expected) in [
+            (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
+            (r#"{"workspace":1}"#, "update the server, and start the server again"),
+            (r#"{"version":3,"others":[]}"#, "update this session process, and start the server again"),
+        ] {
+            let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+        }
     }
 
     #[test]

@@ -58,9 +58,8 @@ fn serve(
         return Ok(());
     }
     let (mut connection, control) = (UnixStream::from(read), UnixDatagram::from(write));
-    let Some(SessionSetup { config, workspace, uptime, module_digests }) = SessionSetup::read(&mut connection)? else {
-        return Ok(());
-    };
+    let Some(setup) = SessionSetup::read(&mut connection)? else { return Ok(()) };
+    let SessionSetup { config, workspace, uptime, module_digests, .. } = setup;
     let config = ServeSettings::from_toml(&config, "of the server".as_ref())?.resolve()?;
     logging::init(&config.log_level, config.log_format);
     limit(&config)?;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rpc_core::{Fault, Pack, RemoteObject, Result, RpcError, Session};
-use rpc_transports::tracker::{Reach, Registered, Registration, Renewed, functions};
+use rpc_core::{Fault, Pack, Packed, RemoteObject, Result, RpcError, Session};
+use rpc_transports::tracker::{MESSAGES, Reach, Registered, Registration, Renewed, functions};
 use rpc_transports::{Address, Backoff, Connector, Dial};
 use tokio::task::JoinHandle;
 
@@ -141,9 +141,10 @@ impl TrackerRegistration {
         changes.mark_unchanged();
         let Advertisement { name, key, labels, devices, capacity, address } = self.advertisement.clone();
         let status = self.gate.status(id);
-        let registration = Registration { name, key, labels, devices, capacity, address, ticket_key, status };
-        let (registration, registered): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await?;
-        let Pack(Registered { lease_ms, address }) = registered;
+        let version = MESSAGES.version();
+        let registration = Registration { version, name, key, labels, devices, capacity, address, ticket_key, status };
+        let (registration, registered): (RemoteObject, Packed) = register.call((Pack(registration),)).await?;
+        let Registered { lease_ms, address, .. } = MESSAGES.decode(&registered, "the tracker", "this server")?;
         *was_registered = true;
         let lease = Duration::from_millis(lease_ms.max(1));
         let (tracker, address) = (&self.tracker, address.join(","));
@@ -184,5 +185,49 @@ struct RegistrationGuard {
 impl Drop for RegistrationGuard {
     fn drop(&mut self) {
         self.gate.end(self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use rpc_core::{ErrorKind, LocalSession, Registry, Shared};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_tracker_of_another_version_is_refused_in_words() {
+        for (version, advice) in
+            [(MESSAGES.version() - 1, "update the tracker"), (MESSAGES.version() + 1, "update this server")]
+        {
+            let registry = Registry::new();
+            // The answer of a version whose other fields are unknown here.
+            let register =
+                move |_: Packed| (Shared(Arc::new(())), Pack(BTreeMap::from([("version".to_owned(), version)])));
+            registry.add(functions::REGISTER, register);
+            registry.add(functions::RENEW, || ());
+            let session = Session::new(LocalSession::new(registry));
+            let gate = TicketGate::new(false);
+            let (id, key) = gate.begin().unwrap();
+            let registration = TrackerRegistration {
+                tracker: "tcp://127.0.0.1:1".to_owned(),
+                connector: Arc::new(Mutex::new(Connector::new())),
+                gate,
+                advertisement: Advertisement {
+                    name: "board".to_owned(),
+                    key: "board".to_owned(),
+                    labels: BTreeMap::new(),
+                    devices: Vec::new(),
+                    capacity: 1,
+                    address: vec!["tcp://127.0.0.1:2".to_owned()],
+                },
+            };
+            let mut was_registered = false;
+            let outcome = registration.renew_until_error(&session, id, key.to_bytes(), &mut was_registered).await;
+            let error = outcome.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error}");
+            assert!(error.message().ends_with(advice) && !was_registered, "{error}");
+        }
     }
 }

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::proto::ANONYMOUS;
-use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
+use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
-    Loss, LossReason, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket, TicketKey,
-    functions,
+    Loss, LossReason, MESSAGES, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket,
+    TicketKey, functions,
 };
 use rpc_transports::{Connector, Dial, Machine, Transports};
 use tokio::sync::{Notify, Semaphore, watch};
@@ -182,15 +182,20 @@ impl Tracker {
     /// Adds the functions of the tracker to `registry`.
     pub fn register(self: &Arc<Self>, registry: &Registry) {
         let this = self.clone();
-        registry.add_inline(functions::REGISTER, move |context: Context, Pack(registration): Pack<Registration>| {
-            let (server, registered) = this.add_server(&client_of(&context), registration)?;
+        registry.add_inline(functions::REGISTER, move |context: Context, registration: Packed| {
+            let client = client_of(&context);
+            let registration = MESSAGES.decode(&registration, "the server", "the tracker").inspect_err(|error| {
+                tracing::warn!(peer = client.peer, %error, "refused a server");
+            })?;
+            let (server, registered) = this.add_server(&client, registration)?;
             Ok::<_, RpcError>((Shared(Arc::new(server)), Pack(registered)))
         });
         registry.add_inline(functions::RENEW, |server: Shared<ServerObject>, Pack(status): Pack<ServerStatus>| {
             server.0.renew(status).map(Pack)
         });
         let this = self.clone();
-        registry.add_inline(functions::REQUEST, move |context: Context, Pack(request): Pack<ServerRequest>| {
+        registry.add_inline(functions::REQUEST, move |context: Context, request: Packed| {
+            let request = MESSAGES.decode(&request, "the client", "the tracker")?;
             this.add_request(&client_of(&context), request).map(|claim| Shared(Arc::new(claim)))
         });
         let good_for_ms = millis(self.options.ticket_lifetime);
@@ -236,7 +241,7 @@ impl Tracker {
                 &options.transports,
             )
         });
-        let Registration { name, key, labels, devices, capacity, address: told, ticket_key, status } = registration;
+        let Registration { name, key, labels, devices, capacity, address: told, ticket_key, status, .. } = registration;
         let (name, shown_key) = (clip(&name), clip(&key));
         let status = clipped(status);
         let offer = Arc::new(Offer { key, labels, devices, capacity });
@@ -280,7 +285,7 @@ impl Tracker {
         state.servers.insert(id, entry);
         self.apply_events(state, now);
         self.spawn_probe(id, address.clone());
-        let registered = Registered { lease_ms: millis(self.options.lease), address };
+        let registered = Registered { version: MESSAGES.version(), lease_ms: millis(self.options.lease), address };
         Ok((ServerObject { tracker: self.clone(), id }, registered))
     }
 

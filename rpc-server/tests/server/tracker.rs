@@ -15,8 +15,8 @@ use rpc_server::server::Client;
 use rpc_server::tracker::{RunningTracker, Tracker, TrackerOptions};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{
-    Grant, HolderState, LossReason, Reach, Registered, Registration, Renewed, Returned, ServerRequest, ServerStatus,
-    ServerSummary, Summary, TICKET_REFUSED, TrackerClient, Use, functions,
+    Grant, HolderState, LossReason, MESSAGES, Reach, Registered, Registration, Renewed, Returned, ServerRequest,
+    ServerStatus, ServerSummary, Summary, TICKET_REFUSED, TrackerClient, Use, functions,
 };
 use rpc_transports::{Address, Connector, Machine};
 use tempfile::TempDir;
@@ -125,6 +125,7 @@ fn listen(address: &str) -> ListenAddress {
 /// Returns the registration of a server with one slot.
 fn registration(key: &str, address: &str) -> Registration {
     Registration {
+        version: MESSAGES.version(),
         name: "board".to_owned(),
         key: key.to_owned(),
         labels: BTreeMap::new(),
@@ -526,6 +527,52 @@ async fn under_a_hop_tracker_and_server_are_reached_from_there() {
     works(&session).await;
     let error = session.function::<(), i64>("fail").await.unwrap().call(()).await.unwrap_err();
     assert_eq!(error.hop(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tracker_refuses_peers_of_another_version_and_says_which_side_to_update() {
+    let pool = Pool::new().await;
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let register = session.get_function(functions::REGISTER).await.unwrap();
+    let request = session.get_function(functions::REQUEST).await.unwrap();
+    let current = MESSAGES.version();
+    for (version, of_server, of_client) in [
+        (current - 1, "update the server", "update the client"),
+        (current + 1, "update the tracker", "update the tracker"),
+    ] {
+        let registration = Registration { version, ..registration("k", "tcp://127.0.0.1:9") };
+        let error = register.call::<Value>((Pack(registration),)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error}");
+        assert!(error.message().ends_with(of_server), "{error}");
+        let asked = ServerRequest { version, ..ServerRequest::any() };
+        let error = request.call::<Value>((Pack(asked),)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error}");
+        assert!(error.message().ends_with(of_client), "{error}");
+    }
+    assert!(pool.summary().servers.is_empty() && pool.summary().queue.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_refuses_a_tracker_of_another_version() {
+    for (version, advice) in [
+        (None, "update the tracker"),
+        (Some(MESSAGES.version() - 1), "update the tracker"),
+        (Some(MESSAGES.version() + 1), "update this program"),
+    ] {
+        let registry = Registry::new();
+        // The summary of a version whose other fields are unknown here.
+        let summary = move || {
+            Pack(version.map_or_else(BTreeMap::new, |version| BTreeMap::from([("version".to_owned(), version)])))
+        };
+        registry.add(functions::SUMMARY, summary);
+        let folder = tempfile::tempdir().unwrap();
+        let config = ServeConfig { workdir: folder.path().to_owned(), ..ServeConfig::default() };
+        let server = RpcServer::new(registry).config(config).listen("tcp://127.0.0.1:0").start().await.unwrap();
+        let client = TrackerClient::connect(&server.addresses()[0].to_string()).await.unwrap();
+        let error = client.summary().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error}");
+        assert!(error.message().ends_with(advice), "{error}");
+    }
 }
 
 /// A peer that speaks to the tracker without any of our code for it.

@@ -5,13 +5,13 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{ErrorKind, Fault, Pack, RemoteObject, Result, RpcError, Session};
+use rpc_core::{ErrorKind, Fault, Pack, Packed, RemoteObject, Result, RpcError, Session};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::TICKET_REFUSED;
-use super::messages::{Grant, Returned, ServerRequest, Summary, functions};
+use super::messages::{Grant, MESSAGES, Returned, ServerRequest, Summary, functions};
 use crate::address::{Address, AddressError, ToAddress};
 use crate::backoff::Backoff;
 use crate::connect::{ConnectError, Connector, Hop};
@@ -99,6 +99,7 @@ impl TrackerClient {
     ///
     /// * [`ErrorKind::DeadlineExceeded`]: the time is over.
     /// * Refusals of the tracker, for example by a limit.
+    /// * [`ErrorKind::VersionMismatch`]: the tracker speaks another version.
     /// * Errors of the server that another server would repeat: it does not know the client, or
     ///   speaks another version.
     pub async fn request(&self, request: &ServerRequest) -> Result<Loan> {
@@ -148,15 +149,16 @@ impl TrackerClient {
     ///
     /// # Errors
     ///
-    /// The tracker cannot be reached, or the server is not a tracker.
+    /// The tracker cannot be reached, or the server is not a tracker, or speaks another version.
     pub async fn summary(&self) -> Result<Summary> {
         let session = self.session().await?;
         let summary = async {
             let summary = session.get_function(functions::SUMMARY).await?;
-            summary.call(()).concurrent().await
+            let summary: Packed = summary.call(()).concurrent().await?;
+            MESSAGES.decode(&summary, "the tracker", "this program")
         };
         match summary.await {
-            Ok(Pack(summary)) => Ok(summary),
+            Ok(summary) => Ok(summary),
             Err(error) => Err(self.failed(&session, error).await),
         }
     }

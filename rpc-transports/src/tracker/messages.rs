@@ -1,5 +1,6 @@
 //! Messages to trackers, and their answers. They are packed as maps by field names: fields may be
-//! added, and readers skip unknown ones.
+//! added, and readers skip unknown ones. Any other change of names or meanings raises the version
+//! of [`MESSAGES`], and `golden.txt` holds the bytes.
 //!
 //! Times are durations in milliseconds, so clocks need not agree.
 
@@ -8,6 +9,13 @@ use std::time::Duration;
 
 use rpc_core::{Device, DeviceDescription, DeviceType, Target, VirtualDevice};
 use serde::{Deserialize, Serialize};
+
+use crate::message_family::{MessageFamily, first_version};
+
+/// Messages between trackers, servers and clients. [`Registration`], [`Registered`],
+/// [`ServerRequest`] and [`Summary`] have the version of their sender; the others belong to an
+/// exchange that one of these has begun.
+pub const MESSAGES: MessageFamily = MessageFamily::new("the messages of trackers", 2);
 
 /// Names of a tracker's functions.
 pub mod functions {
@@ -83,8 +91,11 @@ impl DeviceOffer {
 }
 
 /// Registration of a server at a tracker.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registration {
+    /// Version of the sender: that of [`MESSAGES`]. Read before the other fields.
+    #[serde(default = "first_version")]
+    pub version: u32,
     /// Name of the server for people, for example that of its machine.
     pub name: String,
     /// Key that clients ask for.
@@ -142,6 +153,9 @@ pub struct Use {
 /// The answer to a [`Registration`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registered {
+    /// Version of the sender: that of [`MESSAGES`]. Read before the other fields.
+    #[serde(default = "first_version")]
+    pub version: u32,
     /// Time that the registration lasts without being renewed.
     pub lease_ms: u64,
     /// Addresses that clients will get.
@@ -190,6 +204,9 @@ pub enum Reach {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerRequest {
+    /// Version of the sender: that of [`MESSAGES`]. Read before the other fields.
+    #[serde(default = "first_version")]
+    pub version: u32,
     /// Key of the servers; empty for any.
     #[serde(default)]
     pub key: String,
@@ -223,6 +240,7 @@ impl ServerRequest {
     /// Requests one server with this key.
     pub fn new(key: &str) -> Self {
         Self {
+            version: MESSAGES.version(),
             key: key.to_owned(),
             count: 1,
             distinct: false,
@@ -338,6 +356,9 @@ pub struct Returned {
 /// State of a tracker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
+    /// Version of the sender: that of [`MESSAGES`]. Read before the other fields.
+    #[serde(default = "first_version")]
+    pub version: u32,
     /// Time since the tracker has started.
     pub uptime_ms: u64,
     /// Time that registrations last without being renewed.
@@ -505,3 +526,7 @@ mod ticket_key {
         deserializer.deserialize_bytes(Key)
     }
 }
+
+#[cfg(test)]
+#[path = "golden.rs"]
+mod golden;

@@ -87,12 +87,13 @@ fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> PoolVerd
 mod tests {
     use std::collections::BTreeMap;
 
-    use rpc_transports::tracker::Loss;
+    use rpc_transports::tracker::{Loss, MESSAGES};
 
     use super::*;
 
     fn summary() -> Summary {
         Summary {
+            version: MESSAGES.version(),
             uptime_ms: 61_000,
             lease_ms: 10_000,
             servers: Vec::new(),

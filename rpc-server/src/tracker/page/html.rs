@@ -187,7 +187,7 @@ fn table<T>(
 mod tests {
     use std::collections::BTreeMap;
 
-    use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, LossReason, Sample};
+    use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, LossReason, MESSAGES, Sample};
 
     use super::*;
 
@@ -200,6 +200,7 @@ mod tests {
         let labels = BTreeMap::from([(evil(), evil())]);
         let devices = vec![DeviceOffer::new(evil(), 1)];
         let summary = Summary {
+            version: MESSAGES.version(),
             uptime_ms: 1,
             lease_ms: 1,
             servers: vec![ServerSummary {
@@ -252,6 +253,7 @@ mod tests {
     #[test]
     fn an_empty_pool_has_a_page_too() {
         let summary = Summary {
+            version: MESSAGES.version(),
             uptime_ms: 0,
             lease_ms: 10_000,
             servers: Vec::new(),

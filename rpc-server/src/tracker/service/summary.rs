@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use rpc_transports::tracker::{
-    Holder, HolderState, Loss, QueueEntry, Reach, Sample, ServerRequest, ServerSummary, Summary,
+    Holder, HolderState, Loss, MESSAGES, QueueEntry, Reach, Sample, ServerRequest, ServerSummary, Summary,
 };
 
 use super::super::millis;
@@ -54,6 +54,7 @@ impl Tracker {
             possible,
         };
         Summary {
+            version: MESSAGES.version(),
             uptime_ms: ago(self.started),
             lease_ms: millis(self.options.lease),
             servers,
